@@ -1,0 +1,84 @@
+"""What one GPU kernel does, without saying how fast: matmuls and memory-bound passes.
+
+Operator kinds describe their work as lists of these; ``hardware_models`` turns each into seconds.
+One entry is one kernel launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """A (batched) matrix product ``[batch, m, k] x [batch, k, n]``.
+
+    Attributes:
+        m, n, k: Matrix sizes in elements, >= 1.
+        batch: Independent products in one launch.
+        role: ``"forward"``, ``"data_gradient"`` or ``"weight_gradient"``: libraries use other
+            layouts (TN, NN, NT) and accumulators for them, so their efficiency differs.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    role: str = "forward"
+
+    @property
+    def flop(self) -> float:
+        """Floating point operations: a multiply and an add per element triple."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    def num_elements(self) -> float:
+        """Elements read and written once: both operands and the product."""
+        return float(self.batch) * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttention:
+    """A fused attention kernel: two matmuls and a softmax that never leave the chip.
+
+    Attributes:
+        batch: Samples times query heads.
+        query_length, key_length, head_dim: Elements.
+        causal: True where the masked half is skipped.
+        backward: The backward kernel does five matmuls where forward does two (recomputes scores).
+    """
+
+    batch: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    causal: bool
+    backward: bool = False
+
+    @property
+    def flop(self) -> float:
+        """FLOPs that are really done: the masked half is not counted when causal."""
+        full = 2.0 * self.batch * self.query_length * self.key_length * self.head_dim
+        return full * (5 if self.backward else 2) * (0.5 if self.causal else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBound:
+    """A pass over memory whose arithmetic is free: normalisation, activation, dropout, copies.
+
+    Attributes:
+        read_bytes, write_bytes: Bytes of device memory touched.
+        pattern: ``"elementwise"``, ``"reduction"`` (norms, softmax, bias gradients), ``"random"``
+            (draws random numbers: dropout) or ``"gather"`` (embedding look-up and its scatter-add).
+    """
+
+    read_bytes: float
+    write_bytes: float
+    pattern: str = "elementwise"
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes read plus bytes written."""
+        return self.read_bytes + self.write_bytes
+
+
+Kernel = Matmul | FlashAttention | MemoryBound

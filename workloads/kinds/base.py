@@ -1,0 +1,221 @@
+"""The contract of an operator kind: shapes, parameters, saved tensors, kernels and splits.
+
+A kind is stateless. Everything it says about work and memory is a function of *local* shapes, that is,
+of shapes after the mesh has cut them; so one definition serves every split and every degree. Sizes and
+collectives are derived from it (``workloads/local.py``), never typed in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from workloads.kernels import Kernel
+from workloads.placements import PARTIAL, REPLICATE, Placement, Shard
+
+Shape = tuple[int, ...]
+Attributes = Mapping[str, int | float | bool | str]
+
+FORWARD = "forward"
+BACKWARD_INPUT = "backward_input"
+BACKWARD_WEIGHT = "backward_weight"
+PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "mask": 1, "index": 8}
+"""Bytes per element. ``mask`` is a boolean stored as a byte, ``index`` an int64 token id."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The choices a framework makes inside operators; a Runtime provides them.
+
+    Attributes:
+        dtype: Type of activations and of weights in the matmuls ("fp16", "bf16", "fp32", "tf32").
+        fused_softmax: Scale, mask and softmax in one kernel; else three, with one more saved tensor.
+        fused_bias_activation: Bias, and the activation or the dropout and residual add, in one kernel.
+        fused_norm: Layer norm in one kernel that keeps its input and statistics; else several.
+        logits_dtype: Type in which the loss is computed.
+        flash_causal_skip: Flash attention skips the masked half of causal scores.
+    """
+
+    dtype: str = "fp16"
+    fused_softmax: bool = True
+    fused_bias_activation: bool = True
+    fused_norm: bool = True
+    logits_dtype: str = "fp32"
+    flash_causal_skip: bool = True
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of one logit as the loss sees it."""
+        return DTYPE_BYTES[self.logits_dtype]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trainable tensor. ``tie`` names tensors shared between operators (tied embeddings)."""
+
+    name: str
+    shape: Shape
+    tie: str | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor the forward pass keeps for the backward pass.
+
+    Attributes:
+        ref: ``"input:0"`` or ``"output:0"`` for the operator's own tensors (shared with whoever else keeps
+            the same one), or a private name such as ``"mask"``.
+        shape: Local shape; ignored for references.
+        dtype: Key of DTYPE_BYTES, or ``"activation"``; ignored for references.
+    """
+
+    ref: str
+    shape: Shape = ()
+    dtype: str = "activation"
+
+
+@dataclass(frozen=True)
+class InternalCollective:
+    """A collective inside an operator, over the axis of the split that causes it."""
+
+    collective: str
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """Placements of every tensor of an operator over one mesh axis.
+
+    Attributes:
+        inputs, outputs: One placement per input and output.
+        parameters: One placement per parameter, in the order of ``Kind.parameters``.
+        shares_work: False where every rank repeats the same computation (``replicate``). Where True, the
+            gradient of a replicated input or parameter is a partial sum.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    parameters: tuple[Placement, ...] = ()
+    shares_work: bool = True
+
+    def input_gradient(self, index: int) -> Placement:
+        """Return the placement in which backward produces the gradient of input ``index``."""
+        placement = self.inputs[index]
+        if isinstance(placement, Shard):
+            return placement
+        return PARTIAL if self.shares_work else REPLICATE
+
+    def output_gradient(self, index: int) -> Placement:
+        """Return the placement in which backward needs the gradient of output ``index``."""
+        placement = self.outputs[index]
+        return placement if isinstance(placement, Shard) else REPLICATE
+
+    def parameter_gradient(self, index: int) -> Placement:
+        """Return the placement in which backward produces the gradient of parameter ``index``."""
+        placement = self.parameters[index]
+        if isinstance(placement, Shard):
+            return placement
+        return PARTIAL if self.shares_work else REPLICATE
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one rank sees of an operator: local shapes, and the choices of the implementation.
+
+    Attributes:
+        attributes: The operator's attributes (global, e.g. ``heads`` of the whole model).
+        inputs, outputs, parameters: Local shapes.
+        implementation: Framework choices.
+    """
+
+    attributes: Attributes
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    parameters: tuple[Shape, ...]
+    implementation: Implementation
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return self.implementation.activation_bytes
+
+
+class Kind(ABC):
+    """One sort of operator. Subclasses are registered by ``workloads.kinds.register``.
+
+    Shapes have the batch first: ``(samples, ...)``.
+    """
+
+    name: ClassVar[str]
+    num_inputs: ClassVar[int] = 1
+    has_dropout_state: ClassVar[bool] = False
+
+    @abstractmethod
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        """Return output shapes from input shapes; raise ValueError if the inputs do not fit."""
+
+    def parameters(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Parameter, ...]:
+        """Return the trainable tensors (global shapes)."""
+        return ()
+
+    @abstractmethod
+    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        """Return the legal splits by name, ``batch`` and ``replicate`` included."""
+
+    def split_limit(self, attributes: Attributes, split: str) -> int | None:
+        """Return what the product of axis sizes of ``split`` must divide (heads, ...), or None."""
+        return None
+
+    @abstractmethod
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        """Return what forward keeps for backward, local shapes."""
+
+    @abstractmethod
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        """Return the kernels of one phase (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), in launch order."""
+
+    def internal_collectives(self, phase: str, split: str, local: Local) -> tuple[InternalCollective, ...]:
+        """Return collectives inside the operator for an axis with ``split`` (not derivable from outside)."""
+        return ()
+
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        """Return (shape, dtype) of buffers that live only during the phase, besides outputs and gradients."""
+        return ()
+
+
+@dataclass(frozen=True)
+class SplitTable:
+    """Helper for kinds: the two splits that every kind has, plus its own."""
+
+    num_inputs: int
+    num_outputs: int
+    num_parameters: int
+    own: Mapping[str, Split] = field(default_factory=dict)
+
+    def build(self) -> dict[str, Split]:
+        """Return all splits by name."""
+        table = {
+            "batch": Split(
+                inputs=(Shard(0),) * self.num_inputs,
+                outputs=(Shard(0),) * self.num_outputs,
+                parameters=(REPLICATE,) * self.num_parameters,
+            ),
+            "replicate": Split(
+                inputs=(REPLICATE,) * self.num_inputs,
+                outputs=(REPLICATE,) * self.num_outputs,
+                parameters=(REPLICATE,) * self.num_parameters,
+                shares_work=False,
+            ),
+        }
+        table.update(self.own)
+        return table
