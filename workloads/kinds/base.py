@@ -35,8 +35,14 @@ class Implementation:
         dtype: Type of activations and of weights in the matmuls ("fp16", "bf16", "fp32", "tf32").
         fused_softmax: Scale, mask and softmax in one kernel; else three, with one more saved tensor.
         fused_bias_activation: Bias, and the activation or the dropout and residual add, in one kernel.
-        fused_norm: Layer norm in one kernel that keeps its input and statistics; else several.
+        fused_norm: RMS norm in one kernel that keeps its input and statistics; else several passes, and the
+            normalised tensor is kept too. (Layer norm is one kernel in every framework.)
         logits_dtype: Type in which the loss is computed.
+        bias_in_matmul: The matmul library adds a bias that nothing else fuses (cublasLt epilogue, PyTorch >=
+            1.13); else it is a kernel of its own.
+        fused_softmax_multiple: The fused softmax kernel works only where samples x local heads is a multiple
+            of this (4 in Megatron-LM 2021, ``fused_softmax.py``); elsewhere the unfused one runs.
+        fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
     """
 
@@ -45,6 +51,9 @@ class Implementation:
     fused_bias_activation: bool = True
     fused_norm: bool = True
     logits_dtype: str = "fp32"
+    bias_in_matmul: bool = False
+    fused_softmax_multiple: int = 1
+    fused_loss: bool = False
     flash_causal_skip: bool = True
 
     @property
@@ -101,12 +110,15 @@ class Split:
         parameters: One placement per parameter, in the order of ``Kind.parameters``.
         shares_work: False where every rank repeats the same computation (``replicate``). Where True, the
             gradient of a replicated input or parameter is a partial sum.
+        whole_gradients: Indices of replicated parameters that are applied after the sum over the axis (the
+            bias of a row split), so that every rank computes their whole gradient all the same.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     parameters: tuple[Placement, ...] = ()
     shares_work: bool = True
+    whole_gradients: tuple[int, ...] = ()
 
     def input_gradient(self, index: int) -> Placement:
         """Return the placement in which backward produces the gradient of input ``index``."""
@@ -125,7 +137,7 @@ class Split:
         placement = self.parameters[index]
         if isinstance(placement, Shard):
             return placement
-        return PARTIAL if self.shares_work else REPLICATE
+        return PARTIAL if self.shares_work and index not in self.whole_gradients else REPLICATE
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,18 @@ class Kind(ABC):
     @abstractmethod
     def splits(self, attributes: Attributes) -> Mapping[str, Split]:
         """Return the legal splits by name, ``batch`` and ``replicate`` included."""
+
+    def input_dtype(self, index: int) -> str:
+        """Return the dtype of input ``index``: a key of DTYPE_BYTES, or ``"activation"``."""
+        return "activation"
+
+    def output_dtype(self, index: int) -> str:
+        """Return the dtype of output ``index``: a key of DTYPE_BYTES, or ``"activation"``."""
+        return "activation"
+
+    def stated_time_s(self, phase: str, local: Local) -> float | None:
+        """Return the duration the kind itself states (a row of a profile), or None: ask its kernels."""
+        return None
 
     def split_limit(self, attributes: Attributes, split: str) -> int | None:
         """Return what the product of axis sizes of ``split`` must divide (heads, ...), or None."""

@@ -1,0 +1,177 @@
+"""Checking a mapping against a pydantic model, with messages for the file's author."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from datafiles.errors import DataFileError
+from datafiles.names import nearest
+
+MAX_REPORTED = 20
+"""Errors listed in one message; further ones are counted."""
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class FileModel(BaseModel):
+    """Base class of everything that is written in a data file.
+
+    Frozen; unknown keys and non-finite numbers are refused; nothing is coerced: ``"8"`` is not a
+    number, ``1`` not a boolean. From a file (`validated`), lists become tuples, strings become
+    enum members and ``32e9`` is a valid integer. In Python, construct with the field's own types.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        populate_by_name=True,
+    )
+
+
+def validated(model_class: type[Model], mapping: Mapping[str, Any], source: str) -> Model:
+    """Return the model that a mapping read from a file describes.
+
+    Args:
+        model_class: What the file must hold, usually a `FileModel`.
+        mapping: Mappings with string keys, lists, strings, numbers, booleans, None.
+        source: Name for messages, usually the path.
+
+    Returns:
+        The model.
+
+    Raises:
+        DataFileError: Listing every error with its place, what must hold and what came.
+
+    >>> class Link(FileModel):
+    ...     bytes_per_s: float
+    >>> validated(Link, {"bytes_per_sec": 1e9}, "link.yaml")
+    Traceback (most recent call last):
+    datafiles.errors.DataFileError: link.yaml: 2 errors
+      bytes_per_s: is required, but missing
+      bytes_per_sec: unknown key, did you mean 'bytes_per_s'? known: bytes_per_s
+    """
+    # pydantic's JSON mode is the one that is strict about numbers yet lets a list be a tuple.
+    try:
+        return model_class.model_validate_json(json.dumps(mapping))
+    except ValidationError as error:
+        first = error
+    repaired, num_repaired = _with_whole_floats_as_integers(mapping, first)
+    if num_repaired:
+        try:
+            return model_class.model_validate_json(json.dumps(repaired))
+        except ValidationError as error:
+            first = error
+    raise DataFileError(source, _message(model_class, first)) from None
+
+
+def _with_whole_floats_as_integers(mapping: Mapping[str, Any], error: ValidationError) -> tuple[Any, int]:
+    """Copy the mapping with ``32e9`` replaced by an integer wherever the model wanted one."""
+    repaired = json.loads(json.dumps(mapping))
+    num_repaired = 0
+    for detail in error.errors(include_url=False, include_context=False):
+        value = detail["input"]
+        if detail["type"] != "int_type" or not isinstance(value, float) or value != value // 1:
+            continue
+        target = repaired
+        location = detail["loc"]
+        try:
+            for part in location[:-1]:
+                target = target[part]
+            if type(target[location[-1]]) is float:
+                target[location[-1]] = int(value)
+                num_repaired += 1
+        except (KeyError, IndexError, TypeError):
+            continue  # a union: pydantic's place then names members of the union too
+    return repaired, num_repaired
+
+
+def _message(model_class: type[BaseModel], error: ValidationError) -> str:
+    lines: dict[str, None] = {}
+    for detail in error.errors(include_url=False):
+        place = ".".join(_short(str(part)) for part in detail["loc"]) or "top level"
+        lines[f"{place}: {_sentence(model_class, detail)}"] = None
+    listed = list(lines)
+    if len(listed) == 1:
+        return listed[0]
+    more = [f"and {len(listed) - MAX_REPORTED} more"] if len(listed) > MAX_REPORTED else []
+    return "\n  ".join([f"{len(listed)} errors", *listed[:MAX_REPORTED], *more])
+
+
+def _sentence(model_class: type[BaseModel], detail: Any) -> str:
+    kind = detail["type"]
+    if kind == "missing":
+        return "is required, but missing"
+    if kind == "extra_forbidden":
+        *parents, key = detail["loc"]
+        known = _known_keys(model_class, tuple(parents))
+        return f"unknown key, {nearest(str(key), known)}"
+    text = str(detail["msg"])
+    for prefix in ("Value error, ", "Assertion failed, "):
+        if text.startswith(prefix):
+            text = text.removeprefix(prefix)
+            return (
+                text
+                if isinstance(detail["input"], (dict, list))
+                else f"{text}, got {_shown(detail['input'])}"
+            )
+    text = text.replace("Input should be", "must be").replace("a valid array", "a list")
+    text = text.replace("a valid dictionary", "a mapping").replace("an object", "a mapping")
+    return f"{text}, got {_shown(detail['input'])}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"a mapping with keys {_short(', '.join(map(str, value)))}" if value else "an empty mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if value is None:
+        return "nothing (null)"
+    return _short(repr(value))
+
+
+def _short(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _known_keys(model_class: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """Return the keys allowed at a place, walking the types as pydantic walked the values."""
+    candidates: list[Any] = [model_class]
+    for part in location:
+        below: list[Any] = []
+        for candidate in candidates:
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                fields = candidate.model_fields.items()
+                below += [field.annotation for name, field in fields if _key(name, field) == part]
+            elif get_origin(candidate) in (list, tuple, set, frozenset):
+                below += [argument for argument in get_args(candidate) if argument is not Ellipsis]
+            elif get_args(candidate):
+                below.append(get_args(candidate)[-1])  # the values of a mapping
+        # A part that leads nowhere is a tag that pydantic adds for a member of a union.
+        candidates = [member for candidate in below for member in _members(candidate)] or candidates
+    return [
+        _key(name, field)
+        for candidate in candidates
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+        for name, field in candidate.model_fields.items()
+    ]
+
+
+def _key(name: str, field: Any) -> str:
+    return field.alias or name
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the types an annotation stands for, without Annotated, None and unions."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for part in get_args(annotation) for member in _members(part)]
+    return [] if annotation is types.NoneType else [annotation]

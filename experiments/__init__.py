@@ -1,0 +1,1 @@
+"""What is done with the parts: comparisons, and the command line over everything."""

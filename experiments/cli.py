@@ -1,0 +1,65 @@
+"""The command ``windtunnel``.
+
+Commands live in one file each and import what they need when they run, so ``--help`` stays fast.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from experiments import (
+    command_compare,
+    command_diff,
+    command_list,
+    command_plan,
+    command_search,
+    command_simulate,
+)
+from experiments.console import fail
+
+app = typer.Typer(
+    name="windtunnel",
+    help="""Find, simulate and compare parallel training plans.
+
+    [bold]A tour[/bold]
+
+    What there is:      windtunnel list models
+
+    The main job:       windtunnel compare -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024 -o out
+
+    One plan closely:   windtunnel simulate out/plans/megatron-grid.yaml --timeline t.png
+
+    Why one is faster:  windtunnel diff out/plans/ddp.yaml out/plans/megatron-grid.yaml
+
+    Exit codes: 0 done, 2 wrong input (one message says what and how to mend it), 130 interrupted.
+    """,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("list")(command_list.list_names)
+app.command("plan")(command_plan.plan)
+app.command("search")(command_search.search)
+app.command("simulate")(command_simulate.simulate_file)
+app.command("diff")(command_diff.diff)
+app.command("compare")(command_compare.compare_searchers)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        from importlib.metadata import version as installed_version
+
+        print(installed_version("windtunnel"))
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; a wrong input ends with one message and exit code 2, never a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        sys.exit(fail(error))

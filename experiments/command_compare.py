@@ -1,0 +1,139 @@
+"""``windtunnel compare``: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experiments.console import (
+    DEFAULT_RUNTIME,
+    AsJson,
+    BudgetText,
+    Cluster,
+    Engine,
+    GlobalBatch,
+    MemoryLimit,
+    Model,
+    ObjectiveName,
+    Profile,
+    RuntimeName,
+    Seed,
+    Without,
+    comma_separated,
+    console,
+    messages,
+    print_lines,
+    problem_spec,
+    table,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DEFAULT_SEARCHERS = "megatron-grid,ddp,megatron-tp,gpipe,fsdp,deepspeed-3d"
+
+
+def compare_searchers(
+    model: Model,
+    cluster: Cluster,
+    global_batch: GlobalBatch,
+    searchers: Annotated[
+        str, typer.Option("--searchers", "-s", help="Comma-separated names or path.py:Class.")
+    ] = DEFAULT_SEARCHERS,
+    budget: BudgetText = "20s",
+    seed: Seed = 0,
+    objective: ObjectiveName = "paper",
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    memory_limit: MemoryLimit = None,
+    profile: Profile = None,
+    engine: Engine = "simpy",
+    without: Without = "",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for plans, table, plots; a second call continues where the first stopped.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let several searchers plan for one problem, and judge every plan by the same simulator.
+
+    Example: windtunnel compare -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024 -o out
+    """
+    from experiments.compare import compare
+    from experiments.progress import searchers_progress
+    from searchers.budget import Budget
+
+    names = comma_separated(searchers)
+    spec = problem_spec(
+        model=model,
+        cluster=cluster,
+        runtime=runtime,
+        global_batch=global_batch,
+        memory_limit=memory_limit,
+        profile=profile,
+    )
+    limit = Budget.parse(budget)
+    try:
+        with searchers_progress(names) as listener:
+            found = compare(
+                spec,
+                names,
+                budget=limit,
+                seed=seed,
+                engine=engine,
+                without=comma_separated(without),
+                objective=objective,
+                output=output,
+                listener=listener,
+            )
+    except KeyboardInterrupt:
+        kept = f"; finished searchers are kept in {output}, the same command continues" if output else ""
+        messages().print(f"interrupted{kept}")
+        raise typer.Exit(130) from None
+    if as_json:
+        print_lines(found.to_json(orient="records", indent=2))
+        return
+    _show(found, f"{model} on {cluster}, {global_batch} samples per iteration")
+    if output is not None:
+        console().print(f"plots, plans and table: {output}")
+
+
+def _show(found: pd.DataFrame, title: str) -> None:
+    columns = [
+        ("searcher", "left"),
+        ("s/iteration", "right"),
+        ("samples/s", "right"),
+        ("tokens/s/GPU", "right"),
+        ("MFU", "right"),
+        ("GiB used/has", "right"),
+        ("search s", "right"),
+        ("plan", "left"),
+    ]
+    console().print(table(title, columns, [_cells(row) for row in found.to_dict("records")]))
+
+
+def _cells(row: dict[Any, Any]) -> tuple[str, ...]:
+    search_s = f"{row['search_s']:.2f}"
+    if row["status"] == "no plan":
+        return (row["searcher"], "-", "-", "-", "-", "-", search_s, f"no plan: {row['reason']}")
+    words = row["plan"]
+    if row["status"] != "ok":
+        words = f"OUT OF MEMORY: {words}"
+    if row["reason"]:
+        words = f"{words} ({row['reason']})"
+    return (
+        row["searcher"],
+        f"{row['iteration_time_s']:.2f}",
+        f"{row['samples_per_s']:.2f}",
+        f"{row['tokens_per_s_per_device']:,.0f}",
+        f"{row['mfu']:.1%}",
+        f"{row['peak_reserved_bytes'] / 2**30:.1f}/{row['capacity_bytes'] / 2**30:.1f}",
+        search_s,
+        words,
+    )

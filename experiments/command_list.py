@@ -1,0 +1,109 @@
+"""``windtunnel list``: what can be named."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from experiments.console import AsJson, console, print_json, table
+
+EXPERIMENTS = {"compare": "one problem, many searchers, all plans judged by the simulator"}
+"""Experiments there are, and what each shows."""
+
+
+class What(StrEnum):
+    """Groups of names."""
+
+    MODELS = "models"
+    CLUSTERS = "clusters"
+    RUNTIMES = "runtimes"
+    SEARCHERS = "searchers"
+    EXPERIMENTS = "experiments"
+    EFFECTS = "effects"
+
+
+def list_names(what: Annotated[What, typer.Argument(help="What to list.")], as_json: AsJson = False) -> None:
+    """List models, clusters, runtimes, searchers, experiments, or the effects one can switch off.
+
+    Example: windtunnel list clusters
+    """
+    rows = _ROWS[what]()
+    if as_json:
+        print_json([dict(zip(_COLUMNS[what], row, strict=True)) for row in rows])
+        return
+    console().print(table(None, [(column.replace("_", " "), "left") for column in _COLUMNS[what]], rows))
+
+
+def _models() -> list[tuple[str, ...]]:
+    from workloads.registry import build_workload, model_names
+
+    rows: list[tuple[str, ...]] = []
+    for name in model_names():
+        workload = build_workload(name)
+        rows.append(
+            (
+                name,
+                workload.family,
+                f"{workload.num_parameters / 1e9:.2f}",
+                str(len(workload.layers)),
+                str(workload.tokens_per_sample),
+            )
+        )
+    return rows
+
+
+def _clusters() -> list[tuple[str, ...]]:
+    from hardware_models.cluster import cluster_description, cluster_presets
+
+    return [(f"{name}:NODESxGPUS", cluster_description(name)) for name in cluster_presets()]
+
+
+def _runtimes() -> list[tuple[str, ...]]:
+    from hardware_models.runtime import runtime_description, runtime_names
+
+    return [(name, runtime_description(name)) for name in runtime_names()]
+
+
+def _searchers() -> list[tuple[str, ...]]:
+    from searchers.registry import searcher_class, searcher_names
+
+    rows: list[tuple[str, ...]] = []
+    for name in searcher_names():
+        found = searcher_class(name)
+        rows.append((name, (found.__doc__ or "").strip().partition("\n")[0], found.paper))
+    return rows
+
+
+def _experiments() -> list[tuple[str, ...]]:
+    return list(EXPERIMENTS.items())
+
+
+def _effects() -> list[tuple[str, ...]]:
+    import re
+
+    from simulator.fidelity import Fidelity
+
+    # The docstring is the one place that says what each switch is; "name: text" per attribute.
+    documented = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", Fidelity.__doc__ or "", flags=re.MULTILINE)
+    words = {name.replace("_", "-"): re.sub(r"\s+", " ", text).replace("``", "") for name, text in documented}
+    return [(name, words.get(name, "")) for name in Fidelity.names()]
+
+
+_ROWS = {
+    What.MODELS: _models,
+    What.CLUSTERS: _clusters,
+    What.RUNTIMES: _runtimes,
+    What.SEARCHERS: _searchers,
+    What.EXPERIMENTS: _experiments,
+    What.EFFECTS: _effects,
+}
+_COLUMNS = {
+    What.MODELS: ("model", "family", "parameters_1e9", "layers", "tokens_per_sample"),
+    What.CLUSTERS: ("cluster", "description"),
+    What.RUNTIMES: ("runtime", "description"),
+    What.SEARCHERS: ("searcher", "what_it_does", "source"),
+    What.EXPERIMENTS: ("experiment", "what_it_shows"),
+    What.EFFECTS: ("effect", "what_it_is"),
+}

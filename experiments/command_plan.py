@@ -1,0 +1,126 @@
+"""``windtunnel plan``: a plan with the same degrees everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.console import (
+    DEFAULT_RUNTIME,
+    AsJson,
+    Cluster,
+    MemoryLimit,
+    Model,
+    Profile,
+    RuntimeName,
+    console,
+    messages,
+    print_json,
+    print_lines,
+    problem_spec,
+    writable,
+)
+
+PLAN = "Plan"
+
+MICROBATCHES_PER_STAGE = 8
+"""Default batch: that many microbatches per pipeline stage, so that the bubble is about an eighth."""
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel degree.", rich_help_panel=PLAN)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=PLAN)] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel replicas.", rich_help_panel=PLAN)] = 1,
+    microbatch: Annotated[int, typer.Option(help="Samples per replica.", rich_help_panel=PLAN)] = 1,
+    recompute: Annotated[str, typer.Option(help="none, full or selective.", rich_help_panel=PLAN)] = "none",
+    zero: Annotated[int, typer.Option(help="ZeRO level, 0-3.", rich_help_panel=PLAN)] = 0,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Megatron's, with tp.", rich_help_panel=PLAN)
+    ] = False,
+    schedule: Annotated[str, typer.Option(help="Pipeline schedule.", rich_help_panel=PLAN)] = "1f1b",
+    chunks: Annotated[int, typer.Option(help="Virtual stages per pipeline rank.", rich_help_panel=PLAN)] = 1,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch",
+            "-b",
+            help=f"Samples per iteration; default: {MICROBATCHES_PER_STAGE} microbatches per stage.",
+            show_default=False,
+            rich_help_panel="Problem",
+        ),
+    ] = None,
+    memory_limit: MemoryLimit = None,
+    profile: Profile = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Plan file; else it is printed.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a plan from degrees that hold for the whole model, and say what the estimate thinks of it.
+
+    Example: windtunnel plan --model gpt3-175b --cluster a100-80g-dgx:8x8 --tp 8 --pp 8
+    --recompute selective -o plan.yaml
+    """
+    from simulator.estimate import estimate
+    from simulator.plan_file import save_plan
+
+    from datafiles.writer import dump_yaml
+    from searchers.plan_words import describe_plan
+    from simulator.plan import plan_to_mapping
+    from simulator.uniform import uniform_plan
+    from simulator.validate import validate
+
+    if global_batch is None:
+        global_batch = max(1, dp) * max(1, microbatch) * max(1, pp) * MICROBATCHES_PER_STAGE
+    spec = problem_spec(
+        model=model,
+        cluster=cluster,
+        runtime=runtime,
+        global_batch=global_batch,
+        memory_limit=memory_limit,
+        profile=profile,
+    )
+    problem = spec.load()
+    built = uniform_plan(
+        problem,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        microbatch=microbatch,
+        recompute=recompute,
+        zero=zero,
+        sequence_parallel=sequence_parallel,
+        schedule=schedule,
+        chunks=chunks,
+    )
+    validate(built, problem)
+    found = estimate(built, problem)
+    if output is not None:
+        save_plan(writable(output), spec, built, problem.workload)
+    if as_json:
+        summary = {
+            "plan": plan_to_mapping(built),
+            "plan_hash": built.canonical_hash(problem.workload),
+            "estimated_iteration_time_s": found.iteration_time_s,
+            "estimated_peak_bytes": list(found.peak_bytes),
+            "estimated_fits": found.fits,
+            "output": str(output) if output is not None else None,
+        }
+        print_json(summary)
+        return
+    if output is None:
+        print_lines(dump_yaml({"problem": spec.to_mapping(), "plan": plan_to_mapping(built)}))
+    fits = "fits" if found.fits else "does NOT fit"
+    words = (
+        f"{describe_plan(built)}: about {found.iteration_time_s:.2f} s for {global_batch} samples, "
+        f"peak {max(found.peak_bytes) / 2**30:.1f} GiB, {fits} (estimate; windtunnel simulate knows better)"
+    )
+    if output is not None:
+        console().print(f"{output}: {words}")
+    else:
+        messages().print(words)

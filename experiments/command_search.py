@@ -1,0 +1,111 @@
+"""``windtunnel search``: let one searcher find a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.console import (
+    DEFAULT_RUNTIME,
+    AsJson,
+    BudgetText,
+    Cluster,
+    GlobalBatch,
+    MemoryLimit,
+    Model,
+    ObjectiveName,
+    Profile,
+    RuntimeName,
+    Seed,
+    console,
+    messages,
+    print_json,
+    problem_spec,
+    table,
+    writable,
+)
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    searcher: Annotated[
+        str, typer.Option("--searcher", "-s", help="Name (windtunnel list searchers) or path.py:Class.")
+    ],
+    global_batch: GlobalBatch,
+    budget: BudgetText = "20s",
+    seed: Seed = 0,
+    objective: ObjectiveName = "paper",
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    memory_limit: MemoryLimit = None,
+    profile: Profile = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Plan file for the best plan.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let one searcher find a plan, and show its best plans and what the search cost.
+
+    Example: windtunnel search -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024
+    --searcher megatron-grid --budget 20s -o plan.yaml
+    """
+    from simulator.plan_file import save_plan
+
+    from searchers.budget import Budget
+    from searchers.plan_words import describe_plan
+    from searchers.registry import searcher_named
+
+    chosen = searcher_named(searcher, objective=objective)
+    limit = Budget.parse(budget)
+    spec = problem_spec(
+        model=model,
+        cluster=cluster,
+        runtime=runtime,
+        global_batch=global_batch,
+        memory_limit=memory_limit,
+        profile=profile,
+    )
+    problem = spec.load()
+    with messages().status(f"{searcher} searches, at most {limit} ..."):
+        found = chosen.search(problem, limit, seed)
+    if output is not None:
+        save_plan(writable(output), spec, found.best, problem.workload)
+    if as_json:
+        print_json(
+            {
+                "searcher": found.searcher,
+                "seed": found.seed,
+                "wall_s": found.wall_s,
+                "counters": dict(found.counters),
+                "plans": [
+                    {
+                        "objective": ranked.objective,
+                        "plan": describe_plan(ranked.plan),
+                        "plan_hash": ranked.plan.canonical_hash(problem.workload),
+                    }
+                    for ranked in found.plans
+                ],
+                "history": [
+                    {
+                        "wall_s": entry.wall_s,
+                        "evaluations": entry.evaluations,
+                        "best_objective": entry.best_objective,
+                    }
+                    for entry in found.history
+                ],
+                "output": str(output) if output is not None else None,
+            }
+        )
+        return
+    rows = [
+        (str(rank), f"{ranked.objective:.2f}", describe_plan(ranked.plan))
+        for rank, ranked in enumerate(found.plans, start=1)
+    ]
+    columns = [("rank", "right"), ("objective, s", "right"), ("plan", "left")]
+    console().print(table(f"{searcher} on {problem.workload.name}, {cluster}", columns, rows))
+    counters = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in found.counters.items())
+    console().print(f"{counters}; {found.wall_s:.2f} s")
+    if output is not None:
+        console().print(f"best plan: {output}; next: windtunnel simulate {output}")

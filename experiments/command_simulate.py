@@ -1,0 +1,60 @@
+"""``windtunnel simulate``: one iteration of a plan file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.console import (
+    AsJson,
+    Engine,
+    Without,
+    comma_separated,
+    messages,
+    print_json,
+    print_lines,
+    writable,
+)
+
+
+def simulate_file(
+    plan_file: Annotated[Path, typer.Argument(help="Plan file (YAML or JSON).")],
+    engine: Engine = "simpy",
+    without: Without = "",
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace (.json.gz) that opens in Perfetto.", show_default=False),
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write a picture (.png) of the timeline.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate one training iteration of a plan: time, throughput, memory, and where the time goes.
+
+    Example: windtunnel simulate plan.yaml --without contention,overlap-slowdown --trace trace.json.gz
+    """
+    from simulator.plan_file import load_plan
+
+    from experiments.progress import simulation_progress
+    from simulator.fidelity import Fidelity
+    from simulator.simulate import simulate
+
+    fidelity = Fidelity().without(*comma_separated(without))
+    spec, plan = load_plan(plan_file)
+    problem = spec.load()
+    with simulation_progress(f"simulating {plan_file.name}") as progress:
+        result = simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress)
+    if trace is not None:
+        result.write_trace(writable(trace))
+    if timeline is not None:
+        result.plot_timeline(writable(timeline))
+    if as_json:
+        print_json(result.summary())
+        return
+    print_lines(result.describe())
+    for what, path in (("trace", trace), ("timeline", timeline)):
+        if path is not None:
+            messages().print(f"{what}: {path}")

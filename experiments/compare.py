@@ -1,0 +1,252 @@
+"""One problem, many searchers: each finds its plan, one simulator judges them all.
+
+    problem -> every searcher -> its plan -> simulator -> one table, plots, plans on disk
+
+With an output folder, every finished row is written at once, so an interrupted comparison continues where
+it stopped when it is called again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.compare_files import ComparisonFolder
+from searchers.base import NoFeasiblePlan, SearchResult
+from searchers.budget import Budget
+from searchers.plan_words import describe_plan
+from searchers.registry import searcher_class, searcher_named
+from simulator.fidelity import Fidelity
+from simulator.plan import Plan
+from simulator.problem import Problem, ProblemSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from simulator.result import SimulationResult
+
+DEFAULT_BUDGET = Budget(seconds=20.0)
+
+COLUMNS = (
+    "searcher",
+    "status",
+    "iteration_time_s",
+    "samples_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "peak_reserved_bytes",
+    "capacity_bytes",
+    "objective_s",
+    "search_s",
+    "evaluations",
+    "simulate_s",
+    "plan",
+    "reason",
+)
+"""Columns of the table. ``objective_s`` is what the searcher predicted, ``iteration_time_s`` what the
+simulator says. ``status`` is ``ok``, ``out of memory`` (simulated) or ``no plan``; then see ``reason``."""
+
+_INTEGERS = ("peak_reserved_bytes", "capacity_bytes", "evaluations")
+
+_ORDER = {"ok": 0, "out of memory": 1, "no plan": 2}
+
+Listener = Callable[[str, str, int | None], None]
+"""Called with searcher, state (``searching``, ``simulating``, ``done``, ``kept``) and tasks done or None."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The inputs of a comparison.
+
+    Attributes:
+        spec: The problem, in names.
+        searchers: Names or ``path.py:Class``.
+        budget: For each searcher.
+        seed: For each searcher.
+        engine: Engine of the simulator.
+        without: Effects switched off in the simulator.
+        objective: What searchers minimise: ``paper`` or ``simulator``.
+    """
+
+    spec: ProblemSpec
+    searchers: tuple[str, ...]
+    budget: Budget = DEFAULT_BUDGET
+    seed: int = 0
+    engine: str = "simpy"
+    without: tuple[str, ...] = ()
+    objective: str = "paper"
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return plain data, without the list of searchers (one may be added later)."""
+        return {
+            "problem": self.spec.to_mapping(),
+            "budget": {"seconds": self.budget.seconds, "evaluations": self.budget.evaluations},
+            "seed": self.seed,
+            "engine": self.engine,
+            "without": list(self.without),
+            "objective": self.objective,
+        }
+
+
+def compare(
+    spec: ProblemSpec,
+    searchers: Sequence[str],
+    *,
+    budget: Budget = DEFAULT_BUDGET,
+    seed: int = 0,
+    engine: str = "simpy",
+    without: Sequence[str] = (),
+    objective: str = "paper",
+    output: str | Path | None = None,
+    listener: Listener | None = None,
+) -> pd.DataFrame:
+    """Let each searcher plan, simulate what it found, and return one table, fastest first.
+
+    Args:
+        spec: The problem.
+        searchers: Names, or ``path.py:Class``.
+        budget: For each searcher.
+        seed: For each searcher.
+        engine: Engine of the simulator.
+        without: Effects to switch off in the simulator.
+        objective: ``paper`` or ``simulator``.
+        output: Folder for inputs, plans, history, table and plots; finished rows in it are kept.
+        listener: Told of progress.
+
+    Returns:
+        One row per searcher, COLUMNS.
+
+    Raises:
+        ValueError: If an input is wrong, or the folder holds another comparison.
+    """
+    inputs = Comparison(
+        spec, tuple(dict.fromkeys(searchers)), budget, seed, engine, tuple(without), objective
+    )
+    if not inputs.searchers:
+        raise ValueError("compare needs at least one searcher, got none")
+    for name in inputs.searchers:
+        searcher_class(name)
+    fidelity = Fidelity().without(*without)
+    problem = spec.load()
+    folder = ComparisonFolder(output, inputs.to_mapping()) if output is not None else None
+    tell: Listener = listener or (lambda searcher, state, num_tasks: None)
+    rows: list[dict[str, Any]] = []
+    for name in inputs.searchers:
+        row = folder.finished_row(name) if folder else None
+        if row is None:
+            judged = _judge(name, inputs, problem, fidelity, tell)
+            row = judged.row
+            if folder:
+                folder.add(
+                    name, row, judged.history, judged.counters, spec, problem, judged.plan, judged.result
+                )
+            tell(name, "done", None)
+        else:
+            tell(name, "kept", None)
+        rows.append(row)
+        if folder:
+            folder.write_table(table_of(rows))
+    table = table_of(rows)
+    if folder:
+        folder.write_plots(table, title=_title(problem))
+    return table
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return rows as a table: plans that run first, fastest first."""
+    import pandas as pd
+
+    def key(row: dict[str, Any]) -> tuple[int, float, str]:
+        return _ORDER[row["status"]], row.get("iteration_time_s") or float("inf"), row["searcher"]
+
+    ordered = [{column: row.get(column) for column in COLUMNS} for row in sorted(rows, key=key)]
+    table = pd.DataFrame(ordered, columns=list(COLUMNS))
+    return table.astype({column: "Int64" for column in _INTEGERS})
+
+
+@dataclass
+class _Judged:
+    """One searcher's part: the row, and what else the folder keeps."""
+
+    row: dict[str, Any]
+    history: list[tuple[float, int, float]] = field(default_factory=list)
+    counters: dict[str, int | float] = field(default_factory=dict)
+    plan: Plan | None = None
+    result: SimulationResult | None = None
+
+
+def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, tell: Listener) -> _Judged:
+    tell(name, "searching", None)
+    started_s = time.perf_counter()
+    try:
+        found = searcher_named(name, objective=inputs.objective).search(problem, inputs.budget, inputs.seed)
+    except NoFeasiblePlan as error:
+        return _without_plan(name, error, started_s)
+    except ValueError as error:  # the searcher does not apply to this problem; others may
+        return _without_plan(name, error, started_s)
+    plan, result, simulate_s, reason = _simulate_ranked(name, found, inputs, problem, fidelity, tell)
+    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes / memory.capacity_bytes)
+    objective = next(ranked.objective for ranked in found.plans if ranked.plan is plan)
+    row = {
+        "searcher": name,
+        "status": "ok" if result.fits else "out of memory",
+        "iteration_time_s": result.iteration_time_s,
+        "samples_per_s": result.samples_per_s,
+        "tokens_per_s_per_device": result.tokens_per_s_per_device,
+        "mfu": result.mfu,
+        "peak_reserved_bytes": tightest.peak_reserved_bytes,
+        "capacity_bytes": tightest.capacity_bytes,
+        "objective_s": objective,
+        "search_s": found.wall_s,
+        "evaluations": found.counters["evaluations"],
+        "simulate_s": simulate_s,
+        "plan": describe_plan(plan),
+        "reason": reason,
+    }
+    history = [(entry.wall_s, entry.evaluations, entry.best_objective) for entry in found.history]
+    return _Judged(row, history, dict(found.counters), plan, result)
+
+
+def _without_plan(name: str, error: ValueError, started_s: float) -> _Judged:
+    row = {
+        "searcher": name,
+        "status": "no plan",
+        "search_s": time.perf_counter() - started_s,
+        "reason": str(error).removeprefix(f"{name}: "),
+    }
+    return _Judged(row)
+
+
+def _simulate_ranked(
+    name: str, found: SearchResult, inputs: Comparison, problem: Problem, fidelity: Fidelity, tell: Listener
+) -> tuple[Plan, SimulationResult, float, str]:
+    """Simulate the searcher's plans in its order until one fits, as its user would try them for real."""
+    from simulator.simulate import simulate
+
+    first: tuple[Plan, SimulationResult] | None = None
+    started_s = time.perf_counter()
+    for rank, ranked in enumerate(found.plans):
+        tell(name, "simulating", None)
+        result = simulate(
+            ranked.plan,
+            problem,
+            fidelity=fidelity,
+            engine=inputs.engine,
+            progress=lambda num_tasks: tell(name, "simulating", num_tasks),
+        )
+        first = first or (ranked.plan, result)
+        if result.fits:
+            reason = f"choice {rank + 1}: those before it ran out of memory" if rank else ""
+            return ranked.plan, result, time.perf_counter() - started_s, reason
+    assert first is not None, "a search result has at least one plan"
+    plan, result = first
+    reason = f"none of the searcher's {len(found.plans)} best plans fits when simulated"
+    return plan, result, time.perf_counter() - started_s, reason
+
+
+def _title(problem: Problem) -> str:
+    cluster = problem.hardware.cluster.name
+    return f"{problem.workload.name} on {cluster}, {problem.global_batch} samples per iteration"

@@ -1,0 +1,176 @@
+"""The output folder of a comparison: everything needed to repeat it, and to continue it.
+
+inputs.yaml            problem, budget, seed, engine, versions
+table.csv, table.json  one row per searcher
+history.csv            best objective over time
+plans/NAME.yaml        the plan of each searcher, ready for ``windtunnel simulate``
+rows/NAME.json         row, history and counters of a finished searcher
+throughput.png, convergence.png, timelines/NAME.png
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datafiles.loader import load_mapping
+from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from simulator.plan import Plan
+    from simulator.problem import Problem, ProblemSpec
+    from simulator.result import SimulationResult
+
+_PACKAGES = ("windtunnel", "numpy", "pandas", "scipy", "simpy", "pydantic", "matplotlib")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def code_fingerprint(searcher: str) -> str:
+    """Return a hash of all code and data files a row depends on, a plug-in's file included."""
+    digest = hashlib.sha256(_own_files_hash().encode())
+    plugin = Path(searcher.rpartition(":")[0])
+    if plugin.suffix == ".py" and plugin.is_file():
+        digest.update(plugin.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _own_files_hash() -> str:
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for package in ("datafiles", "workloads", "hardware_models", "simulator", "searchers", "experiments"):
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in (".py", ".yaml", ".json", ".csv"):
+                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class ComparisonFolder:
+    """Reads and writes the folder. Every file appears whole or not at all.
+
+    Args:
+        path: The folder; made if it is not there.
+        inputs: What all rows share.
+
+    Raises:
+        ValueError: If the folder holds a comparison with other inputs, or is a file.
+    """
+
+    def __init__(self, path: str | Path, inputs: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self._inputs = dict(inputs)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"output must be a folder, got the file {self.path}")
+        self._check_same_inputs()
+        for folder in (self.path, self.path / "plans", self.path / "rows", self.path / "timelines"):
+            folder.mkdir(parents=True, exist_ok=True)
+        mapping = {**self._inputs, "versions": versions()}
+        write_text_atomically(self.path / "inputs.yaml", dump_yaml(mapping))
+
+    def _check_same_inputs(self) -> None:
+        file = self.path / "inputs.yaml"
+        if not file.is_file():
+            return
+        before = load_mapping(file)
+        mine = json.loads(json.dumps(self._inputs))
+        for key in mine:
+            if before.get(key) != mine[key]:
+                raise ValueError(
+                    f"{self.path} holds a comparison with another {key}: {before.get(key)} instead of "
+                    f"{mine[key]}; choose another output folder or delete this one"
+                )
+
+    def finished_row(self, searcher: str) -> dict[str, Any] | None:
+        """Return the row of a searcher that finished in an earlier call of the same code, or None."""
+        file = self.path / "rows" / f"{file_name(searcher)}.json"
+        if not file.is_file():
+            return None
+        saved = load_mapping(file)
+        same = saved.get("searcher") == searcher and saved.get("code") == code_fingerprint(searcher)
+        return dict(saved["row"]) if same else None
+
+    def add(
+        self,
+        searcher: str,
+        row: Mapping[str, Any],
+        history: list[tuple[float, int, float]],
+        counters: Mapping[str, int | float],
+        spec: ProblemSpec,
+        problem: Problem,
+        plan: Plan | None,
+        result: SimulationResult | None,
+    ) -> None:
+        """Write what a searcher found; its row last, since that marks it as finished."""
+        from simulator.plan_file import save_plan
+
+        name = file_name(searcher)
+        if plan is not None:
+            save_plan(self.path / "plans" / f"{name}.yaml", spec, plan, problem.workload)
+        if result is not None:
+            result.plot_timeline(self.path / "timelines" / f"{name}.png")
+        saved = {
+            "searcher": searcher,
+            "code": code_fingerprint(searcher),
+            "row": dict(row),
+            "counters": dict(counters),
+            "history": [list(entry) for entry in history],
+            "summary": result.summary() if result is not None else None,
+        }
+        write_text_atomically(self.path / "rows" / f"{name}.json", dump_json(saved))
+
+    def write_table(self, table: pd.DataFrame) -> None:
+        """Write the table as CSV and JSON."""
+        write_text_atomically(self.path / "table.csv", table.to_csv(index=False))
+        write_text_atomically(self.path / "table.json", table.to_json(orient="records", indent=2) + "\n")
+
+    def write_plots(self, table: pd.DataFrame, *, title: str) -> None:
+        """Write the history and the plots over all searchers."""
+        from experiments.compare_plots import plot_convergence, plot_throughput
+
+        histories = {searcher: self._history(searcher) for searcher in table["searcher"]}
+        lines = ["searcher,wall_s,evaluations,best_objective_s"]
+        lines += [
+            f"{searcher},{wall_s!r},{evaluations},{best!r}"
+            for searcher, entries in histories.items()
+            for wall_s, evaluations, best in entries
+        ]
+        write_text_atomically(self.path / "history.csv", "\n".join(lines) + "\n")
+        plot_throughput(table, self.path / "throughput.png", title=title)
+        plot_convergence(histories, self.path / "convergence.png", title=title)
+
+    def _history(self, searcher: str) -> list[tuple[float, int, float]]:
+        saved = load_mapping(self.path / "rows" / f"{file_name(searcher)}.json")
+        return [(float(wall_s), int(count), float(best)) for wall_s, count, best in saved["history"]]
+
+
+def file_name(searcher: str) -> str:
+    """Return a file name for a searcher; a path to a plug-in becomes its class and a short hash.
+
+    >>> file_name("megatron-grid")
+    'megatron-grid'
+    >>> file_name("../mine.py:Mine")
+    'Mine-18e4dc54'
+    """
+    if re.fullmatch(r"[A-Za-z0-9_-]+", searcher):
+        return searcher
+    stem = re.sub(r"[^A-Za-z0-9_-]", "", searcher.rpartition(":")[2]) or "searcher"
+    return f"{stem}-{hashlib.sha256(searcher.encode()).hexdigest()[:8]}"

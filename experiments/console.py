@@ -1,0 +1,191 @@
+"""What all commands share: options, units, tables, JSON, and errors a user can act on."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from simulator.problem import ProblemSpec
+
+DEFAULT_RUNTIME = "megatron-lm-2021"
+
+WIDTH_IN_FILES = 150
+"""Columns of tables when standard output is not a terminal."""
+
+_BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+PROBLEM = "Problem"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Name (windtunnel list models), YAML file or config.json.",
+        rich_help_panel=PROBLEM,
+    ),
+]
+Cluster = Annotated[
+    str,
+    typer.Option(
+        "--cluster", "-c", help="PRESET:NODESxGPUS, such as v100-32g-dgx1:1x4.", rich_help_panel=PROBLEM
+    ),
+]
+RuntimeName = Annotated[
+    str,
+    typer.Option("--runtime", "-r", help="Whose defaults: name or YAML file.", rich_help_panel=PROBLEM),
+]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", "-b", help="Samples per iteration.", rich_help_panel=PROBLEM)
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        help="Per GPU, such as 28GiB; default: all the GPU has.",
+        show_default=False,
+        rich_help_panel=PROBLEM,
+    ),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile", help="Measured operator times (a file).", show_default=False, rich_help_panel=PROBLEM
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else.")]
+Without = Annotated[
+    str,
+    typer.Option(
+        "--without", help="Effects to leave out of the simulation, comma-separated (windtunnel list effects)."
+    ),
+]
+Engine = Annotated[str, typer.Option("--engine", help="Engine that runs the task graph.")]
+BudgetText = Annotated[
+    str, typer.Option("--budget", help="Per searcher: a time (20s, 5min) or a number of evaluations (500).")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Same seed and budget in evaluations: same plan.")]
+ObjectiveName = Annotated[
+    str, typer.Option("--objective", help="What searchers minimise: paper (their own) or simulator.")
+]
+
+
+def problem_spec(
+    *,
+    model: str,
+    cluster: str,
+    runtime: str,
+    global_batch: int,
+    memory_limit: str | None = None,
+    profile: str | None = None,
+) -> ProblemSpec:
+    """Return the problem that the options name."""
+    from simulator.problem import ProblemSpec
+
+    return ProblemSpec(
+        model=model,
+        cluster=cluster,
+        runtime=runtime,
+        global_batch=global_batch,
+        memory_limit_bytes=parse_bytes(memory_limit) if memory_limit is not None else None,
+        profile=profile,
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size in bytes.
+
+    Raises:
+        ValueError: If the text is no positive size.
+
+    >>> parse_bytes("28GiB"), parse_bytes("28000 MiB"), parse_bytes("1e9")
+    (30064771072, 29360128000, 1000000000)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d{1,2})?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].upper() not in _BYTE_UNITS:
+        raise ValueError(f"a size must be like 28GiB, 28000MiB or 30064771072, got {text!r}")
+    return int(float(found[1]) * _BYTE_UNITS[found[2].upper()])
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """Return the words of a comma-separated option.
+
+    >>> comma_separated("contention, host")
+    ('contention', 'host')
+    """
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def writable(path: Path) -> Path:
+    """Return the path after making its folder; a user's ``-o out/plan.yaml`` needs no mkdir.
+
+    Raises:
+        ValueError: If the path is a folder.
+    """
+    if path.is_dir():
+        raise ValueError(f"output must be a file, got the folder {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def console() -> Console:
+    """Return the console for results (standard output)."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
+
+
+def messages() -> Console:
+    """Return the console for progress and notes (standard error), so that output can be piped."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else WIDTH_IN_FILES)
+
+
+def print_json(value: Any) -> None:
+    """Print JSON."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def print_lines(text: str) -> None:
+    """Print plain text as it is: no markup, no wrapping."""
+    print(text)
+
+
+def table(title: str | None, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table.
+
+    Args:
+        title: Above it.
+        columns: ``(header, justify)``.
+        rows: Cells as text.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    built = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for header, justify in columns:
+        is_number = justify == "right"
+        built.add_column(header, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for row in rows:
+        built.add_row(*(escape(cell) for cell in row))
+    return built
+
+
+def fail(error: BaseException) -> int:
+    """Print one clear message and return the exit code for it."""
+    from rich.markup import escape
+
+    messages().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+    return 2

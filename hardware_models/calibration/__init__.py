@@ -1,0 +1,1 @@
+"""Scripts that fit the constants of the preset files to measured tables; each prints what it found."""

@@ -1,0 +1,237 @@
+"""Clusters: nodes with GPUs, links and NICs; presets and the strings that name them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from datafiles.loader import load_mapping
+from datafiles.names import nearest
+from datafiles.schema import FileModel, validated
+from hardware_models.gpus import GpuType, load_gpu
+from hardware_models.links import LinkType, NetworkType, load_link, load_network
+from hardware_models.schema import Count, Text
+
+PRESETS = Path(__file__).parent / "presets"
+MAX_DEVICES = 1_000_000
+
+Edge = tuple[int, int, int]
+"""``(gpu, gpu, number of physical links)`` inside a node."""
+
+
+class NodePreset(FileModel):
+    """The file format of a cluster: one kind of node.
+
+    Attributes:
+        description: One line for ``windtunnel list clusters``.
+        gpu: GPU type.
+        gpus_per_node: GPUs in a full node.
+        links, network: Entries of ``link_types.yaml``.
+        nics_per_node: Network cards; GPU i uses card ``i * nics // gpus``.
+        mesh: For ``mesh`` links: which GPUs are joined by how many links.
+        source: Where the facts come from.
+    """
+
+    description: Text
+    gpu: Text
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)]
+    links: Text
+    network: Text
+    nics_per_node: Count
+    source: Text
+    mesh: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of a cluster.
+
+    Attributes:
+        preset: Name of the preset it came from.
+        gpu: Type of its GPUs.
+        first_device, num_devices: Its device ids are ``first_device .. first_device + num_devices - 1``.
+        num_slots: GPUs a full node of this preset has; the first ``num_devices`` are in use.
+        links: Technology inside; ``mesh`` lists its edges.
+        network: Technology between nodes; ``num_nics`` cards.
+    """
+
+    preset: str
+    gpu: GpuType
+    first_device: int
+    num_devices: int
+    num_slots: int
+    links: LinkType
+    mesh: tuple[Edge, ...]
+    network: NetworkType
+    num_nics: int
+
+    def nic_of(self, slot: int) -> int:
+        """Return the card that GPU ``slot`` (counted inside the node) uses."""
+        return slot * self.num_nics // self.num_slots
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Nodes whose devices are numbered 0..N-1, node by node. Two clusters are equal if their names are."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    _node_of_device: tuple[int, ...] = dataclass_field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        owners = [index for index, node in enumerate(self.nodes) for _ in range(node.num_devices)]
+        object.__setattr__(self, "_node_of_device", tuple(owners))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cluster) and self.name == other.name and self.nodes == other.nodes
+
+    def __hash__(self) -> int:
+        return hash((self.name, len(self.nodes)))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all."""
+        return len(self._node_of_device)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in all."""
+        return len(self.nodes)
+
+    @cached_property
+    def devices_per_node(self) -> int:
+        """Devices of the largest node (of every node, in the usual uniform cluster)."""
+        return max(node.num_devices for node in self.nodes)
+
+    def node_of(self, device: int) -> int:
+        """Return the index of the node that holds ``device``."""
+        if not 0 <= device < self.num_devices:
+            raise ValueError(f"device must be in 0..{self.num_devices - 1} on {self.name}, got {device}")
+        return self._node_of_device[device]
+
+    def slot_of(self, device: int) -> int:
+        """Return the index of ``device`` inside its node."""
+        return device - self.nodes[self.node_of(device)].first_device
+
+    def gpu(self, device: int) -> GpuType:
+        """Return the GPU at ``device``."""
+        return self.nodes[self.node_of(device)].gpu
+
+    def gpu_type(self, device: int) -> str:
+        """Return the name of the GPU type at ``device``."""
+        return self.gpu(device).name
+
+    @cached_property
+    def gpu_types(self) -> tuple[str, ...]:
+        """Names of the GPU types present, in order of first appearance."""
+        return tuple(dict.fromkeys(node.gpu.name for node in self.nodes))
+
+    def memory_bytes(self, device: int) -> int:
+        """Return the memory of ``device`` in bytes."""
+        return self.gpu(device).memory_bytes
+
+
+@cache
+def cluster_presets() -> tuple[str, ...]:
+    """Return the names of all shipped cluster presets, sorted."""
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+
+
+@cache
+def cluster_description(preset: str) -> str:
+    """Return the one-line description of a shipped preset."""
+    return _load_preset(preset).description
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Build the cluster that a string names.
+
+    Args:
+        text: ``preset:nodesxgpus``, for example ``v100-32g-dgx1:4x8``; ``1x4`` uses the first four GPUs of
+            one node; ``+`` joins parts of different kind. A preset may be a path to a YAML file.
+
+    Returns:
+        The cluster, named ``text``.
+
+    Raises:
+        ValueError: If a part is malformed, unknown, or asks for more GPUs than a node has.
+
+    >>> parse_cluster("v100-32g-dgx1:4x8").num_devices
+    32
+    """
+    nodes: list[Node] = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"\s*(.+):(\d{1,6})x(\d{1,6})\s*", part)
+        if match is None:
+            raise ValueError(
+                f"a cluster must be written preset:NODESxGPUS, got {part.strip()!r}; "
+                f"for example v100-32g-dgx1:4x8; presets: {', '.join(cluster_presets())}"
+            )
+        name, num_nodes, num_gpus = match[1], int(match[2]), int(match[3])
+        preset = _load_preset(name)
+        if num_nodes < 1 or not 1 <= num_gpus <= preset.gpus_per_node:
+            raise ValueError(
+                f"{name} must have at least one node and 1..{preset.gpus_per_node} GPUs a node, "
+                f"got {num_nodes}x{num_gpus}; use more nodes for more GPUs"
+            )
+        if sum(node.num_devices for node in nodes) + num_nodes * num_gpus > MAX_DEVICES:
+            raise ValueError(f"a cluster must have at most {MAX_DEVICES} devices, got {text!r}")
+        nodes += _build_nodes(name, preset, num_nodes, num_gpus, first_node=nodes)
+    return Cluster(name=text, nodes=tuple(nodes))
+
+
+def _load_preset(name: str) -> NodePreset:
+    if name in cluster_presets():
+        return _parse_preset(load_mapping(PRESETS / f"{name}.yaml"), f"preset {name}")
+    if name.endswith((".yaml", ".yml", ".json")):
+        return _parse_preset(load_mapping(Path(name)), name)
+    raise ValueError(
+        f"cluster preset must be a known one or a path to a YAML file, got {name!r}; "
+        f"{nearest(name, cluster_presets())}"
+    )
+
+
+def _parse_preset(mapping: Mapping[str, object], where: str) -> NodePreset:
+    preset = validated(NodePreset, mapping, where)
+    is_mesh = load_link(preset.links).kind == "mesh"
+    if is_mesh != bool(preset.mesh):
+        raise ValueError(
+            f"{where}: mesh must list edges exactly when the links are a mesh; got {preset.links!r}"
+        )
+    for a, b, count in preset.mesh:
+        if not (0 <= a < b < preset.gpus_per_node and count >= 1):
+            raise ValueError(
+                f"{where}: mesh edges must be [a, b, count] with a < b < {preset.gpus_per_node} and count >= 1, "
+                f"got {[a, b, count]}"
+            )
+    if len({edge[:2] for edge in preset.mesh}) != len(preset.mesh):
+        raise ValueError(f"{where}: mesh must name each pair once; add up the counts of parallel links")
+    return preset
+
+
+def _build_nodes(
+    name: str, preset: NodePreset, num_nodes: int, num_gpus: int, *, first_node: list[Node]
+) -> list[Node]:
+    first_device = first_node[-1].first_device + first_node[-1].num_devices if first_node else 0
+    gpu, links, network = load_gpu(preset.gpu), load_link(preset.links), load_network(preset.network)
+    return [
+        Node(
+            preset=name,
+            gpu=gpu,
+            first_device=first_device + index * num_gpus,
+            num_devices=num_gpus,
+            num_slots=preset.gpus_per_node,
+            links=links,
+            mesh=preset.mesh,
+            network=network,
+            num_nics=preset.nics_per_node,
+        )
+        for index in range(num_nodes)
+    ]

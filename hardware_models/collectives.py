@@ -1,0 +1,245 @@
+"""From the link graph to the time of a collective or transfer that runs alone, and its share of each link.
+
+All loads are linear in bytes, so a ``Flow`` (seconds per byte on every resource) is computed once per
+(collective, device set) and scaled. Per collective of S bytes over n ranks:
+
+- ring all-reduce moves 2 (n-1)/n S over every link of its rings; all-gather and reduce-scatter (n-1)/n S;
+- the bytes that leave a node cross its NICs, which all groups share; over two nodes the tree all-reduce
+  moves S, not 2 (n-1)/n S;
+- all-to-all sends S/n from every rank to every other over direct links, through a relay, or the NIC.
+
+Time = latency + work, for the quickest of the library's protocols and algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, log2
+
+from hardware_models.cluster import Cluster, Node
+from hardware_models.communication import Communication
+from hardware_models.links import COLLECTIVES, Protocol
+from hardware_models.topology import is_connected, pack_rings, routes, tree_edges
+
+Loads = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One algorithm of one collective over one group, per byte of its size.
+
+    Attributes:
+        work_s_per_byte: Seconds of data flow per byte.
+        loads: ``(resource, seconds per byte at the resource's full rate)``.
+        steps_inside, steps_between: Latency steps over links and over the network.
+        protocols: The library's choices, of the slower medium.
+        step_inside_s: Latency of one step over links where the protocols are the network's.
+    """
+
+    work_s_per_byte: float
+    loads: tuple[tuple[str, float], ...]
+    steps_inside: int
+    steps_between: int
+    protocols: tuple[Protocol, ...]
+    step_inside_s: float = 0.0
+
+    def price(self, num_bytes: float) -> Communication:
+        """Return the cost with the quickest protocol."""
+        best: Communication | None = None
+        for protocol in self.protocols:
+            between = self.steps_between or self.steps_inside
+            latency = protocol.launch_s + between * protocol.step_s
+            if self.steps_between:
+                latency += self.steps_inside * self.step_inside_s
+            work = num_bytes * self.work_s_per_byte / protocol.bandwidth_fraction
+            if best is None or latency + work < best.alone_s:
+                scale = protocol.bandwidth_fraction / self.work_s_per_byte if self.work_s_per_byte else 0.0
+                shares = tuple((name, min(1.0, load * scale)) for name, load in self.loads)
+                best = Communication(latency_s=latency, work_s=work, shares=shares)
+        assert best is not None, "link and network types have at least one protocol"
+        return best
+
+
+def bus_factor(kind: str, n: int) -> float:
+    """Return bytes over each ring link per byte of size, for n ranks."""
+    return {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(kind, (n - 1) / n)
+
+
+def collective_flows(cluster: Cluster, kind: str, devices: tuple[int, ...]) -> tuple[Flow, ...]:
+    """Return the algorithms available for a collective; the caller takes the quickest.
+
+    Raises:
+        ValueError: If the collective is unknown or a device is named twice.
+    """
+    if kind not in COLLECTIVES:
+        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {kind!r}")
+    if len(set(devices)) != len(devices) or len(devices) < 2:
+        raise ValueError(f"a group must have at least two different devices, got {devices[:16]}")
+    groups = _by_node(cluster, devices)
+    if len(groups) == 1:
+        ((index, members),) = groups.items()
+        return (_inside(cluster.nodes[index], index, kind, members, len(devices)),)
+    if kind == "all_to_all":
+        return (_across(cluster, groups, kind, 1.0),)
+    if kind == "all_reduce":
+        # A tree: every node passes each byte up once and down once; a pair of nodes shares that work.
+        tree_bytes = 1.0 if len(groups) == 2 else 2.0
+        return (
+            _across(cluster, groups, kind, bus_factor(kind, len(devices))),
+            _across(cluster, groups, kind, tree_bytes, tree=True),
+        )
+    return (_across(cluster, groups, kind, bus_factor(kind, len(devices))),)
+
+
+def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:
+    """Return the flow of a send/receive between two devices."""
+    a, b = cluster.node_of(source), cluster.node_of(target)
+    slot_a, slot_b = cluster.slot_of(source), cluster.slot_of(target)
+    node = cluster.nodes[a]
+    if a == b:
+        links, prefix = node.links, f"node{a}"
+        protocol = (_single(links.point_to_point_latency_s),)
+        if links.kind == "mesh":
+            count = {(i, j): c for i, j, c in node.mesh}.get((min(slot_a, slot_b), max(slot_a, slot_b)), 0)
+            if count:
+                work = 1 / (count * links.point_to_point_bytes_per_s)
+                loads: Loads = {f"{prefix}/nvlink/{slot_a}-{slot_b}": work}
+            else:
+                work = 1 / links.fallback_bytes_per_s
+                loads = {f"{prefix}/pcie/{slot_a}/out": work, f"{prefix}/pcie/{slot_b}/in": work}
+        else:
+            work = 1 / links.point_to_point_bytes_per_s
+            port = min(work, 1 / links.link_bytes_per_s)
+            name = "nvswitch" if links.kind == "switch" else "lane"
+            loads = {f"{prefix}/{name}/{slot_a}/out": port, f"{prefix}/{name}/{slot_b}/in": port}
+            if links.kind == "host":
+                loads[f"{prefix}/bridge"] = 1 / links.bridge_bytes_per_s
+        return Flow(work, tuple(loads.items()), 1, 0, protocol)
+    other = cluster.nodes[b]
+    rate = min(n.network.nominal_bytes_per_s * n.network.point_to_point_fraction for n in (node, other))
+    loads = {
+        f"node{a}/nic{node.nic_of(slot_a)}/out": 1 / node.network.nic_bytes_per_s,
+        f"node{b}/nic{other.nic_of(slot_b)}/in": 1 / other.network.nic_bytes_per_s,
+    }
+    latency = max(node.network.point_to_point_latency_s, other.network.point_to_point_latency_s)
+    return Flow(1 / rate, tuple(loads.items()), 0, 1, (_single(latency),))
+
+
+def _by_node(cluster: Cluster, devices: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    groups: dict[int, list[int]] = {}
+    for device in devices:
+        groups.setdefault(cluster.node_of(device), []).append(cluster.slot_of(device))
+    return {index: tuple(sorted(slots)) for index, slots in sorted(groups.items())}
+
+
+def _steps(kind: str, n: int) -> int:
+    return 2 * (n - 1) if kind == "all_reduce" else n - 1
+
+
+def _inside(node: Node, index: int, kind: str, members: tuple[int, ...], n: int) -> Flow:
+    links = node.links
+    if kind == "all_to_all" and links.kind == "mesh":
+        work, loads = _mesh_all_to_all(node, index, members, 1.0 / n)
+    else:
+        work, loads = _ring(node, index, kind, members, bus_factor(kind, n))
+    work /= links.efficiency[kind]
+    return Flow(work, tuple(loads.items()), _steps(kind, n), 0, links.protocols)
+
+
+def _ring(
+    node: Node, index: int, kind: str, members: tuple[int, ...], bus_bytes: float
+) -> tuple[float, Loads]:
+    """Return seconds and loads of ``bus_bytes`` over every ring link of the group."""
+    links, prefix = node.links, f"node{index}"
+    pair = links.pair_fraction if len(members) == 2 else 1.0
+    rate = links.link_bytes_per_s * pair
+    if links.kind == "mesh":
+        rings = pack_rings(node.mesh, members)
+        if rings.num_rings:
+            work = bus_bytes / (rings.num_rings * rate)
+            return work, {f"{prefix}/nvlink/{a}-{b}": work * used / there for a, b, used, there in rings.use}
+        if kind == "all_reduce" and is_connected(node.mesh, members):
+            n = len(members)
+            work = bus_bytes * n / (2 * (n - 1)) / rate
+            loads: Loads = {}
+            for a, b, there in tree_edges(node.mesh, members):
+                loads[f"{prefix}/nvlink/{a}-{b}"] = loads[f"{prefix}/nvlink/{b}-{a}"] = work / there
+            return work, loads
+        work = bus_bytes / links.fallback_bytes_per_s
+        return work, {f"{prefix}/pcie/{m}/{way}": work for m in members for way in ("out", "in")}
+    work = bus_bytes / rate
+    port = bus_bytes / links.link_bytes_per_s
+    name = "nvswitch" if links.kind == "switch" else "lane"
+    loads = {f"{prefix}/{name}/{m}/{way}": port for m in members for way in ("out", "in")}
+    if links.kind == "host":
+        loads[f"{prefix}/bridge"] = len(members) * bus_bytes / links.bridge_bytes_per_s
+        work = max(work, loads[f"{prefix}/bridge"])
+    return work, loads
+
+
+def _mesh_all_to_all(
+    node: Node, index: int, members: tuple[int, ...], pair_bytes: float
+) -> tuple[float, Loads]:
+    """Send ``pair_bytes`` between every ordered pair over its shortest routes, evenly."""
+    links, prefix = node.links, f"node{index}"
+    counts = {(a, b): count for a, b, count in node.mesh}
+    loads: Loads = {}
+    for source in members:
+        for target in members:
+            if source == target:
+                continue
+            paths = routes(node.mesh, source, target)
+            if not paths:
+                for name in (f"{prefix}/pcie/{source}/out", f"{prefix}/pcie/{target}/in"):
+                    loads[name] = loads.get(name, 0.0) + pair_bytes / links.fallback_bytes_per_s
+            for path in paths:
+                for a, b in zip(path, path[1:], strict=False):
+                    rate = counts[min(a, b), max(a, b)] * links.link_bytes_per_s
+                    name = f"{prefix}/nvlink/{a}-{b}"
+                    loads[name] = loads.get(name, 0.0) + pair_bytes / len(paths) / rate
+    return max(loads.values()), loads
+
+
+def _across(
+    cluster: Cluster, groups: dict[int, tuple[int, ...]], kind: str, node_bytes: float, *, tree: bool = False
+) -> Flow:
+    """Return the flow over several nodes; ``node_bytes`` leave (and enter) each node per byte of size."""
+    n = sum(len(members) for members in groups.values())
+    loads: Loads = {}
+    work = 0.0
+    for index, members in groups.items():
+        node = cluster.nodes[index]
+        leaving = node_bytes
+        if kind == "all_to_all":
+            leaving = len(members) * (n - len(members)) / n
+        if len(members) > 1:
+            if kind == "all_to_all" and node.links.kind == "mesh":
+                seconds, inside = _mesh_all_to_all(node, index, members, 1.0 / n)
+            else:
+                share = (len(members) - 1) / n if kind == "all_to_all" else bus_factor(kind, n)
+                seconds, inside = _ring(node, index, kind, members, share)
+            work = max(work, seconds / node.links.efficiency[kind])
+            loads.update(inside)
+        nics = sorted({node.nic_of(slot) for slot in members})
+        seconds = leaving / (len(nics) * node.network.nic_bytes_per_s)
+        work = max(work, seconds / node.network.efficiency[kind])
+        for nic in nics:
+            loads[f"node{index}/nic{nic}/out"] = loads[f"node{index}/nic{nic}/in"] = seconds
+    slowest = max((cluster.nodes[i] for i in groups), key=lambda x: x.network.protocols[0].step_s)
+    inside_steps = max(len(members) for members in groups.values()) - 1
+    hops = ceil(log2(len(groups))) if tree else len(groups) - 1
+    if kind == "all_reduce":
+        inside_steps, hops = 2 * inside_steps, 2 * hops
+    return Flow(
+        work_s_per_byte=work,
+        loads=tuple(loads.items()),
+        steps_inside=inside_steps,
+        steps_between=hops,
+        protocols=slowest.network.protocols,
+        step_inside_s=slowest.links.protocols[0].step_s,
+    )
+
+
+def _single(latency_s: float) -> Protocol:
+    return Protocol(name="point_to_point", launch_s=latency_s, step_s=0.0, bandwidth_fraction=1.0)

@@ -1,0 +1,82 @@
+"""Seconds that one kernel occupies a GPU when it runs alone, from its shape and fitted curves.
+
+Nothing here knows the host: launches are priced by the engine from ``GpuType.launch_s``.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from hardware_models.gpus import (
+    AttentionCurve,
+    EfficiencyCurves,
+    GpuType,
+    MatmulCurve,
+    MemoryCurve,
+    load_curves,
+)
+from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kinds.base import DTYPE_BYTES
+
+
+def kernel_time_s(gpu: GpuType, kernel: Kernel, dtype: str) -> float:
+    """Return device seconds of one kernel.
+
+    Args:
+        gpu: Where it runs.
+        kernel: What it does, in local shapes.
+        dtype: Type of the matmul operands ("fp16", "bf16", "tf32", "fp32"); memory-bound kernels carry bytes.
+
+    Raises:
+        ValueError: If the GPU or its curves do not know the dtype.
+    """
+    curves = load_curves(gpu.curves)
+    if isinstance(kernel, MemoryBound):
+        seconds = memory_bound_s(gpu, curves.memory, kernel)
+    elif isinstance(kernel, Matmul):
+        seconds = matmul_s(gpu, _matmul_curve(curves, gpu, dtype), kernel, dtype)
+    else:
+        seconds = attention_s(gpu, curves.attention, kernel, dtype)
+    return max(gpu.kernel_floor_s, seconds)
+
+
+def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> float:
+    """Return seconds of a matmul: the larger of arithmetic and memory traffic.
+
+    Arithmetic counts whole tiles, and falls short by ``waves / (waves + half_waves)`` where tiles do not
+    fill the GPU and by ``k / (k + half_k)`` where each tile has little to do.
+    """
+    tiles_m, tiles_n = ceil(kernel.m / curve.tile_m), ceil(kernel.n / curve.tile_n)
+    # A library has narrower tiles for narrow products: a dimension below the tile is not padded up to it.
+    rows = kernel.m if kernel.m < curve.tile_m else tiles_m * curve.tile_m
+    columns = kernel.n if kernel.n < curve.tile_n else tiles_n * curve.tile_n
+    waves = kernel.batch * (rows * columns) / (curve.tile_m * curve.tile_n) / gpu.num_multiprocessors
+    efficiency = (
+        curve.limit[kernel.role] * waves / (waves + curve.half_waves) * kernel.k / (kernel.k + curve.half_k)
+    )
+    arithmetic = 2.0 * kernel.batch * rows * columns * kernel.k / (gpu.peak(dtype) * efficiency)
+    num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
+    return max(arithmetic, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
+
+
+def _matmul_curve(curves: EfficiencyCurves, gpu: GpuType, dtype: str) -> MatmulCurve:
+    if dtype not in curves.matmul:
+        known = ", ".join(sorted(curves.matmul))
+        raise ValueError(f"dtype must be one that {gpu.name} has matmul curves for ({known}), got {dtype!r}")
+    return curves.matmul[dtype]
+
+
+def memory_bound_s(gpu: GpuType, curve: MemoryCurve, kernel: MemoryBound) -> float:
+    """Return seconds of a pass over memory."""
+    if kernel.pattern not in curve.fraction:
+        known = ", ".join(sorted(curve.fraction))
+        raise ValueError(f"pattern must be one of {known}, got {kernel.pattern!r}")
+    rate = gpu.memory_bytes_per_s * curve.fraction[kernel.pattern]
+    return (kernel.total_bytes + curve.ramp_bytes) / rate
+
+
+def attention_s(gpu: GpuType, curve: AttentionCurve, kernel: FlashAttention, dtype: str) -> float:
+    """Return seconds of a fused attention kernel; its traffic never bounds it at training lengths."""
+    limit = curve.backward if kernel.backward else curve.forward
+    efficiency = limit * kernel.key_length / (kernel.key_length + curve.half_length)
+    return kernel.flop / (gpu.peak(dtype) * efficiency)

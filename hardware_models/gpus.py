@@ -1,0 +1,156 @@
+"""GPU types: peak rates, memory, and the constants of the efficiency curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from datafiles.loader import load_mapping
+from datafiles.names import nearest
+from datafiles.schema import FileModel, validated
+from hardware_models.schema import Bytes, Count, Fraction, NonNegative, Positive, Slowdown, Text
+
+HERE = Path(__file__).parent
+
+
+class MatmulCurve(FileModel):
+    """How close matmuls of one dtype come to the peak, as a smooth function of their shape.
+
+    time = flop / (peak * efficiency), with
+    efficiency = limit[role] * waves / (waves + half_waves) * k / (k + half_k) * tile fill, where
+    waves = tiles / multiprocessors and the tile fill counts the ragged last tiles.
+
+    Attributes:
+        limit: Share of the peak that large products reach, by role.
+        half_waves: Waves of tiles at which half the limit is reached: an unfilled GPU.
+        half_k: Reduction length at which half is reached: prologue and epilogue of a tile.
+        tile_m, tile_n: Output tile in elements.
+        bandwidth_fraction: Share of the memory bandwidth that operands and product move at.
+        source: Where it comes from: fit script and rows, or a paper.
+    """
+
+    limit: Mapping[str, Fraction]
+    half_waves: NonNegative
+    half_k: NonNegative
+    tile_m: Count
+    tile_n: Count
+    bandwidth_fraction: Fraction
+    source: Text
+
+
+class MemoryCurve(FileModel):
+    """Memory-bound kernels: share of the bandwidth by access pattern, and how small ones fall short.
+
+    time = (bytes + ramp_bytes) / (bandwidth * fraction[pattern]): ``ramp_bytes`` is what could have moved
+    while the kernel starts and drains.
+    """
+
+    fraction: Mapping[str, Fraction]
+    ramp_bytes: NonNegative
+    source: Text
+
+
+class AttentionCurve(FileModel):
+    """Fused attention: share of the matmul peak, and the sequence length at which half is reached."""
+
+    forward: Fraction
+    backward: Fraction
+    half_length: NonNegative
+    source: Text
+
+
+class EfficiencyCurves(FileModel):
+    """All curves of one GPU architecture; ``matmul`` by dtype."""
+
+    matmul: Mapping[str, MatmulCurve]
+    memory: MemoryCurve
+    attention: AttentionCurve
+
+
+class GpuType(FileModel):
+    """One GPU product.
+
+    Attributes:
+        name: As cluster presets write it.
+        peak_flop_per_s: Dense peak by dtype, multiply and add counted.
+        memory_bytes: Device memory that ``nvidia-smi`` shows.
+        memory_bytes_per_s: Peak memory bandwidth.
+        num_multiprocessors: Streaming multiprocessors: tiles in one wave.
+        curves: Entry of ``kernel_curves.yaml``.
+        kernel_floor_s: Shortest time any kernel occupies the device.
+        launch_s: Host seconds per kernel launch from PyTorch.
+        optimizer_bandwidth_fraction: Share of the bandwidth of fused multi-tensor optimizer kernels.
+        overlap_slowdown_computation, overlap_slowdown_communication: Factors while both run.
+        source: Of the peaks; the others have ``*_source``.
+    """
+
+    name: Text
+    peak_flop_per_s: Mapping[str, Positive]
+    memory_bytes: Bytes
+    memory_bytes_per_s: Positive
+    num_multiprocessors: Count
+    curves: Text
+    kernel_floor_s: NonNegative
+    launch_s: NonNegative
+    launch_source: Text
+    optimizer_bandwidth_fraction: Fraction
+    overlap_slowdown_computation: Slowdown
+    overlap_slowdown_communication: Slowdown
+    overlap_source: Text
+    source: Text
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak of ``dtype`` in flop/s.
+
+        Raises:
+            ValueError: If the GPU has no such unit.
+        """
+        try:
+            return self.peak_flop_per_s[dtype]
+        except KeyError:
+            known = ", ".join(sorted(self.peak_flop_per_s))
+            raise ValueError(
+                f"dtype must be one that {self.name} computes in ({known}), got {dtype!r}"
+            ) from None
+
+
+def _entries(file_name: str) -> Mapping[str, Mapping[str, object]]:
+    table = load_mapping(HERE / file_name)
+    for name, entry in table.items():
+        assert isinstance(entry, dict), f"{file_name}: {name} must be a mapping"
+    return table
+
+
+@cache
+def _gpu_table() -> Mapping[str, Mapping[str, object]]:
+    return _entries("gpu_types.yaml")
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the names of all shipped GPU types, sorted."""
+    return tuple(sorted(_gpu_table()))
+
+
+@cache
+def load_gpu(name: str) -> GpuType:
+    """Return a shipped GPU type.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    table = _gpu_table()
+    if name not in table:
+        raise ValueError(f"GPU type must be a known one, got {name!r}; {nearest(name, table)}")
+    return validated(GpuType, {"name": name, **table[name]}, f"gpu_types.yaml: {name}")
+
+
+@cache
+def load_curves(name: str) -> EfficiencyCurves:
+    """Return the efficiency curves of one architecture (an entry of ``kernel_curves.yaml``)."""
+    table = _entries("kernel_curves.yaml")
+    if name not in table:
+        raise ValueError(
+            f"curves must name an entry of kernel_curves.yaml, got {name!r}; {nearest(name, table)}"
+        )
+    return validated(EfficiencyCurves, table[name], f"kernel_curves.yaml: {name}")

@@ -1,0 +1,142 @@
+"""Link technologies inside a node and between nodes, as the data file ``link_types.yaml`` states them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import field_validator
+
+from datafiles.loader import load_mapping
+from datafiles.names import nearest
+from datafiles.schema import FileModel, validated
+from hardware_models.schema import Fraction, NonNegative, Positive, Text
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+class Protocol(FileModel):
+    """One way the library moves data: NCCL chooses between a quick one and a wide one.
+
+    Attributes:
+        name: ``low_latency`` or ``simple``.
+        launch_s: Seconds paid once.
+        step_s: Seconds per step of the ring or tree.
+        bandwidth_fraction: Share of the full rate that it reaches.
+    """
+
+    name: Text
+    launch_s: NonNegative
+    step_s: NonNegative
+    bandwidth_fraction: Fraction
+
+
+class LinkType(FileModel):
+    """Links between the GPUs of one node.
+
+    Attributes:
+        kind: ``mesh`` (point-to-point links with multiplicity), ``switch`` (a port per GPU) or ``host``
+            (a lane per GPU below one host bridge).
+        link_bytes_per_s: Collective data rate of one physical link, port or lane, each direction: what
+            large transfers reach, not the nominal figure.
+        pair_fraction: Share of that rate that groups of two reach.
+        point_to_point_bytes_per_s: Rate of a send/receive over one link, port or lane.
+        point_to_point_latency_s: Seconds of a send/receive of nothing.
+        fallback_bytes_per_s: Mesh: rate between GPUs that no link joins, and of rings that do not close.
+        bridge_bytes_per_s: Host: what the bridge carries in all.
+        efficiency: Rate of each collective over that of a large all-reduce.
+        protocols: At least one.
+    """
+
+    kind: Literal["mesh", "switch", "host"]
+    link_bytes_per_s: Positive
+    pair_fraction: Fraction
+    point_to_point_bytes_per_s: Positive
+    point_to_point_latency_s: NonNegative
+    fallback_bytes_per_s: Positive
+    bridge_bytes_per_s: Positive
+    efficiency: Mapping[str, Fraction]
+    protocols: tuple[Protocol, ...]
+    source: Text
+
+    @field_validator("efficiency")
+    @classmethod
+    def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        return _all_collectives(value)
+
+    @field_validator("protocols")
+    @classmethod
+    def _some(cls, value: tuple[Protocol, ...]) -> tuple[Protocol, ...]:
+        return _at_least_one(value)
+
+
+class NetworkType(FileModel):
+    """The network between nodes, per NIC.
+
+    Attributes:
+        nominal_bytes_per_s: What the link is sold as, each direction.
+        collective_fraction: Share of it that ring collectives reach.
+        point_to_point_fraction: Share of it that one send/receive reaches (a flow or two, not all channels).
+        point_to_point_latency_s: Seconds of a send/receive of nothing.
+        efficiency, protocols: As for links.
+    """
+
+    nominal_bytes_per_s: Positive
+    collective_fraction: Fraction
+    point_to_point_fraction: Fraction
+    point_to_point_latency_s: NonNegative
+    efficiency: Mapping[str, Fraction]
+    protocols: tuple[Protocol, ...]
+    source: Text
+
+    @field_validator("efficiency")
+    @classmethod
+    def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        return _all_collectives(value)
+
+    @field_validator("protocols")
+    @classmethod
+    def _some(cls, value: tuple[Protocol, ...]) -> tuple[Protocol, ...]:
+        return _at_least_one(value)
+
+    @property
+    def nic_bytes_per_s(self) -> float:
+        """Rate of one NIC in one direction that large collectives reach."""
+        return self.nominal_bytes_per_s * self.collective_fraction
+
+
+def _all_collectives(value: Mapping[str, float]) -> Mapping[str, float]:
+    if set(value) != set(COLLECTIVES):
+        raise ValueError(f"must have exactly the keys {', '.join(COLLECTIVES)}")
+    return value
+
+
+def _at_least_one(value: tuple[Protocol, ...]) -> tuple[Protocol, ...]:
+    if not value:
+        raise ValueError("must list at least one protocol")
+    return value
+
+
+@cache
+def _tables() -> Mapping[str, Mapping[str, Mapping[str, object]]]:
+    return load_mapping(Path(__file__).parent / "link_types.yaml")
+
+
+@cache
+def load_link(name: str) -> LinkType:
+    """Return a shipped intra-node link type by name."""
+    table = _tables()["links"]
+    if name not in table:
+        raise ValueError(f"links must be a known link type, got {name!r}; {nearest(name, table)}")
+    return validated(LinkType, table[name], f"link_types.yaml: {name}")
+
+
+@cache
+def load_network(name: str) -> NetworkType:
+    """Return a shipped network type by name."""
+    table = _tables()["networks"]
+    if name not in table:
+        raise ValueError(f"network must be a known type, got {name!r}; {nearest(name, table)}")
+    return validated(NetworkType, table[name], f"link_types.yaml: {name}")

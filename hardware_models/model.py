@@ -1,0 +1,152 @@
+"""The hardware model: pure functions of a cluster, optional measured tables and calibration constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hardware_models.cluster import Cluster, parse_cluster
+from hardware_models.collective_table import CollectiveTable
+from hardware_models.collectives import Flow, collective_flows, transfer_flow
+from hardware_models.communication import Communication
+from hardware_models.compute import kernel_time_s
+from hardware_models.gpus import GpuType
+from hardware_models.profile import OperatorProfile
+from workloads.kernels import Kernel
+
+NOTHING = Communication(latency_s=0.0, work_s=0.0)
+"""A collective of one rank, or of no bytes."""
+
+
+@dataclass(frozen=True)
+class HardwareModel:
+    """What a cluster costs: kernels, launches, collectives, transfers, optimizer, memory.
+
+    Attributes:
+        cluster: Nodes, GPUs, links.
+        operator_profile: Measured operator times; where present they come before the efficiency curves
+            (the cost tables decide, from ``lookup``).
+        collective_table: Measured collectives inside one node; where present they come before the link model.
+    """
+
+    cluster: Cluster
+    operator_profile: OperatorProfile | None = None
+    collective_table: CollectiveTable | None = None
+    _flows: dict[tuple[str, tuple[int, ...]], tuple[Flow, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _prices: dict[tuple[str, float, tuple[int, ...]], Communication] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _kernels: dict[tuple[str, Kernel, str], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _gpus: dict[str, GpuType] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def from_name(cls, text: str) -> HardwareModel:
+        """Return the model of a cluster string such as ``v100-32g-dgx1:4x8``."""
+        return cls(cluster=parse_cluster(text))
+
+    def gpu(self, gpu_type: str) -> GpuType:
+        """Return the constants of a GPU type of this cluster."""
+        if not self._gpus:
+            self._gpus.update({node.gpu.name: node.gpu for node in self.cluster.nodes})
+        try:
+            return self._gpus[gpu_type]
+        except KeyError:
+            known = ", ".join(self._gpus)
+            raise ValueError(
+                f"GPU type must be one of {self.cluster.name} ({known}), got {gpu_type!r}"
+            ) from None
+
+    def gpu_type(self, device: int) -> str:
+        """Return the GPU type at ``device``."""
+        return self.cluster.gpu_type(device)
+
+    def memory_bytes(self, device: int) -> int:
+        """Return the memory of ``device`` in bytes."""
+        return self.cluster.memory_bytes(device)
+
+    def peak_flop_per_s(self, gpu_type: str, dtype: str) -> float:
+        """Return the dense peak of a GPU type in flop/s."""
+        return self.gpu(gpu_type).peak(dtype)
+
+    def kernel_time_s(self, gpu_type: str, kernel: Kernel, dtype: str) -> float:
+        """Return device seconds of one kernel, launch excluded."""
+        key = (gpu_type, kernel, dtype)
+        if key not in self._kernels:
+            self._kernels[key] = kernel_time_s(self.gpu(gpu_type), kernel, dtype)
+        return self._kernels[key]
+
+    def launch_s(self, gpu_type: str) -> float:
+        """Return host seconds per kernel launch."""
+        return self.gpu(gpu_type).launch_s
+
+    def overlap_slowdown(self, gpu_type: str) -> tuple[float, float]:
+        """Return the factors ``(computation, communication)`` while both run on a device, each >= 1."""
+        gpu = self.gpu(gpu_type)
+        return gpu.overlap_slowdown_computation, gpu.overlap_slowdown_communication
+
+    def optimizer_step_s(self, gpu_type: str, num_bytes_touched: float) -> float:
+        """Return device seconds of an optimizer step that reads and writes that many bytes in all."""
+        gpu = self.gpu(gpu_type)
+        return num_bytes_touched / (gpu.memory_bytes_per_s * gpu.optimizer_bandwidth_fraction)
+
+    def collective(self, kind: str, num_bytes: float, devices: Sequence[int]) -> Communication:
+        """Return the cost of a collective alone.
+
+        Args:
+            kind: ``all_reduce`` (bytes = buffer on every rank), ``all_gather`` (the gathered result),
+                ``reduce_scatter`` (input on every rank), ``all_to_all`` (what each rank holds in total) or
+                ``broadcast`` (the message).
+            num_bytes: Size in bytes, as above, >= 0.
+            devices: Ranks; their order does not matter.
+
+        Raises:
+            ValueError: If the kind is unknown, the size negative, or a device missing or named twice.
+        """
+        group = tuple(sorted(devices))
+        key = (kind, float(num_bytes), group)
+        if key not in self._prices:
+            self._prices[key] = self._price(kind, float(num_bytes), group)
+        return self._prices[key]
+
+    def transfer(self, num_bytes: float, source: int, destination: int) -> Communication:
+        """Return the cost of a send/receive of ``num_bytes`` between two devices alone."""
+        key = ("transfer", float(num_bytes), (source, destination))
+        if key not in self._prices:
+            self._prices[key] = self._price_transfer(float(num_bytes), source, destination)
+        return self._prices[key]
+
+    def _price(self, kind: str, num_bytes: float, group: tuple[int, ...]) -> Communication:
+        _check_size(num_bytes)
+        if len(group) == 1:
+            self.cluster.node_of(group[0])
+            return NOTHING
+        key = (kind, group)
+        if key not in self._flows:
+            self._flows[key] = collective_flows(self.cluster, kind, group)
+        if num_bytes == 0:
+            return NOTHING
+        modelled = min((flow.price(num_bytes) for flow in self._flows[key]), key=lambda cost: cost.alone_s)
+        one_node = self.cluster.node_of(group[0]) == self.cluster.node_of(group[-1])
+        if self.collective_table is None or not one_node:
+            return modelled
+        return self.collective_table.refine(kind, len(group), num_bytes, modelled)
+
+    def _price_transfer(self, num_bytes: float, source: int, destination: int) -> Communication:
+        _check_size(num_bytes)
+        a, b = self.cluster.node_of(source), self.cluster.node_of(destination)
+        if source == destination or num_bytes == 0:
+            return NOTHING
+        modelled = transfer_flow(self.cluster, source, destination).price(num_bytes)
+        if self.collective_table is None:
+            return modelled
+        kind = "transfer_intra_node" if a == b else "transfer_inter_node"
+        return self.collective_table.refine(kind, 2, num_bytes, modelled)
+
+
+def _check_size(num_bytes: float) -> None:
+    if not 0 <= num_bytes < float("inf"):
+        raise ValueError(f"a message must have a finite size of 0 bytes or more, got {num_bytes}")

@@ -1,0 +1,1 @@
+"""Cluster presets: one YAML file per cluster, named like the preset."""

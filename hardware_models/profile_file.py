@@ -1,0 +1,92 @@
+"""The native file format of operator profiles: one YAML or JSON file, rows as lists below named columns."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from datafiles.errors import DataFileError
+from datafiles.loader import load_mapping
+from datafiles.schema import FileModel, validated
+from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+from hardware_models.profile import OperatorProfile, ProfileRow
+from hardware_models.schema import Text
+
+COLUMNS = tuple(item.name for item in fields(ProfileRow))
+_INTEGERS = ("samples", "tensor_size", "num_groups")
+_TEXTS = ("role", "split", "source")
+
+Cell = Annotated[str | bool | int | float, Field()]
+
+
+class ProfileFile(FileModel):
+    """``columns`` are the fields of ``ProfileRow``; each entry of ``rows`` has one cell for each."""
+
+    format: Literal["windtunnel-operator-profile-1"]
+    model: Text
+    gpu_type: Text
+    dtype: Text
+    source: Text
+    columns: tuple[Text, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def save_profile(profile: OperatorProfile, path: str | Path) -> None:
+    """Write a profile; the name ends in ``.yaml`` or ``.json``."""
+    mapping: dict[str, Any] = {
+        "format": "windtunnel-operator-profile-1",
+        "model": profile.model,
+        "gpu_type": profile.gpu_type,
+        "dtype": profile.dtype,
+        "source": profile.source,
+        "columns": list(COLUMNS),
+        "rows": [[getattr(row, name) for name in COLUMNS] for row in profile.rows],
+    }
+    is_json = str(path).endswith(".json")
+    write_text_atomically(path, dump_json(mapping) if is_json else dump_yaml(mapping))
+
+
+def load_profile(path: str | Path) -> OperatorProfile:
+    """Read a profile.
+
+    Raises:
+        DataFileError: If the file breaks a rule; rows are counted from 1.
+    """
+    source = str(path)
+    file = validated(ProfileFile, load_mapping(path), source)
+    if set(file.columns) != set(COLUMNS) or len(file.columns) != len(COLUMNS):
+        raise DataFileError(source, f"columns must be {', '.join(COLUMNS)}, got {', '.join(file.columns)}")
+    rows = []
+    for number, cells in enumerate(file.rows, start=1):
+        if len(cells) != len(COLUMNS):
+            raise DataFileError(source, f"row {number} must have {len(COLUMNS)} cells, got {len(cells)}")
+        values = {name: _typed(name, cell, number, source)
+                  for name, cell in zip(file.columns, cells, strict=True)}  # fmt: skip
+        rows.append(_row(values, source, number))
+    return OperatorProfile(
+        model=file.model, gpu_type=file.gpu_type, dtype=file.dtype, rows=tuple(rows), source=file.source
+    )
+
+
+def _row(values: dict[str, Any], source: str, number: int) -> ProfileRow:
+    try:
+        return ProfileRow(**values)
+    except ValueError as error:
+        raise DataFileError(source, f"row {number}: {error}") from None
+
+
+def _typed(name: str, cell: Cell, number: int, source: str) -> Cell:
+    if name in _TEXTS:
+        good = isinstance(cell, str)
+    elif name == "includes_collectives":
+        good = isinstance(cell, bool)
+    elif name in _INTEGERS:
+        good = isinstance(cell, int) and not isinstance(cell, bool)
+    else:
+        good = isinstance(cell, (int, float)) and not isinstance(cell, bool)
+    if not good:
+        raise DataFileError(source, f"row {number}: {name} has the wrong type, got {cell!r:.60}")
+    return float(cell) if name not in (*_TEXTS, *_INTEGERS, "includes_collectives") else cell

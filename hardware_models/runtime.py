@@ -1,0 +1,182 @@
+"""Runtimes: what a training framework does by default, as data.
+
+A runtime never decides parallelism; it says how kernels are fused, what a parameter costs in memory, when
+gradients travel and where the host waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from datafiles.loader import load_mapping
+from datafiles.names import nearest
+from datafiles.schema import FileModel, validated
+from hardware_models.schema import Bytes, NonNegative, Text
+from workloads.kinds.base import Implementation
+
+RUNTIMES = Path(__file__).parent / "runtimes"
+
+Dtype = Literal["fp16", "bf16", "fp32", "tf32"]
+Attention = Literal["plain", "flash"]
+Reduce = Literal["last", "every"]
+TransferMode = Literal["overlapped", "blocking"]
+HostWait = Literal["receive", "collective", "optimizer"]
+OptimizerKernels = Literal["fused", "per_tensor"]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One framework's behaviour.
+
+    Attributes:
+        name: As users write it.
+        implementation: Choices inside operators, for ``workloads``.
+        attention: ``plain`` (five operators) or ``flash`` (one fused kernel).
+        parameter_bytes, gradient_bytes: Per parameter, in the working copy.
+        optimizer_bytes: Per parameter: moments, and the fp32 master copy where there is one.
+        optimizer_workspace_bytes: Per parameter, alive only during the optimizer step (fp32 copies of
+            gradients).
+        gradient_accumulation_bytes: Bytes per element in which gradients of microbatches are summed and
+            travel.
+        gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
+        reduce_gradients: ``last`` (after the last microbatch) or ``every``.
+        overlap_gradient_sync: Buckets travel while the last backward still runs.
+        transfer_mode: ``overlapped`` or ``blocking`` (the compute stream waits for the send too).
+        host_waits: Events at which the host waits for the device.
+        recompute_stops_early: Recomputation ends once the last saved tensor is back.
+        communication_buffer_bytes, context_bytes: Device memory outside the allocator.
+        host_seconds_per_kernel: Overrides the GPU type's ``launch_s``; None keeps it.
+        optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
+        gradient_clipping: The global gradient norm is computed each step.
+        loss_scaling: Gradients are unscaled and checked for infinities each step.
+        sources: One line per field.
+    """
+
+    name: str
+    implementation: Implementation
+    attention: Attention
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    optimizer_workspace_bytes: float
+    gradient_accumulation_bytes: int
+    gradient_bucket_bytes: int | None
+    reduce_gradients: Reduce
+    overlap_gradient_sync: bool
+    transfer_mode: TransferMode
+    host_waits: tuple[HostWait, ...]
+    recompute_stops_early: bool
+    communication_buffer_bytes: int
+    context_bytes: int
+    host_seconds_per_kernel: float | None
+    optimizer_kernels: OptimizerKernels
+    gradient_clipping: bool
+    loss_scaling: bool
+    sources: Mapping[str, str]
+
+    @property
+    def state_bytes_per_parameter(self) -> float:
+        """Bytes per parameter that live through the whole iteration."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def outside_allocator_bytes(self) -> int:
+        """Device memory that the caching allocator never sees."""
+        return self.context_bytes + self.communication_buffer_bytes
+
+
+class ImplementationFile(FileModel):
+    """``implementation`` in a runtime file; fields as in ``workloads.kinds.base.Implementation``."""
+
+    dtype: Dtype
+    fused_softmax: bool
+    fused_bias_activation: bool
+    fused_norm: bool
+    logits_dtype: Dtype
+    bias_in_matmul: bool
+    fused_softmax_multiple: Annotated[int, Field(ge=1, le=1024)]
+    fused_loss: bool
+    flash_causal_skip: bool
+
+
+class RuntimeFile(FileModel):
+    """The file format of a runtime; fields as in ``Runtime``."""
+
+    description: Text
+    implementation: ImplementationFile
+    attention: Attention
+    parameter_bytes: NonNegative
+    gradient_bytes: NonNegative
+    optimizer_bytes: NonNegative
+    optimizer_workspace_bytes: NonNegative
+    gradient_accumulation_bytes: Literal[2, 4]
+    gradient_bucket_bytes: Bytes | None
+    reduce_gradients: Reduce
+    overlap_gradient_sync: bool
+    transfer_mode: TransferMode
+    host_waits: tuple[HostWait, ...]
+    recompute_stops_early: bool
+    communication_buffer_bytes: Bytes
+    context_bytes: Bytes
+    host_seconds_per_kernel: NonNegative | None
+    optimizer_kernels: OptimizerKernels
+    gradient_clipping: bool
+    loss_scaling: bool
+    sources: Mapping[str, Text]
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> RuntimeFile:
+        needed = set(type(self).model_fields) - {"description", "sources"}
+        missing, unknown = sorted(needed - set(self.sources)), sorted(set(self.sources) - needed)
+        if missing or unknown:
+            raise ValueError(
+                f"sources must have one line per field; missing: {', '.join(missing) or 'none'}; "
+                f"unknown: {', '.join(unknown) or 'none'}"
+            )
+        return self
+
+    def to_runtime(self, name: str) -> Runtime:
+        """Return the runtime these fields describe."""
+        values = {field: getattr(self, field) for field in type(self).model_fields if field != "description"}
+        values["implementation"] = Implementation(**self.implementation.model_dump())
+        return Runtime(name=name, **values)
+
+
+@cache
+def runtime_names() -> tuple[str, ...]:
+    """Return the names of all shipped runtimes, sorted."""
+    return tuple(sorted(path.stem for path in RUNTIMES.glob("*.yaml")))
+
+
+def runtime_description(name: str) -> str:
+    """Return the one-line description of a shipped runtime."""
+    return _read(name)[1].description
+
+
+def load_runtime(name_or_path: str | Path) -> Runtime:
+    """Return a shipped runtime by name, or one from a YAML file of the same format.
+
+    Raises:
+        ValueError: If there is none of that name, or the file breaks a rule.
+
+    >>> load_runtime("megatron-lm-2021").state_bytes_per_parameter
+    16.0
+    """
+    name, file = _read(str(name_or_path))
+    return file.to_runtime(name)
+
+
+def _read(text: str) -> tuple[str, RuntimeFile]:
+    if text in runtime_names():
+        return text, validated(RuntimeFile, load_mapping(RUNTIMES / f"{text}.yaml"), f"runtime {text}")
+    if text.endswith((".yaml", ".yml", ".json")):
+        return Path(text).stem, validated(RuntimeFile, load_mapping(Path(text)), text)
+    raise ValueError(
+        f"runtime must be a known one or a path to a YAML file, got {text!r}; {nearest(text, runtime_names())}"
+    )

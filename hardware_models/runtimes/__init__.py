@@ -1,0 +1,1 @@
+"""Runtime presets: one YAML file per framework, named like the runtime."""

@@ -1,0 +1,349 @@
+"""The contract of a searcher, and the ledger that keeps one honest.
+
+A searcher is a class with a `name`, a `paper` and a method `search`. Most of the work around the idea
+(scoring, counting, budget, history, the ranking, saying why nothing fits) is in `Ledger`; searchers that
+merely list candidates subclass `CandidateSearcher` and write one method.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from searchers.budget import Budget
+from searchers.plan_words import describe_plan
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.validate import validate
+
+GIB = 2**30
+OBJECTIVES = ("paper", "simulator")
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an objective says of one plan.
+
+    Attributes:
+        objective: What is minimised, >= 0; seconds per iteration unless the paper says otherwise.
+        fits: No device needs more memory than it has.
+        peak_bytes: Peak of the device that is nearest to, or farthest over, its capacity.
+        capacity_bytes: That device's capacity.
+        where: Which device or stage that is.
+    """
+
+    objective: float
+    fits: bool
+    peak_bytes: float
+    capacity_bytes: float
+    where: str
+
+
+Objective = Callable[[Plan, Problem], Score]
+
+
+@dataclass(frozen=True)
+class HistoryEntry:
+    """One improvement of the best plan (and the end of the search).
+
+    Attributes:
+        wall_s: Seconds since the search began.
+        evaluations: Evaluations up to and including this one.
+        best_objective: Best objective among plans that fit; seconds per iteration for most searchers.
+    """
+
+    wall_s: float
+    evaluations: int
+    best_objective: float
+
+
+@dataclass(frozen=True)
+class RankedPlan:
+    """A plan and the objective that the searcher predicted for it."""
+
+    plan: Plan
+    objective: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        plans: Best first; at least one.
+        history: The best objective over time, for convergence plots.
+        counters: What the paper counts (evaluations, plans that did not fit, ...).
+        searcher: Name of the searcher.
+        seed: Seed it was given.
+        wall_s: Seconds the search took.
+    """
+
+    plans: tuple[RankedPlan, ...]
+    history: tuple[HistoryEntry, ...]
+    counters: Mapping[str, int | float]
+    searcher: str
+    seed: int
+    wall_s: float
+
+    @property
+    def best(self) -> Plan:
+        """The plan the searcher recommends."""
+        return self.plans[0].plan
+
+
+class NoFeasiblePlan(ValueError):  # noqa: N818 (the name is part of the design)
+    """The search ended without a plan. The message says which constraint failed, and how close it was.
+
+    Attributes:
+        searcher: Name of the searcher.
+        closest: Score of the plan that came closest to fitting; None if no plan was even legal.
+        closest_plan: That plan.
+    """
+
+    def __init__(
+        self, searcher: str, message: str, closest: Score | None = None, closest_plan: Plan | None = None
+    ) -> None:
+        self.searcher = searcher
+        self.closest = closest
+        self.closest_plan = closest_plan
+        super().__init__(f"{searcher}: {message}")
+
+
+def estimated(plan: Plan, problem: Problem) -> Score:
+    """Score by the closed form ``(m - 1) max(t) + sum(t)`` on the cost tables (no engine)."""
+    from simulator.estimate import estimate
+
+    found = estimate(plan, problem)
+    return _score(found.iteration_time_s, found.fits, found.peak_bytes, plan, problem)
+
+
+def simulated(plan: Plan, problem: Problem) -> Score:
+    """Score by a full simulation with every effect on: slower, and what finally judges every plan."""
+    from simulator.simulate import simulate
+
+    result = simulate(plan, problem)
+    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes / memory.capacity_bytes)
+    return Score(
+        objective=result.iteration_time_s,
+        fits=result.fits,
+        peak_bytes=tightest.peak_reserved_bytes,
+        capacity_bytes=tightest.capacity_bytes,
+        where=tightest.peak_where,
+    )
+
+
+def _score(time_s: float, fits: bool, peaks: tuple[float, ...], plan: Plan, problem: Problem) -> Score:
+    capacities = [min(problem.capacity_bytes(device) for device in stage.devices) for stage in plan.stages]
+    worst = max(range(len(peaks)), key=lambda stage: peaks[stage] / max(1, capacities[stage]))
+    return Score(
+        objective=time_s,
+        fits=fits,
+        peak_bytes=peaks[worst],
+        capacity_bytes=capacities[worst],
+        where=f"stage {worst}",
+    )
+
+
+class Searcher(ABC):
+    """Looks for a good plan in its own way.
+
+    Args:
+        objective: ``"paper"`` for the objective of the searcher's own paper, ``"simulator"`` for a full
+            simulation of every candidate, or a function of plan and problem.
+        keep: How many of the best plans to return.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def __init__(self, *, objective: str | Objective = "paper", keep: int = 5) -> None:
+        if isinstance(objective, str) and objective not in OBJECTIVES:
+            raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.objective = objective
+        self.keep = keep
+
+    @abstractmethod
+    def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
+        """Return the best plans found.
+
+        Args:
+            problem: What to plan for.
+            budget: What may be spent; None for no limit.
+            seed: Makes the search repeatable: with a budget in evaluations, same seed, same plan.
+
+        Raises:
+            NoFeasiblePlan: If no plan was found that is legal and fits the memory.
+            ValueError: If the searcher does not apply to the problem.
+        """
+
+    def paper_objective(self, plan: Plan, problem: Problem) -> Score:
+        """Score a plan as the searcher's own paper does; by default the closed form on the cost tables."""
+        return estimated(plan, problem)
+
+    def score(self, plan: Plan, problem: Problem) -> Score:
+        """Score a plan by the objective chosen in the constructor."""
+        if callable(self.objective):
+            return self.objective(plan, problem)
+        if self.objective == "simulator":
+            return simulated(plan, problem)
+        return self.paper_objective(plan, problem)
+
+
+@dataclass
+class Ledger:
+    """The books of one search: scores plans, spends the budget, keeps the best and the nearest misses.
+
+    Attributes:
+        searcher: Whose search it is; gives the objective.
+        problem: What is planned for.
+        budget: What may be spent.
+        seed: For the record.
+        counters: Free for the searcher to add to.
+    """
+
+    searcher: Searcher
+    problem: Problem
+    budget: Budget = field(default_factory=Budget)
+    seed: int = 0
+    counters: dict[str, int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock = self.budget.start()
+        self._best: list[RankedPlan] = []
+        self._history: list[HistoryEntry] = []
+        self._seen: dict[Plan, float] = {}
+        self._closest: tuple[float, Score, Plan] | None = None
+        self._first_refusal: str | None = None
+        self._chosen: Plan | None = None
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget allows no further evaluation."""
+        return self.clock.spent
+
+    @property
+    def best_objective(self) -> float:
+        """Best objective so far among plans that fit; infinity before the first."""
+        return self._best[0].objective if self._best else float("inf")
+
+    def count(self, name: str, amount: int | float = 1) -> None:
+        """Add to a counter."""
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    def refuse(self, reason: object) -> None:
+        """Note a combination that is no legal plan, and why."""
+        self.count("illegal")
+        self._first_refusal = self._first_refusal or str(reason)
+
+    def is_legal(self, plan: Plan) -> bool:
+        """Return whether a plan is legal; if it is not, note why."""
+        try:
+            validate(plan, self.problem)
+        except ValueError as error:
+            self.refuse(error)
+            return False
+        return True
+
+    def evaluate(self, plan: Plan) -> Score:
+        """Score a plan (one evaluation) and remember it."""
+        assert not self.spent, "ask ledger.spent before each evaluation"
+        score = self.searcher.score(plan, self.problem)
+        self.clock.evaluations += 1
+        if not score.fits:
+            self.count("out_of_memory")
+            excess = score.peak_bytes / max(1.0, score.capacity_bytes)
+            if self._closest is None or excess < self._closest[0]:
+                self._closest = (excess, score, plan)
+        elif plan not in self._seen:
+            improved = score.objective < self.best_objective
+            self._seen[plan] = score.objective
+            # Stable: of equals, the first found stays ahead, so that the result does not depend on hashing.
+            self._best.append(RankedPlan(plan, score.objective))
+            self._best.sort(key=lambda ranked: ranked.objective)
+            del self._best[self.searcher.keep :]
+            if improved:
+                self._record()
+        return score
+
+    def choose(self, plan: Plan) -> None:
+        """Recommend a plan that fits by a rule of the paper, whether or not its objective is the best."""
+        assert plan in self._seen, "only an evaluated plan that fits can be chosen"
+        self._chosen = plan
+
+    def _record(self) -> None:
+        self._history.append(HistoryEntry(self.clock.wall_s, self.clock.evaluations, self.best_objective))
+
+    def result(self) -> SearchResult:
+        """Close the books.
+
+        Raises:
+            NoFeasiblePlan: If no evaluated plan fits.
+        """
+        if not self._best:
+            raise self._no_feasible_plan()
+        self._record()
+        plans = self._best
+        if self._chosen is not None:
+            chosen = RankedPlan(self._chosen, self._seen[self._chosen])
+            others = [ranked for ranked in self._best if ranked.plan != self._chosen]
+            plans = [chosen, *others][: self.searcher.keep]
+        return SearchResult(
+            plans=tuple(plans),
+            history=tuple(self._history),
+            counters={"evaluations": self.clock.evaluations, **self.counters},
+            searcher=self.searcher.name,
+            seed=self.seed,
+            wall_s=self.clock.wall_s,
+        )
+
+    def _no_feasible_plan(self) -> NoFeasiblePlan:
+        tried = self.clock.evaluations
+        if self._closest is None:
+            reason = self._first_refusal or ("the budget ended first" if self.spent else "the space is empty")
+            return NoFeasiblePlan(self.searcher.name, f"no legal plan; {reason}")
+        _, score, plan = self._closest
+        within = f" within {self.budget}" if self.spent else ""
+        plans = "the only plan does not fit" if tried == 1 else f"none of {tried} plans fits"
+        return NoFeasiblePlan(
+            self.searcher.name,
+            f"out of memory: {plans} in memory{within}; the closest needs {score.peak_bytes / GIB:.1f} of "
+            f"{score.capacity_bytes / GIB:.1f} GiB at {score.where} ({describe_plan(plan)})",
+            closest=score,
+            closest_plan=plan,
+        )
+
+
+class CandidateSearcher(Searcher):
+    """A searcher that lists candidates; each legal one is scored, in order, until the list or budget ends.
+
+    Attributes:
+        always_legal: Candidates are legal by construction and need no check.
+    """
+
+    always_legal: ClassVar[bool] = False
+
+    @abstractmethod
+    def candidates(self, problem: Problem, random: np.random.Generator, ledger: Ledger) -> Iterator[Plan]:
+        """Yield plans to score.
+
+        Args:
+            problem: What to plan for.
+            random: Seeded generator; the only source of chance.
+            ledger: For ``ledger.refuse(reason)`` on combinations that are not legal, and for counters.
+        """
+
+    def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
+        """Score the candidates and return the best."""
+        ledger = Ledger(self, problem, budget or Budget(), seed)
+        for plan in self.candidates(problem, np.random.default_rng(seed), ledger):
+            if ledger.spent:
+                break
+            if self.always_legal or ledger.is_legal(plan):
+                ledger.evaluate(plan)
+        return ledger.result()

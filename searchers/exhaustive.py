@@ -1,0 +1,56 @@
+"""Exhaustive search: the truth on tiny problems, for tests and for judging other searchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from searchers.base import CandidateSearcher, Ledger, Objective
+from searchers.space import LayerSpace
+from simulator.plan import Plan
+from simulator.problem import Problem
+
+
+class Exhaustive(CandidateSearcher):
+    """Scores every plan of `searchers.space.LayerSpace`, so its answer is exact for its objective.
+
+    Args:
+        max_plans: Refuse larger spaces. 20,000 plans take about a minute.
+        max_microbatch: Largest microbatch in samples per replica.
+        objective: See `searchers.base.Searcher`.
+        keep: How many of the best plans to return.
+    """
+
+    name = "exhaustive"
+    paper = "none; the reference for tiny problems"
+    always_legal = True
+
+    def __init__(
+        self,
+        *,
+        max_plans: int = 20_000,
+        max_microbatch: int = 8,
+        objective: str | Objective = "paper",
+        keep: int = 5,
+    ) -> None:
+        super().__init__(objective=objective, keep=keep)
+        self.max_plans = max_plans
+        self.max_microbatch = max_microbatch
+
+    def candidates(self, problem: Problem, random: np.random.Generator, ledger: Ledger) -> Iterator[Plan]:
+        """Yield the whole space.
+
+        Raises:
+            ValueError: If the space is larger than ``max_plans``.
+        """
+        space = LayerSpace(problem, max_microbatch=self.max_microbatch)
+        if space.size_bound > self.max_plans:
+            size = f"{len(problem.workload.layers)} layers, {problem.num_devices} devices"
+            raise ValueError(
+                f"exhaustive search must have at most {self.max_plans:,} plans, this problem has up to "
+                f"{space.size_bound:.3g} ({size}, batch {problem.global_batch}); take another searcher, "
+                f"such as random, or a smaller problem"
+            )
+        for point in space:
+            yield space.plan(point)

@@ -1,0 +1,80 @@
+"""Megatron-LM: a grid over its five global options.
+
+Source: Aceso (EuroSys 2024), section 5 "Baseline systems": tp, dp, pp, microbatch size and recomputation
+on or off, each the same for the whole model, every combination scored by a performance model and the best
+taken. Megatron-LM itself: Narayanan et al., SC 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from searchers.base import CandidateSearcher, Ledger, Objective
+from searchers.degrees import divisors, microbatch_sizes
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.uniform import uniform_plan
+
+
+class MegatronGrid(CandidateSearcher):
+    """All combinations of tp, dp, pp, microbatch and recomputation that use every device.
+
+    Tensor parallelism stays inside a node (Narayanan et al., takeaway 1). Microbatches are powers of two,
+    per replica. The order is that of growing pp, tp, microbatch, without recomputation first, so the first
+    of equals is the simplest.
+
+    Args:
+        max_microbatch: Largest microbatch in samples per replica. 8 is the largest that Aceso profiled.
+        recompute: Recomputation modes in the grid.
+        tensor_across_nodes: Allow tp larger than a node.
+        sequence_parallel: Split what tensor parallelism would replicate (later Megatron-LM).
+        objective: See `searchers.base.Searcher`.
+        keep: How many of the best plans to return.
+    """
+
+    name = "megatron-grid"
+    paper = "Narayanan et al., SC 2021; grid of Aceso, EuroSys 2024, section 5"
+
+    def __init__(
+        self,
+        *,
+        max_microbatch: int = 8,
+        recompute: tuple[str, ...] = ("none", "full"),
+        tensor_across_nodes: bool = False,
+        sequence_parallel: bool = False,
+        objective: str | Objective = "paper",
+        keep: int = 5,
+    ) -> None:
+        super().__init__(objective=objective, keep=keep)
+        self.max_microbatch = max_microbatch
+        self.recompute = recompute
+        self.tensor_across_nodes = tensor_across_nodes
+        self.sequence_parallel = sequence_parallel
+
+    def candidates(self, problem: Problem, random: np.random.Generator, ledger: Ledger) -> Iterator[Plan]:
+        """Yield the legal combinations."""
+        num_devices = problem.num_devices
+        max_tp = num_devices if self.tensor_across_nodes else problem.hardware.cluster.devices_per_node
+        for pp in divisors(num_devices):
+            for tp in divisors(num_devices // pp):
+                if tp > max_tp:
+                    continue
+                dp = num_devices // (pp * tp)
+                for microbatch in microbatch_sizes(problem.global_batch, dp, self.max_microbatch):
+                    for recompute in self.recompute:
+                        try:
+                            plan = uniform_plan(
+                                problem,
+                                tp=tp,
+                                pp=pp,
+                                dp=dp,
+                                microbatch=microbatch,
+                                recompute=recompute,
+                                sequence_parallel=self.sequence_parallel and tp > 1,
+                            )
+                        except ValueError as error:  # this combination is not legal for the model
+                            ledger.refuse(error)
+                            continue
+                        yield plan

@@ -1,0 +1,55 @@
+"""A plan in a few words, for tables and messages."""
+
+from __future__ import annotations
+
+from math import prod
+
+from simulator.plan import Plan, Stage
+
+
+def describe_plan(plan: Plan) -> str:
+    """Return what the plan does, short enough for a table cell.
+
+    >>> from simulator.plan import Axis
+    >>> stages = [Stage(((i, i + 1),), (i,), ((1, (Axis("batch", 1),)),)) for i in range(4)]
+    >>> describe_plan(Plan(tuple(stages), microbatch_size=2, num_microbatches=8))
+    'pp 4, microbatch 2 x 8'
+    """
+    degrees = list(dict.fromkeys(_degrees(stage) for stage in plan.stages))
+    num_ranks = len(set(plan.rank_of_stage))
+    words = []
+    if len(degrees) == 1:
+        tp, dp, zero = degrees[0]
+        words += [f"tp {tp}"] if tp > 1 else []
+        words += [f"pp {num_ranks}"] if num_ranks > 1 else []
+        words += [f"dp {dp}" + (f" ZeRO-{zero}" if zero else "")] if dp > 1 else []
+    else:
+        shapes = "|".join("x".join(map(str, _degrees(stage)[:2])) for stage in plan.stages)
+        words.append(f"pp {num_ranks} (tp x dp {shapes})")
+    if not words:
+        words.append("1 device")
+    if len(plan.stages) > num_ranks:
+        words.append(f"{len(plan.stages) // num_ranks} chunks")
+    words.append(f"microbatch {plan.microbatch_size} x {plan.num_microbatches}")
+    if num_ranks > 1 and plan.schedule != "1f1b":
+        words.append(plan.schedule)
+    shares = [_recomputed_share(stage) for stage in plan.stages]
+    if any(shares):
+        low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+        words.append(f"recompute {low}" if low == high else f"recompute {low}-{high}")
+    return ", ".join(words)
+
+
+def _degrees(stage: Stage) -> tuple[int, int, int]:
+    """Return the largest tensor and data degree of a stage's operators, and its highest ZeRO level."""
+    tp = dp = 1
+    zero = 0
+    for _, sharding in stage.shardings:
+        tp = max(tp, prod(axis.size for axis in sharding if axis.split != "batch"))
+        dp = max(dp, prod(axis.size for axis in sharding if axis.split == "batch"))
+        zero = max([zero, *(axis.zero for axis in sharding)])
+    return tp, dp, zero
+
+
+def _recomputed_share(stage: Stage) -> float:
+    return sum(stop - start for start, stop in stage.recompute) / max(1, stage.num_operators())

@@ -1,0 +1,107 @@
+"""Searchers by name: built in, from installed packages, or a class in a user's own file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from datafiles.names import nearest
+from searchers.base import Searcher
+
+ENTRY_POINT_GROUP = "windtunnel.searchers"
+
+BUILT_IN = {
+    "megatron-grid": "searchers.megatron_grid:MegatronGrid",
+    "ddp": "searchers.pure:DistributedDataParallel",
+    "megatron-tp": "searchers.pure:MegatronTensorParallel",
+    "gpipe": "searchers.pure:GPipe",
+    "fsdp": "searchers.pure:FullyShardedDataParallel",
+    "deepspeed-3d": "searchers.pure:DeepSpeed3D",
+    "exhaustive": "searchers.exhaustive:Exhaustive",
+    "random": "searchers.random_search:RandomSearch",
+}
+"""Name to ``module:class``; imported only when asked for."""
+
+
+def searcher_names() -> tuple[str, ...]:
+    """Return the names of all registered searchers, built-in ones first."""
+    return tuple(BUILT_IN) + tuple(sorted(set(_plugins()) - set(BUILT_IN)))
+
+
+def searcher_class(name: str) -> type[Searcher]:
+    """Return a searcher class.
+
+    Args:
+        name: A registered name, or ``path/to/file.py:Class`` for one's own. Such a file is executed.
+
+    Raises:
+        ValueError: If there is none of that name (the message lists the nearest), or if what is found is
+            not a searcher.
+    """
+    if ".py:" in name or name.endswith(".py"):
+        return _checked(_from_file(name), name)
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        return _checked(getattr(importlib.import_module(module), attribute), name)
+    plugins = _plugins()
+    if name in plugins:
+        return _checked(plugins[name].load(), name)
+    known = nearest(name, searcher_names())
+    raise ValueError(f"unknown searcher {name!r}; {known}; your own: --searcher path/to/file.py:ClassName")
+
+
+def searcher_named(name: str, **options: Any) -> Searcher:
+    """Return a searcher, constructed with ``options``.
+
+    >>> searcher_named("megatron-grid").name
+    'megatron-grid'
+    """
+    return searcher_class(name)(**options)
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _from_file(reference: str) -> object:
+    file_name, _, class_name = reference.rpartition(":") if ".py:" in reference else (reference, "", "")
+    path = Path(file_name)
+    if not path.is_file():
+        raise ValueError(f"searcher file {file_name!r} does not exist; write path/to/file.py:ClassName")
+    spec = importlib.util.spec_from_file_location(f"windtunnel_plugin_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a .py path always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    classes = [
+        attribute
+        for attribute, value in vars(module).items()
+        if _is_searcher(value) and not inspect.isabstract(value) and value.__module__ == module.__name__
+    ]
+    if not class_name and len(classes) == 1:
+        class_name = classes[0]
+    if not class_name:
+        what = f"has the searchers {', '.join(classes)}" if classes else "has no subclass of Searcher"
+        raise ValueError(f"{file_name} {what}; write {file_name}:ClassName")
+    if not hasattr(module, class_name):
+        raise ValueError(f"{file_name} has no {class_name!r}; {nearest(class_name, classes)}")
+    return getattr(module, class_name)
+
+
+def _is_searcher(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Searcher)
+
+
+def _checked(value: object, name: str) -> type[Searcher]:
+    if not isinstance(value, type) or not issubclass(value, Searcher):
+        raise ValueError(f"{name} must be a subclass of searchers.base.Searcher, got {value!r}")
+    if inspect.isabstract(value):
+        missing = ", ".join(sorted(value.__abstractmethods__))
+        raise ValueError(f"{name} must define {missing}")
+    for attribute in ("name", "paper"):
+        if not isinstance(getattr(value, attribute, None), str):
+            raise ValueError(f"{name} must set the class attribute {attribute!r} to a string")
+    return value

@@ -1,0 +1,410 @@
+"""Cost tables: what each distinct operator costs under each sharding, computed once per problem.
+
+Equal operators share a row, so 1,024 equal layers are a dozen rows. Lowering and searchers read the same
+rows; there is no second path to a duration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.lowering.mesh import MeshCollective, batch_degree, groups, mesh_sizes, reshard
+from simulator.plan import Sharding, resolve
+from simulator.problem import Problem
+from workloads.kernels import Kernel, MemoryBound
+from workloads.kinds.base import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Kind,
+    Local,
+    Parameter,
+    Split,
+)
+from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
+from workloads.local import saved_tensors as local_saved_tensors
+from workloads.operators import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of kernels launched one after another.
+
+    Attributes:
+        device_s: D, sum of kernel durations in seconds.
+        host_s: H, sum of launch times in seconds.
+        bound_s: L = max over j of (launches up to j + kernels from j on): no end before host start + L.
+        recorded: Seconds of ``device_s`` by origin: measured, interpolated, modelled.
+    """
+
+    device_s: float = 0.0
+    host_s: float = 0.0
+    bound_s: float = 0.0
+    recorded: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def then(self, other: Segment) -> Segment:
+        """Return the two segments launched one after the other: exact, and associative."""
+        return Segment(
+            device_s=self.device_s + other.device_s,
+            host_s=self.host_s + other.host_s,
+            bound_s=max(self.bound_s + other.device_s, self.host_s + other.bound_s),
+            recorded=(
+                self.recorded[0] + other.recorded[0],
+                self.recorded[1] + other.recorded[1],
+                self.recorded[2] + other.recorded[2],
+            ),
+        )
+
+    @staticmethod
+    def launch(host_s: float) -> Segment:
+        """Return a pure host action: launching something that runs elsewhere."""
+        return Segment(host_s=host_s, bound_s=host_s)
+
+
+EMPTY = Segment()
+SOURCES = ("measured", "interpolated", "modelled")
+
+
+@dataclass(frozen=True)
+class OperatorCost:
+    """One operator on one rank for one microbatch.
+
+    Attributes:
+        forward, backward_input, backward_weight: Work of each phase.
+        input_bytes, output_bytes: Local bytes of each input and output.
+        saved: ``(reference, bytes)`` of what forward keeps; references name ``input:i``/``output:i``.
+        parameters: ``(parameter, local elements)``.
+        workspace_forward_bytes, workspace_backward_bytes: Live only during the phase.
+        matmul_flop: FLOPs of matmuls, forward only.
+        internal: Collectives inside the operator, per phase.
+        includes_collectives: The durations were measured with the operator's own collectives in them.
+    """
+
+    forward: Segment
+    backward_input: Segment
+    backward_weight: Segment
+    input_bytes: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    saved: tuple[tuple[str, float], ...]
+    parameters: tuple[tuple[Parameter, int], ...]
+    workspace_forward_bytes: float
+    workspace_backward_bytes: float
+    matmul_flop: float
+    internal: tuple[tuple[str, MeshCollective], ...]
+    includes_collectives: bool
+
+    @property
+    def backward(self) -> Segment:
+        """Both gradients."""
+        return self.backward_input.then(self.backward_weight)
+
+    @property
+    def num_parameter_elements(self) -> int:
+        """Local parameter elements."""
+        return sum(count for _, count in self.parameters)
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """Every operator of the workload under one sharding word, as arrays; what searchers work on.
+
+    Arrays are float64[num_operators] unless said otherwise. Times include the tensor-parallel collectives
+    that lie between equal shardings, alone. Prefix sums have one element more.
+
+    Attributes:
+        forward_s, backward_s: Seconds per microbatch on one rank.
+        parameter_elements: Local parameter elements.
+        saved_bytes: Kept from forward to backward.
+        boundary_bytes: Bytes one microbatch sends over a cut behind the operator (all pass-through
+            tensors included), summed over one replica group.
+    """
+
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+    parameter_elements: NDArray[np.float64]
+    saved_bytes: NDArray[np.float64]
+    boundary_bytes: NDArray[np.float64]
+
+    @cached_property
+    def prefix(self) -> dict[str, NDArray[np.float64]]:
+        """Prefix sums of every additive column: float64[num_operators + 1]."""
+        columns = ("forward_s", "backward_s", "parameter_elements", "saved_bytes")
+        return {name: np.concatenate([[0.0], np.cumsum(getattr(self, name))]) for name in columns}
+
+
+class CostTables:
+    """Memoised costs of one problem. Cheap to make; rows are computed when first asked for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._operators: dict[tuple[int, Sharding, int, str], OperatorCost] = {}
+        self._kernels: dict[tuple[str, Kernel], float] = {}
+        self._tables: dict[tuple[Sharding, int, str], OperatorTable] = {}
+        self._splits: dict[tuple[int, Sharding], tuple[Split, ...]] = {}
+
+    def splits(self, index: int, sharding: Sharding) -> tuple[Split, ...]:
+        """Return one Split per axis of a canonical sharding for operator ``index``.
+
+        Raises:
+            ValueError: If the operator's kind has no such split.
+        """
+        key = (self.problem.workload.signatures[index], sharding)
+        if key not in self._splits:
+            op = self.problem.workload.operators[index]
+            table = op.definition.splits(op.attributes)
+            for axis in sharding:
+                if axis.split not in table:
+                    raise ValueError(
+                        f"operator {index} ({op.name}, kind {op.kind}) cannot be split by {axis.split!r}; "
+                        f"its splits are {', '.join(sorted(table))}"
+                    )
+            own = tuple(table[axis.split] for axis in sharding)
+            self._splits[key] = own or (table["replicate"],)
+        return self._splits[key]
+
+    def operator(self, index: int, sharding: Sharding, samples: int, gpu_type: str) -> OperatorCost:
+        """Return the cost of operator ``index``.
+
+        Args:
+            index: Operator.
+            sharding: Canonical sharding (``simulator.plan.resolve``).
+            samples: Samples that one rank works on.
+            gpu_type: Device type.
+        """
+        signature = self.problem.workload.signatures[index]
+        key = (signature, tuple(sharding), samples, gpu_type)
+        if key not in self._operators:
+            self._operators[key] = self._compute(index, sharding, samples, gpu_type)
+        return self._operators[key]
+
+    def _compute(self, index: int, sharding: Sharding, samples: int, gpu_type: str) -> OperatorCost:
+        workload, runtime = self.problem.workload, self.problem.runtime
+        op = workload.operators[index]
+        kind = op.definition
+        inputs = workload.input_shapes(index, samples * batch_degree(sharding))
+        local = localize(
+            kind,
+            op.attributes,
+            inputs,
+            [(axis.split, axis.size) for axis in sharding],
+            runtime.implementation,
+            operator=op.name,
+        )
+        segments = {phase: self._segment(kind.kernels(phase, local), gpu_type) for phase in _PHASES}
+        saved = tuple((item.ref, float(item.size_bytes)) for item in local_saved_tensors(kind, local))
+        cost = OperatorCost(
+            forward=segments[FORWARD],
+            backward_input=segments[BACKWARD_INPUT],
+            backward_weight=segments[BACKWARD_WEIGHT],
+            input_bytes=tuple(float(size) for size in input_bytes(kind, local)),
+            output_bytes=tuple(float(size) for size in output_bytes(kind, local)),
+            saved=saved,
+            parameters=tuple(
+                (parameter, prod(shape))
+                for parameter, shape in zip(workload.parameters(index), local.parameters, strict=True)
+            ),
+            workspace_forward_bytes=float(workspace_bytes(kind, FORWARD, local)),
+            workspace_backward_bytes=float(
+                max(workspace_bytes(kind, phase, local) for phase in (BACKWARD_INPUT, BACKWARD_WEIGHT))
+            ),
+            matmul_flop=sum(
+                kernel.flop for kernel in kind.kernels(FORWARD, local) if not isinstance(kernel, MemoryBound)
+            ),
+            internal=tuple(self._internal(kind, local, sharding)),
+            includes_collectives=False,
+        )
+        return self._with_profile(cost, index, sharding, samples)
+
+    def _segment(self, kernels: Iterable[Kernel], gpu_type: str) -> Segment:
+        hardware, runtime = self.problem.hardware, self.problem.runtime
+        launch_s = self.launch_s(gpu_type)
+        dtype = runtime.implementation.dtype
+        total = EMPTY
+        for kernel in kernels:
+            key = (gpu_type, kernel)
+            if key not in self._kernels:
+                self._kernels[key] = hardware.kernel_time_s(gpu_type, kernel, dtype)
+            seconds = self._kernels[key]
+            total = total.then(Segment(seconds, launch_s, launch_s + seconds, (0.0, 0.0, seconds)))
+        return total
+
+    def launch_s(self, gpu_type: str) -> float:
+        """Return the host's seconds per kernel launch: the runtime's, else the device type's."""
+        own = self.problem.runtime.host_seconds_per_kernel
+        return own if own is not None else self.problem.hardware.launch_s(gpu_type)
+
+    def _internal(
+        self, kind: Kind, local: Local, sharding: Sharding
+    ) -> Iterable[tuple[str, MeshCollective]]:
+        for position, axis in enumerate(sharding):
+            for phase in _PHASES:
+                for item in kind.internal_collectives(phase, axis.split, local):
+                    num_bytes = float(prod(item.shape)) * dtype_bytes(item.dtype, local.implementation)
+                    yield phase, MeshCollective(item.collective, mesh_sizes(sharding), (position,), num_bytes)
+
+    def _with_profile(self, cost: OperatorCost, index: int, sharding: Sharding, samples: int) -> OperatorCost:
+        profile = self.problem.hardware.operator_profile
+        if profile is None:
+            return cost
+        op = self.problem.workload.operators[index]
+        tensor_axes = [axis for axis in sharding if axis.split != "batch"]
+        if len(tensor_axes) > 1:
+            return cost
+        size = tensor_axes[0].size if tensor_axes else 1
+        split = "default"
+        if tensor_axes and tensor_axes[0].split != op.tensor_split:
+            if tensor_axes[0].split != op.alternative_split:
+                return cost
+            split = "alternative"
+        found = profile.lookup(op.role, samples, size, split)
+        if found is None:
+            return cost
+        modelled = cost.backward.device_s
+        share = cost.backward_weight.device_s / modelled if modelled > 0 else 0.0
+        return OperatorCost(
+            **{
+                **{name: getattr(cost, name) for name in OperatorCost.__dataclass_fields__},
+                "forward": _measured(cost.forward, found.row.forward_s, found.source),
+                "backward_input": _measured(
+                    cost.backward_input, found.row.backward_s * (1 - share), found.source
+                ),
+                "backward_weight": _measured(cost.backward_weight, found.row.backward_s * share, found.source),
+                "includes_collectives": found.row.includes_collectives,
+            }
+        )
+
+    def table(self, sharding: Sharding, samples: int, gpu_type: str) -> OperatorTable:
+        """Return all operators under one sharding (split words allowed) as arrays.
+
+        Args:
+            sharding: Applied to every operator, e.g. ``(Axis("batch", 2), Axis("tensor", 4))``.
+            samples: Samples one rank works on per microbatch.
+            gpu_type: Device type.
+        """
+        key = (tuple(sharding), samples, gpu_type)
+        if key not in self._tables:
+            self._tables[key] = self._build_table(*key)
+        return self._tables[key]
+
+    def _build_table(self, sharding: Sharding, samples: int, gpu_type: str) -> OperatorTable:
+        workload = self.problem.workload
+        count = len(workload)
+        forward, backward, parameters, saved, boundary = (np.zeros(count) for _ in range(5))
+        collective_cache: dict[object, tuple[float, float]] = {}
+        seen: set[str] = set()
+        open_bytes = 0.0
+        last_reader = {name: readers[-1] for name, readers in workload.consumers.items()}
+        closing: dict[int, float] = {}
+        resolved = [resolve(sharding, op) for op in workload.operators]
+        for index in range(count):
+            cost = self.operator(index, resolved[index], samples, gpu_type)
+            key = (workload.signatures[index], tuple(self._producer_signature(index)))
+            if key not in collective_cache:
+                collective_cache[key] = self._collective_seconds(index, resolved, samples, gpu_type)
+            forward_comm, backward_comm = collective_cache[key]
+            forward[index] = cost.forward.device_s + forward_comm
+            backward[index] = cost.backward.device_s + backward_comm
+            parameters[index] = cost.num_parameter_elements
+            for name, size in saved_tensors(workload, index, cost):
+                if name not in seen:
+                    seen.add(name)
+                    saved[index] += size
+            for tensor, size in zip(workload.operators[index].outputs, cost.output_bytes, strict=True):
+                if tensor in last_reader:
+                    open_bytes += size
+                    closing[last_reader[tensor]] = closing.get(last_reader[tensor], 0.0) + size
+            open_bytes -= closing.get(index, 0.0)
+            boundary[index] = max(open_bytes, 0.0)
+        return OperatorTable(forward, backward, parameters, saved, boundary)
+
+    def _producer_signature(self, index: int) -> Iterable[int]:
+        workload = self.problem.workload
+        for name in workload.operators[index].inputs:
+            producer = workload.producer.get(name)
+            yield -1 if producer is None else workload.signatures[producer]
+
+    def _collective_seconds(
+        self, index: int, resolved: list[Sharding], samples: int, gpu_type: str
+    ) -> tuple[float, float]:
+        """Return seconds of the collectives before operator ``index``, forward and backward, alone."""
+        totals = [0.0, 0.0]
+        for phase, item, owner in self.input_collectives(index, resolved.__getitem__, samples, gpu_type):
+            if not self.operator(owner, resolved[owner], samples, gpu_type).includes_collectives:
+                totals[phase != FORWARD] += self._first_group_s(item)
+        cost = self.operator(index, resolved[index], samples, gpu_type)
+        if not cost.includes_collectives:
+            for phase, item in cost.internal:
+                totals[phase != FORWARD] += self._first_group_s(item)
+        return totals[0], totals[1]
+
+    def _first_group_s(self, item: MeshCollective) -> float:
+        members = groups(item.sizes, item.axes)[0]
+        return self.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
+
+    def input_collectives(
+        self, index: int, sharding_of: Callable[[int], Sharding | None], samples: int, gpu_type: str
+    ) -> list[tuple[str, MeshCollective, int]]:
+        """Return collectives between operator ``index`` and the producers of its inputs in its stage.
+
+        Returns:
+            ``(phase, collective, owner)``: in FORWARD the producer's layout becomes this operator's, in
+            BACKWARD_INPUT the gradient's layout becomes the producer's. The owner is the operator whose
+            split causes it (the row-parallel producer, the column-parallel consumer).
+        """
+        workload = self.problem.workload
+        op = workload.operators[index]
+        own = sharding_of(index)
+        assert own is not None
+        found: list[tuple[str, MeshCollective, int]] = []
+        for position, name in enumerate(op.inputs):
+            producer = workload.producer.get(name)
+            if producer is None:
+                continue
+            theirs = sharding_of(producer)
+            if theirs is None:
+                continue
+            number = workload.operators[producer].outputs.index(name)
+            have = tuple(split.outputs[number] for split in self.splits(producer, theirs))
+            want = tuple(split.inputs[position] for split in self.splits(index, own))
+            gradient_have = tuple(split.input_gradient(position) for split in self.splits(index, own))
+            gradient_want = tuple(split.output_gradient(number) for split in self.splits(producer, theirs))
+            sizes, their_sizes = mesh_sizes(own), mesh_sizes(theirs)
+            if sizes == their_sizes and have == want and gradient_have == gradient_want:
+                continue
+            cost = self.operator(producer, theirs, samples * batch_degree(own) // batch_degree(theirs), gpu_type)
+            for item in reshard(their_sizes, have, sizes, want, cost.output_bytes[number]):
+                found.append((FORWARD, item, producer))
+            input_bytes = self.operator(index, own, samples, gpu_type).input_bytes[position]
+            for item in reshard(sizes, gradient_have, their_sizes, gradient_want, input_bytes):
+                found.append((BACKWARD_INPUT, item, index))
+        return found
+
+
+_PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+def _measured(modelled: Segment, seconds: float, source: str) -> Segment:
+    """Return a segment with a measured duration; launch time is kept, at most the duration."""
+    host_s = min(modelled.host_s, seconds)
+    recorded = (seconds, 0.0, 0.0) if source == "measured" else (0.0, seconds, 0.0)
+    return Segment(seconds, host_s, seconds, recorded)
+
+
+def saved_tensors(workload: Workload, index: int, cost: OperatorCost) -> list[tuple[str, float]]:
+    """Return ``(tensor name, bytes)`` of what operator ``index`` saves; equal names are one tensor."""
+    op = workload.operators[index]
+    named = []
+    for ref, size in cost.saved:
+        if ref.startswith("input:"):
+            named.append((op.inputs[int(ref[6:])], size))
+        elif ref.startswith("output:"):
+            named.append((op.outputs[int(ref[7:])], size))
+        else:
+            named.append((f"{op.name}/{ref}", size))
+    return named

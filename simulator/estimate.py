@@ -1,0 +1,152 @@
+"""A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
+
+Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. Memory: model
+states, saved activations times microbatches in flight, and the last stage's logits. No overlap, contention,
+host or allocator: the engine has those.
+
+Source: the pipeline formula of Aceso (EuroSys 2024) Eq. 1 and Megatron-LM (SC 2021) Section 2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.costs import CostTables, saved_tensors
+from simulator.fidelity import Fidelity
+from simulator.lowering.epilogue import epilogue_collectives
+from simulator.lowering.lower import stage_views
+from simulator.lowering.mesh import MeshCollective, groups
+from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
+from simulator.lowering.synchronisation import parameter_groups
+from simulator.lowering.transfers import Transfer, boundary, crossing_tensors
+from simulator.memory import static_bytes
+from simulator.plan import Plan
+from simulator.problem import Problem
+from workloads.kinds.base import FORWARD
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the closed form says.
+
+    Attributes:
+        iteration_time_s: Seconds.
+        stage_time_s: Forward plus backward of one microbatch, collectives and transfers included.
+        peak_bytes: Per stage.
+        capacity_bytes: Per stage.
+    """
+
+    iteration_time_s: float
+    stage_time_s: tuple[float, ...]
+    peak_bytes: tuple[float, ...]
+    capacity_bytes: tuple[float, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Every stage is within its capacity."""
+        return all(peak <= capacity for peak, capacity in zip(self.peak_bytes, self.capacity_bytes, strict=True))
+
+
+def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> Estimate:
+    """Return the closed-form estimate of a legal plan.
+
+    Args:
+        plan: Legal for the problem (``simulator.validate``).
+        problem: The problem.
+        costs: Shared tables; made anew if None.
+    """
+    costs = costs or CostTables(problem)
+    plan = plan.canonical(problem.workload)
+    views = stage_views(plan, costs)
+    crossing = crossing_tensors(views)
+    transfers = [
+        boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
+    ]
+    times, once, peaks, capacities = [], [], [], []
+    for view in views:
+        builder = ProgramBuilder(view, Fidelity())
+        time = _items_s(view, builder.forward(gather=plan.reshard_after_forward)) + _items_s(
+            view, builder.backward(GRADIENTS, gather=plan.reshard_after_forward, sync=False)
+        )
+        if view.position > 0:
+            time += _transfers_s(problem, transfers[view.position - 1][1])
+        if view.position + 1 < len(views):
+            time += _transfers_s(problem, transfers[view.position][0])
+        times.append(time)
+        reductions, refresh = epilogue_collectives(view, overlapped=False)
+        synced = sum(_collective_s(view, item) for item in reductions) * (
+            plan.num_microbatches if plan.gradient_reduction == "every" else 1
+        )
+        once.append(synced + sum(_collective_s(view, item) for item in refresh))
+        peaks.append(_peak_bytes(view, in_flight(plan, view.position)))
+        capacities.append(min(problem.capacity_bytes(device) for device in view.stage.devices))
+    by_rank: dict[int, float] = {}
+    for rank, time in zip(plan.rank_of_stage, times, strict=True):
+        by_rank[rank] = by_rank.get(rank, 0.0) + time
+    chunks = len(plan.stages) / len(by_rank)
+    fill = sum(times) / chunks
+    iteration = (plan.num_microbatches - 1) * max(by_rank.values()) + fill + (chunks - 1) * fill / len(by_rank)
+    return Estimate(iteration + max(once), tuple(times), tuple(peaks), tuple(capacities))
+
+
+def in_flight(plan: Plan, stage: int) -> int:
+    """Return how many microbatches a stage holds at once."""
+    m = plan.num_microbatches
+    if plan.schedule == "gpipe":
+        return m
+    if plan.warmup is not None:
+        return min(m, plan.warmup[stage])
+    return min(m, len(plan.stages) - stage)
+
+
+def _items_s(view: StageView, items: list[Item]) -> float:
+    total = 0.0
+    for item in items:
+        if item.collective is not None:
+            total += _collective_s(view, item.collective)
+            continue
+        for index, phase in item.parts:
+            cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
+            segment = getattr(cost, phase)
+            total += max(segment.device_s, segment.host_s)
+    return total
+
+
+def _collective_s(view: StageView, item: MeshCollective) -> float:
+    members = tuple(view.stage.devices[local] for local in groups(item.sizes, item.axes)[0])
+    return view.costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
+
+
+def _transfers_s(problem: Problem, transfers: list[Transfer]) -> float:
+    return max(
+        (problem.hardware.transfer(t.num_bytes, t.source, t.target).alone_s for t in transfers), default=0.0
+    )
+
+
+def _peak_bytes(view: StageView, num_in_flight: int) -> float:
+    problem, plan = view.costs.problem, view.plan
+    sharded = plan.gradient_reduction == "every" or plan.num_microbatches == 1
+    static = static_bytes(
+        list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
+    )
+    states = sum(static.parameters) + sum(static.gradients) + sum(static.optimizer)
+    segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
+    kept: dict[str, float] = {}
+    inside: dict[int, dict[str, float]] = {}
+    workspace = 0.0
+    workload = problem.workload
+    for index in view.operators:
+        cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
+        workspace = max(workspace, cost.workspace_forward_bytes, cost.workspace_backward_bytes)
+        segment = segment_of.get(index)
+        for name, size in saved_tensors(workload, index, cost):
+            producer = workload.producer.get(name)
+            if segment is None or (producer is not None and segment_of.get(producer) != segment and "/" not in name):
+                kept[name] = size
+            else:
+                inside.setdefault(segment, {})[name] = size
+    largest = max((sum(found.values()) for found in inside.values()), default=0.0)
+    return states + num_in_flight * sum(kept.values()) + largest + workspace
+
+
+__all__ = ["FORWARD", "Estimate", "estimate", "in_flight"]

@@ -1,0 +1,201 @@
+"""What follows the last backward pass: gradients not yet reduced, tied weights, norm, optimizer, refresh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from simulator.lowering.mesh import MeshCollective
+from simulator.lowering.program import StageView
+from simulator.lowering.synchronisation import ParameterGroup, gradient_buckets, parameter_groups, parameter_refresh
+from simulator.lowering.templates import ChannelTable, StagePlacement, TaskRows
+from simulator.fidelity import Fidelity
+from simulator.taskgraph import COMMUNICATION, COMPUTATION
+from workloads.kernels import MemoryBound
+
+
+def epilogue_collectives(view: StageView, *, overlapped: bool) -> tuple[list[MeshCollective], list[MeshCollective]]:
+    """Return a stage's gradient reductions after the last backward pass, and its gathers after the step.
+
+    Args:
+        view: The stage.
+        overlapped: Gradients were already reduced during the backward pass.
+    """
+    reductions = [] if overlapped else [
+        item for bucket in gradient_buckets(view, merged=True) for item in bucket.collectives
+    ]
+    return reductions, parameter_refresh(view)
+
+
+def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], float]]:
+    """Return ``(tie, physical devices, gradient bytes)`` of weights shared between different stages.
+
+    Rank i of one stage holds the same shard as rank i of the other (modulo the smaller stage).
+    """
+    holders: dict[str, list[tuple[StageView, ParameterGroup]]] = {}
+    for view in views:
+        for group in parameter_groups(view):
+            if group.tie is not None:
+                holders.setdefault(group.tie, []).append((view, group))
+    found = []
+    for tie, places in holders.items():
+        if len(places) < 2:
+            continue
+        ranks = min(len(view.stage.devices) for view, _ in places)
+        runtime = places[0][0].costs.problem.runtime
+        size = max(group.num_elements for _, group in places) * runtime.gradient_accumulation_bytes
+        for rank in range(ranks):
+            devices = tuple(
+                dict.fromkeys(
+                    device
+                    for view, _ in places
+                    for position, device in enumerate(view.stage.devices)
+                    if position % ranks == rank
+                )
+            )
+            if len(devices) > 1:
+                found.append((tie, devices, float(size)))
+    return found
+
+
+class EpilogueBuilder:
+    """Adds the epilogue of all stages to one set of rows; task ids start at 0 here."""
+
+    def __init__(
+        self,
+        placements: Sequence[StagePlacement],
+        channels: ChannelTable,
+        fidelity: Fidelity,
+        launch_s: Mapping[int, float],
+        *,
+        overlapped: bool,
+    ) -> None:
+        self.placements = placements
+        self.channels = channels
+        self.fidelity = fidelity
+        self.launch_s = launch_s
+        self.overlapped = overlapped
+        self.rows = TaskRows()
+        self.entry: dict[int, list[int]] = {}
+        self._last: dict[int, list[int]] = {}
+
+    def build(self, norm_latency_s: float, all_classes: Sequence[int]) -> TaskRows:
+        """Return the rows; ``entry`` then says which tasks wait for a device's last backward pass.
+
+        Args:
+            norm_latency_s: Seconds of the collective over all ranks that the gradient norm needs.
+            all_classes: Every representative.
+        """
+        for placement in self.placements:
+            reductions, _ = epilogue_collectives(placement.view, overlapped=self.overlapped)
+            if self.fidelity.gradient_sync:
+                for item in reductions:
+                    self._collective(placement, item, "gradient sync", "reduce")
+        if self.fidelity.gradient_sync:
+            self._tied()
+        runtime = self.placements[0].view.costs.problem.runtime
+        if self.fidelity.optimizer:
+            if runtime.gradient_clipping or runtime.loss_scaling:
+                self._norm(norm_latency_s, all_classes)
+            for placement in self.placements:
+                self._optimizer(placement)
+        if self.fidelity.parameter_gather:
+            for placement in self.placements:
+                for item in parameter_refresh(placement.view):
+                    self._collective(placement, item, "parameter gather", "gather")
+        return self.rows
+
+    def _append(self, members: Sequence[int], **fields: object) -> None:
+        before = [task for c in members for task in self._last.get(c, ())]
+        task = self.rows.add(predecessors=before, hosts=members, **fields)  # type: ignore[arg-type]
+        for c in members:
+            if c not in self._last:
+                self.entry.setdefault(c, []).append(task)
+            self._last[c] = [task]
+
+    def _collective(self, placement: StagePlacement, item: MeshCollective, cause: str, role: str) -> None:
+        family = ("collective", placement.view.position, item.sizes, item.axes)
+        self._shared(family, (item.collective, item.num_bytes), cause, placement.view.position, (role, item.sizes, item.axes))
+
+    def _shared(self, family: object, traffic: object, cause: str, stage: int, stream: object) -> None:
+        for channel_class, channel in self.channels.classes(family):  # type: ignore[arg-type]
+            if all(known != traffic for known, _, _, _ in channel.costs):
+                continue
+            members = self.channels.representatives(channel)
+            latency, work, shares = self.channels.price(channel_class, traffic)  # type: ignore[arg-type]
+            launch = max(self.launch_s[c] for c in members) if self.fidelity.host else 0.0
+            self._append(
+                members,
+                cause=cause,
+                name=cause,
+                stage=stage,
+                kind=COMMUNICATION,
+                work_s=work,
+                latency_s=latency,
+                host_s=launch,
+                bound_s=launch + latency + work if self.fidelity.host else 0.0,
+                shares=shares,
+                streams=[(c, stream) for c in members],
+            )
+
+    def _tied(self) -> None:
+        views = [placement.view for placement in self.placements]
+        done = set()
+        for tie, _, size in tied_groups(views):
+            if (tie, size) not in done:
+                done.add((tie, size))
+                self._shared(("tie", tie), ("all_reduce", size), "embedding sync", -1, ("tie", tie))
+
+    def _norm(self, latency_s: float, all_classes: Sequence[int]) -> None:
+        runtime = self.placements[0].view.costs.problem.runtime
+        passes = float(runtime.gradient_clipping) + 2.0 * runtime.loss_scaling
+        for placement in self.placements:
+            costs = placement.view.costs
+            for c in placement.classes:
+                num_bytes = passes * sum(
+                    group.num_elements / (group.num_shards if group.zero >= 2 else 1)
+                    for group in parameter_groups(placement.view)
+                ) * runtime.gradient_accumulation_bytes
+                seconds = costs.problem.hardware.kernel_time_s(
+                    placement.gpu_type[c],
+                    MemoryBound(num_bytes * 0.75, num_bytes * 0.25, "reduction"),
+                    runtime.implementation.dtype,
+                )
+                self._compute(c, "gradient norm", placement.view.position, seconds)
+        if len(all_classes) > 1 or latency_s > 0:
+            self._append(
+                list(all_classes),
+                cause="gradient norm",
+                name="all_reduce gradient norm",
+                stage=-1,
+                kind=COMMUNICATION,
+                work_s=0.0,
+                latency_s=latency_s,
+                host_waits=self.fidelity.host and "optimizer" in runtime.host_waits,
+                streams=[(c, ("norm",)) for c in all_classes],
+            )
+
+    def _compute(self, c: int, cause: str, stage: int, seconds: float) -> None:
+        launch = self.launch_s[c] if self.fidelity.host else 0.0
+        self._append(
+            [c],
+            cause=cause,
+            name=cause,
+            stage=stage,
+            kind=COMPUTATION,
+            work_s=seconds,
+            host_s=launch,
+            bound_s=launch + seconds if self.fidelity.host else 0.0,
+            streams=[(c, "compute")],
+        )
+
+    def _optimizer(self, placement: StagePlacement) -> None:
+        runtime = placement.view.costs.problem.runtime
+        per_element = (
+            runtime.gradient_accumulation_bytes + 2 * runtime.optimizer_bytes + 2 * runtime.parameter_bytes
+        )
+        touched = sum(
+            group.num_elements / (group.num_shards if group.zero else 1) for group in parameter_groups(placement.view)
+        ) * (per_element + 2 * runtime.optimizer_workspace_bytes)
+        for c in placement.classes:
+            seconds = placement.view.costs.problem.hardware.optimizer_step_s(placement.gpu_type[c], touched)
+            self._compute(c, "optimizer", placement.view.position, seconds)

@@ -1,0 +1,365 @@
+"""What one stage does for one microbatch, as a list of items; devices and microbatches come later.
+
+Items are computation (a run of operator phases) and collectives. Most are *chained*: each waits for the
+one before. Gathers of sharded parameters and reductions of gradients are not: they have streams of their
+own and are tied to the chain by ``after`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from simulator.costs import CostTables, saved_tensors
+from simulator.fidelity import Fidelity
+from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, reshard, settled
+from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
+from simulator.plan import Plan, Sharding, Stage
+from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from workloads.placements import PARTIAL, Placement
+
+Part = tuple[int, str]
+"""An operator index and a phase."""
+
+GRADIENTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+@dataclass
+class Item:
+    """One task of a stage's program.
+
+    Attributes:
+        cause: What its time is spent on.
+        parts: Operator phases computed, in order; empty for collectives.
+        collective: What is communicated; None for computation.
+        role: Stream of a collective: ``tensor``, ``gather`` or ``reduce``.
+        chained: The next chained item waits for it.
+        after: Positions of further items that must have ended.
+        operator: First operator concerned, for names.
+    """
+
+    cause: str
+    parts: tuple[Part, ...] = ()
+    collective: MeshCollective | None = None
+    role: str = "tensor"
+    chained: bool = True
+    after: tuple[int, ...] = ()
+    operator: int = -1
+
+
+@dataclass(frozen=True)
+class StageView:
+    """A stage of a canonical plan with per-operator look-ups.
+
+    Attributes:
+        position: Index of the stage.
+        stage: The stage.
+        plan: The canonical plan.
+        costs: Cost tables.
+        gpu_type: Device type that sizes are asked for (sizes do not depend on it).
+    """
+
+    position: int
+    stage: Stage
+    plan: Plan
+    costs: CostTables
+    gpu_type: str
+
+    @cached_property
+    def operators(self) -> list[int]:
+        """Operator indices in order."""
+        return self.stage.indices()
+
+    @cached_property
+    def shardings(self) -> dict[int, Sharding]:
+        """Canonical sharding of each operator."""
+        return dict(zip(self.operators, self.stage.sharding_per_operator(), strict=True))
+
+    def samples(self, index: int, extra: int = 0) -> int:
+        """Return the samples of the largest replica of operator ``index``."""
+        del extra
+        return -(-self.plan.microbatch_size // batch_degree(self.shardings[index]))
+
+    @cached_property
+    def leaving(self) -> tuple[str, ...]:
+        """Tensors made here and read in a later stage."""
+        own = set(self.operators)
+        consumers = self.costs.problem.workload.consumers
+        return tuple(
+            tensor
+            for index in self.operators
+            for tensor in self.costs.problem.workload.operators[index].outputs
+            if any(reader not in own for reader in consumers.get(tensor, ()))
+        )
+
+    @cached_property
+    def arrivals(self) -> dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]:
+        """Tensors made elsewhere and read here: mesh and layout of their first reader's input."""
+        workload = self.costs.problem.workload
+        own = set(self.operators)
+        found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
+        for index in self.operators:
+            for position, name in enumerate(workload.operators[index].inputs):
+                producer = workload.producer.get(name)
+                if producer is not None and producer not in own and name not in found:
+                    splits = self.costs.splits(index, self.shardings[index])
+                    found[name] = (
+                        mesh_sizes(self.shardings[index]),
+                        tuple(split.inputs[position] for split in splits),
+                    )
+        return found
+
+
+@dataclass
+class ProgramBuilder:
+    """Builds the item lists of one stage."""
+
+    view: StageView
+    fidelity: Fidelity
+    items: list[Item] = field(default_factory=list)
+
+    def forward(self, *, gather: bool) -> list[Item]:
+        """Return the forward pass of one microbatch.
+
+        Args:
+            gather: Gather ZeRO-3 parameters before each layer.
+        """
+        self.items = []
+        gathers = self._gathers(self.view.operators) if gather else {}
+        self._run_forward(self.view.operators, "forward", gathers)
+        for tensor in self.view.leaving:
+            self._settle_output(tensor)
+        return self.items
+
+    def backward(self, phases: tuple[str, ...], *, gather: bool, sync: bool) -> list[Item]:
+        """Return the backward pass of one microbatch.
+
+        Args:
+            phases: BACKWARD_INPUT, BACKWARD_WEIGHT or both.
+            gather: Gather ZeRO-3 parameters before each layer.
+            sync: Reduce gradients as they become complete.
+        """
+        self.items = []
+        order = self.view.operators[::-1]
+        gathers = self._gathers(order) if gather else {}
+        buckets = self._buckets_by_last_operator() if sync else {}
+        segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
+        cause = {GRADIENTS: "backward", (BACKWARD_INPUT,): "backward input"}.get(phases, "backward weight")
+        with_inputs = BACKWARD_INPUT in phases
+        for index in order:
+            if with_inputs and index in segment_ends and self.fidelity.recompute:
+                start, stop = segment_ends[index]
+                self._start_layer(index, gathers)
+                self._run_forward(self._recomputed(start, stop), "recompute", {})
+            self._start_layer(index, gathers)
+            self._compute(cause, index, phases)
+            if with_inputs:
+                self._backward_collectives(index)
+            for bucket in buckets.get(index, ()):
+                self._reduce(bucket)
+        return self.items
+
+    def _run_forward(self, operators: Iterable[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
+        for index in operators:
+            self._start_layer(index, gathers)
+            costs = self.view.costs
+            for item, owner in self._forward_collectives(index):
+                if not self._cost(owner).includes_collectives:
+                    self._collective(item, index)
+            self._compute(cause, index, (FORWARD,))
+            if not self._cost(index).includes_collectives:
+                for phase, item in costs.operator(
+                    index, self.view.shardings[index], self.view.samples(index), self.view.gpu_type
+                ).internal:
+                    if phase == FORWARD:
+                        self._collective(item, index)
+
+    def _cost(self, index: int):  # type: ignore[no-untyped-def]
+        return self.view.costs.operator(
+            index, self.view.shardings[index], self.view.samples(index), self.view.gpu_type
+        )
+
+    def _forward_collectives(self, index: int) -> Iterator[tuple[MeshCollective, int]]:
+        view = self.view
+        for phase, item, owner in view.costs.input_collectives(
+            index, view.shardings.get, view.samples(index), view.gpu_type
+        ):
+            if phase == FORWARD:
+                yield item, owner
+        workload = view.costs.problem.workload
+        for position, name in enumerate(workload.operators[index].inputs):
+            if name in view.arrivals:
+                sizes, have = view.arrivals[name]
+                splits = view.costs.splits(index, view.shardings[index])
+                want = tuple(split.inputs[position] for split in splits)
+                own = mesh_sizes(view.shardings[index])
+                if (sizes, have) != (own, want):
+                    for item in reshard(sizes, have, own, want, self._cost(index).input_bytes[position]):
+                        yield item, index
+
+    def _backward_collectives(self, index: int) -> None:
+        view = self.view
+        cost = self._cost(index)
+        if not cost.includes_collectives:
+            for phase, item in cost.internal:
+                if phase == BACKWARD_INPUT:
+                    self._collective(item, index)
+        for phase, item, owner in view.costs.input_collectives(
+            index, view.shardings.get, view.samples(index), view.gpu_type
+        ):
+            if phase == BACKWARD_INPUT and not self._cost(owner).includes_collectives:
+                self._collective(item, index)
+        workload = view.costs.problem.workload
+        splits = view.costs.splits(index, view.shardings[index])
+        for position, name in enumerate(workload.operators[index].inputs):
+            if name in view.arrivals and not cost.includes_collectives:
+                have = tuple(split.input_gradient(position) for split in splits)
+                sizes = mesh_sizes(view.shardings[index])
+                if PARTIAL in have:
+                    for item in reshard(sizes, have, sizes, settled(have), cost.input_bytes[position]):
+                        self._collective(item, index)
+
+    def _settle_output(self, tensor: str) -> None:
+        view = self.view
+        workload = view.costs.problem.workload
+        producer = workload.producer[tensor]
+        cost = self._cost(producer)
+        number = workload.operators[producer].outputs.index(tensor)
+        have = tuple(split.outputs[number] for split in view.costs.splits(producer, view.shardings[producer]))
+        if PARTIAL in have and not cost.includes_collectives:
+            sizes = mesh_sizes(view.shardings[producer])
+            for item in reshard(sizes, have, sizes, settled(have), cost.output_bytes[number]):
+                self._collective(item, producer)
+
+    def _recomputed(self, start: int, stop: int) -> list[int]:
+        """Return the operators of a segment that run again; the tail that nothing saved needs may not."""
+        own = set(self.view.operators)
+        operators = [index for index in range(start, stop) if index in own]
+        if not self.view.costs.problem.runtime.recompute_stops_early:
+            return operators
+        workload = self.view.costs.problem.workload
+        inside = {tensor for index in operators for tensor in workload.operators[index].outputs}
+        needed = {
+            name
+            for index in operators
+            for name, _ in saved_tensors(workload, index, self._cost(index))
+            if name in inside or "/" in name
+        }
+        while operators:
+            op = workload.operators[operators[-1]]
+            if any(name in needed for name in op.outputs) or any(
+                name.startswith(f"{op.name}/") for name in needed
+            ):
+                break
+            operators.pop()
+        return operators
+
+    def _compute(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
+        parts = tuple((index, phase) for phase in phases)
+        last = self.items[-1] if self.items else None
+        if (
+            self.fidelity.merge
+            and last is not None
+            and last.collective is None
+            and last.cause == cause
+            and not self._pending_after
+        ):
+            last.parts += parts
+            return
+        self.items.append(Item(cause=cause, parts=parts, after=self._take_pending(), operator=index))
+
+    def _collective(self, item: MeshCollective, index: int) -> None:
+        cause = "resharding" if item.moves_batch else "tensor parallel"
+        enabled = self.fidelity.resharding if item.moves_batch else self.fidelity.tensor_parallel
+        if enabled:
+            self.items.append(Item(cause=cause, collective=item, after=self._take_pending(), operator=index))
+
+    # Gathers of sharded parameters: layer i+1 is gathered while layer i computes.
+
+    _pending_after: tuple[int, ...] = ()
+    _units: list[int] = field(default_factory=list)
+    _gather_items: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _layer_started: int | None = None
+    _previous_chain_end: int | None = None
+
+    def _take_pending(self) -> tuple[int, ...]:
+        pending, self._pending_after = self._pending_after, ()
+        return pending
+
+    def _gathers(self, order: list[int]) -> dict[int, list[MeshCollective]]:
+        self._units, self._gather_items = [], {}
+        self._layer_started = self._previous_chain_end = None
+        if not self.fidelity.parameter_gather:
+            return {}
+        found = gather_collectives(self.view, order)
+        workload = self.view.costs.problem.workload
+        self._units = list(dict.fromkeys(workload.operators[index].layer for index in order))
+        return found
+
+    def _start_layer(self, index: int, gathers: dict[int, list[MeshCollective]]) -> None:
+        if not gathers:
+            return
+        layer = self.view.costs.problem.workload.operators[index].layer
+        if layer == self._layer_started:
+            return
+        position = self._units.index(layer)
+        before = self._last_chained()
+        self._emit_gather(layer, gathers, self._previous_chain_end, index)
+        if position + 1 < len(self._units):
+            self._emit_gather(self._units[position + 1], gathers, before, index)
+        self._layer_started = layer
+        self._previous_chain_end = before
+        self._pending_after = self._gather_items.get(layer, ())
+
+    def _emit_gather(
+        self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None, operator: int
+    ) -> None:
+        if layer in self._gather_items:
+            return
+        positions = []
+        for collective in gathers.get(layer, ()):
+            positions.append(len(self.items))
+            self.items.append(
+                Item(
+                    cause="parameter gather",
+                    collective=collective,
+                    role="gather",
+                    chained=False,
+                    after=() if after is None else (after,),
+                    operator=operator,
+                )
+            )
+        self._gather_items[layer] = tuple(positions)
+
+    def _last_chained(self) -> int | None:
+        for position in range(len(self.items) - 1, -1, -1):
+            if self.items[position].chained:
+                return position
+        return None
+
+    # Reductions of gradients, overlapped with the rest of the backward pass.
+
+    def _buckets_by_last_operator(self) -> dict[int, list[GradientBucket]]:
+        found: dict[int, list[GradientBucket]] = {}
+        if self.fidelity.gradient_sync:
+            for bucket in gradient_buckets(self.view, merged=False):
+                found.setdefault(bucket.last_operator, []).append(bucket)
+        return found
+
+    def _reduce(self, bucket: GradientBucket) -> None:
+        last = self._last_chained()
+        for collective in bucket.collectives:
+            after = () if last is None else (last,)
+            if not after and self.items:
+                after = (len(self.items) - 1,)
+            self.items.append(
+                Item(
+                    cause="gradient sync",
+                    collective=collective,
+                    role="reduce",
+                    chained=False,
+                    after=after,
+                    operator=bucket.last_operator,
+                )
+            )

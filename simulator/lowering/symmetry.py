@@ -1,0 +1,209 @@
+"""Which devices behave alike: the coarsest equitable partition of devices, groups, transfers and links.
+
+Two devices share a class if they play the same part (stage, device type, samples) and belong to equal
+groups and transfers over equal links, recursively. Equal classes start equal and meet equal influences at
+every event, so they stay equal to the end of the iteration: simulating one of each is exact. A link's class
+carries, for each class of traffic, how much of it meets on one such link; that sum is the representative's
+share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+Traffic = Hashable
+"""Identifies one kind of traffic of a static channel: what, how many bytes."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One group of devices that communicate together, or one pair.
+
+    Attributes:
+        family: Channels of one family are instances of the same item of a stage's program.
+        members: Physical devices; order matters for transfers (source, target).
+        ordered: True for transfers.
+        costs: Per traffic: (latency_s, work_s, shares) of this very channel.
+    """
+
+    family: Hashable
+    members: tuple[int, ...]
+    ordered: bool
+    costs: tuple[tuple[Traffic, float, float, tuple[tuple[str, float], ...]], ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Classes of devices, channels and resources.
+
+    Attributes:
+        device_class: Physical device to class index; classes are numbered by first member.
+        members: Devices of each class, ascending.
+        channel_class: Channel index (in the given order) to class index.
+        channel_examples: One channel index per class.
+        shares: Per channel class and traffic: ``{resource class: share on one such resource}``.
+        num_resources: Resource classes.
+        resource_names: One name per resource class.
+    """
+
+    device_class: Mapping[int, int]
+    members: tuple[tuple[int, ...], ...]
+    channel_class: tuple[int, ...]
+    channel_examples: tuple[int, ...]
+    shares: tuple[dict[Traffic, dict[int, float]], ...]
+    resource_names: tuple[str, ...]
+
+
+def partition(roles: Mapping[int, Hashable], channels: Sequence[Channel], *, merge: bool) -> Partition:
+    """Return the coarsest equitable partition that refines ``roles``; every device alone if not ``merge``.
+
+    Args:
+        roles: Physical device to what it is: stage, device type, samples, ...
+        channels: All groups and transfers.
+        merge: False keeps every device, channel and resource apart.
+    """
+    devices = sorted(roles)
+    resource_index: dict[str, int] = {}
+    uses: list[list[tuple[int, tuple[tuple[Traffic, float], ...]]]] = []
+    for channel in channels:
+        per_resource: dict[int, list[tuple[Traffic, float]]] = {}
+        for traffic, _, _, shares in channel.costs:
+            for name, fraction in shares:
+                number = resource_index.setdefault(name, len(resource_index))
+                per_resource.setdefault(number, []).append((traffic, round(fraction, 12)))
+        uses.append([(number, tuple(found)) for number, found in sorted(per_resource.items())])
+    names = list(resource_index)
+    if not merge:
+        device_color = {device: position for position, device in enumerate(devices)}
+        channel_color: list[int] = list(range(len(channels)))
+        resource_color = list(range(len(names)))
+    else:
+        device_color, channel_color, resource_color = _refine(devices, roles, channels, uses, len(names))
+    return _assemble(devices, channels, device_color, channel_color, resource_color, names)
+
+
+def _refine(
+    devices: Sequence[int],
+    roles: Mapping[int, Hashable],
+    channels: Sequence[Channel],
+    uses: Sequence[Sequence[tuple[int, tuple[tuple[Traffic, float], ...]]]],
+    num_resources: int,
+) -> tuple[dict[int, int], list[int], list[int]]:
+    device_color = _number({device: roles[device] for device in devices})
+    resource_color = [0] * num_resources
+    intrinsic = _number(
+        {
+            position: (
+                channel.family,
+                tuple((traffic, round(latency, 15), round(work, 15)) for traffic, latency, work, _ in channel.costs),
+            )
+            for position, channel in enumerate(channels)
+        }
+    )
+    channel_color = [intrinsic[position] for position in range(len(channels))]
+    found_ids: dict[tuple[tuple[Traffic, float], ...], int] = {}
+    memberships: dict[int, list[tuple[int, int]]] = {device: [] for device in devices}
+    for position, channel in enumerate(channels):
+        for place, device in enumerate(channel.members):
+            memberships[device].append((position, place if channel.ordered else 0))
+    users: list[list[tuple[int, tuple[tuple[Traffic, float], ...]]]] = [[] for _ in range(num_resources)]
+    for position, used in enumerate(uses):
+        for resource, found in used:
+            users[resource].append((position, found))
+    counts = (0, 0, 0)
+    while True:
+        channel_color = _renumber(
+            [
+                (
+                    channel_color[position],
+                    tuple(device_color[device] for device in channel.members)
+                    if channel.ordered
+                    else tuple(sorted(device_color[device] for device in channel.members)),
+                    tuple(sorted((resource_color[resource], found_ids.setdefault(found, len(found_ids)))
+                            for resource, found in uses[position])),
+                )
+                for position, channel in enumerate(channels)
+            ]
+        )
+        new_devices = _renumber(
+            [
+                (
+                    device_color[device],
+                    tuple(sorted((channel_color[position], place) for position, place in memberships[device])),
+                )
+                for device in devices
+            ]
+        )
+        device_color = dict(zip(devices, new_devices, strict=True))
+        resource_color = _renumber(
+            [
+                (resource_color[resource], tuple(sorted((channel_color[position], found_ids.setdefault(f, len(found_ids))) for position, f in found)))
+                for resource, found in enumerate(users)
+            ]
+        )
+        now = (len(set(new_devices)), len(set(channel_color)), len(set(resource_color)))
+        if now == counts:
+            return device_color, channel_color, resource_color
+        counts = now
+
+
+def _number(values: Mapping[int, Hashable]) -> dict[int, int]:
+    ids: dict[Hashable, int] = {}
+    return {key: ids.setdefault(value, len(ids)) for key, value in values.items()}
+
+
+def _renumber(values: Sequence[Hashable]) -> list[int]:
+    ids: dict[Hashable, int] = {}
+    return [ids.setdefault(value, len(ids)) for value in values]
+
+
+def _assemble(
+    devices: Sequence[int],
+    channels: Sequence[Channel],
+    device_color: Mapping[int, int],
+    channel_color: Sequence[int],
+    resource_color: Sequence[int],
+    names: Sequence[str],
+) -> Partition:
+    order: dict[int, int] = {}
+    for device in devices:
+        order.setdefault(device_color[device], len(order))
+    device_class = {device: order[device_color[device]] for device in devices}
+    members: list[list[int]] = [[] for _ in order]
+    for device in devices:
+        members[device_class[device]].append(device)
+    examples: list[int] = []
+    channel_order: dict[int, int] = {}
+    for position, color in enumerate(channel_color):
+        if color not in channel_order:
+            channel_order[color] = len(channel_order)
+            examples.append(position)
+    channel_class = tuple(channel_order[color] for color in channel_color)
+    class_of_resource = {name: resource_color[number] for number, name in enumerate(names)}
+    resource_names: dict[int, str] = {}
+    for number, name in enumerate(names):
+        resource_names.setdefault(resource_color[number], name)
+    loads: list[dict[Traffic, dict[str, float]]] = [{} for _ in examples]
+    for position, channel in enumerate(channels):
+        table = loads[channel_class[position]]
+        for traffic, _, _, shares in channel.costs:
+            row = table.setdefault(traffic, {})
+            for name, fraction in shares:
+                row[name] = row.get(name, 0.0) + fraction
+    merged: list[dict[Traffic, dict[int, float]]] = []
+    for table in loads:
+        merged.append({})
+        for traffic, row in table.items():
+            target = merged[-1].setdefault(traffic, {})
+            for name, load in row.items():
+                kind = class_of_resource[name]
+                target[kind] = max(target.get(kind, 0.0), load)
+    return Partition(
+        device_class=device_class,
+        members=tuple(tuple(found) for found in members),
+        channel_class=channel_class,
+        channel_examples=tuple(examples),
+        shares=tuple(merged),
+        resource_names=tuple(resource_names[color] for color in range(len(resource_names))),
+    )

@@ -1,0 +1,147 @@
+"""Gradients to reduce and parameters to gather, per stage: what data parallelism and ZeRO communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from simulator.lowering.mesh import MeshCollective, mesh_sizes
+from workloads.placements import PARTIAL
+
+if TYPE_CHECKING:
+    from simulator.lowering.program import StageView
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """Gradients that are reduced together.
+
+    Attributes:
+        last_operator: The operator whose backward completes the bucket.
+        collectives: What reduces it, in order.
+    """
+
+    last_operator: int
+    collectives: tuple[MeshCollective, ...]
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of one operator that are synchronised alike.
+
+    Attributes:
+        operator: Index.
+        sizes: Mesh of the operator.
+        reduced_axes: Axes over which gradients are partial sums.
+        zero: Largest ZeRO level of those axes.
+        sharded_axes: Axes over which ZeRO shards.
+        num_elements: Local elements before ZeRO.
+        tie: Tie key or None.
+    """
+
+    operator: int
+    sizes: tuple[int, ...]
+    reduced_axes: tuple[int, ...]
+    zero: int
+    sharded_axes: tuple[int, ...]
+    num_elements: int
+    tie: str | None
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that ZeRO shares the states among."""
+        return prod(self.sizes[axis] for axis in self.sharded_axes)
+
+
+def parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
+    """Yield every parameter of a stage; a tensor tied within the stage comes once."""
+    seen: set[str] = set()
+    for index in view.operators:
+        sharding = view.shardings[index]
+        cost = view.costs.operator(index, sharding, view.samples(index), view.gpu_type)
+        if not cost.parameters:
+            continue
+        splits = view.costs.splits(index, sharding)
+        sizes = mesh_sizes(sharding)
+        batch_axes = tuple(axis for axis, item in enumerate(sharding) if item.split == "batch")
+        zero = max((sharding[axis].zero for axis in batch_axes), default=0)
+        for number, (parameter, elements) in enumerate(cost.parameters):
+            if parameter.tie is not None:
+                if parameter.tie in seen:
+                    continue
+                seen.add(parameter.tie)
+            reduced = tuple(
+                axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
+            )
+            sharded = tuple(axis for axis in batch_axes if sharding[axis].zero > 0)
+            yield ParameterGroup(index, sizes, reduced, zero, sharded, elements, parameter.tie)
+
+
+def _reductions(group: ParameterGroup, num_bytes: float) -> tuple[MeshCollective, ...]:
+    """Return what reduces ``num_bytes`` of gradients: scatter over sharded axes, then all-reduce the rest."""
+    scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
+    rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)
+    found = []
+    if scattered:
+        found.append(MeshCollective("reduce_scatter", group.sizes, scattered, num_bytes))
+        num_bytes /= prod(group.sizes[axis] for axis in scattered)
+    if rest:
+        found.append(MeshCollective("all_reduce", group.sizes, rest, num_bytes))
+    return tuple(found)
+
+
+def gradient_buckets(view: StageView, *, merged: bool) -> list[GradientBucket]:
+    """Return the stage's gradient reductions in the order in which backward completes them.
+
+    Args:
+        view: The stage.
+        merged: One reduction for all gradients that share a group (after the whole backward pass);
+            else buckets of the runtime's size.
+    """
+    runtime = view.costs.problem.runtime
+    bucket_bytes = runtime.gradient_bucket_bytes
+    limit = float("inf") if merged or bucket_bytes is None else float(bucket_bytes)
+    open_groups: dict[object, tuple[ParameterGroup, float]] = {}
+    buckets = []
+    for group in reversed(list(parameter_groups(view))):
+        if not group.reduced_axes:
+            continue
+        key = (group.sizes, group.reduced_axes, group.sharded_axes)
+        _, so_far = open_groups.get(key, (group, 0.0))
+        total = so_far + group.num_elements * runtime.gradient_accumulation_bytes
+        open_groups[key] = (group, total)
+        if total >= limit:
+            buckets.append(GradientBucket(group.operator, _reductions(group, total)))
+            del open_groups[key]
+    for group, total in open_groups.values():
+        buckets.append(GradientBucket(group.operator, _reductions(group, total)))
+    return buckets
+
+
+def gather_collectives(view: StageView, operators: Iterable[int]) -> dict[int, list[MeshCollective]]:
+    """Return, per layer, the all-gathers that ZeRO-3 needs before the layer can run."""
+    wanted = set(operators)
+    return _gathered(view, lambda group: group.zero == 3 and group.operator in wanted, by_layer=True)
+
+
+def parameter_refresh(view: StageView) -> list[MeshCollective]:
+    """Return the all-gathers that ZeRO-1 and ZeRO-2 need after the optimizer step."""
+    found = _gathered(view, lambda group: group.zero in (1, 2), by_layer=False)
+    return [collective for collectives in found.values() for collective in collectives]
+
+
+def _gathered(view: StageView, chosen, *, by_layer: bool) -> dict[int, list[MeshCollective]]:  # type: ignore[no-untyped-def]
+    workload = view.costs.problem.workload
+    totals: dict[tuple[int, tuple[int, ...], tuple[int, ...]], float] = {}
+    for group in parameter_groups(view):
+        if chosen(group) and group.num_shards > 1:
+            layer = workload.operators[group.operator].layer if by_layer else 0
+            key = (layer, group.sizes, group.sharded_axes)
+            size = group.num_elements * view.costs.problem.runtime.parameter_bytes
+            totals[key] = totals.get(key, 0.0) + size
+    found: dict[int, list[MeshCollective]] = {}
+    for (layer, sizes, axes), num_bytes in totals.items():
+        found.setdefault(layer, []).append(MeshCollective("all_gather", sizes, axes, num_bytes))
+    return found

@@ -1,0 +1,169 @@
+"""Who sends what to whom between two consecutive stages, for any two meshes (split and concat included).
+
+A tensor on a mesh is cut into regions: one interval per sharded dimension. A receiving rank needs its own
+region; for every distinct region of the sender that meets it, one of the ranks that hold that region is
+chosen, in turn, so that replicas share the sending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import prod
+
+from simulator.lowering.mesh import MeshSizes, mesh_sizes, settled
+from simulator.lowering.program import StageView
+from workloads.placements import Placement, Replicate, Shard
+
+Region = tuple[tuple[int, Fraction, Fraction], ...]
+"""Intervals ``(dim, from, to)`` as fractions of the whole; dimensions left out are whole."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes one device sends another over one stage boundary, per microbatch.
+
+    Attributes:
+        source, target: Physical device ids.
+        num_bytes: All tensors together.
+    """
+
+    source: int
+    target: int
+    num_bytes: float
+
+
+def replica_bounds(num_samples: int, num_replicas: int) -> list[Fraction]:
+    """Return where the slices of a microbatch end, as fractions: the first replicas get one sample more.
+
+    >>> [str(bound) for bound in replica_bounds(5, 2)]
+    ['0', '3/5', '1']
+    """
+    base, extra = divmod(num_samples, num_replicas)
+    bounds = [0]
+    for replica in range(num_replicas):
+        bounds.append(bounds[-1] + base + (replica < extra))
+    return [Fraction(bound, num_samples) for bound in bounds]
+
+
+def regions(sizes: MeshSizes, placements: Sequence[Placement], num_samples: int) -> list[Region]:
+    """Return the region of every local device of a mesh, in device order."""
+    found = []
+    for coordinates in product(*(range(size) for size in sizes)):
+        parts: dict[int, tuple[int, int]] = {}
+        for size, coordinate, placement in zip(sizes, coordinates, placements, strict=True):
+            if isinstance(placement, Shard):
+                index, count = parts.get(placement.dim, (0, 1))
+                parts[placement.dim] = (index * size + coordinate, count * size)
+        region = []
+        for dim, (index, count) in sorted(parts.items()):
+            if dim == 0:
+                bounds = replica_bounds(num_samples, count)
+                region.append((dim, bounds[index], bounds[index + 1]))
+            else:
+                region.append((dim, Fraction(index, count), Fraction(index + 1, count)))
+        found.append(tuple(region))
+    return found
+
+
+def overlap(a: Region, b: Region) -> Fraction:
+    """Return the share of the whole tensor that lies in both regions."""
+    share = Fraction(1)
+    bounds = {dim: (low, high) for dim, low, high in a}
+    for dim, low, high in b:
+        other_low, other_high = bounds.pop(dim, (Fraction(0), Fraction(1)))
+        low, high = max(low, other_low), min(high, other_high)
+        if high <= low:
+            return Fraction(0)
+        share *= high - low
+    for low, high in bounds.values():
+        share *= high - low
+    return share
+
+
+def route(
+    sender: Sequence[Region], receiver: Sequence[Region]
+) -> list[tuple[int, int, Fraction]]:
+    """Return ``(sending rank, receiving rank, share of the tensor)`` so that every receiver has its region."""
+    holders: dict[Region, list[int]] = {}
+    for rank, region in enumerate(sender):
+        holders.setdefault(region, []).append(rank)
+    turn: dict[Region, int] = {}
+    found = []
+    for rank, region in enumerate(receiver):
+        replica = turn.get(region, 0)
+        turn[region] = replica + 1
+        for held, ranks in holders.items():
+            share = overlap(held, region)
+            if share:
+                found.append((ranks[replica % len(ranks)], rank, share))
+    return found
+
+
+def boundary(first: StageView, second: StageView, relayed: Sequence[str]) -> tuple[list[Transfer], list[Transfer]]:
+    """Return the transfers of one microbatch between two consecutive stages.
+
+    Args:
+        first, second: The stages.
+        relayed: Names of the tensors that cross.
+
+    Returns:
+        Activations from first to second, and gradients from second to first. Gradients of a tensor lie as
+        the tensor does. Ranks that are the same device need no transfer.
+    """
+    forward: dict[tuple[int, int], float] = {}
+    backward: dict[tuple[int, int], float] = {}
+    for tensor in relayed:
+        sender, size = _layout(first, tensor)
+        receiver, _ = _layout(second, tensor)
+        for source, target, share in route(sender, receiver):
+            key = (first.stage.devices[source], second.stage.devices[target])
+            forward[key] = forward.get(key, 0.0) + float(share) * size
+        for source, target, share in route(receiver, sender):
+            key = (second.stage.devices[source], first.stage.devices[target])
+            backward[key] = backward.get(key, 0.0) + float(share) * size
+    return _sorted(forward), _sorted(backward)
+
+
+def _sorted(found: dict[tuple[int, int], float]) -> list[Transfer]:
+    return [Transfer(source, target, size) for (source, target), size in sorted(found.items()) if source != target]
+
+
+def _layout(view: StageView, tensor: str) -> tuple[list[Region], float]:
+    """Return regions of ``tensor`` on the stage's devices, and the bytes of the whole tensor."""
+    workload = view.costs.problem.workload
+    samples = view.plan.microbatch_size
+    size = prod(workload.tensors[tensor]) * samples * view.costs.problem.runtime.implementation.activation_bytes
+    producer = workload.producer[tensor]
+    if producer in view.shardings:
+        splits = view.costs.splits(producer, view.shardings[producer])
+        number = workload.operators[producer].outputs.index(tensor)
+        sizes = mesh_sizes(view.shardings[producer])
+        placements = settled(split.outputs[number] for split in splits)
+    elif tensor in view.arrivals:
+        sizes, placements = view.arrivals[tensor]
+    else:
+        sharding = view.shardings[view.operators[0]]
+        sizes = mesh_sizes(sharding)
+        placements = tuple(Shard(0) if axis.split == "batch" else Replicate() for axis in sharding) or (Replicate(),)
+    return regions(sizes, placements, samples), float(size)
+
+
+def crossing_tensors(views: Sequence[StageView]) -> list[list[str]]:
+    """Return, for every boundary between stages i and i+1, the tensors that cross it.
+
+    A tensor read several stages later crosses every boundary between.
+    """
+    if len(views) < 2:
+        return []
+    workload = views[0].costs.problem.workload
+    stage_of = {index: view.position for view in views for index in view.operators}
+    crossing: list[list[str]] = [[] for _ in views[1:]]
+    for view in views:
+        for tensor in view.leaving:
+            last = max(stage_of[reader] for reader in workload.consumers[tensor])
+            for position in range(view.position, last):
+                crossing[position].append(tensor)
+    return crossing

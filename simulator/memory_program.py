@@ -1,0 +1,361 @@
+"""Allocations and frees of one stage for one microbatch, in host program order.
+
+A tensor lives from the operator that makes it to its last reader, or, if something saves it, to the
+backward pass of its last saver. Inside a recompute segment only what enters it is kept; the rest lives
+again during the backward pass of the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from simulator.costs import OperatorCost, saved_tensors
+from simulator.lowering.program import StageView
+from simulator.lowering.synchronisation import parameter_groups
+from workloads.operators import Operator
+
+SAVED = "saved activations"
+SEGMENT = "segment inputs"
+LOGITS = "logits"
+TEMPORARY = "temporary activations"
+GRADIENT = "activation gradients"
+WORKSPACE = "workspace"
+RECEIVED = "received tensors"
+STAGE_OUTPUT = "stage outputs"
+GATHERED = "gathered parameters"
+UNSHARDED = "unsharded gradients"
+RECOMPUTED = "recomputed activations"
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer states",
+    "optimizer workspace",
+    SAVED,
+    SEGMENT,
+    LOGITS,
+    TEMPORARY,
+    GRADIENT,
+    WORKSPACE,
+    RECEIVED,
+    STAGE_OUTPUT,
+    GATHERED,
+    UNSHARDED,
+    RECOMPUTED,
+)
+
+
+@dataclass
+class Events:
+    """A list of allocations and frees of named tensors."""
+
+    names: dict[str, int] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    categories: list[int] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)
+    is_alloc: list[bool] = field(default_factory=list)
+
+    def tensor(self, name: str, num_bytes: float, category: str) -> int:
+        """Return the number of a tensor, registering it."""
+        if name not in self.names:
+            self.names[name] = len(self.sizes)
+            self.sizes.append(int(num_bytes))
+            self.categories.append(CATEGORIES.index(category))
+        return self.names[name]
+
+
+class StageMemory:
+    """The forward, backward and weight-gradient passes of a stage on one representative, as events.
+
+    Args:
+        view: The stage.
+        cost_of: Operator index to its cost on the representative.
+        reshards: ZeRO-3 parameters are freed after use.
+        sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
+    """
+
+    def __init__(
+        self,
+        view: StageView,
+        cost_of: Callable[[int], OperatorCost],
+        *,
+        reshards: bool,
+        sharded_gradients: bool,
+    ) -> None:
+        self.view = view
+        self.cost_of = cost_of
+        self.workload = view.costs.problem.workload
+        self.table = Events()
+        self._gathers = self._zero3_layers() if reshards else {}
+        self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
+        self._own = set(view.operators)
+        self._segment_of = {
+            index: (start, stop) for start, stop in view.stage.recompute for index in range(start, stop)
+        }
+        self._readers = {
+            tensor: [reader for reader in readers if reader in self._own]
+            for tensor, readers in self.workload.consumers.items()
+        }
+        self._savers: dict[str, list[int]] = {}
+        self._saves: dict[int, list[tuple[str, float]]] = {}
+        for index in view.operators:
+            self._saves[index] = [
+                (name, size)
+                for name, size in dict(saved_tensors(self.workload, index, cost_of(index))).items()
+                if name not in self.workload.input_names
+            ]
+            for name, _ in self._saves[index]:
+                self._savers.setdefault(name, []).append(index)
+        self._kept = self._kept_tensors()
+
+    def _kept_tensors(self) -> dict[str, str]:
+        """Return tensors that outlive the forward pass, with their category."""
+        kept: dict[str, str] = {}
+        for name, savers in self._savers.items():
+            producer = self.workload.producer.get(name)
+            for saver in savers:
+                segment = self._segment_of.get(saver)
+                if segment is None:
+                    kept[name] = SAVED
+                elif producer is not None and not segment[0] <= producer < segment[1]:
+                    kept.setdefault(name, SEGMENT)
+        for index in self.view.operators:
+            segment = self._segment_of.get(index)
+            if segment is None:
+                continue
+            for name in self.workload.operators[index].inputs:
+                producer = self.workload.producer.get(name)
+                if producer is not None and not segment[0] <= producer < segment[1]:
+                    kept.setdefault(name, SEGMENT)
+        for name in self.view.leaving:
+            kept.setdefault(name, STAGE_OUTPUT)
+        for name in self.view.arrivals:
+            kept.setdefault(name, RECEIVED)
+        return kept
+
+    # One pass each
+
+    def forward(self) -> tuple[list[int], list[bool]]:
+        """Return (tensor numbers, is allocation) of the forward pass."""
+        events = _Pass(self.table)
+        for name in self.view.arrivals:
+            events.allocate(name, self._input_bytes(name), self._kept[name])
+        self._run(self.view.operators, events, recomputing=False)
+        return events.tensors, events.is_alloc
+
+    def _run(self, operators: Iterable[int], events: _Pass, *, recomputing: bool) -> None:
+        operators = list(operators)
+        inside = set(operators)
+        left = {}
+        for index in operators:
+            for name in dict.fromkeys(self.workload.operators[index].inputs):
+                left[name] = left.get(name, 0) + 1
+        layer = None
+        for index in operators:
+            op = self.workload.operators[index]
+            cost = self.cost_of(index)
+            if not recomputing and op.layer != layer:
+                self._gather(layer, op.layer, events)
+                layer = op.layer
+            in_segment = not recomputing and index in self._segment_of
+            events.allocate(f"{op.name}/workspace", cost.workspace_forward_bytes, WORKSPACE)
+            for name, size in zip(op.outputs, cost.output_bytes, strict=True):
+                category = RECOMPUTED if recomputing else self._kept.get(name, TEMPORARY)
+                events.allocate(self._instance(name, recomputing), size, category)
+            if not in_segment:
+                for name, size in self._saves[index]:
+                    if "/" in name:
+                        category = LOGITS if op.kind == "lm_loss" else RECOMPUTED if recomputing else SAVED
+                        events.allocate(name, size, category)
+            events.free(f"{op.name}/workspace")
+            for name in dict.fromkeys(op.inputs):
+                left[name] -= 1
+                if left[name] == 0 and name not in self.workload.input_names:
+                    self._free_if_done(name, inside, events, recomputing)
+            for name in op.outputs:
+                if not left.get(name):
+                    self._free_if_done(name, inside, events, recomputing)
+        if not recomputing:
+            self._gather(layer, None, events)
+
+    def _free_if_done(self, name: str, inside: set[int], events: _Pass, recomputing: bool) -> None:
+        producer = self.workload.producer.get(name)
+        if recomputing:
+            if producer in inside and not any(saver in inside for saver in self._savers.get(name, ())):
+                events.free(self._instance(name, True))
+        elif name not in self._kept:
+            events.free(name)
+
+    @staticmethod
+    def _instance(name: str, recomputing: bool) -> str:
+        return f"{name}@again" if recomputing else name
+
+    def backward(self, *, with_inputs: bool = True, with_weights: bool = True) -> tuple[list[int], list[bool]]:
+        """Return (tensor numbers, is allocation) of a backward pass.
+
+        Args:
+            with_inputs: Computes input gradients.
+            with_weights: Computes weight gradients; if not, what they need stays.
+        """
+        events = _Pass(self.table)
+        if with_inputs:
+            for name in self.view.leaving:
+                events.allocate(f"{name}/gradient", self._output_bytes(name), GRADIENT)
+        savers_left = {name: len(savers) for name, savers in self._savers.items()}
+        segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
+        layer = None
+        order = self.view.operators[::-1]
+        for index in order:
+            op = self.workload.operators[index]
+            cost = self.cost_of(index)
+            if with_inputs and op.layer != layer:
+                self._gather(layer, op.layer, events)
+                layer = op.layer
+            if with_inputs and index in segment_ends:
+                start, stop = segment_ends[index]
+                self._run([i for i in range(start, stop) if i in self._own], events, recomputing=True)
+            later = with_inputs and not with_weights and bool(cost.parameters)
+            done_before = not with_inputs and not cost.parameters
+            if done_before:
+                continue
+            self._backward_operator(index, op, cost, events, savers_left, with_inputs, later)
+            if with_weights and index in self._unsharded:
+                events.allocate(f"{op.name}/unsharded", self._unsharded[index], UNSHARDED)
+                events.free(f"{op.name}/unsharded")
+        if with_inputs:
+            self._gather(layer, None, events)
+            for name in self.view.arrivals:
+                events.free(f"{name}/gradient")
+                if name not in self._savers:
+                    events.free(name)
+            for name in self.view.leaving:
+                if name not in self._savers or all(reader not in self._own for reader in self._savers[name]):
+                    events.free(name)
+            for name, category in self._kept.items():
+                if category == SEGMENT and not any(
+                    saver not in self._segment_of for saver in self._savers.get(name, ())
+                ):
+                    events.free(name)
+        return events.tensors, events.is_alloc
+
+    def _backward_operator(
+        self,
+        index: int,
+        op: Operator,
+        cost: OperatorCost,
+        events: _Pass,
+        savers_left: dict[str, int],
+        with_inputs: bool,
+        later: bool,
+    ) -> None:
+        events.allocate(f"{op.name}/workspace backward", cost.workspace_backward_bytes, WORKSPACE)
+        if with_inputs:
+            for name, size in zip(op.inputs, cost.input_bytes, strict=True):
+                if name not in self.workload.input_names:
+                    events.allocate(f"{name}/gradient", size, GRADIENT)
+        events.free(f"{op.name}/workspace backward")
+        if later:
+            return
+        for name in op.outputs:
+            events.free(f"{name}/gradient")
+        in_segment = index in self._segment_of
+        for name, _ in self._saves[index]:
+            savers_left[name] -= 1
+            if "/" in name:
+                events.free(name)
+            elif in_segment:
+                again = self._instance(name, True)
+                segment = self._segment_of[index]
+                users = [saver for saver in self._savers[name] if segment[0] <= saver < segment[1]]
+                if index == min(users):
+                    events.free(again)
+            elif savers_left[name] == 0 or index == min(
+                saver for saver in self._savers[name] if saver not in self._segment_of
+            ):
+                if self._kept.get(name) in (SAVED, RECEIVED, STAGE_OUTPUT):
+                    events.free(name)
+
+    # Sizes
+
+    def _input_bytes(self, tensor: str) -> float:
+        for index in self._readers.get(tensor, ()):
+            op = self.workload.operators[index]
+            return self.cost_of(index).input_bytes[op.inputs.index(tensor)]
+        return 0.0
+
+    def _output_bytes(self, tensor: str) -> float:
+        producer = self.workload.producer[tensor]
+        op = self.workload.operators[producer]
+        return self.cost_of(producer).output_bytes[op.outputs.index(tensor)]
+
+    # ZeRO
+
+    def _zero3_layers(self) -> dict[int, float]:
+        runtime = self.view.costs.problem.runtime
+        found: dict[int, float] = {}
+        for group in parameter_groups(self.view):
+            if group.zero == 3 and group.num_shards > 1:
+                layer = self.workload.operators[group.operator].layer
+                found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.parameter_bytes
+        return found
+
+    def _unsharded_gradients(self) -> dict[int, float]:
+        runtime = self.view.costs.problem.runtime
+        found: dict[int, float] = {}
+        for group in parameter_groups(self.view):
+            if group.zero >= 2 and group.num_shards > 1:
+                size = group.num_elements * runtime.gradient_bytes
+                found[group.operator] = found.get(group.operator, 0.0) + size
+        return found
+
+    def _gather(self, leaving: int | None, entering: int | None, events: _Pass) -> None:
+        """Free the gathered parameters of a layer; hold those of the next and of the one after (prefetched)."""
+        if not self._gathers:
+            return
+        layers = list(self._gathers)
+        if leaving in self._gathers:
+            events.free(f"layer {leaving}/gathered")
+        if entering is None:
+            for layer in layers:
+                events.free(f"layer {layer}/gathered")
+            return
+        if entering in self._gathers:
+            events.allocate(f"layer {entering}/gathered", self._gathers[entering], GATHERED)
+            position = layers.index(entering)
+            step = -1 if leaving is not None and leaving > entering else 1
+            if leaving is None and position == len(layers) - 1:
+                step = -1
+            after = position + step
+            if 0 <= after < len(layers):
+                events.allocate(f"layer {layers[after]}/gathered", self._gathers[layers[after]], GATHERED)
+
+
+class _Pass:
+    """Events of one pass; allocating what lives and freeing what does not is ignored."""
+
+    def __init__(self, table: Events) -> None:
+        self.table = table
+        self.tensors: list[int] = []
+        self.is_alloc: list[bool] = []
+        self._live: set[int] = set()
+        self._freed: set[int] = set()
+
+    def allocate(self, name: str, num_bytes: float, category: str) -> None:
+        if num_bytes <= 0:
+            return
+        tensor = self.table.tensor(name, num_bytes, category)
+        if tensor in self._live:
+            return
+        self._live.add(tensor)
+        self._freed.discard(tensor)
+        self.tensors.append(tensor)
+        self.is_alloc.append(True)
+
+    def free(self, name: str) -> None:
+        tensor = self.table.names.get(name)
+        if tensor is None or tensor in self._freed:
+            return
+        self._live.discard(tensor)
+        self._freed.add(tensor)
+        self.tensors.append(tensor)
+        self.is_alloc.append(False)

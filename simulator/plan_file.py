@@ -1,0 +1,172 @@
+"""Plan files: a versioned envelope of problem and plan. Exact round trip in YAML and JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from datafiles.errors import DataFileError
+from datafiles.loader import load_mapping
+from datafiles.schema import FileModel, validated
+from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+from simulator.plan import Axis, Plan, Sharding, Stage, plan_to_mapping
+from simulator.problem import ProblemSpec
+
+VERSION = 1
+MAX_OPERATORS = 10_000_000
+MAX_DEVICES = 1_000_000
+MAX_MICROBATCHES = 1_000_000
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Index = Annotated[int, Field(ge=0, le=MAX_OPERATORS)]
+Range = Annotated[tuple[Index, Index], BeforeValidator(_listed)]
+AxisEntry = Annotated[
+    tuple[Annotated[str, Field(max_length=64)], Annotated[int, Field(ge=1, le=MAX_DEVICES)]]
+    | tuple[
+        Annotated[str, Field(max_length=64)],
+        Annotated[int, Field(ge=1, le=MAX_DEVICES)],
+        Annotated[int, Field(ge=0, le=3)],
+    ],
+    BeforeValidator(_listed),
+]
+
+
+class _Run(FileModel):
+    count: Annotated[int, Field(ge=1, le=MAX_OPERATORS)]
+    axes: Annotated[tuple[AxisEntry, ...], BeforeValidator(_listed)]
+
+
+class _Stage(FileModel):
+    operators: Annotated[tuple[Range, ...], BeforeValidator(_listed)]
+    devices: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=MAX_DEVICES)], ...], BeforeValidator(_listed)
+    ]
+    shardings: Annotated[tuple[_Run, ...], BeforeValidator(_listed)]
+    recompute: Annotated[tuple[Range, ...], BeforeValidator(_listed)] = ()
+
+
+class _Plan(FileModel):
+    microbatch_size: Annotated[int, Field(ge=1, le=MAX_OPERATORS)]
+    num_microbatches: Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)]
+    schedule: str = "1f1b"
+    warmup: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)], ...] | None, BeforeValidator(_listed)] = (
+        None
+    )
+    gradient_reduction: str = "last"
+    overlap_gradient_sync: bool = True
+    reshard_after_forward: bool = True
+    replica_assignment: str = "slice"
+    stages: Annotated[tuple[_Stage, ...], BeforeValidator(_listed)]
+
+
+class _Problem(FileModel):
+    model: str
+    cluster: str
+    runtime: str
+    global_batch: Annotated[int, Field(ge=1, le=1_000_000_000)]
+    memory_limit_bytes: Annotated[int, Field(ge=1, le=1 << 60)] | None = None
+    profile: str | None = None
+
+
+class _Envelope(FileModel):
+    windtunnel_plan: Literal[1]
+    workload_fingerprint: str | None = None
+    problem: _Problem
+    plan: _Plan
+
+
+def plan_from_mapping(mapping: dict[str, Any], *, source: str = "plan") -> Plan:
+    """Return a plan from plain data.
+
+    Raises:
+        DataFileError: Everything that does not fit the schema, with its place.
+    """
+    return _to_plan(validated(_Plan, mapping, source), source)
+
+
+def _to_plan(model: _Plan, source: str) -> Plan:
+    stages = []
+    for position, stage in enumerate(model.stages):
+        declared = sum(stop - start for start, stop in stage.operators)
+        coded = sum(run.count for run in stage.shardings)
+        if declared != coded:
+            raise DataFileError(
+                source,
+                f"stages.{position}.shardings: counts must add up to the stage's {declared} operators, got {coded}",
+            )
+        stages.append(
+            Stage(
+                operators=tuple(stage.operators),
+                devices=tuple(stage.devices),
+                shardings=tuple((run.count, _sharding(run.axes)) for run in stage.shardings),
+                recompute=tuple(stage.recompute),
+            )
+        )
+    return Plan(
+        stages=tuple(stages),
+        microbatch_size=model.microbatch_size,
+        num_microbatches=model.num_microbatches,
+        schedule=model.schedule,
+        warmup=model.warmup,
+        gradient_reduction=model.gradient_reduction,
+        overlap_gradient_sync=model.overlap_gradient_sync,
+        reshard_after_forward=model.reshard_after_forward,
+        replica_assignment=model.replica_assignment,
+    )
+
+
+def _sharding(axes: tuple[Any, ...]) -> Sharding:
+    return tuple(Axis(*axis) for axis in axes)
+
+
+def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
+    """Read a plan file.
+
+    Raises:
+        DataFileError: If the file is malformed, of another version, or was made for a model that has
+            changed since (its operator indices would mean something else).
+    """
+    mapping = load_mapping(path)
+    envelope = validated(_Envelope, mapping, str(path))
+    spec = ProblemSpec(**envelope.problem.model_dump())
+    if envelope.workload_fingerprint is not None:
+        workload = spec.load().workload
+        if workload.fingerprint != envelope.workload_fingerprint:
+            raise DataFileError(
+                str(path),
+                f"the plan was made for another version of model {spec.model} (graph "
+                f"{envelope.workload_fingerprint}, now {workload.fingerprint}); make the plan again",
+            )
+    return spec, _to_plan(envelope.plan, str(path))
+
+
+def plan_document(spec: ProblemSpec, plan: Plan, *, fingerprint: str | None = None) -> dict[str, Any]:
+    """Return the envelope as plain data."""
+    document: dict[str, Any] = {"windtunnel_plan": VERSION, "problem": spec.to_mapping()}
+    if fingerprint is not None:
+        document["workload_fingerprint"] = fingerprint
+    mapping = plan_to_mapping(plan)
+    if mapping["warmup"] is None:
+        del mapping["warmup"]
+    document["plan"] = mapping
+    return document
+
+
+def save_plan(path: str | Path, spec: ProblemSpec, plan: Plan, *, fingerprint: str | None = None) -> None:
+    """Write a plan file atomically: JSON if the name ends in ``.json``, else YAML.
+
+    Args:
+        path: Where.
+        spec: The problem in names.
+        plan: The plan.
+        fingerprint: ``Workload.fingerprint``, so that the plan is refused should the model's graph change.
+    """
+    document = plan_document(spec, plan, fingerprint=fingerprint)
+    text = dump_json(document) if str(path).endswith(".json") else dump_yaml(document)
+    write_text_atomically(path, text)

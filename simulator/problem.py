@@ -1,0 +1,94 @@
+"""A problem: what is trained, on what, by which framework, with which batch and memory limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hardware_models.cluster import parse_cluster
+from hardware_models.model import HardwareModel
+from hardware_models.profile import OperatorProfile
+from hardware_models.runtime import Runtime, load_runtime
+from workloads.operators import Workload
+from workloads.registry import build_workload
+
+
+@dataclass(frozen=True)
+class ProblemSpec:
+    """A problem in names: what plan files hold and the command line takes.
+
+    Attributes:
+        model: Registered name, or path of a model file or Hugging Face ``config.json``.
+        cluster: Cluster string (``v100-32g-dgx1:1x4``) or path.
+        runtime: Name or path.
+        global_batch: Samples per iteration.
+        memory_limit_bytes: Per device; None for the device's own memory.
+        profile: Optional path of an operator profile.
+    """
+
+    model: str
+    cluster: str
+    runtime: str
+    global_batch: int
+    memory_limit_bytes: int | None = None
+    profile: str | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return plain data; optional fields left out when unset."""
+        return {key: value for key, value in self.__dict__.items() if value is not None}
+
+    def load(self) -> Problem:
+        """Build the problem. Raises ValueError (unknown names, bad files, global_batch < 1)."""
+        if self.global_batch < 1:
+            raise ValueError(f"global_batch must be at least 1, got {self.global_batch}")
+        if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
+            raise ValueError(f"memory_limit_bytes must be positive, got {self.memory_limit_bytes}")
+        runtime = load_runtime(self.runtime)
+        profile = OperatorProfile.load(self.profile) if self.profile else None
+        return Problem(
+            workload=build_workload(self.model, attention=runtime.attention),
+            hardware=HardwareModel(cluster=parse_cluster(self.cluster), operator_profile=profile),
+            runtime=runtime,
+            global_batch=self.global_batch,
+            memory_limit_bytes=self.memory_limit_bytes,
+            spec=self,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Everything a searcher and the simulator are given.
+
+    Attributes:
+        workload: Operator graph.
+        hardware: Cluster and its cost functions.
+        runtime: The framework's defaults.
+        global_batch: Samples per iteration.
+        memory_limit_bytes: Per device; None for the device's own memory.
+        spec: The names it was built from, where it was.
+    """
+
+    workload: Workload
+    hardware: HardwareModel
+    runtime: Runtime
+    global_batch: int
+    memory_limit_bytes: int | None = None
+    spec: ProblemSpec | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster."""
+        return self.hardware.cluster.num_devices
+
+    def capacity_bytes(self, device: int) -> int:
+        """Bytes a device can give to tensors: the limit less context and communication buffers."""
+        limit = self.hardware.memory_bytes(device)
+        if self.memory_limit_bytes is not None:
+            limit = min(limit, self.memory_limit_bytes)
+        return limit - self.runtime.context_bytes - self.runtime.communication_buffer_bytes
+
+    @cached_property
+    def gpu_types(self) -> tuple[str, ...]:
+        """GPU type of every device."""
+        return tuple(self.hardware.gpu_type(device) for device in range(self.num_devices))

@@ -1,0 +1,1 @@
+"""Pipeline schedules: the static order of forwards and backwards on each rank."""

@@ -1,0 +1,49 @@
+"""Pipeline schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from datafiles.names import nearest
+from simulator.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
+from simulator.schedules.actions import Action, PipelineShape
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """One schedule.
+
+    Attributes:
+        name: As in plans and on the command line.
+        actions: Gives the order of each rank for a shape; raises ValueError for a shape it cannot run.
+        splits_backward: Whether backwards come as input and weight gradients (I and W).
+        takes_warmup: Whether a shape may give the warm-up of each stage.
+    """
+
+    name: str
+    actions: Callable[[PipelineShape], list[list[Action]]]
+    splits_backward: bool = False
+    takes_warmup: bool = False
+
+
+SCHEDULES: dict[str, PipelineSchedule] = {
+    schedule.name: schedule
+    for schedule in (
+        PipelineSchedule("gpipe", gpipe.actions),
+        PipelineSchedule("1f1b", one_f_one_b.actions, takes_warmup=True),
+        PipelineSchedule("interleaved", interleaved.actions),
+        PipelineSchedule("zb-h1", zero_bubble.actions, splits_backward=True),
+    )
+}
+
+
+def schedule_named(name: str) -> PipelineSchedule:
+    """Return a schedule by name: gpipe, 1f1b, interleaved or zb-h1.
+
+    Raises:
+        ValueError: If there is none of that name; says which are near.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be a known one, got {name!r}; {nearest(name, SCHEDULES)}")
+    return SCHEDULES[name]

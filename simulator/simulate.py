@@ -1,0 +1,80 @@
+"""Simulate one iteration of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from simulator.costs import CostTables
+from simulator.engine_simpy import run_simpy
+from simulator.fidelity import Fidelity
+from simulator.flops import model_and_hardware_flop
+from simulator.lowering.lower import lower
+from simulator.memory import device_memory
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.result import SimulationResult
+from simulator.taskgraph import Schedule, TaskGraph
+from simulator.validate import validate
+
+Progress = Callable[[int], None]
+ENGINES: dict[str, Callable[[TaskGraph, Progress | None], Schedule]] = {"simpy": run_simpy}
+MAX_TASKS = 20_000_000
+
+
+def simulate(
+    plan: Plan,
+    problem: Problem,
+    *,
+    fidelity: Fidelity | None = None,
+    engine: str = "simpy",
+    costs: CostTables | None = None,
+    progress: Progress | None = None,
+) -> SimulationResult:
+    """Return what one iteration of ``plan`` takes, in time and memory. Deterministic.
+
+    Args:
+        plan: Any legal plan.
+        problem: Workload, hardware, runtime, batch, memory limit.
+        fidelity: Effects to include; None for all.
+        engine: ``simpy``.
+        costs: Cost tables to share between calls on the same problem.
+        progress: Called with the number of tasks simulated so far.
+
+    Raises:
+        ValueError: If the plan is malformed (not if it does not fit: that is a result) or the engine unknown.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    began = perf_counter()
+    fidelity = fidelity or Fidelity()
+    canonical = validate(plan, problem)
+    costs = costs or CostTables(problem)
+    lowered = lower(canonical, costs, fidelity)
+    schedule = ENGINES[engine](lowered.graph, progress)
+    memory = device_memory(canonical, lowered, schedule, costs, fidelity)
+    model_flop, hardware_flop = model_and_hardware_flop(canonical, problem)
+    dtype = problem.runtime.implementation.dtype
+    total = sum(lowered.recorded_s) or 1.0
+    return SimulationResult(
+        iteration_time_s=float(schedule.end_s.max()),
+        global_batch=problem.global_batch,
+        tokens_per_sample=problem.workload.tokens_per_sample,
+        num_devices=len(canonical.devices),
+        model_flop=model_flop,
+        hardware_flop=hardware_flop,
+        peak_flop_per_s=sum(
+            problem.hardware.peak_flop_per_s(problem.gpu_types[device], dtype) for device in canonical.devices
+        ),
+        memory=memory,
+        graph=lowered.graph,
+        schedule=schedule,
+        fidelity=fidelity,
+        duration_sources={
+            name: seconds / total
+            for name, seconds in zip(("measured", "interpolated", "modelled"), lowered.recorded_s, strict=True)
+        },
+        plan_hash=plan.canonical_hash(problem.workload),
+        engine=engine,
+        wall_s=perf_counter() - began,
+    )

@@ -1,0 +1,150 @@
+"""Plans that treat every layer alike: what Megatron-LM's and DeepSpeed's command lines can say."""
+
+from __future__ import annotations
+
+from simulator.plan import Axis, Plan, Stage
+from simulator.problem import Problem
+from workloads.operators import Workload
+
+RECOMPUTE = ("none", "selective", "full")
+ATTENTION_CORE = ("attention_score", "attention_softmax", "attention_dropout", "attention_context", "attention_flash")
+
+
+def uniform_plan(
+    problem: Problem,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    microbatch: int = 1,
+    recompute: str = "none",
+    zero: int = 0,
+    sequence_parallel: bool = False,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    overlap_gradient_sync: bool | None = None,
+) -> Plan:
+    """Return the plan with the same degrees everywhere; tensor-parallel ranks are neighbours.
+
+    Args:
+        problem: What to plan for.
+        tp, pp, dp: Degrees; their product must not exceed the cluster.
+        microbatch: Samples per replica and microbatch.
+        recompute: ``none``, ``selective`` (the attention core of each layer) or ``full`` (each layer).
+        zero: ZeRO level over the data-parallel axis.
+        sequence_parallel: Split norms and dropouts along the sequence over the tensor axis.
+        schedule: Pipeline schedule.
+        chunks: Virtual stages per device (``interleaved``).
+        overlap_gradient_sync: None for the runtime's default.
+
+    Raises:
+        ValueError: If the degrees do not fit; says what would.
+    """
+    for name, value in (("tp", tp), ("pp", pp), ("dp", dp), ("microbatch", microbatch), ("chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    if not 0 <= zero <= 3:
+        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
+    devices = tp * pp * dp
+    if devices > problem.num_devices:
+        raise ValueError(
+            f"tp * pp * dp must be at most the cluster's {problem.num_devices} devices, got {tp} * {pp} * {dp} = "
+            f"{devices}; use smaller degrees or a larger cluster than {problem.hardware.cluster.name}"
+        )
+    if problem.global_batch % (microbatch * dp):
+        fitting = max(
+            size for size in range(1, microbatch + 1) if size == 1 or problem.global_batch % (size * dp) == 0
+        )
+        raise ValueError(
+            f"dp * microbatch must divide the global batch {problem.global_batch}, got {dp} * {microbatch} = "
+            f"{dp * microbatch}; try microbatch {fitting}"
+            + ("" if problem.global_batch % dp == 0 else f" and a dp that divides {problem.global_batch}")
+        )
+    if chunks > 1 and schedule != "interleaved":
+        raise ValueError(f"chunks above 1 need schedule interleaved, got schedule {schedule} with {chunks} chunks")
+    sharding = (Axis("batch", dp, zero), Axis("tensor_sequence" if sequence_parallel else "tensor", tp))
+    stages = []
+    for position, (start, stop) in enumerate(even_layer_cuts(problem.workload, pp * chunks)):
+        rank = position % pp
+        stages.append(
+            Stage(
+                operators=((start, stop),),
+                devices=tuple(range(rank * tp * dp, (rank + 1) * tp * dp)),
+                shardings=((stop - start, sharding),),
+                recompute=recompute_segments(problem.workload, start, stop, recompute),
+            )
+        )
+    return Plan(
+        stages=tuple(stages),
+        microbatch_size=microbatch * dp,
+        num_microbatches=problem.global_batch // (microbatch * dp),
+        schedule=schedule,
+        gradient_reduction=problem.runtime.reduce_gradients,
+        overlap_gradient_sync=(
+            problem.runtime.overlap_gradient_sync if overlap_gradient_sync is None else overlap_gradient_sync
+        ),
+    )
+
+
+def repeated_layers(workload: Workload) -> list[tuple[int, int]]:
+    """Return the operator ranges of the layers that repeat: all but those before the first and after the last.
+
+    A layer repeats if its operators' roles occur in another layer too; a workload without repeats gives all.
+    """
+    ranges = list(workload.layers)
+    shapes = [tuple(workload.operators[index].role for index in range(*bounds)) for bounds in ranges]
+    repeated = [bounds for bounds, shape in zip(ranges, shapes, strict=True) if shapes.count(shape) > 1]
+    return repeated or ranges
+
+
+def even_layer_cuts(workload: Workload, num_stages: int) -> list[tuple[int, int]]:
+    """Return operator ranges of ``num_stages`` stages with equal numbers of repeated layers.
+
+    What comes before the first repeated layer goes to the first stage, what comes after the last to the last
+    one; a remainder goes to the stages in the middle, one each, later ones first.
+
+    Raises:
+        ValueError: If there are more stages than repeated layers.
+    """
+    layers = repeated_layers(workload)
+    if num_stages > len(layers):
+        raise ValueError(
+            f"pp * chunks must be at most the {len(layers)} repeated layers of {workload.name}, got {num_stages}"
+        )
+    base, extra = divmod(len(layers), num_stages)
+    order = sorted(range(num_stages), key=lambda stage: (stage in (0, num_stages - 1), -stage))
+    counts = [base + (stage in order[:extra]) for stage in range(num_stages)]
+    cuts = [0]
+    taken = 0
+    for count in counts[:-1]:
+        taken += count
+        cuts.append(layers[taken][0])
+    cuts.append(len(workload))
+    return list(zip(cuts, cuts[1:], strict=False))
+
+
+def recompute_segments(workload: Workload, start: int, stop: int, recompute: str) -> tuple[tuple[int, int], ...]:
+    """Return the recompute segments of operators ``[start, stop)``: per repeated layer, or its attention core."""
+    if recompute == "none":
+        return ()
+    found = []
+    for first, last in repeated_layers(workload):
+        first, last = max(first, start), min(last, stop)
+        if first >= last:
+            continue
+        if recompute == "full":
+            found.append((first, last))
+            continue
+        core = [index for index in range(first, last) if workload.operators[index].role.endswith(ATTENTION_CORE)]
+        begin = None
+        for index in [*core, -1]:
+            if begin is None:
+                begin = previous = index
+            elif index != previous + 1:
+                if begin >= 0:
+                    found.append((begin, previous + 1))
+                begin = index
+            previous = index
+    return tuple(found)

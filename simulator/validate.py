@@ -1,0 +1,224 @@
+"""Is a plan legal for a problem? Everything wrong is named at once, with where and what to do."""
+
+from __future__ import annotations
+
+from math import prod
+
+from simulator.lowering.mesh import batch_degree
+from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, Plan, Stage, resolve
+from simulator.problem import Problem
+from simulator.schedules.actions import PipelineShape
+from simulator.schedules.registry import schedule_named
+
+MAX_MESSAGES = 20
+
+
+def validate(plan: Plan, problem: Problem) -> Plan:
+    """Check a plan and return its canonical form.
+
+    Raises:
+        ValueError: One message that lists what is wrong, each with place, rule and remedy.
+    """
+    problems: list[str] = []
+    _check_batch(plan, problem, problems)
+    _check_coverage(plan, problem, problems)
+    for position, stage in enumerate(plan.stages):
+        _check_devices(position, stage, problem, problems)
+        _check_recompute(position, stage, problems)
+    _check_sharing(plan, problems)
+    if not problems:
+        for position, stage in enumerate(plan.stages):
+            _check_shardings(position, stage, plan, problem, problems)
+    if not problems:
+        _check_schedule(plan, problems)
+    if problems:
+        shown = problems[:MAX_MESSAGES]
+        more = f"\n  ... and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+        raise ValueError("the plan is not legal:\n  " + "\n  ".join(shown) + more)
+    return plan.canonical(problem.workload)
+
+
+def _check_batch(plan: Plan, problem: Problem, problems: list[str]) -> None:
+    if not plan.stages:
+        problems.append("stages: a plan must have at least one stage, got none")
+    for name in ("microbatch_size", "num_microbatches"):
+        if getattr(plan, name) < 1:
+            problems.append(f"{name} must be at least 1, got {getattr(plan, name)}")
+    if plan.global_batch != problem.global_batch:
+        problems.append(
+            f"microbatch_size * num_microbatches must equal the global batch {problem.global_batch}, got "
+            f"{plan.microbatch_size} * {plan.num_microbatches} = {plan.global_batch}; "
+            f"{_batch_remedy(plan.microbatch_size, problem.global_batch)}"
+        )
+    if plan.gradient_reduction not in GRADIENT_REDUCTIONS:
+        problems.append(
+            f"gradient_reduction must be one of {', '.join(GRADIENT_REDUCTIONS)}, got {plan.gradient_reduction!r}"
+        )
+    if plan.replica_assignment not in REPLICA_ASSIGNMENTS:
+        problems.append(
+            f"replica_assignment must be one of {', '.join(REPLICA_ASSIGNMENTS)}, got {plan.replica_assignment!r}"
+        )
+    elif plan.replica_assignment == "round_robin":
+        problems.append(
+            "replica_assignment: round_robin can be written down but not simulated yet; use slice"
+        )
+
+
+def _batch_remedy(microbatch_size: int, global_batch: int) -> str:
+    if microbatch_size >= 1 and global_batch % microbatch_size == 0:
+        return f"try num_microbatches: {global_batch // microbatch_size}"
+    near = max(size for size in range(1, max(2, min(microbatch_size, global_batch) + 1)) if global_batch % size == 0)
+    return f"try microbatch_size: {near}, num_microbatches: {global_batch // near}"
+
+
+def _check_coverage(plan: Plan, problem: Problem, problems: list[str]) -> None:
+    count = len(problem.workload)
+    owner: dict[int, int] = {}
+    for position, stage in enumerate(plan.stages):
+        if not stage.operators:
+            problems.append(f"stages.{position}.operators: a stage must have at least one operator, got none")
+        for start, stop in stage.operators:
+            if not 0 <= start < stop <= count:
+                problems.append(
+                    f"stages.{position}.operators: a range must satisfy 0 <= start < stop <= {count} "
+                    f"({problem.workload.name} has {count} operators), got [{start}, {stop}]"
+                )
+                return
+            for index in range(start, stop):
+                if index in owner:
+                    problems.append(
+                        f"stages.{position}.operators: operator {index} ({problem.workload.operators[index].name}) "
+                        f"is in stage {owner[index]} already; give each operator to one stage"
+                    )
+                    return
+                owner[index] = position
+    missing = [index for index in range(count) if index not in owner]
+    if missing and plan.stages:
+        problems.append(
+            f"stages: every operator must be in a stage, {len(missing)} are in none, the first is "
+            f"{missing[0]} ({problem.workload.operators[missing[0]].name})"
+        )
+        return
+    for index, op in enumerate(problem.workload.operators):
+        for name in op.inputs:
+            producer = problem.workload.producer.get(name)
+            if producer is not None and owner.get(producer, 0) > owner.get(index, 0):
+                problems.append(
+                    f"stages: operator {index} ({op.name}) in stage {owner[index]} needs {name}, which stage "
+                    f"{owner[producer]} makes later; order the stages along the data"
+                )
+                return
+
+
+def _check_devices(position: int, stage: Stage, problem: Problem, problems: list[str]) -> None:
+    place = f"stages.{position}.devices"
+    if not stage.devices:
+        problems.append(f"{place}: a stage must have at least one device, got none")
+    if len(set(stage.devices)) != len(stage.devices):
+        problems.append(f"{place}: a device must not be named twice, got {list(stage.devices)}")
+    outside = [device for device in stage.devices if not 0 <= device < problem.num_devices]
+    if outside:
+        problems.append(
+            f"{place}: devices must be in 0..{problem.num_devices - 1} (cluster {problem.hardware.cluster.name} has "
+            f"{problem.num_devices}), got {outside[0]}; use fewer devices or a larger cluster"
+        )
+
+
+def _check_sharing(plan: Plan, problems: list[str]) -> None:
+    seen: dict[int, tuple[int, ...]] = {}
+    for position, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            if seen.setdefault(device, stage.devices) != stage.devices:
+                problems.append(
+                    f"stages.{position}.devices: device {device} is also in another stage with other devices; "
+                    "two stages must use the same device tuple or none in common"
+                )
+                return
+
+
+def _check_recompute(position: int, stage: Stage, problems: list[str]) -> None:
+    place = f"stages.{position}.recompute"
+    own = set(stage.indices())
+    previous = -1
+    for start, stop in sorted(stage.recompute):
+        if start >= stop or any(index not in own for index in range(start, stop)):
+            problems.append(f"{place}: a segment must lie inside its stage, got [{start}, {stop}]")
+            return
+        if start < previous:
+            problems.append(f"{place}: segments must not overlap, got one that starts at {start} before {previous}")
+            return
+        previous = stop
+
+
+def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, problems: list[str]) -> None:
+    place = f"stages.{position}.shardings"
+    counts = [count for count, _ in stage.shardings]
+    if any(count < 1 for count in counts) or sum(counts) != stage.num_operators():
+        problems.append(
+            f"{place}: counts must be at least 1 and add up to the stage's {stage.num_operators()} operators, "
+            f"got {sum(counts)}"
+        )
+        return
+    checked: set[object] = set()
+    degrees: set[int] = set()
+    for index, sharding in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
+        op = problem.workload.operators[index]
+        key = (problem.workload.signatures[index], sharding)
+        if key in checked:
+            continue
+        checked.add(key)
+        where = f"{place}, operator {index} ({op.name})"
+        if any(axis.size < 1 or not 0 <= axis.zero <= 3 for axis in sharding):
+            problems.append(f"{where}: axes need size >= 1 and zero 0..3, got {[tuple(axis) for axis in sharding]}")
+            continue
+        size = prod(axis.size for axis in sharding)
+        if size != len(stage.devices):
+            problems.append(
+                f"{where}: axis sizes must multiply to the stage's {len(stage.devices)} devices, got "
+                f"{' * '.join(str(axis.size) for axis in sharding) or '1'} = {size}"
+            )
+            continue
+        resolved = resolve(sharding, op)
+        table = op.definition.splits(op.attributes)
+        limits: dict[str, int] = {}
+        for axis in resolved:
+            if axis.split not in table:
+                problems.append(
+                    f"{where}: kind {op.kind} has no split {axis.split!r}; use one of {', '.join(sorted(table))}"
+                )
+            elif axis.zero and axis.split != "batch":
+                problems.append(f"{where}: zero goes with batch only, got {axis.split} with zero {axis.zero}")
+            limits[axis.split] = limits.get(axis.split, 1) * axis.size
+        for split, degree in limits.items():
+            limit = op.definition.split_limit(op.attributes, split) if split in table else None
+            if limit is not None and limit % degree:
+                problems.append(f"{where}: a {split} split must divide {limit}, got {degree}")
+        degree = batch_degree(resolved)
+        degrees.add(degree)
+        if degree > plan.microbatch_size:
+            problems.append(
+                f"{where}: each of {degree} replicas needs a sample of the microbatch, got microbatch_size "
+                f"{plan.microbatch_size}; try microbatch_size: {degree}"
+            )
+    ragged = [degree for degree in degrees if plan.microbatch_size % degree]
+    if ragged and len(degrees) > 1:
+        problems.append(
+            f"{place}: microbatch_size {plan.microbatch_size} does not divide over {ragged[0]} replicas; unequal slices "
+            f"need the same batch degree in the whole stage, got {sorted(degrees)}"
+        )
+
+
+def _check_schedule(plan: Plan, problems: list[str]) -> None:
+    try:
+        schedule = schedule_named(plan.schedule)
+        if plan.warmup is not None and not schedule.takes_warmup:
+            problems.append(f"warmup: schedule {plan.schedule} sets its own warm-up; leave warmup out")
+            return
+        if plan.warmup is not None and len(plan.warmup) != len(plan.stages):
+            problems.append(f"warmup: one depth per stage ({len(plan.stages)}), got {len(plan.warmup)}")
+            return
+        schedule.actions(
+            PipelineShape(len(plan.stages), plan.num_microbatches, plan.rank_of_stage, plan.warmup)
+        )
+    except ValueError as error:
+        problems.append(f"schedule: {error}")

@@ -1,0 +1,104 @@
+"""Clusters: strings, presets, files, device numbering."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from datafiles.writer import dump_yaml
+from hardware_models.cluster import cluster_description, cluster_presets, parse_cluster
+from hardware_models.gpus import gpu_names, load_curves, load_gpu
+from hardware_models.topology import link_counts
+
+NODE = {
+    "description": "two T4",
+    "gpu": "t4-16gb",
+    "gpus_per_node": 2,
+    "links": "pcie3-t4",
+    "network": "ethernet-50g",
+    "nics_per_node": 1,
+    "source": "test",
+}
+
+
+@pytest.mark.parametrize("preset", cluster_presets())
+def test_every_preset_loads_and_names_its_gpus(preset: str) -> None:
+    cluster = parse_cluster(f"{preset}:2x1")
+    assert cluster.num_devices == 2
+    assert cluster.memory_bytes(0) > 2**30
+    assert cluster_description(preset)
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_every_gpu_type_has_curves_for_each_dtype_it_computes_in(name: str) -> None:
+    gpu = load_gpu(name)
+    assert set(gpu.peak_flop_per_s) <= set(load_curves(gpu.curves).matmul)
+
+
+def test_devices_are_numbered_node_by_node() -> None:
+    cluster = parse_cluster("v100-32g-dgx1:4x8")
+    assert cluster.num_devices == 32
+    assert [cluster.node_of(device) for device in (0, 7, 8, 31)] == [0, 0, 1, 3]
+    assert cluster.slot_of(17) == 1
+
+
+def test_a_mixed_cluster_has_a_gpu_type_per_node() -> None:
+    cluster = parse_cluster("p3.8xlarge:3x4+g4dn.12xlarge:1x4")
+    assert cluster.gpu_types == ("v100-sxm2-16gb", "t4-16gb")
+    assert cluster.gpu_type(11) == "v100-sxm2-16gb"
+    assert cluster.gpu_type(12) == "t4-16gb"
+
+
+def test_every_gpu_of_the_cube_mesh_has_six_links() -> None:
+    for preset in ("v100-32g-dgx1", "v100-32g-ndv2", "p3.16xlarge"):
+        node = parse_cluster(f"{preset}:1x8").nodes[0]
+        counts = link_counts(node.mesh, tuple(range(8)))
+        for gpu in range(8):
+            assert sum(count for pair, count in counts.items() if gpu in pair) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v100-32g-dgx:1x8", "v100-32g-dgx1"),
+        ("v100-32g-dgx1:1x9", "1..8 GPUs"),
+        ("v100-32g-dgx1", "preset:NODESxGPUS"),
+        ("v100-32g-dgx1:0x8", "at least one node"),
+        ("v100-32g-dgx1:999999x8", "at most 1000000 devices"),
+        ("v100-32g-dgx1:4x8+", "preset:NODESxGPUS"),
+    ],
+)
+def test_a_bad_cluster_string_says_what_to_do(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_cluster(text)
+
+
+def test_a_cluster_file_of_the_same_schema_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml(NODE))
+    assert parse_cluster(f"{path}:3x2").num_devices == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gpus_per_node": -1}, "gpus_per_node"),
+        ({"nics": 2}, "nics: unknown key"),
+        ({"gpu": "t5-16gb"}, "t4-16gb"),
+        ({"links": "nvlink2-v100"}, "mesh must list edges"),
+        ({"links": "nvlink2-v100", "mesh": [[0, 5, 1]]}, "a < b < 2"),
+    ],
+)
+def test_a_bad_cluster_file_names_the_field(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml({**NODE, **change}))
+    with pytest.raises(ValueError, match=message):
+        parse_cluster(f"{path}:1x1")
+
+
+def test_a_nan_in_a_cluster_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml(NODE).replace("nics_per_node: 1", "nics_per_node: .nan"))
+    with pytest.raises(ValueError, match=r"(?i)nan"):
+        parse_cluster(f"{path}:1x1")

@@ -1,0 +1,150 @@
+"""Collectives and transfers: closed forms, ring counts, shares, and the measured tables."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datafiles.tables import load_table
+from hardware_models.cluster import parse_cluster
+from hardware_models.model import HardwareModel
+from hardware_models.topology import pack_rings
+from tests.hardware_models.data_folder import data_folder
+
+P3 = HardwareModel(parse_cluster("p3.16xlarge:4x8"))
+NIC = P3.cluster.nodes[0].network.nic_bytes_per_s
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+@pytest.mark.parametrize(("num_gpus", "rings"), [(2, 1), (3, 2), (4, 4), (5, 0), (6, 2), (7, 4), (8, 6)])
+def test_the_cube_mesh_holds_as_many_rings_as_nccl_finds(num_gpus: int, rings: int) -> None:
+    assert pack_rings(P3.cluster.nodes[0].mesh, tuple(range(num_gpus))).num_rings == rings
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "bus"), [(2, 22.55), (3, 45.14), (4, 85.36), (5, 37.17), (6, 45.74), (7, 87.01), (8, 134.51)]
+)
+def test_large_all_reduces_reach_the_measured_bus_bandwidth(num_gpus: int, bus: float) -> None:
+    # vTrain, V100 NVLink, 1 GiB (collectives_measured.csv).
+    seconds = P3.collective("all_reduce", 2**30, range(num_gpus)).alone_s
+    assert 2 * (num_gpus - 1) / num_gpus * 2**30 / seconds / 1e9 == pytest.approx(bus, rel=0.08)
+
+
+def test_rings_use_no_link_more_than_it_has() -> None:
+    mesh = P3.cluster.nodes[0].mesh
+    rings = pack_rings(mesh, tuple(range(8)))
+    counts = {(a, b): count for a, b, count in mesh}
+    for a, b, used, there in rings.use:
+        assert used <= there == counts[min(a, b), max(a, b)]
+    assert sum(used for _, _, used, _ in rings.use) == rings.num_rings * 8
+
+
+def test_a_pair_over_one_nic_moves_the_buffer_once() -> None:
+    cost = P3.collective("all_reduce", 1e9, (0, 8))
+    assert cost.work_s == pytest.approx(1e9 / NIC)
+    assert dict(cost.shares)["node0/nic0/out"] == pytest.approx(1.0)
+
+
+def test_two_nodes_reduce_in_a_tree_and_four_in_a_ring() -> None:
+    assert P3.collective("all_reduce", 1e9, range(16)).work_s == pytest.approx(1e9 / NIC)
+    assert P3.collective("all_reduce", 1e9, range(32)).work_s == pytest.approx(2 * 31 / 32 * 1e9 / NIC)
+    efficiency = P3.cluster.nodes[0].network.efficiency["all_gather"]
+    assert P3.collective("all_gather", 1e9, range(32)).work_s == pytest.approx(
+        31 / 32 * 1e9 / NIC / efficiency
+    )
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_strided_groups_that_run_at_once_load_one_nic_in_equal_parts(stride: int) -> None:
+    """``stride`` groups over two nodes, all at once: each full share, so the engine slows each by their number."""
+    hardware = HardwareModel(parse_cluster("p3.16xlarge:2x8"))
+    costs = [hardware.collective("all_reduce", 1e9, range(first, 16, stride)) for first in range(stride)]
+    load = sum(dict(cost.shares)["node1/nic0/in"] for cost in costs)
+    assert load == pytest.approx(stride)
+    assert len({cost.work_s for cost in costs}) == 1
+
+
+def test_eight_nics_serve_eight_rails_apart() -> None:
+    hardware = HardwareModel(parse_cluster("a100-80g-dgx:2x8"))
+    resources = [
+        {name for name, _ in hardware.collective("all_reduce", 1e9, (g, g + 8)).shares} for g in range(8)
+    ]
+    assert len(set.union(*resources)) == sum(len(names) for names in resources) == 32
+
+
+def test_disjoint_pairs_share_nothing_inside_a_node() -> None:
+    first = {name for name, _ in P3.collective("all_reduce", 1e8, (0, 1)).shares}
+    second = {name for name, _ in P3.collective("all_reduce", 1e8, (2, 3)).shares}
+    assert not first & second
+
+
+def test_a_double_link_carries_twice_a_single_one() -> None:
+    single, double = P3.transfer(1e9, 0, 1), P3.transfer(1e9, 0, 3)
+    assert single.work_s == pytest.approx(2 * double.work_s)
+    assert P3.transfer(1e9, 0, 7).work_s > single.work_s  # no link: through the host
+
+
+def test_nothing_to_move_costs_nothing() -> None:
+    assert P3.collective("all_reduce", 1e9, (3,)).alone_s == 0
+    assert P3.collective("all_reduce", 0, (3, 4)).alone_s == 0
+    assert P3.transfer(1e6, 5, 5).alone_s == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    sizes=st.tuples(st.floats(1, 1e10), st.floats(1, 1e10)),
+    group=st.sets(st.integers(0, 31), min_size=2, max_size=12),
+)
+def test_collectives_grow_with_bytes_and_shares_stay_fractions(
+    kind: str, sizes: tuple[float, float], group: set[int]
+) -> None:
+    small, large = (P3.collective(kind, size, sorted(group)) for size in sorted(sizes))
+    assert 0 < small.alone_s <= large.alone_s
+    assert small.shares
+    assert all(0 < share <= 1 for cost in (small, large) for _, share in cost.shares)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("all_reduce_sum", 1e6, (0, 1)), "one of all_reduce"),
+        (("all_reduce", -1.0, (0, 1)), "0 bytes or more"),
+        (("all_reduce", float("nan"), (0, 1)), "finite"),
+        (("all_reduce", 1e6, (0, 0)), "different devices"),
+        (("all_reduce", 1e6, (0, 32)), r"0\.\.31"),
+    ],
+)
+def test_a_bad_collective_is_refused(arguments: tuple[str, float, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        P3.collective(*arguments)
+
+
+def test_three_thousand_gpus_are_priced_without_tables_of_pairs() -> None:
+    hardware = HardwareModel(parse_cluster("a100-80g-dgx:384x8"))
+    cost = hardware.collective("all_reduce", 1e9, range(3072))
+    assert cost.work_s == pytest.approx(2 * 3071 / 3072 * 1e9 / (8 * 25e9 * 0.85), rel=0.01)
+
+
+def test_alpas_measured_collectives_are_met_at_large_sizes() -> None:
+    folder = data_folder("alpa_v100")
+    names = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
+    errors = []
+    table = load_table(
+        folder / "collectives_p3_16xlarge_osdi22.csv",
+        floats=("seconds",),
+        integers=("group_size", "stride", "num_groups", "nodes_per_group", "bytes"),
+    )
+    for row in table:
+        if row["collective"] not in names or row["bytes"] != 2**30 or row["dtype"] != "f16":
+            continue
+        nodes, gpus = map(int, row["mesh"].split("x"))
+        hardware = HardwareModel(parse_cluster(f"p3.16xlarge:{nodes}x{gpus}"))
+        group = [row["stride"] * rank for rank in range(row["group_size"])]
+        cost = hardware.collective(names[row["collective"]], row["bytes"], group)
+        # All groups ran at once: those over several nodes share the NIC.
+        together = row["stride"] if row["nodes_per_group"] > 1 else 1
+        errors.append(abs((cost.latency_s + cost.work_s * together) / row["seconds"] - 1))
+    assert len(errors) > 50
+    assert sorted(errors)[len(errors) // 2] < 0.10

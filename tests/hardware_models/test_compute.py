@@ -1,0 +1,87 @@
+"""Kernel times: monotone, never above the peaks, and close to measured ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datafiles.tables import load_table
+from hardware_models.model import HardwareModel
+from tests.hardware_models.data_folder import data_folder
+from workloads.kernels import FlashAttention, Matmul, MemoryBound
+
+V100 = HardwareModel.from_name("v100-32g-dgx1:1x8")
+A100 = HardwareModel.from_name("a100-80g-dgx:1x8")
+GPU, A100_GPU = V100.gpu_type(0), A100.gpu_type(0)
+sizes = st.integers(1, 20000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    m=sizes, n=sizes, k=sizes, batch=st.integers(1, 64), role=st.sampled_from(["forward", "data_gradient"])
+)
+def test_no_matmul_beats_the_peak_of_the_gpu(m: int, n: int, k: int, batch: int, role: str) -> None:
+    kernel = Matmul(m, n, k, batch, role)
+    seconds = V100.kernel_time_s(GPU, kernel, "fp16")
+    assert seconds >= kernel.flop / V100.peak_flop_per_s(GPU, "fp16")
+    assert seconds >= kernel.num_elements() * 2 / 900e9
+    assert seconds >= V100.gpu(GPU).kernel_floor_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(m=sizes, n=sizes, k=sizes)
+def test_twice_the_batch_never_takes_less_nor_more_than_twice(m: int, n: int, k: int) -> None:
+    once = V100.kernel_time_s(GPU, Matmul(m, n, k, 1), "fp16")
+    twice = V100.kernel_time_s(GPU, Matmul(m, n, k, 2), "fp16")
+    assert once <= twice * (1 + 1e-12)
+    assert twice <= 2 * once * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("pattern", ["elementwise", "reduction", "random", "gather"])
+def test_memory_bound_kernels_stay_below_the_bandwidth(pattern: str) -> None:
+    assert V100.kernel_time_s(GPU, MemoryBound(1e9, 1e9, pattern), "fp16") > 2e9 / 900e9
+
+
+def test_causal_attention_takes_half_of_full_attention() -> None:
+    full = A100.kernel_time_s(A100_GPU, FlashAttention(32, 4096, 4096, 128, causal=False), "bf16")
+    causal = A100.kernel_time_s(A100_GPU, FlashAttention(32, 4096, 4096, 128, causal=True), "bf16")
+    assert causal == pytest.approx(full / 2)
+
+
+def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:
+    gpu = V100.gpu(GPU)
+    assert V100.optimizer_step_s(GPU, 9e9) == pytest.approx(9e9 / (900e9 * gpu.optimizer_bandwidth_fraction))
+
+
+def test_an_unknown_dtype_pattern_or_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="dtype must be one"):
+        V100.kernel_time_s(GPU, Matmul(8, 8, 8), "bf16")
+    with pytest.raises(ValueError, match="pattern must be one"):
+        V100.kernel_time_s(GPU, MemoryBound(8, 8, "stride"), "fp16")
+    with pytest.raises(ValueError, match="GPU type must be one of"):
+        V100.kernel_time_s("a100", Matmul(8, 8, 8), "fp16")
+
+
+def test_a100_matmuls_that_no_fit_saw_are_predicted_within_a_tenth() -> None:
+    folder = data_folder("gpu_efficiency")
+    table = load_table(
+        folder / "gemm_vidur_a100_h100.csv", floats=("time_ms_median",), integers=("m_tokens", "n", "k")
+    )
+    errors = [
+        abs(A100.kernel_time_s(A100_GPU, Matmul(row["m_tokens"], row["n"], row["k"]), "bf16")
+            / (row["time_ms_median"] / 1e3) - 1)
+        for row in table
+        if row["gpu"] == "A100" and row["m_tokens"] >= 1024
+    ]  # fmt: skip
+    assert len(errors) > 400
+    assert sum(errors) / len(errors) < 0.10
+
+
+def test_v100_operators_that_no_fit_saw_are_predicted_as_stated() -> None:
+    from hardware_models.calibration.aceso_rows import gpt_rows
+
+    rows = list(gpt_rows(data_folder("aceso_v100") / "ops.csv.gz", sizes=("6_7B",), tensor_sizes=(1,)))
+    rows = [row for row in rows if row.group.split()[0] not in ("embedding", "final_norm")]
+    predicted = sum(V100.kernel_time_s(GPU, kernel, "fp16") for row in rows for kernel in row.kernels)
+    assert predicted == pytest.approx(sum(row.seconds for row in rows), rel=0.06)

@@ -1,0 +1,177 @@
+"""Every registered searcher keeps the contract; each does what its paper says."""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from searchers.base import NoFeasiblePlan, Score
+from searchers.budget import Budget
+from searchers.megatron_grid import MegatronGrid
+from searchers.pure import DistributedDataParallel
+from searchers.random_search import RandomSearch
+from searchers.registry import searcher_class, searcher_named, searcher_names
+from searchers.space import LayerSpace
+from simulator.problem import Problem
+from simulator.validate import validate
+from tests.searchers.searcher_contract import SearcherContract
+from tests.searchers.tiny import tiny_problem
+
+NEEDED_DEVICES = {"deepspeed-3d": 4}
+
+
+def contract_class(name: str) -> type[SearcherContract]:
+    """Return the contract's tests for one registered searcher."""
+    body = {"searcher": name, "num_devices": NEEDED_DEVICES.get(name, 2)}
+    return type(f"Test_{name.replace('-', '_')}", (SearcherContract,), body)
+
+
+for _name in searcher_names():
+    globals()[f"Test_{_name.replace('-', '_')}"] = contract_class(_name)
+
+
+MINE = '''
+from searchers.base import CandidateSearcher
+from simulator.uniform import uniform_plan
+
+
+class Mine(CandidateSearcher):
+    """Data parallel only."""
+
+    name = "mine"
+    paper = "none"
+
+    def candidates(self, problem, random, ledger):
+        yield uniform_plan(problem, dp=problem.num_devices, recompute="full")
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_a_class_in_a_users_file_is_a_searcher(plugin: Path) -> None:
+    problem = tiny_problem()
+    found = searcher_named(f"{plugin}:Mine").search(problem)
+    assert found.searcher == "mine"
+    assert len(found.best.stages) == 1
+    assert searcher_class(str(plugin)).name == "mine", "the only searcher of a file needs no class name"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("megatron-gird", "did you mean 'megatron-grid'"),
+        ("nowhere.py:Mine", "does not exist"),
+        ("{plugin}:Your", "has no 'Your'; .*Mine"),
+        ("{plugin}:uniform_plan", "must be a subclass of"),
+        ("{plugin}:CandidateSearcher", "must define candidates"),
+    ],
+)
+def test_a_wrong_searcher_name_says_what_would_be_right(plugin: Path, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        searcher_class(name.format(plugin=plugin))
+
+
+def test_exhaustive_refuses_large_problems_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match="at most 100 plans.*such as random"):
+        searcher_named("exhaustive", max_plans=100).search(tiny_problem(8, 1024))
+
+
+def test_deepspeed_3d_needs_a_multiple_of_four_devices() -> None:
+    with pytest.raises(ValueError, match="multiple of 4 devices, got 2"):
+        searcher_named("deepspeed-3d").search(tiny_problem(2))
+
+
+@pytest.mark.parametrize(("num_devices", "global_batch"), [(1, 2), (2, 4), (4, 4)])
+def test_the_space_has_as_many_points_as_it_says_none_twice(num_devices: int, global_batch: int) -> None:
+    space = LayerSpace(tiny_problem(num_devices, global_batch))
+    points = list(space)
+    assert len(set(points)) == len(points)
+    assert 0 < len(points) <= space.size_bound
+
+
+def test_one_device_has_one_point_per_recompute_and_microbatch() -> None:
+    space = LayerSpace(tiny_problem(1, 4))
+    assert len(list(space)) == 2 * 3 == space.size_bound
+
+
+def test_pipelines_of_single_devices_are_counted_in_closed_form() -> None:
+    problem = tiny_problem(3, 1)
+    layers = len(problem.workload.layers)
+    deepest = [point for point in LayerSpace(problem) if len(point.meshes) == 3]
+    assert len(deepest) == comb(layers - 1, 2) * 2**3
+
+
+def test_every_point_of_the_space_is_a_legal_plan_of_the_space() -> None:
+    problem = tiny_problem(4, 4)
+    space = LayerSpace(problem)
+    for point in islice(space, 0, None, 7):
+        plan = space.plan(point)
+        validate(plan, problem)
+        assert space.contains(plan)
+
+
+def test_random_points_come_from_the_space() -> None:
+    space = LayerSpace(tiny_problem(4, 4))
+    points = set(space)
+    random = np.random.default_rng(0)
+    drawn = [space.sample(random) for _ in range(300)]
+    assert all(point in points for point in drawn if point is not None)
+    assert len(set(drawn)) > 60
+
+
+def test_random_search_ends_when_a_small_space_is_exhausted() -> None:
+    problem = tiny_problem(1, 1)
+    found = RandomSearch().search(problem, Budget(evaluations=10_000))
+    assert found.counters["evaluations"] == 2
+
+
+def test_the_grid_has_all_degrees_whose_product_is_the_cluster() -> None:
+    seen = set()
+
+    def note(plan, problem: Problem) -> Score:  # type: ignore[no-untyped-def]
+        sizes = [axis.size for axis in plan.stages[0].shardings[0][1]]
+        seen.add((len(plan.stages), *sizes, plan.microbatch_size // sizes[0], bool(plan.stages[0].recompute)))
+        return Score(1.0, True, 0, 1, "")
+
+    MegatronGrid(objective=note).search(tiny_problem(4, 4))
+    expected = {
+        (pp, dp, tp, microbatch, recompute)
+        for pp, dp, tp in [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2)]
+        for microbatch in (1, 2, 4)
+        if microbatch * dp <= 4
+        for recompute in (False, True)
+    }
+    assert seen == expected, "pp 4 is left out: the model has two layers"
+
+
+def test_a_pure_strategy_recomputes_only_if_nothing_fits_without() -> None:
+    def fits_if_recomputed(plan, problem: Problem) -> Score:  # type: ignore[no-untyped-def]
+        return Score(1.0, bool(plan.stages[0].recompute), 2.0, 1.0, "stage 0")
+
+    problem = tiny_problem(2, 4)
+    assert DistributedDataParallel(objective=fits_if_recomputed).search(problem).best.stages[0].recompute
+    with pytest.raises(NoFeasiblePlan):
+        DistributedDataParallel(objective=fits_if_recomputed, recompute="never").search(problem)
+
+
+def test_ddp_takes_the_largest_microbatch_that_fits() -> None:
+    def fits_up_to_two(plan, problem: Problem) -> Score:  # type: ignore[no-untyped-def]
+        return Score(float(plan.microbatch_size), plan.microbatch_size <= 4, 2.0, 1.0, "stage 0")
+
+    best = DistributedDataParallel(objective=fits_up_to_two).search(tiny_problem(2, 16)).best
+    assert best.microbatch_size == 4
+
+
+@pytest.mark.parametrize("text", ["", "20 parsecs", "-3s", "0", "0s", "1e9s"])
+def test_a_wrong_budget_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        Budget.parse(text)

@@ -1,0 +1,163 @@
+"""The allocator replay on any events: invariants, and agreement with a literal second implementation."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.allocator import AllocatorSettings, caching_allocator, replay
+from simulator.caching_allocator import CachingAllocator
+from simulator.expandable_allocator import ExpandableAllocator
+from tests.simulator.literal_allocator import Block, LiteralAllocator
+
+MIB, GIB = 2**20, 2**30
+
+SIZES = st.one_of(
+    st.integers(0, 3000),
+    st.integers(0, 2 * MIB),
+    st.integers(MIB - 1024, 12 * MIB),
+    st.integers(10 * MIB, 80 * MIB),
+    st.sampled_from([MIB, 2 * MIB, 10 * MIB, 19 * MIB, 20 * MIB, 32 * MIB, 52 * MIB]),
+)
+# Each step allocates a size, or frees the tensor at that place among the living.
+STEPS = st.lists(
+    st.one_of(SIZES.map(lambda size: ("a", size)), st.integers(0, 30).map(lambda i: ("f", i))), max_size=80
+)
+OPTIONS = st.builds(
+    AllocatorSettings,
+    max_split_size_bytes=st.sampled_from([None, None, 22 * MIB, 32 * MIB]),
+    roundup_power2_divisions=st.sampled_from([0, 0, 4]),
+    expandable_segments=st.booleans(),
+    garbage_collection_threshold=st.sampled_from([None, None, 0.3, 0.8]),
+)
+CAPACITIES = st.sampled_from([0, 30 * MIB, 100 * MIB, 101 * MIB, 256 * MIB, GIB])
+
+
+def blocks(allocator: CachingAllocator) -> list[tuple[int, int]]:
+    """All blocks, used, unused and unmapped, as (address, size) in order of address."""
+    parts = {**allocator.live, **allocator._free_size_at}
+    assert len(parts) == len(allocator.live) + len(allocator._free_size_at)
+    if isinstance(allocator, ExpandableAllocator):
+        parts.update(allocator._unmapped_size_at)
+    return sorted(parts.items())
+
+
+def check(allocator: CachingAllocator) -> None:
+    unmapped = sum(allocator._unmapped_size_at.values()) if isinstance(allocator, ExpandableAllocator) else 0
+    assert 0 <= allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.capacity_bytes
+    assert allocator.allocated_bytes == sum(allocator.live.values())
+    assert allocator.reserved_bytes + unmapped == sum(allocator.segments.values())
+    # Blocks tile the segments: no overlap, no hole.
+    starts = sorted(allocator.segments)
+    filled = dict.fromkeys(starts, 0)
+    for address, size in blocks(allocator):
+        start = starts[bisect.bisect_right(starts, address) - 1]
+        assert address == start + filled[start]
+        filled[start] += size
+    assert filled == allocator.segments
+    # No two unused blocks touch, and the lists that are searched hold exactly the unused blocks.
+    assert not set(allocator._free_size_at) & set(allocator._free_start_of)
+    listed = [key for pool in (allocator._small, allocator._large) for key in pool.free]
+    assert sorted(listed) == sorted(size << 64 | address for address, size in allocator._free_size_at.items())
+    assert all(pool.free == sorted(pool.free) for pool in (allocator._small, allocator._large))
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, CAPACITIES, OPTIONS)
+def test_blocks_tile_their_segments_and_emptying_gives_everything_back(
+    steps: list[tuple[str, int]], capacity: int, options: AllocatorSettings
+) -> None:
+    allocator = caching_allocator(capacity, options)
+    alive: list[int] = []
+    for action, value in steps:
+        if action == "f":
+            if alive:
+                allocator.free(alive.pop(value % len(alive)))
+        elif (address := allocator.allocate(value)) is not None:
+            alive.append(address)
+        check(allocator)
+    for address in alive:
+        allocator.free(address)
+    assert allocator.allocated_bytes == 0
+    check(allocator)
+    allocator.empty_cache()
+    check(allocator)
+    assert allocator.reserved_bytes == 0
+    if isinstance(allocator, ExpandableAllocator):  # a range whose first page never fitted stays, empty
+        assert blocks(allocator) == sorted(allocator._unmapped_size_at.items())
+    else:
+        assert not allocator.segments
+
+
+def as_events(steps: list[tuple[str, int]]) -> tuple[Any, Any, Any]:
+    sizes: list[int] = []
+    ids: list[int] = []
+    allocates: list[bool] = []
+    alive: list[int] = []
+    for action, value in steps:
+        if action == "f" and not alive:
+            continue
+        tensor = alive.pop(value % len(alive)) if action == "f" else len(ids)
+        if action == "a":
+            alive.append(tensor)
+        sizes.append(value if action == "a" else 0)
+        ids.append(tensor)
+        allocates.append(action == "a")
+    return np.array(sizes, dtype=np.int64), np.array(ids, dtype=np.int32), np.array(allocates, dtype=np.bool_)
+
+
+@settings(max_examples=400, deadline=None)
+@given(STEPS, CAPACITIES, OPTIONS)
+def test_the_replay_agrees_with_a_literal_second_implementation(
+    steps: list[tuple[str, int]], capacity: int, options: AllocatorSettings
+) -> None:
+    events = as_events(steps)
+    result = replay(*events, capacity, options, record_timeline=True)
+    assert result.allocated_after_bytes is not None and result.reserved_after_bytes is not None
+    slow = LiteralAllocator(capacity, options)
+    alive: dict[int, Block | None] = {}
+    failed_at = None
+    for event, (size, tensor, allocates) in enumerate(
+        zip(*(column.tolist() for column in events), strict=True)
+    ):
+        if not allocates:
+            if (block := alive.pop(tensor)) is not None:
+                slow.free(block)
+        elif size == 0:
+            alive[tensor] = None
+        else:
+            if options.expandable_segments:
+                slow.top = -(-slow.top // (20 * MIB)) * 20 * MIB
+            found = slow.malloc(size)
+            if found is None:
+                failed_at = event
+                break
+            alive[tensor] = found
+        assert (result.allocated_after_bytes[event], result.reserved_after_bytes[event]) == (
+            slow.allocated,
+            slow.reserved,
+        ), event
+    assert result.failed_at == failed_at
+    assert result.reserved_peak_bytes == max([0, *result.reserved_after_bytes.tolist()[:failed_at]])
+    assert result.allocated_peak_bytes == max([0, *result.allocated_after_bytes.tolist()[:failed_at]])
+
+
+@settings(max_examples=50, deadline=None)
+@given(STEPS, OPTIONS)
+def test_the_replay_is_deterministic_and_knows_live_bytes(
+    steps: list[tuple[str, int]], options: AllocatorSettings
+) -> None:
+    events = as_events(steps)
+    result = replay(*events, 2**50, options)
+    assert result == replay(*events, 2**50, options)
+    _, ids, allocates = events
+    size_of = {int(tensor): int(size) for size, tensor, allocs in zip(*events, strict=True) if allocs}
+    signed = [
+        size_of[int(t)] if allocs else -size_of[int(t)] for t, allocs in zip(ids, allocates, strict=True)
+    ]
+    assert result.requested_peak_bytes == max([0, *np.cumsum(signed).tolist()])
+    assert result.requested_peak_bytes <= result.allocated_peak_bytes <= result.reserved_peak_bytes

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulator.memory_plot import MEMORY_COLUMNS, _envelope
+from simulator.result import SimulationResult
+from simulator.timeline import NUM_COLUMNS, _Boxes, _thin
+from tests.simulator.results import pipeline_result
+
+
+@pytest.fixture(scope="module")
+def result() -> SimulationResult:
+    return pipeline_result()
+
+
+def assert_png(path: Path, min_width: int = 1000) -> None:
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert int.from_bytes(data[16:20], "big") >= min_width
+
+
+def test_timeline_is_a_png_and_deterministic(result: SimulationResult, tmp_path: Path) -> None:
+    for name in ("one.png", "two.png"):
+        result.plot_timeline(tmp_path / name, title="a plan")
+    assert_png(tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+
+
+def test_timeline_of_a_window_and_of_too_many_boxes(result: SimulationResult, tmp_path: Path) -> None:
+    result.plot_timeline(tmp_path / "window.png", window=(0.2, 0.4))
+    result.plot_timeline(tmp_path / "merged.png", max_boxes=50)
+    assert_png(tmp_path / "window.png")
+    assert_png(tmp_path / "merged.png")
+
+
+def test_an_empty_window_is_refused(result: SimulationResult, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="window must end after it starts"):
+        result.plot_timeline(tmp_path / "x.png", window=(0.4, 0.2))
+
+
+def test_thinned_boxes_keep_the_time_of_each_style_to_a_column() -> None:
+    start = np.arange(10_000) * 1e-3
+    boxes = _Boxes(start, start + np.where(start < 5, 0.9e-3, 0.2e-3), np.arange(10_000) // 2500)
+    thin = _thin(boxes, (0.0, 10.0), 100)
+    assert len(thin) <= NUM_COLUMNS
+    assert (thin.start[1:] >= thin.end[:-1] - 1e-12).all()
+    assert thin.end[-1] == pytest.approx(5.0, abs=0.01)  # what fills a fifth of its columns is not drawn
+    assert thin.end[thin.style == 0][-1] == pytest.approx(2.5, abs=0.01)
+
+
+def test_memory_plot_with_few_and_many_steps_and_devices(tmp_path: Path) -> None:
+    small = pipeline_result(fits=False)
+    small.plot_memory(tmp_path / "small.png", title="a plan")
+    large = pipeline_result(num_stages=12, num_microbatches=2)
+    times = np.linspace(0.0, large.iteration_time_s, 5 * MEMORY_COLUMNS)
+    memory = tuple(replace(m, times_s=times, live_bytes=1e9 + np.sin(times) * 1e8) for m in large.memory)
+    replace(large, memory=memory).plot_memory(tmp_path / "large.png")
+    replace(large, memory=()).plot_memory(tmp_path / "none.png")
+    for name in ("small.png", "large.png", "none.png"):
+        assert_png(tmp_path / name)
+
+
+def test_the_envelope_keeps_the_peak() -> None:
+    live = np.zeros(10_000)
+    live[4321] = 7.0
+    times, low, high = _envelope(np.linspace(0.0, 1.0, 10_000), live, 1.0)
+    assert len(times) == len(low) == len(high) <= MEMORY_COLUMNS + 1
+    assert high.max() == 7.0 and low.max() == 0.0
+
+
+def test_results_load_neither_matplotlib_nor_pandas_before_they_need_them() -> None:
+    code = (
+        "import sys, simulator.result, simulator.timeline, simulator.memory_plot, simulator.difference, "
+        "simulator.trace; print({'matplotlib', 'pandas'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,129 @@
+"""Models by name, from YAML, and from Hugging Face config.json."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.workloads.graphs import MEGATRON
+from workloads import build_workload
+from workloads.local import check_workload
+
+CONFIGS: dict[str, tuple[dict[str, object], int]] = {
+    # config.json of published checkpoints (shape keys only) and their parameter counts; ours has the
+    # vocabulary rounded up to 128, hence "padded" below.
+    "gpt2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+              "vocab_size": 50257}, 124_439_808 + 47 * 768),
+    "pythia-1b": ({"model_type": "gpt_neox", "hidden_size": 2048, "num_hidden_layers": 16,
+                   "num_attention_heads": 8, "intermediate_size": 8192, "max_position_embeddings": 2048,
+                   "vocab_size": 50304, "tie_word_embeddings": False}, 1_011_781_632),
+    "mistral-7b": ({"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32,
+                    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+                    "max_position_embeddings": 32768, "vocab_size": 32000}, 7_241_732_096),
+    "qwen2-0.5b": ({"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
+                    "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+                    "max_position_embeddings": 32768, "vocab_size": 151936, "tie_word_embeddings": True},
+                   494_032_768),
+    "tinyllama": ({"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 22,
+                   "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 5632,
+                   "max_position_embeddings": 2048, "vocab_size": 32000}, 1_100_048_384),
+    "bert-base": ({"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 768,
+                   "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+                   "vocab_size": 30522}, 109_514_298 + 70 * 769),
+    "roberta-base": ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"],
+                      "max_position_embeddings": 514, "type_vocab_size": 1, "vocab_size": 50265},
+                     124_697_433 + 39 * 769),
+    "vit-base": ({"model_type": "vit", "hidden_size": 768}, 86_567_656),
+    "t5-small": ({"model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6,
+                  "num_heads": 8, "vocab_size": 32128}, 60_506_624),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_config_json_gives_the_published_parameter_count(name: str, tmp_path: Path) -> None:
+    config, published = CONFIGS[name]
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": "float32", **config}))
+    workload = build_workload(str(folder))
+    check_workload(workload, MEGATRON)
+    assert workload.num_parameters == published
+    assert workload.name == name
+    assert build_workload(str(folder / "config.json")) is workload
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt3"}, "model_type: 'gpt3' is not supported, did you mean 'gpt2'"),
+        ({"model_type": "llama", "hidden_size": 64}, "num_hidden_layers: is required of a llama model"),
+        ({"model_type": "gpt2", "n_layer": -1}, "layers: must be greater than or equal to 1"),
+        ({"model_type": "gpt2", "n_head": 7}, "heads must divide hidden=768, got heads=7"),
+        ({"model_type": 3}, "model_type: is required"),
+    ],
+)
+def test_a_bad_config_json_says_what_is_wrong(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        build_workload(str(path))
+
+
+YAML = """\
+family: gpt
+layers: 2
+hidden: 64
+heads: 4
+seq_len: 32
+vocab: 100
+"""
+
+
+def test_a_model_file_needs_six_lines(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(YAML)
+    workload = build_workload(str(path))
+    assert workload.name == "mine" and len(workload) == 1 + 26 + 2
+    assert workload.num_parameters == 2 * (12 * 64**2 + 13 * 64) + (128 + 32 + 2) * 64
+    assert len(build_workload(str(path), overrides={"layers": 3})) == 1 + 39 + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (YAML + "head: 3\n", "head: unknown key, did you mean 'heads'"),
+        (YAML.replace("family: gpt", "family: gtp"), "unknown family 'gtp', did you mean 'gpt'"),
+        (YAML.replace("family: gpt\n", ""), "family must be one of gpt, llama, bert, t5, vit"),
+        (YAML.replace("hidden: 64", "hidden: 62"), "heads must divide hidden=62, got heads=4"),
+        (YAML.replace("layers: 2", "layers: 1e12"), "layers: must be less than or equal to 16384"),
+        (YAML + "layers: 3\n", "duplicate key 'layers'"),
+    ],
+)
+def test_a_bad_model_file_says_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        build_workload(str(path))
+
+
+def test_an_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown model 'gpt3-1.4b': did you mean 'gpt3-1.3b'"):
+        build_workload("gpt3-1.4b")
+    with pytest.raises(ValueError, match="no such file"):
+        build_workload("absent.yaml")
+
+
+def test_overrides_and_attention_are_checked() -> None:
+    with pytest.raises(ValueError, match="layer: unknown key, did you mean 'layers'"):
+        build_workload("gpt3-1.3b", overrides={"layer": 3})
+    with pytest.raises(ValueError, match="attention must be one of plain, flash, got 'fast'"):
+        build_workload("gpt3-1.3b", attention="fast")
+    with pytest.raises(ValueError, match="relative position bias"):
+        build_workload("t5-large-32", attention="flash")
+
+
+def test_a_workload_is_built_once() -> None:
+    assert build_workload("gpt3-1.3b") is build_workload("gpt3-1.3b")
+    assert build_workload("gpt3-1.3b").fingerprint != build_workload("alpa-gpt-1.3b").fingerprint

@@ -1,0 +1,100 @@
+"""Saved activation bytes against the published formulas, to the byte."""
+
+import pytest
+
+from tests.workloads.graphs import EAGER_FP32, MEGATRON, layer_saved
+from workloads import build_workload
+from workloads.kinds.base import Implementation
+
+MIB = 2**20
+
+
+def norm_statistics_bytes(*, norms: int, tokens: int, per_token: int = 2) -> int:
+    """fp32 mean and deviation per token and norm, which the formulas neglect."""
+    return norms * per_token * 4 * tokens
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("model", ["bert-large", "bert-huge-32"])
+def test_bert_layer_keeps_what_galvatron_measured(model: str, ways: int) -> None:
+    """4 s h (4.5 + 12/t) + 13 a s^2 / t bytes in fp32: reference/galvatron.md, section 4."""
+    h, a, s = {"bert-large": (1024, 16, 512), "bert-huge-32": (1280, 16, 512)}[model]
+    features, statistics = layer_saved(build_workload(model), 2, EAGER_FP32, ways=ways)
+    assert features == 4 * s * h * 4.5 + 4 * s * h * 12 / ways + 13 * a * s * s / ways
+    assert statistics == norm_statistics_bytes(norms=2, tokens=s)
+
+
+def test_bert_layer_agrees_with_the_measured_megabytes() -> None:
+    measured_mib = {1: 94.07, 2: 52.475, 4: 31.754, 8: 21.612, 16: 16.451}
+    for ways, measured in measured_mib.items():
+        features, statistics = layer_saved(build_workload("bert-huge-32"), 2, EAGER_FP32, ways=ways)
+        assert (features + statistics) / MIB == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", ["vit-large", "vit-huge-48"])
+def test_vit_layer_keeps_what_galvatron_measured(model: str, ways: int) -> None:
+    """4 s h (4 + 12/t) + 8 a s^2 / t bytes in fp32, no dropout; Table I's slope exactly."""
+    h, a, s = {"vit-large": (1024, 16, 197), "vit-huge-48": (1280, 16, 197)}[model]
+    features, statistics = layer_saved(build_workload(model), 2, EAGER_FP32, ways=ways)
+    assert features == 4 * s * h * 4 + 4 * s * h * 12 / ways + 8 * a * s * s / ways
+    assert statistics == norm_statistics_bytes(norms=2, tokens=s)
+
+
+def test_vit_layer_agrees_with_the_slope_of_galvatrons_table() -> None:
+    features, statistics = layer_saved(build_workload("vit-huge-32"), 2, EAGER_FP32)
+    assert (features + statistics) / MIB == pytest.approx((968.59 - 646.5) / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize(("layer", "measured_mib"), [(2, 91.003), (20, 157.755)])
+def test_t5_layers_agree_with_the_measured_megabytes(layer: int, measured_mib: float) -> None:
+    """Encoder: 4 s h (6.5 + 13/t) + 13 a s^2 / t; the decoder has the cross attention besides.
+
+    What no other layer of that sort keeps: the encoder's output is shared by all decoder layers.
+    """
+    workload = build_workload("t5-large-32")
+    features, statistics = layer_saved(workload, layer, EAGER_FP32)
+    if layer == 20:
+        features -= 4 * 512 * 1024
+    assert (features + statistics) / MIB == pytest.approx(measured_mib, rel=0.005)
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_gpt_layer_keeps_what_korthikanti_says(ways: int, samples: int) -> None:
+    """s b h (10 + 24/t + 5 a s / (h t)) in fp16 with fused kernels: Korthikanti et al. 2022, Equation 2."""
+    s, h, a = 2048, 2048, 32
+    features, statistics = layer_saved(build_workload("gpt3-1.3b"), 3, MEGATRON, samples=samples, ways=ways)
+    assert features == s * samples * h * (10 + 24 / ways) + 5 * a * s * s * samples / ways
+    assert statistics == norm_statistics_bytes(norms=2, tokens=s * samples)
+    if ways == 1:
+        assert features == s * samples * h * (34 + 5 * a * s / h)
+
+
+@pytest.mark.parametrize("ways", [2, 8])
+def test_sequence_parallelism_divides_all_but_the_inputs_of_column_splits(ways: int) -> None:
+    """Korthikanti's Equation 4 is s b h (34 + 5 a s / h) / t: Megatron gathers them again in backward.
+
+    Here the column splits keep the gathered ones: two tensors of 2 s b h that are not divided.
+    """
+    s, h, a = 2048, 2048, 32
+    features, _ = layer_saved(build_workload("gpt3-1.3b"), 3, MEGATRON, ways=ways, split="sequence_split")
+    divided = s * h * (34 + 5 * a * s / h) / ways
+    assert features == divided + 2 * 2 * s * h * (1 - 1 / ways)
+
+
+def test_flash_attention_keeps_no_scores() -> None:
+    """Without the 5 a s^2: qkv, output and one fp32 number per head and query remain."""
+    s, h, a = 2048, 2048, 32
+    features, _ = layer_saved(build_workload("gpt3-1.3b", attention="flash"), 3, MEGATRON)
+    assert features == 34 * s * h + 4 * a * s
+
+
+def test_unfused_softmax_keeps_one_more_fp32_score_tensor() -> None:
+    """Aceso's profile: GPT 13B at tensor parallel 4 falls back and holds 160 MiB a layer more."""
+    workload = build_workload("gpt3-13b")
+    fused, _ = layer_saved(workload, 1, MEGATRON, ways=4)
+    picky, _ = layer_saved(workload, 1, Implementation(dtype="fp16", fused_softmax_multiple=4), ways=4)
+    assert picky - fused == 160 * MIB
+    wide, _ = layer_saved(workload, 1, Implementation(dtype="fp16", fused_softmax_multiple=4), ways=2)
+    assert wide == layer_saved(workload, 1, MEGATRON, ways=2)[0]

@@ -1,0 +1,181 @@
+"""Every split of every kind: work is shared, parameters are cut, placements fit shapes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workloads.kinds import all_kinds, kind_named
+from workloads.kinds.base import PHASES, Attributes, Implementation, Shape
+from workloads.local import localize, matmul_flop, saved_tensors, splits_of, workspace_bytes
+from workloads.placements import PARTIAL, REPLICATE, Replicate, Shard
+
+HALF = Implementation(dtype="fp16")
+
+
+def example(
+    kind: str, *, samples: int, tokens: int, heads: int, width: int
+) -> tuple[Attributes, list[Shape]]:
+    """Return attributes and global input shapes of a kind; all sizes are divisible by 4."""
+    hidden, dim = heads * width, width
+    packed = 3 * heads * dim
+    attention = {"heads": heads, "head_dim": dim, "causal": True}
+    features: Shape = (samples, tokens, hidden)
+    scores: Shape = (samples, heads, tokens, tokens)
+    ids: Shape = (samples, tokens)
+    found: dict[str, tuple[Attributes, list[Shape]]] = {
+        "linear": ({"in": hidden, "out": 4 * hidden, "bias": True}, [features]),
+        "cross_projection": (
+            {"in": hidden, "query_out": hidden, "key_value_out": 2 * hidden, "groups": heads},
+            [features, (samples, 2 * tokens, hidden)],
+        ),
+        "pooler": ({"hidden": hidden}, [features]),
+        "layer_norm": ({"hidden": hidden}, [features]),
+        "rms_norm": ({"hidden": hidden}, [features]),
+        "gelu": ({}, [features]),
+        "relu": ({}, [features]),
+        "swiglu": ({}, [(samples, tokens, 2 * hidden)]),
+        "dropout": ({"probability": 0.1}, [features]),
+        "add": ({}, [features, features]),
+        "dropout_add": ({"probability": 0.1}, [features, features]),
+        "attention_score": (attention, [(samples, tokens, packed)] * 2),
+        "softmax": ({"heads": heads, "position_buckets": 32}, [scores]),
+        "attention_context": (attention, [scores, (samples, tokens, packed)]),
+        "flash_attention": (attention, [(samples, tokens, packed)] * 2),
+        "rotary": (attention, [(samples, tokens, packed)]),
+        "embedding": (
+            {"vocab": 64, "hidden": hidden, "positions": tokens, "segments": 4, "dropout": 0.1},
+            [ids],
+        ),
+        "patch_embedding": (
+            {"patch": 4, "image": 16, "channels": 3, "hidden": hidden, "class_token": True},
+            [(samples, 3, 16, 16)],
+        ),
+        "lm_loss": ({"vocab": 64, "hidden": hidden, "bias": True}, [features, ids]),
+        "classifier_loss": ({"hidden": hidden, "classes": 10}, [features, (samples,)]),
+        "loss_sum": ({}, [(samples,), (samples,)]),
+        "opaque": (
+            {
+                "forward_s": 1e-3,
+                "backward_s": 2e-3,
+                "output_bytes": 12,
+                "saved_bytes": 5,
+                "num_parameters": 7,
+            },
+            [(samples, 9)],
+        ),
+    }
+    return found[kind]
+
+
+def test_every_kind_has_an_example() -> None:
+    for kind in all_kinds():
+        example(kind, samples=4, tokens=8, heads=4, width=4)
+
+
+sizes = st.sampled_from([4, 8, 12])
+
+
+@settings(max_examples=15, deadline=None)
+@given(samples=sizes, tokens=sizes, heads=sizes, width=sizes, ways=st.sampled_from([2, 4]))
+@pytest.mark.parametrize("name", sorted(all_kinds()))
+def test_splits_share_the_work_and_cut_what_they_say(
+    name: str, samples: int, tokens: int, heads: int, width: int, ways: int
+) -> None:
+    kind = kind_named(name)
+    attributes, shapes = example(name, samples=samples, tokens=tokens, heads=heads, width=width)
+    whole = localize(kind, attributes, shapes, [], HALF)
+    for split, entry in splits_of(kind, attributes).items():
+        local = localize(kind, attributes, shapes, [(split, ways)], HALF)
+        share = ways if entry.shares_work else 1
+        for phase in PHASES:
+            one = matmul_flop(kind.kernels(phase, local))
+            assert one * share == pytest.approx(matmul_flop(kind.kernels(phase, whole))), (split, phase)
+            assert workspace_bytes(kind, phase, local) <= workspace_bytes(kind, phase, whole)
+            stated = kind.stated_time_s(phase, whole)
+            if stated is not None:
+                assert kind.stated_time_s(phase, local) == pytest.approx(stated / share)
+        for cut, full, placement in zip(local.parameters, whole.parameters, entry.parameters, strict=True):
+            assert _size(cut) * (ways if isinstance(placement, Shard) else 1) == _size(full)
+        for saved, uncut in zip(saved_tensors(kind, local), saved_tensors(kind, whole), strict=True):
+            assert saved.ref == uncut.ref
+            assert saved.size_bytes in (uncut.size_bytes, uncut.size_bytes // ways), (split, saved.ref)
+
+
+def _size(shape: Shape) -> int:
+    product = 1
+    for extent in shape:
+        product *= extent
+    return product
+
+
+@pytest.mark.parametrize("name", sorted(all_kinds()))
+def test_gradients_are_partial_exactly_where_ranks_share_the_work(name: str) -> None:
+    kind = kind_named(name)
+    attributes, shapes = example(name, samples=4, tokens=8, heads=4, width=4)
+    for split, entry in splits_of(kind, attributes).items():
+        for index in range(len(shapes)):
+            gradient = entry.input_gradient(index)
+            if isinstance(entry.inputs[index], Shard):
+                assert gradient == entry.inputs[index]
+            else:
+                assert gradient == (REPLICATE if split == "replicate" else PARTIAL)
+        assert not any(isinstance(placement, Replicate) for placement in entry.inputs) or split not in (
+            "batch",
+            "sequence",
+            "head",
+        )
+
+
+def test_a_bias_of_a_row_split_needs_no_reduction() -> None:
+    """It is added after the all-reduce, so every rank has its whole gradient; not so a norm's gain."""
+    row = splits_of(kind_named("linear"), {"in": 8, "out": 8, "bias": True})["row"]
+    assert row.parameter_gradient(1) == REPLICATE
+    sequence = splits_of(kind_named("layer_norm"), {"hidden": 8})["sequence"]
+    assert sequence.parameter_gradient(0) == PARTIAL
+    vocab = splits_of(kind_named("embedding"), {"vocab": 8, "hidden": 8, "positions": 4})["vocab"]
+    assert [vocab.parameter_gradient(index) for index in range(2)] == [Shard(0), REPLICATE]
+
+
+def test_two_axes_cut_twice() -> None:
+    """Alpa's two-axis splits: column and row of one matrix."""
+    attributes: Attributes = {"in": 64, "out": 96, "bias": True}
+    local = localize(
+        kind_named("linear"), attributes, [(8, 16, 64)], [("batch", 2), ("column", 4), ("row", 2)], HALF
+    )
+    assert local.inputs == ((4, 16, 32),)
+    assert local.outputs == ((4, 16, 24),)
+    assert local.parameters == ((24, 32), (24,))
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ([("column", 3)], r"operator 'layer1.attention_qkv': a column split must divide 8, got 3; try 2"),
+        ([("column", 2), ("column", 8)], r"a column split must divide 8, got 16; try 8"),
+        ([("head", 2)], r"cannot be split by 'head'; use one of batch, replicate, column, row, sequence"),
+        ([("batch", 3)], r"samples must be divisible by 3, got 4; try 2"),
+        ([("sequence", 5)], r"dimension 1 must be divisible by 5, got 16; try 4"),
+        ([("column", 0)], r"an axis must have size >= 1, got column 0"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_named(axes: list[tuple[str, int]], message: str) -> None:
+    attributes: Attributes = {"in": 64, "out": 192, "groups": 8}
+    with pytest.raises(ValueError, match=message):
+        localize(kind_named("linear"), attributes, [(4, 16, 64)], axes, HALF, operator="layer1.attention_qkv")
+
+
+def test_an_axis_of_size_one_changes_nothing() -> None:
+    attributes: Attributes = {"in": 64, "out": 192}
+    kind = kind_named("linear")
+    assert localize(kind, attributes, [(4, 16, 64)], [("row", 1)], HALF) == localize(
+        kind, attributes, [(4, 16, 64)], [], HALF
+    )
+
+
+def test_loss_of_a_vocabulary_split_has_three_small_all_reduces() -> None:
+    kind = kind_named("lm_loss")
+    local = localize(kind, {"vocab": 64, "hidden": 16}, [(2, 8, 16), (2, 8)], [("vocab", 4)], HALF)
+    found = kind.internal_collectives("forward", "vocab", local)
+    assert [(c.collective, c.shape, c.dtype) for c in found] == [("all_reduce", (2, 8), "fp32")] * 3
+    assert kind.internal_collectives("forward", "batch", local) == ()
+    assert kind.internal_collectives("backward_input", "vocab", local) == ()

@@ -1,0 +1,1 @@
+"""Runs plans for real and compares prediction with measurement. Only this package imports torch."""

@@ -1,0 +1,215 @@
+"""Models given as a Hugging Face ``config.json``; the ``transformers`` package is not needed.
+
+Read: gpt2, gpt_neox, llama, mistral, qwen2, bert, roberta, vit and t5. Keys that do not change shapes are
+ignored, absent keys take the defaults of ``transformers``. The sequence length is the longest the model has
+positions for: override ``seq_len`` to train on shorter ones. Attention is counted in full where a model has
+a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from datafiles.errors import DataFileError
+from datafiles.names import nearest
+from datafiles.schema import validated
+from workloads.models.families import FAMILIES
+from workloads.models.fields import ModelSpec
+
+_ABSENT = object()
+
+
+class _Config:
+    """A config.json with typed, defaulted access and messages that name the key."""
+
+    def __init__(self, mapping: Mapping[str, Any], source: str) -> None:
+        self._mapping = mapping
+        self._source = source
+
+    def get(self, key: str, default: Any = _ABSENT) -> Any:
+        """Return the value of ``key``; an absent or null one is the default."""
+        value = self._mapping.get(key)
+        if value is not None:
+            return value
+        if default is _ABSENT:
+            raise DataFileError(self._source, f"{key}: is required of a {self.model_type} model, but missing")
+        return default
+
+    def dropout(self, key: str, default: float) -> Any:
+        """Return a probability; ``0`` and ``0.0`` mean the same."""
+        value = self.get(key, default)
+        return float(value) if type(value) is int else value
+
+    @property
+    def model_type(self) -> Any:
+        """The kind of model it describes."""
+        return self._mapping.get("model_type")
+
+    def refuse(self, key: str, value: object, why: str) -> None:
+        """Raise if ``key`` has ``value``."""
+        if self._mapping.get(key) == value:
+            raise DataFileError(self._source, f"{key}: {why}, got {value!r}")
+
+    @property
+    def architectures(self) -> str:
+        """Names of the model classes, joined."""
+        found = self._mapping.get("architectures")
+        return " ".join(map(str, found)) if isinstance(found, list) else ""
+
+
+def _gpt2(config: _Config) -> dict[str, Any]:
+    return {
+        "family": "gpt",
+        "layers": config.get("n_layer", 12),
+        "hidden": config.get("n_embd", 768),
+        "heads": config.get("n_head", 12),
+        "seq_len": config.get("n_positions", 1024),
+        "vocab": config.get("vocab_size", 50257),
+        "ffn": config.get("n_inner", None),
+        "dropout": config.dropout("resid_pdrop", 0.1),
+        "attention_dropout": config.dropout("attn_pdrop", 0.1),
+        "tied_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+def _gpt_neox(config: _Config) -> dict[str, Any]:
+    return {
+        "family": "gpt",
+        "layers": config.get("num_hidden_layers", 44),
+        "hidden": config.get("hidden_size", 6144),
+        "heads": config.get("num_attention_heads", 64),
+        "seq_len": config.get("max_position_embeddings", 2048),
+        "vocab": config.get("vocab_size", 50432),
+        "ffn": config.get("intermediate_size", 24576),
+        "positions": "rotary",
+        "parallel_residual": config.get("use_parallel_residual", True),
+        "dropout": config.dropout("hidden_dropout", 0.0),
+        "attention_dropout": config.dropout("attention_dropout", 0.0),
+        "tied_embeddings": config.get("tie_word_embeddings", False),
+    }
+
+
+def _llama(config: _Config) -> dict[str, Any]:
+    config.refuse("mlp_bias", True, "biases in the MLP are not supported")
+    return {
+        "family": "llama",
+        "layers": config.get("num_hidden_layers"),
+        "hidden": config.get("hidden_size"),
+        "heads": config.get("num_attention_heads"),
+        "kv_heads": config.get("num_key_value_heads", None),
+        "head_dim": config.get("head_dim", None),
+        "ffn": config.get("intermediate_size"),
+        "seq_len": config.get("max_position_embeddings"),
+        "vocab": config.get("vocab_size"),
+        "qkv_bias": config.get("attention_bias", config.model_type == "qwen2"),
+        "tied_embeddings": config.get("tie_word_embeddings", False),
+        "attention_dropout": config.dropout("attention_dropout", 0.0),
+    }
+
+
+def _bert(config: _Config) -> dict[str, Any]:
+    roberta = config.model_type == "roberta"
+    positions = config.get("max_position_embeddings", 514 if roberta else 512)
+    # RoBERTa's positions begin after the padding index: two rows are never used.
+    length = positions - 2 if roberta and isinstance(positions, int) else positions
+    return {
+        "family": "bert",
+        "layers": config.get("num_hidden_layers", 12),
+        "hidden": config.get("hidden_size", 768),
+        "heads": config.get("num_attention_heads", 12),
+        "ffn": config.get("intermediate_size", 3072),
+        "seq_len": length,
+        "num_positions": positions,
+        "vocab": config.get("vocab_size", 50265 if roberta else 30522),
+        "segments": config.get("type_vocab_size", 2),
+        "next_sentence": "ForPreTraining" in config.architectures,
+        "dropout": config.dropout("hidden_dropout_prob", 0.1),
+        "attention_dropout": config.dropout("attention_probs_dropout_prob", 0.1),
+    }
+
+
+def _vit(config: _Config) -> dict[str, Any]:
+    labels = config.get("id2label", None)
+    return {
+        "family": "vit",
+        "layers": config.get("num_hidden_layers", 12),
+        "hidden": config.get("hidden_size", 768),
+        "heads": config.get("num_attention_heads", 12),
+        "ffn": config.get("intermediate_size", 3072),
+        "image": config.get("image_size", 224),
+        "patch": config.get("patch_size", 16),
+        "channels": config.get("num_channels", 3),
+        "classes": config.get("num_labels", len(labels) if isinstance(labels, Mapping) and labels else 1000),
+        "dropout": config.dropout("hidden_dropout_prob", 0.0),
+        "attention_dropout": config.dropout("attention_probs_dropout_prob", 0.0),
+    }
+
+
+def _t5(config: _Config) -> dict[str, Any]:
+    projection = str(config.get("feed_forward_proj", "relu"))
+    length = config.get("n_positions", 512)
+    return {
+        "family": "t5",
+        "layers": config.get("num_layers", 6),
+        "decoder_layers": config.get("num_decoder_layers", None),
+        "hidden": config.get("d_model", 512),
+        "heads": config.get("num_heads", 8),
+        "head_dim": config.get("d_kv", 64),
+        "ffn": config.get("d_ff", 2048),
+        "seq_len": length,
+        "decoder_seq_len": length,
+        "vocab": config.get("vocab_size", 32128),
+        "activation": "swiglu" if projection.startswith("gated-") else projection,
+        "position_buckets": config.get("relative_attention_num_buckets", 32),
+        "tied_embeddings": config.get("tie_word_embeddings", True),
+        "dropout": config.dropout("dropout_rate", 0.1),
+        "attention_dropout": config.dropout("dropout_rate", 0.1),
+    }
+
+
+_READERS: Mapping[str, Callable[[_Config], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "bert": _bert,
+    "roberta": _bert,
+    "vit": _vit,
+    "t5": _t5,
+}
+
+
+def spec_from_config(mapping: Mapping[str, Any], source: str) -> ModelSpec:
+    """Return the specification of the model that a ``config.json`` describes.
+
+    Args:
+        mapping: The file's content.
+        source: Its path, for messages; its folder (or stem) is the model's name if the file gives none.
+
+    Raises:
+        DataFileError: If the model type is not one of those above, or a value is missing or out of range.
+
+    >>> spec_from_config({"model_type": "gpt2", "_name_or_path": "gpt2"}, "config.json").layers
+    12
+    """
+    config = _Config(mapping, source)
+    model_type = config.model_type
+    if not isinstance(model_type, str):
+        raise DataFileError(source, "model_type: is required of a Hugging Face config.json, but missing")
+    if model_type not in _READERS:
+        raise DataFileError(
+            source, f"model_type: {model_type!r} is not supported, {nearest(model_type, _READERS)}"
+        )
+    fields = _READERS[model_type](config)
+    fields["name"] = str(config.get("_name_or_path", None) or _name_from(source))[:200]
+    spec = FAMILIES[fields["family"]].spec
+    return validated(spec, {key: value for key, value in fields.items() if value is not None}, source)
+
+
+def _name_from(source: str) -> str:
+    path = Path(source)
+    named_after = path.parent.name if path.name == "config.json" else path.name.split(".")[0]
+    return named_after or "model"

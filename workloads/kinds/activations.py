@@ -1,0 +1,201 @@
+"""Elementwise operators: activation functions, dropout, residual additions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from workloads.kernels import Kernel, MemoryBound
+from workloads.kinds.attributes import flag, integer, real, size_bytes
+from workloads.kinds.base import (
+    BACKWARD_INPUT,
+    FORWARD,
+    Attributes,
+    Kind,
+    Local,
+    Saved,
+    Shape,
+    Split,
+    SplitTable,
+)
+from workloads.kinds.registry import register
+from workloads.placements import Shard
+
+
+class _Elementwise(Kind):
+    """One input, one output of the same shape ``(B, S, F)``, no parameters.
+
+    Attributes of the operator: ``groups`` (optional), what a column split must divide.
+    """
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        return (inputs[0],)
+
+    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        own = {
+            "column": Split((Shard(2),) * self.num_inputs, (Shard(2),)),
+            "sequence": Split((Shard(1),) * self.num_inputs, (Shard(1),)),
+        }
+        return SplitTable(self.num_inputs, 1, 0, own).build()
+
+    def split_limit(self, attributes: Attributes, split: str) -> int | None:
+        return integer(attributes, "groups") if split == "column" and "groups" in attributes else None
+
+
+@register
+class Gelu(_Elementwise):
+    """GELU; keeps its input. One kernel in torch as in Megatron's bias fusion."""
+
+    name = "gelu"
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        return (Saved("input:0"),)
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        size = size_bytes(local, local.inputs)
+        if phase == FORWARD:
+            return [MemoryBound(size, size)]
+        return [MemoryBound(2 * size, size)] if phase == BACKWARD_INPUT else []
+
+
+@register
+class Relu(_Elementwise):
+    """ReLU; keeps its output, which the next matmul keeps as well."""
+
+    name = "relu"
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        return (Saved("output:0"),)
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        size = size_bytes(local, local.inputs)
+        if phase == FORWARD:
+            return [MemoryBound(size, size)]
+        return [MemoryBound(2 * size, size)] if phase == BACKWARD_INPUT else []
+
+
+@register
+class SwiGLU(_Elementwise):
+    """``silu(gate) * up`` of a packed ``(B, S, 2F)``; output ``(B, S, F)``.
+
+    Gate and up are interleaved by rank, so that a column split needs no communication. Unfused, the silu's
+    result is kept as well.
+    """
+
+    name = "swiglu"
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        if inputs[0][-1] % 2:
+            raise ValueError(f"swiglu needs an even number of features (gate and up), got {inputs[0]}")
+        return ((*inputs[0][:-1], inputs[0][-1] // 2),)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        if local.implementation.fused_bias_activation:
+            return (Saved("input:0"),)
+        return Saved("input:0"), Saved("silu", local.outputs[0])
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        half = size_bytes(local, local.outputs)
+        fused = local.implementation.fused_bias_activation
+        if phase == FORWARD:
+            if fused:
+                return [MemoryBound(2 * half, half)]
+            return [MemoryBound(half, half), MemoryBound(2 * half, half)]
+        if phase == BACKWARD_INPUT:
+            if fused:
+                return [MemoryBound(3 * half, 2 * half)]
+            return [
+                MemoryBound(2 * half, half),
+                MemoryBound(2 * half, half),
+                MemoryBound(2 * half, half),
+                MemoryBound(2 * half, 2 * half),
+            ]
+        return []
+
+
+@register
+class Dropout(_Elementwise):
+    """Dropout; keeps a one-byte mask.
+
+    Attributes of the operator: ``probability``; ``scores``, true for attention probabilities ``(B, A, Sq,
+    Sk)``, which split by ``head`` and nothing else; ``heads`` with it.
+    """
+
+    name = "dropout"
+    has_dropout_state = True
+
+    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        if flag(attributes, "scores"):
+            return SplitTable(1, 1, 0, {"head": Split((Shard(1),), (Shard(1),))}).build()
+        return super().splits(attributes)
+
+    def split_limit(self, attributes: Attributes, split: str) -> int | None:
+        if split == "head":
+            return integer(attributes, "heads")
+        return super().split_limit(attributes, split)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        if real(local.attributes, "probability") == 0:
+            return ()
+        return (Saved("mask", local.outputs[0], "mask"),)
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        if real(local.attributes, "probability") == 0:
+            return []
+        size, mask = size_bytes(local, local.inputs), float(prod(local.inputs[0]))
+        if phase == FORWARD:
+            return [MemoryBound(size, size + mask, "random")]
+        return [MemoryBound(size + mask, size)] if phase == BACKWARD_INPUT else []
+
+
+@register
+class Add(_Elementwise):
+    """The sum of two tensors of equal shape; keeps nothing."""
+
+    name = "add"
+    num_inputs = 2
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        if inputs[0] != inputs[1]:
+            raise ValueError(f"{self.name} needs two inputs of equal shape, got {inputs[0]} and {inputs[1]}")
+        return (inputs[0],)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        return ()
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        size = size_bytes(local, local.outputs)
+        # Backward hands the same gradient to both inputs.
+        return [MemoryBound(2 * size, size)] if phase == FORWARD else []
+
+
+@register
+class DropoutAdd(Add):
+    """Bias, dropout and the residual: ``residual + dropout(x)``; inputs ``(x, residual)``.
+
+    Backward also adds the two gradients that meet where the residual branches off, once per block.
+
+    Attributes of the operator: ``probability`` (0: no mask).
+    """
+
+    name = "dropout_add"
+    has_dropout_state = True
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        if real(local.attributes, "probability") == 0:
+            return ()
+        return (Saved("mask", local.outputs[0], "mask"),)
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        size, mask = size_bytes(local, local.outputs), float(prod(local.outputs[0]))
+        drops = real(local.attributes, "probability") > 0
+        add = MemoryBound(2 * size, size)
+        if phase == FORWARD:
+            if not drops:
+                return [add]
+            if local.implementation.fused_bias_activation:
+                return [MemoryBound(2 * size, size + mask, "random")]
+            return [MemoryBound(size, size + mask, "random"), add]
+        if phase == BACKWARD_INPUT:
+            return [MemoryBound(size + mask, size), add] if drops else [add]
+        return []

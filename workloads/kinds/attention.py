@@ -1,0 +1,267 @@
+"""Attention in separate operators, and fused.
+
+Queries, keys and values travel packed: self attention reads ``(B, S, (A + 2 G) D)`` with A query heads, G
+key-value heads and head dimension D, interleaved by head, so that a head split is a contiguous slice of the
+last dimension. Cross attention reads ``(B, Sq, A D)`` and ``(B, Sk, 2 G D)``.
+
+Attributes of the operators: ``heads`` (A), ``kv_heads`` (G, default A), ``head_dim`` (D), ``cross`` (default
+false), ``causal``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kinds.attributes import flag, integer, require_rank, size_bytes
+from workloads.kinds.base import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    DTYPE_BYTES,
+    FORWARD,
+    Attributes,
+    Kind,
+    Local,
+    Parameter,
+    Saved,
+    Shape,
+    Split,
+    SplitTable,
+)
+from workloads.kinds.registry import register
+from workloads.placements import Shard
+
+HEADS_IN_FEATURES = Shard(2)
+HEADS_IN_SCORES = Shard(1)
+
+
+def _key_value_heads(attributes: Attributes) -> int:
+    return integer(attributes, "kv_heads", integer(attributes, "heads"))
+
+
+def _source_features(attributes: Attributes) -> tuple[int, int]:
+    """Return the features of the query source and of the key-value source."""
+    dim = integer(attributes, "head_dim")
+    queries, pairs = integer(attributes, "heads") * dim, 2 * _key_value_heads(attributes) * dim
+    return (queries, pairs) if flag(attributes, "cross") else (queries + pairs, queries + pairs)
+
+
+def _check_sources(
+    kind: str, attributes: Attributes, shapes: Sequence[Shape], features: Sequence[int]
+) -> None:
+    for shape, wanted in zip(shapes, features, strict=True):
+        require_rank(kind, shape, 3, "(samples, tokens, packed features)")
+        if shape[2] != wanted:
+            raise ValueError(
+                f"{kind} with heads={attributes['heads']}, kv_heads={_key_value_heads(attributes)}, "
+                f"head_dim={attributes['head_dim']} needs {wanted} packed features, got {shape}"
+            )
+
+
+def _local_heads(local: Local) -> int:
+    """Query heads of this rank: the last dimension is cut by whole heads."""
+    features = _source_features(local.attributes)[0]
+    return integer(local.attributes, "heads") * local.inputs[0][2] // features
+
+
+class _ByHead(Kind):
+    """What attention operators share: the head split and its limit."""
+
+    input_placements: tuple[Shard, ...]
+    output_placement: Shard
+    num_parameters = 0
+
+    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        head = Split(self.input_placements, (self.output_placement,))
+        return SplitTable(self.num_inputs, 1, 0, {"head": head}).build()
+
+    def split_limit(self, attributes: Attributes, split: str) -> int | None:
+        return _key_value_heads(attributes) if split == "head" else None
+
+
+@register
+class AttentionScore(_ByHead):
+    """Queries times keys: inputs ``(query source, key source)``, output ``(B, A, Sq, Sk)``.
+
+    In self attention both sources are the same packed tensor, which is kept (once).
+    """
+
+    name = "attention_score"
+    num_inputs = 2
+    input_placements = (HEADS_IN_FEATURES, HEADS_IN_FEATURES)
+    output_placement = HEADS_IN_SCORES
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        _check_sources(self.name, attributes, inputs, _source_features(attributes))
+        return ((inputs[0][0], integer(attributes, "heads"), inputs[0][1], inputs[1][1]),)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        return Saved("input:0"), Saved("input:1")
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        samples, heads, queries, keys = local.outputs[0]
+        dim, batch = integer(local.attributes, "head_dim"), samples * heads
+        if phase == FORWARD:
+            return [Matmul(m=queries, n=keys, k=dim, batch=batch)]
+        if phase == BACKWARD_INPUT:
+            return [
+                Matmul(m=queries, n=dim, k=keys, batch=batch, role="data_gradient"),
+                Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
+            ]
+        return []
+
+
+@register
+class Softmax(_ByHead):
+    """Scale, mask and softmax of scores ``(B, A, Sq, Sk)``.
+
+    Fused: one kernel that keeps its output. Unfused: three kernels, and one more score tensor, in fp32, is
+    kept: BERT layers measured by Galvatron hold three fp32 score tensors and a mask byte with dropout
+    (13 a s^2 bytes), two without (8 a s^2); GPT 13B falls back to the unfused path at tensor parallel 4
+    in Aceso's profile and holds 160 MiB = 4 a s^2 / t more.
+
+    Attributes of the operator: ``heads``, ``position_buckets`` (optional: adds a learned relative position
+    bias per head and bucket, as in T5).
+    """
+
+    name = "softmax"
+    input_placements = (HEADS_IN_SCORES,)
+    output_placement = HEADS_IN_SCORES
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        require_rank(self.name, inputs[0], 4, "(samples, heads, queries, keys)")
+        return (inputs[0],)
+
+    def parameters(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Parameter, ...]:
+        buckets = integer(attributes, "position_buckets", 0)
+        return (Parameter("relative_bias", (buckets, integer(attributes, "heads"))),) if buckets else ()
+
+    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        biased = bool(integer(attributes, "position_buckets", 0))
+        head = Split(self.input_placements, (self.output_placement,), (Shard(1),) if biased else ())
+        return SplitTable(1, 1, int(biased), {"head": head}).build()
+
+    @staticmethod
+    def _is_fused(local: Local) -> bool:
+        samples, heads = local.outputs[0][:2]
+        choice = local.implementation
+        return choice.fused_softmax and samples * heads % choice.fused_softmax_multiple == 0
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        if self._is_fused(local):
+            return (Saved("output:0"),)
+        return Saved("output:0"), Saved("scores", local.outputs[0], "fp32")
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        size = size_bytes(local, local.inputs)
+        fused = self._is_fused(local)
+        bias = float(local.element_bytes * prod(local.inputs[0][1:])) if local.parameters else 0.0
+        if phase == FORWARD:
+            found: list[Kernel] = [MemoryBound(size, size, "reduction")]
+            if not fused:
+                found = [MemoryBound(size, size), MemoryBound(size, size), *found]
+            if bias:
+                found = [MemoryBound(bias, bias, "gather"), MemoryBound(size + bias, size), *found]
+            return found
+        if phase == BACKWARD_INPUT:
+            found = [MemoryBound(2 * size, size, "reduction")]
+            return found if fused else [*found, MemoryBound(size, size), MemoryBound(size, size)]
+        # The bias gradient: a sum over samples, then a scatter into the buckets.
+        return [MemoryBound(size, bias, "reduction"), MemoryBound(bias, bias, "gather")] if bias else []
+
+
+@register
+class AttentionContext(_ByHead):
+    """Probabilities times values: inputs ``(probabilities, value source)``, output ``(B, Sq, A D)``."""
+
+    name = "attention_context"
+    num_inputs = 2
+    input_placements = (HEADS_IN_SCORES, HEADS_IN_FEATURES)
+    output_placement = HEADS_IN_FEATURES
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        require_rank(self.name, inputs[0], 4, "(samples, heads, queries, keys)")
+        _check_sources(self.name, attributes, inputs[1:], _source_features(attributes)[1:])
+        samples, heads, queries, _ = inputs[0]
+        return ((samples, queries, heads * integer(attributes, "head_dim")),)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        return Saved("input:0"), Saved("input:1")
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        samples, heads, queries, keys = local.inputs[0]
+        dim, batch = integer(local.attributes, "head_dim"), samples * heads
+        if phase == FORWARD:
+            # The product is laid out by head; the projection wants it by token: one copy.
+            size = size_bytes(local, local.outputs)
+            return [Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size)]
+        if phase == BACKWARD_INPUT:
+            return [
+                Matmul(m=queries, n=keys, k=dim, batch=batch, role="data_gradient"),
+                Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
+            ]
+        return []
+
+
+@register
+class FlashAttentionOperator(_ByHead):
+    """Fused attention: inputs ``(query source, key-value source)``, output ``(B, Sq, A D)``.
+
+    Keeps the sources, the output, and one fp32 log-sum-exp per query and head.
+    """
+
+    name = "flash_attention"
+    num_inputs = 2
+    input_placements = (HEADS_IN_FEATURES, HEADS_IN_FEATURES)
+    output_placement = HEADS_IN_FEATURES
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        _check_sources(self.name, attributes, inputs, _source_features(attributes))
+        return ((inputs[0][0], inputs[0][1], integer(attributes, "heads") * integer(attributes, "head_dim")),)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        samples, queries = local.inputs[0][:2]
+        logsumexp = Saved("logsumexp", (samples, _local_heads(local), queries), "fp32")
+        return Saved("input:0"), Saved("input:1"), Saved("output:0"), logsumexp
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        if phase == BACKWARD_WEIGHT:
+            return []
+        causal = flag(local.attributes, "causal") and local.implementation.flash_causal_skip
+        fused = FlashAttention(
+            batch=local.inputs[0][0] * _local_heads(local),
+            query_length=local.inputs[0][1],
+            key_length=local.inputs[1][1],
+            head_dim=integer(local.attributes, "head_dim"),
+            causal=causal,
+            backward=phase == BACKWARD_INPUT,
+        )
+        if phase == FORWARD:
+            return [fused]
+        # First the row sums of gradient times output, in a kernel of their own.
+        size = size_bytes(local, local.outputs)
+        row_sums = float(DTYPE_BYTES["fp32"] * fused.batch * fused.query_length)
+        return [MemoryBound(2 * size, row_sums, "reduction"), fused]
+
+
+@register
+class Rotary(_ByHead):
+    """Rotary position embedding of the queries and keys in a packed tensor; keeps nothing but tables."""
+
+    name = "rotary"
+    input_placements = (HEADS_IN_FEATURES,)
+    output_placement = HEADS_IN_FEATURES
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        _check_sources(self.name, attributes, inputs, _source_features(attributes)[:1])
+        return (inputs[0],)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        return ()
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        if phase == BACKWARD_WEIGHT:
+            return []
+        size = size_bytes(local, local.inputs)
+        return [MemoryBound(size, size)]

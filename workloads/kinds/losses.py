@@ -1,0 +1,220 @@
+"""Output layers with their loss: one number per sample, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from workloads.kernels import Kernel, Matmul, MemoryBound
+from workloads.kinds.attributes import flag, integer, size_bytes
+from workloads.kinds.base import (
+    BACKWARD_INPUT,
+    DTYPE_BYTES,
+    FORWARD,
+    Attributes,
+    InternalCollective,
+    Kind,
+    Local,
+    Parameter,
+    Saved,
+    Shape,
+    Split,
+    SplitTable,
+)
+from workloads.kinds.registry import register
+from workloads.placements import PARTIAL, REPLICATE, Shard
+
+
+@register
+class LanguageModelLoss(Kind):
+    """Logits and cross entropy: inputs ``(x (B, S, H), labels (B, S))``, output ``(B,)``.
+
+    The default kernels are Megatron's vocab-parallel cross entropy (which it also runs on one GPU): cast,
+    maximum, subtraction in place, exponential in place, sum, division in place. It keeps one tensor the size
+    of the logits (the softmax) in ``Implementation.logits_dtype``; the logits themselves live during the
+    forward only. A vocabulary split all-reduces maximum, target logit and sum.
+
+    Attributes of the operator: ``vocab``, ``hidden``, ``bias``.
+    """
+
+    name = "lm_loss"
+    num_inputs = 2
+
+    def input_dtype(self, index: int) -> str:
+        return "activation" if index == 0 else "index"
+
+    def output_dtype(self, index: int) -> str:
+        return "fp32"
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        states, labels = inputs
+        if len(states) != 3 or states[:2] != tuple(labels) or states[2] != integer(attributes, "hidden"):
+            raise ValueError(
+                f"lm_loss needs states (samples, tokens, {attributes['hidden']}) and labels (samples, "
+                f"tokens), got {states} and {labels}"
+            )
+        return ((states[0],),)
+
+    def parameters(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Parameter, ...]:
+        vocab = integer(attributes, "vocab")
+        weight = Parameter("weight", (vocab, integer(attributes, "hidden")))
+        return (weight, Parameter("bias", (vocab,))) if flag(attributes, "bias") else (weight,)
+
+    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        count = 1 + flag(attributes, "bias")
+        own = {
+            "vocab": Split((REPLICATE, REPLICATE), (REPLICATE,), (Shard(0),) * count),
+            "sequence": Split((Shard(1), Shard(1)), (PARTIAL,), (REPLICATE,) * count),
+        }
+        return SplitTable(2, 1, count, own).build()
+
+    def split_limit(self, attributes: Attributes, split: str) -> int | None:
+        return integer(attributes, "vocab") if split == "vocab" else None
+
+    @staticmethod
+    def _logits(local: Local) -> Shape:
+        return (*local.inputs[0][:2], local.parameters[0][0])
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        logits = Saved("softmax", self._logits(local), local.implementation.logits_dtype)
+        return Saved("input:0"), Saved("input:1"), logits
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        samples, tokens, hidden = local.inputs[0]
+        rows, vocab = samples * tokens, local.parameters[0][0]
+        low = float(rows * vocab * local.element_bytes)
+        high = float(rows * vocab * local.implementation.logits_bytes)
+        row = float(rows * DTYPE_BYTES["fp32"])
+        casts = local.implementation.logits_dtype != local.implementation.dtype
+        if phase == FORWARD:
+            found: list[Kernel] = [Matmul(m=rows, n=vocab, k=hidden)]
+            if flag(local.attributes, "bias"):
+                found.append(MemoryBound(low, low))
+            if casts:
+                found.append(MemoryBound(low, high))
+            if local.implementation.fused_loss:
+                return [*found, MemoryBound(high, high, "reduction"), MemoryBound(row, row, "gather")]
+            return [
+                *found,
+                MemoryBound(high, row, "reduction"),
+                MemoryBound(high, high),
+                MemoryBound(row, row, "gather"),
+                MemoryBound(high, high),
+                MemoryBound(high, row, "reduction"),
+                MemoryBound(high, high),
+            ]
+        if phase == BACKWARD_INPUT:
+            # Softmax minus one-hot, times the incoming gradient, in place; cast back; product.
+            found = [MemoryBound(row, row, "gather"), MemoryBound(high, high)]
+            if casts:
+                found.append(MemoryBound(high, low))
+            return [*found, Matmul(m=rows, n=hidden, k=vocab, role="data_gradient")]
+        found = [Matmul(m=vocab, n=hidden, k=rows, role="weight_gradient")]
+        if flag(local.attributes, "bias"):
+            found.append(MemoryBound(low, float(vocab * local.element_bytes), "reduction"))
+        return found
+
+    def internal_collectives(self, phase: str, split: str, local: Local) -> tuple[InternalCollective, ...]:
+        if split != "vocab" or phase != FORWARD:
+            return ()
+        # Maximum, target logit, sum of exponentials: Megatron-LM mpu/cross_entropy.py.
+        return (InternalCollective("all_reduce", local.inputs[0][:2], "fp32"),) * 3
+
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        # Forward: logits as the matmul wrote them. Backward: their gradient in the same type.
+        return ((self._logits(local), "activation"),)
+
+
+@register
+class ClassifierLoss(Kind):
+    """A linear to classes and cross entropy: inputs ``(x, labels (B,))``, output ``(B,)``.
+
+    ``x`` is ``(B, H)``, or ``(B, S, H)`` of which the first token counts.
+
+    Attributes of the operator: ``hidden``, ``classes``, ``bias``.
+    """
+
+    name = "classifier_loss"
+    num_inputs = 2
+
+    def input_dtype(self, index: int) -> str:
+        return "activation" if index == 0 else "index"
+
+    def output_dtype(self, index: int) -> str:
+        return "fp32"
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        if inputs[0][-1] != integer(attributes, "hidden"):
+            raise ValueError(
+                f"classifier_loss has hidden={attributes['hidden']}, got an input of {inputs[0]}"
+            )
+        return ((inputs[0][0],),)
+
+    def parameters(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Parameter, ...]:
+        classes = integer(attributes, "classes")
+        weight = Parameter("weight", (classes, integer(attributes, "hidden")))
+        return (weight, Parameter("bias", (classes,))) if flag(attributes, "bias", True) else (weight,)
+
+    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        return SplitTable(2, 1, 1 + flag(attributes, "bias", True)).build()
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        logits = (local.inputs[0][0], local.parameters[0][0])
+        return (
+            Saved("input:0"),
+            Saved("input:1"),
+            Saved("log_softmax", logits, local.implementation.logits_dtype),
+        )
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        samples, (classes, hidden) = local.inputs[0][0], local.parameters[0]
+        low = float(samples * classes * local.element_bytes)
+        high = float(samples * classes * local.implementation.logits_bytes)
+        if phase == FORWARD:
+            return [
+                Matmul(m=samples, n=classes, k=hidden),
+                MemoryBound(low, high, "reduction"),
+                MemoryBound(float(4 * samples), float(4 * samples), "gather"),
+            ]
+        if phase == BACKWARD_INPUT:
+            found: list[Kernel] = [
+                MemoryBound(high, low, "reduction"),
+                Matmul(m=samples, n=hidden, k=classes, role="data_gradient"),
+            ]
+            if len(local.inputs[0]) == 3:  # the gradient of the other tokens is zero
+                found.append(MemoryBound(0.0, size_bytes(local, local.inputs[:1])))
+            return found
+        weights = float(local.element_bytes * prod(local.parameters[0]))
+        found = [Matmul(m=classes, n=hidden, k=samples, role="weight_gradient")]
+        if flag(local.attributes, "bias", True):
+            found.append(MemoryBound(low, weights / hidden, "reduction"))
+        return found
+
+
+@register
+class LossSum(Kind):
+    """The sum of two losses ``(B,)`` (BERT: masked words and next sentence)."""
+
+    name = "loss_sum"
+    num_inputs = 2
+
+    def input_dtype(self, index: int) -> str:
+        return "fp32"
+
+    def output_dtype(self, index: int) -> str:
+        return "fp32"
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        if inputs[0] != inputs[1]:
+            raise ValueError(f"loss_sum needs two losses of equal shape, got {inputs[0]} and {inputs[1]}")
+        return (inputs[0],)
+
+    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        return SplitTable(2, 1, 0).build()
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        return ()
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        size = float(DTYPE_BYTES["fp32"] * prod(local.outputs[0]))
+        return [MemoryBound(2 * size, size)] if phase == FORWARD else []

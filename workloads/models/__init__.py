@@ -1,0 +1,1 @@
+"""Model families: each composes operator kinds, nothing else."""
