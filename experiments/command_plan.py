@@ -66,12 +66,11 @@ def plan(
     Example: windtunnel plan --model gpt3-175b --cluster a100-80g-dgx:8x8 --tp 8 --pp 8
     --recompute selective -o plan.yaml
     """
-    from simulator.estimate import estimate
-    from simulator.plan_file import save_plan
-
     from datafiles.writer import dump_yaml
     from searchers.plan_words import describe_plan
+    from simulator.estimate import estimate
     from simulator.plan import plan_to_mapping
+    from simulator.plan_file import plan_document, save_plan
     from simulator.uniform import uniform_plan
     from simulator.validate import validate
 
@@ -101,7 +100,7 @@ def plan(
     validate(built, problem)
     found = estimate(built, problem)
     if output is not None:
-        save_plan(writable(output), spec, built, problem.workload)
+        save_plan(writable(output), spec, built, fingerprint=problem.workload.fingerprint)
     if as_json:
         summary = {
             "plan": plan_to_mapping(built),
@@ -114,7 +113,8 @@ def plan(
         print_json(summary)
         return
     if output is None:
-        print_lines(dump_yaml({"problem": spec.to_mapping(), "plan": plan_to_mapping(built)}))
+        document = plan_document(spec, built, fingerprint=problem.workload.fingerprint)
+        print_lines(dump_yaml(document))
     fits = "fits" if found.fits else "does NOT fit"
     words = (
         f"{describe_plan(built)}: about {found.iteration_time_s:.2f} s for {global_batch} samples, "

@@ -51,11 +51,10 @@ def search(
     Example: windtunnel search -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024
     --searcher megatron-grid --budget 20s -o plan.yaml
     """
-    from simulator.plan_file import save_plan
-
     from searchers.budget import Budget
     from searchers.plan_words import describe_plan
     from searchers.registry import searcher_named
+    from simulator.plan_file import save_plan
 
     chosen = searcher_named(searcher, objective=objective)
     limit = Budget.parse(budget)
@@ -71,7 +70,7 @@ def search(
     with messages().status(f"{searcher} searches, at most {limit} ..."):
         found = chosen.search(problem, limit, seed)
     if output is not None:
-        save_plan(writable(output), spec, found.best, problem.workload)
+        save_plan(writable(output), spec, found.best, fingerprint=problem.workload.fingerprint)
     if as_json:
         print_json(
             {

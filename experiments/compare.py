@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.compare_files import ComparisonFolder
-from searchers.base import NoFeasiblePlan, SearchResult
+from searchers.base import NoFeasiblePlan, SearchResult, cost_tables
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
 from searchers.registry import searcher_class, searcher_named
@@ -164,7 +164,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
     ordered = [{column: row.get(column) for column in COLUMNS} for row in sorted(rows, key=key)]
     table = pd.DataFrame(ordered, columns=list(COLUMNS))
-    return table.astype({column: "Int64" for column in _INTEGERS})
+    return table.astype(dict.fromkeys(_INTEGERS, "Int64"))
 
 
 @dataclass
@@ -235,6 +235,7 @@ def _simulate_ranked(
             problem,
             fidelity=fidelity,
             engine=inputs.engine,
+            costs=cost_tables(problem),
             progress=lambda num_tasks: tell(name, "simulating", num_tasks),
         )
         first = first or (ranked.plan, result)

@@ -124,7 +124,8 @@ class ComparisonFolder:
 
         name = file_name(searcher)
         if plan is not None:
-            save_plan(self.path / "plans" / f"{name}.yaml", spec, plan, problem.workload)
+            path = self.path / "plans" / f"{name}.yaml"
+            save_plan(path, spec, plan, fingerprint=problem.workload.fingerprint)
         if result is not None:
             result.plot_timeline(self.path / "timelines" / f"{name}.png")
         saved = {

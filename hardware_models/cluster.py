@@ -208,8 +208,8 @@ def _parse_preset(mapping: Mapping[str, object], where: str) -> NodePreset:
     for a, b, count in preset.mesh:
         if not (0 <= a < b < preset.gpus_per_node and count >= 1):
             raise ValueError(
-                f"{where}: mesh edges must be [a, b, count] with a < b < {preset.gpus_per_node} and count >= 1, "
-                f"got {[a, b, count]}"
+                f"{where}: mesh edges must be [a, b, count] with a < b < {preset.gpus_per_node} "
+                f"and count >= 1, got {[a, b, count]}"
             )
     if len({edge[:2] for edge in preset.mesh}) != len(preset.mesh):
         raise ValueError(f"{where}: mesh must name each pair once; add up the counts of parallel links")

@@ -18,13 +18,16 @@ class CollectiveTable:
     """Times by collective, group size and message size.
 
     Attributes:
-        series: ``(collective, group size)`` to ``(bytes, seconds)`` points of ascending size. Collectives as in
-            ``HardwareModel.collective``, and ``transfer_intra_node`` / ``transfer_inter_node``.
+        series: ``(collective, group size)`` to ``(bytes, seconds)`` points of ascending size. Collectives
+            as in ``HardwareModel.collective``, and ``transfer_intra_node`` / ``transfer_inter_node``.
         source: Where it was measured.
     """
 
     series: Mapping[tuple[str, int], tuple[tuple[float, float], ...]]
     source: str
+
+    def __hash__(self) -> int:
+        return hash((self.source, len(self.series)))
 
     @classmethod
     def from_rows(cls, rows: Iterable[tuple[str, int, float, float]], source: str) -> CollectiveTable:

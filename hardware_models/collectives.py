@@ -9,12 +9,17 @@ All loads are linear in bytes, so a ``Flow`` (seconds per byte on every resource
 - all-to-all sends S/n from every rank to every other over direct links, through a relay, or the NIC.
 
 Time = latency + work, for the quickest of the library's protocols and algorithms.
+
+Resources are called ``nodeN/nvlink/A-B`` (all links from GPU A to B), ``nodeN/nvswitch/G/out`` and ``/in``,
+``nodeN/lane/G/out`` and ``/in`` with ``nodeN/bridge`` (PCIe, shared memory), ``nodeN/pcie/G/out`` and ``/in``
+(GPUs of a mesh that no link joins), ``nodeN/nicK/out`` and ``/in``; G, A, B count inside the node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, log2
 
 from hardware_models.cluster import Cluster, Node
@@ -194,7 +199,7 @@ def _mesh_all_to_all(
                 for name in (f"{prefix}/pcie/{source}/out", f"{prefix}/pcie/{target}/in"):
                     loads[name] = loads.get(name, 0.0) + pair_bytes / links.fallback_bytes_per_s
             for path in paths:
-                for a, b in zip(path, path[1:], strict=False):
+                for a, b in pairwise(path):
                     rate = counts[min(a, b), max(a, b)] * links.link_bytes_per_s
                     name = f"{prefix}/nvlink/{a}-{b}"
                     loads[name] = loads.get(name, 0.0) + pair_bytes / len(paths) / rate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -157,10 +157,3 @@ class OperatorProfile:
         from hardware_models.profile_file import load_profile
 
         return load_profile(path)
-
-
-def profile_of(
-    rows: Iterable[ProfileRow], *, model: str, gpu_type: str, dtype: str, source: str
-) -> OperatorProfile:
-    """Return a profile of ``rows``."""
-    return OperatorProfile(model=model, gpu_type=gpu_type, dtype=dtype, rows=tuple(rows), source=source)

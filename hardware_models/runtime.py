@@ -178,5 +178,6 @@ def _read(text: str) -> tuple[str, RuntimeFile]:
     if text.endswith((".yaml", ".yml", ".json")):
         return Path(text).stem, validated(RuntimeFile, load_mapping(Path(text)), text)
     raise ValueError(
-        f"runtime must be a known one or a path to a YAML file, got {text!r}; {nearest(text, runtime_names())}"
+        f"runtime must be a known one or a path to a YAML file, got {text!r}; "
+        f"{nearest(text, runtime_names())}"
     )

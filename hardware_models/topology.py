@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from hardware_models.cluster import Edge
 
@@ -80,7 +80,7 @@ def _cycles(counts: dict[tuple[int, int], int], members: tuple[int, ...]) -> Ite
         if order[0] > order[-1]:  # the same cycle walked the other way
             continue
         path = (first, *order, first)
-        edges = tuple((min(a, b), max(a, b)) for a, b in zip(path, path[1:], strict=False))
+        edges = tuple((min(a, b), max(a, b)) for a, b in pairwise(path))
         if all(counts.get(edge, 0) for edge in edges):
             yield edges
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
+from simulator.costs import CostTables
+from simulator.estimate import estimate
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
@@ -113,19 +116,33 @@ class NoFeasiblePlan(ValueError):  # noqa: N818 (the name is part of the design)
         super().__init__(f"{searcher}: {message}")
 
 
+@lru_cache(maxsize=4)
+def cost_tables(problem: Problem) -> CostTables:
+    """Return the cost tables of a problem, shared by all that plan for it."""
+    return CostTables(problem)
+
+
 def estimated(plan: Plan, problem: Problem) -> Score:
     """Score by the closed form ``(m - 1) max(t) + sum(t)`` on the cost tables (no engine)."""
-    from simulator.estimate import estimate
-
-    found = estimate(plan, problem)
-    return _score(found.iteration_time_s, found.fits, found.peak_bytes, plan, problem)
+    found = estimate(plan, problem, cost_tables(problem))
+    fullness = [
+        peak / capacity for peak, capacity in zip(found.peak_bytes, found.capacity_bytes, strict=True)
+    ]
+    worst = fullness.index(max(fullness))
+    return Score(
+        objective=found.iteration_time_s,
+        fits=found.fits,
+        peak_bytes=found.peak_bytes[worst],
+        capacity_bytes=found.capacity_bytes[worst],
+        where=f"stage {worst}",
+    )
 
 
 def simulated(plan: Plan, problem: Problem) -> Score:
     """Score by a full simulation with every effect on: slower, and what finally judges every plan."""
     from simulator.simulate import simulate
 
-    result = simulate(plan, problem)
+    result = simulate(plan, problem, costs=cost_tables(problem))
     tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes / memory.capacity_bytes)
     return Score(
         objective=result.iteration_time_s,
@@ -133,18 +150,6 @@ def simulated(plan: Plan, problem: Problem) -> Score:
         peak_bytes=tightest.peak_reserved_bytes,
         capacity_bytes=tightest.capacity_bytes,
         where=tightest.peak_where,
-    )
-
-
-def _score(time_s: float, fits: bool, peaks: tuple[float, ...], plan: Plan, problem: Problem) -> Score:
-    capacities = [min(problem.capacity_bytes(device) for device in stage.devices) for stage in plan.stages]
-    worst = max(range(len(peaks)), key=lambda stage: peaks[stage] / max(1, capacities[stage]))
-    return Score(
-        objective=time_s,
-        fits=fits,
-        peak_bytes=peaks[worst],
-        capacity_bytes=capacities[worst],
-        where=f"stage {worst}",
     )
 
 

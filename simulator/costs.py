@@ -40,12 +40,14 @@ class Segment:
         device_s: D, sum of kernel durations in seconds.
         host_s: H, sum of launch times in seconds.
         bound_s: L = max over j of (launches up to j + kernels from j on): no end before host start + L.
+        lead_s: Launch time of the first kernel, and of whatever is launched before it.
         recorded: Seconds of ``device_s`` by origin: measured, interpolated, modelled.
     """
 
     device_s: float = 0.0
     host_s: float = 0.0
     bound_s: float = 0.0
+    lead_s: float = 0.0
     recorded: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def then(self, other: Segment) -> Segment:
@@ -54,6 +56,7 @@ class Segment:
             device_s=self.device_s + other.device_s,
             host_s=self.host_s + other.host_s,
             bound_s=max(self.bound_s + other.device_s, self.host_s + other.bound_s),
+            lead_s=self.lead_s if self.device_s > 0 else self.host_s + other.lead_s,
             recorded=(
                 self.recorded[0] + other.recorded[0],
                 self.recorded[1] + other.recorded[1],
@@ -64,7 +67,7 @@ class Segment:
     @staticmethod
     def launch(host_s: float) -> Segment:
         """Return a pure host action: launching something that runs elsewhere."""
-        return Segment(host_s=host_s, bound_s=host_s)
+        return Segment(host_s=host_s, bound_s=host_s, lead_s=host_s)
 
 
 EMPTY = Segment()
@@ -231,7 +234,7 @@ class CostTables:
             if key not in self._kernels:
                 self._kernels[key] = hardware.kernel_time_s(gpu_type, kernel, dtype)
             seconds = self._kernels[key]
-            total = total.then(Segment(seconds, launch_s, launch_s + seconds, (0.0, 0.0, seconds)))
+            total = total.then(Segment(seconds, launch_s, launch_s + seconds, launch_s, (0.0, 0.0, seconds)))
         return total
 
     def launch_s(self, gpu_type: str) -> float:
@@ -393,7 +396,7 @@ def _measured(modelled: Segment, seconds: float, source: str) -> Segment:
     """Return a segment with a measured duration; launch time is kept, at most the duration."""
     host_s = min(modelled.host_s, seconds)
     recorded = (seconds, 0.0, 0.0) if source == "measured" else (0.0, seconds, 0.0)
-    return Segment(seconds, host_s, seconds, recorded)
+    return Segment(seconds, host_s, seconds, 0.0, recorded)
 
 
 def saved_tensors(workload: Workload, index: int, cost: OperatorCost) -> list[tuple[str, float]]:

@@ -129,7 +129,7 @@ class _Run(simpy.Environment):
 
     def __init__(self, graph: TaskGraph, progress: Callable[[int], None] | None) -> None:
         super().__init__(0.0)
-        times = (graph.work_s, graph.latency_s, graph.host_s, graph.bound_s)
+        times = (graph.work_s, graph.latency_s, graph.lead_s, graph.host_s, graph.bound_s)
         assert all(np.all((column >= 0) & np.isfinite(column)) for column in times)
         num_tasks, num_devices = graph.num_tasks, graph.num_devices
         self.progress = progress
@@ -169,7 +169,7 @@ class _Run(simpy.Environment):
         self.changed_resources: set[int] = set()
         self.change_is_due = False
 
-        self.host_s = _floats(graph.host_s)
+        self.lead_s, self.host_s = _floats(graph.lead_s), _floats(graph.host_s)
         self.host_waits = graph.host_waits.astype(np.bool_).tobytes()
         self.awaited_by_host: dict[int, simpy.Event] = {}
         self.host_position = [0] * num_devices
@@ -182,8 +182,9 @@ class _Run(simpy.Environment):
         """Launch the tasks of one device in order, ahead of the clock."""
         clock_s = 0.0
         for position, task in enumerate(tasks):
-            if clock_s > self.arrival_s[task]:
-                self.arrival_s[task] = clock_s
+            arrival_s = clock_s + self.lead_s[task]
+            if arrival_s > self.arrival_s[task]:
+                self.arrival_s[task] = arrival_s
             self.num_awaited[task] -= 1
             if self.num_awaited[task] == 0:
                 self._release(task)

@@ -8,8 +8,9 @@ uses shares of links while it works. ``docs/model.md`` states the semantics; in 
 - *Progress*: first ``latency_s`` passes, whatever else happens; then ``work_s`` is done at speed
   ``1 / (max(1, load of its fullest resource) * slowdown)``. A task is *running* only in that second part.
 - *End*: when the work is done, but not before (latest host arrival + ``bound_s``).
-- *Host*: walks each device's list in order; after task i it goes on ``host_s[i]`` later, or, where
-  ``host_waits[i]``, not before that task's end.
+- *Host*: walks each device's list in order. It arrives at task i ``lead_s[i]`` after it came to it (the launch
+  of the first kernel), and goes on ``host_s[i]`` after it came to it, or, where ``host_waits[i]``, not before
+  that task's end. A task in no host's list has no host constraint: arrival 0, no bound.
 - *Load* of a resource: sum of the shares of the running tasks that use it.
 - *Slowdown*: a device slows its running tasks while at least one computation and one communication are
   running on it; a task takes the largest factor among its devices.
@@ -60,7 +61,8 @@ class TaskGraph:
     Attributes:
         work_s: float64[T]. Seconds of work alone at full speed, >= 0.
         latency_s: float64[T]. Seconds before the work, unaffected by sharing, >= 0.
-        host_s: float64[T]. Seconds a host needs to launch the task.
+        lead_s: float64[T]. Seconds of launching before the task can start, <= host_s.
+        host_s: float64[T]. Seconds a host needs to launch the whole task.
         bound_s: float64[T]. The task ends no earlier than its latest host arrival plus this.
         kind: int8[T]. COMPUTATION, COMMUNICATION or OTHER.
         host_waits: bool[T]. Hosts that launched the task go on only after its end.
@@ -68,7 +70,7 @@ class TaskGraph:
         streams: Csr, S rows: the tasks of each stream in program order.
         stream_device: int32[S]. Device of each stream.
         hosts: Csr, D rows: the tasks each device's host launches, in program order.
-        shares: Csr, T rows of resource ids; ``share_fractions`` runs parallel to its items.
+        shares: Csr, T rows of resource ids, each at most once; ``share_fractions`` runs parallel to its items.
         share_fractions: float64[len(shares.items)]. Fraction of the resource's capacity used when alone.
         slowdown_computation, slowdown_communication: float64[D]. Factors >= 1 under overlap.
         cause: int16[T]. Index into ``causes``: what the time is spent on.
@@ -81,6 +83,7 @@ class TaskGraph:
 
     work_s: Floats
     latency_s: Floats
+    lead_s: Floats
     host_s: Floats
     bound_s: Floats
     kind: NDArray[np.int8]

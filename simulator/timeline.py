@@ -347,7 +347,7 @@ def _draw_labels(
     for cause in dict.fromkeys(label[4] for label in labels):
         chosen = [label for label in labels if label[4] == cause]
         digits = max(len(str(label[3])) for label in chosen)
-        typical = float(np.median([label[2] for label in chosen])) * points_per_s
+        typical = float(np.quantile([label[2] for label in chosen], 0.1)) * points_per_s
         # One size per cause, so that the numbers of a row do not stop where they get longer.
         size = min(8.5, 0.55 * height_points, (typical - 1.0) / (DIGIT_WIDTH * digits))
         if size < 4.5 or len(chosen) > MAX_LABELS:

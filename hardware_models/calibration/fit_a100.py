@@ -1,8 +1,8 @@
 """Fit the A100's and H100's 16-bit curves to published kernel measurements.
 
-A100 rows used: ``gemm_a100.csv`` (SimuMax dense and LLMCompass), ``memory_bound_ops.csv`` (LLMCompass
-rows, PyTorch's kernels, that move more than 64 MB; Vidur's are vLLM's), ``attention_a100.csv`` (head size 128, 16 heads or more). Report: all A100 rows of
-``gemm_vidur_a100_h100.csv`` with 128 tokens or more.
+A100 rows used: ``gemm_a100.csv`` (SimuMax dense and LLMCompass), ``memory_bound_ops.csv`` (LLMCompass rows,
+PyTorch's kernels, that move more than 64 MB; Vidur's are vLLM's), ``attention_a100.csv`` (head size 128, 16
+heads or more). Report: all A100 rows of ``gemm_vidur_a100_h100.csv`` with 128 tokens or more.
 H100 rows used: Vidur, models Llama-2-7b-hf and Llama-2-70b-hf, 128 tokens or more. Report: the other models.
 Its memory fractions are the A100's.
 

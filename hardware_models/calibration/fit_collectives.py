@@ -91,8 +91,11 @@ def fit(cluster: Cluster, rows: Sequence[CollectiveRow]) -> LinkType:
             }
         )
 
+    def residuals(vector: Vector) -> Vector:
+        return _log_errors(_with_links(cluster, links_of(vector)), rows)
+
     found = least_squares(
-        lambda vector: _log_errors(_with_links(cluster, links_of(vector)), rows),
+        residuals,
         [*START, 1.0, 0.9],
         bounds=([*LOW, 0.5, 0.5], [*HIGH, MAX_RATE_FACTOR, 1.0]),
         x_scale=[*START, 1.0, 1.0],
@@ -112,7 +115,7 @@ def _log_errors(cluster: Cluster, rows: Sequence[CollectiveRow]) -> Vector:
         n: collective_flows(cluster, "all_reduce", tuple(range(n))) for n in {row.num_gpus for row in rows}
     }
     predicted = [min(flow.price(row.num_bytes).alone_s for flow in flows[row.num_gpus]) for row in rows]
-    return np.log(np.array(predicted) / np.array([row.seconds for row in rows]))
+    return np.asarray(np.log(np.array(predicted) / np.array([row.seconds for row in rows])), dtype=np.float64)
 
 
 def _rows(path: Path, gpu: str, source: str) -> list[CollectiveRow]:

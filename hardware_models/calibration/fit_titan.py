@@ -1,7 +1,7 @@
 """Fit the RTX TITAN's fp32 matmul limit to Galvatron's measured layer times.
 
-Rows used: ``galvatron/titan_v1/layer_profiles.csv``, BERT-Large, BERT-Huge and T5-Large encoder. Report: the ViT
-layers. The file gives forward milliseconds per layer and sample; 8 samples at once are assumed.
+Rows used: ``galvatron/titan_v1/layer_profiles.csv``, BERT-Large, BERT-Huge and T5-Large encoder. Report: the
+ViT layers. The file gives forward milliseconds per layer and sample; 8 samples at once are assumed.
 
 Run: ``python -m hardware_models.calibration.fit_titan --data ../shared/data``
 """

@@ -73,7 +73,7 @@ def predict_s(gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Itera
 def build_curves(
     base: EfficiencyCurves, dtype: str, values: Mapping[str, float], source: str
 ) -> EfficiencyCurves:
-    """Return ``base`` with the fitted values put in their places (``limit.forward``, ``fraction.gather`` ...)."""
+    """Return ``base`` with the fitted values put in their places (``limit.forward`` ...)."""
     old = base.matmul[dtype]
     matmul = MatmulCurve(
         limit={role: values.get(f"limit.{role}", old.limit[role]) for role in ROLES},

@@ -131,8 +131,8 @@ class EpilogueBuilder:
                 kind=COMMUNICATION,
                 work_s=work,
                 latency_s=latency,
+                lead_s=launch,
                 host_s=launch,
-                bound_s=launch + latency + work if self.fidelity.host else 0.0,
                 shares=shares,
                 streams=[(c, stream) for c in members],
             )
@@ -183,8 +183,8 @@ class EpilogueBuilder:
             stage=stage,
             kind=COMPUTATION,
             work_s=seconds,
+            lead_s=launch,
             host_s=launch,
-            bound_s=launch + seconds if self.fidelity.host else 0.0,
             streams=[(c, "compute")],
         )
 

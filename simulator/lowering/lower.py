@@ -362,6 +362,7 @@ class _Lowering:
         return TaskGraph(
             work_s=columns.work_s,
             latency_s=columns.latency_s,
+            lead_s=columns.lead_s,
             host_s=columns.host_s,
             bound_s=columns.bound_s,
             kind=columns.kind,
@@ -442,6 +443,7 @@ class _Columns:
     def __init__(self, total: int) -> None:
         self.work_s = np.zeros(total)
         self.latency_s = np.zeros(total)
+        self.lead_s = np.zeros(total)
         self.host_s = np.zeros(total)
         self.bound_s = np.zeros(total)
         self.kind = np.zeros(total, dtype=np.int8)
@@ -461,7 +463,7 @@ class _Columns:
             return
         ids = (bases[:, None] + np.arange(len(rows))).ravel()
         repeat = len(bases)
-        for name in ("work_s", "latency_s", "host_s", "bound_s", "kind", "host_waits", "stage"):
+        for name in ("work_s", "latency_s", "lead_s", "host_s", "bound_s", "kind", "host_waits", "stage"):
             getattr(self, name)[ids] = np.tile(np.array(getattr(rows, name)), repeat)
         self.cause[ids] = np.tile([self.causes.setdefault(word, len(self.causes)) for word in rows.cause], repeat)
         self.name[ids] = np.tile([self.names.setdefault(word, len(self.names)) for word in rows.name], repeat)

@@ -24,6 +24,7 @@ class TaskRows:
 
     work_s: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)
+    lead_s: list[float] = field(default_factory=list)
     host_s: list[float] = field(default_factory=list)
     bound_s: list[float] = field(default_factory=list)
     kind: list[int] = field(default_factory=list)
@@ -49,6 +50,7 @@ class TaskRows:
         kind: int,
         work_s: float,
         latency_s: float = 0.0,
+        lead_s: float = 0.0,
         host_s: float = 0.0,
         bound_s: float = 0.0,
         host_waits: bool = False,
@@ -61,6 +63,7 @@ class TaskRows:
         task = len(self.work_s)
         self.work_s.append(work_s)
         self.latency_s.append(latency_s)
+        self.lead_s.append(lead_s)
         self.host_s.append(host_s)
         self.bound_s.append(bound_s)
         self.kind.append(kind)
@@ -336,8 +339,9 @@ class TemplateBuilder:
             stage=self.placement.view.position,
             kind=COMPUTATION,
             work_s=segment.device_s,
+            lead_s=segment.lead_s if host else 0.0,
             host_s=segment.host_s if host else 0.0,
-            bound_s=segment.bound_s if host else 0.0,
+            bound_s=segment.bound_s - segment.lead_s if host else 0.0,
             predecessors=[*tails[c], *extra],
             streams=[(c, "compute")],
             hosts=[c],
@@ -374,8 +378,8 @@ class TemplateBuilder:
                     kind=COMMUNICATION,
                     work_s=work,
                     latency_s=latency,
+                    lead_s=launch,
                     host_s=launch,
-                    bound_s=launch + latency + work if self.fidelity.host else 0.0,
                     shares=shares,
                     predecessors=before,
                     streams=[(c, (item.role, collective.sizes, collective.axes)) for c in members],

@@ -57,7 +57,7 @@ def test_two_nodes_reduce_in_a_tree_and_four_in_a_ring() -> None:
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
 def test_strided_groups_that_run_at_once_load_one_nic_in_equal_parts(stride: int) -> None:
-    """``stride`` groups over two nodes, all at once: each full share, so the engine slows each by their number."""
+    """``stride`` groups over two nodes: each has a full share, so the engine slows each by their number."""
     hardware = HardwareModel(parse_cluster("p3.16xlarge:2x8"))
     costs = [hardware.collective("all_reduce", 1e9, range(first, 16, stride)) for first in range(stride)]
     load = sum(dict(cost.shares)["node1/nic0/in"] for cost in costs)

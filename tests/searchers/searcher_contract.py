@@ -7,6 +7,7 @@ Example:
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -64,7 +65,7 @@ class SearcherContract:
     def test_history_only_improves(self, found: SearchResult) -> None:
         entries = list(found.history)
         assert entries
-        for before, after in zip(entries, entries[1:], strict=False):
+        for before, after in pairwise(entries):
             assert after.best_objective <= before.best_objective
             assert after.evaluations >= before.evaluations
             assert after.wall_s >= before.wall_s

@@ -81,7 +81,7 @@ def test_a_wrong_searcher_name_says_what_would_be_right(plugin: Path, name: str,
 
 
 def test_exhaustive_refuses_large_problems_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match="at most 100 plans.*such as random"):
+    with pytest.raises(ValueError, match=r"at most 100 plans.*such as random"):
         searcher_named("exhaustive", max_plans=100).search(tiny_problem(8, 1024))
 
 

@@ -1,0 +1,205 @@
+"""The command line: it works, it explains itself, and wrong input ends with one clear message."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import app, main
+
+PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Return exit code, standard output and standard error of a command line."""
+    before = sys.argv
+    sys.argv = ["windtunnel", *map(str, arguments)]
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = before
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "plans" / "plan.yaml"
+    code, _, error = run(capsys, "plan", *PROBLEM, "--tp", 2, "-b", 4, "-o", path)
+    assert code == 0, error
+    return path
+
+
+def test_help_shows_every_command_and_every_command_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    _, overview, _ = run(capsys, "--help")
+    commands = [command.name for command in app.registered_commands]
+    assert commands == ["list", "plan", "search", "simulate", "diff", "compare"]
+    for command in commands:
+        assert command in overview
+        assert f"Example: windtunnel {command}" in run(capsys, command, "--help")[1]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, experiments.cli; "
+        "print([name for name in ('numpy', 'pandas', 'scipy', 'matplotlib', 'simpy', 'yaml') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("models", "gpt3-1.3b"),
+        ("clusters", "v100-32g-dgx1"),
+        ("runtimes", "megatron-lm-2021"),
+        ("searchers", "megatron-grid"),
+        ("experiments", "compare"),
+        ("effects", "overlap-slowdown"),
+    ],
+)
+def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str], what: str, name: str) -> None:
+    code, out, _ = run(capsys, "list", what)
+    assert code == 0
+    assert name in out
+    rows = json.loads(run(capsys, "list", what, "--json")[1])
+    assert any(name in next(iter(row.values())) for row in rows)
+    assert all(all(row.values()) for row in rows), "no empty cells"
+
+
+def test_a_plan_can_be_simulated(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, timeline = tmp_path / "new" / "trace.json.gz", tmp_path / "new" / "timeline.png"
+    code, out, error = run(capsys, "simulate", plan_file, "--trace", trace, "--timeline", timeline)
+    assert code == 0, error
+    assert out.startswith("iteration time")
+    assert trace.stat().st_size > 0
+    assert timeline.stat().st_size > 0
+
+
+def test_json_is_json_and_effects_can_be_switched_off(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = json.loads(run(capsys, "simulate", plan_file, "--json")[1])
+    less = json.loads(run(capsys, "simulate", plan_file, "--json", "--without", "tensor-parallel,host")[1])
+    assert less["iteration_time_s"] < full["iteration_time_s"]
+    assert less["switched_off"] == ["host", "tensor-parallel"]
+
+
+def test_a_plan_without_output_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = run(capsys, "plan", *PROBLEM, "--pp", 2)
+    assert code == 0
+    assert out.startswith("problem:") or "stages:" in out
+    assert "GiB" in error
+
+
+def test_search_writes_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "best.yaml"
+    arguments = ["search", *PROBLEM, "-b", 4, "--searcher", "megatron-grid", "--budget", "20", "-o", path]
+    code, out, error = run(capsys, *arguments, "--json")
+    assert code == 0, error
+    found = json.loads(out)
+    assert found["plans"][0]["objective"] <= found["plans"][-1]["objective"]
+    assert found["counters"]["evaluations"] <= 20
+    assert run(capsys, "simulate", path)[0] == 0
+
+
+def test_diff_explains_two_plans(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, picture = tmp_path / "pipeline.yaml", tmp_path / "why.png"
+    assert run(capsys, "plan", *PROBLEM, "--pp", 2, "-b", 4, "-o", other)[0] == 0
+    code, out, error = run(capsys, "diff", plan_file, other, "--plot", picture)
+    assert code == 0, error
+    assert "pipeline is" in out
+    assert picture.stat().st_size > 0
+    found = json.loads(run(capsys, "diff", plan_file, other, "--json")[1])
+    total = sum(row["b"] - row["a"] for row in found["time_s"])
+    assert total == pytest.approx(found["iteration_time_s"][1] - found["iteration_time_s"][0])
+
+
+def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", *PROBLEM, "-b", 4, "--searchers", "ddp,deepspeed-3d", "--budget", "5"]
+    code, out, error = run(capsys, *arguments, "-o", tmp_path / "out")
+    assert code == 0, error
+    assert "dp 2" in out
+    assert "no plan: deepspeed-3d" in out
+    rows = json.loads(run(capsys, *arguments, "--json")[1])
+    assert {row["searcher"]: row["status"] for row in rows} == {"ddp": "ok", "deepspeed-3d": "no plan"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--model", "gpt3-1.3x", "--cluster", "v100-32g-dgx1:1x4"], ["model", "gpt3-1.3b"]),
+        (["plan", "--model", "gpt3-350m", "--cluster", "v100-32g-dgx2:1x4"], ["cluster", "v100-32g-dgx1"]),
+        (["plan", "--model", "gpt3-350m", "--cluster", "v100-32g-dgx1"], ["NODESxGPUS"]),
+        (["plan", *PROBLEM, "--runtime", "megatron"], ["runtime", "megatron-lm-2021"]),
+        (["plan", *PROBLEM, "--tp", "4"], ["tp * pp * dp", "2 devices", "smaller degrees"]),
+        (["plan", *PROBLEM, "--microbatch", "3", "-b", "4"], ["microbatch", "global batch 4", "try"]),
+        (["plan", *PROBLEM, "--recompute", "some"], ["recompute", "'some'", "selective"]),
+        (["plan", *PROBLEM, "--memory-limit", "28 apples"], ["28GiB", "'28 apples'"]),
+        (["search", *PROBLEM, "-b", "4", "--searcher", "megatron"], ["searcher", "megatron-grid", "path"]),
+        (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--budget", "soon"], ["budget", "20s", "'soon'"]),
+        (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--memory-limit", "3GB"], ["out of memory", "GiB"]),
+        (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--objective", "luck"], ["objective", "paper"]),
+        (["compare", *PROBLEM, "-b", "4", "--searchers", ""], ["at least one searcher"]),
+        (["compare", *PROBLEM, "-b", "4", "--without", "contentoin"], ["contention"]),
+        (["compare", *PROBLEM, "-b", "0"], ["global_batch", "at least 1"]),
+        (["simulate", "nowhere.yaml"], ["nowhere.yaml"]),
+    ],
+)
+def test_wrong_input_ends_with_one_message_and_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    code, out, error = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert "Traceback" not in error
+    assert error.startswith("error: ")
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("stages:", "stages: [", ["plan.yaml:"]),
+        (
+            "num_microbatches: 4",
+            "num_microbatches: 4\n  num_microbatches: 4",
+            ["duplicate key", "plan.yaml:"],
+        ),
+        ("num_microbatches: 4", "num_microbatches: -4", ["num_microbatches"]),
+        ("num_microbatches: 4", "num_microbatches: .nan", ["num_microbatches"]),
+        ("num_microbatches: 4", "num_microbatches: 5", ["num_microbatches", "global batch 4"]),
+        ("count: 315", "count: 1e12", ["count"]),
+        ("devices: [0, 1]", "devices: [0, 7]", ["devices", "0..1"]),
+        ("tensor, 2", "head, 2", ["head"]),
+    ],
+)
+def test_a_broken_plan_file_is_explained(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], before: str, after: str, words: list[str]
+) -> None:
+    text = plan_file.read_text()
+    assert before in text
+    plan_file.write_text(text.replace(before, after, 1))
+    code, _, error = run(capsys, "simulate", plan_file)
+    assert code == 2
+    assert "Traceback" not in error
+    for word in words:
+        assert word in error
+
+
+def test_out_of_memory_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.yaml"
+    assert run(capsys, "plan", *PROBLEM, "--memory-limit", "3GB", "-b", 4, "-o", path)[0] == 0
+    code, out, _ = run(capsys, "simulate", path)
+    assert code == 0
+    assert "OUT OF MEMORY" in out
+    assert "optimizer states" in out

@@ -1,0 +1,152 @@
+"""A comparison keeps what it has, repeats nothing, and never fails because one searcher does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments import compare as compare_module
+from experiments.compare import COLUMNS, compare
+from searchers.budget import Budget
+from simulator.plan_file import load_plan
+from simulator.problem import ProblemSpec
+from simulator.simulate import simulate
+
+SPEC = ProblemSpec(model="gpt3-350m", cluster="v100-32g-dgx1:1x2", runtime="megatron-lm-2021", global_batch=4)
+SEARCHERS = ("megatron-grid", "ddp", "deepspeed-3d")
+BUDGET = Budget(evaluations=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("comparison") / "out"
+
+
+@pytest.fixture(scope="module")
+def table(folder: Path) -> pd.DataFrame:
+    return compare(SPEC, SEARCHERS, budget=BUDGET, output=folder)
+
+
+def test_the_table_has_a_row_per_searcher_fastest_first(table: pd.DataFrame) -> None:
+    assert list(table.columns) == list(COLUMNS)
+    assert set(table["searcher"]) == set(SEARCHERS)
+    ran = table[table["status"] == "ok"]
+    assert list(ran["iteration_time_s"]) == sorted(ran["iteration_time_s"])
+
+
+def test_a_searcher_without_a_plan_is_a_row_with_the_reason(table: pd.DataFrame) -> None:
+    row = table[table["searcher"] == "deepspeed-3d"].iloc[0]
+    assert row["status"] == "no plan"
+    assert "multiple of 4 devices, got 2" in row["reason"]
+
+
+def test_the_folder_holds_everything_to_repeat_the_run(table: pd.DataFrame, folder: Path) -> None:
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert names == {
+        "inputs.yaml",
+        "table.csv",
+        "table.json",
+        "history.csv",
+        "throughput.png",
+        "convergence.png",
+        "plans/megatron-grid.yaml",
+        "plans/ddp.yaml",
+        "timelines/megatron-grid.png",
+        "timelines/ddp.png",
+        "rows/megatron-grid.json",
+        "rows/ddp.json",
+        "rows/deepspeed-3d.json",
+    }
+    text = (folder / "inputs.yaml").read_text()
+    assert all(word in text for word in ("gpt3-350m", "seed", "evaluations: 4", "numpy"))
+
+
+def test_a_plan_on_disk_gives_the_time_in_the_table(table: pd.DataFrame, folder: Path) -> None:
+    spec, plan = load_plan(folder / "plans" / "ddp.yaml")
+    row = table[table["searcher"] == "ddp"].iloc[0]
+    assert simulate(plan, spec.load()).iteration_time_s == row["iteration_time_s"]
+
+
+def test_csv_and_json_hold_the_same_rows(table: pd.DataFrame, folder: Path) -> None:
+    from_csv = pd.read_csv(folder / "table.csv")
+    from_json = json.loads((folder / "table.json").read_text())
+    assert list(from_csv["searcher"]) == [row["searcher"] for row in from_json] == list(table["searcher"])
+
+
+def test_a_second_call_repeats_nothing(table: pd.DataFrame, folder: Path) -> None:
+    told: list[tuple[str, str]] = []
+    again = compare(
+        SPEC,
+        SEARCHERS,
+        budget=BUDGET,
+        output=folder,
+        listener=lambda searcher, state, num_tasks: told.append((searcher, state)),
+    )
+    assert told == [(searcher, "kept") for searcher in SEARCHERS]
+    pd.testing.assert_frame_equal(again, table)
+
+
+def test_a_searcher_can_be_added_later(folder: Path, table: pd.DataFrame) -> None:
+    told: list[tuple[str, str]] = []
+    names = ("megatron-grid", "fsdp")
+    compare(
+        SPEC,
+        names,
+        budget=BUDGET,
+        output=folder,
+        listener=lambda searcher, state, num_tasks: told.append((searcher, state)),
+    )
+    assert ("megatron-grid", "kept") in told
+    assert ("fsdp", "done") in told
+
+
+def test_an_interrupted_comparison_keeps_its_finished_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(searcher: str, state: str, num_tasks: int | None) -> None:
+        if searcher == "megatron-tp":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(SPEC, ("ddp", "megatron-tp"), budget=BUDGET, output=tmp_path, listener=interrupt)
+    assert list(pd.read_csv(tmp_path / "table.csv")["searcher"]) == ["ddp"]
+    searched: list[str] = []
+    real = compare_module.searcher_named
+    monkeypatch.setattr(
+        compare_module,
+        "searcher_named",
+        lambda name, **options: searched.append(name) or real(name, **options),
+    )
+    assert len(compare(SPEC, ("ddp", "megatron-tp"), budget=BUDGET, output=tmp_path)) == 2
+    assert searched == ["megatron-tp"]
+
+
+def test_a_folder_of_another_problem_is_refused(folder: Path, table: pd.DataFrame) -> None:
+    other = ProblemSpec(**{**SPEC.to_mapping(), "global_batch": 8})
+    with pytest.raises(ValueError, match="holds a comparison with another problem"):
+        compare(other, SEARCHERS, budget=BUDGET, output=folder)
+
+
+def test_rows_of_other_code_are_made_again(
+    folder: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.compare_files._own_files_hash", lambda: "changed")
+    told: list[str] = []
+    compare(
+        SPEC,
+        ("ddp",),
+        budget=BUDGET,
+        output=folder,
+        listener=lambda searcher, state, num_tasks: told.append(state),
+    )
+    assert "kept" not in told
+
+
+def test_a_limit_that_nothing_fits_gives_rows_not_errors(tmp_path: Path) -> None:
+    spec = ProblemSpec(**{**SPEC.to_mapping(), "memory_limit_bytes": 3 * 10**9})
+    found = compare(spec, ("ddp", "megatron-grid"), budget=BUDGET, output=tmp_path)
+    assert set(found["status"]) == {"no plan"}
+    assert all("out of memory" in reason and "GiB" in reason for reason in found["reason"])

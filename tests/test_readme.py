@@ -1,0 +1,58 @@
+"""What the README says works."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from experiments.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = [
+    (page.name, line)
+    for page in PAGES
+    for line in page.read_text().splitlines()
+    if re.match(r"\s*windtunnel [a-z]", line)
+]
+
+
+def test_the_example_runs_and_has_eight_lines() -> None:
+    text = (ROOT / "README.md").read_text()
+    examples = doctest.DocTestParser().get_examples(text)
+    assert sum(example.source.count("\n") for example in examples) <= 9
+    failed, tried = doctest.testfile(
+        str(ROOT / "README.md"), module_relative=False, optionflags=doctest.ELLIPSIS
+    )
+    assert tried > 0
+    assert failed == 0
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: str(value)[:60])
+def test_every_command_shown_exists_with_its_options(page: str, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
+    known = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
+    for word in words[2:]:
+        assert not word.startswith("-") or word in known, f"{page}: {word} is no option of {words[1]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_inside_the_project_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_the_facade_names_what_it_promises() -> None:
+    import windtunnel
+
+    for name in windtunnel.__all__:
+        assert getattr(windtunnel, name) is not None
+    assert set(windtunnel.__all__) <= set(dir(windtunnel))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = windtunnel.nothing
