@@ -188,7 +188,7 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
     except ValueError as error:  # the searcher does not apply to this problem; others may
         return _without_plan(name, error, started_s)
     plan, result, simulate_s, reason = _simulate_ranked(name, found, inputs, problem, fidelity, tell)
-    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes / memory.capacity_bytes)
+    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
     objective = next(ranked.objective for ranked in found.plans if ranked.plan is plan)
     row = {
         "searcher": name,

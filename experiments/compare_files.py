@@ -44,6 +44,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _readable_window(plan: Plan, iteration_time_s: float) -> tuple[tuple[float, float] | None, str]:
+    """Return what to draw of a timeline, and a note: where it repeats itself, its beginning is enough."""
+    shown = 2 * len(plan.stages) + 12
+    if plan.schedule == "gpipe" or plan.num_microbatches <= 2 * shown:
+        return None, ""
+    share = shown / plan.num_microbatches
+    return (0.0, share * iteration_time_s), f" (the first {share:.0%} of the iteration)"
+
+
 def code_fingerprint(searcher: str) -> str:
     """Return a hash of all code and data files a row depends on, a plug-in's file included."""
     digest = hashlib.sha256(_own_files_hash().encode())
@@ -127,7 +136,10 @@ class ComparisonFolder:
             path = self.path / "plans" / f"{name}.yaml"
             save_plan(path, spec, plan, fingerprint=problem.workload.fingerprint)
         if result is not None:
-            result.plot_timeline(self.path / "timelines" / f"{name}.png")
+            assert plan is not None, "a result has a plan"
+            window, note = _readable_window(plan, result.iteration_time_s)
+            title = f"{searcher}: {row['plan']}{note}"
+            result.plot_timeline(self.path / "timelines" / f"{name}.png", window=window, title=title)
         saved = {
             "searcher": searcher,
             "code": code_fingerprint(searcher),

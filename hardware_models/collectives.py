@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import ceil, log2
 
@@ -49,21 +50,26 @@ class Flow:
     protocols: tuple[Protocol, ...]
     step_inside_s: float = 0.0
 
+    @cached_property
+    def _shares(self) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """Shares under each protocol; they do not depend on the size."""
+        every = []
+        for protocol in self.protocols:
+            scale = protocol.bandwidth_fraction / self.work_s_per_byte
+            every.append(tuple((name, min(1.0, load * scale)) for name, load in self.loads))
+        return tuple(every)
+
     def price(self, num_bytes: float) -> Communication:
         """Return the cost with the quickest protocol."""
-        best: Communication | None = None
-        for protocol in self.protocols:
-            between = self.steps_between or self.steps_inside
-            latency = protocol.launch_s + between * protocol.step_s
+        options = []
+        for index, protocol in enumerate(self.protocols):
+            latency = protocol.launch_s + (self.steps_between or self.steps_inside) * protocol.step_s
             if self.steps_between:
                 latency += self.steps_inside * self.step_inside_s
             work = num_bytes * self.work_s_per_byte / protocol.bandwidth_fraction
-            if best is None or latency + work < best.alone_s:
-                scale = protocol.bandwidth_fraction / self.work_s_per_byte if self.work_s_per_byte else 0.0
-                shares = tuple((name, min(1.0, load * scale)) for name, load in self.loads)
-                best = Communication(latency_s=latency, work_s=work, shares=shares)
-        assert best is not None, "link and network types have at least one protocol"
-        return best
+            options.append((latency + work, index, latency, work))
+        _, index, latency, work = min(options)
+        return Communication(latency_s=latency, work_s=work, shares=self._shares[index])
 
 
 def bus_factor(kind: str, n: int) -> float:

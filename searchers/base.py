@@ -125,10 +125,8 @@ def cost_tables(problem: Problem) -> CostTables:
 def estimated(plan: Plan, problem: Problem) -> Score:
     """Score by the closed form ``(m - 1) max(t) + sum(t)`` on the cost tables (no engine)."""
     found = estimate(plan, problem, cost_tables(problem))
-    fullness = [
-        peak / capacity for peak, capacity in zip(found.peak_bytes, found.capacity_bytes, strict=True)
-    ]
-    worst = fullness.index(max(fullness))
+    excess = [peak - capacity for peak, capacity in zip(found.peak_bytes, found.capacity_bytes, strict=True)]
+    worst = excess.index(max(excess))
     return Score(
         objective=found.iteration_time_s,
         fits=found.fits,
@@ -143,7 +141,7 @@ def simulated(plan: Plan, problem: Problem) -> Score:
     from simulator.simulate import simulate
 
     result = simulate(plan, problem, costs=cost_tables(problem))
-    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes / memory.capacity_bytes)
+    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
     return Score(
         objective=result.iteration_time_s,
         fits=result.fits,
@@ -262,7 +260,7 @@ class Ledger:
         self.clock.evaluations += 1
         if not score.fits:
             self.count("out_of_memory")
-            excess = score.peak_bytes / max(1.0, score.capacity_bytes)
+            excess = score.peak_bytes - score.capacity_bytes
             if self._closest is None or excess < self._closest[0]:
                 self._closest = (excess, score, plan)
         elif plan not in self._seen:
@@ -318,7 +316,7 @@ class Ledger:
         return NoFeasiblePlan(
             self.searcher.name,
             f"out of memory: {plans} in memory{within}; the closest needs {score.peak_bytes / GIB:.1f} of "
-            f"{score.capacity_bytes / GIB:.1f} GiB at {score.where} ({describe_plan(plan)})",
+            f"{max(0.0, score.capacity_bytes) / GIB:.1f} GiB at {score.where} ({describe_plan(plan)})",
             closest=score,
             closest_plan=plan,
         )

@@ -6,6 +6,9 @@ from math import prod
 
 from simulator.plan import Plan, Stage
 
+FULL_SHARE = 0.9
+"""From here on a stage counts as recomputed in full: embedding and loss never are."""
+
 
 def describe_plan(plan: Plan) -> str:
     """Return what the plan does, short enough for a table cell.
@@ -33,10 +36,7 @@ def describe_plan(plan: Plan) -> str:
     words.append(f"microbatch {plan.microbatch_size} x {plan.num_microbatches}")
     if num_ranks > 1 and plan.schedule != "1f1b":
         words.append(plan.schedule)
-    shares = [_recomputed_share(stage) for stage in plan.stages]
-    if any(shares):
-        low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
-        words.append(f"recompute {low}" if low == high else f"recompute {low}-{high}")
+    words += _recompute_words(plan)
     return ", ".join(words)
 
 
@@ -51,5 +51,17 @@ def _degrees(stage: Stage) -> tuple[int, int, int]:
     return tp, dp, zero
 
 
-def _recomputed_share(stage: Stage) -> float:
-    return sum(stop - start for start, stop in stage.recompute) / max(1, stage.num_operators())
+def _recompute_words(plan: Plan) -> list[str]:
+    """Return how much of the stages is recomputed: whole stages, in full (by layer), or what share."""
+    if not any(stage.recompute for stage in plan.stages):
+        return []
+    if all(stage.recompute == stage.operators for stage in plan.stages):
+        return ["recompute whole stages"]
+    shares = [
+        sum(stop - start for start, stop in stage.recompute) / max(1, stage.num_operators())
+        for stage in plan.stages
+    ]
+    if min(shares) > FULL_SHARE:
+        return ["recompute full"]
+    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    return [f"recompute {low}" if low == high else f"recompute {low}-{high}"]

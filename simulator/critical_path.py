@@ -168,7 +168,8 @@ def walk_hosts(graph: TaskGraph, schedule: Schedule) -> HostWalk:
         behind = np.cumsum(graph.host_s[tasks])
         level = np.where(graph.host_waits[tasks], schedule.end_s[tasks] - behind, -np.inf)
         base = np.maximum.accumulate(np.concatenate(([0.0], level)))
-        arrival[lo:hi] = base[:-1] + np.concatenate(([0.0], behind[:-1]))
+        came = base[:-1] + np.concatenate(([0.0], behind[:-1]))
+        arrival[lo:hi] = came + graph.lead_s[tasks]
         record = np.where(level > base[:-1], np.arange(hi - lo), -1)
         last = np.maximum.accumulate(np.concatenate(([-1], record)))[:-1]
         origin[lo:hi] = np.where(last >= 0, tasks[last], -1)

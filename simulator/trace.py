@@ -316,8 +316,9 @@ def _launches(
     hosts = result.graph.hosts
     arrival = walk_hosts(result.graph, result.schedule).arrival_s
     device = np.repeat(np.arange(len(hosts)), np.diff(hosts.offsets))
-    start = _ns_array(arrival)
-    duration = _ns_array(arrival + result.graph.host_s[hosts.items]) - start
+    came = arrival - result.graph.lead_s[hosts.items]
+    start = _ns_array(came)
+    duration = _ns_array(came + result.graph.host_s[hosts.items]) - start
     return device, start, duration, hosts.items
 
 

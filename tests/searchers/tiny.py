@@ -28,5 +28,5 @@ def tiny_problem(
         global_batch=global_batch,
         memory_limit_bytes=memory_limit_bytes,
     )
-    shape = GPTSpec(name="tiny", layers=2, hidden=512, heads=4, seq_len=256, vocab=1000)
+    shape = GPTSpec(name="tiny", layers=2, hidden=1024, heads=8, seq_len=512, vocab=8000)
     return replace(spec.load(), workload=build_from_spec(shape), spec=None)

@@ -57,6 +57,7 @@ class GraphBuilder:
         hosts: Sequence[int] = (),
         shares: dict[int, float] | None = None,
         latency_s: float = 0.0,
+        lead_s: float = 0.0,
         host_s: float = 0.0,
         bound_s: float = 0.0,
         kind: int = COMPUTATION,
@@ -71,6 +72,7 @@ class GraphBuilder:
             {
                 "work_s": work_s,
                 "latency_s": latency_s,
+                "lead_s": lead_s,
                 "host_s": host_s,
                 "bound_s": bound_s,
                 "kind": kind,
@@ -99,6 +101,7 @@ class GraphBuilder:
         return TaskGraph(
             work_s=column("work_s", np.float64),
             latency_s=column("latency_s", np.float64),
+            lead_s=column("lead_s", np.float64),
             host_s=column("host_s", np.float64),
             bound_s=column("bound_s", np.float64),
             kind=column("kind", np.int8),

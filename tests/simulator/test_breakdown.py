@@ -153,7 +153,7 @@ def test_breakdown_of_millions_of_tasks_takes_seconds() -> None:
     fields = {
         name: np.tile(getattr(graph, name), copies)
         for name in (
-            "work_s", "latency_s", "host_s", "bound_s", "kind", "host_waits", "cause", "stage",
+            "work_s", "latency_s", "lead_s", "host_s", "bound_s", "kind", "host_waits", "cause", "stage",
             "microbatch", "name",
         )
     }  # fmt: skip

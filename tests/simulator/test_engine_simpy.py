@@ -112,8 +112,9 @@ def test_a_segment_of_kernels_as_one_task_equals_the_kernels(
                     device_s,
                     streams=[stream],
                     hosts=[0],
+                    lead_s=host_s,
                     host_s=host_s,
-                    bound_s=host_s + device_s,
+                    bound_s=device_s,
                     host_waits=host_waits and index == len(launches) - 1,
                 )
             return task
@@ -128,8 +129,9 @@ def test_a_segment_of_kernels_as_one_task_equals_the_kernels(
                     sum(device_s),
                     streams=[stream],
                     hosts=[0],
+                    lead_s=host_s[0],
                     host_s=sum(host_s),
-                    bound_s=bound_s,
+                    bound_s=bound_s - host_s[0],
                     host_waits=wait_after,
                 )
             )
@@ -382,7 +384,7 @@ def run_slowly(graph: TaskGraph) -> tuple[list[float], list[float], list[float]]
                 return True
             if waits_for[d] < 0 and place[d] < len(row) and free_at[d] <= now:
                 t = row[place[d]]
-                arrivals[t].append(free_at[d])
+                arrivals[t].append(free_at[d] + float(graph.lead_s[t]))
                 place[d] += 1
                 free_at[d] += float(graph.host_s[t])
                 waits_for[d] = t if graph.host_waits[t] else -1
@@ -392,7 +394,8 @@ def run_slowly(graph: TaskGraph) -> tuple[list[float], list[float], list[float]]
                 turn = all(
                     all(state[u] == "ended" for u in row[: row.index(t)]) for row in streams if t in row
                 )
-                if turn and all(state[u] == "ended" for u in preds[t]) and len(arrivals[t]) == num_hosts[t]:
+                launched = len(arrivals[t]) == num_hosts[t] and now >= max(arrivals[t], default=0.0)
+                if turn and all(state[u] == "ended" for u in preds[t]) and launched:
                     state[t], start[t] = "latency", now
                     return True
             elif state[t] == "latency" and now >= start[t] + graph.latency_s[t]:
@@ -427,6 +430,8 @@ def run_slowly(graph: TaskGraph) -> tuple[list[float], list[float], list[float]]
         moments += [start[t] + float(graph.latency_s[t]) for t in tasks if state[t] == "latency"]
         moments += [earliest_end(t) for t in tasks if state[t] == "bound"]
         moments += [free_at[d] for d, row in enumerate(hosts) if waits_for[d] < 0 and place[d] < len(row)]
+        moments += [max(arrivals[t]) for t in tasks if state[t] == "waiting" and arrivals[t]]
+        moments = [moment for moment in moments if moment > now]
         if not moments:
             return start, end, [max(a, default=0.0) for a in arrivals]
         then = min(moments)
@@ -456,6 +461,7 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
         builder.add(
             draw(TIMES),
             latency_s=draw(st.just(0.0) | TIMES),
+            lead_s=draw(st.just(0.0) | TIMES),
             host_s=draw(TIMES),
             bound_s=draw(st.just(0.0) | TIMES),
             kind=draw(st.sampled_from([COMPUTATION, COMPUTATION, COMMUNICATION, COMMUNICATION, OTHER])),
@@ -476,7 +482,7 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
 def renumbered(graph: TaskGraph, new_id: list[int]) -> TaskGraph:
     """Return the same graph with task i called new_id[i]."""
     old_id = np.argsort(new_id)
-    names = ["work_s", "latency_s", "host_s", "bound_s", "kind", "host_waits"]
+    names = ["work_s", "latency_s", "lead_s", "host_s", "bound_s", "kind", "host_waits"]
     names += ["cause", "stage", "microbatch", "name"]
     ids = np.array(new_id, dtype=np.int32)
     bounds = graph.shares.offsets
