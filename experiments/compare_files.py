@@ -44,13 +44,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _readable_window(plan: Plan, iteration_time_s: float) -> tuple[tuple[float, float] | None, str]:
-    """Return what to draw of a timeline, and a note: where it repeats itself, its beginning is enough."""
+def _readable_window(plan: Plan, iteration_time_s: float) -> tuple[float, float] | None:
+    """Return what to draw of a timeline: where it repeats itself, its beginning is enough."""
     shown = 2 * len(plan.stages) + 12
     if plan.schedule == "gpipe" or plan.num_microbatches <= 2 * shown:
-        return None, ""
-    share = shown / plan.num_microbatches
-    return (0.0, share * iteration_time_s), f" (the first {share:.0%} of the iteration)"
+        return None
+    return 0.0, shown / plan.num_microbatches * iteration_time_s
 
 
 def code_fingerprint(searcher: str) -> str:
@@ -137,9 +136,9 @@ class ComparisonFolder:
             save_plan(path, spec, plan, fingerprint=problem.workload.fingerprint)
         if result is not None:
             assert plan is not None, "a result has a plan"
-            window, note = _readable_window(plan, result.iteration_time_s)
-            title = f"{searcher}: {row['plan']}{note}"
-            result.plot_timeline(self.path / "timelines" / f"{name}.png", window=window, title=title)
+            path = self.path / "timelines" / f"{name}.png"
+            window = _readable_window(plan, result.iteration_time_s)
+            result.plot_timeline(path, window=window, title=f"{searcher}: {row['plan']}")
         saved = {
             "searcher": searcher,
             "code": code_fingerprint(searcher),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datafiles.writer import write_bytes_atomically
+from simulator.result import format_s
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,15 +39,13 @@ def plot_throughput(table: pd.DataFrame, path: Path, *, title: str) -> None:
     for place, row in enumerate(rows):
         if row["status"] == "no plan":
             reason = _shorten(str(row["reason"]), 118)
-            speed.text(
-                0.01 * largest, place, f"no plan: {reason}", va="center", color=MUTED, style="italic", size=9
-            )
+            _write(speed, 0.01 * largest, place, f"no plan: {reason}", color=MUTED, style="italic", size=9)
             continue
         _draw_speed(speed, place, row, fastest, largest)
         _draw_memory(memory, place, row)
     speed.set_yticks(range(num_rows), [row["searcher"] for row in rows], fontsize=12)
     speed.set_ylim(num_rows - 0.4, -0.6)
-    speed.set_xlim(0, 1.32 * largest)
+    speed.set_xlim(0, 1.45 * largest)
     speed.set_xlabel("throughput, samples/s")
     memory.set_yticks([])
     memory.patch.set_alpha(0.0)  # reasons may run over into the empty row beside them
@@ -64,14 +63,13 @@ def _draw_speed(axes: Axes, place: int, row: Mapping[str, Any], fastest: float, 
     value = row["samples_per_s"]
     color = (BEST if value == fastest else REST) if fits else "white"
     axes.barh(place, value, height=0.62, color=color, edgecolor=TOO_MUCH if not fits else color, hatch=None)
-    label = f"{value:.1f}/s   {row['iteration_time_s']:.1f} s   MFU {row['mfu']:.0%}"
+    label = f"{value:.3g}/s   {format_s(row['iteration_time_s'])}   MFU {row['mfu']:.0%}"
     if not fits:
-        label = f"out of memory ({value:.1f}/s if it fitted)"
+        label = f"out of memory ({value:.3g}/s if it fitted)"
     bold = "bold" if fits and value == fastest else "normal"
-    axes.text(value + 0.012 * largest, place - 0.13, label, va="center", color=INK, size=10, fontweight=bold)
-    axes.text(
-        value + 0.012 * largest, place + 0.2, _shorten(row["plan"], 62), va="center", color=MUTED, size=8
-    )
+    _write(axes, value + 0.012 * largest, place - 0.13, label, color=INK, size=10, fontweight=bold)
+    on_bar = "white" if fits and value == fastest else INK
+    _write(axes, 0.012 * largest, place + 0.13, _shorten(row["plan"], 70), color=on_bar, size=8.5)
 
 
 def _draw_memory(axes: Axes, place: int, row: Mapping[str, Any]) -> None:
@@ -79,7 +77,13 @@ def _draw_memory(axes: Axes, place: int, row: Mapping[str, Any]) -> None:
     fits = row["status"] == "ok"
     axes.barh(place, peak, height=0.62, color=REST if fits else TOO_MUCH)
     axes.plot([capacity, capacity], [place - 0.38, place + 0.38], color=INK, linewidth=1.6)
-    axes.text(peak - 0.01 * capacity, place, f"{peak:.1f}", va="center", ha="right", color=INK, size=10)
+    left = min(peak, capacity) - 0.01 * capacity
+    _write(axes, left, place, f"{peak:.1f}", ha="right", color=INK if fits else "white", size=10)
+
+
+def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Write a label beside a bar without making the layout give it room."""
+    axes.text(x, y, text, va="center", **style).set_in_layout(False)
 
 
 def plot_convergence(

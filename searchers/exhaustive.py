@@ -49,8 +49,17 @@ class Exhaustive(CandidateSearcher):
             size = f"{len(problem.workload.layers)} layers, {problem.num_devices} devices"
             raise ValueError(
                 f"exhaustive search must have at most {self.max_plans:,} plans, this problem has up to "
-                f"{space.size_bound:.3g} ({size}, batch {problem.global_batch}); take another searcher, "
-                f"such as random, or a smaller problem"
+                f"{_rounded(space.size_bound)} ({size}, batch {problem.global_batch}); take another "
+                f"searcher, such as random, or a smaller problem"
             )
         for point in space:
             yield space.plan(point)
+
+
+def _rounded(number: int) -> str:
+    """Return two digits of a large number.
+
+    >>> _rounded(314159), _rounded(10**20)
+    ('310,000', '1e+20')
+    """
+    return f"{int(float(f'{number:.2g}')):,}" if number < 10**12 else f"{number:.2g}"

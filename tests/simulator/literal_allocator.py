@@ -41,6 +41,8 @@ class LiteralAllocator:
         self.unused.append(block)
 
     def malloc(self, requested: int) -> Block | None:
+        if self.o.expandable_segments:  # so that ranges start on a page, as the driver's do
+            self.top = -(-self.top // (20 * MIB)) * 20 * MIB
         size = rounded_bytes(requested, self.o.roundup_power2_divisions)
         small = size <= MIB
         block = self.get_free_block(size, small)
@@ -199,7 +201,6 @@ class LiteralAllocator:
 
     def unmap(self, block: Block) -> None:
         page = 2 * MIB if block.small else 20 * MIB
-        # Ranges start on a page here too: large ones are opened at multiples of 20 MiB below.
         start = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
         if start >= end:

@@ -23,18 +23,21 @@ SIZES = st.one_of(
     st.integers(10 * MIB, 80 * MIB),
     st.sampled_from([MIB, 2 * MIB, 10 * MIB, 19 * MIB, 20 * MIB, 32 * MIB, 52 * MIB]),
 )
-# Each step allocates a size, or frees the tensor at that place among the living.
+PLACES = st.integers(0, 30)
+# Each step allocates a size, or frees the tensor at that place among the living; frees are as frequent,
+# so that there is something to reuse, release and collect.
 STEPS = st.lists(
-    st.one_of(SIZES.map(lambda size: ("a", size)), st.integers(0, 30).map(lambda i: ("f", i))), max_size=80
+    st.sampled_from("af").flatmap(lambda action: st.tuples(st.just(action), SIZES if action == "a" else PLACES)),
+    max_size=80,
 )
 OPTIONS = st.builds(
     AllocatorSettings,
-    max_split_size_bytes=st.sampled_from([None, None, 22 * MIB, 32 * MIB]),
+    max_split_size_bytes=st.sampled_from([None, 22 * MIB, 32 * MIB]),
     roundup_power2_divisions=st.sampled_from([0, 0, 4]),
     expandable_segments=st.booleans(),
     garbage_collection_threshold=st.sampled_from([None, None, 0.3, 0.8]),
 )
-CAPACITIES = st.sampled_from([0, 30 * MIB, 100 * MIB, 101 * MIB, 256 * MIB, GIB])
+CAPACITIES = st.sampled_from([0, 30 * MIB, 60 * MIB, 100 * MIB, 101 * MIB, 160 * MIB, 256 * MIB, GIB])
 
 
 def blocks(allocator: CachingAllocator) -> list[tuple[int, int]]:
@@ -110,40 +113,60 @@ def as_events(steps: list[tuple[str, int]]) -> tuple[Any, Any, Any]:
     return np.array(sizes, dtype=np.int64), np.array(ids, dtype=np.int32), np.array(allocates, dtype=np.bool_)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(STEPS, CAPACITIES, OPTIONS)
-def test_the_replay_agrees_with_a_literal_second_implementation(
+def test_allocators_agree_with_a_literal_second_implementation(
     steps: list[tuple[str, int]], capacity: int, options: AllocatorSettings
 ) -> None:
-    events = as_events(steps)
-    result = replay(*events, capacity, options, record_timeline=True)
-    assert result.allocated_after_bytes is not None and result.reserved_after_bytes is not None
-    slow = LiteralAllocator(capacity, options)
-    alive: dict[int, Block | None] = {}
+    allocator, slow = caching_allocator(capacity, options), LiteralAllocator(capacity, options)
+    alive: list[tuple[int, Block]] = []
+    for action, value in steps:
+        if action == "a" and value > 0:
+            address, block = allocator.allocate(value), slow.malloc(value)
+            assert (address is None) == (block is None)
+            if address is not None and block is not None:
+                alive.append((address, block))
+        elif action == "f" and alive:
+            address, block = alive.pop(value % len(alive))
+            allocator.free(address)
+            slow.free(block)
+        assert allocator.allocated_bytes == slow.allocated
+        assert allocator.reserved_bytes == slow.reserved
+        assert allocator.largest_free_bytes() == max((block.size for block in slow.unused), default=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS, CAPACITIES, OPTIONS)
+def test_a_replay_reports_what_the_allocator_does(
+    steps: list[tuple[str, int]], capacity: int, options: AllocatorSettings
+) -> None:
+    sizes, ids, allocates = as_events(steps)
+    result = replay(sizes, ids, allocates, capacity, options, record_timeline=True)
+    allocator = caching_allocator(capacity, options)
+    addresses: dict[int, int] = {}
+    allocated, reserved = [0], [0]
     failed_at = None
-    for event, (size, tensor, allocates) in enumerate(
-        zip(*(column.tolist() for column in events), strict=True)
-    ):
-        if not allocates:
-            if (block := alive.pop(tensor)) is not None:
-                slow.free(block)
-        elif size == 0:
-            alive[tensor] = None
-        else:
-            if options.expandable_segments:
-                slow.top = -(-slow.top // (20 * MIB)) * 20 * MIB
-            found = slow.malloc(size)
-            if found is None:
+    for event, (size, tensor) in enumerate(zip(sizes.tolist(), ids.tolist(), strict=True)):
+        if allocates[event]:
+            address = allocator.allocate(size)
+            if address is None:
                 failed_at = event
                 break
-            alive[tensor] = found
-        assert (result.allocated_after_bytes[event], result.reserved_after_bytes[event]) == (
-            slow.allocated,
-            slow.reserved,
-        ), event
+            addresses[tensor] = address
+        else:
+            allocator.free(addresses.pop(tensor))
+        allocated.append(allocator.allocated_bytes)
+        reserved.append(allocator.reserved_bytes)
     assert result.failed_at == failed_at
-    assert result.reserved_peak_bytes == max([0, *result.reserved_after_bytes.tolist()[:failed_at]])
-    assert result.allocated_peak_bytes == max([0, *result.allocated_after_bytes.tolist()[:failed_at]])
+    assert result.allocated_after_bytes is not None and result.reserved_after_bytes is not None
+    assert result.allocated_after_bytes.tolist()[:failed_at] == allocated[1:]
+    assert result.reserved_after_bytes.tolist()[:failed_at] == reserved[1:]
+    assert (result.reserved_peak_bytes, result.reserved_peak_event) == (max(reserved), reserved.index(max(reserved)) - 1)
+    assert (result.allocated_peak_bytes, result.allocated_peak_event) == (
+        max(allocated),
+        allocated.index(max(allocated)) - 1,
+    )
+    assert result.allocated_at_reserved_peak_bytes == allocated[result.reserved_peak_event + 1]
 
 
 @settings(max_examples=50, deadline=None)
