@@ -40,11 +40,10 @@ def diff(
 
     Example: windtunnel diff out/plans/ddp.yaml out/plans/megatron-grid.yaml --plot why.png
     """
-    from simulator.plan_file import load_plan
-
     from experiments.progress import simulation_progress
     from simulator.difference import difference
     from simulator.fidelity import Fidelity
+    from simulator.plan_file import load_plan
     from simulator.simulate import simulate
 
     fidelity = Fidelity().without(*comma_separated(without))

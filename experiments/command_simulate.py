@@ -36,10 +36,9 @@ def simulate_file(
 
     Example: windtunnel simulate plan.yaml --without contention,overlap-slowdown --trace trace.json.gz
     """
-    from simulator.plan_file import load_plan
-
     from experiments.progress import simulation_progress
     from simulator.fidelity import Fidelity
+    from simulator.plan_file import load_plan
     from simulator.simulate import simulate
 
     fidelity = Fidelity().without(*comma_separated(without))

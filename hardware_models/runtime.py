@@ -49,6 +49,8 @@ class Runtime:
         overlap_gradient_sync: Buckets travel while the last backward still runs.
         transfer_mode: ``overlapped`` or ``blocking`` (the compute stream waits for the send too).
         host_waits: Events at which the host waits for the device.
+        keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
+            else its shard, gathered again.
         recompute_stops_early: Recomputation ends once the last saved tensor is back.
         communication_buffer_bytes, context_bytes: Device memory outside the allocator.
         host_seconds_per_kernel: Overrides the GPU type's ``launch_s``; None keeps it.
@@ -71,6 +73,7 @@ class Runtime:
     overlap_gradient_sync: bool
     transfer_mode: TransferMode
     host_waits: tuple[HostWait, ...]
+    keeps_gathered_inputs: bool
     recompute_stops_early: bool
     communication_buffer_bytes: int
     context_bytes: int
@@ -121,6 +124,7 @@ class RuntimeFile(FileModel):
     overlap_gradient_sync: bool
     transfer_mode: TransferMode
     host_waits: tuple[HostWait, ...]
+    keeps_gathered_inputs: bool
     recompute_stops_early: bool
     communication_buffer_bytes: Bytes
     context_bytes: Bytes

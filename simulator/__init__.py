@@ -1,1 +1,1 @@
-"""From a plan and a problem to the time and memory of one training iteration."""
+"""Plans, cost tables, lowering to tasks, engines, memory, results."""

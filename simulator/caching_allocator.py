@@ -70,9 +70,7 @@ class AllocatorSettings:
             )
         divisions = self.roundup_power2_divisions
         if divisions < 0 or divisions & (divisions - 1):
-            raise ValueError(
-                f"roundup_power2_divisions must be 0 or a power of two, got {divisions}; try 4 or 8"
-            )
+            raise ValueError(f"roundup_power2_divisions must be 0 or a power of two, got {divisions}; try 4 or 8")
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < threshold < 1:
             raise ValueError(f"garbage_collection_threshold must lie within (0, 1), got {threshold}; try 0.8")
@@ -83,8 +81,7 @@ class AllocatorSettings:
             )
         if self.large_segment_bytes < LARGE_SEGMENT_BYTES or self.large_segment_bytes % ROUND_LARGE_BYTES:
             raise ValueError(
-                "large_segment_bytes must be a multiple of 2 MiB and at least 20 MiB, "
-                f"got {self.large_segment_bytes}"
+                f"large_segment_bytes must be a multiple of 2 MiB and at least 20 MiB, got {self.large_segment_bytes}"
             )
 
 
@@ -221,9 +218,7 @@ class CachingAllocator:
 
     def largest_free_bytes(self) -> int:
         """Return the size of the largest unused block within the segments held."""
-        return max(
-            (pool.free[-1] >> ADDRESS_BITS for pool in (self._small, self._large) if pool.free), default=0
-        )
+        return max((pool.free[-1] >> ADDRESS_BITS for pool in (self._small, self._large) if pool.free), default=0)
 
     def _enter(self, pool: Pool, address: int, size: int) -> None:
         insort(pool.free, size << ADDRESS_BITS | address)
@@ -304,9 +299,7 @@ class CachingAllocator:
             self._release(pool, key & ADDRESS_MASK, key >> ADDRESS_BITS)
             return True
         released = 0
-        while (
-            released < wanted and pool.free and (largest := pool.free[-1] >> ADDRESS_BITS) >= self._max_split
-        ):
+        while released < wanted and pool.free and (largest := pool.free[-1] >> ADDRESS_BITS) >= self._max_split:
             self._release(pool, pool.free[-1] & ADDRESS_MASK, largest)
             released += largest
         return released >= wanted

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from simulator.lowering.mesh import MeshCollective, batch_degree, groups, mesh_sizes, reshard
 from simulator.plan import Sharding, resolve
 from simulator.problem import Problem
+from simulator.segments import EMPTY, Segment
 from workloads.kernels import Kernel, MemoryBound
 from workloads.kinds.base import (
     BACKWARD_INPUT,
@@ -30,48 +31,6 @@ from workloads.kinds.base import (
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
 from workloads.operators import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of kernels launched one after another.
-
-    Attributes:
-        device_s: D, sum of kernel durations in seconds.
-        host_s: H, sum of launch times in seconds.
-        bound_s: L = max over j of (launches up to j + kernels from j on): no end before host start + L.
-        lead_s: Launch time of the first kernel, and of whatever is launched before it.
-        recorded: Seconds of ``device_s`` by origin: measured, interpolated, modelled.
-    """
-
-    device_s: float = 0.0
-    host_s: float = 0.0
-    bound_s: float = 0.0
-    lead_s: float = 0.0
-    recorded: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-    def then(self, other: Segment) -> Segment:
-        """Return the two segments launched one after the other: exact, and associative."""
-        return Segment(
-            device_s=self.device_s + other.device_s,
-            host_s=self.host_s + other.host_s,
-            bound_s=max(self.bound_s + other.device_s, self.host_s + other.bound_s),
-            lead_s=self.lead_s if self.device_s > 0 else self.host_s + other.lead_s,
-            recorded=(
-                self.recorded[0] + other.recorded[0],
-                self.recorded[1] + other.recorded[1],
-                self.recorded[2] + other.recorded[2],
-            ),
-        )
-
-    @staticmethod
-    def launch(host_s: float) -> Segment:
-        """Return a pure host action: launching something that runs elsewhere."""
-        return Segment(host_s=host_s, bound_s=host_s, lead_s=host_s)
-
-
-EMPTY = Segment()
-SOURCES = ("measured", "interpolated", "modelled")
 
 
 @dataclass(frozen=True)
@@ -199,7 +158,7 @@ class CostTables:
             runtime.implementation,
             operator=op.name,
         )
-        segments = {phase: self._segment(kind.kernels(phase, local), gpu_type) for phase in _PHASES}
+        segments = {phase: self._phase(kind, phase, local, gpu_type) for phase in _PHASES}
         saved = tuple((item.ref, float(item.size_bytes)) for item in local_saved_tensors(kind, local))
         cost = OperatorCost(
             forward=segments[FORWARD],
@@ -224,6 +183,12 @@ class CostTables:
         )
         return self._with_profile(cost, index, sharding, samples)
 
+    def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
+        stated = kind.stated_time_s(phase, local)
+        if stated is None:
+            return self._segment(kind.kernels(phase, local), gpu_type)
+        return Segment(stated, 0.0, stated, 0.0, (stated, 0.0, 0.0))
+
     def _segment(self, kernels: Iterable[Kernel], gpu_type: str) -> Segment:
         hardware, runtime = self.problem.hardware, self.problem.runtime
         launch_s = self.launch_s(gpu_type)
@@ -242,9 +207,7 @@ class CostTables:
         own = self.problem.runtime.host_seconds_per_kernel
         return own if own is not None else self.problem.hardware.launch_s(gpu_type)
 
-    def _internal(
-        self, kind: Kind, local: Local, sharding: Sharding
-    ) -> Iterable[tuple[str, MeshCollective]]:
+    def _internal(self, kind: Kind, local: Local, sharding: Sharding) -> Iterable[tuple[str, MeshCollective]]:
         for position, axis in enumerate(sharding):
             for phase in _PHASES:
                 for item in kind.internal_collectives(phase, axis.split, local):
@@ -274,9 +237,7 @@ class CostTables:
             **{
                 **{name: getattr(cost, name) for name in OperatorCost.__dataclass_fields__},
                 "forward": _measured(cost.forward, found.row.forward_s, found.source),
-                "backward_input": _measured(
-                    cost.backward_input, found.row.backward_s * (1 - share), found.source
-                ),
+                "backward_input": _measured(cost.backward_input, found.row.backward_s * (1 - share), found.source),
                 "backward_weight": _measured(cost.backward_weight, found.row.backward_s * share, found.source),
                 "includes_collectives": found.row.includes_collectives,
             }
@@ -337,7 +298,7 @@ class CostTables:
     ) -> tuple[float, float]:
         """Return seconds of the collectives before operator ``index``, forward and backward, alone."""
         totals = [0.0, 0.0]
-        for phase, item, owner in self.input_collectives(index, resolved.__getitem__, samples, gpu_type):
+        for phase, item, owner, _ in self.input_collectives(index, resolved.__getitem__, samples, gpu_type):
             if not self.operator(owner, resolved[owner], samples, gpu_type).includes_collectives:
                 totals[phase != FORWARD] += self._first_group_s(item)
         cost = self.operator(index, resolved[index], samples, gpu_type)
@@ -352,11 +313,11 @@ class CostTables:
 
     def input_collectives(
         self, index: int, sharding_of: Callable[[int], Sharding | None], samples: int, gpu_type: str
-    ) -> list[tuple[str, MeshCollective, int]]:
+    ) -> list[tuple[str, MeshCollective, int, int]]:
         """Return collectives between operator ``index`` and the producers of its inputs in its stage.
 
         Returns:
-            ``(phase, collective, owner)``: in FORWARD the producer's layout becomes this operator's, in
+            ``(phase, collective, owner, input position)``: in FORWARD the producer's layout becomes this operator's, in
             BACKWARD_INPUT the gradient's layout becomes the producer's. The owner is the operator whose
             split causes it (the row-parallel producer, the column-parallel consumer).
         """
@@ -364,7 +325,7 @@ class CostTables:
         op = workload.operators[index]
         own = sharding_of(index)
         assert own is not None
-        found: list[tuple[str, MeshCollective, int]] = []
+        found: list[tuple[str, MeshCollective, int, int]] = []
         for position, name in enumerate(op.inputs):
             producer = workload.producer.get(name)
             if producer is None:
@@ -382,10 +343,10 @@ class CostTables:
                 continue
             cost = self.operator(producer, theirs, samples * batch_degree(own) // batch_degree(theirs), gpu_type)
             for item in reshard(their_sizes, have, sizes, want, cost.output_bytes[number]):
-                found.append((FORWARD, item, producer))
+                found.append((FORWARD, item, producer, position))
             input_bytes = self.operator(index, own, samples, gpu_type).input_bytes[position]
             for item in reshard(sizes, gradient_have, their_sizes, gradient_want, input_bytes):
-                found.append((BACKWARD_INPUT, item, index))
+                found.append((BACKWARD_INPUT, item, index, position))
         return found
 
 

@@ -209,14 +209,10 @@ class Positions:
     def previous(self, task: int) -> list[int]:
         """Return the tasks directly before this one in each of its rows."""
         items = self._rows.items
-        return [
-            int(items[entry - 1]) for entry in self.of(task) if entry > self._rows.offsets[self.row_of(entry)]
-        ]
+        return [int(items[entry - 1]) for entry in self.of(task) if entry > self._rows.offsets[self.row_of(entry)]]
 
 
-def critical_path(
-    graph: TaskGraph, schedule: Schedule, iteration_time_s: float | None = None
-) -> CriticalPath:
+def critical_path(graph: TaskGraph, schedule: Schedule, iteration_time_s: float | None = None) -> CriticalPath:
     """Walk back from the task that ends last to the start of the iteration.
 
     A task that its host held up contributes its alone time as its own cause and the rest, back to the

@@ -67,8 +67,7 @@ class Difference:
 
         total = self.iteration_time_s[0]
         rows = [
-            (row.cause, row.a, row.b, row.difference, row.difference / total if total > 0 else 0.0)
-            for row in self.time
+            (row.cause, row.a, row.b, row.difference, row.difference / total if total > 0 else 0.0) for row in self.time
         ]
         return pd.DataFrame(rows, columns=["cause", "a_s", "b_s", "difference_s", "share"])
 
@@ -98,20 +97,15 @@ class Difference:
         lines[0] += f" ({first} {format_s(a)}, {second} {format_s(b)})"
         low, high = (float(size) for size in self.peak_bytes)
         if low > 0 or high > 0:
-            text = _sentence(
-                second, "less memory", "more memory", low, high, _main(self.memory, limit, _signed_bytes)
-            )
-            text = text.replace(" is ", " needs ", 1).replace(
-                "needs as fast as before", "needs as much memory"
-            )
+            text = _sentence(second, "less memory", "more memory", low, high, _main(self.memory, limit, _signed_bytes))
+            text = text.replace(" is ", " needs ", 1).replace("needs as fast as before", "needs as much memory")
             lines.append(f"{text} ({first} {format_bytes(low)}, {second} {format_bytes(high)})")
         for name, fits in zip(self.names, self.fits, strict=True):
             if not fits:
                 lines.append(f"{name} does not fit into memory")
         if self.global_batch[0] != self.global_batch[1]:
             lines.append(
-                f"samples per iteration differ: {first} {self.global_batch[0]}, "
-                f"{second} {self.global_batch[1]}"
+                f"samples per iteration differ: {first} {self.global_batch[0]}, {second} {self.global_batch[1]}"
             )
         return "\n".join(lines)
 
@@ -141,9 +135,7 @@ class Difference:
         write_bytes_atomically(path, png(figure))
 
 
-def difference(
-    a: SimulationResult, b: SimulationResult, *, names: tuple[str, str] = ("a", "b")
-) -> Difference:
+def difference(a: SimulationResult, b: SimulationResult, *, names: tuple[str, str] = ("a", "b")) -> Difference:
     """Compare two results.
 
     Args:
@@ -245,9 +237,7 @@ def _waterfall(
     axes.barh(last, totals[1] * factor, 0.62, color=TOTAL)
     labels.append((totals[1], f"{totals[1] * factor:,.4g} {unit}"))
     for row, (x, text) in enumerate(labels):
-        axes.annotate(
-            text, (x * factor, row), (4, 0), textcoords="offset points", va="center", fontsize=9, color=TEXT
-        )
+        axes.annotate(text, (x * factor, row), (4, 0), textcoords="offset points", va="center", fontsize=9, color=TEXT)
     axes.set_yticks(range(last + 1), [names[0], *(cause for cause, _ in steps), names[1]])
     axes.set_ylim(bars - 0.4, -0.6)
     axes.set_xlim(0, 1.2 * largest * factor)

@@ -20,9 +20,8 @@ from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageVie
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.transfers import Transfer, boundary, crossing_tensors
 from simulator.memory import static_bytes
-from simulator.plan import Plan
+from simulator.plan import Plan, batch_replicas
 from simulator.problem import Problem
-from workloads.kinds.base import FORWARD
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
             time += _transfers_s(problem, transfers[view.position - 1][1])
         if view.position + 1 < len(views):
             time += _transfers_s(problem, transfers[view.position][0])
-        times.append(time)
+        times.append(time / view.num_turns)
         reductions, refresh = epilogue_collectives(view, overlapped=False)
         synced = sum(_collective_s(view, item) for item in reductions) * (
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
@@ -94,8 +93,10 @@ def in_flight(plan: Plan, stage: int) -> int:
     m = plan.num_microbatches
     if plan.schedule == "gpipe":
         return m
-    if plan.warmup is not None:
-        return min(m, plan.warmup[stage])
+    warmup = plan.warmup_in_force()
+    if warmup is not None:
+        replicas = batch_replicas(plan.stages[stage]) if plan.rotates else 1
+        return min(m, -(-warmup[stage] // replicas))
     return min(m, len(plan.stages) - stage)
 
 
@@ -118,9 +119,7 @@ def _collective_s(view: StageView, item: MeshCollective) -> float:
 
 
 def _transfers_s(problem: Problem, transfers: list[Transfer]) -> float:
-    return max(
-        (problem.hardware.transfer(t.num_bytes, t.source, t.target).alone_s for t in transfers), default=0.0
-    )
+    return max((problem.hardware.transfer(t.num_bytes, t.source, t.target).alone_s for t in transfers), default=0.0)
 
 
 def _peak_bytes(view: StageView, num_in_flight: int) -> float:
@@ -147,6 +146,3 @@ def _peak_bytes(view: StageView, num_in_flight: int) -> float:
                 inside.setdefault(segment, {})[name] = size
     largest = max((sum(found.values()) for found in inside.values()), default=0.0)
     return states + num_in_flight * sum(kept.values()) + largest + workspace
-
-
-__all__ = ["FORWARD", "Estimate", "estimate", "in_flight"]

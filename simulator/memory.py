@@ -13,8 +13,8 @@ from simulator.allocator import AllocatorResult, replay
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, pipeline_shape
+from simulator.lowering.placement import StagePlacement
 from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
-from simulator.lowering.templates import StagePlacement
 from simulator.memory_program import CATEGORIES, StageMemory
 from simulator.memory_usage import DeviceMemory
 from simulator.plan import Plan
@@ -46,7 +46,9 @@ class StaticBytes:
     step_workspace: int
 
 
-def static_bytes(groups: Sequence[ParameterGroup], problem: Problem, *, sharded_gradients: bool, reshards: bool) -> StaticBytes:
+def static_bytes(
+    groups: Sequence[ParameterGroup], problem: Problem, *, sharded_gradients: bool, reshards: bool
+) -> StaticBytes:
     """Return model states of a stage on one device.
 
     Args:
@@ -77,11 +79,18 @@ def device_memory(
     orders = schedule_named(plan.schedule).actions(pipeline_shape(plan, count))
     found: dict[int, DeviceMemory] = {}
     replays: dict[bytes, AllocatorResult] = {}
+    placement_of = {placement.view.position: placement for placement in lowered.placements}
     for rank, order in enumerate(orders):
         placements = [p for p in lowered.placements if plan.rank_of_stage[p.view.position] == rank]
         labels = _action_times(order, lowered, rank, schedule)
         for c in placements[0].classes:
-            found[c] = _representative(c, plan, placements, order, labels, lowered, costs, fidelity, replays)
+            mine = [
+                number
+                for number, action in enumerate(order)
+                if c in placement_of[action.stage].taking_turn(action.microbatch).classes
+            ]
+            own = [order[number] for number in mine]
+            found[c] = _representative(c, plan, placements, own, labels[mine], lowered, costs, fidelity, replays)
     return tuple(found[c] for c in range(len(lowered.graph.device_members)))
 
 
@@ -89,7 +98,7 @@ def memory_microbatches(plan: Plan) -> int:
     """Return how many microbatches show the peak: a pipeline that has filled repeats itself."""
     if plan.schedule == "gpipe":
         return plan.num_microbatches
-    depth = max((*(plan.warmup or ()), len(plan.stages)))
+    depth = max((*(plan.warmup_in_force() or ()), len(plan.stages)))
     ranks = max(plan.rank_of_stage) + 1
     enough = 2 * depth + 2
     if plan.schedule == "interleaved":
@@ -250,9 +259,7 @@ class _EventStream:
         self._actions.append(np.full(len(sizes), action, dtype=np.int64))
         self._times.append(np.broadcast_to(time_s, sizes.shape).astype(np.float64))
 
-    def add_actions(
-        self, programs: dict[int, StageMemory], order: list[Action], labels: NDArray[np.float64]
-    ) -> None:
+    def add_actions(self, programs: dict[int, StageMemory], order: list[Action], labels: NDArray[np.float64]) -> None:
         """Append the events of every action."""
         passes: dict[tuple[int, str], tuple[NDArray[np.int64], NDArray[np.bool_]]] = {}
         for stage, program in programs.items():
@@ -260,9 +267,7 @@ class _EventStream:
                 if kind == FORWARD:
                     found = program.forward()
                 else:
-                    found = program.backward(
-                        with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT
-                    )
+                    found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
                 passes[stage, kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
         sizes = {stage: np.array(program.table.sizes, dtype=np.int64) for stage, program in programs.items()}
         categories = {stage: np.array(program.table.categories, dtype=np.int64) for stage, program in programs.items()}

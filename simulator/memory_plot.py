@@ -71,9 +71,8 @@ def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
     if peak is not None:
         height = peak.peak_allocated_bytes / BYTES_PER_GIB
         axes.plot([peak.peak_time_s], [height], "o", color=TEXT, markersize=5, zorder=5)
-        line += (
-            f",  highest live peak {format_bytes(peak.peak_allocated_bytes)} at "
-            f"{format_s(peak.peak_time_s)}" + (f" ({peak.peak_where})" if peak.peak_where else "")
+        line += f",  highest live peak {format_bytes(peak.peak_allocated_bytes)} at {format_s(peak.peak_time_s)}" + (
+            f" ({peak.peak_where})" if peak.peak_where else ""
         )
         line += "" if result.fits else ",  OUT OF MEMORY"
     axes.set_xlim(0, result.iteration_time_s)

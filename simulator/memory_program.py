@@ -24,6 +24,7 @@ WORKSPACE = "workspace"
 RECEIVED = "received tensors"
 STAGE_OUTPUT = "stage outputs"
 GATHERED = "gathered parameters"
+GATHERED_INPUT = "gathered inputs"
 UNSHARDED = "unsharded gradients"
 RECOMPUTED = "recomputed activations"
 CATEGORIES = (
@@ -40,6 +41,7 @@ CATEGORIES = (
     RECEIVED,
     STAGE_OUTPUT,
     GATHERED,
+    GATHERED_INPUT,
     UNSHARDED,
     RECOMPUTED,
 )
@@ -89,6 +91,8 @@ class StageMemory:
         self._gathers = self._zero3_layers() if reshards else {}
         self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
         self._own = set(view.operators)
+        self._regathers = not view.costs.problem.runtime.keeps_gathered_inputs
+        self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
         self._segment_of = {
             index: (start, stop) for start, stop in view.stage.recompute for index in range(start, stop)
         }
@@ -146,7 +150,7 @@ class StageMemory:
     def _run(self, operators: Iterable[int], events: _Pass, *, recomputing: bool) -> None:
         operators = list(operators)
         inside = set(operators)
-        left = {}
+        left: dict[str, int] = {}
         for index in operators:
             for name in dict.fromkeys(self.workload.operators[index].inputs):
                 left[name] = left.get(name, 0) + 1
@@ -158,6 +162,8 @@ class StageMemory:
                 self._gather(layer, op.layer, events)
                 layer = op.layer
             in_segment = not recomputing and index in self._segment_of
+            for position, item in self._gathered[index]:
+                events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
             events.allocate(f"{op.name}/workspace", cost.workspace_forward_bytes, WORKSPACE)
             for name, size in zip(op.outputs, cost.output_bytes, strict=True):
                 category = RECOMPUTED if recomputing else self._kept.get(name, TEMPORARY)
@@ -168,6 +174,9 @@ class StageMemory:
                         category = LOGITS if op.kind == "lm_loss" else RECOMPUTED if recomputing else SAVED
                         events.allocate(name, size, category)
             events.free(f"{op.name}/workspace")
+            if self._regathers or recomputing or in_segment:
+                for position, _ in self._gathered[index]:
+                    events.free(f"{op.name}/gathered input {position}")
             for name in dict.fromkeys(op.inputs):
                 left[name] -= 1
                 if left[name] == 0 and name not in self.workload.input_names:
@@ -249,6 +258,8 @@ class StageMemory:
         later: bool,
     ) -> None:
         events.allocate(f"{op.name}/workspace backward", cost.workspace_backward_bytes, WORKSPACE)
+        for position, item in self._gathered[index]:
+            events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
         if with_inputs:
             for name, size in zip(op.inputs, cost.input_bytes, strict=True):
                 if name not in self.workload.input_names:
@@ -256,6 +267,8 @@ class StageMemory:
         events.free(f"{op.name}/workspace backward")
         if later:
             return
+        for position, _ in self._gathered[index]:
+            events.free(f"{op.name}/gathered input {position}")
         for name in op.outputs:
             events.free(f"{name}/gradient")
         in_segment = index in self._segment_of
@@ -269,11 +282,11 @@ class StageMemory:
                 users = [saver for saver in self._savers[name] if segment[0] <= saver < segment[1]]
                 if index == min(users):
                     events.free(again)
-            elif savers_left[name] == 0 or index == min(
-                saver for saver in self._savers[name] if saver not in self._segment_of
-            ):
-                if self._kept.get(name) in (SAVED, RECEIVED, STAGE_OUTPUT):
-                    events.free(name)
+            elif (
+                savers_left[name] == 0
+                or index == min(saver for saver in self._savers[name] if saver not in self._segment_of)
+            ) and self._kept.get(name) in (SAVED, RECEIVED, STAGE_OUTPUT):
+                events.free(name)
 
     # Sizes
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from workloads.operators import Operator, Workload
@@ -78,7 +79,8 @@ class Plan:
         microbatch_size: Samples of one microbatch over all replicas.
         num_microbatches: Microbatches per iteration.
         schedule: Name of a pipeline schedule.
-        warmup: Forwards before the first backward, per stage; None for the schedule's own.
+        warmup: Forwards before the first backward, per stage over all its replicas; None for the
+            schedule's own.
         gradient_reduction: ``"last"`` synchronises gradients once per iteration, ``"every"`` per microbatch.
         overlap_gradient_sync: Buckets are reduced while the backward pass still runs.
         reshard_after_forward: ZeRO-3 parameters are freed after forward and gathered again in backward.
@@ -100,6 +102,25 @@ class Plan:
     def global_batch(self) -> int:
         """Samples per iteration."""
         return self.microbatch_size * self.num_microbatches
+
+    @property
+    def rotates(self) -> bool:
+        """Whole microbatches go to replicas in turn."""
+        return self.replica_assignment == "round_robin"
+
+    def warmup_in_force(self) -> tuple[int, ...] | None:
+        """Return the warm-up of a 1F1B pipeline, whose replicas may take whole microbatches in turn.
+
+        With ``d_j`` replicas in stage j, stage i needs ``d_i * ceil(sum over j >= i of d_j / d_i)``
+        microbatches in flight to keep all busy (PipeDream's NUM_OPT_ACTIVE_MINIBATCHES, for each stage).
+        """
+        if self.warmup is not None or not self.rotates or self.schedule != "1f1b":
+            return self.warmup
+        replicas = [batch_replicas(stage) for stage in self.stages]
+        return tuple(
+            min(self.num_microbatches, own * -(-sum(replicas[position:]) // own))
+            for position, own in enumerate(replicas)
+        )
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -138,6 +159,11 @@ class Plan:
         """Return a hash that ignores spelling: plans that mean the same have the same."""
         text = json.dumps(plan_to_mapping(self.canonical(workload)), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def batch_replicas(stage: Stage) -> int:
+    """Return the product of the batch axes of a stage's first operator."""
+    return prod(axis.size for axis in next(iter(stage.sharding_per_operator())) if axis.split == "batch")
 
 
 def resolve(sharding: Sharding, operator: Operator) -> Sharding:

@@ -44,9 +44,7 @@ class _Run(FileModel):
 
 class _Stage(FileModel):
     operators: Annotated[tuple[Range, ...], BeforeValidator(_listed)]
-    devices: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=MAX_DEVICES)], ...], BeforeValidator(_listed)
-    ]
+    devices: Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_DEVICES)], ...], BeforeValidator(_listed)]
     shardings: Annotated[tuple[_Run, ...], BeforeValidator(_listed)]
     recompute: Annotated[tuple[Range, ...], BeforeValidator(_listed)] = ()
 

@@ -165,9 +165,7 @@ class SimulationResult:
         ]
         path = self.critical_path().describe().splitlines()
         lines += [f"{'critical path' if number == 0 else '':<16}{line}" for number, line in enumerate(path)]
-        sources = ", ".join(
-            f"{100 * share:.0f} % {name}" for name, share in self.duration_sources.items() if share > 0
-        )
+        sources = ", ".join(f"{100 * share:.0f} % {name}" for name, share in self.duration_sources.items() if share > 0)
         if sources:
             lines.append(f"times           {sources}")
         if off := _switched_off(self.fidelity):
@@ -189,9 +187,7 @@ class SimulationResult:
             return [("memory", used), ("", consumers)]
         members = self.graph.device_members[device.device]
         stage = int(self.graph.device_stage[device.device])
-        failed = sum(
-            len(self.graph.device_members[memory.device]) for memory in self.memory if not memory.fits
-        )
+        failed = sum(len(self.graph.device_members[memory.device]) for memory in self.memory if not memory.fits)
         request = (
             f"; {format_bytes(device.failed_request_bytes)} could not be allocated"
             if device.failed_request_bytes is not None
@@ -285,7 +281,5 @@ def _memory_mapping(memory: DeviceMemory, graph: TaskGraph) -> dict[str, Any]:
         "peak_time_s": float(memory.peak_time_s),
         "peak_where": memory.peak_where,
         "consumers_bytes": {name: int(size) for name, size in memory.consumers.items()},
-        "failed_request_bytes": (
-            None if memory.failed_request_bytes is None else int(memory.failed_request_bytes)
-        ),
+        "failed_request_bytes": (None if memory.failed_request_bytes is None else int(memory.failed_request_bytes)),
     }

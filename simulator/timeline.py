@@ -126,9 +126,7 @@ def plot_timeline(
     write_bytes_atomically(path, png(_timeline_figure(result, span, title, max_boxes)))
 
 
-def _timeline_figure(
-    result: SimulationResult, span: tuple[float, float], title: str | None, max_boxes: int
-) -> Figure:
+def _timeline_figure(result: SimulationResult, span: tuple[float, float], title: str | None, max_boxes: int) -> Figure:
     from matplotlib.patches import Patch
 
     graph = result.graph
@@ -232,9 +230,7 @@ def _lighten(color: str, amount: float) -> Color:
     return red, green, blue
 
 
-def _busy_styles(
-    result: SimulationResult, device: int, tasks: Ints, styles: dict[tuple[str, Color], int]
-) -> Ints:
+def _busy_styles(result: SimulationResult, device: int, tasks: Ints, styles: dict[tuple[str, Color], int]) -> Ints:
     """Return each task's style; later virtual stages of a device are lighter."""
     graph = result.graph
     chunks = np.unique(graph.stage[tasks][graph.stage[tasks] >= 0])
@@ -251,9 +247,7 @@ def _busy_styles(
     return np.array(table, dtype=np.int32)[inverse]
 
 
-def _lane_styles(
-    graph: TaskGraph, tasks: Ints, styles: dict[tuple[str, Color], int]
-) -> tuple[Ints, NDArray[np.int64]]:
+def _lane_styles(graph: TaskGraph, tasks: Ints, styles: dict[tuple[str, Color], int]) -> tuple[Ints, NDArray[np.int64]]:
     """Return each communication's style and lane."""
     style = np.zeros(len(graph.causes), dtype=np.int32)
     lane = np.zeros(len(graph.causes), dtype=np.int64)
@@ -298,9 +292,7 @@ def _thin(boxes: _Boxes, span: tuple[float, float], limit: int) -> _Boxes:
     return _Boxes(edges[first[filled]], edges[last[filled]], present[winner[first[filled]]])
 
 
-def _labels(
-    result: SimulationResult, tasks: Ints, span: tuple[float, float]
-) -> list[tuple[float, float, int, str]]:
+def _labels(result: SimulationResult, tasks: Ints, span: tuple[float, float]) -> list[tuple[float, float, int, str]]:
     """Return (center_s, width_s, microbatch, cause) per run of tasks of one pass, stage and microbatch."""
     graph = result.graph
     tasks = tasks[graph.microbatch[tasks] >= 0]
@@ -316,14 +308,11 @@ def _labels(
     center, width = (start + end) / 2, end - start
     words = list(numbers)
     return [
-        (float(center[i]), float(width[i]), int(key[begin, 2]), words[key[begin, 0]])
-        for i, begin in enumerate(begins)
+        (float(center[i]), float(width[i]), int(key[begin, 2]), words[key[begin, 0]]) for i, begin in enumerate(begins)
     ]
 
 
-def _draw_boxes(
-    axes: Axes, drawn: list[tuple[float, float, _Boxes]], styles: dict[tuple[str, Color], int]
-) -> None:
+def _draw_boxes(axes: Axes, drawn: list[tuple[float, float, _Boxes]], styles: dict[tuple[str, Color], int]) -> None:
     from matplotlib.collections import PolyCollection
 
     corners, colors = [], []

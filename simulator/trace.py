@@ -260,9 +260,7 @@ def _thread_of_stream(graph: TaskGraph) -> NDArray[np.int64]:
     return threads
 
 
-def _samples(
-    times_s: NDArray[np.float64], live: NDArray[np.float64]
-) -> tuple[Nanoseconds, NDArray[np.float64]]:
+def _samples(times_s: NDArray[np.float64], live: NDArray[np.float64]) -> tuple[Nanoseconds, NDArray[np.float64]]:
     """Return ascending times with the largest and the last value of each moment."""
     if len(times_s) == 0:
         return np.empty(0, dtype=np.int64), np.empty(0)

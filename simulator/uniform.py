@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from workloads.operators import Workload
@@ -54,9 +56,7 @@ def uniform_plan(
             f"{devices}; use smaller degrees or a larger cluster than {problem.hardware.cluster.name}"
         )
     if problem.global_batch % (microbatch * dp):
-        fitting = max(
-            size for size in range(1, microbatch + 1) if size == 1 or problem.global_batch % (size * dp) == 0
-        )
+        fitting = max(size for size in range(1, microbatch + 1) if size == 1 or problem.global_batch % (size * dp) == 0)
         raise ValueError(
             f"dp * microbatch must divide the global batch {problem.global_batch}, got {dp} * {microbatch} = "
             f"{dp * microbatch}; try microbatch {fitting}"
@@ -122,7 +122,7 @@ def even_layer_cuts(workload: Workload, num_stages: int) -> list[tuple[int, int]
         taken += count
         cuts.append(layers[taken][0])
     cuts.append(len(workload))
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 def recompute_segments(workload: Workload, start: int, stop: int, recompute: str) -> tuple[tuple[int, int], ...]:

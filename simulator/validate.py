@@ -58,9 +58,9 @@ def _check_batch(plan: Plan, problem: Problem, problems: list[str]) -> None:
         problems.append(
             f"replica_assignment must be one of {', '.join(REPLICA_ASSIGNMENTS)}, got {plan.replica_assignment!r}"
         )
-    elif plan.replica_assignment == "round_robin":
+    elif plan.rotates and plan.gradient_reduction == "every":
         problems.append(
-            "replica_assignment: round_robin can be written down but not simulated yet; use slice"
+            "gradient_reduction: with replica_assignment round_robin gradients are reduced once an iteration; use last"
         )
 
 
@@ -195,16 +195,30 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
                 problems.append(f"{where}: a {split} split must divide {limit}, got {degree}")
         degree = batch_degree(resolved)
         degrees.add(degree)
-        if degree > plan.microbatch_size:
+        if plan.rotates:
+            if degree > plan.num_microbatches:
+                problems.append(
+                    f"{where}: each of {degree} replicas needs a microbatch of its own, got num_microbatches "
+                    f"{plan.num_microbatches}"
+                )
+            if any(axis.zero == 3 for axis in resolved):
+                problems.append(
+                    f"{where}: replicas that take microbatches in turn cannot gather parameters together; "
+                    "use zero 0 to 2, or replica_assignment slice"
+                )
+        elif degree > plan.microbatch_size:
             problems.append(
                 f"{where}: each of {degree} replicas needs a sample of the microbatch, got microbatch_size "
                 f"{plan.microbatch_size}; try microbatch_size: {degree}"
             )
-    ragged = [degree for degree in degrees if plan.microbatch_size % degree]
+    if plan.rotates and len(degrees) > 1:
+        problems.append(f"{place}: round_robin needs the same batch degree in the whole stage, got {sorted(degrees)}")
+        return
+    ragged = [degree for degree in degrees if plan.microbatch_size % degree and not plan.rotates]
     if ragged and len(degrees) > 1:
         problems.append(
-            f"{place}: microbatch_size {plan.microbatch_size} does not divide over {ragged[0]} replicas; unequal slices "
-            f"need the same batch degree in the whole stage, got {sorted(degrees)}"
+            f"{place}: microbatch_size {plan.microbatch_size} does not divide over {ragged[0]} replicas; unequal "
+            f"slices need the same batch degree in the whole stage, got {sorted(degrees)}"
         )
 
 
@@ -218,7 +232,7 @@ def _check_schedule(plan: Plan, problems: list[str]) -> None:
             problems.append(f"warmup: one depth per stage ({len(plan.stages)}), got {len(plan.warmup)}")
             return
         schedule.actions(
-            PipelineShape(len(plan.stages), plan.num_microbatches, plan.rank_of_stage, plan.warmup)
+            PipelineShape(len(plan.stages), plan.num_microbatches, plan.rank_of_stage, plan.warmup_in_force())
         )
     except ValueError as error:
         problems.append(f"schedule: {error}")

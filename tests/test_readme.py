@@ -56,3 +56,16 @@ def test_the_facade_names_what_it_promises() -> None:
     assert set(windtunnel.__all__) <= set(dir(windtunnel))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = windtunnel.nothing
+
+
+def test_the_searcher_of_the_guide_works(tmp_path: Path) -> None:
+    from searchers.registry import searcher_named
+    from tests.searchers.tiny import tiny_problem
+
+    guide = (ROOT / "docs" / "write-your-own-searcher.md").read_text()
+    first = re.search(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    assert first is not None
+    path = tmp_path / "mine.py"
+    path.write_text(first[1])
+    found = searcher_named(f"{path}:PipelineOrReplicas").search(tiny_problem(2))
+    assert found.counters["evaluations"] == 2

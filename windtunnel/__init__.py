@@ -13,10 +13,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simulator.estimate import estimate as estimate
-    from simulator.plan_file import load_plan as load_plan
-    from simulator.plan_file import save_plan as save_plan
-
     from experiments.compare import compare as compare
     from searchers.base import CandidateSearcher as CandidateSearcher
     from searchers.base import Ledger as Ledger
@@ -28,10 +24,13 @@ if TYPE_CHECKING:
     from searchers.registry import searcher_named as searcher_named
     from searchers.registry import searcher_names as searcher_names
     from simulator.difference import difference as difference
+    from simulator.estimate import estimate as estimate
     from simulator.fidelity import Fidelity as Fidelity
     from simulator.plan import Axis as Axis
     from simulator.plan import Plan as Plan
     from simulator.plan import Stage as Stage
+    from simulator.plan_file import load_plan as load_plan
+    from simulator.plan_file import save_plan as save_plan
     from simulator.problem import Problem as Problem
     from simulator.problem import ProblemSpec as ProblemSpec
     from simulator.result import SimulationResult as SimulationResult

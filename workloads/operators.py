@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from types import MappingProxyType
 
 from workloads.kinds.base import Attributes, Kind, Parameter, Shape
 from workloads.kinds.registry import kind_named
@@ -79,9 +78,7 @@ class Workload:
     @cached_property
     def producer(self) -> Mapping[str, int]:
         """Tensor name to the index of the operator that makes it; graph inputs are absent."""
-        return MappingProxyType(
-            {tensor: index for index, op in enumerate(self.operators) for tensor in op.outputs}
-        )
+        return {tensor: index for index, op in enumerate(self.operators) for tensor in op.outputs}
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[int, ...]]:
@@ -90,7 +87,7 @@ class Workload:
         for index, op in enumerate(self.operators):
             for tensor in dict.fromkeys(op.inputs):
                 found.setdefault(tensor, []).append(index)
-        return MappingProxyType({name: tuple(readers) for name, readers in found.items()})
+        return {name: tuple(readers) for name, readers in found.items()}
 
     @cached_property
     def signatures(self) -> tuple[int, ...]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
-from simulator.lowering.mesh import MeshCollective
-from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import ParameterGroup, gradient_buckets, parameter_groups, parameter_refresh
-from simulator.lowering.templates import ChannelTable, StagePlacement, TaskRows
 from simulator.fidelity import Fidelity
+from simulator.lowering.channels import ChannelTable
+from simulator.lowering.mesh import MeshCollective
+from simulator.lowering.placement import StagePlacement
+from simulator.lowering.program import StageView
+from simulator.lowering.rows import TaskRows
+from simulator.lowering.synchronisation import (
+    ParameterGroup,
+    gradient_buckets,
+    parameter_groups,
+    parameter_refresh,
+)
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
 from workloads.kernels import MemoryBound
 
@@ -20,9 +28,9 @@ def epilogue_collectives(view: StageView, *, overlapped: bool) -> tuple[list[Mes
         view: The stage.
         overlapped: Gradients were already reduced during the backward pass.
     """
-    reductions = [] if overlapped else [
-        item for bucket in gradient_buckets(view, merged=True) for item in bucket.collectives
-    ]
+    reductions = (
+        [] if overlapped else [item for bucket in gradient_buckets(view, merged=True) for item in bucket.collectives]
+    )
     return reductions, parameter_refresh(view)
 
 
@@ -104,9 +112,9 @@ class EpilogueBuilder:
                     self._collective(placement, item, "parameter gather", "gather")
         return self.rows
 
-    def _append(self, members: Sequence[int], **fields: object) -> None:
+    def _append(self, members: Sequence[int], **fields: Any) -> None:
         before = [task for c in members for task in self._last.get(c, ())]
-        task = self.rows.add(predecessors=before, hosts=members, **fields)  # type: ignore[arg-type]
+        task = self.rows.add(predecessors=before, hosts=members, **fields)
         for c in members:
             if c not in self._last:
                 self.entry.setdefault(c, []).append(task)
@@ -114,14 +122,16 @@ class EpilogueBuilder:
 
     def _collective(self, placement: StagePlacement, item: MeshCollective, cause: str, role: str) -> None:
         family = ("collective", placement.view.position, item.sizes, item.axes)
-        self._shared(family, (item.collective, item.num_bytes), cause, placement.view.position, (role, item.sizes, item.axes))
+        self._shared(
+            family, (item.collective, item.num_bytes), cause, placement.view.position, (role, item.sizes, item.axes)
+        )
 
-    def _shared(self, family: object, traffic: object, cause: str, stage: int, stream: object) -> None:
-        for channel_class, channel in self.channels.classes(family):  # type: ignore[arg-type]
+    def _shared(self, family: Hashable, traffic: Hashable, cause: str, stage: int, stream: Hashable) -> None:
+        for channel_class, channel in self.channels.classes(family):
             if all(known != traffic for known, _, _, _ in channel.costs):
                 continue
             members = self.channels.representatives(channel)
-            latency, work, shares = self.channels.price(channel_class, traffic)  # type: ignore[arg-type]
+            latency, work, shares = self.channels.price(channel_class, traffic)
             launch = max(self.launch_s[c] for c in members) if self.fidelity.host else 0.0
             self._append(
                 members,
@@ -151,10 +161,14 @@ class EpilogueBuilder:
         for placement in self.placements:
             costs = placement.view.costs
             for c in placement.classes:
-                num_bytes = passes * sum(
-                    group.num_elements / (group.num_shards if group.zero >= 2 else 1)
-                    for group in parameter_groups(placement.view)
-                ) * runtime.gradient_accumulation_bytes
+                num_bytes = (
+                    passes
+                    * sum(
+                        group.num_elements / (group.num_shards if group.zero >= 2 else 1)
+                        for group in parameter_groups(placement.view)
+                    )
+                    * runtime.gradient_accumulation_bytes
+                )
                 seconds = costs.problem.hardware.kernel_time_s(
                     placement.gpu_type[c],
                     MemoryBound(num_bytes * 0.75, num_bytes * 0.25, "reduction"),
@@ -190,9 +204,7 @@ class EpilogueBuilder:
 
     def _optimizer(self, placement: StagePlacement) -> None:
         runtime = placement.view.costs.problem.runtime
-        per_element = (
-            runtime.gradient_accumulation_bytes + 2 * runtime.optimizer_bytes + 2 * runtime.parameter_bytes
-        )
+        per_element = runtime.gradient_accumulation_bytes + 2 * runtime.optimizer_bytes + 2 * runtime.parameter_bytes
         touched = sum(
             group.num_elements / (group.num_shards if group.zero else 1) for group in parameter_groups(placement.view)
         ) * (per_element + 2 * runtime.optimizer_workspace_bytes)

@@ -4,28 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
+from simulator.lowering.assemble import DeviceTraits, assemble
+from simulator.lowering.channels import ChannelTable
 from simulator.lowering.epilogue import EpilogueBuilder, epilogue_collectives, tied_groups
-from simulator.lowering.mesh import batch_degree
+from simulator.lowering.mesh import batch_coordinate, batch_degree
+from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
-from simulator.lowering.symmetry import partition
+from simulator.lowering.rows import Template
+from simulator.lowering.symmetry import Partition, partition
 from simulator.lowering.synchronisation import parameter_groups
-from simulator.lowering.templates import ChannelTable, StagePlacement, TaskRows, Template, TemplateBuilder, batch_coordinate
-from simulator.lowering.tiling import Block, Ids, Tiling, csr_of_edges
+from simulator.lowering.templates import TemplateBuilder
+from simulator.lowering.tiling import Block, Ids, Tiling
 from simulator.lowering.transfers import boundary, crossing_tensors
 from simulator.plan import Plan
-from simulator.schedules.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, PipelineShape
+from simulator.schedules.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    PipelineShape,
+)
 from simulator.schedules.registry import schedule_named
-from simulator.taskgraph import Csr, TaskGraph
+from simulator.taskgraph import TaskGraph
 from workloads.kinds.base import BACKWARD_INPUT as INPUT_PHASE
 from workloads.kinds.base import BACKWARD_WEIGHT as WEIGHT_PHASE
 
 _PHASES = {BACKWARD: GRADIENTS, BACKWARD_INPUT: (INPUT_PHASE,), BACKWARD_WEIGHT: (WEIGHT_PHASE,)}
-_WORDS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward input", BACKWARD_WEIGHT: "backward weight"}
+_WORDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward input",
+    BACKWARD_WEIGHT: "backward weight",
+}
 
 
 @dataclass(frozen=True)
@@ -36,11 +53,13 @@ class Variant:
         kind: Phase letter.
         gather: ZeRO-3 parameters are gathered.
         sync: Gradients are reduced in it.
+        turn: Microbatch modulo the number of turns, where replicas take whole microbatches.
     """
 
     kind: str
     gather: bool
     sync: bool
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,7 @@ def pipeline_shape(plan: Plan, num_microbatches: int | None = None) -> PipelineS
         num_stages=len(plan.stages),
         num_microbatches=plan.num_microbatches if num_microbatches is None else num_microbatches,
         rank_of_stage=plan.rank_of_stage,
-        warmup=plan.warmup,
+        warmup=plan.warmup_in_force(),
     )
 
 
@@ -97,12 +116,12 @@ class _Lowering:
         self.views = stage_views(plan, costs)
         self.orders = schedule_named(plan.schedule).actions(pipeline_shape(plan))
         self.has_zero3 = [any(group.zero == 3 for group in parameter_groups(view)) for view in self.views]
-        self.overlapped = plan.overlap_gradient_sync or plan.gradient_reduction == "every"
+        self.overlapped = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
+        self.num_turns = lcm(*(view.num_turns for view in self.views))
+        crossing = crossing_tensors(self.views)
         self.transfers = [
-            boundary(first, second, relayed)
-            for first, second, relayed in zip(
-                self.views, self.views[1:], crossing_tensors(self.views), strict=False
-            )
+            [boundary(first, second, relayed, turn) for turn in range(self.num_turns)]
+            for first, second, relayed in zip(self.views, self.views[1:], crossing, strict=False)
         ]
 
     def run(self) -> Lowered:
@@ -123,7 +142,7 @@ class _Lowering:
         assert channels.partition is not None
         classes = range(len(channels.partition.members))
         rows = epilogue.build(self._norm_latency_s(), classes)
-        graph = self._assemble(tiling, rows, epilogue.entry, channels)
+        graph = assemble(tiling, rows, epilogue.entry, channels.partition, self._traits(channels.partition))
         return Lowered(
             graph=graph,
             views=self.views,
@@ -140,7 +159,8 @@ class _Lowering:
         marked = []
         for order in self.orders:
             gradient_kind = BACKWARD_WEIGHT if any(action.kind == BACKWARD_WEIGHT for action in order) else BACKWARD
-            first, last = {}, {}
+            first: dict[int, int] = {}
+            last: dict[int, int] = {}
             for position, action in enumerate(order):
                 if action.kind == FORWARD:
                     first.setdefault(action.stage, position)
@@ -162,7 +182,7 @@ class _Lowering:
         )
         makes_gradients = action.kind in (BACKWARD, BACKWARD_WEIGHT)
         sync = self.overlapped and makes_gradients and (last or self.plan.gradient_reduction == "every")
-        return Variant(action.kind, gather, sync)
+        return Variant(action.kind, gather, sync, action.microbatch % self.num_turns)
 
     def _program(self, stage: int, variant: Variant) -> list[Item]:
         builder = ProgramBuilder(self.views[stage], self.fidelity)
@@ -185,11 +205,12 @@ class _Lowering:
                     channels.add_collective(view.position, view.stage.devices, collective)
         for tie, devices, size in tied_groups(self.views):
             channels.add_group(("tie", tie), devices, "all_reduce", size)
-        for position, (forward, backward) in enumerate(self.transfers):
-            for transfer in forward:
-                channels.add_transfer(("transfer", position, FORWARD), transfer)
-            for transfer in backward:
-                channels.add_transfer(("transfer", position, BACKWARD), transfer)
+        for position, turns in enumerate(self.transfers):
+            for turn, (forward, backward) in enumerate(turns):
+                for transfer in forward:
+                    channels.add_transfer(("transfer", position, FORWARD, turn), transfer)
+                for transfer in backward:
+                    channels.add_transfer(("transfer", position, BACKWARD, turn), transfer)
         channels.partition = partition(self._roles(), channels.freeze(), merge=self.fidelity.symmetry)
         return channels
 
@@ -199,10 +220,12 @@ class _Lowering:
         for view, rank in zip(self.views, self.plan.rank_of_stage, strict=True):
             degrees = {batch_degree(sharding): sharding for sharding in view.shardings.values()}
             for local, device in enumerate(view.stage.devices):
-                larger = tuple(
+                larger: tuple[int, ...] = tuple(
                     batch_coordinate(sharding, local) < self.plan.microbatch_size % degree
                     for degree, sharding in sorted(degrees.items())
                 )
+                if view.num_turns > 1:
+                    larger = (batch_coordinate(view.shardings[view.operators[0]], local),)
                 role = roles.setdefault(device, [rank, self.problem.gpu_types[device]])
                 role.append((view.position, larger))
         return {device: tuple(role) for device, role in roles.items()}
@@ -226,18 +249,18 @@ class _Lowering:
 
     # Templates and tiling
 
-    def _transfer_family(self, stage: int, kind: str) -> Hashable | None:
-        if kind == FORWARD and stage + 1 < len(self.views):
-            return ("transfer", stage, FORWARD)
-        if kind in (BACKWARD, BACKWARD_INPUT) and stage > 0:
-            return ("transfer", stage - 1, BACKWARD)
+    def _transfer_family(self, stage: int, variant: Variant) -> Hashable | None:
+        if variant.kind == FORWARD and stage + 1 < len(self.views):
+            return ("transfer", stage, FORWARD, variant.turn)
+        if variant.kind in (BACKWARD, BACKWARD_INPUT) and stage > 0:
+            return ("transfer", stage - 1, BACKWARD, variant.turn)
         return None
 
-    def _num_receives(self, stage: int, kind: str, placement: StagePlacement) -> dict[int, int]:
-        if kind == FORWARD and stage > 0:
-            incoming = self.transfers[stage - 1][0]
-        elif kind in (BACKWARD, BACKWARD_INPUT) and stage + 1 < len(self.views):
-            incoming = self.transfers[stage][1]
+    def _num_receives(self, stage: int, variant: Variant, placement: StagePlacement) -> dict[int, int]:
+        if variant.kind == FORWARD and stage > 0:
+            incoming = self.transfers[stage - 1][variant.turn][0]
+        elif variant.kind in (BACKWARD, BACKWARD_INPUT) and stage + 1 < len(self.views):
+            incoming = self.transfers[stage][variant.turn][1]
         else:
             return {}
         counts: dict[int, int] = {}
@@ -258,13 +281,14 @@ class _Lowering:
         templates: list[Template] = []
         number_of: dict[tuple[int, Variant], int] = {}
         for (stage, variant), items in programs.items():
-            builder = TemplateBuilder(placements[stage], channels, self.fidelity, launch_s)
+            placement = placements[stage].taking_turn(variant.turn)
+            builder = TemplateBuilder(placement, channels, self.fidelity, launch_s)
             number_of[stage, variant] = len(templates)
             templates.append(
                 builder.build(
                     items,
-                    self._transfer_family(stage, variant.kind),
-                    self._num_receives(stage, variant.kind, placements[stage]),
+                    self._transfer_family(stage, variant),
+                    self._num_receives(stage, variant, placement),
                     f"{_WORDS[variant.kind]} of stage {stage}",
                 )
             )
@@ -316,98 +340,20 @@ class _Lowering:
             return 0.0
         return self.problem.hardware.collective("all_reduce", 4.0, devices).alone_s
 
-    # Assembly
-
-    def _assemble(
-        self, tiling: Tiling, epilogue: TaskRows, entry: dict[int, list[int]], channels: ChannelTable
-    ) -> TaskGraph:
-        assert channels.partition is not None
-        offset = tiling.num_tasks
-        total = offset + len(epilogue)
-        self._connect_epilogue(tiling, entry, offset)
-        for task, found in enumerate(epilogue.predecessors):
-            for before in found:
-                tiling.edges.append((np.array([offset + task]), np.array([offset + before])))
-        streams = dict(tiling.streams)
-        for key, tasks in epilogue.streams.items():
-            ids = np.array(tasks, dtype=np.int64) + offset
-            streams[key] = np.concatenate([streams[key], ids]) if key in streams else ids
-        hosts = dict(tiling.hosts)
-        for c, tasks in epilogue.hosts.items():
-            ids = np.array(tasks, dtype=np.int64) + offset
-            hosts[c] = np.concatenate([hosts[c], ids]) if c in hosts else ids
-        parts = channels.partition
-        keys = sorted(streams, key=lambda key: (key[0], str(key[1])))
-        columns = _Columns(total)
-        for number, template in enumerate(tiling.templates):
-            for block in tiling.blocks:
-                chosen = np.flatnonzero(block.template == number)
-                columns.tile(template.rows, block.base[chosen], block.microbatch[chosen])
-        columns.tile(epilogue, np.array([offset]), np.array([-1]))
-        tasks = np.concatenate([edge[0] for edge in tiling.edges]) if tiling.edges else np.zeros(0, dtype=np.int64)
-        before = np.concatenate([edge[1] for edge in tiling.edges]) if tiling.edges else np.zeros(0, dtype=np.int64)
-        shares, fractions = columns.shares()
-        types = [self.problem.gpu_types[members[0]] for members in parts.members]
-        slow = [
-            self.problem.hardware.overlap_slowdown(gpu_type) if self.fidelity.overlap_slowdown else (1.0, 1.0)
-            for gpu_type in types
-        ]
-        rank_of_device = {
-            device: view.position for view in reversed(self.views) for device in view.stage.devices
-        }
-        host_rows = [
-            hosts.get(c, np.zeros(0, dtype=np.int64)) if self.fidelity.host else np.zeros(0, dtype=np.int64)
-            for c in range(len(parts.members))
-        ]
-        return TaskGraph(
-            work_s=columns.work_s,
-            latency_s=columns.latency_s,
-            lead_s=columns.lead_s,
-            host_s=columns.host_s,
-            bound_s=columns.bound_s,
-            kind=columns.kind,
-            host_waits=columns.host_waits,
-            predecessors=csr_of_edges(tasks, before, total),
-            streams=_csr([streams[key] for key in keys]),
-            stream_device=np.array([key[0] for key in keys], dtype=np.int32),
-            hosts=_csr(host_rows),
-            shares=shares,
-            share_fractions=fractions,
-            slowdown_computation=np.array([factor[0] for factor in slow]),
-            slowdown_communication=np.array([factor[1] for factor in slow]),
-            cause=columns.cause,
-            stage=columns.stage,
-            microbatch=columns.microbatch,
-            name=columns.name,
-            causes=tuple(columns.causes),
-            names=tuple(columns.names),
-            stream_names=tuple(_stream_name(key[1]) for key in keys),
-            resource_names=parts.resource_names,
-            device_stage=np.array([rank_of_device[members[0]] for members in parts.members], dtype=np.int32),
-            device_members=parts.members,
+    def _traits(self, parts: Partition) -> DeviceTraits:
+        """Return what the graph says of each representative."""
+        hardware = self.problem.hardware
+        first_stage = {device: view.position for view in reversed(self.views) for device in view.stage.devices}
+        return DeviceTraits(
+            slowdowns=[
+                hardware.overlap_slowdown(self.problem.gpu_types[members[0]])
+                if self.fidelity.overlap_slowdown
+                else (1.0, 1.0)
+                for members in parts.members
+            ],
+            first_stage=[first_stage[members[0]] for members in parts.members],
+            has_host=self.fidelity.host,
         )
-
-    def _connect_epilogue(self, tiling: Tiling, entry: dict[int, list[int]], offset: int) -> None:
-        """Let the epilogue wait for each device's last actions and for all overlapped reductions."""
-        for block in tiling.blocks:
-            for position in self._closing_positions(block):
-                template = tiling.templates[block.template[position]]
-                base = int(block.base[position])
-                for c, found in entry.items():
-                    ends = [*template.tails.get(c, ()), *template.unchained.get(c, ())]
-                    ends += [send.task for send in template.sends if send.source == c]
-                    for task in found:
-                        if ends:
-                            before = np.array(ends, dtype=np.int64) + base
-                            tiling.edges.append((np.full(len(ends), offset + task, dtype=np.int64), before))
-
-    @staticmethod
-    def _closing_positions(block: Block) -> list[int]:
-        """Return the last action of a rank and the last of each of its templates."""
-        last: dict[int, int] = {}
-        for position, number in enumerate(block.template.tolist()):
-            last[number] = position
-        return sorted(set(last.values()))
 
     def _recorded(self, placements: list[StagePlacement]) -> tuple[float, float, float]:
         totals = [0.0, 0.0, 0.0]
@@ -421,71 +367,3 @@ class _Lowering:
                     for origin in range(3):
                         totals[origin] += segment.recorded[origin]
         return totals[0], totals[1], totals[2]
-
-
-def _stream_name(key: Hashable) -> str:
-    if isinstance(key, str):
-        return key
-    assert isinstance(key, tuple)
-    return " ".join("x".join(str(size) for size in part) if isinstance(part, tuple) and all(isinstance(x, int) for x in part) else str(part) for part in key)
-
-
-def _csr(rows: list[Ids]) -> Csr:
-    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    items = np.concatenate(rows).astype(np.int32) if rows else np.zeros(0, dtype=np.int32)
-    return Csr(offsets=offsets, items=items)
-
-
-class _Columns:
-    """The task graph's columns, filled template by template."""
-
-    def __init__(self, total: int) -> None:
-        self.work_s = np.zeros(total)
-        self.latency_s = np.zeros(total)
-        self.lead_s = np.zeros(total)
-        self.host_s = np.zeros(total)
-        self.bound_s = np.zeros(total)
-        self.kind = np.zeros(total, dtype=np.int8)
-        self.host_waits = np.zeros(total, dtype=np.bool_)
-        self.cause = np.zeros(total, dtype=np.int16)
-        self.stage = np.full(total, -1, dtype=np.int32)
-        self.microbatch = np.full(total, -1, dtype=np.int32)
-        self.name = np.zeros(total, dtype=np.int32)
-        self.causes: dict[str, int] = {}
-        self.names: dict[str, int] = {}
-        self._share_of = np.full(total, -1, dtype=np.int32)
-        self._share_sets: dict[tuple[tuple[int, float], ...], int] = {}
-
-    def tile(self, rows: TaskRows, bases: Ids, microbatches: Ids) -> None:
-        """Write copies of ``rows`` at ``bases``."""
-        if not len(bases) or not len(rows):
-            return
-        ids = (bases[:, None] + np.arange(len(rows))).ravel()
-        repeat = len(bases)
-        for name in ("work_s", "latency_s", "lead_s", "host_s", "bound_s", "kind", "host_waits", "stage"):
-            getattr(self, name)[ids] = np.tile(np.array(getattr(rows, name)), repeat)
-        self.cause[ids] = np.tile([self.causes.setdefault(word, len(self.causes)) for word in rows.cause], repeat)
-        self.name[ids] = np.tile([self.names.setdefault(word, len(self.names)) for word in rows.name], repeat)
-        self.microbatch[ids] = np.repeat(microbatches, len(rows))
-        sets = [
-            self._share_sets.setdefault(tuple(sorted(found.items())), len(self._share_sets)) if found else -1
-            for found in rows.shares
-        ]
-        self._share_of[ids] = np.tile(sets, repeat)
-
-    def shares(self) -> tuple[Csr, np.ndarray]:
-        """Return resources per task and the fractions beside them."""
-        found = list(self._share_sets)
-        lengths = np.array([len(row) for row in found] + [0], dtype=np.int64)
-        counts = lengths[self._share_of]
-        offsets = np.zeros(len(self._share_of) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        items = np.zeros(offsets[-1], dtype=np.int32)
-        fractions = np.zeros(offsets[-1])
-        for number, row in enumerate(found):
-            tasks = np.flatnonzero(self._share_of == number)
-            slots = (offsets[:-1][tasks][:, None] + np.arange(len(row))).ravel()
-            items[slots] = np.tile([resource for resource, _ in row], len(tasks))
-            fractions[slots] = np.tile([fraction for _, fraction in row], len(tasks))
-        return Csr(offsets=offsets.astype(np.int32), items=items), fractions

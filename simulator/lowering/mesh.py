@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,10 +34,10 @@ def refine(meshes: frozenset[MeshSizes]) -> MeshSizes | None:
             stride *= size
             strides.add(stride)
     ordered = sorted(strides | {total}, reverse=True)
-    for larger, smaller in zip(ordered, ordered[1:], strict=False):
+    for larger, smaller in itertools.pairwise(ordered):
         if larger % smaller:
             return None
-    return tuple(larger // smaller for larger, smaller in zip(ordered, ordered[1:], strict=False))
+    return tuple(larger // smaller for larger, smaller in itertools.pairwise(ordered))
 
 
 def spread(sizes: MeshSizes, values: Sequence[Placement], refined: MeshSizes) -> tuple[Placement, ...]:
@@ -159,6 +160,19 @@ def settled(placements: Iterable[Placement]) -> tuple[Placement, ...]:
 def batch_degree(sharding: Sharding) -> int:
     """Return the product of the batch axes of a canonical sharding."""
     return prod(axis.size for axis in sharding if axis.split == "batch")
+
+
+def batch_coordinate(sharding: Sharding, local: int) -> int:
+    """Return the number of the replica that local device ``local`` belongs to."""
+    coordinates = []
+    for _, size, _ in reversed(sharding):
+        coordinates.append(local % size)
+        local //= size
+    replica = 0
+    for (split, size, _), coordinate in zip(sharding, reversed(coordinates), strict=True):
+        if split == "batch":
+            replica = replica * size + coordinate
+    return replica
 
 
 def is_replicated(placement: Placement) -> bool:

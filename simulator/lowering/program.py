@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables, OperatorCost, saved_tensors
 from simulator.fidelity import Fidelity
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, reshard, settled
 from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
@@ -76,10 +76,28 @@ class StageView:
         """Canonical sharding of each operator."""
         return dict(zip(self.operators, self.stage.sharding_per_operator(), strict=True))
 
-    def samples(self, index: int, extra: int = 0) -> int:
-        """Return the samples of the largest replica of operator ``index``."""
-        del extra
+    def samples(self, index: int) -> int:
+        """Return the samples that the largest replica works on at once in operator ``index``."""
+        if self.plan.rotates:
+            return self.plan.microbatch_size
         return -(-self.plan.microbatch_size // batch_degree(self.shardings[index]))
+
+    def gathered_inputs(self, index: int) -> list[tuple[int, MeshCollective]]:
+        """Return ``(input position, all-gather)`` of inputs that forward gathers and backward needs whole."""
+        cost = self.costs.operator(index, self.shardings[index], self.samples(index), self.gpu_type)
+        saved = {ref for ref, _ in cost.saved}
+        return [
+            (position, item)
+            for phase, item, _, position in self.costs.input_collectives(
+                index, self.shardings.get, self.samples(index), self.gpu_type
+            )
+            if phase == FORWARD and item.collective == "all_gather" and f"input:{position}" in saved
+        ]
+
+    @cached_property
+    def num_turns(self) -> int:
+        """Replicas that take whole microbatches in turn; 1 where microbatches are sliced."""
+        return batch_degree(self.shardings[self.operators[0]]) if self.plan.rotates else 1
 
     @cached_property
     def leaving(self) -> tuple[str, ...]:
@@ -153,6 +171,9 @@ class ProgramBuilder:
                 self._start_layer(index, gathers)
                 self._run_forward(self._recomputed(start, stop), "recompute", {})
             self._start_layer(index, gathers)
+            if with_inputs and not self.view.costs.problem.runtime.keeps_gathered_inputs:
+                for _, item in self.view.gathered_inputs(index):
+                    self._collective(item, index)
             self._compute(cause, index, phases)
             if with_inputs:
                 self._backward_collectives(index)
@@ -175,14 +196,12 @@ class ProgramBuilder:
                     if phase == FORWARD:
                         self._collective(item, index)
 
-    def _cost(self, index: int):  # type: ignore[no-untyped-def]
-        return self.view.costs.operator(
-            index, self.view.shardings[index], self.view.samples(index), self.view.gpu_type
-        )
+    def _cost(self, index: int) -> OperatorCost:
+        return self.view.costs.operator(index, self.view.shardings[index], self.view.samples(index), self.view.gpu_type)
 
     def _forward_collectives(self, index: int) -> Iterator[tuple[MeshCollective, int]]:
         view = self.view
-        for phase, item, owner in view.costs.input_collectives(
+        for phase, item, owner, _ in view.costs.input_collectives(
             index, view.shardings.get, view.samples(index), view.gpu_type
         ):
             if phase == FORWARD:
@@ -205,7 +224,7 @@ class ProgramBuilder:
             for phase, item in cost.internal:
                 if phase == BACKWARD_INPUT:
                     self._collective(item, index)
-        for phase, item, owner in view.costs.input_collectives(
+        for phase, item, owner, _ in view.costs.input_collectives(
             index, view.shardings.get, view.samples(index), view.gpu_type
         ):
             if phase == BACKWARD_INPUT and not self._cost(owner).includes_collectives:
@@ -248,9 +267,7 @@ class ProgramBuilder:
         }
         while operators:
             op = workload.operators[operators[-1]]
-            if any(name in needed for name in op.outputs) or any(
-                name.startswith(f"{op.name}/") for name in needed
-            ):
+            if any(name in needed for name in op.outputs) or any(name.startswith(f"{op.name}/") for name in needed):
                 break
             operators.pop()
         return operators
@@ -349,17 +366,15 @@ class ProgramBuilder:
 
     def _reduce(self, bucket: GradientBucket) -> None:
         last = self._last_chained()
+        assert last is not None, "a bucket follows the backward pass that fills it"
         for collective in bucket.collectives:
-            after = () if last is None else (last,)
-            if not after and self.items:
-                after = (len(self.items) - 1,)
             self.items.append(
                 Item(
                     cause="gradient sync",
                     collective=collective,
                     role="reduce",
                     chained=False,
-                    after=after,
+                    after=(last,),
                     operator=bucket.last_operator,
                 )
             )

@@ -120,8 +120,12 @@ def _refine(
                     tuple(device_color[device] for device in channel.members)
                     if channel.ordered
                     else tuple(sorted(device_color[device] for device in channel.members)),
-                    tuple(sorted((resource_color[resource], found_ids.setdefault(found, len(found_ids)))
-                            for resource, found in uses[position])),
+                    tuple(
+                        sorted(
+                            (resource_color[resource], found_ids.setdefault(found, len(found_ids)))
+                            for resource, found in uses[position]
+                        )
+                    ),
                 )
                 for position, channel in enumerate(channels)
             ]
@@ -138,7 +142,14 @@ def _refine(
         device_color = dict(zip(devices, new_devices, strict=True))
         resource_color = _renumber(
             [
-                (resource_color[resource], tuple(sorted((channel_color[position], found_ids.setdefault(f, len(found_ids))) for position, f in found)))
+                (
+                    resource_color[resource],
+                    tuple(
+                        sorted(
+                            (channel_color[position], found_ids.setdefault(f, len(found_ids))) for position, f in found
+                        )
+                    ),
+                )
                 for resource, found in enumerate(users)
             ]
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.lowering.templates import Send, StreamKey, TaskRows, Template
+from simulator.lowering.rows import StreamKey, Template
 from simulator.taskgraph import Csr
 
 Ids = NDArray[np.int64]
@@ -51,9 +51,7 @@ def ragged(offsets_of: Ids, rows: Sequence[Sequence[int]], template: Ids, base: 
         chosen = np.flatnonzero(template == number)
         if len(chosen):
             inner = np.asarray(row, dtype=np.int64)
-            values[(starts[chosen][:, None] + np.arange(len(inner))).ravel()] = (
-                base[chosen][:, None] + inner
-            ).ravel()
+            values[(starts[chosen][:, None] + np.arange(len(inner))).ravel()] = (base[chosen][:, None] + inner).ravel()
     return values, starts
 
 
@@ -77,9 +75,7 @@ class Tiling:
     def add_inner_edges(self) -> None:
         """Add the predecessors inside every template."""
         for number, template in enumerate(self.templates):
-            pairs = [
-                (task, before) for task, found in enumerate(template.rows.predecessors) for before in found
-            ]
+            pairs = [(task, before) for task, found in enumerate(template.rows.predecessors) for before in found]
             if not pairs:
                 continue
             inner = np.array(pairs, dtype=np.int64)
@@ -99,29 +95,23 @@ class Tiling:
             after_sends: Computation goes on only when what was sent has arrived (blocking transfers).
         """
         for block in self.blocks:
-            if len(block.base) < 2:
-                continue
-            earlier, later = block.template[:-1], block.template[1:]
-            for pair in np.unique(np.stack([earlier, later], axis=1), axis=0):
-                first, second = self.templates[pair[0]], self.templates[pair[1]]
-                tasks, before = [], []
-                for c, heads in second.free_heads.items():
-                    for head in heads:
-                        for tail in first.tails.get(c, ()):
-                            tasks.append(head)
-                            before.append(tail)
-                if after_sends:
-                    for send in first.sends:
-                        for head in second.heads.get(send.source, ()):
-                            tasks.append(head)
-                            before.append(send.task)
-                chosen = np.flatnonzero((earlier == pair[0]) & (later == pair[1]))
-                self._add(
-                    block.base[1:][chosen],
-                    np.array(tasks, dtype=np.int64),
-                    np.array(before, dtype=np.int64),
-                    block.base[:-1][chosen],
-                )
+            for c in dict.fromkeys(c for number in set(block.template.tolist()) for c in self.templates[number].tails):
+                takes_part = np.array([c in template.tails for template in self.templates])
+                own = np.flatnonzero(takes_part[block.template])
+                earlier, later = block.template[own][:-1], block.template[own][1:]
+                for pair in np.unique(np.stack([earlier, later], axis=1), axis=0):
+                    chosen = np.flatnonzero((earlier == pair[0]) & (later == pair[1]))
+                    tasks, before = self._waits(self.templates[pair[0]], self.templates[pair[1]], c, after_sends)
+                    self._add(block.base[own[1:][chosen]], tasks, before, block.base[own[:-1][chosen]])
+
+    @staticmethod
+    def _waits(first: Template, second: Template, c: int, after_sends: bool) -> tuple[Ids, Ids]:
+        """Return the edges from one action of a representative to its next."""
+        pairs = [(head, tail) for head in second.free_heads.get(c, ()) for tail in first.tails[c]]
+        if after_sends:
+            pairs += [(head, send.task) for send in first.sends if send.source == c for head in second.heads.get(c, ())]
+        table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
 
     def add_received_edges(self, receiver: tuple[int, str], sender: tuple[int, str], shared: frozenset[int]) -> None:
         """Connect a stage's pass to the pass of the neighbour it receives from, microbatch by microbatch.
@@ -223,6 +213,3 @@ def csr_of_edges(tasks: Ids, before: Ids, num_tasks: int) -> Csr:
     offsets = np.zeros(num_tasks + 1, dtype=np.int64)
     np.cumsum(np.bincount(tasks, minlength=num_tasks), out=offsets[1:])
     return Csr(offsets=offsets.astype(np.int32), items=before[order].astype(np.int32))
-
-
-__all__ = ["Block", "Hashable", "Ids", "Send", "TaskRows", "Tiling", "csr_of_edges", "ragged"]

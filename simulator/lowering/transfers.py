@@ -7,14 +7,15 @@ chosen, in turn, so that replicas share the sending.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 from math import prod
 
-from simulator.lowering.mesh import MeshSizes, mesh_sizes, settled
+from simulator.lowering.mesh import MeshSizes, batch_coordinate, mesh_sizes, settled
 from simulator.lowering.program import StageView
+from workloads.local import dtype_bytes
 from workloads.placements import Placement, Replicate, Shard
 
 Region = tuple[tuple[int, Fraction, Fraction], ...]
@@ -83,16 +84,18 @@ def overlap(a: Region, b: Region) -> Fraction:
     return share
 
 
-def route(
-    sender: Sequence[Region], receiver: Sequence[Region]
-) -> list[tuple[int, int, Fraction]]:
-    """Return ``(sending rank, receiving rank, share of the tensor)`` so that every receiver has its region."""
+def route(sender: Mapping[int, Region], receiver: Mapping[int, Region]) -> list[tuple[int, int, Fraction]]:
+    """Return ``(sending rank, receiving rank, share of the tensor)`` so that every receiver has its region.
+
+    Args:
+        sender, receiver: Regions by rank.
+    """
     holders: dict[Region, list[int]] = {}
-    for rank, region in enumerate(sender):
+    for rank, region in sender.items():
         holders.setdefault(region, []).append(rank)
     turn: dict[Region, int] = {}
     found = []
-    for rank, region in enumerate(receiver):
+    for rank, region in receiver.items():
         replica = turn.get(region, 0)
         turn[region] = replica + 1
         for held, ranks in holders.items():
@@ -102,12 +105,15 @@ def route(
     return found
 
 
-def boundary(first: StageView, second: StageView, relayed: Sequence[str]) -> tuple[list[Transfer], list[Transfer]]:
+def boundary(
+    first: StageView, second: StageView, relayed: Sequence[str], turn: int = 0
+) -> tuple[list[Transfer], list[Transfer]]:
     """Return the transfers of one microbatch between two consecutive stages.
 
     Args:
         first, second: The stages.
         relayed: Names of the tensors that cross.
+        turn: Which replicas have their turn, where whole microbatches rotate.
 
     Returns:
         Activations from first to second, and gradients from second to first. Gradients of a tensor lie as
@@ -116,8 +122,8 @@ def boundary(first: StageView, second: StageView, relayed: Sequence[str]) -> tup
     forward: dict[tuple[int, int], float] = {}
     backward: dict[tuple[int, int], float] = {}
     for tensor in relayed:
-        sender, size = _layout(first, tensor)
-        receiver, _ = _layout(second, tensor)
+        sender, size = _layout(first, tensor, turn)
+        receiver, _ = _layout(second, tensor, turn)
         for source, target, share in route(sender, receiver):
             key = (first.stage.devices[source], second.stage.devices[target])
             forward[key] = forward.get(key, 0.0) + float(share) * size
@@ -131,12 +137,14 @@ def _sorted(found: dict[tuple[int, int], float]) -> list[Transfer]:
     return [Transfer(source, target, size) for (source, target), size in sorted(found.items()) if source != target]
 
 
-def _layout(view: StageView, tensor: str) -> tuple[list[Region], float]:
-    """Return regions of ``tensor`` on the stage's devices, and the bytes of the whole tensor."""
+def _layout(view: StageView, tensor: str, turn: int) -> tuple[dict[int, Region], float]:
+    """Return regions of ``tensor`` by local device, and the bytes of the whole tensor."""
     workload = view.costs.problem.workload
     samples = view.plan.microbatch_size
-    size = prod(workload.tensors[tensor]) * samples * view.costs.problem.runtime.implementation.activation_bytes
     producer = workload.producer[tensor]
+    maker = workload.operators[producer]
+    dtype = maker.definition.output_dtype(maker.outputs.index(tensor))
+    size = prod(workload.tensors[tensor]) * samples * dtype_bytes(dtype, view.costs.problem.runtime.implementation)
     if producer in view.shardings:
         splits = view.costs.splits(producer, view.shardings[producer])
         number = workload.operators[producer].outputs.index(tensor)
@@ -148,7 +156,19 @@ def _layout(view: StageView, tensor: str) -> tuple[list[Region], float]:
         sharding = view.shardings[view.operators[0]]
         sizes = mesh_sizes(sharding)
         placements = tuple(Shard(0) if axis.split == "batch" else Replicate() for axis in sharding) or (Replicate(),)
-    return regions(sizes, placements, samples), float(size)
+    if view.num_turns == 1:
+        return dict(enumerate(regions(sizes, placements, samples))), float(size)
+    sharding = view.shardings[producer if producer in view.shardings else view.operators[0]]
+    whole = tuple(
+        Replicate() if axis.split == "batch" else placement
+        for axis, placement in zip(sharding, placements, strict=True)
+    )
+    replica = turn % view.num_turns
+    return {
+        local: region
+        for local, region in enumerate(regions(sizes, whole, samples))
+        if batch_coordinate(sharding, local) == replica
+    }, float(size)
 
 
 def crossing_tensors(views: Sequence[StageView]) -> list[list[str]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import random
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,9 @@ PLACES = st.integers(0, 30)
 # Each step allocates a size, or frees the tensor at that place among the living; frees are as frequent,
 # so that there is something to reuse, release and collect.
 STEPS = st.lists(
-    st.sampled_from("af").flatmap(lambda action: st.tuples(st.just(action), SIZES if action == "a" else PLACES)),
+    st.sampled_from("af").flatmap(
+        lambda action: st.tuples(st.just(action), SIZES if action == "a" else PLACES)
+    ),
     max_size=80,
 )
 OPTIONS = st.builds(
@@ -113,11 +117,8 @@ def as_events(steps: list[tuple[str, int]]) -> tuple[Any, Any, Any]:
     return np.array(sizes, dtype=np.int64), np.array(ids, dtype=np.int32), np.array(allocates, dtype=np.bool_)
 
 
-@settings(max_examples=300, deadline=None)
-@given(STEPS, CAPACITIES, OPTIONS)
-def test_allocators_agree_with_a_literal_second_implementation(
-    steps: list[tuple[str, int]], capacity: int, options: AllocatorSettings
-) -> None:
+def compare(steps: list[tuple[str, int]], capacity: int, options: AllocatorSettings) -> CachingAllocator:
+    """Drive both implementations, past failures, and compare them after each step."""
     allocator, slow = caching_allocator(capacity, options), LiteralAllocator(capacity, options)
     alive: list[tuple[int, Block]] = []
     for action, value in steps:
@@ -133,6 +134,41 @@ def test_allocators_agree_with_a_literal_second_implementation(
         assert allocator.allocated_bytes == slow.allocated
         assert allocator.reserved_bytes == slow.reserved
         assert allocator.largest_free_bytes() == max((block.size for block in slow.unused), default=0)
+    return allocator
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS, CAPACITIES, OPTIONS)
+def test_allocators_agree_with_a_literal_second_implementation(
+    steps: list[tuple[str, int]], capacity: int, options: AllocatorSettings
+) -> None:
+    compare(steps, capacity, options)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("threshold", [None, 0.5])
+@pytest.mark.parametrize("max_split_mib", [None, 24])
+def test_allocators_agree_when_memory_is_short(
+    expandable: bool, threshold: float | None, max_split_mib: int | None
+) -> None:
+    options = AllocatorSettings(
+        expandable_segments=expandable,
+        garbage_collection_threshold=threshold,
+        max_split_size_bytes=None if max_split_mib is None else max_split_mib * MIB,
+    )
+    num_retries = num_releases = 0
+    for seed in range(12):
+        source = random.Random(seed)
+        steps = []
+        for _ in range(250):  # sizes spread evenly over their logarithm, from 512 bytes to 64 MiB
+            action = source.choice("aaff")
+            steps.append(
+                (action, int(512 * 2 ** source.uniform(0, 17)) if action == "a" else source.randrange(100))
+            )
+        allocator = compare(steps, source.randint(50, 200) * MIB, options)
+        num_retries += allocator.num_retries
+        num_releases += allocator.num_segment_releases
+    assert num_retries > 0 and num_releases > 0, "the steps must reach the paths they are meant for"
 
 
 @settings(max_examples=100, deadline=None)
@@ -161,11 +197,10 @@ def test_a_replay_reports_what_the_allocator_does(
     assert result.allocated_after_bytes is not None and result.reserved_after_bytes is not None
     assert result.allocated_after_bytes.tolist()[:failed_at] == allocated[1:]
     assert result.reserved_after_bytes.tolist()[:failed_at] == reserved[1:]
-    assert (result.reserved_peak_bytes, result.reserved_peak_event) == (max(reserved), reserved.index(max(reserved)) - 1)
-    assert (result.allocated_peak_bytes, result.allocated_peak_event) == (
-        max(allocated),
-        allocated.index(max(allocated)) - 1,
-    )
+    assert result.reserved_peak_bytes == max(reserved)
+    assert result.reserved_peak_event == reserved.index(max(reserved)) - 1
+    assert result.allocated_peak_bytes == max(allocated)
+    assert result.allocated_peak_event == allocated.index(max(allocated)) - 1
     assert result.allocated_at_reserved_peak_bytes == allocated[result.reserved_peak_event + 1]
 
 

@@ -1,0 +1,1 @@
+"""Figures printed in papers whose plan is known, the groups they are reported in, and the accepted errors."""

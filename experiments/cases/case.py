@@ -1,0 +1,165 @@
+"""What a case is: a problem, a plan and what somebody measured; and what a source of cases does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from hardware_models.cluster import parse_cluster
+from hardware_models.model import HardwareModel
+from hardware_models.runtime import load_runtime
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.uniform import uniform_plan
+from workloads.models.fields import ModelSpec
+from workloads.registry import build_from_spec, model_spec
+
+PRINTED = Path(__file__).parent.parent / "accuracy_data"
+"""Figures printed in papers, committed."""
+
+Feature = str | int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured; None where a source has no such figure.
+
+    Attributes:
+        iteration_time_s: One training iteration.
+        out_of_memory: Whether the run failed for lack of memory.
+        peak_bytes: Peak device memory of the fullest device that the source calls allocated.
+    """
+
+    iteration_time_s: float | None = None
+    out_of_memory: bool | None = None
+    peak_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured run.
+
+    Attributes:
+        row_id: ``source#row``; calibration files name rows by the same ids.
+        groups: Groups that report it.
+        problem: Builds the problem.
+        plan: Makes the plan.
+        measured: What was measured.
+        source: Where the figures come from.
+        rivals: Cases with the same word are plans for one model, cluster and batch: they are ranked.
+        features: What errors are tabulated by.
+    """
+
+    row_id: str
+    groups: tuple[str, ...]
+    problem: Callable[[], Problem]
+    plan: Callable[[Problem], Plan]
+    measured: Measured
+    source: str
+    rivals: str | None = None
+    features: Mapping[str, Feature] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Rows of a source that do not run, and why."""
+
+    groups: tuple[str, ...]
+    num_rows: int
+    reason: str
+
+
+class CaseSource(Protocol):
+    """A module of this package: yields its cases, or what it skips.
+
+    ``data`` is the folder with a user's own copies of public sets, None if there is none.
+    """
+
+    def __call__(self, data: Path | None) -> Iterator[Case | Skipped]: ...
+
+
+@lru_cache(maxsize=256)
+def hardware(cluster: str) -> HardwareModel:
+    """Return the modelled hardware of a cluster string, shared so that prices are computed once."""
+    return HardwareModel(cluster=parse_cluster(cluster))
+
+
+def problem_of(
+    *,
+    model: str | ModelSpec,
+    cluster: str | HardwareModel,
+    runtime: str,
+    global_batch: int,
+    memory_limit_bytes: int | None = None,
+) -> Callable[[], Problem]:
+    """Return a function that builds the problem (loading cases must cost nothing).
+
+    Args:
+        model: Preset name or specification.
+        cluster: Cluster string, or hardware with measured tables.
+        runtime: Name.
+        global_batch: Samples per iteration.
+        memory_limit_bytes: Per device; None for the device's own memory.
+    """
+
+    def build() -> Problem:
+        chosen = load_runtime(runtime)
+        spec = model_spec(model) if isinstance(model, str) else model
+        return Problem(
+            workload=build_from_spec(spec, chosen.attention),
+            hardware=hardware(cluster) if isinstance(cluster, str) else cluster,
+            runtime=chosen,
+            global_batch=global_batch,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+
+    return build
+
+
+def uniform(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    microbatch: int = 1,
+    recompute: str = "none",
+    zero: int = 0,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+) -> Callable[[Problem], Plan]:
+    """Return the rule that makes a uniform plan; arguments as `simulator.uniform.uniform_plan`."""
+    return lambda problem: uniform_plan(
+        problem,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        microbatch=microbatch,
+        recompute=recompute,
+        zero=zero,
+        schedule=schedule,
+        chunks=chunks,
+    )
+
+
+def cluster_string(preset: str, num_gpus: int, gpus_per_node: int) -> str:
+    """Return the cluster string of ``num_gpus`` on as few full nodes as possible.
+
+    >>> cluster_string("a100-80g-dgx", 32, 8), cluster_string("dgx2-v100", 4, 16)
+    ('a100-80g-dgx:4x8', 'dgx2-v100:1x4')
+    """
+    if num_gpus <= gpus_per_node:
+        return f"{preset}:1x{num_gpus}"
+    if num_gpus % gpus_per_node:
+        raise ValueError(f"GPUs must fill nodes of {gpus_per_node}, got {num_gpus}")
+    return f"{preset}:{num_gpus // gpus_per_node}x{gpus_per_node}"
+
+
+def rows_under(data: Path | None, relative: str) -> Path | Skipped:
+    """Return the path of a public set, or why it is skipped (groups left to the caller)."""
+    if data is None:
+        return Skipped((), 0, "no data folder; give --data DIR or set WINDTUNNEL_DATA")
+    path = data / relative
+    return path if path.exists() else Skipped((), 0, f"{relative} is not in the data folder {data}")

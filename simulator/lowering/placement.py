@@ -1,0 +1,58 @@
+"""A stage on representative devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from simulator.lowering.mesh import batch_coordinate, batch_degree
+from simulator.lowering.program import Item, StageView
+from simulator.segments import EMPTY, Segment
+
+
+@dataclass(frozen=True)
+class StagePlacement:
+    """A stage on representative devices.
+
+    Attributes:
+        view: The stage.
+        classes: Representatives of the stage's devices, ascending.
+        example: Representative to the local index of one of its devices.
+        gpu_type: Representative to device type.
+    """
+
+    view: StageView
+    classes: tuple[int, ...]
+    example: Mapping[int, int]
+    gpu_type: Mapping[int, str]
+
+    def samples(self, index: int, representative: int) -> int:
+        """Return the samples that the representative works on in operator ``index``."""
+        if self.view.plan.rotates:
+            return self.view.plan.microbatch_size
+        sharding = self.view.shardings[index]
+        degree = batch_degree(sharding)
+        base, extra = divmod(self.view.plan.microbatch_size, degree)
+        if not extra:
+            return base
+        return base + (batch_coordinate(sharding, self.example[representative]) < extra)
+
+    def taking_turn(self, turn: int) -> StagePlacement:
+        """Return the part of the stage that works on microbatches with this number modulo all turns."""
+        if self.view.num_turns == 1:
+            return self
+        sharding = self.view.shardings[self.view.operators[0]]
+        replica = turn % self.view.num_turns
+        chosen = [c for c in self.classes if batch_coordinate(sharding, self.example[c]) == replica]
+        return replace(self, classes=tuple(chosen))
+
+    def segment(self, item: Item, representative: int) -> Segment:
+        """Return the computation of an item on a representative."""
+        total = EMPTY
+        costs = self.view.costs
+        for index, phase in item.parts:
+            cost = costs.operator(
+                index, self.view.shardings[index], self.samples(index, representative), self.gpu_type[representative]
+            )
+            total = total.then(getattr(cost, phase))
+        return total
