@@ -31,6 +31,7 @@ from workloads.kinds.base import (
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
 from workloads.operators import Workload
+from workloads.placements import Placement
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ class CostTables:
         resolved = [resolve(sharding, op) for op in workload.operators]
         for index in range(count):
             cost = self.operator(index, resolved[index], samples, gpu_type)
-            key = (workload.signatures[index], tuple(self._producer_signature(index)))
+            key = (workload.signatures[index], tuple(self._neighbour_signatures(index)))
             if key not in collective_cache:
                 collective_cache[key] = self._collective_seconds(index, resolved, samples, gpu_type)
             forward_comm, backward_comm = collective_cache[key]
@@ -287,11 +288,16 @@ class CostTables:
             boundary[index] = max(open_bytes, 0.0)
         return OperatorTable(forward, backward, parameters, saved, boundary)
 
-    def _producer_signature(self, index: int) -> Iterable[int]:
+    def _neighbour_signatures(self, index: int) -> Iterable[tuple[int, ...]]:
+        """Yield, per input, the signatures of its producer and of its earlier readers."""
         workload = self.problem.workload
         for name in workload.operators[index].inputs:
             producer = workload.producer.get(name)
-            yield -1 if producer is None else workload.signatures[producer]
+            earlier = [reader for reader in workload.consumers[name] if reader < index]
+            yield (
+                -1 if producer is None else workload.signatures[producer],
+                *dict.fromkeys(workload.signatures[reader] for reader in earlier),
+            )
 
     def _collective_seconds(
         self, index: int, resolved: list[Sharding], samples: int, gpu_type: str
@@ -341,13 +347,42 @@ class CostTables:
             sizes, their_sizes = mesh_sizes(own), mesh_sizes(theirs)
             if sizes == their_sizes and have == want and gradient_have == gradient_want:
                 continue
-            cost = self.operator(producer, theirs, samples * batch_degree(own) // batch_degree(theirs), gpu_type)
-            for item in reshard(their_sizes, have, sizes, want, cost.output_bytes[number]):
-                found.append((FORWARD, item, producer, position))
-            input_bytes = self.operator(index, own, samples, gpu_type).input_bytes[position]
-            for item in reshard(sizes, gradient_have, their_sizes, gradient_want, input_bytes):
-                found.append((BACKWARD_INPUT, item, index, position))
+            done_forward, done_backward = self._served_before(index, name, sharding_of, sizes, want, gradient_have)
+            if not done_forward:
+                cost = self.operator(producer, theirs, samples * batch_degree(own) // batch_degree(theirs), gpu_type)
+                for item in reshard(their_sizes, have, sizes, want, cost.output_bytes[number]):
+                    found.append((FORWARD, item, producer, position))
+            if not done_backward:
+                input_bytes = self.operator(index, own, samples, gpu_type).input_bytes[position]
+                for item in reshard(sizes, gradient_have, their_sizes, gradient_want, input_bytes):
+                    found.append((BACKWARD_INPUT, item, index, position))
         return found
+
+    def _served_before(
+        self,
+        index: int,
+        name: str,
+        sharding_of: Callable[[int], Sharding | None],
+        sizes: tuple[int, ...],
+        want: tuple[Placement, ...],
+        gradient_have: tuple[Placement, ...],
+    ) -> tuple[bool, bool]:
+        """Return whether an earlier reader of the tensor has it moved the same way, forward and backward.
+
+        Readers that want one layout share its copy; their gradients are summed before they move.
+        """
+        forward = backward = False
+        for reader in self.problem.workload.consumers[name]:
+            if reader >= index:
+                break
+            sharding = sharding_of(reader)
+            if sharding is None or mesh_sizes(sharding) != sizes:
+                continue
+            position = self.problem.workload.operators[reader].inputs.index(name)
+            splits = self.splits(reader, sharding)
+            forward |= tuple(split.inputs[position] for split in splits) == want
+            backward |= tuple(split.input_gradient(position) for split in splits) == gradient_have
+        return forward, backward
 
 
 _PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
-from simulator.plan import Plan
+from simulator.plan import Plan, Sharding, Stage
 from simulator.problem import Problem
-from simulator.uniform import uniform_plan
+from simulator.uniform import recompute_segments, repeated_layers, uniform_plan
 from workloads.models.fields import ModelSpec
 from workloads.registry import build_from_spec, model_spec
 
@@ -30,12 +31,14 @@ class Measured:
     Attributes:
         iteration_time_s: One training iteration.
         out_of_memory: Whether the run failed for lack of memory.
-        peak_bytes: Peak device memory of the fullest device that the source calls allocated.
+        peak_bytes: Peak of the memory in use on a device.
+        peak_is_average: The peak is the mean over all devices, else that of the fullest one.
     """
 
     iteration_time_s: float | None = None
     out_of_memory: bool | None = None
     peak_bytes: float | None = None
+    peak_is_average: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,9 +160,46 @@ def cluster_string(preset: str, num_gpus: int, gpus_per_node: int) -> str:
     return f"{preset}:{num_gpus // gpus_per_node}x{gpus_per_node}"
 
 
-def rows_under(data: Path | None, relative: str) -> Path | Skipped:
-    """Return the path of a public set, or why it is skipped (groups left to the caller)."""
+def data_file(data: Path | None, relative: str, groups: tuple[str, ...]) -> Path | Skipped:
+    """Return the path of a public set, or why its groups are skipped."""
     if data is None:
-        return Skipped((), 0, "no data folder; give --data DIR or set WINDTUNNEL_DATA")
+        return Skipped(groups, 0, "no data folder; give --data DIR or set WINDTUNNEL_DATA")
     path = data / relative
-    return path if path.exists() else Skipped((), 0, f"{relative} is not in the data folder {data}")
+    return path if path.exists() else Skipped(groups, 0, f"the data folder has no {relative}")
+
+
+def stages_of_layers(
+    problem: Problem,
+    layers_per_stage: Sequence[int],
+    shardings: Sequence[Sharding],
+    recompute: str = "none",
+) -> tuple[Stage, ...]:
+    """Return pipeline stages of whole repeated layers on consecutive devices.
+
+    What comes before the first repeated layer goes to the first stage, the rest to the last.
+
+    Args:
+        problem: The problem.
+        layers_per_stage: Repeated layers of each stage.
+        shardings: Mesh of each stage; its size is the stage's number of devices.
+        recompute: As in `simulator.uniform.uniform_plan`.
+    """
+    layers = repeated_layers(problem.workload)
+    if sum(layers_per_stage) != len(layers):
+        raise ValueError(f"stages must hold {len(layers)} layers in all, got {list(layers_per_stage)}")
+    stages: list[Stage] = []
+    start, taken, device = 0, 0, 0
+    for count, sharding in zip(layers_per_stage, shardings, strict=True):
+        taken += count
+        stop = layers[taken][0] if taken < len(layers) else len(problem.workload)
+        size = prod(axis.size for axis in sharding)
+        stages.append(
+            Stage(
+                operators=((start, stop),),
+                devices=tuple(range(device, device + size)),
+                shardings=((stop - start, tuple(sharding)),),
+                recompute=recompute_segments(problem.workload, start, stop, recompute),
+            )
+        )
+        start, device = stop, device + size
+    return tuple(stages)

@@ -63,6 +63,7 @@ def pipeline_with_collectives(
     return TaskGraph(
         work_s=work_s,
         latency_s=np.where(is_transfer, 0.01, 0.0),
+        lead_s=np.zeros(num_tasks),
         host_s=np.full(num_tasks, 0.05),
         bound_s=np.full(num_tasks, 0.05),
         kind=np.where(is_transfer | is_collective, COMMUNICATION, COMPUTATION).astype(np.int8),

@@ -15,6 +15,7 @@ from simulator.engine_simpy import DeadlockError, run_simpy
 from simulator.schedules.registry import schedule_named
 from simulator.taskgraph import COMMUNICATION, COMPUTATION, OTHER, Csr, Schedule, TaskGraph
 from tests.simulator.graphs import GraphBuilder, makespan_s, pipeline_graph, plain_shape
+from tests.simulator.random_graphs import graphs
 
 # Starts, hosts and streams
 
@@ -439,44 +440,6 @@ def run_slowly(graph: TaskGraph) -> tuple[list[float], list[float], list[float]]
             done_at = now + left[t] / speeds[t]
             left[t] = 0.0 if done_at <= then + 1e-13 else left[t] - (then - now) * speeds[t]
         now = then
-
-
-TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]) | st.floats(0.001, 3.0)
-FACTORS = st.sampled_from([1.0, 1.0, 1.2, 1.5, 3.0])
-SHARES = st.sampled_from([0.2, 0.5, 0.75, 1.0, 1.6])
-
-
-@st.composite
-def graphs(draw: st.DrawFn) -> TaskGraph:
-    """Draw a small graph that can finish: everything points from lower to higher task ids."""
-    num_devices = draw(st.integers(1, 3))
-    num_resources = draw(st.integers(0, 3))
-    builder = GraphBuilder(
-        slowdowns=[(draw(FACTORS), draw(FACTORS)) for _ in range(num_devices)], num_resources=num_resources
-    )
-    for device in range(num_devices):
-        for _ in range(draw(st.integers(1, 3))):
-            builder.stream(device)
-    for task in range(draw(st.integers(1, 12))):
-        builder.add(
-            draw(TIMES),
-            latency_s=draw(st.just(0.0) | TIMES),
-            lead_s=draw(st.just(0.0) | TIMES),
-            host_s=draw(TIMES),
-            bound_s=draw(st.just(0.0) | TIMES),
-            kind=draw(st.sampled_from([COMPUTATION, COMPUTATION, COMMUNICATION, COMMUNICATION, OTHER])),
-            host_waits=draw(st.integers(0, 3)) == 0,
-            streams=draw(st.sets(st.integers(0, len(builder.stream_device) - 1), max_size=2)),
-            hosts=draw(st.sets(st.integers(0, num_devices - 1), max_size=2)),
-            after=draw(st.sets(st.integers(0, task - 1), max_size=2)) if task else (),
-            shares={
-                resource: draw(SHARES)
-                for resource in (
-                    draw(st.sets(st.integers(0, num_resources - 1), max_size=2)) if num_resources else ()
-                )
-            },
-        )
-    return builder.build()
 
 
 def renumbered(graph: TaskGraph, new_id: list[int]) -> TaskGraph:

@@ -1,0 +1,48 @@
+"""DAPPLE's Table 5: BERT-48 on two stages, GPipe against DAPPLE's early backward, with and without recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from datafiles.tables import load_table
+from experiments.cases.case import PRINTED, Case, Measured, Skipped, problem_of, uniform
+from workloads.models.bert import BertSpec
+
+GROUPS = ("dapple-table5",)
+SOURCE = "DAPPLE (PPoPP 2021), Table 5"
+MICROBATCH = 2
+
+MODEL = BertSpec(name="bert-48-384", layers=48, hidden=1024, heads=16, seq_len=384, vocab_multiple=1)
+"""384 tokens: DAPPLE's released profile of BERT-48 has a layer output of 2 x 384 x 1024 floats."""
+
+
+def cases(data: Path | None) -> Iterator[Case | Skipped]:
+    """Yield the eleven rows; nothing is read from ``data``."""
+    table = load_table(
+        PRINTED / "dapple_table5.csv",
+        integers=("row", "num_microbatches"),
+        floats=("throughput_samples_per_s", "average_peak_gb"),
+    )
+    for row in table:
+        count, throughput = row["num_microbatches"], row["throughput_samples_per_s"]
+        yield Case(
+            row_id=f"dapple_table5.csv#{row['row']}",
+            groups=GROUPS,
+            problem=problem_of(
+                model=MODEL,
+                cluster="v100-1gpu-25g:2x1",
+                runtime="dapple-tensorflow",
+                global_batch=MICROBATCH * count,
+            ),
+            plan=uniform(pp=2, microbatch=MICROBATCH, recompute=row["recompute"], schedule=row["schedule"]),
+            measured=Measured(
+                iteration_time_s=MICROBATCH * count / throughput if throughput else None,
+                out_of_memory=throughput is None,
+                peak_bytes=row["average_peak_gb"] * 1e9 if row["average_peak_gb"] else None,
+                peak_is_average=True,
+            ),
+            source=SOURCE,
+            rivals=f"{count} microbatches" if throughput else None,
+            features={"schedule": row["schedule"], "recompute": row["recompute"], "microbatches": count},
+        )

@@ -1,0 +1,59 @@
+"""Compile functions once per machine: numba with a cache on disk that works wherever the package lies.
+
+Numba keeps compiled code in ``NUMBA_CACHE_DIR`` where that is set; else in ``__pycache__`` beside the source;
+else, where the package folder cannot be written, in the user's cache folder. Where even that is not writable
+(a container without a home), a folder of this user alone under the system's temporary folder is taken. Cached
+files are loaded with pickle, so a folder that others can write is never used.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """Return ``function`` compiled by numba on its first call, or loaded from the cache.
+
+    Args:
+        function: Module-level function of scalars and arrays. Whatever compiled functions it calls must be in
+            the same file: numba looks only at that file's date to tell whether the cache is stale.
+    """
+    try:
+        made = numba.njit(cache=True)(function)
+    except RuntimeError as error:  # No folder to cache in.
+        if "cannot cache" not in str(error):
+            raise
+        numba.config.CACHE_DIR = private_folder()
+        made = numba.njit(cache=True)(function)
+    return cast(Function, made)
+
+
+def private_folder() -> str:
+    """Return a folder under the temporary folder that only this user can write, made if needed."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"windtunnel-numba-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o022:
+        return str(folder)
+    return tempfile.mkdtemp(prefix="windtunnel-numba-")
+
+
+def is_cached(function: Callable[..., Any]) -> bool:
+    """Return whether compiled code of ``function`` is on disk, or compiled already in this process."""
+    dispatcher = cast(Any, function)
+    if dispatcher.signatures:
+        return True
+    folder = Path(dispatcher._cache.cache_path)
+    name = dispatcher.py_func.__qualname__.replace("<", "").replace(">", "")
+    module = dispatcher.py_func.__module__.rsplit(".", 1)[-1]
+    return any(folder.glob(f"{module}.{name}-*.nbc"))
