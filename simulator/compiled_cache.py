@@ -32,9 +32,15 @@ def compiled(function: Function) -> Function:
     except RuntimeError as error:  # No folder to cache in.
         if "cannot cache" not in str(error):
             raise
-        numba.config.CACHE_DIR = private_folder()
+        config: Any = numba.config
+        config.CACHE_DIR = private_folder()
         made = numba.njit(cache=True)(function)
     return cast(Function, made)
+
+
+def inlined(function: Function) -> Function:
+    """Return ``function`` compiled into whatever compiled function of the same file calls it."""
+    return cast(Function, numba.njit(forceinline=True)(function))
 
 
 def private_folder() -> str:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from simulator.compiled_cache import compiled, is_cached
+from simulator.compiled_cache import compiled, inlined, is_cached
 from simulator.compiled_prepare import (
     Bytes,
     Flags,
@@ -262,7 +262,7 @@ def _prepare(graph: TaskGraph) -> tuple[_Graph, _State]:
 # The heap: smallest time first. What ties is settled in any order, as everything of one instant is.
 
 
-@compiled
+@inlined
 def _rise(heap_s: Floats, heap_id: Int32s, heap_place: Int32s, place: int, time_s: float, identity: int) -> None:
     """Put an entry into the hole at ``place``, or above it."""
     while place > 0:
@@ -281,7 +281,7 @@ def _rise(heap_s: Floats, heap_id: Int32s, heap_place: Int32s, place: int, time_
         heap_place[identity] = place
 
 
-@compiled
+@inlined
 def _sink(
     heap_s: Floats, heap_id: Int32s, heap_place: Int32s, size: int, place: int, time_s: float, identity: int
 ) -> None:
@@ -306,7 +306,7 @@ def _sink(
         heap_place[identity] = place
 
 
-@compiled
+@inlined
 def _slowness(graph: _Graph, state: _State, task: int) -> float:
     """Return one over the speed of a running task, from the states in force."""
     load = 1.0
@@ -320,7 +320,7 @@ def _slowness(graph: _Graph, state: _State, task: int) -> float:
     return load * factor
 
 
-@compiled
+@inlined
 def _mark_device(state: _State, device: int) -> None:
     if not state.device_is_changed[device]:
         state.device_is_changed[device] = True
@@ -328,7 +328,7 @@ def _mark_device(state: _State, device: int) -> None:
         state.counters[NUM_DEVICES] += 1
 
 
-@compiled
+@inlined
 def _mark_resource(state: _State, resource: int) -> None:
     if not state.resource_is_changed[resource]:
         state.resource_is_changed[resource] = True
@@ -336,7 +336,7 @@ def _mark_resource(state: _State, resource: int) -> None:
         state.counters[NUM_RESOURCES] += 1
 
 
-@compiled
+@inlined
 def _begin_work(graph: _Graph, state: _State, task: int, now_s: float) -> None:
     """Let a task whose latency has passed run."""
     counters = state.counters
@@ -370,7 +370,7 @@ def _begin_work(graph: _Graph, state: _State, task: int, now_s: float) -> None:
     _rise(state.heap_s, state.heap_id, state.heap_place, size, finish_s, slot)
 
 
-@compiled
+@inlined
 def _finish_work(graph: _Graph, state: _State, slot: int) -> None:
     """Take a task off its devices and resources."""
     task = state.slot_task[slot]
@@ -403,7 +403,7 @@ def _finish_work(graph: _Graph, state: _State, slot: int) -> None:
     state.counters[NUM_FREE] += 1
 
 
-@compiled
+@inlined
 def _touch(state: _State, slot: int, num_touched: int) -> int:
     if not state.is_touched[slot]:
         state.is_touched[slot] = True
@@ -412,7 +412,7 @@ def _touch(state: _State, slot: int, num_touched: int) -> int:
     return num_touched
 
 
-@compiled
+@inlined
 def _change_speeds(graph: _Graph, state: _State, now_s: float) -> None:
     """Put new overlaps and loads in force; settle and re-time the running tasks they touch."""
     counters = state.counters
@@ -467,7 +467,7 @@ def _change_speeds(graph: _Graph, state: _State, now_s: float) -> None:
             _sink(state.heap_s, state.heap_id, state.heap_place, counters[HEAP_SIZE], place, finish_s, slot)
 
 
-@compiled
+@inlined
 def _walk(graph: _Graph, state: _State, device: int, num_ready: int) -> int:
     """Let a host launch tasks until it must wait; return the number of ready tasks."""
     clock_s = state.host_clock_s[device]

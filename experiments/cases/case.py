@@ -52,7 +52,9 @@ class Case:
         plan: Makes the plan.
         measured: What was measured.
         source: Where the figures come from.
-        rivals: Cases with the same word are plans for one model, cluster and batch: they are ranked.
+        rivals: Cases with the same word are plans for one model and cluster: they are ranked, by time per
+            sample where their batches differ.
+        rival_samples: Samples of one iteration, for that.
         features: What errors are tabulated by.
     """
 
@@ -63,6 +65,7 @@ class Case:
     measured: Measured
     source: str
     rivals: str | None = None
+    rival_samples: int = 1
     features: Mapping[str, Feature] = field(default_factory=dict)
 
 

@@ -25,6 +25,7 @@ NUM_GPUS = 8
 SMALLEST_BATCH = 8
 """The paper steps the batch by eight: a cell that says OOM did not fit eight samples."""
 
+HALF_LAYER, CAP = 0.5, 1.3
 """Tolerance and cap of the release's memory-balanced pipeline split (reference galvatron.md, section 7.10)."""
 
 
@@ -57,6 +58,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
             ),
             source=SOURCE,
             rivals=f"{model} in {row['memory_gb']} GB" if throughput else None,
+            rival_samples=batch,
             features={
                 "strategy": strategy, "model": model, "memory GB": row["memory_gb"], "batch": batch,
             },

@@ -1,0 +1,219 @@
+"""Simulate every measured run that has a plan, and report the errors group by group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from time import perf_counter
+
+from experiments.accuracy_calibration import calibration_rows
+from experiments.accuracy_errors import ErrorReport, RankReport, rank_report
+from experiments.accuracy_groups import groups as known_groups
+from experiments.cases.case import Case, Skipped
+from simulator.fidelity import Fidelity
+from simulator.simulate import ENGINES, simulate
+
+Listener = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case, simulated.
+
+    Attributes:
+        case: What was asked.
+        iteration_time_s: Predicted.
+        out_of_memory: Predicted.
+        peak_bytes: Predicted live bytes: fullest device, or the mean where the measurement is one.
+        wall_s: Seconds the simulation took, problem and plan included.
+    """
+
+    case: Case
+    iteration_time_s: float
+    out_of_memory: bool
+    peak_bytes: float
+    wall_s: float
+
+    @property
+    def time_error(self) -> float | None:
+        """Signed relative error of the iteration time."""
+        measured = self.case.measured.iteration_time_s
+        return None if measured is None else self.iteration_time_s / measured - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Signed relative error of the peak."""
+        measured = self.case.measured.peak_bytes
+        return None if measured is None else self.peak_bytes / measured - 1
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One group's figures.
+
+    Attributes:
+        name: Group.
+        num_run, num_skipped: Cases.
+        reasons: Why rows were skipped.
+        time, memory: Errors of iteration time and of peak memory.
+        num_fits_asked, num_fits_right: Cases with a known "out of memory or not", and those predicted right.
+        num_wrong_fits: Of the others, predicted to fit although they did not.
+        rank: How plans for one problem are ordered.
+    """
+
+    name: str
+    num_run: int
+    num_skipped: int
+    reasons: tuple[str, ...]
+    time: ErrorReport | None
+    memory: ErrorReport | None
+    num_fits_asked: int
+    num_fits_right: int
+    num_wrong_fits: int
+    rank: RankReport | None
+
+    @property
+    def fits_agreement(self) -> float | None:
+        """Share of cases whose "out of memory or not" is predicted right."""
+        return self.num_fits_right / self.num_fits_asked if self.num_fits_asked else None
+
+
+def fastest_engine() -> str:
+    """Return the name of the quickest engine installed; engines agree to 1e-9."""
+    return "compiled" if "compiled" in ENGINES else "simpy"
+
+
+def run_case(case: Case, *, fidelity: Fidelity | None = None, engine: str | None = None) -> Outcome:
+    """Simulate one case."""
+    began = perf_counter()
+    problem = case.problem()
+    result = simulate(case.plan(problem), problem, fidelity=fidelity, engine=engine or fastest_engine())
+    peak = float(result.peak_allocated_bytes)
+    if case.measured.peak_is_average:
+        members = result.graph.device_members
+        peak = fmean(
+            float(memory.peak_allocated_bytes) for memory in result.memory for _ in members[memory.device]
+        )
+    return Outcome(
+        case=case,
+        iteration_time_s=result.iteration_time_s,
+        out_of_memory=not result.fits,
+        peak_bytes=peak,
+        wall_s=perf_counter() - began,
+    )
+
+
+def run_cases(
+    entries: Iterable[Case | Skipped],
+    *,
+    only: Sequence[str] = (),
+    fidelity: Fidelity | None = None,
+    engine: str | None = None,
+    listener: Listener | None = None,
+) -> tuple[list[Outcome], list[Skipped]]:
+    """Simulate the cases of some groups.
+
+    Args:
+        entries: From `experiments.cases.sources.all_cases`.
+        only: Names of groups; none for all.
+        fidelity: Effects to include; None for all.
+        engine: None for the fastest.
+        listener: Called before each case with its number, the number of all, and its id.
+
+    Raises:
+        ValueError: If a group is unknown, a row id occurs twice, or constants were fitted on a case's row.
+    """
+    check_groups(only)
+    chosen = [entry for entry in entries if not only or set(entry.groups) & set(only)]
+    cases = [entry for entry in chosen if isinstance(entry, Case)]
+    check_cases(cases)
+    outcomes = []
+    for number, case in enumerate(cases):
+        if listener is not None:
+            listener(number, len(cases), case.row_id)
+        outcomes.append(run_case(case, fidelity=fidelity, engine=engine))
+    return outcomes, [entry for entry in chosen if isinstance(entry, Skipped)]
+
+
+def check_groups(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that is no group."""
+    from datafiles.names import nearest
+
+    for name in names:
+        if name not in known_groups():
+            raise ValueError(f"group must be a known one, got {name!r}; {nearest(name, known_groups())}")
+
+
+def check_cases(cases: Sequence[Case]) -> None:
+    """Refuse cases that share an id or whose row constants were fitted on."""
+    counts = Counter(case.row_id for case in cases)
+    twice = sorted(row_id for row_id, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(f"a row must be one case, got {twice[0]} twice")
+    fitted = sorted(set(counts) & calibration_rows())
+    if fitted:
+        raise ValueError(
+            f"constants were fitted on {len(fitted)} of the rows to report, the first is {fitted[0]}; "
+            "leave them out of the cases or out of the fit"
+        )
+    for case in cases:
+        check_groups(case.groups)
+
+
+def group_reports(
+    outcomes: Sequence[Outcome], skipped: Sequence[Skipped], *, only: Sequence[str] = ()
+) -> list[GroupReport]:
+    """Return one report per group, in the order of the groups' file."""
+    return [
+        _report(name, [each for each in outcomes if name in each.case.groups], skipped)
+        for name in known_groups()
+        if not only or name in only
+    ]
+
+
+def _report(name: str, outcomes: Sequence[Outcome], skipped: Sequence[Skipped]) -> GroupReport:
+    left_out = [entry for entry in skipped if name in entry.groups]
+    asked = [each for each in outcomes if each.case.measured.out_of_memory is not None]
+    wrong = [each for each in asked if each.out_of_memory != each.case.measured.out_of_memory]
+    rivals: dict[str, list[tuple[float, float]]] = {}
+    for each in outcomes:
+        measured = each.case.measured.iteration_time_s
+        if each.case.rivals is not None and measured is not None:
+            samples = each.case.rival_samples
+            rivals.setdefault(each.case.rivals, []).append((each.iteration_time_s / samples, measured / samples))
+    return GroupReport(
+        name=name,
+        num_run=len(outcomes),
+        num_skipped=sum(entry.num_rows for entry in left_out),
+        reasons=tuple(dict.fromkeys(entry.reason for entry in left_out if entry.num_rows or not outcomes)),
+        time=ErrorReport.of(
+            (each.case.row_id, each.iteration_time_s, each.case.measured.iteration_time_s)
+            for each in outcomes
+            if each.case.measured.iteration_time_s is not None
+        ),
+        memory=ErrorReport.of(
+            (each.case.row_id, each.peak_bytes, each.case.measured.peak_bytes)
+            for each in outcomes
+            if each.case.measured.peak_bytes is not None
+        ),
+        num_fits_asked=len(asked),
+        num_fits_right=len(asked) - len(wrong),
+        num_wrong_fits=sum(not each.out_of_memory for each in wrong),
+        rank=rank_report(rivals),
+    )
+
+
+def residuals_by(
+    outcomes: Sequence[Outcome], features: Sequence[str]
+) -> Mapping[tuple[str, ...], tuple[int, float, float]]:
+    """Return ``(cases, mean absolute, bias)`` of the time error by values of features."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for each in outcomes:
+        if each.time_error is not None:
+            key = tuple(str(each.case.features.get(name, "-")) for name in features)
+            found.setdefault(key, []).append(each.time_error)
+    return {
+        key: (len(errors), fmean(map(abs, errors)), fmean(errors)) for key, errors in sorted(found.items())
+    }

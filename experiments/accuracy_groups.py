@@ -1,0 +1,68 @@
+"""Groups of accuracy cases: targets, tolerances and what peers reach, from one data file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from datafiles.loader import load_mapping
+from datafiles.schema import FileModel, validated
+
+FILE = Path(__file__).parent / "accuracy_data" / "groups.yaml"
+Share = Annotated[float, Field(ge=0, le=10)]
+Text = Annotated[str, Field(min_length=1, max_length=600)]
+
+
+class Peer(FileModel):
+    """What somebody else reaches on the same runs.
+
+    Attributes:
+        name: Simulator or paper.
+        mean_absolute_error: Of time, as a share.
+        note: Under which conditions, and who says so.
+    """
+
+    name: Text
+    mean_absolute_error: Share
+    note: Text
+
+
+class Group(FileModel):
+    """One group of cases.
+
+    Attributes:
+        title: For tables.
+        needs_data: Its rows are not committed; a clean clone skips them.
+        target_time, target_memory: Mean absolute errors aimed at.
+        target_memory_agreement: Share of cases whose "out of memory" is predicted right.
+        target_rank: Rank correlation aimed at.
+        tolerance: How far a mean absolute error may worsen before the gate fails.
+        peers: Beside ours in the report.
+        note: What a reader must know about the rows.
+    """
+
+    title: Text
+    needs_data: bool
+    target_time: Share | None = None
+    target_memory: Share | None = None
+    target_memory_agreement: Share | None = None
+    target_rank: Share | None = None
+    tolerance: Share = 0.002
+    peers: tuple[Peer, ...] = ()
+    note: Text
+
+
+class GroupsFile(FileModel):
+    """The file's top level."""
+
+    groups: Mapping[str, Group]
+
+
+@cache
+def groups() -> Mapping[str, Group]:
+    """Return all groups by name, in file order."""
+    return validated(GroupsFile, load_mapping(FILE), "groups.yaml").groups

@@ -1,0 +1,176 @@
+"""Memory from the plan's tensors: closed forms, balance, and what each choice saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from simulator.costs import CostTables
+from simulator.fidelity import Fidelity
+from simulator.lowering.lower import stage_views
+from simulator.memory import memory_microbatches
+from simulator.memory_program import CATEGORIES, StageMemory
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
+from tests.simulator.problems import SMALL, small_problem
+
+GIB = 2**30
+
+
+def usage(problem: Problem, **degrees: object):
+    result = simulate(uniform_plan(problem, **degrees), problem)  # type: ignore[arg-type]
+    return result.memory
+
+
+def live_of(memory, words: str) -> float:
+    return memory.consumers.get(words, 0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("family", list(SMALL))
+def test_what_an_iteration_allocates_it_frees(family: str, schedule: str, recompute: str) -> None:
+    problem = small_problem(family)
+    for memory in usage(problem, pp=2, dp=2, schedule=schedule, recompute=recompute):
+        states = memory.live_bytes[memory.times_s == 0.0]
+        assert memory.live_bytes[-1] <= memory.live_bytes.max()
+        assert memory.live_bytes.min() >= 0
+        first_growth = np.flatnonzero(np.diff(memory.live_bytes) < 0)[0]
+        assert memory.live_bytes[-1] <= memory.live_bytes[first_growth]
+        assert len(states)
+        parameters = live_of(memory, "parameters") + live_of(memory, "gradients") + live_of(memory, "optimizer states")
+        assert memory.live_bytes[-1] == parameters
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_forward_pass_leaves_what_korthikanti_says(tp: int) -> None:
+    """A layer leaves sbh(10 + 24/t + 5as/(ht)) bytes (fp16, fused kernels, dropout), norm statistics aside."""
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x8")
+    plan = validate(uniform_plan(problem, pp=2, tp=tp), problem)
+    costs = CostTables(problem)
+    view = stage_views(plan, costs)[1]
+    memory = StageMemory(
+        view,
+        lambda index: costs.operator(index, view.shardings[index], 1, view.gpu_type),
+        reshards=True,
+        sharded_gradients=False,
+    )
+    tensors, is_alloc = memory.forward()
+    live = {tensor for tensor, alloc in zip(tensors, is_alloc, strict=True) if alloc}
+    live -= {tensor for tensor, alloc in zip(tensors, is_alloc, strict=True) if not alloc}
+    names = {number: name for name, number in memory.table.names.items()}
+    s, h, a, layers = 2048, 1024, 16, 2
+    head = s * h * 2 * 2 + s * 2 * 4  # input of the final norm and of the logits, statistics
+    logits = sum(memory.table.sizes[t] for t in live if memory.table.categories[t] == CATEGORIES.index("logits"))
+    statistics = layers * 2 * s * 2 * 4
+    found = sum(memory.table.sizes[tensor] for tensor in live) - logits - head - statistics
+    assert found == layers * s * h * (10 + 24 / tp + 5 * a * s / (h * tp)), sorted(names[t] for t in live)
+
+
+def test_model_states_divide_by_zero_level() -> None:
+    problem = small_problem("gpt", runtime="windtunnel-executor-fp32")
+    runtime = problem.runtime
+    elements = problem.workload.num_parameters
+    for zero in range(4):
+        (memory,) = usage(problem, dp=4, microbatch=4, zero=zero)
+        share = 1 / 4
+        expected = elements * (
+            runtime.parameter_bytes * (share if zero == 3 else 1)
+            + runtime.gradient_bytes * (share if zero >= 2 else 1)
+            + runtime.optimizer_bytes * (share if zero >= 1 else 1)
+        )
+        assert memory.live_bytes[-1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_gpipe_keeps_every_microbatch_and_1f1b_as_many_as_stages_are_left() -> None:
+    problem = small_problem("gpt", global_batch=16)
+    one = [live_of(memory, "saved activations") for memory in usage(problem, pp=4)]
+    many = [live_of(memory, "saved activations") for memory in usage(problem, pp=4, schedule="gpipe")]
+    assert many[1] == pytest.approx(16 / 3 * one[1], rel=0.05)
+    assert one[1] == pytest.approx(3 / 2 * one[2], rel=0.05)
+
+
+def test_recomputation_saves_activations_in_the_order_full_selective_none() -> None:
+    problem = small_problem("gpt")
+    peaks = [usage(problem, pp=2, recompute=kind)[0].peak_allocated_bytes for kind in ("full", "selective", "none")]
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer_at_a_time() -> None:
+    problem = small_problem("gpt")
+    full = usage(problem, pp=2, recompute="full")[0]
+    s, h, layers = 2048, 1024, 2
+    assert live_of(full, "segment inputs") == pytest.approx(2 * layers * 2 * s * h, rel=0.26)
+    plain = usage(problem, pp=2)[0]
+    one_layer = live_of(plain, "saved activations") / (2 * layers)
+    assert live_of(full, "recomputed activations") <= 1.05 * one_layer
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_the_first_microbatches_show_the_peak_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small_problem("gpt", global_batch=32)
+    plan = uniform_plan(problem, pp=2, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
+    assert memory_microbatches(plan) < 32
+    few = simulate(plan, problem).memory
+    monkeypatch.setattr("simulator.memory.memory_microbatches", lambda plan: plan.num_microbatches)
+    everything = simulate(plan, problem).memory
+    assert [m.peak_allocated_bytes for m in few] == [m.peak_allocated_bytes for m in everything]
+    assert [m.peak_reserved_bytes for m in few] == [m.peak_reserved_bytes for m in everything]
+
+
+def test_reserved_is_at_least_allocated_and_at_most_capacity_where_the_plan_fits() -> None:
+    problem = small_problem("gpt")
+    for memory in usage(problem, pp=2, dp=2):
+        assert memory.fits
+        assert memory.peak_allocated_bytes <= memory.peak_reserved_bytes <= memory.capacity_bytes
+
+
+def test_out_of_memory_is_an_answer_that_names_the_largest_consumers() -> None:
+    problem = replace(small_problem("gpt", global_batch=16), memory_limit_bytes=3 * GIB)
+    result = simulate(uniform_plan(problem, pp=2, microbatch=2), problem)
+    assert not result.fits
+    assert result.memory[0].failed_request_bytes
+    text = result.describe()
+    assert "OUT OF MEMORY" in text and "saved activations" in text
+
+
+def test_without_the_allocator_fitting_compares_live_bytes() -> None:
+    problem = small_problem("gpt")
+    plan: Plan = uniform_plan(problem, pp=2)
+    exact = simulate(plan, problem, fidelity=Fidelity().without("allocator")).memory[0]
+    assert exact.peak_reserved_bytes == exact.peak_allocated_bytes
+    tight = replace(
+        problem,
+        memory_limit_bytes=exact.peak_allocated_bytes
+        + problem.runtime.context_bytes
+        + problem.runtime.communication_buffer_bytes,
+    )
+    assert simulate(plan, tight, fidelity=Fidelity().without("allocator")).memory[0].fits
+    assert not simulate(plan, tight).memory[0].fits
+
+
+def test_interleaved_stages_share_one_device_and_its_memory() -> None:
+    problem = small_problem("gpt")
+    memory = usage(problem, pp=2, chunks=2, schedule="interleaved")
+    plain = usage(problem, pp=2)
+    assert len(memory) == 2
+    assert live_of(memory[0], "parameters") == pytest.approx(live_of(plain[0], "parameters"), rel=1e-3)
+    assert live_of(memory[0], "saved activations") > live_of(plain[0], "saved activations")
+
+
+def test_sequence_parallelism_keeps_shards_unless_the_runtime_keeps_gathered_inputs() -> None:
+    """Korthikanti et al. 2022: sbh/t (34 + 5as/h) a layer; keeping gathered inputs adds 4sbh (1 - 1/t)."""
+    problem = small_problem("gpt", global_batch=1)
+    kept = replace(problem, runtime=replace(problem.runtime, keeps_gathered_inputs=True))
+    t, s, h, a, layers = 4, 2048, 1024, 16, 4
+    (shard,) = usage(problem, tp=t, sequence_parallel=True)
+    (whole,) = usage(kept, tp=t, sequence_parallel=True)
+    saved = live_of(shard, "saved activations")
+    assert saved == pytest.approx(layers * s * h / t * (34 + 5 * a * s / h), rel=0.03)
+    gathered = live_of(whole, "gathered inputs")
+    assert gathered == pytest.approx(layers * 2 * 2 * s * h + 2 * s * h, rel=0.03)
