@@ -39,8 +39,11 @@ def compiled(function: Function) -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """Return ``function`` compiled into whatever compiled function of the same file calls it."""
-    return cast(Function, numba.njit(forceinline=True)(function))
+    """Return ``function`` to be copied into the compiled functions of the same file that call it.
+
+    A call proper counts references on every array that it is given, which costs more than a short function.
+    """
+    return cast(Function, numba.njit(inline="always")(function))
 
 
 def private_folder() -> str:

@@ -182,7 +182,7 @@ class CostTables:
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
         )
-        return self._with_profile(cost, index, sharding, samples)
+        return self._with_profile(cost, index, sharding, samples, gpu_type)
 
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
         stated = kind.stated_time_s(phase, local)
@@ -215,9 +215,12 @@ class CostTables:
                     num_bytes = float(prod(item.shape)) * dtype_bytes(item.dtype, local.implementation)
                     yield phase, MeshCollective(item.collective, mesh_sizes(sharding), (position,), num_bytes)
 
-    def _with_profile(self, cost: OperatorCost, index: int, sharding: Sharding, samples: int) -> OperatorCost:
+    def _with_profile(
+        self, cost: OperatorCost, index: int, sharding: Sharding, samples: int, gpu_type: str
+    ) -> OperatorCost:
         profile = self.problem.hardware.operator_profile
-        if profile is None:
+        dtype = self.problem.runtime.implementation.dtype
+        if profile is None or profile.gpu_type != gpu_type or profile.dtype != dtype:
             return cost
         op = self.problem.workload.operators[index]
         tensor_axes = [axis for axis in sharding if axis.split != "batch"]

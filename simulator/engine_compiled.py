@@ -178,9 +178,7 @@ def _prepare(graph: TaskGraph) -> tuple[_Graph, _State]:
     work_s, latency_s, lead_s, host_s, bound_s = (_array(getattr(graph, name), np.float64) for name in names)
     assert times_are_legal(work_s, latency_s, lead_s, host_s, bound_s)
     rows = (graph.predecessors, graph.streams, graph.hosts, graph.shares)
-    before, streams, hosts, shares = (
-        (_array(row.offsets, np.int32), _array(row.items, np.int32)) for row in rows
-    )
+    before, streams, hosts, shares = ((_array(row.offsets, np.int32), _array(row.items, np.int32)) for row in rows)
     kind = _array(graph.kind, np.int8)
     stream_device = _array(graph.stream_device, np.int32)
     slowdowns = np.stack([graph.slowdown_computation, graph.slowdown_communication]).astype(np.float64)
@@ -307,259 +305,253 @@ def _sink(
 
 
 @inlined
-def _slowness(graph: _Graph, state: _State, task: int) -> float:
+def _slowness(
+    task: int,
+    kind: int,
+    device_offsets: Int32s,
+    devices: Int32s,
+    share_offsets: Int32s,
+    shares: Int32s,
+    slowdowns: Floats,
+    slowed: Flags,
+    loads: Floats,
+) -> float:
     """Return one over the speed of a running task, from the states in force."""
     load = 1.0
     factor = 1.0
-    for place in range(graph.share_offsets[task], graph.share_offsets[task + 1]):
-        load = max(load, state.load[graph.shares[place]])
-    for place in range(graph.device_offsets[task], graph.device_offsets[task + 1]):
-        device = graph.devices[place]
-        if state.slowed[device]:
-            factor = max(factor, graph.slowdowns[graph.kind[task], device])
+    for place in range(share_offsets[task], share_offsets[task + 1]):
+        load = max(load, loads[shares[place]])
+    for place in range(device_offsets[task], device_offsets[task + 1]):
+        if slowed[devices[place]]:
+            factor = max(factor, slowdowns[kind, devices[place]])
     return load * factor
-
-
-@inlined
-def _mark_device(state: _State, device: int) -> None:
-    if not state.device_is_changed[device]:
-        state.device_is_changed[device] = True
-        state.changed_devices[state.counters[NUM_DEVICES]] = device
-        state.counters[NUM_DEVICES] += 1
-
-
-@inlined
-def _mark_resource(state: _State, resource: int) -> None:
-    if not state.resource_is_changed[resource]:
-        state.resource_is_changed[resource] = True
-        state.changed_resources[state.counters[NUM_RESOURCES]] = resource
-        state.counters[NUM_RESOURCES] += 1
-
-
-@inlined
-def _begin_work(graph: _Graph, state: _State, task: int, now_s: float) -> None:
-    """Let a task whose latency has passed run."""
-    counters = state.counters
-    counters[NUM_FREE] -= 1
-    slot = state.free_slots[counters[NUM_FREE]]
-    state.slot_task[slot] = task
-    kind = graph.kind[task]
-    for place in range(graph.device_offsets[task], graph.device_offsets[task + 1]):
-        device = graph.devices[place]
-        state.on_device[state.device_row[device] + state.num_on_device[device]] = slot
-        state.num_on_device[device] += 1
-        state.num_running[kind, device] += 1
-        if state.num_running[kind, device] == 1 and state.num_running[1 - kind, device] > 0:
-            _mark_device(state, device)
-    for place in range(graph.share_offsets[task], graph.share_offsets[task + 1]):
-        resource, fraction = graph.shares[place], graph.fractions[place]
-        free = state.resource_row[resource] + state.num_on_resource[resource]
-        state.on_resource[free] = slot
-        state.on_resource_fraction[free] = fraction
-        state.num_on_resource[resource] += 1
-        if state.num_on_resource[resource] > 1 or fraction > 1.0:
-            _mark_resource(state, resource)
-    slowness = _slowness(graph, state, task)
-    state.since_s[slot] = now_s
-    state.remaining_s[slot] = graph.work_s[task]
-    state.slowness[slot] = slowness
-    size = counters[HEAP_SIZE]
-    counters[HEAP_SIZE] += 1
-    counters[EVENTS] += 1
-    finish_s = now_s + graph.work_s[task] * slowness
-    _rise(state.heap_s, state.heap_id, state.heap_place, size, finish_s, slot)
-
-
-@inlined
-def _finish_work(graph: _Graph, state: _State, slot: int) -> None:
-    """Take a task off its devices and resources."""
-    task = state.slot_task[slot]
-    kind = graph.kind[task]
-    for place in range(graph.device_offsets[task], graph.device_offsets[task + 1]):
-        device = graph.devices[place]
-        row = state.device_row[device]
-        last = row + state.num_on_device[device] - 1
-        at = row
-        while state.on_device[at] != slot:
-            at += 1
-        state.on_device[at] = state.on_device[last]
-        state.num_on_device[device] -= 1
-        state.num_running[kind, device] -= 1
-        if state.num_running[kind, device] == 0 and state.num_running[1 - kind, device] > 0:
-            _mark_device(state, device)
-    for place in range(graph.share_offsets[task], graph.share_offsets[task + 1]):
-        resource = graph.shares[place]
-        row = state.resource_row[resource]
-        last = row + state.num_on_resource[resource] - 1
-        at = row
-        while state.on_resource[at] != slot:
-            at += 1
-        state.on_resource[at] = state.on_resource[last]
-        state.on_resource_fraction[at] = state.on_resource_fraction[last]
-        state.num_on_resource[resource] -= 1
-        if state.load[resource] > 1.0:
-            _mark_resource(state, resource)
-    state.free_slots[state.counters[NUM_FREE]] = slot
-    state.counters[NUM_FREE] += 1
-
-
-@inlined
-def _touch(state: _State, slot: int, num_touched: int) -> int:
-    if not state.is_touched[slot]:
-        state.is_touched[slot] = True
-        state.touched[num_touched] = slot
-        num_touched += 1
-    return num_touched
-
-
-@inlined
-def _change_speeds(graph: _Graph, state: _State, now_s: float) -> None:
-    """Put new overlaps and loads in force; settle and re-time the running tasks they touch."""
-    counters = state.counters
-    num_touched = 0
-    for number in range(counters[NUM_DEVICES]):
-        device = state.changed_devices[number]
-        state.device_is_changed[device] = False
-        slowed = state.num_running[0, device] > 0 and state.num_running[1, device] > 0
-        if slowed != state.slowed[device]:
-            state.slowed[device] = slowed
-            row = state.device_row[device]
-            for place in range(row, row + state.num_on_device[device]):
-                num_touched = _touch(state, state.on_device[place], num_touched)
-    counters[NUM_DEVICES] = 0
-    for number in range(counters[NUM_RESOURCES]):
-        resource = state.changed_resources[number]
-        state.resource_is_changed[resource] = False
-        row = state.resource_row[resource]
-        high, low = 0.0, 0.0  # Their sum is exact to about 100 bits, so the order of users does not matter.
-        for place in range(row, row + state.num_on_resource[resource]):
-            fraction = state.on_resource_fraction[place]
-            total = high + fraction
-            part = total - high
-            low += (high - (total - part)) + (fraction - part)
-            high = total
-        load = high + low
-        if not load > 1.0 + SHARE_TOLERANCE:
-            load = 1.0
-        if load != state.load[resource]:
-            state.load[resource] = load
-            for place in range(row, row + state.num_on_resource[resource]):
-                num_touched = _touch(state, state.on_resource[place], num_touched)
-    counters[NUM_RESOURCES] = 0
-
-    for number in range(num_touched):
-        slot = state.touched[number]
-        state.is_touched[slot] = False
-        slowness = _slowness(graph, state, state.slot_task[slot])
-        if slowness == state.slowness[slot]:
-            continue
-        counters[SPEED_CHANGES] += 1
-        done_s = (now_s - state.since_s[slot]) / state.slowness[slot]
-        remaining_s = max(0.0, state.remaining_s[slot] - done_s)
-        state.since_s[slot] = now_s
-        state.remaining_s[slot] = remaining_s
-        state.slowness[slot] = slowness
-        finish_s = now_s + remaining_s * slowness
-        place = state.heap_place[slot]
-        if finish_s < state.heap_s[place]:
-            _rise(state.heap_s, state.heap_id, state.heap_place, place, finish_s, slot)
-        else:
-            _sink(state.heap_s, state.heap_id, state.heap_place, counters[HEAP_SIZE], place, finish_s, slot)
-
-
-@inlined
-def _walk(graph: _Graph, state: _State, device: int, num_ready: int) -> int:
-    """Let a host launch tasks until it must wait; return the number of ready tasks."""
-    clock_s = state.host_clock_s[device]
-    position = graph.host_offsets[device] + state.host_position[device]
-    while position < graph.host_offsets[device + 1]:
-        task = graph.hosts[position]
-        position += 1
-        arrival_s = clock_s + graph.lead_s[task]
-        if arrival_s > state.arrival_s[task]:
-            state.arrival_s[task] = arrival_s
-        state.waits[task] -= 1
-        if state.waits[task] == 0:
-            state.ready[num_ready] = task
-            num_ready += 1
-        clock_s += graph.host_s[task]
-        if graph.host_waits[task]:
-            state.next_waiting[device] = state.first_waiting[task]
-            state.first_waiting[task] = device
-            break
-    state.host_clock_s[device] = clock_s
-    state.host_position[device] = position - graph.host_offsets[device]
-    return num_ready
 
 
 @compiled
 def _advance(graph: _Graph, state: _State, until_ended: int) -> bool:
-    """Run until so many tasks have ended; return whether anything is left that can run."""
-    counters = state.counters
-    now_s = state.now_s[0]
-    num_ended = counters[NUM_ENDED]
-    num_ready = counters[NUM_READY]
-    start_s, end_s, arrival_s = state.start_s, state.end_s, state.arrival_s
-    waits, ready = state.waits, state.ready
+    """Run until so many tasks have ended; return whether anything is left that can run.
+
+    One long function: passing dozens of arrays to helpers would take most of the time.
+    """
+    work_s, latency_s, lead_s, host_s, bound_s = graph[:5]
+    kinds, host_waits, successor_offsets, successors, host_offsets, hosts = graph[5:11]
+    device_offsets, devices, share_offsets, shares, fractions, slowdowns = graph[11:]
+    now_of, counters, start_s, end_s, arrival_s, waits, ready = state[:7]
+    host_clock_s, host_position, walking, first_waiting, next_waiting = state[7:12]
+    heap_s, heap_id, heap_place = state[12:15]
+    free_slots, slot_task, since_s, remaining_s, slownesses, touched, is_touched = state[15:22]
+    num_running, slowed, changed_devices, device_is_changed, device_row, on_device, num_on_device = state[22:29]
+    loads, changed_resources, resource_is_changed = state[29:32]
+    resource_row, on_resource, on_resource_fraction, num_on_resource = state[32:]
+
+    now_s = now_of[0]
+    num_ended, size, num_ready = counters[NUM_ENDED], counters[HEAP_SIZE], counters[NUM_READY]
+    num_walking, num_free = counters[NUM_HOSTS], counters[NUM_FREE]
+    num_devices, num_resources = counters[NUM_DEVICES], counters[NUM_RESOURCES]
+    events, speed_changes = counters[EVENTS], counters[SPEED_CHANGES]
     goes_on = True
-    while True:
-        if num_ended >= until_ended:
-            break
-        if num_ready > 0:
+    while num_ended < until_ended:
+        begins = -1
+        task = -1
+        end = now_s
+        if num_ready > 0:  # Release a task that waits for nothing but, perhaps, the arrival of its hosts.
             num_ready -= 1
             task = ready[num_ready]
-            arrival = arrival_s[task]
-            begin = max(start_s[task], arrival)
-            start_s[task] = begin
-            begin += graph.latency_s[task]
-            if (
-                graph.device_offsets[task + 1] > graph.device_offsets[task]
-                or graph.share_offsets[task + 1] > graph.share_offsets[task]
-            ):
-                if begin > now_s:
-                    size = counters[HEAP_SIZE]
-                    counters[HEAP_SIZE] += 1
-                    counters[EVENTS] += 1
-                    _rise(state.heap_s, state.heap_id, state.heap_place, size, begin, ~task)
-                else:
-                    _begin_work(graph, state, task, now_s)
+            start = max(start_s[task], arrival_s[task])
+            start_s[task] = start
+            begin = start + latency_s[task]
+            if device_offsets[task + 1] == device_offsets[task] and share_offsets[task + 1] == share_offsets[task]:
+                end = begin + work_s[task]
+            elif begin > now_s:
+                _rise(heap_s, heap_id, heap_place, size, begin, ~task)
+                size += 1
+                events += 1
                 continue
-            end = begin + graph.work_s[task]
-        elif counters[NUM_HOSTS] > 0:
-            counters[NUM_HOSTS] -= 1
-            num_ready = _walk(graph, state, state.walking[counters[NUM_HOSTS]], num_ready)
-            continue
-        else:
-            size = counters[HEAP_SIZE]
-            due = counters[NUM_DEVICES] + counters[NUM_RESOURCES] > 0
-            if due and (size == 0 or state.heap_s[0] > now_s):
-                _change_speeds(graph, state, now_s)
-                continue
-            if size == 0:
-                goes_on = False
-                break
-            now_s = state.heap_s[0]
-            identity = state.heap_id[0]
-            size -= 1
-            counters[HEAP_SIZE] = size
-            if size > 0:
-                _sink(
-                    state.heap_s, state.heap_id, state.heap_place, size, 0, state.heap_s[size], state.heap_id[size]
-                )
-            if identity < 0:
-                _begin_work(graph, state, ~identity, now_s)
-                continue
-            task = state.slot_task[identity]
-            _finish_work(graph, state, identity)
-            arrival = arrival_s[task]
-            end = now_s
+            else:
+                begins = task
 
-        # The task's work is done at ``end``.
-        end = max(end, arrival + graph.bound_s[task])
+        elif num_walking > 0:  # A host launches tasks, ahead of the clock, until it must wait.
+            num_walking -= 1
+            device = walking[num_walking]
+            clock_s = host_clock_s[device]
+            first = host_offsets[device]
+            position = host_position[device]
+            while first + position < host_offsets[device + 1]:
+                launched = hosts[first + position]
+                position += 1
+                arrival = clock_s + lead_s[launched]
+                if arrival > arrival_s[launched]:
+                    arrival_s[launched] = arrival
+                left = waits[launched] - 1
+                waits[launched] = left
+                if left == 0:
+                    ready[num_ready] = launched
+                    num_ready += 1
+                clock_s += host_s[launched]
+                if host_waits[launched]:
+                    next_waiting[device] = first_waiting[launched]
+                    first_waiting[launched] = device
+                    break
+            host_clock_s[device] = clock_s
+            host_position[device] = position
+            continue
+
+        elif num_devices + num_resources > 0 and (size == 0 or heap_s[0] > now_s):
+            # Put new overlaps and loads in force; settle and re-time the running tasks they touch.
+            num_touched = 0
+            for number in range(num_devices):
+                device = changed_devices[number]
+                device_is_changed[device] = False
+                overlaps = num_running[0, device] > 0 and num_running[1, device] > 0
+                if overlaps != slowed[device]:
+                    slowed[device] = overlaps
+                    row = device_row[device]
+                    for place in range(row, row + num_on_device[device]):
+                        slot = on_device[place]
+                        if not is_touched[slot]:
+                            is_touched[slot] = True
+                            touched[num_touched] = slot
+                            num_touched += 1
+            num_devices = 0
+            for number in range(num_resources):
+                resource = changed_resources[number]
+                resource_is_changed[resource] = False
+                row = resource_row[resource]
+                high = 0.0
+                low = 0.0  # high + low is exact to about 100 bits: the order of users does not matter.
+                for place in range(row, row + num_on_resource[resource]):
+                    fraction = on_resource_fraction[place]
+                    total = high + fraction
+                    part = total - high
+                    low += (high - (total - part)) + (fraction - part)
+                    high = total
+                load = high + low
+                if not load > 1.0 + SHARE_TOLERANCE:
+                    load = 1.0
+                if load != loads[resource]:
+                    loads[resource] = load
+                    for place in range(row, row + num_on_resource[resource]):
+                        slot = on_resource[place]
+                        if not is_touched[slot]:
+                            is_touched[slot] = True
+                            touched[num_touched] = slot
+                            num_touched += 1
+            num_resources = 0
+            for number in range(num_touched):
+                slot = touched[number]
+                is_touched[slot] = False
+                slowness = _slowness(
+                    slot_task[slot],
+                    kinds[slot_task[slot]],
+                    device_offsets,
+                    devices,
+                    share_offsets,
+                    shares,
+                    slowdowns,
+                    slowed,
+                    loads,
+                )
+                if slowness != slownesses[slot]:
+                    speed_changes += 1
+                    done_s = (now_s - since_s[slot]) / slownesses[slot]
+                    left_s = max(0.0, remaining_s[slot] - done_s)
+                    since_s[slot] = now_s
+                    remaining_s[slot] = left_s
+                    slownesses[slot] = slowness
+                    finish_s = now_s + left_s * slowness
+                    place = heap_place[slot]
+                    if finish_s < heap_s[place]:
+                        _rise(heap_s, heap_id, heap_place, place, finish_s, slot)
+                    else:
+                        _sink(heap_s, heap_id, heap_place, size, place, finish_s, slot)
+            continue
+
+        elif size == 0:
+            goes_on = False
+            break
+
+        else:  # The next moment at which a task begins or ends its work.
+            now_s = heap_s[0]
+            identity = heap_id[0]
+            size -= 1
+            if size > 0:
+                _sink(heap_s, heap_id, heap_place, size, 0, heap_s[size], heap_id[size])
+            if identity < 0:
+                begins = ~identity
+            else:  # Take it off its devices and resources.
+                task = slot_task[identity]
+                kind = kinds[task]
+                for place in range(device_offsets[task], device_offsets[task + 1]):
+                    device = devices[place]
+                    at = device_row[device]
+                    while on_device[at] != identity:
+                        at += 1
+                    num_on_device[device] -= 1
+                    on_device[at] = on_device[device_row[device] + num_on_device[device]]
+                    num_running[kind, device] -= 1
+                    if num_running[kind, device] == 0 and num_running[1 - kind, device] > 0:
+                        if not device_is_changed[device]:
+                            device_is_changed[device] = True
+                            changed_devices[num_devices] = device
+                            num_devices += 1
+                for place in range(share_offsets[task], share_offsets[task + 1]):
+                    resource = shares[place]
+                    at = resource_row[resource]
+                    while on_resource[at] != identity:
+                        at += 1
+                    num_on_resource[resource] -= 1
+                    last = resource_row[resource] + num_on_resource[resource]
+                    on_resource[at] = on_resource[last]
+                    on_resource_fraction[at] = on_resource_fraction[last]
+                    if loads[resource] > 1.0 and not resource_is_changed[resource]:
+                        resource_is_changed[resource] = True
+                        changed_resources[num_resources] = resource
+                        num_resources += 1
+                free_slots[num_free] = identity
+                num_free += 1
+                end = now_s
+
+        if begins >= 0:  # Begin the work of a task whose speed may change.
+            num_free -= 1
+            slot = free_slots[num_free]
+            slot_task[slot] = begins
+            kind = kinds[begins]
+            for place in range(device_offsets[begins], device_offsets[begins + 1]):
+                device = devices[place]
+                on_device[device_row[device] + num_on_device[device]] = slot
+                num_on_device[device] += 1
+                num_running[kind, device] += 1
+                if num_running[kind, device] == 1 and num_running[1 - kind, device] > 0:
+                    if not device_is_changed[device]:
+                        device_is_changed[device] = True
+                        changed_devices[num_devices] = device
+                        num_devices += 1
+            for place in range(share_offsets[begins], share_offsets[begins + 1]):
+                resource = shares[place]
+                last = resource_row[resource] + num_on_resource[resource]
+                on_resource[last] = slot
+                on_resource_fraction[last] = fractions[place]
+                num_on_resource[resource] += 1
+                if num_on_resource[resource] > 1 or fractions[place] > 1.0:
+                    if not resource_is_changed[resource]:
+                        resource_is_changed[resource] = True
+                        changed_resources[num_resources] = resource
+                        num_resources += 1
+            slowness = _slowness(begins, kind, device_offsets, devices, share_offsets, shares, slowdowns, slowed, loads)
+            since_s[slot] = now_s
+            remaining_s[slot] = work_s[begins]
+            slownesses[slot] = slowness
+            _rise(heap_s, heap_id, heap_place, size, now_s + work_s[begins] * slowness, slot)
+            size += 1
+            events += 1
+            continue
+
+        # The work of a task is done; it ends, and frees its streams, successors and waiting hosts.
+        end = max(end, arrival_s[task] + bound_s[task])
         end_s[task] = end
         num_ended += 1
-        for place in range(graph.successor_offsets[task], graph.successor_offsets[task + 1]):
-            successor = graph.successors[place]
+        for place in range(successor_offsets[task], successor_offsets[task + 1]):
+            successor = successors[place]
             if end > start_s[successor]:
                 start_s[successor] = end
             left = waits[successor] - 1
@@ -567,15 +559,18 @@ def _advance(graph: _Graph, state: _State, until_ended: int) -> bool:
             if left == 0:
                 ready[num_ready] = successor
                 num_ready += 1
-        if graph.host_waits[task]:
-            device = state.first_waiting[task]
-            state.first_waiting[task] = -1
+        if host_waits[task]:
+            device = first_waiting[task]
+            first_waiting[task] = -1
             while device >= 0:
-                state.host_clock_s[device] = max(state.host_clock_s[device], end)
-                state.walking[counters[NUM_HOSTS]] = device
-                counters[NUM_HOSTS] += 1
-                device = state.next_waiting[device]
-    state.now_s[0] = now_s
-    counters[NUM_ENDED] = num_ended
-    counters[NUM_READY] = num_ready
+                host_clock_s[device] = max(host_clock_s[device], end)
+                walking[num_walking] = device
+                num_walking += 1
+                device = next_waiting[device]
+
+    now_of[0] = now_s
+    counters[NUM_ENDED], counters[HEAP_SIZE], counters[NUM_READY] = num_ended, size, num_ready
+    counters[NUM_HOSTS], counters[NUM_FREE] = num_walking, num_free
+    counters[NUM_DEVICES], counters[NUM_RESOURCES] = num_devices, num_resources
+    counters[EVENTS], counters[SPEED_CHANGES] = events, speed_changes
     return goes_on

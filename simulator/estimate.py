@@ -132,7 +132,7 @@ def _peak_bytes(view: StageView, num_in_flight: int) -> float:
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept: dict[str, float] = {}
     inside: dict[int, dict[str, float]] = {}
-    workspace = 0.0
+    workspace = loss = 0.0
     workload = problem.workload
     for index in view.operators:
         cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
@@ -142,7 +142,11 @@ def _peak_bytes(view: StageView, num_in_flight: int) -> float:
             producer = workload.producer.get(name)
             if segment is None or (producer is not None and segment_of.get(producer) != segment and "/" not in name):
                 kept[name] = size
+                loss += size if "/" in name and workload.operators[index].kind == "lm_loss" else 0.0
             else:
                 inside.setdefault(segment, {})[name] = size
     largest = max((sum(found.values()) for found in inside.values()), default=0.0)
-    return states + num_in_flight * sum(kept.values()) + largest + workspace
+    held = num_in_flight * sum(kept.values())
+    if num_in_flight == 1:  # the loss is done with before the first segment is computed again
+        return states + held - loss + max(loss + workspace, largest)
+    return states + held + max(workspace, largest)

@@ -28,6 +28,10 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
     integers = ("global_batch", "micro_batch", "tp", "dp", "pp")
     for number, row in enumerate(load_table(path, floats=("real_s",), integers=integers)):
         ran = row["status"] == "ok"
+        layers = layers_per_stage(row["partition"])
+        if 0 in layers:
+            yield Skipped(GROUPS, 1, "a stage without a transformer layer")
+            continue
         yield Case(
             row_id=f"{TABLE}#{number}",
             groups=GROUPS,
@@ -37,9 +41,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
                 runtime="megatron-deepspeed",
                 global_batch=row["global_batch"],
             ),
-            plan=_plan(
-                layers_per_stage(row["partition"]), row["tp"], row["dp"], row["micro_batch"], row["global_batch"]
-            ),
+            plan=_plan(layers, row["tp"], row["dp"], row["micro_batch"], row["global_batch"]),
             measured=Measured(iteration_time_s=row["real_s"], out_of_memory=not ran),
             source="AMP (NeurIPS 2022) src/results, homogeneous",
             rivals="amp-gpt2" if ran else None,

@@ -111,9 +111,7 @@ class GraphBuilder:
             stream_device=np.array(self.stream_device, dtype=np.int32),
             hosts=Csr.from_rows(self.host_tasks),
             shares=Csr.from_rows([list(row) for row in self.shares]),
-            share_fractions=np.array(
-                [share for row in self.shares for share in row.values()], dtype=np.float64
-            ),
+            share_fractions=np.array([share for row in self.shares for share in row.values()], dtype=np.float64),
             slowdown_computation=np.array([pair[0] for pair in self.slowdowns], dtype=np.float64),
             slowdown_communication=np.array([pair[1] for pair in self.slowdowns], dtype=np.float64),
             cause=np.zeros(len(self.columns), dtype=np.int16),
@@ -142,9 +140,7 @@ class Pipeline:
     task_of: dict[Action, int]
 
 
-def plain_shape(
-    num_stages: int, num_microbatches: int, warmup: tuple[int, ...] | None = None
-) -> PipelineShape:
+def plain_shape(num_stages: int, num_microbatches: int, warmup: tuple[int, ...] | None = None) -> PipelineShape:
     """Return the shape with stage i on rank i."""
     return PipelineShape(num_stages, num_microbatches, tuple(range(num_stages)), warmup)
 
@@ -195,17 +191,13 @@ def pipeline_graph(
     for rank, action in actions:
         after = [task_of[needed] for needed in needs(shape, action, task_of.keys())]
         if link_s > 0:
-            crossing = [
-                source for source in needs(shape, action, task_of.keys()) if source.stage != action.stage
-            ]
+            crossing = [source for source in needs(shape, action, task_of.keys()) if source.stage != action.stage]
             after = [task for task in after if actions[task][1] not in crossing]
             for source in crossing:
                 after.append(len(actions) + len(transfers))
                 transfers.append((source, action))
         kind, stage, microbatch = action
-        builder.add(
-            durations[kind], streams=[rank], after=after, name=kind, stage=stage, microbatch=microbatch
-        )
+        builder.add(durations[kind], streams=[rank], after=after, name=kind, stage=stage, microbatch=microbatch)
 
     of_link: dict[tuple[int, str], list[int]] = {}
     for index, (source, user) in enumerate(transfers):

@@ -98,9 +98,7 @@ class LiteralAllocator:
     def alloc_block(self, size: int, small: bool) -> Block | None:
         if self.o.expandable_segments:
             return self.alloc_expandable(size, small)
-        total = (
-            2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-        )
+        total = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
         if self.reserved + total > self.capacity:
             return None
         block = Block(self.top, total, small)

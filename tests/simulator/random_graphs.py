@@ -37,9 +37,7 @@ def graphs(draw: st.DrawFn, max_tasks: int = 12) -> TaskGraph:
             after=draw(st.sets(st.integers(0, task - 1), max_size=2)) if task else (),
             shares={
                 resource: draw(SHARES)
-                for resource in (
-                    draw(st.sets(st.integers(0, num_resources - 1), max_size=2)) if num_resources else ()
-                )
+                for resource in (draw(st.sets(st.integers(0, num_resources - 1), max_size=2)) if num_resources else ())
             },
         )
     return builder.build()

@@ -17,9 +17,7 @@ from tests.simulator.graphs import GraphBuilder
 def with_causes(graph: TaskGraph, causes: list[str]) -> TaskGraph:
     """Return the graph with one cause per task."""
     words = tuple(dict.fromkeys(causes))
-    return replace(
-        graph, causes=words, cause=np.array([words.index(cause) for cause in causes], dtype=np.int16)
-    )
+    return replace(graph, causes=words, cause=np.array([words.index(cause) for cause in causes], dtype=np.int16))
 
 
 def pipeline_graph(
@@ -54,9 +52,7 @@ def pipeline_graph(
         for layer in range(layers):
             before = after if layer == 0 else [last]
             if name == "backward" and recompute:
-                before = [
-                    add("recompute", stage, microbatch, 0.5 * work_s, streams=[compute[stage]], after=before)
-                ]
+                before = [add("recompute", stage, microbatch, 0.5 * work_s, streams=[compute[stage]], after=before)]
             task = add(
                 name,
                 stage,
@@ -117,12 +113,8 @@ def pipeline_graph(
     graph = with_causes(builder.build(), causes)
     kinds = ("compute", "tensor parallel", "data parallel")
     names = [kind for kind in kinds for _ in range(num_stages)]
-    names += [
-        f"{word} {i}" for s in range(num_stages - 1) for word, i in (("send to", s + 1), ("receive from", s))
-    ]
-    names += [
-        f"{word} {i}" for s in range(num_stages - 1) for word, i in (("send to", s), ("receive from", s + 1))
-    ]
+    names += [f"{word} {i}" for s in range(num_stages - 1) for word, i in (("send to", s + 1), ("receive from", s))]
+    names += [f"{word} {i}" for s in range(num_stages - 1) for word, i in (("send to", s), ("receive from", s + 1))]
     return replace(graph, stream_names=tuple(names))
 
 

@@ -109,9 +109,7 @@ def test_oversize_blocks_are_kept_for_oversize_requests() -> None:
     assert reused.allocated_after_bytes is not None
     assert reused.allocated_after_bytes[-1] == 50 * MIB
     assert reserved_mib(run(52 * MIB, "-0", 32 * MIB, **limit)) == [52, 52, 84]
-    assert (
-        reserved_mib(run(52 * MIB, "-0", 32 * MIB, max_non_split_rounding_bytes=21 * MIB, **limit))[-1] == 52
-    )
+    assert reserved_mib(run(52 * MIB, "-0", 32 * MIB, max_non_split_rounding_bytes=21 * MIB, **limit))[-1] == 52
 
 
 # Rule 4: new segments
@@ -167,15 +165,11 @@ def test_oversize_blocks_are_released_before_everything_else() -> None:
     limit = {"max_split_size_bytes": 32 * MIB}
     # Unused: 60 and 36 (oversize), 20 (not). A request of 36 in a capacity of 116 + 16: the 36 is reused;
     # the next finds only the 60, which is too large to be taken whole, releases it and keeps the 20.
-    result = run(
-        60 * MIB, 36 * MIB, 4 * MIB, "-0", "-1", "-2", 36 * MIB, 38 * MIB, capacity=132 * MIB, **limit
-    )
+    result = run(60 * MIB, 36 * MIB, 4 * MIB, "-0", "-1", "-2", 36 * MIB, 38 * MIB, capacity=132 * MIB, **limit)
     assert reserved_mib(result) == [60, 96, 116, 116, 116, 116, 116, 94]
     assert result.num_retries == 0
     # No single block is large enough: the largest ones go until they suffice together.
-    result = run(
-        40 * MIB, 36 * MIB, 32 * MIB, 4 * MIB, "-0", "-1", "-2", "-3", 70 * MIB, capacity=130 * MIB, **limit
-    )
+    result = run(40 * MIB, 36 * MIB, 32 * MIB, 4 * MIB, "-0", "-1", "-2", "-3", 70 * MIB, capacity=130 * MIB, **limit)
     assert reserved_mib(result)[-1] == 32 + 20 + 70
     assert (result.num_segment_releases, result.num_retries) == (2, 0)
     # They do not suffice: everything unused goes.
@@ -293,9 +287,7 @@ def test_garbage_collection_releases_the_oldest_unused_segments_above_the_thresh
     assert reserved_mib(kept) == [30, 70, 70, 70, 70, 70, 120]
     assert reserved_mib(collected) == [30, 70, 70, 70, 70, 70, 80]
     assert (collected.num_segment_releases, collected.num_retries) == (1, 0)
-    assert reserved_mib(run(*steps, capacity=200 * MIB, garbage_collection_threshold=0.5)) == reserved_mib(
-        kept
-    )
+    assert reserved_mib(run(*steps, capacity=200 * MIB, garbage_collection_threshold=0.5)) == reserved_mib(kept)
 
 
 def test_garbage_collection_spares_younger_segments_when_the_oldest_suffice() -> None:

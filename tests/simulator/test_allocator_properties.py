@@ -29,9 +29,7 @@ PLACES = st.integers(0, 30)
 # Each step allocates a size, or frees the tensor at that place among the living; frees are as frequent,
 # so that there is something to reuse, release and collect.
 STEPS = st.lists(
-    st.sampled_from("af").flatmap(
-        lambda action: st.tuples(st.just(action), SIZES if action == "a" else PLACES)
-    ),
+    st.sampled_from("af").flatmap(lambda action: st.tuples(st.just(action), SIZES if action == "a" else PLACES)),
     max_size=80,
 )
 OPTIONS = st.builds(
@@ -162,9 +160,7 @@ def test_allocators_agree_when_memory_is_short(
         steps = []
         for _ in range(250):  # sizes spread evenly over their logarithm, from 512 bytes to 64 MiB
             action = source.choice("aaff")
-            steps.append(
-                (action, int(512 * 2 ** source.uniform(0, 17)) if action == "a" else source.randrange(100))
-            )
+            steps.append((action, int(512 * 2 ** source.uniform(0, 17)) if action == "a" else source.randrange(100)))
         allocator = compare(steps, source.randint(50, 200) * MIB, options)
         num_retries += allocator.num_retries
         num_releases += allocator.num_segment_releases
@@ -214,8 +210,6 @@ def test_the_replay_is_deterministic_and_knows_live_bytes(
     assert result == replay(*events, 2**50, options)
     _, ids, allocates = events
     size_of = {int(tensor): int(size) for size, tensor, allocs in zip(*events, strict=True) if allocs}
-    signed = [
-        size_of[int(t)] if allocs else -size_of[int(t)] for t, allocs in zip(ids, allocates, strict=True)
-    ]
+    signed = [size_of[int(t)] if allocs else -size_of[int(t)] for t, allocs in zip(ids, allocates, strict=True)]
     assert result.requested_peak_bytes == max([0, *np.cumsum(signed).tolist()])
     assert result.requested_peak_bytes <= result.allocated_peak_bytes <= result.reserved_peak_bytes

@@ -144,8 +144,7 @@ def test_breakdown_of_millions_of_tasks_takes_seconds() -> None:
     def tiled(rows: Csr) -> Csr:
         """Repeat the graph's tasks copy after copy within each row."""
         items = [
-            (rows.row(row)[None, :] + np.arange(copies)[:, None] * graph.num_tasks).ravel()
-            for row in range(len(rows))
+            (rows.row(row)[None, :] + np.arange(copies)[:, None] * graph.num_tasks).ravel() for row in range(len(rows))
         ]
         offsets = np.concatenate(([0], np.cumsum([len(row) for row in items])))
         return Csr(offsets=offsets.astype(np.int32), items=np.concatenate(items).astype(np.int32))

@@ -29,9 +29,7 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
     """Draw graphs with several devices, hosts, waits, shares and slowdowns."""
     num_devices = draw(st.integers(1, 3))
     factor = st.sampled_from([1.0, 1.25, 1.7])
-    builder = GraphBuilder(
-        slowdowns=[(draw(factor), draw(factor)) for _ in range(num_devices)], num_resources=2
-    )
+    builder = GraphBuilder(slowdowns=[(draw(factor), draw(factor)) for _ in range(num_devices)], num_resources=2)
     streams = [builder.stream(device) for device in range(num_devices) for _ in range(2)]
     seconds = st.sampled_from([0.0, 0.1, 0.25, 0.3, 1.0])
     num_tasks = draw(st.integers(1, 25))
@@ -54,9 +52,7 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
         )
     causes = draw(
         st.lists(
-            st.sampled_from(
-                ["forward", "backward", "recompute", "tensor parallel", "transfer", "gradient sync"]
-            ),
+            st.sampled_from(["forward", "backward", "recompute", "tensor parallel", "transfer", "gradient sync"]),
             min_size=num_tasks,
             max_size=num_tasks,
         )
@@ -137,9 +133,7 @@ def test_a_task_that_its_host_holds_up_counts_its_alone_time_and_the_rest_as_hos
 
 
 def test_the_path_of_a_host_goes_back_to_the_task_it_waited_for() -> None:
-    graph = chain(
-        {"work_s": 2.0, "host_s": 0.1, "host_waits": True}, {"work_s": 0.0, "host_s": 0.5}, {"work_s": 1.0}
-    )
+    graph = chain({"work_s": 2.0, "host_s": 0.1, "host_waits": True}, {"work_s": 0.0, "host_s": 0.5}, {"work_s": 1.0})
     path = critical_path(graph, run_simpy(graph))
     assert [(s.start_s, s.end_s, s.cause) for s in path.segments] == [
         (0.0, 2.0, "forward"),
@@ -167,9 +161,7 @@ def test_a_host_that_ends_last_adds_launching_at_the_end() -> None:
 def test_1f1b_path_has_the_closed_form_m_plus_p_minus_1() -> None:
     """The path of a pipeline of equal stages has m + p - 1 forwards and as many backwards."""
     stages, microbatches = 4, 8
-    graph = pipeline_graph(
-        stages, microbatches, layers=1, host_s=0.0, slowdown=1.0, recompute=False, collective_s=0.0
-    )
+    graph = pipeline_graph(stages, microbatches, layers=1, host_s=0.0, slowdown=1.0, recompute=False, collective_s=0.0)
     free = replace(
         graph,
         work_s=np.where(graph.kind == COMMUNICATION, 0.0, graph.work_s),
@@ -194,9 +186,7 @@ def test_words_name_the_stage_of_computation_only() -> None:
 
 def test_an_unexplained_gap_is_waiting_not_a_hole() -> None:
     graph = chain({"work_s": 1.0}, {"work_s": 1.0})
-    measured = Schedule(
-        start_s=np.array([0.0, 3.0]), end_s=np.array([1.0, 4.0]), host_arrival_s=np.array([0.0, 0.0])
-    )
+    measured = Schedule(start_s=np.array([0.0, 3.0]), end_s=np.array([1.0, 4.0]), host_arrival_s=np.array([0.0, 0.0]))
     path = critical_path(graph, measured)
     assert_tiles(path, 4.0)
     assert [segment.cause for segment in path.segments] == ["forward", WAITING, "forward"]

@@ -49,9 +49,7 @@ def test_consumers_add_up_to_the_difference_of_peaks(a: SimulationResult) -> Non
 def test_text_names_the_main_causes_and_what_does_not_fit(a: SimulationResult, b: SimulationResult) -> None:
     text = difference(a, b, names=("before", "after")).describe()
     share = 100 * (1 - b.iteration_time_s / a.iteration_time_s)
-    assert text.startswith(
-        f"after is {share:.1f} % faster, mainly: -220.0 ms recomputation, -41.00 ms tensor"
-    )
+    assert text.startswith(f"after is {share:.1f} % faster, mainly: -220.0 ms recomputation, -41.00 ms tensor")
     assert "after does not fit into memory" in text
     assert "before does not fit" not in text
     assert difference(b, a).describe().startswith("b is ")

@@ -100,9 +100,7 @@ kernel = st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 3.0))
     wait_before=st.booleans(),
     wait_after=st.booleans(),
 )
-def test_a_segment_of_kernels_as_one_task_equals_the_kernels(
-    prefix, segment, suffix, wait_before, wait_after
-) -> None:
+def test_a_segment_of_kernels_as_one_task_equals_the_kernels(prefix, segment, suffix, wait_before, wait_after) -> None:
     def run(merged: bool) -> list[float]:
         builder = GraphBuilder()
         stream = builder.stream()
@@ -392,9 +390,7 @@ def run_slowly(graph: TaskGraph) -> tuple[list[float], list[float], list[float]]
                 return True
         for t in tasks:
             if state[t] == "waiting":
-                turn = all(
-                    all(state[u] == "ended" for u in row[: row.index(t)]) for row in streams if t in row
-                )
+                turn = all(all(state[u] == "ended" for u in row[: row.index(t)]) for row in streams if t in row)
                 launched = len(arrivals[t]) == num_hosts[t] and now >= max(arrivals[t], default=0.0)
                 if turn and all(state[u] == "ended" for u in preds[t]) and launched:
                     state[t], start[t] = "latency", now

@@ -18,16 +18,17 @@ from simulator.simulate import simulate
 from simulator.taskgraph import COMMUNICATION
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
+from tests.simulator.problems import SMALL, chain_of_opaque, chain_problem, small_problem
 from workloads.graph_builder import GraphBuilder
 from workloads.kernels import Kernel, Matmul
 from workloads.operators import Workload
 
-from tests.simulator.problems import SMALL, chain_of_opaque, chain_problem, small_problem
-
 PIPELINES = [(1, 1), (1, 4), (2, 2), (3, 7), (4, 8), (8, 16)]
 
 
-def ideal_s(num_stages: int, num_microbatches: int, schedule: str, *, chunks: int = 1, tf: float = 1.0, tb: float = 2.0):
+def ideal_s(
+    num_stages: int, num_microbatches: int, schedule: str, *, chunks: int = 1, tf: float = 1.0, tb: float = 2.0
+):
     workload = chain_of_opaque(num_stages * chunks, tf, tb)
     problem = chain_problem(workload, num_devices=num_stages, global_batch=num_microbatches)
     plan = uniform_plan(problem, pp=num_stages, schedule=schedule, chunks=chunks)
@@ -136,7 +137,9 @@ def _compute_stream(graph, device: int):
     return graph.streams.row(number)
 
 
-@pytest.mark.parametrize(("degrees", "plain", "regathered"), [(dict(tp=4), 4, 4), (dict(tp=4, sequence_parallel=True), 8, 10)])
+@pytest.mark.parametrize(
+    ("degrees", "plain", "regathered"), [(dict(tp=4), 4, 4), (dict(tp=4, sequence_parallel=True), 8, 10)]
+)
 def test_megatron_has_four_all_reduces_a_layer_or_as_many_pairs(degrees: dict, plain: int, regathered: int) -> None:
     problem = small_problem("gpt", global_batch=1)
     graph = lower(validate(uniform_plan(problem, **degrees), problem), CostTables(problem), Fidelity()).graph
@@ -193,7 +196,16 @@ def test_neighbours_with_other_meshes_are_resharded() -> None:
     assert quiet < simulate(plan, problem).iteration_time_s
 
 
-EFFECTS = ["host", "tensor-parallel", "gradient-sync", "transfers", "recompute", "optimizer", "contention", "overlap-slowdown"]
+EFFECTS = [
+    "host",
+    "tensor-parallel",
+    "gradient-sync",
+    "transfers",
+    "recompute",
+    "optimizer",
+    "contention",
+    "overlap-slowdown",
+]
 
 
 @pytest.mark.parametrize("effect", EFFECTS)

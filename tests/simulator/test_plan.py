@@ -89,7 +89,10 @@ def test_a_plan_made_for_another_graph_is_refused(tmp_path: Path) -> None:
         ({"microbatchsize": 1}, "microbatch_size"),
         ({"stages": [{"operators": [[0, 10**12]], "devices": [0], "shardings": []}]}, r"stages\.0\.operators"),
         ({"stages": [{"operators": [[0, 5]], "devices": [0], "shardings": [{"count": 4, "axes": []}]}]}, "add up to"),
-        ({"stages": [{"operators": [[0, 5]], "devices": [0], "shardings": [{"count": 5, "axes": [["batch"]]}]}]}, "axes"),
+        (
+            {"stages": [{"operators": [[0, 5]], "devices": [0], "shardings": [{"count": 5, "axes": [["batch"]]}]}]},
+            "axes",
+        ),
     ],
 )
 def test_a_malformed_plan_names_the_place(change: dict, words: str) -> None:
@@ -117,9 +120,7 @@ def test_every_spelling_of_a_plan_has_one_hash() -> None:
 def test_a_tensor_word_and_the_splits_it_stands_for_have_one_hash() -> None:
     problem = small_problem("gpt")
     plan = uniform_plan(problem, tp=2, dp=2)
-    spelled = tuple(
-        (1, (Axis("batch", 2), Axis(operator.tensor_split, 2))) for operator in problem.workload.operators
-    )
+    spelled = tuple((1, (Axis("batch", 2), Axis(operator.tensor_split, 2))) for operator in problem.workload.operators)
     explicit = replace(plan, stages=(replace(plan.stages[0], shardings=spelled),))
     assert explicit.canonical_hash(problem.workload) == plan.canonical_hash(problem.workload)
 

@@ -55,9 +55,7 @@ def test_interleaving_divides_the_bubble_by_the_number_of_chunks(p, v, groups) -
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p in DEPTHS for m in (8, 11, 32)])
-@pytest.mark.parametrize(
-    ("t_f", "t_i", "t_w"), [(1.0, 1.0, 1.0), (1.0, 1.5, 1.0), (2.0, 1.5, 1.25), (0.5, 2.5, 0.5)]
-)
+@pytest.mark.parametrize(("t_f", "t_i", "t_w"), [(1.0, 1.0, 1.0), (1.0, 1.5, 1.0), (2.0, 1.5, 1.25), (0.5, 2.5, 0.5)])
 def test_zb_h1_leaves_the_bubble_of_the_zero_bubble_paper(p, m, t_f, t_i, t_w) -> None:
     time = end_s("zb-h1", plain_shape(p, m), forward_s=t_f, backward_s=t_i + t_w, backward_input_s=t_i)
     assert time - m * (t_f + t_i + t_w) == (p - 1) * (t_f + t_i - t_w)

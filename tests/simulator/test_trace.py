@@ -98,9 +98,7 @@ def test_every_transfer_has_an_arrow_from_its_producer_to_another_device(
     assert all(starts[flow]["pid"] != ends[flow]["pid"] for flow in starts)
 
 
-def test_slices_carry_cause_stage_microbatch_and_both_durations(
-    result: SimulationResult, tmp_path: Path
-) -> None:
+def test_slices_carry_cause_stage_microbatch_and_both_durations(result: SimulationResult, tmp_path: Path) -> None:
     result.write_trace(tmp_path / "trace.json.gz")
     event = next(e for e in of_phase(read(tmp_path / "trace.json.gz"), "X") if e["args"]["task"] == 0)
     assert event["name"] == "forward 0"

@@ -1,0 +1,118 @@
+"""Cost tables: composition of segments, tables against rows, profiles without double counting."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hardware_models.profile import OperatorProfile, ProfileRow
+from simulator.costs import CostTables
+from simulator.estimate import estimate
+from simulator.fidelity import Fidelity
+from simulator.plan import Axis, resolve
+from simulator.segments import EMPTY, Segment
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
+
+KERNELS = st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 3)), min_size=1, max_size=6)
+
+
+def joined(kernels: list[tuple[float, float]]) -> Segment:
+    total = EMPTY
+    for launch, seconds in kernels:
+        total = total.then(Segment(seconds, launch, launch + seconds, launch))
+    return total
+
+
+@given(KERNELS)
+def test_a_segment_has_the_bound_of_its_kernels(kernels: list[tuple[float, float]]) -> None:
+    """L = max over j of the launches up to j plus the kernels from j on."""
+    found = joined(kernels)
+    bounds = [
+        sum(launch for launch, _ in kernels[: j + 1]) + sum(seconds for _, seconds in kernels[j:])
+        for j in range(len(kernels))
+    ]
+    assert found.bound_s == pytest.approx(max(bounds))
+    assert found.device_s == pytest.approx(sum(seconds for _, seconds in kernels))
+    assert found.lead_s == kernels[0][0]
+
+
+@given(KERNELS, KERNELS, KERNELS)
+def test_joining_segments_is_associative(a: list, b: list, c: list) -> None:
+    one, two, three = joined(a), joined(b), joined(c)
+    left, right = one.then(two).then(three), one.then(two.then(three))
+    for name in ("device_s", "host_s", "bound_s", "lead_s"):
+        assert getattr(left, name) == pytest.approx(getattr(right, name))
+
+
+@pytest.mark.parametrize("axes", [(), (Axis("batch", 2),), (Axis("batch", 2), Axis("tensor", 2)), (Axis("tensor", 4),)])
+def test_a_table_holds_the_rows_of_its_operators(axes: tuple[Axis, ...]) -> None:
+    problem = small_problem("gpt")
+    costs = CostTables(problem)
+    gpu_type = problem.gpu_types[0]
+    table = costs.table(axes, 1, gpu_type)
+    for index, op in enumerate(problem.workload.operators):
+        cost = costs.operator(index, resolve(axes, op), 1, gpu_type)
+        assert table.forward_s[index] >= cost.forward.device_s
+        assert table.parameter_elements[index] == cost.num_parameter_elements
+    assert table.prefix["forward_s"][-1] == pytest.approx(table.forward_s.sum())
+    assert table.boundary_bytes[-1] == 0.0
+
+
+def test_a_cut_between_layers_sends_one_hidden_state_and_inside_attention_the_scores_too() -> None:
+    """Aceso's profile: layer boundary B*s*h*2 bytes; behind attention score also b*a*s*s*2."""
+    problem = small_problem("gpt")
+    table = CostTables(problem).table((), 1, problem.gpu_types[0])
+    start, _ = problem.workload.layers[2]
+    state = 2048 * 1024 * 2
+    assert table.boundary_bytes[start - 1] == state
+    roles = [op.role for op in problem.workload.operators]
+    score = roles.index("attention_score", start)
+    assert table.boundary_bytes[score] == pytest.approx(state + 16 * 2048 * 2048 * 2 + 2048 * 1024 * 2, rel=0.3)
+
+
+def test_a_profile_row_that_contains_its_collective_is_not_charged_for_it_again() -> None:
+    problem = small_problem("gpt", global_batch=4)
+    rows = []
+    for op in problem.workload.operators[1:14]:
+        rows.append(
+            ProfileRow(
+                role=op.role, samples=1, tensor_size=2, split="default", forward_s=1.0, backward_s=2.0, saved_bytes=0.0,
+                forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0,
+                parameter_bytes=0.0, includes_collectives=True, num_groups=1, source="test",
+            )
+        )  # fmt: skip
+    profile = OperatorProfile("gpt", problem.gpu_types[0], "fp16", tuple(rows), "test")
+    measured = replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
+    plan = uniform_plan(measured, tp=2)
+    result = simulate(plan, measured, fidelity=Fidelity().without("optimizer", "host", "gradient-sync"))
+    layers, microbatches = 4, 4
+    assert result.iteration_time_s == pytest.approx(layers * 13 * 3.0 * microbatches, rel=0.02)
+    assert 0.9 < result.duration_sources["measured"] < 1.0
+    names = [result.graph.names[i] for i in np.unique(result.graph.name[result.graph.kind == 1])]
+    assert not any(".mlp_linear_2" in name or ".attention_qkv" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        dict(tp=4),
+        dict(pp=4),
+        dict(tp=2, dp=2, recompute="full"),
+        dict(pp=2, dp=2, schedule="gpipe"),
+        dict(dp=4, zero=2),
+    ],
+)
+def test_the_closed_form_estimate_is_near_the_simulation(degrees: dict) -> None:
+    problem = small_problem("gpt", global_batch=64)
+    plan = uniform_plan(problem, **degrees)
+    result = simulate(plan, problem)
+    found = estimate(plan, problem)
+    assert found.iteration_time_s == pytest.approx(result.iteration_time_s, rel=0.12)
+    for peak, memory in zip(found.peak_bytes, result.memory, strict=False):
+        assert peak == pytest.approx(memory.peak_allocated_bytes, rel=0.15)

@@ -1,0 +1,27 @@
+"""One torch builder per operator kind: the same definition that yields costs is executed.
+
+Importing this module makes all builders known. ``NOT_EXECUTABLE`` names the kinds that simulate only.
+"""
+
+from __future__ import annotations
+
+from validation import kind_attention, kind_dense, kind_elementwise, kind_losses
+from validation.operator_context import BUILDERS, Forward, OperatorContext
+
+__all__ = ["BUILDERS", "NOT_EXECUTABLE", "build", "kind_attention", "kind_dense", "kind_elementwise", "kind_losses"]
+
+NOT_EXECUTABLE = {"opaque": "it is a row of somebody's profile: times and sizes without a definition"}
+
+
+def build(context: OperatorContext) -> Forward:
+    """Return what runs an operator on this rank.
+
+    Raises:
+        ValueError: If the kind has no builder, or the builder refuses the operator.
+    """
+    kind = context.operator.kind
+    if kind in NOT_EXECUTABLE:
+        raise ValueError(f"operator {context.operator.name!r} of kind {kind} cannot be executed: {NOT_EXECUTABLE[kind]}")
+    if kind not in BUILDERS:
+        raise ValueError(f"operator {context.operator.name!r} of kind {kind} cannot be executed: it has no torch builder")
+    return BUILDERS[kind](context)
