@@ -93,9 +93,7 @@ def run_case(case: Case, *, fidelity: Fidelity | None = None, engine: str | None
     peak = float(result.peak_allocated_bytes)
     if case.measured.peak_is_average:
         members = result.graph.device_members
-        peak = fmean(
-            float(memory.peak_allocated_bytes) for memory in result.memory for _ in members[memory.device]
-        )
+        peak = fmean(float(memory.peak_allocated_bytes) for memory in result.memory for _ in members[memory.device])
     return Outcome(
         case=case,
         iteration_time_s=result.iteration_time_s,
@@ -214,6 +212,4 @@ def residuals_by(
         if each.time_error is not None:
             key = tuple(str(each.case.features.get(name, "-")) for name in features)
             found.setdefault(key, []).append(each.time_error)
-    return {
-        key: (len(errors), fmean(map(abs, errors)), fmean(errors)) for key, errors in sorted(found.items())
-    }
+    return {key: (len(errors), fmean(map(abs, errors)), fmean(errors)) for key, errors in sorted(found.items())}

@@ -101,8 +101,8 @@ class DistributedDataParallel(PureStrategy):
     name = "ddp"
 
     def degrees(self, num_devices: int) -> dict[str, Any]:
-        """Return dp = all devices."""
-        return {"dp": num_devices}
+        """Return dp = all devices, gradients reduced while the last backward pass runs."""
+        return {"dp": num_devices, "overlap_gradient_sync": True}
 
 
 class MegatronTensorParallel(PureStrategy):
@@ -121,6 +121,7 @@ class MegatronTensorParallel(PureStrategy):
 class FullyShardedDataParallel(PureStrategy):
     """FSDP / ZeRO-3: parameters, gradients and optimizer states sharded over all devices.
 
+    Every backward pass scatters its gradients at once, so that they never lie whole on a device.
     Microbatch rule: the largest that fits.
     """
 
@@ -128,7 +129,11 @@ class FullyShardedDataParallel(PureStrategy):
 
     def degrees(self, num_devices: int) -> dict[str, Any]:
         """Return dp = all devices, ZeRO level 3."""
-        return {"dp": num_devices, "zero": 3}
+        return {"dp": num_devices, "zero": 3, "overlap_gradient_sync": True}
+
+    def build(self, problem: Problem, microbatch: int, recompute: str) -> Plan:
+        """Return the plan; gradients are reduced in every microbatch."""
+        return replace(super().build(problem, microbatch, recompute), gradient_reduction="every")
 
 
 class GPipe(PureStrategy):

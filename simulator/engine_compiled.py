@@ -350,6 +350,7 @@ def _advance(graph: _Graph, state: _State, until_ended: int) -> bool:
     num_devices, num_resources = counters[NUM_DEVICES], counters[NUM_RESOURCES]
     events, speed_changes = counters[EVENTS], counters[SPEED_CHANGES]
     goes_on = True
+    hole = False  # The top of the heap has been taken; the next entry put in takes its place.
     while num_ended < until_ended:
         begins = -1
         task = -1
@@ -363,9 +364,13 @@ def _advance(graph: _Graph, state: _State, until_ended: int) -> bool:
             if device_offsets[task + 1] == device_offsets[task] and share_offsets[task + 1] == share_offsets[task]:
                 end = begin + work_s[task]
             elif begin > now_s:
-                _rise(heap_s, heap_id, heap_place, size, begin, ~task)
-                size += 1
                 events += 1
+                if hole:
+                    hole = False
+                    _sink(heap_s, heap_id, heap_place, size, 0, begin, ~task)
+                else:
+                    _rise(heap_s, heap_id, heap_place, size, begin, ~task)
+                    size += 1
                 continue
             else:
                 begins = task
@@ -394,6 +399,13 @@ def _advance(graph: _Graph, state: _State, until_ended: int) -> bool:
                     break
             host_clock_s[device] = clock_s
             host_position[device] = position
+            continue
+
+        elif hole:
+            hole = False
+            size -= 1
+            if size > 0:
+                _sink(heap_s, heap_id, heap_place, size, 0, heap_s[size], heap_id[size])
             continue
 
         elif num_devices + num_resources > 0 and (size == 0 or heap_s[0] > now_s):
@@ -473,9 +485,7 @@ def _advance(graph: _Graph, state: _State, until_ended: int) -> bool:
         else:  # The next moment at which a task begins or ends its work.
             now_s = heap_s[0]
             identity = heap_id[0]
-            size -= 1
-            if size > 0:
-                _sink(heap_s, heap_id, heap_place, size, 0, heap_s[size], heap_id[size])
+            hole = True
             if identity < 0:
                 begins = ~identity
             else:  # Take it off its devices and resources.
@@ -541,9 +551,14 @@ def _advance(graph: _Graph, state: _State, until_ended: int) -> bool:
             since_s[slot] = now_s
             remaining_s[slot] = work_s[begins]
             slownesses[slot] = slowness
-            _rise(heap_s, heap_id, heap_place, size, now_s + work_s[begins] * slowness, slot)
-            size += 1
+            finish_s = now_s + work_s[begins] * slowness
             events += 1
+            if hole:
+                hole = False
+                _sink(heap_s, heap_id, heap_place, size, 0, finish_s, slot)
+            else:
+                _rise(heap_s, heap_id, heap_place, size, finish_s, slot)
+                size += 1
             continue
 
         # The work of a task is done; it ends, and frees its streams, successors and waiting hosts.
@@ -568,6 +583,10 @@ def _advance(graph: _Graph, state: _State, until_ended: int) -> bool:
                 num_walking += 1
                 device = next_waiting[device]
 
+    if hole:
+        size -= 1
+        if size > 0:
+            _sink(heap_s, heap_id, heap_place, size, 0, heap_s[size], heap_id[size])
     now_of[0] = now_s
     counters[NUM_ENDED], counters[HEAP_SIZE], counters[NUM_READY] = num_ended, size, num_ready
     counters[NUM_HOSTS], counters[NUM_FREE] = num_walking, num_free

@@ -31,9 +31,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
     printed = load_mapping(PRINTED / "aceso_gpt_1_3b.yaml")
     spec = model_spec(MODELS[printed["size"]])
     assert isinstance(spec, GPTSpec)
-    seconds = reported_flop(spec, printed["global_batch"]) / (
-        printed["gpus"] * printed["tflop_per_s_per_gpu"] * 1e12
-    )
+    seconds = reported_flop(spec, printed["global_batch"]) / (printed["gpus"] * printed["tflop_per_s_per_gpu"] * 1e12)
     measured = Measured(iteration_time_s=seconds, out_of_memory=False, peak_bytes=printed["peak_mib"] * 2.0**20)
     yield _case(printed, MODELLED, "aceso_gpt_1_3b.yaml#1", measured, None)
     folder = data_file(data, "aceso_v100", (CERTAIN, LIKELY))
@@ -71,9 +69,10 @@ def reported_flop(spec: GPTSpec, global_batch: int) -> float:
     Source:
         aceso.md section 1: 72 B s l h^2 (1 + s / 6h) + 6 B s h V reproduces the measured times to 0.02 s.
     """
-    return 72.0 * global_batch * spec.seq_len * spec.layers * spec.hidden**2 * (
-        1 + spec.seq_len / (6 * spec.hidden)
-    ) + 6.0 * global_batch * spec.seq_len * spec.hidden * spec.vocab
+    return (
+        72.0 * global_batch * spec.seq_len * spec.layers * spec.hidden**2 * (1 + spec.seq_len / (6 * spec.hidden))
+        + 6.0 * global_batch * spec.seq_len * spec.hidden * spec.vocab
+    )
 
 
 def _best_plans(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

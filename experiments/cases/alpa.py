@@ -75,7 +75,7 @@ def _megatron_plan(row: dict[str, Any]) -> Callable[[Problem], Plan] | None:
     if len(degrees) != 3 or count == 0:
         return None
     microbatch = row["global_batch"] // count // degrees["dp"]
-    return uniform(**degrees, microbatch=microbatch, recompute="full")
+    return uniform(tp=degrees["tp"], pp=degrees["pp"], dp=degrees["dp"], microbatch=microbatch, recompute="full")
 
 
 def _alpa_plan(row: dict[str, Any]) -> Callable[[Problem], Plan] | None:

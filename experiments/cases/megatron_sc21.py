@@ -17,9 +17,7 @@ SOURCE = "Narayanan et al., SC 2021, Table 1"
 def cases(data: Path | None) -> Iterator[Case | Skipped]:
     """Yield the ten rows; nothing is read from ``data``."""
     columns = ("row", "num_gpus", "tp", "pp", "dp", "virtual_stages", "microbatch", "global_batch")
-    table = load_table(
-        PRINTED / "megatron_sc21_table1.csv", integers=columns, floats=("tflop_per_s_per_gpu",)
-    )
+    table = load_table(PRINTED / "megatron_sc21_table1.csv", integers=columns, floats=("tflop_per_s_per_gpu",))
     for row in table:
         spec = model_spec(row["model"])
         assert isinstance(spec, GPTSpec)

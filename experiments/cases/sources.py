@@ -44,7 +44,9 @@ def data_folder(given: Path | None) -> Path | None:
     if named is None:
         return BESIDE_REPOSITORY if BESIDE_REPOSITORY.is_dir() else None
     if not named.is_dir():
-        raise ValueError(f"the data folder must exist, got {named}; leave --data and {ENVIRONMENT} out to skip its cases")
+        raise ValueError(
+            f"the data folder must exist, got {named}; leave --data and {ENVIRONMENT} out to skip its cases"
+        )
     return named
 
 

@@ -1,0 +1,102 @@
+"""Predicted against measured, one picture per group."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from datafiles.writer import write_bytes_atomically
+from experiments.accuracy import GroupReport, Outcome
+from experiments.accuracy_groups import groups as known_groups
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+COLORS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
+BAND = 0.10
+COLOR_FEATURES = ("strategy", "tp", "tokens", "method", "system", "recompute", "model")
+"""The first of these that takes between two and eight values colours the points."""
+
+
+def plot_group(report: GroupReport, outcomes: Sequence[Outcome], path: Path) -> bool:
+    """Draw a group's iteration times on log axes, with the diagonal and a band of ten percent.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    timed = [
+        each for each in outcomes if report.name in each.case.groups and each.case.measured.iteration_time_s is not None
+    ]
+    if not timed or report.time is None:
+        return False
+    measured = np.array([each.case.measured.iteration_time_s for each in timed], dtype=float)
+    predicted = np.array([each.iteration_time_s for each in timed])
+    figure = Figure(figsize=(6.4, 6.0), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    low = float(min(measured.min(), predicted.min())) / 1.3
+    high = float(max(measured.max(), predicted.max())) * 1.3
+    line = np.array([low, high])
+    axes.fill_between(line, line * (1 - BAND), line * (1 + BAND), color="#e3f0fb", linewidth=0)
+    axes.plot(line, line, color=MUTED, linewidth=1.0)
+    feature, labels = _colouring(timed)
+    for number, label in enumerate(sorted(set(labels), key=_numeric)):
+        chosen = np.array([own == label for own in labels])
+        axes.plot(
+            measured[chosen],
+            predicted[chosen],
+            "o",
+            markersize=5 if len(timed) < 150 else 3,
+            alpha=0.75,
+            color=COLORS[number % len(COLORS)],
+            markeredgewidth=0,
+            label=f"{feature} {label}" if feature else None,
+        )
+    for scale in (axes.set_xscale, axes.set_yscale):
+        scale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=20))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.set_aspect("equal")
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+    axes.set_xlabel("measured iteration time, s", color=INK)
+    axes.set_ylabel("predicted iteration time, s", color=INK)
+    if feature:
+        axes.legend(frameon=False, loc="upper left", fontsize=9)
+    errors = report.time
+    title = known_groups()[report.name].title.strip()
+    axes.set_title(
+        f"{title}\n{errors.num_cases} runs, mean absolute error {100 * errors.mean_absolute:.1f} %, "
+        f"bias {100 * errors.bias:+.1f} % (band: 10 %)",
+        loc="left",
+        fontsize=10.5,
+        color=INK,
+    )
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomically(path, buffer.getvalue())
+    return True
+
+
+def _colouring(outcomes: Sequence[Outcome]) -> tuple[str | None, list[str]]:
+    for feature in COLOR_FEATURES:
+        labels = [str(each.case.features.get(feature, "-")) for each in outcomes]
+        if 1 < len(set(labels)) <= len(COLORS):
+            return feature, labels
+    return None, ["-"] * len(outcomes)
+
+
+def _numeric(label: str) -> tuple[float, str]:
+    return (float(label), "") if label.isdigit() else (float("inf"), label)

@@ -1,0 +1,224 @@
+"""``windtunnel accuracy``: how far predictions are from what others measured, and the gate on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experiments.console import AsJson, Without, comma_separated, console, messages, print_json, table
+
+if TYPE_CHECKING:
+    from experiments.accuracy import GroupReport, Listener, Outcome
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("accuracy")(accuracy)
+
+
+def accuracy(
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if a group is worse than its accepted figures.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with your copies of the public sets; default: $WINDTUNNEL_DATA, else ../shared/data.",
+            show_default=False,
+        ),
+    ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REASON",
+            help="Make this run's figures the accepted ones; shows before and after.",
+            show_default=False,
+        ),
+    ] = None,
+    group: Annotated[list[str] | None, typer.Option(help="Only this group; may be given again.")] = None,
+    by: Annotated[
+        str, typer.Option(help="Also tabulate the time error by these features of the runs (tp,microbatch).")
+    ] = "",
+    cases: Annotated[bool, typer.Option("--cases", help="Also list every case.")] = False,
+    without: Without = "",
+    plots: Annotated[Path | None, typer.Option(help="Folder for one picture per group.", show_default=False)] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Write the accuracy page (docs/accuracy.md).", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate runs that others measured, and report the errors group by group.
+
+    Example: windtunnel accuracy --group vtrain-single-node --by tp,microbatch
+    """  # fmt: skip
+    from experiments import accuracy as core
+    from experiments import accuracy_baseline, accuracy_docs, accuracy_plots
+    from experiments.cases.sources import all_cases, data_folder
+    from simulator.fidelity import Fidelity
+
+    off = comma_separated(without)
+    if off and (check or accept is not None or docs is not None):
+        raise ValueError("--without is for looking: it cannot go with --check, --accept or --docs")
+    if docs is not None and group:
+        raise ValueError("--docs writes about all groups: leave --group out")
+    only = tuple(group or ())
+    folder = data_folder(data)
+    with _progress() as listener:
+        outcomes, skipped = core.run_cases(
+            all_cases(folder), only=only, fidelity=Fidelity().without(*off), listener=listener
+        )
+    reports = core.group_reports(outcomes, skipped, only=only)
+    baseline = accuracy_baseline.load_baseline()
+    found = accuracy_baseline.findings(reports, baseline, with_data=folder is not None, only=only) if check else []
+    if as_json:
+        print_json(
+            {
+                "groups": [_group_mapping(report) for report in reports],
+                "cases": [_case_mapping(outcome) for outcome in outcomes],
+                "findings": [{"group": each.group, "message": each.message} for each in found],
+            }
+        )
+    else:
+        _print(reports, outcomes, comma_separated(by), cases)
+    for report in reports if plots is not None else ():
+        assert plots is not None
+        accuracy_plots.plot_group(report, outcomes, plots / f"{report.name}.png")
+    if docs is not None:
+        accuracy_docs.write_docs(reports, outcomes, docs)
+    if accept is not None:
+        before, after = accuracy_baseline.accept(reports, accept)
+        columns = [("group", "left"), ("figure", "left"), ("before", "right"), ("after", "right")]
+        messages().print(table("accepted", columns, accuracy_baseline.changes(before, after)))
+        return
+    for each in found:
+        messages().print(f"[bold red]{each.group}[/]: {each.message}", soft_wrap=True)
+    if found:
+        raise typer.Exit(1)
+    if check:
+        messages().print("no group is worse than accepted")
+
+
+@contextmanager
+def _progress() -> Iterator[Listener]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=messages(), transient=True, disable=not messages().is_terminal) as bar:
+        task = bar.add_task("accuracy cases")
+
+        def listen(number: int, total: int, row_id: str) -> None:
+            bar.update(task, completed=number, total=total, description=row_id[:48])
+
+        yield listen
+
+
+def _print(
+    reports: Sequence[GroupReport], outcomes: Sequence[Outcome], features: Sequence[str], with_cases: bool
+) -> None:
+    from experiments.accuracy import residuals_by
+    from experiments.accuracy_docs import percent
+    from experiments.accuracy_groups import groups as known_groups
+
+    columns = [
+        ("group", "left"), ("run", "right"), ("skipped", "right"), ("time error", "right"), ("target", "right"),
+        ("median", "right"), ("bias", "right"), ("worst", "left"), ("memory", "right"), ("fits", "right"),
+        ("rank", "right"), ("best peer", "right"),
+    ]  # fmt: skip
+    rows = []
+    for report in reports:
+        known, time = known_groups()[report.name], report.time
+        best = min((peer.mean_absolute_error for peer in known.peers), default=None)
+        rows.append(
+            (
+                report.name,
+                str(report.num_run),
+                str(report.num_skipped) if report.num_run else "all",
+                percent(time.mean_absolute) if time else "",
+                percent(known.target_time),
+                percent(time.median_absolute) if time else "",
+                f"{100 * time.bias:+.1f} %" if time else "",
+                f"{100 * time.worst[1]:+.0f} % {time.worst[0].split('/')[-1]}" if time else "; ".join(report.reasons),
+                f"{percent(report.memory.mean_absolute)}" if report.memory else "",
+                f"{report.num_fits_right}/{report.num_fits_asked}" if report.num_fits_asked else "",
+                f"{report.rank.correlation:.3f}" if report.rank else "",
+                percent(best),
+            )
+        )
+    out = console()
+    out.print(table(None, columns, rows))
+    if features:
+        found = residuals_by(outcomes, features)
+        columns = [*((name, "left") for name in features), ("cases", "right"), ("error", "right"), ("bias", "right")]
+        lines = [
+            (*key, str(count), percent(mean), f"{100 * bias:+.1f} %") for key, (count, mean, bias) in found.items()
+        ]
+        out.print(table("time error by feature", columns, lines))
+    if with_cases:
+        columns = [
+            ("case", "left"), ("features", "left"), ("measured s", "right"), ("predicted s", "right"),
+            ("error", "right"), ("memory", "right"), ("fits", "left"),
+        ]  # fmt: skip
+        out.print(table("cases", columns, [_case_row(outcome) for outcome in outcomes]))
+    run, skipped = len(outcomes), sum(report.num_skipped for report in reports)
+    messages().print(f"{run} cases run, {skipped} rows skipped")
+
+
+def _case_row(outcome: Outcome) -> tuple[str, ...]:
+    case, error = outcome.case, outcome.time_error
+    seconds = case.measured.iteration_time_s
+    asked = case.measured.out_of_memory
+    wrong = asked is not None and asked != outcome.out_of_memory
+    return (
+        case.row_id,
+        ", ".join(f"{name} {value}" for name, value in case.features.items()),
+        f"{seconds:.4g}" if seconds is not None else "",
+        f"{outcome.iteration_time_s:.4g}",
+        f"{100 * error:+.1f} %" if error is not None else "",
+        f"{100 * outcome.memory_error:+.1f} %" if outcome.memory_error is not None else "",
+        ("no" if outcome.out_of_memory else "yes") + (" (wrong)" if wrong else ""),
+    )
+
+
+def _group_mapping(report: GroupReport) -> dict[str, Any]:
+    time, memory, rank = report.time, report.memory, report.rank
+    return {
+        "group": report.name,
+        "num_run": report.num_run,
+        "num_skipped": report.num_skipped,
+        "skipped_because": list(report.reasons),
+        "time_mean_absolute_error": time.mean_absolute if time else None,
+        "time_median_absolute_error": time.median_absolute if time else None,
+        "time_bias": time.bias if time else None,
+        "time_worst": {"case": time.worst[0], "error": time.worst[1]} if time else None,
+        "memory_mean_absolute_error": memory.mean_absolute if memory else None,
+        "memory_bias": memory.bias if memory else None,
+        "num_fits_right": report.num_fits_right,
+        "num_fits_asked": report.num_fits_asked,
+        "num_wrong_fits": report.num_wrong_fits,
+        "rank_correlation": rank.correlation if rank else None,
+        "rank_spearman": rank.spearman if rank else None,
+        "rank_pairs": rank.num_pairs if rank else 0,
+    }
+
+
+def _case_mapping(outcome: Outcome) -> dict[str, Any]:
+    case = outcome.case
+    return {
+        "case": case.row_id,
+        "groups": list(case.groups),
+        "features": dict(case.features),
+        "source": case.source,
+        "measured_iteration_time_s": case.measured.iteration_time_s,
+        "predicted_iteration_time_s": outcome.iteration_time_s,
+        "time_error": outcome.time_error,
+        "measured_peak_bytes": case.measured.peak_bytes,
+        "predicted_peak_bytes": outcome.peak_bytes,
+        "memory_error": outcome.memory_error,
+        "measured_out_of_memory": case.measured.out_of_memory,
+        "predicted_out_of_memory": outcome.out_of_memory,
+        "wall_s": outcome.wall_s,
+    }

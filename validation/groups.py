@@ -1,0 +1,175 @@
+"""Process groups, made in advance: every rank makes all of them in the same order.
+
+A pool outlives a plan, so that many plans can share one set of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from simulator.lowering.mesh import MeshSizes, groups
+
+GroupKey = tuple[str, tuple[int, ...]]
+"""Role and global ranks in ascending order."""
+
+ROLES = ("tensor", "gather", "reduce", "forward", "backward")
+"""What has communicators of its own: activations, gathered parameters, gradients, transfers each way."""
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One communicator as one of its ranks sees it.
+
+    Attributes:
+        ranks: Global ranks in mesh order.
+        handle: The process group, whose own order is ascending; None for a group of one.
+        rank: This process.
+    """
+
+    ranks: tuple[int, ...]
+    handle: Any
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def position(self) -> int:
+        """Place of this process in mesh order."""
+        return self.ranks.index(self.rank)
+
+    @cached_property
+    def _order(self) -> list[int] | None:
+        """Mesh position of each rank in ascending order; None where the orders agree."""
+        order = [self.ranks.index(rank) for rank in sorted(self.ranks)]
+        return None if order == sorted(order) else order
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str = "sum", *, wait: bool = True) -> Any:
+        """Reduce in place; return the work if ``wait`` is false."""
+        if self.size == 1:
+            return None
+        return dist.all_reduce(tensor, _OPERATIONS[operation], self.handle, async_op=not wait)
+
+    def all_gather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None, wait: bool = True) -> tuple[torch.Tensor, Any]:
+        """Return ``(size, *shape)`` with the ranks' tensors in mesh order, and the work if ``wait`` is false.
+
+        The tensor must be contiguous. Where mesh order is not ascending, the result is waited for.
+        """
+        if out is None:
+            out = tensor.new_empty((self.size, *tensor.shape))
+        if self.size == 1:
+            out[0].copy_(tensor)
+            return out, None
+        work = dist.all_gather_into_tensor(out.view(-1), tensor.view(-1), self.handle, async_op=not wait)
+        if self._order is None:
+            return out, work
+        if work is not None:
+            work.wait()
+        ascending = out.clone()
+        out[self._order] = ascending
+        return out, None
+
+    def reduce_scatter(self, tensor: torch.Tensor, *, wait: bool = True) -> tuple[torch.Tensor, Any]:
+        """Return the sum of the ranks' ``tensor[position]``, and the work if ``wait`` is false.
+
+        ``tensor`` is ``(size, ...)`` in mesh order.
+        """
+        if self.size == 1:
+            return tensor[0], None
+        if self._order is not None:
+            tensor = tensor[self._order]
+        tensor = tensor.contiguous()
+        out = torch.empty_like(tensor[0])
+        work = dist.reduce_scatter_tensor(out.view(-1), tensor.view(-1), group=self.handle, async_op=not wait)
+        return out, work
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``(size, ...)``: part ``i`` came from rank ``i``'s part for this rank; mesh order."""
+        if self.size == 1:
+            return tensor
+        if self._order is not None:
+            tensor = tensor[self._order]
+        tensor = tensor.contiguous()
+        out = torch.empty_like(tensor)
+        dist.all_to_all_single(out, tensor, group=self.handle)
+        if self._order is None:
+            return out
+        ordered = torch.empty_like(out)
+        ordered[self._order] = out
+        return ordered
+
+
+class GroupPool:
+    """All communicators of a process, by role and ranks.
+
+    Args:
+        rank: This process.
+        world_size: Processes.
+        backend: ``gloo`` or ``nccl``; None where there is one process and no process group.
+        timeout_s: Seconds after which a collective gives up.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, backend: str | None, timeout_s: float = 120.0) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout_s = timeout_s
+        self._handles: dict[GroupKey, Any] = {}
+
+    @property
+    def num_groups(self) -> int:
+        """Communicators made so far."""
+        return len(self._handles)
+
+    def prepare(self, wanted: Iterable[GroupKey]) -> None:
+        """Make the communicators that are not there yet. All processes must call this with the same keys."""
+        for role, ranks in sorted(set(wanted), key=lambda key: (ROLES.index(key[0]), key[1])):
+            assert role in ROLES and list(ranks) == sorted(ranks), (role, ranks)
+            if len(ranks) < 2 or (role, ranks) in self._handles:
+                continue
+            self._handles[role, ranks] = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=self.backend
+            )
+
+    def group(self, role: str, ranks: Sequence[int]) -> Group:
+        """Return the communicator of ``ranks`` (mesh order), which must have been prepared."""
+        handle = None if len(ranks) < 2 else self._handles[role, tuple(sorted(ranks))]
+        return Group(tuple(ranks), handle, self.rank)
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """The communicators of one stage as one of its ranks sees them.
+
+    Attributes:
+        pool: All communicators.
+        ranks: Global ranks of the stage's devices, mesh order.
+        local_rank: Which of them this process is.
+    """
+
+    pool: GroupPool
+    ranks: tuple[int, ...]
+    local_rank: int
+
+    def along(self, role: str, sizes: MeshSizes, axes: tuple[int, ...]) -> Group:
+        """Return the group of this rank that differs along ``axes`` only."""
+        for members in groups(sizes, axes):
+            if self.local_rank in members:
+                return self.pool.group(role, [self.ranks[member] for member in members])
+        raise AssertionError((sizes, axes, self.local_rank))
+
+
+def group_keys(role: str, ranks: Sequence[int], sizes: MeshSizes, axes: tuple[int, ...]) -> list[GroupKey]:
+    """Return the keys of all groups along ``axes`` of a stage on ``ranks``."""
+    return [(role, tuple(sorted(ranks[member] for member in members))) for members in groups(sizes, axes)]

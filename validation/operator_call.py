@@ -1,0 +1,207 @@
+"""One operator in an autograd graph of its own, so that the executor decides when what is computed and kept.
+
+The graph between operators is the executor's: it hands gradients from one to the next, with the collectives
+in between. What an operator saves for backward goes through hooks where it must not be kept as it is:
+gathered parameters (ZeRO-3), gathered inputs, and everything inside a recompute segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from validation.operator_context import Forward
+
+Fetch = Callable[[], torch.Tensor]
+"""Returns a tensor that was let go after forward and is there again."""
+
+_EMPTY: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+
+def enter(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of ``tensor`` at which gradients can be taken, and whose edge does not hold its data.
+
+    A leaf's edge would: the leaf is emptied once a view of it holds the storage.
+    """
+    leaf = tensor.detach().requires_grad_()
+    view = leaf.view_as(leaf)
+    key = tensor.device, tensor.dtype
+    if key not in _EMPTY:
+        _EMPTY[key] = torch.empty(0, device=tensor.device, dtype=tensor.dtype)
+    leaf.data = _EMPTY[key]
+    return view
+
+
+class EnoughError(Exception):
+    """Everything that backward needs is back: recomputation can stop."""
+
+
+@dataclass
+class Slots:
+    """What the operators of a recompute segment save: dropped in forward, filled when computed again."""
+
+    values: list[torch.Tensor | None] = field(default_factory=list)
+    filled: int = 0
+    stops_early: bool = True
+
+    def add(self) -> int:
+        """Return a new slot."""
+        self.values.append(None)
+        return len(self.values) - 1
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Fill the next slot.
+
+        Raises:
+            EnoughError: If it was the last, and recomputation may stop.
+        """
+        self.values[self.filled] = tensor.detach()
+        self.filled += 1
+        if self.stops_early and self.filled == len(self.values):
+            raise EnoughError
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """Stands for a saved tensor that shares storage with one that was let go."""
+
+    fetch: Fetch
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Slot:
+    slots: Slots
+    number: int
+
+
+@dataclass
+class Call:
+    """One operator's forward, waiting for its backward.
+
+    Attributes:
+        outputs: Edges of its outputs.
+        inputs: Per input the edge at which its gradient is taken, or None (indices, graph inputs).
+        parameters: Per parameter the leaf, or the edge of a gathered one.
+        gradients: Gradients of the outputs, kept between the two halves of a split backward.
+    """
+
+    outputs: tuple[GradientEdge, ...]
+    inputs: tuple[GradientEdge | None, ...]
+    parameters: tuple[torch.Tensor | GradientEdge, ...]
+    gradients: tuple[torch.Tensor, ...] | None = None
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor], *, inputs: bool, weights: bool
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Return gradients of inputs and of parameters, None where not asked for or not needed.
+
+        Args:
+            gradients: One per output.
+            inputs, weights: Which gradients to compute. Without ``weights`` the graph stays for them.
+        """
+        edges = [edge for edge in self.inputs if edge is not None] if inputs else []
+        leaves = list(self.parameters) if weights else []
+        wanted = [*edges, *leaves]
+        if not wanted:
+            return [None] * len(self.inputs), [None] * len(self.parameters)
+        found = torch.autograd.grad(
+            self.outputs,  # type: ignore[arg-type]
+            wanted,  # type: ignore[arg-type]
+            gradients,
+            retain_graph=inputs and not weights and bool(self.parameters),
+            allow_unused=True,
+        )
+        of_edges = iter(found[: len(edges)])
+        of_inputs = [None if edge is None or not inputs else next(of_edges) for edge in self.inputs]
+        return of_inputs, list(found[len(edges) :]) if weights else [None] * len(self.parameters)
+
+
+def call(
+    forward: Forward,
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    *,
+    needs_gradient: Sequence[bool],
+    gathered: Sequence[Fetch | None] = (),
+    absent: Mapping[int, Fetch] | None = None,
+    slots: Slots | None = None,
+    filling: bool = False,
+) -> tuple[tuple[torch.Tensor, ...], Call]:
+    """Run an operator forward under autograd.
+
+    Args:
+        forward: From ``torch_kinds.build``.
+        inputs, parameters: This rank's parts.
+        needs_gradient: Per input.
+        gathered: Per parameter how to get it again if it is let go after forward; None if it stays.
+        absent: Input position to how to get it again, for inputs that are let go.
+        slots: The recompute segment it is in.
+        filling: The segment is being computed again.
+
+    Returns:
+        Detached outputs, and what backward needs.
+    """
+    entered = [enter(x) if wanted else x for x, wanted in zip(inputs, needs_gradient, strict=True)]
+    absences: dict[int, tuple[torch.Tensor, Fetch]] = {}
+    own = list(parameters)
+    for number, fetch in enumerate(gathered):
+        if fetch is not None:
+            own[number] = enter(parameters[number])
+            absences[parameters[number].untyped_storage().data_ptr()] = (parameters[number], fetch)
+    for position, fetch in (absent or {}).items():
+        absences[inputs[position].untyped_storage().data_ptr()] = (inputs[position], fetch)
+    with torch.enable_grad():
+        if absences or slots is not None:
+            with saved_tensors_hooks(_packer(absences, slots, filling=filling), _unpack):
+                outputs = forward(entered, own)
+        else:
+            outputs = forward(entered, own)
+    record = Call(
+        outputs=tuple(get_gradient_edge(output) for output in outputs),
+        inputs=tuple(
+            get_gradient_edge(x) if wanted else None for x, wanted in zip(entered, needs_gradient, strict=True)
+        ),
+        parameters=tuple(
+            get_gradient_edge(parameter) if number < len(gathered) and gathered[number] is not None else parameter
+            for number, parameter in enumerate(own)
+        ),
+    )
+    return tuple(output.detach() for output in outputs), record
+
+
+def _packer(
+    absences: Mapping[int, tuple[torch.Tensor, Fetch]], slots: Slots | None, *, filling: bool
+) -> Callable[[torch.Tensor], Any]:
+    def pack(tensor: torch.Tensor) -> Any:
+        found = absences.get(tensor.untyped_storage().data_ptr())
+        if found is not None:
+            base, fetch = found
+            offset = tensor.storage_offset() - base.storage_offset()
+            return _Absent(fetch, tuple(tensor.size()), tuple(tensor.stride()), offset)
+        if slots is None or isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        if filling:
+            slots.fill(tensor)
+            return tensor
+        return _Slot(slots, slots.add())
+
+    return pack
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, _Absent):
+        base = packed.fetch()
+        return torch.as_strided(base, packed.size, packed.stride, packed.offset + base.storage_offset())
+    if isinstance(packed, _Slot):
+        value = packed.slots.values[packed.number]
+        assert value is not None, "backward reached an operator whose segment was not computed again"
+        return value
+    assert isinstance(packed, torch.Tensor)
+    return packed
