@@ -54,6 +54,10 @@ class Runtime:
         recompute_stops_early: Recomputation ends once the last saved tensor is back.
         communication_buffer_bytes, context_bytes: Device memory outside the allocator.
         host_seconds_per_kernel: Overrides the GPU type's ``launch_s``; None keeps it.
+        host_seconds_per_operator: What the framework itself spends on the host before an operator's kernels
+            (module calls, dispatch, autograd nodes): forward, and backward.
+        prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
+            each gather holds up its layer.
         optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
         gradient_clipping: The global gradient norm is computed each step.
         loss_scaling: Gradients are unscaled and checked for infinities each step.
@@ -78,6 +82,8 @@ class Runtime:
     communication_buffer_bytes: int
     context_bytes: int
     host_seconds_per_kernel: float | None
+    host_seconds_per_operator: tuple[float, float]
+    prefetches_gathers: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
     loss_scaling: bool
@@ -129,6 +135,8 @@ class RuntimeFile(FileModel):
     communication_buffer_bytes: Bytes
     context_bytes: Bytes
     host_seconds_per_kernel: NonNegative | None
+    host_seconds_per_operator: tuple[NonNegative, NonNegative]
+    prefetches_gathers: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
     loss_scaling: bool

@@ -187,7 +187,10 @@ class CostTables:
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
         stated = kind.stated_time_s(phase, local)
         if stated is None:
-            return self._segment(kind.kernels(phase, local), gpu_type)
+            kernels = self._segment(kind.kernels(phase, local), gpu_type)
+            forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
+            dispatch_s = {FORWARD: forward_s, BACKWARD_INPUT: backward_s}.get(phase, 0.0)
+            return Segment.launch(dispatch_s).then(kernels) if dispatch_s else kernels
         return Segment(stated, 0.0, stated, 0.0, (stated, 0.0, 0.0))
 
     def _segment(self, kernels: Iterable[Kernel], gpu_type: str) -> Segment:

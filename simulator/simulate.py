@@ -18,7 +18,19 @@ from simulator.taskgraph import Schedule, TaskGraph
 from simulator.validate import validate
 
 Progress = Callable[[int], None]
-ENGINES: dict[str, Callable[[TaskGraph, Progress | None], Schedule]] = {"simpy": run_simpy}
+
+
+def _run_compiled(graph: TaskGraph, progress: Progress | None) -> Schedule:
+    """Run the compiled engine; numba is imported when it is first asked for."""
+    from simulator.engine_compiled import run_compiled
+
+    return run_compiled(graph, progress)
+
+
+ENGINES: dict[str, Callable[[TaskGraph, Progress | None], Schedule]] = {
+    "simpy": run_simpy,
+    "compiled": _run_compiled,
+}
 MAX_TASKS = 20_000_000
 
 
@@ -37,7 +49,7 @@ def simulate(
         plan: Any legal plan.
         problem: Workload, hardware, runtime, batch, memory limit.
         fidelity: Effects to include; None for all.
-        engine: ``simpy``.
+        engine: ``simpy`` (the readable one) or ``compiled`` (the fast one); they agree.
         costs: Cost tables to share between calls on the same problem.
         progress: Called with the number of tasks simulated so far.
 

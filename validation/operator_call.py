@@ -48,6 +48,11 @@ class Slots:
     filled: int = 0
     stops_early: bool = True
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the segment has been computed again."""
+        return self.filled == len(self.values)
+
     def add(self) -> int:
         """Return a new slot."""
         self.values.append(None)
@@ -61,8 +66,12 @@ class Slots:
         """
         self.values[self.filled] = tensor.detach()
         self.filled += 1
-        if self.stops_early and self.filled == len(self.values):
+        if self.stops_early and self.is_full:
             raise EnoughError
+
+    def release(self, start: int, stop: int) -> None:
+        """Let go of the slots of an operator whose backward is done."""
+        self.values[start:stop] = [None] * (stop - start)
 
 
 @dataclass(frozen=True)
@@ -90,12 +99,22 @@ class Call:
         inputs: Per input the edge at which its gradient is taken, or None (indices, graph inputs).
         parameters: Per parameter the leaf, or the edge of a gathered one.
         gradients: Gradients of the outputs, kept between the two halves of a split backward.
+        slots: The recompute segment it is in.
+        own_slots: Its part of the segment's slots.
     """
 
     outputs: tuple[GradientEdge, ...]
     inputs: tuple[GradientEdge | None, ...]
     parameters: tuple[torch.Tensor | GradientEdge, ...]
     gradients: tuple[torch.Tensor, ...] | None = None
+    slots: Slots | None = None
+    own_slots: tuple[int, int] = (0, 0)
+
+    def release(self) -> None:
+        """Let go of what was kept for backward outside the graph."""
+        self.gradients = None
+        if self.slots is not None:
+            self.slots.release(*self.own_slots)
 
     def backward(
         self, gradients: Sequence[torch.Tensor], *, inputs: bool, weights: bool
@@ -157,9 +176,11 @@ def call(
             absences[parameters[number].untyped_storage().data_ptr()] = (parameters[number], fetch)
     for position, fetch in (absent or {}).items():
         absences[inputs[position].untyped_storage().data_ptr()] = (inputs[position], fetch)
+    staying = {parameter.untyped_storage().data_ptr() for parameter in own}
+    first_slot = len(slots.values) if slots is not None else 0
     with torch.enable_grad():
         if absences or slots is not None:
-            with saved_tensors_hooks(_packer(absences, slots, filling=filling), _unpack):
+            with saved_tensors_hooks(_packer(absences, staying, slots, filling=filling), _unpack):
                 outputs = forward(entered, own)
         else:
             outputs = forward(entered, own)
@@ -172,20 +193,23 @@ def call(
             get_gradient_edge(parameter) if number < len(gathered) and gathered[number] is not None else parameter
             for number, parameter in enumerate(own)
         ),
+        slots=slots,
+        own_slots=(first_slot, len(slots.values)) if slots is not None else (0, 0),
     )
     return tuple(output.detach() for output in outputs), record
 
 
 def _packer(
-    absences: Mapping[int, tuple[torch.Tensor, Fetch]], slots: Slots | None, *, filling: bool
+    absences: Mapping[int, tuple[torch.Tensor, Fetch]], staying: set[int], slots: Slots | None, *, filling: bool
 ) -> Callable[[torch.Tensor], Any]:
     def pack(tensor: torch.Tensor) -> Any:
-        found = absences.get(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage().data_ptr()
+        found = absences.get(storage)
         if found is not None:
             base, fetch = found
             offset = tensor.storage_offset() - base.storage_offset()
             return _Absent(fetch, tuple(tensor.size()), tuple(tensor.stride()), offset)
-        if slots is None or isinstance(tensor, torch.nn.Parameter):
+        if slots is None or storage in staying:
             return tensor
         if filling:
             slots.fill(tensor)

@@ -20,6 +20,13 @@ from simulator.lowering.synchronisation import (
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
 from workloads.kernels import MemoryBound
 
+PER_TENSOR_ADAM_KERNELS = 8
+PER_TENSOR_ADAM_ACCESSES = 20
+"""Kernels and element accesses of Adam written in plain tensor operations (torch.optim, single-tensor form):
+mul and add on the first moment (2 + 3 accesses), mul and addcmul on the second (2 + 3), sqrt, division by the
+bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv on the parameter (4)."""
+OPTIMIZER_STATE_BYTES = 4
+
 
 def epilogue_collectives(view: StageView, *, overlapped: bool) -> tuple[list[MeshCollective], list[MeshCollective]]:
     """Return a stage's gradient reductions after the last backward pass, and its gathers after the step.
@@ -188,8 +195,9 @@ class EpilogueBuilder:
                 streams=[(c, ("norm",)) for c in all_classes],
             )
 
-    def _compute(self, c: int, cause: str, stage: int, seconds: float) -> None:
+    def _compute(self, c: int, cause: str, stage: int, seconds: float, num_kernels: int = 1) -> None:
         launch = self.launch_s[c] if self.fidelity.host else 0.0
+        launches = num_kernels * launch
         self._append(
             [c],
             cause=cause,
@@ -198,16 +206,24 @@ class EpilogueBuilder:
             kind=COMPUTATION,
             work_s=seconds,
             lead_s=launch,
-            host_s=launch,
+            host_s=launches,
+            bound_s=max(seconds, launches - launch + seconds / num_kernels) if self.fidelity.host else 0.0,
             streams=[(c, "compute")],
         )
 
     def _optimizer(self, placement: StagePlacement) -> None:
         runtime = placement.view.costs.problem.runtime
-        per_element = runtime.gradient_accumulation_bytes + 2 * runtime.optimizer_bytes + 2 * runtime.parameter_bytes
-        touched = sum(
-            group.num_elements / (group.num_shards if group.zero else 1) for group in parameter_groups(placement.view)
-        ) * (per_element + 2 * runtime.optimizer_workspace_bytes)
+        groups = list(parameter_groups(placement.view))
+        elements = sum(group.num_elements / (group.num_shards if group.zero else 1) for group in groups)
+        if runtime.optimizer_kernels == "fused":
+            per_element = (
+                runtime.gradient_accumulation_bytes + 2 * runtime.optimizer_bytes + 2 * runtime.parameter_bytes
+            )
+            num_kernels = 1
+        else:
+            per_element = PER_TENSOR_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
+            num_kernels = PER_TENSOR_ADAM_KERNELS * len(groups)
+        touched = elements * (per_element + 2 * runtime.optimizer_workspace_bytes)
         for c in placement.classes:
             seconds = placement.view.costs.problem.hardware.optimizer_step_s(placement.gpu_type[c], touched)
-            self._compute(c, "optimizer", placement.view.position, seconds)
+            self._compute(c, "optimizer", placement.view.position, seconds, num_kernels)

@@ -322,8 +322,9 @@ class ProgramBuilder:
             return
         position = self._units.index(layer)
         before = self._last_chained()
-        self._emit_gather(layer, gathers, self._previous_chain_end, index)
-        if position + 1 < len(self._units):
+        prefetches = self.view.costs.problem.runtime.prefetches_gathers
+        self._emit_gather(layer, gathers, self._previous_chain_end if prefetches else before, index)
+        if prefetches and position + 1 < len(self._units):
             self._emit_gather(self._units[position + 1], gathers, before, index)
         self._layer_started = layer
         self._previous_chain_end = before

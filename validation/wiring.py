@@ -1,0 +1,195 @@
+"""How tensors reach the operators of a stage: layouts at every edge and the conversions between them.
+
+The layouts are those of ``CostTables.input_collectives`` and ``ProgramBuilder``: forward, the producer's layout
+becomes the consumer's; backward, the gradient as the consumer makes it becomes what the producer needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from simulator.lowering.mesh import MeshSizes, batch_coordinate, batch_degree, mesh_sizes
+from simulator.lowering.program import StageView
+from simulator.lowering.transfers import Region, regions, replica_bounds
+from validation.conversions import conversion_groups
+from validation.groups import GroupKey
+from validation.layouts import Conversion, Layout, convert, is_settled
+from workloads.kinds.base import Shape
+from workloads.placements import Placement, Replicate, Shard
+
+GRAPH, OWN, ARRIVAL = "graph", "own", "arrival"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One input of one operator.
+
+    Attributes:
+        tensor: Name.
+        source: GRAPH (training data), OWN (made in this stage) or ARRIVAL (received).
+        forward: From the source's layout to the operator's.
+        backward: From the layout of the gradient to what the source needs.
+        gathers: Forward ends with a gather whose result backward need not keep.
+    """
+
+    tensor: str
+    source: str
+    forward: Conversion | None = None
+    backward: Conversion | None = None
+    gathers: bool = False
+
+
+@dataclass
+class StageWiring:
+    """All edges of a stage; the same on each of its ranks.
+
+    Attributes:
+        view: The stage.
+        ranks: Global ranks of its devices, mesh order.
+    """
+
+    view: StageView
+    ranks: tuple[int, ...]
+    wires: dict[int, tuple[Wire, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.workload = self.view.costs.problem.workload
+        for index in self.view.operators:
+            self.wires[index] = tuple(
+                self._wire(index, position) for position in range(len(self.workload.operators[index].inputs))
+            )
+
+    @cached_property
+    def ragged(self) -> bool:
+        """Whether replicas take unequal parts of a microbatch."""
+        plan = self.view.plan
+        return not plan.rotates and any(
+            plan.microbatch_size % batch_degree(sharding) for sharding in set(self.view.shardings.values())
+        )
+
+    def _placements(self, index: int, which: str, number: int) -> Layout:
+        sharding = self.view.shardings[index]
+        splits = self.view.costs.splits(index, sharding)
+        found: tuple[Placement, ...]
+        if which in ("inputs", "outputs"):
+            found = tuple(getattr(split, which)[number] for split in splits)
+        else:
+            found = tuple(getattr(split, which)(number) for split in splits)
+        return mesh_sizes(sharding), found
+
+    def output_layout(self, tensor: str) -> Layout:
+        """Return the layout in which this stage makes ``tensor``."""
+        producer = self.workload.producer[tensor]
+        return self._placements(producer, "outputs", self.workload.operators[producer].outputs.index(tensor))
+
+    def _wire(self, index: int, position: int) -> Wire:
+        name = self.workload.operators[index].inputs[position]
+        producer = self.workload.producer.get(name)
+        if producer is None:
+            return Wire(name, GRAPH)
+        want = self._placements(index, "inputs", position)
+        gradient = self._placements(index, "input_gradient", position)
+        if producer in self.view.shardings:
+            number = self.workload.operators[producer].outputs.index(name)
+            have = self._placements(producer, "outputs", number)
+            needed = self._placements(producer, "output_gradient", number)
+            source = OWN
+        else:
+            have = needed = self.view.arrivals[name]
+            source = ARRIVAL
+        forward = convert(have, want, ragged=self.ragged)
+        return Wire(
+            tensor=name,
+            source=source,
+            forward=forward,
+            backward=convert(gradient, needed, ragged=self.ragged),
+            gathers=forward is not None and any(step.collective == "all_gather" for step in forward.steps),
+        )
+
+    @cached_property
+    def leaving(self) -> dict[str, Conversion | None]:
+        """Tensors made here and read later, and what reduces their partial sums before they are sent."""
+        return {
+            tensor: convert(self.output_layout(tensor), is_settled(self.output_layout(tensor)), ragged=self.ragged)
+            for tensor in self.view.leaving
+        }
+
+    def boundary_layout(self, tensor: str) -> Layout:
+        """Return how ``tensor`` lies on this stage where it crosses a boundary: made, read or passed on here."""
+        if self.workload.producer[tensor] in self.view.shardings:
+            return is_settled(self.output_layout(tensor))
+        if tensor in self.view.arrivals:
+            return self.view.arrivals[tensor]
+        sharding = self.view.shardings[self.view.operators[0]]
+        placements: tuple[Placement, ...] = tuple(
+            Shard(0) if axis.split == "batch" else Replicate() for axis in sharding
+        ) or (Replicate(),)
+        return mesh_sizes(sharding), placements
+
+    def boundary_regions(self, tensor: str, turn: int) -> dict[int, Region]:
+        """Return, by local device, the part of ``tensor`` it holds at a boundary; see ``transfers.boundary``."""
+        sizes, placements = self.boundary_layout(tensor)
+        samples = self.view.plan.microbatch_size
+        if self.view.num_turns == 1:
+            return dict(enumerate(regions(sizes, placements, samples)))
+        whole = tuple(Replicate() if placement == Shard(0) else placement for placement in placements)
+        return {
+            local: region
+            for local, region in enumerate(regions(sizes, whole, samples))
+            if self.turn_of(local) == turn % self.view.num_turns
+        }
+
+    def turn_of(self, local_rank: int) -> int:
+        """Return which replica a local device belongs to."""
+        return batch_coordinate(self.view.shardings[self.view.operators[0]], local_rank)
+
+    def works_on(self, local_rank: int, microbatch: int) -> bool:
+        """Return whether a local device works on a microbatch: all do, unless replicas take turns."""
+        return self.view.num_turns == 1 or self.turn_of(local_rank) == microbatch % self.view.num_turns
+
+    def local_samples(self, index: int, local_rank: int) -> int:
+        """Return the samples a local device works on at once in operator ``index``."""
+        plan, sharding = self.view.plan, self.view.shardings[index]
+        if plan.rotates:
+            return plan.microbatch_size
+        replica = batch_coordinate(sharding, local_rank)
+        bounds = replica_bounds(plan.microbatch_size, batch_degree(sharding))
+        return int((bounds[replica + 1] - bounds[replica]) * plan.microbatch_size)
+
+    def shape(self, tensor: str) -> Shape:
+        """Return the shape of a tensor of one microbatch over all replicas."""
+        return (self.view.plan.microbatch_size, *self.workload.tensors[tensor])
+
+    def conversions(self) -> Iterator[Conversion]:
+        """Yield every conversion of the stage."""
+        for wires in self.wires.values():
+            for wire in wires:
+                for conversion in (wire.forward, wire.backward):
+                    if conversion is not None:
+                        yield conversion
+        for settling in self.leaving.values():
+            if settling is not None:
+                yield settling
+
+    def groups(self) -> set[GroupKey]:
+        """Return the communicators that conversions and operators need."""
+        found = {key for conversion in set(self.conversions()) for key in conversion_groups(conversion, self.ranks)}
+        for index, sharding in self.view.shardings.items():
+            axes = internal_axes(self.workload.operators[index].kind, sharding)
+            if axes:
+                found |= {key for key in self._keys(mesh_sizes(sharding), axes)}
+        return found
+
+    def _keys(self, sizes: MeshSizes, axes: tuple[int, ...]) -> list[GroupKey]:
+        from validation.groups import group_keys
+
+        return group_keys("tensor", self.ranks, sizes, axes)
+
+
+def internal_axes(kind: str, sharding: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+    """Return the axes over which an operator communicates inside: the vocabulary of a loss."""
+    if kind != "lm_loss":
+        return ()
+    return tuple(position for position, (split, _, _) in enumerate(sharding) if split == "vocab")
