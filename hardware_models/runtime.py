@@ -106,6 +106,7 @@ class ImplementationFile(FileModel):
     dtype: Dtype
     fused_softmax: bool
     fused_bias_activation: bool
+    fused_bias_dropout: bool
     fused_norm: bool
     logits_dtype: Dtype
     bias_in_matmul: bool

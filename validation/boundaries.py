@@ -197,7 +197,7 @@ class Postman:
         for number, found in enumerate(self._routes(position, way, microbatch)):
             for piece in found.pieces:
                 source, target = self.boundaries[position].ranks(way, piece)
-                if source != self.pool.rank or not self._is_me(position, way, piece.source, sending=True):
+                if source != self.pool.rank:
                     continue
                 part = tensors[found.tensor][_inside(piece.box, found.held[piece.source])]
                 if target == self.pool.rank:
@@ -207,11 +207,6 @@ class Postman:
                 tag = self._tag(position, way, number, piece.number)
                 work = dist.isend(part, target, group=self._handle(position, way), tag=tag)
                 self._sent.append((work, part))
-
-    def _is_me(self, position: int, way: int, local: int, *, sending: bool) -> bool:
-        wirings = self.boundaries[position].first, self.boundaries[position].second
-        wiring = wirings[way if sending else 1 - way]
-        return wiring.ranks[local] == self.pool.rank
 
     def expect(self, position: int, way: int, microbatch: int) -> None:
         """Post the receives of a microbatch, so that the sender need not wait for this rank."""

@@ -82,5 +82,5 @@ def run_reference(problem: Problem, *, iterations: int = 1) -> Reference:
                 for key, tensor in parameters.items()
             }
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return Reference(tuple(losses), gradients)

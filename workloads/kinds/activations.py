@@ -193,9 +193,10 @@ class DropoutAdd(Add):
         if phase == FORWARD:
             if not drops:
                 return [add]
-            if local.implementation.fused_bias_activation:
+            if local.implementation.fused_bias_activation and local.implementation.fused_bias_dropout:
                 return [MemoryBound(2 * size, size + mask, "random")]
-            return [MemoryBound(size, size + mask, "random"), add]
+            deferred_bias = [MemoryBound(size, size)] if local.implementation.fused_bias_activation else []
+            return [*deferred_bias, MemoryBound(size, size + mask, "random"), add]
         if phase == BACKWARD_INPUT:
             return [MemoryBound(size + mask, size), add] if drops else [add]
         return []

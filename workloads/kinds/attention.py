@@ -121,8 +121,11 @@ class Softmax(_ByHead):
     (13 a s^2 bytes), two without (8 a s^2); GPT 13B falls back to the unfused path at tensor parallel 4
     in Aceso's profile and holds 160 MiB = 4 a s^2 / t more.
 
-    Attributes of the operator: ``heads``, ``position_buckets`` (optional: adds a learned relative position
-    bias per head and bucket, as in T5).
+    A fused causal kernel reads the lower half of what it is given and writes all of its result (Megatron's
+    upper-triangular masked softmax): Aceso's V100 times would else need more than the memory's bandwidth.
+
+    Attributes of the operator: ``heads``, ``causal`` (optional), ``position_buckets`` (optional: adds a learned
+    relative position bias per head and bucket, as in T5).
     """
 
     name = "softmax"
@@ -157,15 +160,16 @@ class Softmax(_ByHead):
         size = size_bytes(local, local.inputs)
         fused = self._is_fused(local)
         bias = float(local.element_bytes * prod(local.inputs[0][1:])) if local.parameters else 0.0
+        read = 0.5 if fused and flag(local.attributes, "causal") else 1.0
         if phase == FORWARD:
-            found: list[Kernel] = [MemoryBound(size, size, "reduction")]
+            found: list[Kernel] = [MemoryBound(read * size, size, "reduction")]
             if not fused:
                 found = [MemoryBound(size, size), MemoryBound(size, size), *found]
             if bias:
                 found = [MemoryBound(bias, bias, "gather"), MemoryBound(size + bias, size), *found]
             return found
         if phase == BACKWARD_INPUT:
-            found = [MemoryBound(2 * size, size, "reduction")]
+            found = [MemoryBound(2 * read * size, size, "reduction")]
             return found if fused else [*found, MemoryBound(size, size), MemoryBound(size, size)]
         # The bias gradient: a sum over samples, then a scatter into the buckets.
         return [MemoryBound(size, bias, "reduction"), MemoryBound(bias, bias, "gather")] if bias else []

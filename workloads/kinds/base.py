@@ -34,7 +34,8 @@ class Implementation:
     Attributes:
         dtype: Type of activations and of weights in the matmuls ("fp16", "bf16", "fp32", "tf32").
         fused_softmax: Scale, mask and softmax in one kernel; else three, with one more saved tensor.
-        fused_bias_activation: Bias, and the activation or the dropout and residual add, in one kernel.
+        fused_bias_activation: Bias and activation in one kernel.
+        fused_bias_dropout: Bias, dropout and residual add in one kernel; else three.
         fused_norm: RMS norm in one kernel that keeps its input and statistics; else several passes, and the
             normalised tensor is kept too. (Layer norm is one kernel in every framework.)
         logits_dtype: Type in which the loss is computed.
@@ -49,6 +50,7 @@ class Implementation:
     dtype: str = "fp16"
     fused_softmax: bool = True
     fused_bias_activation: bool = True
+    fused_bias_dropout: bool = True
     fused_norm: bool = True
     logits_dtype: str = "fp32"
     bias_in_matmul: bool = False

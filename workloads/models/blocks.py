@@ -87,6 +87,7 @@ class Blocks:
             "self_causal": {**attention, "causal": True},
             "cross": {**attention, "causal": False, "cross": True},
             "softmax": softmax,
+            "softmax_causal": {**softmax, "causal": True},
             "softmax_cross": {"heads": self.heads},
             "attention_dropout": {"probability": self.attention_dropout, "scores": True, "heads": self.heads},
             "dense": {
@@ -163,7 +164,7 @@ class Blocks:
                 f"{prefix}_score", "attention_score", [query, key], attributes[which], tensor="head"
             )
             ties: Mapping[str, str] = {"relative_bias": tie} if tie and self.position_buckets else {}
-            softmax = attributes["softmax_cross" if which == "cross" else "softmax"]
+            softmax = attributes[{"cross": "softmax_cross", "self_causal": "softmax_causal"}.get(which, "softmax")]
             scores = graph.add(f"{prefix}_softmax", "softmax", [scores], softmax, tensor="head", ties=ties)
             if self.attention_dropout > 0:
                 scores = graph.add(

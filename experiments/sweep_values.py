@@ -1,0 +1,219 @@
+"""The values of a spec: every name looked up, every file found, every spelling made one."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datafiles.names import nearest
+from experiments.console import DEFAULT_RUNTIME, parse_bytes
+
+REQUIRED = {"model", "cluster", "global_batch", "searcher"}
+
+DEFAULTS: dict[str, Any] = {
+    "runtime": DEFAULT_RUNTIME,
+    "memory_limit": None,
+    "profile": None,
+    "objective": "paper",
+    "budget": "20s",
+    "seed": 0,
+    "without": [],
+    "engine": "simpy",
+}
+"""What a run has when the spec is silent; the same as on the command line of ``compare``."""
+
+_FILE_SUFFIXES = (".yaml", ".yml", ".json", ".gz")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A value as fields of `experiments.sweep_job.Run`.
+
+    Attributes:
+        fields: Field to value, as spelled in the spec.
+        paths: The same with absolute paths, for fields that name files.
+        digests: File as spelled to SHA-256 of its content.
+    """
+
+    fields: dict[str, Any]
+    paths: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class ValueChecker:
+    """Checks values, each spelling once.
+
+    Args:
+        folder: Of the spec: files it names must lie here or below.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, Checked] = {}
+        self._checks: dict[str, Callable[[Any], Checked]] = {
+            "model": self._model,
+            "cluster": self._cluster,
+            "runtime": self._runtime,
+            "global_batch": lambda value: Checked({"global_batch": _given(value)}),
+            "memory_limit": self._memory_limit,
+            "profile": self._profile,
+            "searcher": self._searcher,
+            "objective": self._objective,
+            "budget": self._budget,
+            "seed": lambda value: Checked({"seed": _given(value)}),
+            "without": self._without,
+            "engine": self._engine,
+        }
+
+    @property
+    def defaults(self) -> dict[str, Checked]:
+        """Checked values of fields that a spec may leave out."""
+        return {name: self.check(name, value) for name, value in DEFAULTS.items()}
+
+    def check(self, name: str, value: Any) -> Checked:
+        """Return the fields a value stands for.
+
+        Raises:
+            ValueError: If it names what is not there, or breaks a rule.
+        """
+        spelling = f"{name}={json.dumps(value)}"
+        if spelling not in self._known:
+            self._known[spelling] = self._checks[name](value)
+        return self._known[spelling]
+
+    def _model(self, value: str | None) -> Checked:
+        from workloads.registry import model_names, model_spec
+
+        text = _given(value)
+        if text in model_names():
+            return Checked({"model": text})
+        if not text.lower().endswith(_FILE_SUFFIXES):
+            if not (self._folder / text / "config.json").is_file():
+                model_spec("" if "/" in text else text)  # raises, with the nearest names
+            text = f"{text}/config.json"
+        checked = self._with_files("model", text, [text])
+        model_spec(checked.paths["model"])
+        return checked
+
+    def _cluster(self, value: str | None) -> Checked:
+        from hardware_models.cluster import parse_cluster
+
+        text = _given(value)
+        presets = [re.sub(r":\d+x\d+\s*$", "", part).strip() for part in text.split("+")]
+        checked = self._with_files("cluster", text, [name for name in presets if name.endswith(_FILE_SUFFIXES)])
+        parse_cluster(checked.paths.get("cluster", text))
+        return checked
+
+    def _runtime(self, value: str | None) -> Checked:
+        from hardware_models.runtime import load_runtime
+
+        text = _given(value)
+        checked = self._with_files("runtime", text, [text] if text.endswith(_FILE_SUFFIXES) else [])
+        load_runtime(checked.paths.get("runtime", text))
+        return checked
+
+    def _profile(self, value: str | None) -> Checked:
+        from hardware_models.profile import OperatorProfile
+
+        if value is None:
+            return Checked({"profile": None})
+        checked = self._with_files("profile", value, [value])
+        OperatorProfile.load(checked.paths["profile"])
+        return checked
+
+    def _memory_limit(self, value: Any) -> Checked:
+        if isinstance(value, str):
+            value = parse_bytes(value)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"must be like 28GiB, a number of bytes, or null for no limit, got {value!r}")
+        if value is not None and not 1 <= value <= 1 << 60:
+            raise ValueError(f"must be between 1 and 2**60 bytes, got {value!r}")
+        return Checked({"memory_limit_bytes": None if value is None else int(value)})
+
+    def _budget(self, value: Any) -> Checked:
+        from searchers.budget import Budget
+
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"must be a time like 20s or a number of evaluations like 500, got {value!r}")
+        budget = Budget.parse(str(value))
+        if budget.seconds is not None and not math.isfinite(budget.seconds):
+            raise ValueError(f"must be finite, got {value!r}")
+        return Checked({"budget_s": budget.seconds, "budget_evaluations": budget.evaluations})
+
+    def _searcher(self, value: Any) -> Checked:
+        from searchers.registry import searcher_class
+
+        name, options = (value.get("name"), value.get("options", {})) if isinstance(value, dict) else (value, {})
+        unknown = sorted(set(value) - {"name", "options"}) if isinstance(value, dict) else []
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]!r}, {nearest(unknown[0], ['name', 'options'])}")
+        if not isinstance(name, str) or not isinstance(options, dict):
+            raise ValueError(f"must be a name, or {{name: ..., options: {{...}}}}, got {value!r}")
+        is_file = ".py:" in name or name.endswith(".py")
+        file = name.rpartition(":")[0] if ".py:" in name else name
+        checked = self._with_files("searcher", name, [file] if is_file else [])
+        found = searcher_class(checked.paths.get("searcher", name))
+        known = list(inspect.signature(found).parameters)
+        for option in options:
+            if option == "objective":
+                raise ValueError("objective is a field beside searcher, not one of its options")
+            if option not in known:
+                raise ValueError(f"{name} has no option {option!r}; {nearest(option, known)}")
+        try:
+            found(**options)
+        except TypeError as error:
+            raise ValueError(f"{name} does not take these options: {error}") from None
+        text = json.dumps(options, sort_keys=True) if options else "{}"
+        return Checked({"searcher": name, "options": text}, checked.paths, checked.digests)
+
+    def _objective(self, value: str | None) -> Checked:
+        from searchers.base import OBJECTIVES
+
+        return Checked({"objective": _one_of("objective", _given(value), OBJECTIVES)})
+
+    def _engine(self, value: str | None) -> Checked:
+        from simulator.simulate import ENGINES
+
+        return Checked({"engine": _one_of("engine", _given(value), tuple(ENGINES))})
+
+    def _without(self, value: Any) -> Checked:
+        from simulator.fidelity import Fidelity
+
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"must be a list of effects, such as [contention, host] or [], got {value!r}")
+        words = sorted({name.strip().replace("_", "-") for name in names if name.strip()})
+        Fidelity().without(*words)
+        return Checked({"without": ",".join(words)})
+
+    def _with_files(self, name: str, text: str, files: list[str]) -> Checked:
+        """Find the files that a value names, and note their content."""
+        absolute, digests = text, {}
+        for file in dict.fromkeys(files):
+            path = (self._folder / file).resolve()
+            if Path(file).is_absolute() or not path.is_relative_to(self._folder):
+                raise ValueError(f"files must lie in the spec's folder or below, written relative to it, got {file!r}")
+            if not path.is_file():
+                raise ValueError(f"no file {file!r} in the spec's folder {self._folder}")
+            digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()
+            absolute = absolute.replace(file, str(path))
+        return Checked({name: text}, {name: absolute} if digests else {}, digests)
+
+
+def _given(value: Any) -> Any:
+    if value is None:
+        raise ValueError("must have a value, got nothing (null); leave the key out")
+    return value
+
+
+def _one_of(what: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise ValueError(f"unknown {what} {value!r}; {nearest(value, known)}")
+    return value

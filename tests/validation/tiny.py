@@ -1,0 +1,291 @@
+"""Tiny models of every family, and plans of every feature for one, two and four processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from hardware_models.cluster import parse_cluster
+from hardware_models.model import HardwareModel
+from hardware_models.runtime import load_runtime
+from simulator.plan import Axis, Plan, Sharding, Stage, run_lengths
+from simulator.problem import Problem
+from simulator.schedules.one_f_one_b import warmup_p_b
+from simulator.uniform import even_layer_cuts, recompute_segments, uniform_plan
+from workloads.models.bert import BertSpec
+from workloads.models.fields import ModelSpec
+from workloads.models.gpt import GPTSpec
+from workloads.models.llama import LlamaSpec
+from workloads.models.t5 import T5Spec
+from workloads.models.vit import ViTSpec
+from workloads.operators import Workload
+from workloads.registry import build_from_spec
+
+COMMON = {"layers": 2, "hidden": 32, "heads": 4, "dropout": 0.0, "attention_dropout": 0.0}
+TEXT = {**COMMON, "seq_len": 8, "vocab": 64, "vocab_multiple": 8}
+SPECS: dict[str, ModelSpec] = {
+    "gpt": GPTSpec.model_validate({**TEXT, "name": "tiny-gpt", "layers": 4}),
+    "gpt-neox": GPTSpec.model_validate(
+        {**TEXT, "name": "tiny-neox", "positions": "rotary", "parallel_residual": True, "tied_embeddings": False}
+    ),
+    "bert": BertSpec.model_validate({**TEXT, "name": "tiny-bert", "num_positions": 16}),
+    "llama": LlamaSpec.model_validate({**TEXT, "name": "tiny-llama", "kv_heads": 2, "ffn": 48}),
+    "t5": T5Spec.model_validate({**TEXT, "name": "tiny-t5", "decoder_seq_len": 4, "position_buckets": 8}),
+    "t5-megatron": T5Spec.model_validate(
+        {**TEXT, "name": "tiny-t5-megatron", "decoder_seq_len": 4, "style": "megatron", "activation": "gelu"}
+    ),
+    "vit": ViTSpec.model_validate(
+        {**COMMON, "name": "tiny-vit", "image": 12, "patch": 4, "classes": 10}
+    ),
+}
+BUCKET_BYTES = 20_000
+"""Small, so that a tiny model has several buckets."""
+
+
+@cache
+def problem(model: str, *, global_batch: int = 8, attention: str = "plain", **runtime: object) -> Problem:
+    """Return a problem on four processes of this machine."""
+    chosen = replace(load_runtime("windtunnel-executor-fp32"), gradient_bucket_bytes=BUCKET_BYTES)
+    return Problem(
+        workload=build_from_spec(SPECS[model], attention),
+        hardware=HardwareModel(cluster=parse_cluster("local-cpu:1x4")),
+        runtime=replace(chosen, attention=attention, **runtime),  # type: ignore[arg-type]
+        global_batch=global_batch,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan to check.
+
+    Attributes:
+        name: Says which features it covers.
+        problem, plan: What is run.
+    """
+
+    name: str
+    problem: Problem
+    plan: Plan
+
+
+def axes(*words: tuple[str, int] | tuple[str, int, int]) -> Sharding:
+    """Return a sharding from tuples."""
+    return tuple(Axis(*word) for word in words)
+
+
+def stage(
+    operators: tuple[int, int],
+    devices: Sequence[int],
+    sharding: Sharding | Callable[[int], Sharding],
+    recompute: Sequence[tuple[int, int]] = (),
+) -> Stage:
+    """Return a stage whose sharding may depend on the operator."""
+    chosen = [sharding(index) if callable(sharding) else sharding for index in range(*operators)]
+    return Stage((operators,), tuple(devices), run_lengths(chosen), tuple(recompute))
+
+
+def pipeline(
+    of: Problem,
+    parts: Sequence[tuple[int, Sequence[int], Sharding]],
+    *,
+    microbatch: int,
+    **options: object,
+) -> Plan:
+    """Return a plan of stages ``(stop operator, devices, sharding)``; a stop of -1 is the end."""
+    stages, start = [], 0
+    for stop, devices, sharding in parts:
+        stop = len(of.workload) if stop < 0 else stop
+        stages.append(stage((start, stop), devices, sharding))
+        start = stop
+    return Plan(tuple(stages), microbatch, of.global_batch // microbatch, **options)  # type: ignore[arg-type]
+
+
+def cut(workload: Workload, role: str, layer: int) -> int:
+    """Return the index after the operator with ``role`` in ``layer``."""
+    for index, op in enumerate(workload.operators):
+        if op.role == role and op.layer == layer:
+            return index + 1
+    raise KeyError(role)
+
+
+def by_layer(workload: Workload, shardings: Sequence[Sharding]) -> Callable[[int], Sharding]:
+    """Return a sharding per operator that changes from layer to layer, in turn."""
+    return lambda index: shardings[workload.operators[index].layer % len(shardings)]
+
+
+DP2, TP2, SP2 = axes(("batch", 2)), axes(("tensor", 2)), axes(("tensor_sequence", 2))
+ALONE = axes(("batch", 1))
+
+
+def one_process() -> list[Case]:
+    """Return cases for a single process."""
+    cases = []
+
+    def add(name: str, of: Problem, plan: Plan) -> None:
+        cases.append(Case(name, of, plan))
+
+    gpt = problem("gpt")
+    whole = (0, len(gpt.workload))
+    add("gpt, 4 microbatches accumulated", gpt, uniform_plan(gpt, microbatch=2))
+    add("gpt, selective recomputation", gpt, uniform_plan(gpt, microbatch=4, recompute="selective"))
+    add("gpt, full recomputation, zb-h1", gpt, uniform_plan(gpt, microbatch=2, recompute="full", schedule="zb-h1"))
+    odd = stage(whole, [0], ALONE, recompute=[(2, 9), (9, 12), (20, 41)])
+    add("gpt, recompute segments across layers", gpt, Plan((odd,), 4, 2))
+    late = problem("gpt", recompute_stops_early=False)
+    add("gpt, recomputation to the end", late, uniform_plan(late, microbatch=4, recompute="full"))
+    chunks = [stage(bounds, [0], ALONE) for bounds in even_layer_cuts(gpt.workload, 2)]
+    add("gpt, two stages on one device, breadth first", gpt, Plan(tuple(chunks), 2, 4, schedule="gpipe"))
+    flash = problem("llama", attention="flash")
+    add("llama, flash attention, recomputation", flash, uniform_plan(flash, microbatch=4, recompute="full"))
+    for model in ("bert", "t5", "vit", "t5-megatron", "gpt-neox"):
+        of = problem(model)
+        add(f"{model}, full recomputation", of, uniform_plan(of, microbatch=4, recompute="full"))
+    return cases
+
+
+def two_processes() -> list[Case]:
+    """Return cases for two processes."""
+    cases = []
+
+    def add(name: str, of: Problem, plan: Plan) -> None:
+        cases.append(Case(name, of, plan))
+
+    gpt = problem("gpt")
+    end = len(gpt.workload)
+    add("gpt dp2, buckets overlapped", gpt, uniform_plan(gpt, dp=2, microbatch=2, overlap_gradient_sync=True))
+    add("gpt dp2, reduced after the last backward", gpt, uniform_plan(gpt, dp=2, microbatch=2))
+    every = replace(uniform_plan(gpt, dp=2, microbatch=1), gradient_reduction="every")
+    add("gpt dp2, reduced every microbatch", gpt, every)
+    ragged = problem("gpt", global_batch=6)
+    add("gpt dp2, unequal slices 2 + 1", ragged, Plan((stage((0, end), [0, 1], DP2),), 3, 2))
+    add("gpt dp2, ZeRO-1", gpt, uniform_plan(gpt, dp=2, microbatch=2, zero=1))
+    zero2 = replace(uniform_plan(gpt, dp=2, microbatch=2, zero=2), gradient_reduction="every")
+    add("gpt dp2, ZeRO-2, reduced every microbatch", gpt, zero2)
+    add("gpt dp2, ZeRO-3, overlapped", gpt, uniform_plan(gpt, dp=2, microbatch=2, zero=3, overlap_gradient_sync=True))
+    kept = replace(uniform_plan(gpt, dp=2, microbatch=2, zero=3), reshard_after_forward=False)
+    add("gpt dp2, ZeRO-3 kept after forward", gpt, kept)
+    add("gpt dp2, ZeRO-3, full recomputation", gpt, uniform_plan(gpt, dp=2, microbatch=2, zero=3, recompute="full"))
+    add("gpt dp2, ZeRO-3, split backward", gpt, uniform_plan(gpt, dp=2, microbatch=2, zero=3, schedule="zb-h1"))
+    add("gpt tp2", gpt, uniform_plan(gpt, tp=2, microbatch=4))
+    add("gpt tp2, opposite splits", gpt, Plan((stage((0, end), [0, 1], axes(("tensor_alternative", 2))),), 4, 2))
+    add("gpt tp2, sequence parallel", gpt, uniform_plan(gpt, tp=2, microbatch=4, sequence_parallel=True))
+    again = problem("gpt", keeps_gathered_inputs=False)
+    add(
+        "gpt tp2, sequence parallel, inputs gathered again, selective",
+        again,
+        uniform_plan(again, tp=2, microbatch=4, sequence_parallel=True, recompute="selective"),
+    )
+    add("gpt tp2, sequence parallel, full recomputation", gpt,
+        uniform_plan(gpt, tp=2, microbatch=4, sequence_parallel=True, recompute="full"))  # fmt: skip
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        add(f"gpt pp2, {schedule}", gpt, uniform_plan(gpt, pp=2, microbatch=2, schedule=schedule))
+    warm = replace(uniform_plan(gpt, pp=2, microbatch=1), warmup=warmup_p_b(2, 8))
+    add("gpt pp2, 1f1b with P_B", gpt, warm)
+    add("gpt pp2, interleaved", gpt, uniform_plan(gpt, pp=2, microbatch=2, schedule="interleaved", chunks=2))
+    uneven = cut(gpt.workload, "attention_context", 1)
+    plan = pipeline(gpt, [(uneven, [0], ALONE), (-1, [1], ALONE)], microbatch=2)
+    first = replace(plan.stages[0], recompute=((3, uneven),))
+    second = replace(plan.stages[1], recompute=((uneven, uneven + 20),))
+    add("gpt pp2, cut inside attention, recomputation", gpt, replace(plan, stages=(first, second)))
+    mixed = by_layer(gpt.workload, [DP2, TP2, SP2])
+    add("gpt, dp2, tp2 and sequence parallel in turn", gpt, Plan((stage((0, end), [0, 1], mixed),), 4, 2))
+    t5 = problem("t5")
+    middle = cut(t5.workload, "cross_attention_softmax", 5)
+    plan = pipeline(t5, [(middle, [1], ALONE), (-1, [0], ALONE)], microbatch=2)
+    add("t5 pp2, cut inside the decoder, devices swapped", t5, plan)
+    for model in ("bert", "llama", "t5", "t5-megatron", "gpt-neox"):
+        of = problem(model)
+        add(f"{model} tp2", of, uniform_plan(of, tp=2, microbatch=4))
+    for model in ("bert", "llama", "t5"):
+        of = problem(model)
+        add(f"{model} tp2, sequence parallel", of, uniform_plan(of, tp=2, microbatch=4, sequence_parallel=True))
+    vit = problem("vit")
+    add("vit tp2, selective", vit, uniform_plan(vit, tp=2, microbatch=4, recompute="selective"))
+    bert = problem("bert")
+    add("bert pp2, zb-h1", bert, uniform_plan(bert, pp=2, microbatch=2, schedule="zb-h1"))
+    llama = problem("llama", attention="flash")
+    add("llama dp2, flash, ZeRO-3", llama, uniform_plan(llama, dp=2, microbatch=2, zero=3))
+    return cases
+
+
+def four_processes() -> list[Case]:
+    """Return cases for four processes."""
+    cases = []
+
+    def add(name: str, of: Problem, plan: Plan) -> None:
+        cases.append(Case(name, of, plan))
+
+    gpt = problem("gpt")
+    end = len(gpt.workload)
+    two = even_layer_cuts(gpt.workload, 2)[0][1]
+    add("gpt pp2 dp2, overlapped", gpt, uniform_plan(gpt, pp=2, dp=2, microbatch=1, overlap_gradient_sync=True))
+    add("gpt pp2 tp2, sequence parallel, zb-h1", gpt,
+        uniform_plan(gpt, pp=2, tp=2, microbatch=2, sequence_parallel=True, schedule="zb-h1"))  # fmt: skip
+    add("gpt tp2 dp2, ZeRO-1", gpt, uniform_plan(gpt, tp=2, dp=2, microbatch=2, zero=1))
+    add("gpt tp2 dp2, ZeRO-3, full recomputation", gpt,
+        uniform_plan(gpt, tp=2, dp=2, microbatch=2, zero=3, recompute="full"))  # fmt: skip
+    hybrid = axes(("batch", 2), ("batch", 2, 3))
+    add("gpt dp4, sharded in pairs (HSDP)", gpt, Plan((stage((0, end), range(4), hybrid),), 4, 2))
+    parts = [(two, [0, 1], TP2), (-1, [2, 3], DP2)]
+    add("gpt tp2 then dp2, tied embeddings unlike", gpt, pipeline(gpt, parts, microbatch=4))
+    parts = [(two, [3, 1], DP2), (-1, [0, 2], TP2)]
+    add("gpt dp2 then tp2, devices out of order, gpipe", gpt, pipeline(gpt, parts, microbatch=4, schedule="gpipe"))
+    dp3 = axes(("batch", 3))
+    untied = problem("llama", global_batch=12)
+    middle = even_layer_cuts(untied.workload, 2)[0][1]
+    parts = [(middle, [0], ALONE), (-1, [1, 2, 3], dp3)]
+    add("llama 1 then 3 replicas, split", untied, pipeline(untied, parts, microbatch=4))
+    parts = [(middle, [0, 1, 2], dp3), (-1, [3], ALONE)]
+    add("llama 3 then 1 replicas, concat, unequal slices", untied, pipeline(untied, parts, microbatch=4))
+    turns = {"replica_assignment": "round_robin"}
+    parts = [(middle, [0], ALONE), (-1, [1, 2, 3], dp3)]
+    add("llama 1 then 3 replicas in turn", untied, pipeline(untied, parts, microbatch=2, **turns))
+    mixed = [
+        axes(("batch", 4)),
+        axes(("batch", 2), ("tensor", 2)),
+        axes(("tensor", 2), ("batch", 2)),
+        axes(("tensor", 4)),
+        axes(("batch", 2, 3), ("tensor_sequence", 2)),
+    ]
+    order = by_layer(gpt.workload, mixed)
+    embeddings = axes(("batch", 2), ("tensor", 2))
+
+    def galvatron(index: int) -> Sharding:
+        return embeddings if gpt.workload.operators[index].layer in (0, 5) else order(index)
+
+    add("gpt, five strategies in one stage", gpt, Plan((stage((0, end), range(4), galvatron),), 4, 2))
+
+    def alpa(index: int) -> Sharding:
+        op = gpt.workload.operators[index]
+        if op.role in ("mlp_linear_1", "mlp_linear_2"):
+            return axes(("row", 2), ("column", 2))
+        return axes(("batch", 2), ("tensor", 2))
+
+    add("gpt, matmuls cut both ways", gpt, Plan((stage((0, end), range(4), alpa),), 4, 2))
+    add("gpt pp4, 1f1b", gpt, uniform_plan(gpt, pp=4, microbatch=1))
+    add("gpt pp4, zb-h1, full recomputation", gpt,
+        uniform_plan(gpt, pp=4, microbatch=1, schedule="zb-h1", recompute="full"))  # fmt: skip
+    chunks = uniform_plan(gpt, pp=2, dp=2, microbatch=1, schedule="interleaved", chunks=2, zero=1)
+    add("gpt pp2 dp2, interleaved, ZeRO-1", gpt, chunks)
+    t5 = problem("t5")
+    count = len(t5.workload)
+    parts = [(count // 4, [0], ALONE), (count // 2, [1], ALONE), (3 * count // 4, [2], ALONE), (-1, [3], ALONE)]
+    add("t5 pp4, memory relayed", t5, pipeline(t5, parts, microbatch=2))
+    parts = [(count // 2 + 3, [0, 1], SP2), (-1, [2, 3], DP2)]
+    add("t5 pp2, sequence parallel then dp2", t5, pipeline(t5, parts, microbatch=4))
+    bert = problem("bert")
+    add("bert dp2 tp2, overlapped every microbatch", bert,
+        replace(uniform_plan(bert, dp=2, tp=2, microbatch=1, overlap_gradient_sync=True), gradient_reduction="every"))  # fmt: skip
+    vit = problem("vit")
+    add("vit pp2 dp2, ZeRO-2", vit, uniform_plan(vit, pp=2, dp=2, microbatch=2, zero=2))
+    cuts = even_layer_cuts(gpt.workload, 3)
+    parts = [(cuts[0][1], [0, 1], DP2), (cuts[1][1], [2], ALONE), (-1, [3], ALONE)]
+    add("gpt dp2, 1, 1: replicas of the first stage only", gpt, pipeline(gpt, parts, microbatch=2))
+    segments = recompute_segments(gpt.workload, 0, end, "selective")
+    plan = Plan((stage((0, end), range(4), axes(("batch", 2), ("tensor_sequence", 2)), segments),), 4, 2)
+    add("gpt dp2 tp2, sequence parallel, selective", gpt, plan)
+    return cases
+
+
+CASES = {1: one_process(), 2: two_processes(), 4: four_processes()}
