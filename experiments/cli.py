@@ -16,6 +16,7 @@ from experiments import (
     command_plan,
     command_search,
     command_simulate,
+    command_sweep,
 )
 from experiments.console import fail
 
@@ -46,6 +47,7 @@ app.command("search")(command_search.search)
 app.command("simulate")(command_simulate.simulate_file)
 app.command("diff")(command_diff.diff)
 app.command("compare")(command_compare.compare_searchers)
+app.command("sweep")(command_sweep.sweep_spec)
 
 
 @app.callback(invoke_without_command=True)

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +97,7 @@ class ValueChecker:
             if not (self._folder / text / "config.json").is_file():
                 model_spec("" if "/" in text else text)  # raises, with the nearest names
             text = f"{text}/config.json"
-        checked = self._with_files("model", text, [text])
+        checked = self._with_files("model", [(text, "")])
         model_spec(checked.paths["model"])
         return checked
 
@@ -106,8 +105,8 @@ class ValueChecker:
         from hardware_models.cluster import parse_cluster
 
         text = _given(value)
-        presets = [re.sub(r":\d+x\d+\s*$", "", part).strip() for part in text.split("+")]
-        checked = self._with_files("cluster", text, [name for name in presets if name.endswith(_FILE_SUFFIXES)])
+        parts = [_split_cluster(part.strip()) for part in text.split("+")]
+        checked = self._with_files("cluster", parts)
         parse_cluster(checked.paths.get("cluster", text))
         return checked
 
@@ -115,7 +114,7 @@ class ValueChecker:
         from hardware_models.runtime import load_runtime
 
         text = _given(value)
-        checked = self._with_files("runtime", text, [text] if text.endswith(_FILE_SUFFIXES) else [])
+        checked = self._with_files("runtime", [(text, "") if text.endswith(_FILE_SUFFIXES) else ("", text)])
         load_runtime(checked.paths.get("runtime", text))
         return checked
 
@@ -124,7 +123,7 @@ class ValueChecker:
 
         if value is None:
             return Checked({"profile": None})
-        checked = self._with_files("profile", value, [value])
+        checked = self._with_files("profile", [(value, "")])
         OperatorProfile.load(checked.paths["profile"])
         return checked
 
@@ -156,9 +155,9 @@ class ValueChecker:
             raise ValueError(f"unknown key {unknown[0]!r}, {nearest(unknown[0], ['name', 'options'])}")
         if not isinstance(name, str) or not isinstance(options, dict):
             raise ValueError(f"must be a name, or {{name: ..., options: {{...}}}}, got {value!r}")
-        is_file = ".py:" in name or name.endswith(".py")
-        file = name.rpartition(":")[0] if ".py:" in name else name
-        checked = self._with_files("searcher", name, [file] if is_file else [])
+        file, colon, class_name = name.rpartition(":") if ".py:" in name else (name, "", "")
+        parts = [(file, colon + class_name)] if file.endswith(".py") else [("", name)]
+        checked = self._with_files("searcher", parts)
         found = searcher_class(checked.paths.get("searcher", name))
         known = list(inspect.signature(found).parameters)
         for option in options:
@@ -193,18 +192,31 @@ class ValueChecker:
         Fidelity().without(*words)
         return Checked({"without": ",".join(words)})
 
-    def _with_files(self, name: str, text: str, files: list[str]) -> Checked:
-        """Find the files that a value names, and note their content."""
-        absolute, digests = text, {}
-        for file in dict.fromkeys(files):
+    def _with_files(self, name: str, parts: list[tuple[str, str]]) -> Checked:
+        """Find the files that a value names, and note their content.
+
+        Args:
+            name: The field.
+            parts: ``(file, what follows it)``, joined by ``+`` in the value; no file is an empty string.
+        """
+        absolute, digests = [], {}
+        for file, rest in parts:
             path = (self._folder / file).resolve()
-            if Path(file).is_absolute() or not path.is_relative_to(self._folder):
+            if file and (Path(file).is_absolute() or not path.is_relative_to(self._folder)):
                 raise ValueError(f"files must lie in the spec's folder or below, written relative to it, got {file!r}")
-            if not path.is_file():
+            if file and not path.is_file():
                 raise ValueError(f"no file {file!r} in the spec's folder {self._folder}")
-            digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()
-            absolute = absolute.replace(file, str(path))
-        return Checked({name: text}, {name: absolute} if digests else {}, digests)
+            if file:
+                digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()
+            absolute.append(f"{path if file else ''}{rest}")
+        text = "+".join(f"{file}{rest}" for file, rest in parts)
+        return Checked({name: text}, {name: "+".join(absolute)} if digests else {}, digests)
+
+
+def _split_cluster(part: str) -> tuple[str, str]:
+    """Return the file and the shape of one part of a cluster string; no file if it names a preset."""
+    name, colon, shape = part.rpartition(":")
+    return (name, colon + shape) if name.endswith(_FILE_SUFFIXES) else ("", part)
 
 
 def _given(value: Any) -> Any:

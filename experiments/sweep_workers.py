@@ -17,7 +17,7 @@ import importlib
 import queue
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from typing import Any, Protocol
 
@@ -36,10 +36,17 @@ _ONE_THREAD = dict.fromkeys(
 
 
 class Workers(Protocol):
-    """What `outcomes` needs of a place to run."""
+    """What `outcomes` needs of a place to run.
+
+    Attributes:
+        name: In words.
+        capacity: Runs to hand over at a time; None for all.
+        crowded: Workers that run several runs at once as threads.
+    """
 
     name: str
     capacity: int | None
+    crowded: int
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Begin a run."""
@@ -68,6 +75,7 @@ class LocalWorkers:
             raise ValueError(f"the number of processes must be at least 1, got {num_processes}")
         self.capacity: int | None = num_processes or int(cpu_count())
         self.name = f"{self.capacity} process{'es' if self.capacity > 1 else ''} on this machine"
+        self.crowded = 0
         self._idle: list[Executor] = []
         self._busy: dict[Future[Outcome], Executor] = {}
 
@@ -149,7 +157,7 @@ class DaskWorkers:
         except BaseException:
             self._client.close()
             raise
-        self._executor: Executor = self._client.get_executor(pure=False)
+        self._executor: Any = self._client.get_executor(pure=False)
 
     def _check_code(self, address: str) -> None:
         mine = code_fingerprint("")
@@ -166,7 +174,8 @@ class DaskWorkers:
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Hand a run to the scheduler."""
-        return self._executor.submit(run_job, job, key=f"sweep-{job.key}")
+        future: Future[Outcome] = self._executor.submit(run_job, job, key=f"sweep-{job.key}")
+        return future
 
     def release(self, future: Future[Outcome]) -> None:
         """Do nothing: the scheduler keeps its own books."""
@@ -181,15 +190,12 @@ class DaskWorkers:
         self._client.close()
 
 
-def outcomes(
-    jobs: Iterable[Job], workers: Workers, begun: Callable[[Job], None] | None = None
-) -> Iterator[tuple[Job, Outcome] | None]:
+def outcomes(jobs: Iterable[Job], workers: Workers) -> Iterator[tuple[Job, Outcome] | None]:
     """Run the jobs and yield each with its outcome as it ends; None now and then while waiting.
 
     Args:
         jobs: Each at most once.
         workers: Where; the caller closes them.
-        begun: Told of every job that was submitted.
 
     Raises:
         OtherCodeError: If a worker runs other code.
@@ -206,8 +212,6 @@ def outcomes(
             future = workers.submit(job)
             running[future] = job
             future.add_done_callback(ended.put)
-            if begun:
-                begun(job)
         try:
             future = ended.get(timeout=TICK_S)
         except queue.Empty:

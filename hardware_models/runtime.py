@@ -56,6 +56,8 @@ class Runtime:
         host_seconds_per_kernel: Overrides the GPU type's ``launch_s``; None keeps it.
         host_seconds_per_operator: What the framework itself spends on the host before an operator's kernels
             (module calls, dispatch, autograd nodes): forward, and backward.
+        host_seconds_per_pass: What the framework spends on the host before each forward or backward pass of a
+            microbatch through a stage (schedule, data, bookkeeping).
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
@@ -83,6 +85,7 @@ class Runtime:
     context_bytes: int
     host_seconds_per_kernel: float | None
     host_seconds_per_operator: tuple[float, float]
+    host_seconds_per_pass: float
     prefetches_gathers: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
@@ -137,6 +140,7 @@ class RuntimeFile(FileModel):
     context_bytes: Bytes
     host_seconds_per_kernel: NonNegative | None
     host_seconds_per_operator: tuple[NonNegative, NonNegative]
+    host_seconds_per_pass: NonNegative
     prefetches_gathers: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool

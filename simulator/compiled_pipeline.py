@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled_cache import compiled, inlined
+from simulator.compiled_cache import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -208,25 +208,15 @@ def boundary_codes(
                 reader += 1
             if readers[reader] < stop:
                 received[at] = read[reader]
-            word = np.uint64((tensor_ids[tensor] * 64 + sent[at]) * 64 + received[at])
+            word = np.uint64(((1 + tensor_ids[tensor]) * 64 + sent[at]) * 64 + received[at])
             key = (key ^ word) * _MIX
             key ^= key >> np.uint64(29)
             at += 1
         for column in range(degrees.shape[1]):
-            key = (key ^ np.uint64(degrees[number, column])) * _MIX
+            key = (key ^ np.uint64(1 + degrees[number, column])) * _MIX
             key ^= key >> np.uint64(29)
         keys[number] = key
     return keys, sent, received
-
-
-@inlined
-def _is_due(
-    stage: int, goes_forward: bool, microbatch: int, low: int, high: int, forwards: Ints, backwards: Ints
-) -> bool:
-    """Return whether the neighbour that a pass waits for has done it."""
-    if goes_forward:
-        return stage == low or forwards[stage - 1] > microbatch
-    return stage == high - 1 or backwards[stage + 1] > microbatch
 
 
 @compiled
@@ -246,7 +236,8 @@ def run_pipelines(
     """Return the iteration time of every plan, in seconds; NaN where passes wait for each other for ever.
 
     The exact longest path: every pass of every unit, in the static order of the schedule. A *unit* is a
-    device, or stands for devices that behave alike.
+    device, or stands for devices that behave alike. Plans with an array that is too large in all should come
+    apart from others: the work space is as large as the largest needs.
 
     Args:
         plan_stages: int64[P + 1]. Stages of each plan.
@@ -261,83 +252,110 @@ def run_pipelines(
         channel_seconds: Seconds of one transfer alone.
     """
     result = np.zeros(len(num_microbatches))
+    most_units, most_received, most_channels, most_stages = 0, 0, 0, 0
     for plan in range(len(num_microbatches)):
         low, high = plan_stages[plan], plan_stages[plan + 1]
+        units = stage_units[high] - stage_units[low]
+        most_units = max(most_units, units)
+        most_received = max(most_received, units * num_microbatches[plan])
+        most_channels = max(most_channels, channel_offsets[2 * high] - channel_offsets[2 * low])
+        most_stages = max(most_stages, high - low)
+    received = np.zeros((2, most_received))
+    channel_free = np.zeros(most_channels)
+    computed = np.zeros(most_units)  # End of the last computation of each unit, ...
+    communicated = np.zeros(most_units)  # ... of its last collective, ...
+    held = np.zeros(most_units)  # ... and of what its last pass sent, where it waits for that.
+    ends = np.zeros(most_units)
+    forwards = np.zeros(most_stages, np.int64)
+    backwards = np.zeros(most_stages, np.int64)
+    for plan in range(len(num_microbatches)):
+        low, high = plan_stages[plan], plan_stages[plan + 1]
+        num_stages = high - low
         m = num_microbatches[plan]
         base = stage_units[low]
         units = stage_units[high] - base
         channel_base = channel_offsets[2 * low]
-        channel_free = np.zeros(channel_offsets[2 * high] - channel_base)
-        received = np.zeros((2, units, m))
-        computed = np.zeros(units)  # End of the last computation of each unit, ...
-        communicated = np.zeros(units)  # ... of its last collective, ...
-        held = np.zeros(units)  # ... and of what its last pass sent, where it waits for that.
-        ends = np.zeros(units)
-        forwards = np.zeros(high, np.int64)
-        backwards = np.zeros(high, np.int64)
-        left = 2 * m * (high - low)
+        received[:, : units * m] = 0.0
+        channel_free[: channel_offsets[2 * high] - channel_base] = 0.0
+        for unit in range(units):
+            computed[unit] = 0.0
+            communicated[unit] = 0.0
+            held[unit] = 0.0
+        for stage in range(num_stages):
+            forwards[stage] = 0
+            backwards[stage] = 0
+        left = 2 * m * num_stages
         latest = 0.0
         downwards = True
         moved = True
         while left > 0 and moved:
             moved = False
-            for turn in range(high - low):
-                stage = low + turn if downwards else high - 1 - turn
+            for turn in range(num_stages):
+                stage = turn if downwards else num_stages - 1 - turn
+                row = low + stage
+                first_unit, end_unit = stage_units[row] - base, stage_units[row + 1] - base
                 while backwards[stage] < m:
                     done = forwards[stage]
-                    goes_forward = done < m and done < warmups[stage] + backwards[stage]
-                    microbatch = done if goes_forward else backwards[stage]
-                    if not _is_due(stage, goes_forward, microbatch, low, high, forwards, backwards):
-                        break
+                    goes_forward = done < m and done < warmups[row] + backwards[stage]
+                    if goes_forward:
+                        way = 0
+                        microbatch = done
+                        if stage > 0 and forwards[stage - 1] <= microbatch:
+                            break
+                    else:
+                        way = 1
+                        microbatch = backwards[stage]
+                        if stage < num_stages - 1 and backwards[stage + 1] <= microbatch:
+                            break
                     moved = True
                     left -= 1
-                    way = 0 if goes_forward else 1
-                    size = group_sizes[stage]
-                    for group in range(stage_units[stage] - base, stage_units[stage + 1] - base, size):
-                        members = range(group, group + size)
-                        one = passes[base + group, way]
-                        if one[NUM_FIRST] > 0:
-                            begin = 0.0
-                            for unit in members:
-                                ready = max(received[way, unit, microbatch], held[unit])
-                                begin = max(begin, ready, communicated[unit])
-                            end_first = begin + one[FIRST]
-                            for unit in members:
-                                ends[unit] = max(end_first, computed[unit]) + one[LEAD]
-                                communicated[unit] = end_first
+                    size = group_sizes[row]
+                    for group in range(first_unit, end_unit, size):
+                        num_first = passes[base + group, way, NUM_FIRST]
+                        lead_s = passes[base + group, way, LEAD]
+                        begin = 0.0
+                        if num_first > 0:
+                            for unit in range(group, group + size):
+                                ready = max(received[way, unit * m + microbatch], held[unit])
+                                begin = max(begin, max(ready, communicated[unit]))
+                            begin += passes[base + group, way, FIRST]
+                            for unit in range(group, group + size):
+                                communicated[unit] = begin
+                                ends[unit] = max(begin, computed[unit]) + lead_s
                         else:
-                            for unit in members:
-                                ready = max(received[way, unit, microbatch], held[unit])
-                                ends[unit] = max(ready, computed[unit]) + one[LEAD]
-                        if one[NUM_LATER] > 0:
+                            for unit in range(group, group + size):
+                                ready = max(received[way, unit * m + microbatch], held[unit])
+                                ends[unit] = max(ready, computed[unit]) + lead_s
+                        if passes[base + group, way, NUM_LATER] > 0:
                             begin = 0.0
-                            for unit in members:
-                                begin = max(begin, ends[unit], communicated[unit])
-                            end = begin + (one[TOTAL] - one[FIRST] - one[LEAD])
-                            for unit in members:
-                                computed[unit] = end - one[TRAIL]
-                                communicated[unit] = end - one[TAIL]
-                                ends[unit] = end
+                            for unit in range(group, group + size):
+                                begin = max(begin, max(ends[unit], communicated[unit]))
+                            begin += passes[base + group, way, TOTAL] - passes[base + group, way, FIRST] - lead_s
+                            for unit in range(group, group + size):
+                                computed[unit] = begin - passes[base + group, way, TRAIL]
+                                communicated[unit] = begin - passes[base + group, way, TAIL]
+                                ends[unit] = begin
                         else:
-                            for unit in members:
+                            for unit in range(group, group + size):
                                 computed[unit] = ends[unit]
-                        for unit in members:
+                        for unit in range(group, group + size):
                             held[unit] = 0.0
                             latest = max(latest, ends[unit])
                     if goes_forward:
                         forwards[stage] += 1
-                        other = stage_units[stage + 1] - base
+                        other = end_unit
                     else:
                         backwards[stage] += 1
-                        other = stage_units[max(stage - 1, low)] - base
-                    own = stage_units[stage] - base
-                    for channel in range(channel_offsets[2 * stage + way], channel_offsets[2 * stage + way + 1]):
-                        source, target = own + channel_sources[channel], other + channel_targets[channel]
-                        arrived = max(ends[source], channel_free[channel - channel_base]) + channel_seconds[channel]
-                        channel_free[channel - channel_base] = arrived
-                        received[way, target, microbatch] = max(received[way, target, microbatch], arrived)
-                        if blocking:
-                            held[source] = max(held[source], arrived)
+                        other = stage_units[max(row - 1, low)] - base
+                    for channel in range(channel_offsets[2 * row + way], channel_offsets[2 * row + way + 1]):
+                        source = first_unit + channel_sources[channel]
+                        target = (other + channel_targets[channel]) * m + microbatch
+                        free = max(ends[source], channel_free[channel - channel_base]) + channel_seconds[channel]
+                        channel_free[channel - channel_base] = free
+                        if free > received[way, target]:
+                            received[way, target] = free
+                        if blocking and free > held[source]:
+                            held[source] = free
             downwards = not downwards
         result[plan] = latest if left == 0 else np.nan
     return result

@@ -215,9 +215,7 @@ class Postman:
             return
         arriving: dict[str, _Expected] = {}
         for number, found in enumerate(self._routes(position, way, microbatch)):
-            mine = [
-                piece for piece in found.pieces if self.boundaries[position].ranks(way, piece)[1] == self.pool.rank
-            ]
+            mine = [piece for piece in found.pieces if self.boundaries[position].ranks(way, piece)[1] == self.pool.rank]
             if not mine:
                 continue
             box = found.wanted[mine[0].target]

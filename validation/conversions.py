@@ -9,7 +9,7 @@ import torch
 from simulator.lowering.mesh import settled
 from simulator.lowering.transfers import Region, regions
 from validation.groups import GroupKey, StageGroups, group_keys
-from validation.layouts import Conversion, Step
+from validation.layouts import Conversion, Layout, Step
 from validation.operator_context import Box, box_of, box_shape, coordinates_of
 from workloads.kinds.base import Shape
 
@@ -73,9 +73,9 @@ class Converter:
 
     def _through_whole(self, conversion: Conversion, tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
         """Gather every rank's part, padded to the largest, put the tensor together, cut the target's part."""
-        source = (conversion.source[0], settled(conversion.source[1]))
-        held = [box_of(region, shape) for region in _regions(source[0], source[1], shape)]
-        wanted = box_of(_regions(*conversion.target, shape)[self.groups.local_rank], shape)
+        source = conversion.source[0], settled(conversion.source[1])
+        held = [box_of(region, shape) for region in _regions(source, shape)]
+        wanted = box_of(_regions(conversion.target, shape)[self.groups.local_rank], shape)
         longest = max(prod(box_shape(box)) for box in held)
         flat = tensor.new_zeros(longest)
         flat[: tensor.numel()] = tensor.reshape(-1)
@@ -89,8 +89,8 @@ class Converter:
         return whole[wanted].clone(memory_format=torch.contiguous_format)
 
 
-def _regions(sizes: tuple[int, ...], placements: tuple, shape: Shape) -> list[Region]:  # type: ignore[type-arg]
-    return regions(sizes, placements, shape[0])
+def _regions(layout: Layout, shape: Shape) -> list[Region]:
+    return regions(layout[0], layout[1], shape[0])
 
 
 def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:

@@ -13,13 +13,18 @@ from validation.parameters import input_specs
 from validation.reference import terminal_tensors
 from validation.stage_parameters import placed_parameters
 from validation.ties import find_ties
-from validation.torch_kinds import BUILDERS, NOT_EXECUTABLE
+from validation.torch_kinds import BUILDERS, why_not
 from validation.wiring import StageWiring
 
 DTYPES_BY_DEVICE = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 
 # What the executor's operators do, whatever a runtime says.
-OWN_IMPLEMENTATION = {"fused_softmax": False, "fused_bias_activation": False, "bias_in_matmul": True, "fused_loss": True}
+OWN_IMPLEMENTATION = {
+    "fused_softmax": False,
+    "fused_bias_activation": False,
+    "bias_in_matmul": True,
+    "fused_loss": True,
+}
 
 
 def check_executable(plan: Plan, problem: Problem, *, device: str, num_processes: int | None = None) -> Plan:
@@ -81,9 +86,8 @@ def _runtime(problem: Problem, device: str) -> list[str]:
 def _kinds(problem: Problem) -> list[str]:
     found: dict[str, str] = {}
     for op in problem.workload.operators:
-        if op.kind in NOT_EXECUTABLE or op.kind not in BUILDERS:
-            reason = NOT_EXECUTABLE.get(op.kind, "it has no torch builder")
-            found.setdefault(op.kind, f"operator {op.name!r} of kind {op.kind}: {reason}")
+        if op.kind not in BUILDERS:
+            found.setdefault(op.kind, f"operator {op.name!r} of kind {op.kind}: {why_not(op.kind)}")
     if not found:
         for check in (terminal_tensors, input_specs):
             try:

@@ -159,9 +159,7 @@ class PlanExecutor:
             torch.cuda.synchronize(self.worker.device)
         since = self.clock.seconds
         timed = [
-            TimedAction(
-                self.worker.rank, *action, since(start, ready), since(start, done), since(before, ready)
-            )
+            TimedAction(self.worker.rank, *action, since(start, ready), since(start, done), since(before, ready))
             for action, before, ready, done in marks
         ]
         return timed, since(marks[-1][3], end) if marks else 0.0
@@ -349,16 +347,14 @@ def execute(
         raise ValueError(f"iterations must be at least 1 and warmup at least 0, got {iterations} and {warmup}")
     canonical = check_executable(plan, problem, device=device)
     job = Job(canonical, problem, iterations, warmup, measure_operators)
-    records = launch(
-        run_rank, job, num_processes=len(canonical.devices), device=device, timeout_s=timeout_s, port=port
-    )
+    records = launch(run_rank, job, num_processes=len(canonical.devices), device=device, timeout_s=timeout_s, port=port)
     return measurement_of(records, job, device)
 
 
 def measurement_of(records: list[RankRecord], job: Job, device: str) -> Measurement:
     """Return the measurement that the records of all ranks make up."""
     working = [record for record in records if record.device >= 0]
-    versions = {"torch": torch.__version__}
+    versions = {"torch": str(torch.__version__)}
     if device == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name(0)}
     return combine(

@@ -105,9 +105,7 @@ class Gradients:
         dtype: Type in which gradients are summed.
     """
 
-    def __init__(
-        self, view: StageView, parameters: StageParameters, groups: StageGroups, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, view: StageView, parameters: StageParameters, groups: StageGroups, dtype: torch.dtype) -> None:
         self.groups = groups
         self.dtype = dtype
         self.every = view.plan.gradient_reduction == "every" and view.plan.num_microbatches > 1

@@ -22,6 +22,10 @@ GroupKey = tuple[str, tuple[int, ...]]
 ROLES = ("tensor", "gather", "reduce", "forward", "backward")
 """What has communicators of its own: activations, gathered parameters, gradients, transfers each way."""
 
+# Renamed in torch 2.13.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -61,17 +65,16 @@ class Group:
             return None
         return dist.all_reduce(tensor, _OPERATIONS[operation], self.handle, async_op=not wait)
 
-    def all_gather(self, tensor: torch.Tensor, *, out: torch.Tensor | None = None, wait: bool = True) -> tuple[torch.Tensor, Any]:
+    def all_gather(self, tensor: torch.Tensor, *, wait: bool = True) -> tuple[torch.Tensor, Any]:
         """Return ``(size, *shape)`` with the ranks' tensors in mesh order, and the work if ``wait`` is false.
 
         The tensor must be contiguous. Where mesh order is not ascending, the result is waited for.
         """
-        if out is None:
-            out = tensor.new_empty((self.size, *tensor.shape))
+        out = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
             out[0].copy_(tensor)
             return out, None
-        work = dist.all_gather_into_tensor(out.view(-1), tensor.view(-1), self.handle, async_op=not wait)
+        work = _all_gather_flat(out.view(-1), tensor.view(-1), self.handle, async_op=not wait)
         if self._order is None:
             return out, work
         if work is not None:
@@ -91,7 +94,7 @@ class Group:
             tensor = tensor[self._order]
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor[0])
-        work = dist.reduce_scatter_tensor(out.view(-1), tensor.view(-1), group=self.handle, async_op=not wait)
+        work = _reduce_scatter_flat(out.view(-1), tensor.view(-1), group=self.handle, async_op=not wait)
         return out, work
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:

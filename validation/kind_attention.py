@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from validation.operator_context import Forward, OperatorContext, Tensors, builds
+from validation.operator_context import Forward, OperatorContext, Tensors, builds, unpacked
 from workloads.kinds.attributes import flag, integer
 from workloads.kinds.base import Attributes
 
@@ -23,14 +23,14 @@ def _queries(attributes: Attributes, source: torch.Tensor) -> torch.Tensor:
     """Return queries ``(B, G, R, S, D)`` of a packed ``(B, S, ...)``: G groups of R heads."""
     repeats, dim = _repeats(attributes), integer(attributes, "head_dim")
     if flag(attributes, "cross"):
-        return source.unflatten(-1, (-1, repeats, dim)).permute(0, 2, 3, 1, 4)
-    return source.unflatten(-1, (-1, repeats + 2, dim))[..., :repeats, :].permute(0, 2, 3, 1, 4)
+        return unpacked(source, -1, (-1, repeats, dim)).permute(0, 2, 3, 1, 4)
+    return unpacked(source, -1, (-1, repeats + 2, dim))[..., :repeats, :].permute(0, 2, 3, 1, 4)
 
 
 def _pair(attributes: Attributes, source: torch.Tensor, number: int) -> torch.Tensor:
     """Return keys (``number`` 0) or values (1), ``(B, G, S, D)``."""
     width = 2 if flag(attributes, "cross") else _repeats(attributes) + 2
-    packed = source.unflatten(-1, (-1, width, integer(attributes, "head_dim")))
+    packed = unpacked(source, -1, (-1, width, integer(attributes, "head_dim")))
     return packed[..., width - 2 + number, :].transpose(1, 2)
 
 
@@ -68,9 +68,9 @@ def _buckets(queries: int, keys: int, count: int, causal: bool, device: torch.de
         buckets = (relative > 0) * count
         relative = relative.abs()
     exact = max(count // 2, 1)
-    far = exact + (
-        torch.log(relative.clamp(min=1) / exact) / math.log(max(128 / exact, 1.01)) * (count - exact)
-    ).to(torch.int64)
+    far = exact + (torch.log(relative.clamp(min=1) / exact) / math.log(max(128 / exact, 1.01)) * (count - exact)).to(
+        torch.int64
+    )
     return buckets + torch.where(relative < exact, relative, far.clamp(exact, max(count - 1, 0)))
 
 
@@ -112,7 +112,7 @@ def build_attention_context(context: OperatorContext) -> Forward:
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         values = _pair(attributes, inputs[1], 1).unsqueeze(2)
-        mixed = torch.matmul(inputs[0].unflatten(1, (-1, repeats)), values)
+        mixed = torch.matmul(unpacked(inputs[0], 1, (-1, repeats)), values)
         return (mixed.permute(0, 3, 1, 2, 4).flatten(2),)
 
     return forward
@@ -151,7 +151,7 @@ def build_rotary(context: OperatorContext) -> Forward:
     table = _rotations(context.local.inputs[0][1], repeats, dim, context.device).unsqueeze(1)
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
-        packed = inputs[0].float().unflatten(-1, (-1, repeats + 2, dim // 2, 2))
+        packed = unpacked(inputs[0].float(), -1, (-1, repeats + 2, dim // 2, 2))
         turned = torch.view_as_real(torch.view_as_complex(packed) * table)
         return (turned.flatten(2).to(inputs[0].dtype),)
 

@@ -11,8 +11,10 @@ from validation.kind_elementwise import drop
 from validation.operator_context import Forward, OperatorContext, Tensors, builds
 from workloads.kinds.attributes import flag, integer, real
 
+_Function: Any = torch.autograd.Function
 
-class _AddOnce(torch.autograd.Function):
+
+class _AddOnce(_Function):  # type: ignore[misc]
     """Adds a term to a partial sum on one rank only, and gives every rank the term's whole gradient."""
 
     @staticmethod
@@ -28,7 +30,7 @@ class _AddOnce(torch.autograd.Function):
 
 def add_once(total: torch.Tensor, term: torch.Tensor, *, applies: bool) -> torch.Tensor:
     """Return ``total + term`` where ``applies``, else ``total``; the term's gradient is whole everywhere."""
-    result: torch.Tensor = _AddOnce.apply(total, term, applies)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _AddOnce.apply(total, term, applies)
     return result
 
 

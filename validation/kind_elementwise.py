@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from validation.operator_context import Forward, OperatorContext, Tensors, builds, interleaving
+from validation.operator_context import Forward, OperatorContext, Tensors, builds, interleaving, unpacked
 from workloads.kinds.attributes import real
 
 
@@ -38,7 +38,7 @@ def build_swiglu(context: OperatorContext) -> Forward:
     blocks //= degree
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
-        gate, up = inputs[0].unflatten(-1, (blocks, 2, -1)).unbind(-2)
+        gate, up = unpacked(inputs[0], -1, (blocks, 2, -1)).unbind(-2)
         return ((F.silu(gate) * up).flatten(-2),)
 
     return forward

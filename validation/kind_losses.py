@@ -9,8 +9,10 @@ import torch.nn.functional as F  # noqa: N812
 
 from validation.operator_context import Box, Forward, OperatorContext, Reduce, Tensors, builds
 
+_Function: Any = torch.autograd.Function
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+
+class _VocabParallelCrossEntropy(_Function):  # type: ignore[misc]
     """Cross entropy of logits whose vocabulary is cut: Megatron-LM mpu/cross_entropy.py."""
 
     @staticmethod
@@ -35,13 +37,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient.mul_(gradients[0].unsqueeze(-1)), None, None, None
 
 
-def _cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, rows: Box, vocab: int, reduce: Reduce
-) -> torch.Tensor:
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, rows: Box, vocab: int, reduce: Reduce) -> torch.Tensor:
     if rows[0].stop - rows[0].start < vocab:
-        found: torch.Tensor = _VocabParallelCrossEntropy.apply(logits, labels, rows[0], reduce)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _VocabParallelCrossEntropy.apply(logits, labels, rows[0], reduce)
         return found
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").unflatten(0, labels.shape)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
 @builds("lm_loss")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from validation.groups import GroupPool
 
+_TCPStore: Any = vars(dist)["TCPStore"]  # torch does not export it for type checkers
 HOST = "127.0.0.1"
 GRACE_S = 2.0
 """After a first failure the others may still say why they stopped; the cause is the one that is no echo."""
@@ -62,6 +63,17 @@ Target = Callable[[Worker, Any], Any]
 """What a process runs; must be importable, and its result picklable."""
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What every process is told besides its rank."""
+
+    world_size: int
+    port: int
+    device: str
+    timeout_s: float
+    num_threads: int
+
+
 def backend_of(device: str) -> str:
     """Return the backend for a device type: gloo on the CPU, nccl on CUDA."""
     return "nccl" if device == "cuda" else "gloo"
@@ -75,6 +87,7 @@ def launch(
     device: str = "cpu",
     timeout_s: float = 600.0,
     port: int | None = None,
+    num_threads: int | None = None,
 ) -> list[Any]:
     """Run ``target(worker, argument)`` in new processes and return what each gave, by rank.
 
@@ -85,6 +98,7 @@ def launch(
         device: ``cpu`` or ``cuda`` (rank r uses GPU r).
         timeout_s: Seconds until all are stopped.
         port: Rendezvous port; None for a free one.
+        num_threads: Torch's threads per process; None shares the cores out.
 
     Raises:
         ValueError: If the port is in use, or there are fewer GPUs than ranks.
@@ -98,11 +112,14 @@ def launch(
     listener = _listen(port)
     chosen = int(listener.getsockname()[1])
     store = (
-        dist.TCPStore(HOST, chosen, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        _TCPStore(HOST, chosen, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         if num_processes > 1
         else None
     )
     context = multiprocessing.get_context("spawn")
+    settings = _Settings(
+        num_processes, chosen, device, timeout_s, num_threads or max(1, (os.cpu_count() or 1) // num_processes)
+    )
     progress = [context.RawArray("l", [-1, 0, -1, -1]) for _ in range(num_processes)]
     processes, connections = [], []
     try:
@@ -110,7 +127,7 @@ def launch(
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_child,
-                args=(rank, num_processes, chosen, device, timeout_s, target, argument, theirs, progress[rank]),
+                args=(rank, settings, target, argument, theirs, progress[rank]),
                 daemon=True,
                 name=f"windtunnel rank {rank}",
             )
@@ -172,9 +189,7 @@ def _collect(
     return [results[rank] for rank in range(len(processes))]
 
 
-def _read(
-    rank: int, process: Any, connection: Connection, results: dict[int, Any], errors: dict[int, str]
-) -> None:
+def _read(rank: int, process: Any, connection: Connection, results: dict[int, Any], errors: dict[int, str]) -> None:
     try:
         word, value = connection.recv()
     except (EOFError, OSError):
@@ -220,19 +235,12 @@ def _doing(progress: Any) -> str:
 
 
 def _child(
-    rank: int,
-    world_size: int,
-    port: int,
-    device: str,
-    timeout_s: float,
-    target: Target,
-    argument: Any,
-    connection: Connection,
-    progress: Any,
+    rank: int, settings: _Settings, target: Target, argument: Any, connection: Connection, progress: Any
 ) -> None:
     _die_with_parent()
+    world_size, device, timeout_s = settings.world_size, settings.device, settings.timeout_s
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    torch.set_num_threads(settings.num_threads)
     try:
         chosen = torch.device("cpu")
         if device == "cuda":
@@ -242,7 +250,7 @@ def _child(
         if world_size > 1:
             backend = backend_of(device)
             limit = timedelta(seconds=timeout_s)
-            store = dist.TCPStore(HOST, port, is_master=False, timeout=limit)
+            store = _TCPStore(HOST, settings.port, is_master=False, timeout=limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         pool = GroupPool(rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
         result = target(Worker(rank, world_size, pool, chosen, progress), argument)

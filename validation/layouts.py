@@ -98,9 +98,7 @@ def _steps(sizes: MeshSizes, have: Sequence[Placement], want: Sequence[Placement
         found.setdefault((collective, before, after), []).append(axis)
     return [
         Step(collective, tuple(axes), _dim(before), _dim(after))
-        for (collective, before, after), axes in sorted(
-            found.items(), key=lambda item: (_ORDER[item[0][0]], item[1])
-        )
+        for (collective, before, after), axes in sorted(found.items(), key=lambda item: (_ORDER[item[0][0]], item[1]))
     ]
 
 
@@ -135,9 +133,7 @@ def _arrives(have: Sequence[Placement], want: Sequence[Placement], steps: Sequen
 
 
 def _whole(source: Layout, target: Layout) -> Conversion:
-    partial = tuple(
-        axis for axis, placement in enumerate(source[1]) if placement == PARTIAL and source[0][axis] > 1
-    )
+    partial = tuple(axis for axis, placement in enumerate(source[1]) if placement == PARTIAL and source[0][axis] > 1)
     steps = (Step("all_reduce", partial),) if partial else ()
     assert all(placement == Replicate() or isinstance(placement, Shard) for placement in target[1]), target
     return Conversion(source[0], steps, True, source, target)

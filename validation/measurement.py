@@ -158,7 +158,8 @@ class Clock:
         """Return now."""
         if not self.on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        make: Any = torch.cuda.Event  # untyped in torch
+        event = make(enable_timing=True)
         event.record()
         return event
 

@@ -130,13 +130,9 @@ class Call:
         wanted = [*edges, *leaves]
         if not wanted:
             return [None] * len(self.inputs), [None] * len(self.parameters)
-        found = torch.autograd.grad(
-            self.outputs,  # type: ignore[arg-type]
-            wanted,  # type: ignore[arg-type]
-            gradients,
-            retain_graph=inputs and not weights and bool(self.parameters),
-            allow_unused=True,
-        )
+        keeps = inputs and not weights and bool(self.parameters)
+        grad: Any = torch.autograd.grad  # its annotation knows no edges
+        found = grad(self.outputs, wanted, gradients, retain_graph=keeps, allow_unused=True)
         of_edges = iter(found[: len(edges)])
         of_inputs = [None if edge is None or not inputs else next(of_edges) for edge in self.inputs]
         return of_inputs, list(found[len(edges) :]) if weights else [None] * len(self.parameters)
@@ -207,7 +203,7 @@ def _packer(
         found = absences.get(storage)
         if found is not None:
             base, fetch = found
-            offset = tensor.storage_offset() - base.storage_offset()
+            offset = int(tensor.storage_offset()) - int(base.storage_offset())
             return _Absent(fetch, tuple(tensor.size()), tuple(tensor.stride()), offset)
         if slots is None or storage in staying:
             return tensor
@@ -222,7 +218,10 @@ def _packer(
 def _unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, _Absent):
         base = packed.fetch()
-        return torch.as_strided(base, packed.size, packed.stride, packed.offset + base.storage_offset())
+        if base.dim() == 0:
+            # Weight gradients do not read weights; autograd unpacks them all the same.
+            return base.expand(packed.size)
+        return torch.as_strided(base, packed.size, packed.stride, packed.offset + int(base.storage_offset()))
     if isinstance(packed, _Slot):
         value = packed.slots.values[packed.number]
         assert value is not None, "backward reached an operator whose segment was not computed again"

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd, prod
+from typing import Any
 
 import torch
 
 from simulator.lowering.transfers import Region, regions
-from workloads.kinds.base import Local, Shape, Split
+from workloads.kinds.base import Implementation, Local, Shape, Split
 from workloads.local import localize, splits_of
 from workloads.operators import Operator, Workload
 from workloads.placements import Placement
@@ -158,7 +159,7 @@ def make_context(
     local_rank: int,
     samples: int,
     local_samples: int,
-    implementation: object,
+    implementation: Implementation,
     device: torch.device,
     run: RunState | None = None,
     reduce: Reduce = _no_group,
@@ -172,7 +173,7 @@ def make_context(
         local_rank: Position in the mesh.
         samples: Samples of the microbatch over all replicas.
         local_samples: Samples of this rank.
-        implementation: ``workloads.kinds.base.Implementation`` of the runtime.
+        implementation: Of the runtime.
         device: Where tensors live.
         run: Progress of the run, shared by all operators of a rank.
         reduce: Collective inside the operator.
@@ -189,7 +190,7 @@ def make_context(
         op.attributes,
         workload.input_shapes(index, local_samples * degree),
         axes,
-        implementation,  # type: ignore[arg-type]
+        implementation,
         operator=op.name,
     )
     input_shapes = workload.input_shapes(index, samples)
@@ -222,6 +223,13 @@ def make_context(
         run=run or RunState(),
         reduce=reduce,
     )
+
+
+def unpacked(tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return a view with dimension ``dim`` in several; one of ``sizes`` may be -1."""
+    view: Any = tensor.unflatten  # untyped in torch
+    found: torch.Tensor = view(dim, sizes)
+    return found
 
 
 def interleaving(features: int) -> int:

@@ -23,9 +23,7 @@ def parameter_key(workload: Workload, index: int, parameter: Parameter) -> str:
     return parameter.tie or f"{workload.operators[index].name}/{parameter.name}"
 
 
-def full_parameter(
-    key: str, shape: Shape, *, is_gain: bool, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def full_parameter(key: str, shape: Shape, *, is_gain: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the whole tensor called ``key``; equal keys give equal values on one sort of device."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
     values = torch.randn(shape, generator=generator, device=device) * SPREAD

@@ -119,10 +119,10 @@ class Held:
         return prod(self.shape)
 
     def fetch(self) -> torch.Tensor:
-        """Return the whole parameter for backward; not a number where it is not gathered, as none is needed."""
+        """Return the whole parameter for backward; a lone NaN where it is not gathered, as none is needed."""
         if self.whole is not None:
             return self.whole
-        return self.trained.new_full((1,), float("nan")).detach().expand(self.shape)
+        return self.trained.detach().new_full((), float("nan"))
 
 
 @dataclass
@@ -204,9 +204,7 @@ class StageParameters:
                 if unit is not None and unit not in self.units_of_layer.setdefault(layer_of[index].layer, []):
                     self.units_of_layer[layer_of[index].layer].append(unit)
 
-    def _hold(
-        self, placed: Placed, context: OperatorContext, device: torch.device, dtype: torch.dtype
-    ) -> Held:
+    def _hold(self, placed: Placed, context: OperatorContext, device: torch.device, dtype: torch.dtype) -> Held:
         workload, group = self.view.costs.problem.workload, placed.group
         _, full = initial_parameter(workload, placed.operator, placed.number, dtype=dtype, device=device)
         box = context.parameter_boxes[placed.number]

@@ -158,9 +158,7 @@ class StageRunner:
         """Return what leaves the stage, and what the microbatch keeps."""
         state = InFlight()
         values, left = dict(arrivals), dict(self.readers)
-        gathers = LayerGathers(
-            self.parameters, self.layers, releases=self.view.plan.reshard_after_forward
-        )
+        gathers = LayerGathers(self.parameters, self.layers, releases=self.view.plan.reshard_after_forward)
         for index in self.view.operators:
             gathers.enter(self.workload.operators[index].layer)
             segment = self.segment_of.get(index)
@@ -271,9 +269,7 @@ class StageRunner:
             inputs, weights: Which gradients to compute: both, or one half of a split backward.
             sync: Reduce weight gradients as buckets complete.
         """
-        gathers = LayerGathers(
-            self.parameters, self.layers[::-1], releases=self.view.plan.reshard_after_forward
-        )
+        gathers = LayerGathers(self.parameters, self.layers[::-1], releases=self.view.plan.reshard_after_forward)
         for index in reversed(self.view.operators):
             if inputs:
                 gathers.enter(self.workload.operators[index].layer)

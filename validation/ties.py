@@ -86,7 +86,8 @@ def find_ties(wirings: Sequence[StageWiring]) -> list[Tie]:
     for key, stages in holders.items():
         if len(stages) < 2:
             continue
-        places, shape = [], ()
+        places: list[TiedPlace] = []
+        shape: Shape = ()
         for wiring, number in stages:
             parameter = placed[wiring.view.position][number]
             place, shape = _place(wiring, parameter.operator, parameter.number, parameter.group.num_shards)

@@ -8,7 +8,16 @@ from __future__ import annotations
 from validation import kind_attention, kind_dense, kind_elementwise, kind_losses
 from validation.operator_context import BUILDERS, Forward, OperatorContext
 
-__all__ = ["BUILDERS", "NOT_EXECUTABLE", "build", "kind_attention", "kind_dense", "kind_elementwise", "kind_losses"]
+__all__ = [
+    "BUILDERS",
+    "NOT_EXECUTABLE",
+    "build",
+    "kind_attention",
+    "kind_dense",
+    "kind_elementwise",
+    "kind_losses",
+    "why_not",
+]
 
 NOT_EXECUTABLE = {"opaque": "it is a row of somebody's profile: times and sizes without a definition"}
 
@@ -20,8 +29,11 @@ def build(context: OperatorContext) -> Forward:
         ValueError: If the kind has no builder, or the builder refuses the operator.
     """
     kind = context.operator.kind
-    if kind in NOT_EXECUTABLE:
-        raise ValueError(f"operator {context.operator.name!r} of kind {kind} cannot be executed: {NOT_EXECUTABLE[kind]}")
     if kind not in BUILDERS:
-        raise ValueError(f"operator {context.operator.name!r} of kind {kind} cannot be executed: it has no torch builder")
+        raise ValueError(f"operator {context.operator.name!r} of kind {kind} cannot be executed: {why_not(kind)}")
     return BUILDERS[kind](context)
+
+
+def why_not(kind: str) -> str:
+    """Return why a kind without a builder cannot be executed."""
+    return NOT_EXECUTABLE.get(kind, "it has no torch builder")

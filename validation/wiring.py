@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from simulator.lowering.mesh import MeshSizes, batch_coordinate, batch_degree, mesh_sizes
+from simulator.lowering.mesh import batch_coordinate, batch_degree, mesh_sizes
 from simulator.lowering.program import StageView
 from simulator.lowering.transfers import Region, regions, replica_bounds
 from validation.conversions import conversion_groups
-from validation.groups import GroupKey
+from validation.groups import GroupKey, group_keys
 from validation.layouts import Conversion, Layout, convert, is_settled
 from workloads.kinds.base import Shape
 from workloads.placements import Placement, Replicate, Shard
@@ -179,13 +179,8 @@ class StageWiring:
         for index, sharding in self.view.shardings.items():
             axes = internal_axes(self.workload.operators[index].kind, sharding)
             if axes:
-                found |= {key for key in self._keys(mesh_sizes(sharding), axes)}
+                found |= set(group_keys("tensor", self.ranks, mesh_sizes(sharding), axes))
         return found
-
-    def _keys(self, sizes: MeshSizes, axes: tuple[int, ...]) -> list[GroupKey]:
-        from validation.groups import group_keys
-
-        return group_keys("tensor", self.ranks, sizes, axes)
 
 
 def internal_axes(kind: str, sharding: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class TemplateBuilder:
         waited: set[int] = set()
         sends = self.channels.classes(transfer_family) if transfer_family is not None else []
         num_sends = self._num_sends(sends, transfer_family)
+        pass_s = view.costs.problem.runtime.host_seconds_per_pass
         computed = [position for position, item in enumerate(items) if item.collective is None]
         for position, item in enumerate(items):
             name = workload.operators[item.operator].name if item.operator >= 0 else label
@@ -51,7 +52,8 @@ class TemplateBuilder:
                 for c in self.placement.classes:
                     segment = self.placement.segment(item, c)
                     if position == computed[0]:
-                        segment = Segment.launch(self.launch_s[c] * num_receives.get(c, 0)).then(segment)
+                        before_s = self.launch_s[c] * num_receives.get(c, 0) + pass_s
+                        segment = Segment.launch(before_s).then(segment)
                     if position == computed[-1]:
                         segment = segment.then(Segment.launch(self.launch_s[c] * num_sends.get(c, 0)))
                     tasks.append(self._add_segment(template, item, name, c, segment, tails, positions))

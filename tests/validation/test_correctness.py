@@ -32,7 +32,7 @@ def outcomes() -> dict[int, list[list[Outcome]]]:
     found = {}
     for world_size, cases in CASES.items():
         references = {case.name: reference_of(case) for case in cases}
-        found[world_size] = launch(run_cases, references, num_processes=world_size, timeout_s=300)
+        found[world_size] = launch(run_cases, references, num_processes=world_size, timeout_s=300, num_threads=1)
     return found
 
 

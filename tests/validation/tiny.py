@@ -35,9 +35,7 @@ SPECS: dict[str, ModelSpec] = {
     "t5-megatron": T5Spec.model_validate(
         {**TEXT, "name": "tiny-t5-megatron", "decoder_seq_len": 4, "style": "megatron", "activation": "gelu"}
     ),
-    "vit": ViTSpec.model_validate(
-        {**COMMON, "name": "tiny-vit", "image": 12, "patch": 4, "classes": 10}
-    ),
+    "vit": ViTSpec.model_validate({**COMMON, "name": "tiny-vit", "image": 12, "patch": 4, "classes": 10}),
 }
 BUCKET_BYTES = 20_000
 """Small, so that a tiny model has several buckets."""
@@ -188,8 +186,10 @@ def two_processes() -> list[Case]:
     first = replace(plan.stages[0], recompute=((3, uneven),))
     second = replace(plan.stages[1], recompute=((uneven, uneven + 20),))
     add("gpt pp2, cut inside attention, recomputation", gpt, replace(plan, stages=(first, second)))
-    mixed = by_layer(gpt.workload, [DP2, TP2, SP2])
-    add("gpt, dp2, tp2 and sequence parallel in turn", gpt, Plan((stage((0, end), [0, 1], mixed),), 4, 2))
+    neox = problem("gpt-neox")
+    mixed = by_layer(neox.workload, [DP2, TP2, SP2])
+    everything = (0, len(neox.workload))
+    add("gpt-neox, dp2, tp2 and sequence parallel in turn", neox, Plan((stage(everything, [0, 1], mixed),), 4, 2))
     t5 = problem("t5")
     middle = cut(t5.workload, "cross_attention_softmax", 5)
     plan = pipeline(t5, [(middle, [1], ALONE), (-1, [0], ALONE)], microbatch=2)
@@ -275,8 +275,8 @@ def four_processes() -> list[Case]:
     parts = [(count // 2 + 3, [0, 1], SP2), (-1, [2, 3], DP2)]
     add("t5 pp2, sequence parallel then dp2", t5, pipeline(t5, parts, microbatch=4))
     bert = problem("bert")
-    add("bert dp2 tp2, overlapped every microbatch", bert,
-        replace(uniform_plan(bert, dp=2, tp=2, microbatch=1, overlap_gradient_sync=True), gradient_reduction="every"))  # fmt: skip
+    every = replace(uniform_plan(bert, dp=2, tp=2, microbatch=1), gradient_reduction="every")
+    add("bert dp2 tp2, overlapped every microbatch", bert, every)
     vit = problem("vit")
     add("vit pp2 dp2, ZeRO-2", vit, uniform_plan(vit, pp=2, dp=2, microbatch=2, zero=2))
     cuts = even_layer_cuts(gpt.workload, 3)

@@ -77,6 +77,4 @@ def _run(worker: Worker, number: int, references: dict[str, Reference]) -> Outco
         if worker.world_size > 1 and os.environ.get("WINDTUNNEL_TEST_DEBUG") is None:
             raise
         return Outcome(error=traceback.format_exc())
-    return Outcome(
-        tuple(losses), tuple(differences), tuple(executor.notes()), time.perf_counter() - start
-    )
+    return Outcome(tuple(losses), tuple(differences), tuple(executor.notes()), time.perf_counter() - start)

@@ -1,0 +1,161 @@
+"""``windtunnel sweep``: many runs, resumable."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experiments.console import AsJson, console, messages, print_lines, table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from experiments.sweep import Sweep
+
+ASK_ABOVE = 1_000
+"""Runs that one call starts without ``--yes``."""
+
+MAX_SHOWN = 40
+"""Rows on the terminal; the files have all."""
+
+MAX_FAILURES_SHOWN = 5
+
+
+def sweep_spec(
+    spec: Annotated[Path, typer.Argument(help="YAML or JSON file: base, grid, cases, runs.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for results; a second call makes only what is missing. Default: out/NAME-OF-SPEC.",
+            show_default=False,
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Processes; default: one per core.", show_default=False),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler", help="Run on a Dask cluster instead: tcp://host:port of its scheduler.", show_default=False
+        ),
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Make runs again that failed in an earlier call.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help=f"Start even more than {ASK_ABOVE:,} runs.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a grid of models, clusters, batches, searchers, seeds and effects; keep every finished run.
+
+    Example: windtunnel sweep spec.yaml -o out/sweep
+    """
+    from experiments.sweep import Sweep, load_sweep, open_workers
+    from experiments.sweep_files import json_of
+    from experiments.sweep_progress import sweep_progress
+
+    loaded = load_sweep(spec)
+    found = Sweep(loaded, output or Path("out") / spec.name.split(".")[0], retry_failed=retry_failed)
+    folder = found.folder.path
+    if len(found.pending) > ASK_ABOVE and not yes:
+        raise ValueError(
+            f"{spec} has {len(found.pending):,} runs to make, more than {ASK_ABOVE:,}; add --yes if that is meant"
+        )
+    if found.pending:
+        before = signal.signal(signal.SIGTERM, _interrupt)  # what Slurm sends when a job's time is over
+        try:
+            workers = open_workers(jobs, scheduler)
+            try:
+                _announce(found, f"on {workers.name}", workers.crowded)
+                with sweep_progress() as listener:
+                    found.run(workers, listener)
+            finally:
+                workers.close()
+                signal.signal(signal.SIGTERM, before)
+        except KeyboardInterrupt:
+            messages().print(
+                f"interrupted; finished runs are kept in {folder}, the same command makes the other "
+                f"{len(found.pending)}",
+                markup=False,
+            )
+            raise typer.Exit(130) from None
+    else:
+        _announce(found, "nothing to do", 0)
+        found.write()
+    results = found.table()
+    if as_json:
+        print_lines(json_of(results))
+        return
+    _show(found, results)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _announce(found: Sweep, where: str, crowded: int) -> None:
+    """Say what will run before it does."""
+    spec = found.spec
+    to_make, kept = len(found.pending), len(spec.jobs) - len(found.pending)
+    parts = [f"{len(spec.jobs):,} runs", f"{kept:,} finished earlier", f"{to_make:,} to make {where}"]
+    say = messages()
+    say.print(f"{spec.title}: {', '.join(part for part in parts if not part.startswith('0 '))}", markup=False)
+    if failed := found.num_failed_kept:
+        say.print(f"{failed:,} of the finished runs failed; --retry-failed makes them again")
+    if spec.num_repeated:
+        say.print(f"{spec.num_repeated:,} runs are named more than once in the spec and made once")
+    if found.num_other:
+        say.print(
+            f"{found.num_other:,} runs in {found.folder.path} are of other code or another spec; not in the table",
+            markup=False,
+        )
+    for file in found.folder.damaged:
+        say.print(f"{file} is damaged; the run is made again", markup=False)
+    if spec.plugins:
+        say.print(f"code of your own that will be executed: {', '.join(spec.plugins)}", markup=False)
+    if crowded:
+        say.print(
+            f"[yellow]note:[/] {crowded} workers run several runs at once as threads, which slow each other; "
+            "start them with --nthreads 1"
+        )
+
+
+def _show(found: Sweep, results: pd.DataFrame) -> None:
+    from experiments.sweep_plots import varying
+
+    folder = found.folder.path
+    inputs = varying(results)
+    columns = [(name.replace("_", " "), "left") for name in inputs]
+    columns += [(name, "right") for name in ("s/iteration", "samples/s", "MFU", "GiB used/has")] + [("result", "left")]
+    rows: list[dict[Any, Any]] = results.head(MAX_SHOWN).to_dict("records")
+    console().print(table(found.spec.title, columns, [_cells(row, inputs) for row in rows]))
+    if len(results) > MAX_SHOWN:
+        console().print(f"... and {len(results) - MAX_SHOWN:,} more in {folder / 'table.csv'}", markup=False)
+    failures = results[results["status"] == "failed"]
+    for row in failures.head(MAX_FAILURES_SHOWN).to_dict("records"):
+        console().print(f"failed: {row['reason']} ({folder / 'runs' / row['run']}.json)", markup=False, soft_wrap=True)
+    if len(failures) > MAX_FAILURES_SHOWN:
+        console().print(f"... and {len(failures) - MAX_FAILURES_SHOWN} more failures")
+    console().print(", ".join(f"{count:,} {status}" for status, count in found.counts().items()))
+    plot = ", sweep.png" if (folder / "sweep.png").is_file() else ""
+    console().print(f"table.csv, table.json, plans{plot}: {folder}", markup=False)
+
+
+def _cells(row: dict[Any, Any], inputs: list[str]) -> tuple[str, ...]:
+    shown = ["-" if row[name] is None or str(row[name]) in ("", "nan", "<NA>") else str(row[name]) for name in inputs]
+    if row["status"] not in ("ok", "out of memory"):
+        return (*shown, "-", "-", "-", "-", f"{row['status']}: {row['reason']}")
+    words = f"{row['plan']} ({row['reason']})" if row["reason"] else row["plan"]
+    return (
+        *shown,
+        f"{row['iteration_time_s']:.3g}",
+        f"{row['samples_per_s']:.4g}",
+        f"{row['mfu']:.1%}",
+        f"{row['peak_reserved_bytes'] / 2**30:.1f}/{row['capacity_bytes'] / 2**30:.1f}",
+        words if row["status"] == "ok" else f"OUT OF MEMORY: {words}",
+    )

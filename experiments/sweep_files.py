@@ -1,0 +1,143 @@
+"""The output folder of a sweep.
+
+spec.yaml              the spec of the last call
+runs/HASH-CODE.json    one per finished run: inputs, row, counters, history, error; written whole, at once
+plans/HASH-CODE.yaml   its plan, ready for ``windtunnel simulate``
+table.csv, table.json  one row per finished run of the spec, in the spec's order
+sweep.png              throughput along the axis that varies
+
+HASH is that of a run's inputs and of the files they name, CODE the version of the code. So a changed spec
+keeps what it shares with the old one, and results of other code stay on disk without being mixed in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datafiles.errors import DataFileError
+from datafiles.loader import load_mapping
+from datafiles.writer import dump_json, write_text_atomically
+from experiments.compare_files import versions
+from experiments.sweep_job import Job, Outcome, Run, plain
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+INPUTS = tuple(Run.__annotations__)
+
+RESULTS = (
+    "status",
+    "iteration_time_s",
+    "samples_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "peak_reserved_bytes",
+    "capacity_bytes",
+    "objective_s",
+    "evaluations",
+    "plan",
+    "reason",
+)
+"""Results that are the same wherever and whenever a run with a budget in evaluations is made."""
+
+TIMINGS = ("search_s", "simulate_s")
+"""Results that depend on the machine and its load."""
+
+COLUMNS = (*INPUTS, *RESULTS, *TIMINGS, "run")
+"""Columns of the table; ``run`` names the files under ``runs`` and ``plans``."""
+
+_INTEGERS = ("memory_limit_bytes", "budget_evaluations", "peak_reserved_bytes", "capacity_bytes", "evaluations")
+
+
+class SweepFolder:
+    """Reads and writes the folder. Every file appears whole or not at all.
+
+    Args:
+        path: The folder; made if it is not there.
+
+    Raises:
+        ValueError: If the path is a file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"output must be a folder, got the file {self.path}")
+        for folder in (self.path, self.path / "runs", self.path / "plans"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.damaged: list[Path] = []
+
+    def finished(self, jobs: Iterable[Job]) -> dict[str, dict[str, Any]]:
+        """Return the rows of the jobs that finished in earlier calls, by key; failed ones included."""
+        rows: dict[str, dict[str, Any]] = {}
+        self.damaged = []
+        for job in jobs:
+            file = self._record(job)
+            if not file.is_file():
+                continue
+            try:
+                saved = load_mapping(file)
+            except DataFileError:  # by another program; ours writes whole files
+                self.damaged.append(file)
+                continue
+            if saved.get("inputs") == job.inputs() and isinstance(saved.get("row"), dict):
+                rows[job.key] = saved["row"]
+            else:
+                self.damaged.append(file)
+        return rows
+
+    def num_other(self, jobs: Iterable[Job]) -> int:
+        """Return how many finished runs in the folder are of other code or no longer in the spec."""
+        names = {self._record(job).name for job in jobs}
+        return sum(file.name not in names for file in (self.path / "runs").glob("*.json"))
+
+    def add(self, job: Job, outcome: Outcome) -> dict[str, Any]:
+        """Write what a run left; its record last, since that marks it as finished. Returns its row."""
+        row = plain(outcome.row)
+        if outcome.plan is not None:
+            write_text_atomically(self.path / "plans" / f"{job.key}.yaml", outcome.plan)
+        saved = {
+            "inputs": job.inputs(),
+            "code": job.code,
+            "versions": versions(),
+            "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "row": row,
+            **outcome.details,
+        }
+        write_text_atomically(self._record(job), dump_json(saved))
+        return row
+
+    def _record(self, job: Job) -> Path:
+        return self.path / "runs" / f"{job.key}.json"
+
+    def write_spec(self, text: str) -> None:
+        """Keep the spec beside its results."""
+        write_text_atomically(self.path / "spec.yaml", text)
+
+    def write_table(self, table: pd.DataFrame) -> None:
+        """Write the table as CSV and JSON."""
+        write_text_atomically(self.path / "table.csv", table.to_csv(index=False))
+        write_text_atomically(self.path / "table.json", json_of(table) + "\n")
+
+
+def json_of(table: pd.DataFrame) -> str:
+    """Return the rows as JSON, every number to its last bit (`pandas.DataFrame.to_json` keeps 10 digits)."""
+    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    return json.dumps(rows, indent=2, allow_nan=False)
+
+
+def table_of(jobs: Iterable[Job], rows: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """Return one row per finished run, in the order of the jobs, with COLUMNS."""
+    import pandas as pd
+
+    listed = [
+        {**asdict(job.run), **{name: rows[job.key].get(name) for name in (*RESULTS, *TIMINGS)}, "run": job.key}
+        for job in jobs
+        if job.key in rows
+    ]
+    return pd.DataFrame(listed, columns=list(COLUMNS)).astype(dict.fromkeys(_INTEGERS, "Int64"))
