@@ -131,7 +131,11 @@ def run_cases(
     for number, case in enumerate(cases):
         if listener is not None:
             listener(number, len(cases), case.row_id)
-        outcomes.append(run_case(case, fidelity=fidelity, engine=engine))
+        try:
+            outcomes.append(run_case(case, fidelity=fidelity, engine=engine))
+        except Exception as error:
+            error.add_note(f"while simulating accuracy case {case.row_id}")
+            raise
     return outcomes, [entry for entry in chosen if isinstance(entry, Skipped)]
 
 

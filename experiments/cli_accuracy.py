@@ -141,7 +141,9 @@ def _print(
                 percent(known.target_time),
                 percent(time.median_absolute) if time else "",
                 f"{100 * time.bias:+.1f} %" if time else "",
-                f"{100 * time.worst[1]:+.0f} % {time.worst[0].split('/')[-1]}" if time else "; ".join(report.reasons),
+                f"{100 * time.worst[1]:+.0f} % #{time.worst[0].split('#')[-1][:12]}"
+                if time
+                else "; ".join(report.reasons),
                 f"{percent(report.memory.mean_absolute)}" if report.memory else "",
                 f"{report.num_fits_right}/{report.num_fits_asked}" if report.num_fits_asked else "",
                 f"{report.rank.correlation:.3f}" if report.rank else "",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,16 +69,11 @@ def sweep_spec(
             f"{spec} has {len(found.pending):,} runs to make, more than {ASK_ABOVE:,}; add --yes if that is meant"
         )
     if found.pending:
-        before = signal.signal(signal.SIGTERM, _interrupt)  # what Slurm sends when a job's time is over
         try:
-            workers = open_workers(jobs, scheduler)
-            try:
+            with _terminate_means_interrupt(), closing(open_workers(jobs, scheduler)) as workers:
                 _announce(found, f"on {workers.name}", workers.crowded)
                 with sweep_progress() as listener:
                     found.run(workers, listener)
-            finally:
-                workers.close()
-                signal.signal(signal.SIGTERM, before)
         except KeyboardInterrupt:
             messages().print(
                 f"interrupted; finished runs are kept in {folder}, the same command makes the other "
@@ -94,8 +91,18 @@ def sweep_spec(
     _show(found, results)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def _terminate_means_interrupt() -> Iterator[None]:
+    """Take SIGTERM, which Slurm sends when a job's time is over, as Ctrl-C."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _announce(found: Sweep, where: str, crowded: int) -> None:
@@ -120,7 +127,7 @@ def _announce(found: Sweep, where: str, crowded: int) -> None:
         say.print(f"code of your own that will be executed: {', '.join(spec.plugins)}", markup=False)
     if crowded:
         say.print(
-            f"[yellow]note:[/] {crowded} workers run several runs at once as threads, which slow each other; "
+            f"[yellow]note:[/] Dask workers with several threads ({crowded}) make runs at once that slow each other; "
             "start them with --nthreads 1"
         )
 
@@ -142,8 +149,7 @@ def _show(found: Sweep, results: pd.DataFrame) -> None:
     if len(failures) > MAX_FAILURES_SHOWN:
         console().print(f"... and {len(failures) - MAX_FAILURES_SHOWN} more failures")
     console().print(", ".join(f"{count:,} {status}" for status, count in found.counts().items()))
-    plot = ", sweep.png" if (folder / "sweep.png").is_file() else ""
-    console().print(f"table.csv, table.json, plans{plot}: {folder}", markup=False)
+    console().print(f"table.csv, table.json, plans, {found.no_plot or 'sweep.png'}: {folder}", markup=False)
 
 
 def _cells(row: dict[Any, Any], inputs: list[str]) -> tuple[str, ...]:

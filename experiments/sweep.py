@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,7 @@ class Sweep:
         pending: Runs to make, in the spec's order.
         num_failed_kept: Runs that failed in an earlier call and are not made again.
         num_other: Finished runs in the folder that are of other code or no longer in the spec.
+        no_plot: Why the last writing made no plot; None if it did.
     """
 
     def __init__(self, spec: SweepSpec, output: str | Path, *, retry_failed: bool = False) -> None:
@@ -70,6 +72,7 @@ class Sweep:
         self.folder = SweepFolder(output)
         self._rows = self.folder.finished(spec.jobs)
         self.num_other = self.folder.num_other(spec.jobs)
+        self.no_plot: str | None = None
         failed = {key for key, row in self._rows.items() if row["status"] == "failed"}
         again = failed if retry_failed else set()
         self.num_failed_kept = len(failed - again)
@@ -122,13 +125,15 @@ class Sweep:
             self.pending = list(left.values())
             self.write()
 
-    def write(self) -> str | None:
-        """Write table and plot of what is finished; returns why there is no plot, or None."""
+    def write(self) -> None:
+        """Write table and plot of what is finished."""
         from experiments.sweep_plots import plot_sweep
 
-        table = self.table()
+        table, plot = self.table(), self.folder.path / "sweep.png"
         self.folder.write_table(table)
-        return plot_sweep(table, self.folder.path / "sweep.png", title=self.spec.title)
+        self.no_plot = plot_sweep(table, plot, title=self.spec.title)
+        if self.no_plot:
+            plot.unlink(missing_ok=True)  # an earlier spec's
 
 
 def sweep(
@@ -157,11 +162,11 @@ def sweep(
         ValueError: If the spec breaks a rule, or the cluster cannot be used.
     """
     found = Sweep(load_sweep(spec), output, retry_failed=retry_failed)
-    workers = open_workers(num_processes, scheduler)
-    try:
+    if not found.pending:
+        found.write()
+        return found.table()
+    with closing(open_workers(num_processes, scheduler)) as workers:
         found.run(workers, listener)
-    finally:
-        workers.close()
     return found.table()
 
 

@@ -71,15 +71,17 @@ class SweepFolder:
         for folder in (self.path, self.path / "runs", self.path / "plans"):
             folder.mkdir(parents=True, exist_ok=True)
         self.damaged: list[Path] = []
+        self._versions = versions()
 
     def finished(self, jobs: Iterable[Job]) -> dict[str, dict[str, Any]]:
         """Return the rows of the jobs that finished in earlier calls, by key; failed ones included."""
         rows: dict[str, dict[str, Any]] = {}
         self.damaged = []
+        there = {file.stem for file in (self.path / "runs").glob("*.json")}
         for job in jobs:
-            file = self._record(job)
-            if not file.is_file():
+            if job.key not in there:
                 continue
+            file = self._record(job)
             try:
                 saved = load_mapping(file)
             except DataFileError:  # by another program; ours writes whole files
@@ -93,8 +95,8 @@ class SweepFolder:
 
     def num_other(self, jobs: Iterable[Job]) -> int:
         """Return how many finished runs in the folder are of other code or no longer in the spec."""
-        names = {self._record(job).name for job in jobs}
-        return sum(file.name not in names for file in (self.path / "runs").glob("*.json"))
+        keys = {job.key for job in jobs}
+        return sum(file.stem not in keys for file in (self.path / "runs").glob("*.json"))
 
     def add(self, job: Job, outcome: Outcome) -> dict[str, Any]:
         """Write what a run left; its record last, since that marks it as finished. Returns its row."""
@@ -104,7 +106,7 @@ class SweepFolder:
         saved = {
             "inputs": job.inputs(),
             "code": job.code,
-            "versions": versions(),
+            "versions": self._versions,
             "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "row": row,
             **outcome.details,

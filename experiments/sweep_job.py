@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from datafiles.writer import dump_yaml
@@ -97,7 +97,7 @@ class Job:
     digests: tuple[tuple[str, str], ...] = ()
     code: str = ""
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Name of the run's file: a hash of inputs and files, then the version of the code."""
         text = json.dumps(self.inputs(), sort_keys=True)
@@ -173,9 +173,7 @@ def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> O
     from searchers.registry import searcher_named
     from simulator.problem import ProblemSpec
 
-    spec = ProblemSpec(
-        run.model, run.cluster, run.runtime, run.global_batch, run.memory_limit_bytes, run.profile
-    )
+    spec = ProblemSpec(run.model, run.cluster, run.runtime, run.global_batch, run.memory_limit_bytes, run.profile)
     problem = _problem(spec, digests)
     cost_tables(problem)  # shared with neighbouring runs, so no run's budget pays for them
     searcher = searcher_named(run.searcher, objective=run.objective, **json.loads(run.options))
@@ -229,9 +227,7 @@ def _judged(run: Run, spec: ProblemSpec, problem: Problem, found: SearchResult) 
     return Outcome(row, details, text)
 
 
-def _first_that_fits(
-    run: Run, problem: Problem, found: SearchResult
-) -> tuple[Plan, float, SimulationResult, str]:
+def _first_that_fits(run: Run, problem: Problem, found: SearchResult) -> tuple[Plan, float, SimulationResult, str]:
     from searchers.base import cost_tables
     from simulator.fidelity import Fidelity
     from simulator.simulate import simulate
@@ -239,9 +235,7 @@ def _first_that_fits(
     fidelity = Fidelity().without(*names_of(run.without))
     first: tuple[Plan, float, SimulationResult] | None = None
     for rank, ranked in enumerate(found.plans):
-        result = simulate(
-            ranked.plan, problem, fidelity=fidelity, engine=run.engine, costs=cost_tables(problem)
-        )
+        result = simulate(ranked.plan, problem, fidelity=fidelity, engine=run.engine, costs=cost_tables(problem))
         first = first or (ranked.plan, ranked.objective, result)
         if result.fits:
             reason = f"choice {rank + 1}: those before it ran out of memory" if rank else ""

@@ -66,9 +66,10 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     axes = figure.add_subplot()
     places = _places(table[axis])
     for (values, rows), color in zip(groups, LINES, strict=False):
-        label = ", ".join(_text(name, value) for name, value in zip(others, values, strict=True))
+        words = [_text(name, value) for name, value in zip(others, values, strict=True)]
+        label = ", ".join(word for word in words if word)
         _draw_line(axes, rows, axis, places, label or "median", color)
-    _finish(axes, axis, places)
+    _finish(axes, axis, places, all_ran=bool((table["status"] == "ok").all()))
     figure.suptitle(title, x=0.02, ha="left", fontsize=13, fontweight="bold", color=INK)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160)
@@ -98,9 +99,7 @@ def _key(value: Any) -> Any:
     return "none" if value is None or value != value or str(value) == "<NA>" else value
 
 
-def _draw_line(
-    axes: Axes, rows: pd.DataFrame, axis: str, places: dict[Any, float], label: str, color: str
-) -> None:
+def _draw_line(axes: Axes, rows: pd.DataFrame, axis: str, places: dict[Any, float], label: str, color: str) -> None:
     at = rows[axis].map(lambda value: places[_key(value)])
     ran = rows["status"] == "ok"
     medians = rows["samples_per_s"][ran].groupby(at[ran]).median().sort_index()
@@ -110,12 +109,13 @@ def _draw_line(
     axes.plot(at[~ran], [0.0] * int((~ran).sum()), "x", color=color, markersize=7, clip_on=False)
 
 
-def _finish(axes: Axes, axis: str, places: dict[Any, float]) -> None:
+def _finish(axes: Axes, axis: str, places: dict[Any, float], *, all_ran: bool) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
     axes.set_ylim(bottom=0.0)
     axes.set_ylabel("throughput, samples/s")
-    axes.set_xlabel(f"{_title(axis)}   (\u00d7 on the floor: no plan, out of memory or failed)", color=MUTED)
+    note = "" if all_ran else "   (\u00d7 on the floor: no plan, out of memory or failed)"
+    axes.set_xlabel(f"{_title(axis)}{note}", color=MUTED)
     ticks, numeric = list(places.values()), all(isinstance(value, int | float) for value in places)
     if numeric and ticks[0] > 0 and ticks[-1] / ticks[0] >= _LOG_FROM:
         axes.set_xscale("log")
@@ -139,6 +139,8 @@ def _title(axis: str) -> str:
 
 def _text(name: str, value: Any) -> str:
     value = _key(value)
+    if name == "options":
+        return "" if value == "{}" else value.strip("{}").replace('"', "").replace(": ", " ")
     if name == "without":
         return f"without {value.replace(',', ', ')}" if value else "all effects"
     if name == "memory_limit_bytes":
@@ -146,5 +148,3 @@ def _text(name: str, value: Any) -> str:
     if name == "budget_s" and value != "none":
         return f"{value:g} s"
     return str(value)
-
-

@@ -23,7 +23,7 @@ from datafiles.loader import parse_mapping
 from datafiles.schema import FileModel, validated
 from experiments.sweep_job import Job, Run, code_of
 from experiments.sweep_lines import SpecLines
-from experiments.sweep_values import DEFAULTS, REQUIRED, Checked, ValueChecker
+from experiments.sweep_values import REQUIRED, Checked, ValueChecker
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_RUNS = 100_000
@@ -208,6 +208,3 @@ def _job(values: Mapping[str, Checked], codes: dict[str, str]) -> Job:
     if searcher not in codes:
         codes[searcher] = code_of(Job(run, tuple(paths.items())).resolved())
     return Job(run, tuple(sorted(paths.items())), tuple(sorted(digests.items())), codes[searcher])
-
-
-__all__ = ["DEFAULTS", "MAX_RUNS", "SweepSpec", "load_sweep"]

@@ -14,8 +14,12 @@ is not used: its Dask backend waits forever for a run that kills its workers (jo
 from __future__ import annotations
 
 import importlib
+import os
 import queue
+import re
 import signal
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
@@ -30,9 +34,7 @@ MAX_TRIES = 2
 TICK_S = 0.5
 """Seconds after which `outcomes` reports that it is still waiting, so that progress stays alive."""
 
-_ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
-)
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 
 
 class Workers(Protocol):
@@ -117,13 +119,22 @@ class LocalWorkers:
 def _new_process() -> Executor:
     from joblib.externals.loky import ProcessPoolExecutor
 
-    executor: Executor = ProcessPoolExecutor(max_workers=1, initializer=_ignore_interrupts, env=_ONE_THREAD)
+    executor: Executor = ProcessPoolExecutor(
+        max_workers=1, initializer=_follow, initargs=(os.getpid(),), env=_ONE_THREAD
+    )
     return executor
 
 
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C, which reaches every process of the terminal, to the one that keeps the books."""
+def _follow(parent: int) -> None:
+    """Leave Ctrl-C, which reaches every process of the terminal, to the parent; end when the parent has ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(TICK_S)
+        os._exit(1)  # loky's processes would wait for work forever
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, name="follow-parent", daemon=True).start()
 
 
 class DaskWorkers:
@@ -242,9 +253,9 @@ def _error_of(future: Future[Outcome]) -> BaseException | None:
 def _cause(error: BaseException) -> str | None:
     """Return why a process died, in one line; None if it is no death."""
     if isinstance(error, BrokenExecutor):
-        codes = str(error).partition("exit codes of the workers are ")[2].splitlines()
-        how = f" ({codes[0]})" if codes else ""
-        return f"its process died{how} {MAX_TRIES} times, perhaps for lack of memory or in compiled code"
+        codes = re.search(r"exit codes of the workers are \{(.*)\}", str(error))
+        how = f" with {codes[1]}" if codes else ""
+        return f"its process died {MAX_TRIES} times{how}, perhaps for lack of memory or in compiled code"
     if type(error).__name__ == "KilledWorker":
         return "every Dask worker that took it died, perhaps for lack of memory or in compiled code"
     return None

@@ -1,8 +1,9 @@
 """Compiled parts of the batch evaluation: passes of stages, boundaries, and pipelines in closed form.
 
-A pass of a stage on one device is a chain of computation and collectives. The computation stream and the
-communication stream of a device take their tasks in order, and nothing else holds the next pass back: a
-collective that ends a pass runs beside the computation that begins the next. So a pass is described by
+A pass of a stage on one device is a chain of computation and collectives. A pass that begins with
+computation waits for the computation of the pass before, not for the collectives that end it: those run
+beside it, on a stream of their own. One that begins with a collective waits for all of the pass before. So a
+pass is described by
 
 - TOTAL: all of it, one after the other;
 - FIRST: collectives before the first computation;
@@ -28,7 +29,7 @@ PASS = 7
 
 # Columns of ``op_seconds``/``op_counts`` and of ``row_seconds``/``row_counts``.
 FORWARD_S, BACKWARD_S, AFTER_FORWARD, SETTLING = range(4)
-BEFORE_FORWARD, BEFORE_BACKWARD, AFTER_BACKWARD = range(3)
+BEFORE_FORWARD, BEFORE_AGAIN, BEFORE_BACKWARD, AFTER_BACKWARD = range(4)
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing.
 
@@ -57,7 +58,7 @@ def _communicate(found: Floats, seconds: float, count: int, computed: bool) -> N
 
 @compiled
 def _row(first: int, index: int, row_offsets: Ints, row_limits: Ints) -> int:
-    row = row_offsets[index]
+    row = int(row_offsets[index])
     while first > row_limits[row]:
         row += 1
     return row
@@ -69,6 +70,7 @@ def _forward(
     first: int,
     low: int,
     high: int,
+    before: int,
     computed: bool,
     op_seconds: Floats,
     op_counts: Ints,
@@ -77,10 +79,13 @@ def _forward(
     row_offsets: Ints,
     row_limits: Ints,
 ) -> bool:
-    """Add the forward pass of operators ``[low, high)`` of the stage that begins at ``first``."""
+    """Add the forward pass of operators ``[low, high)`` of the stage that begins at ``first``.
+
+    ``before`` is BEFORE_FORWARD, or BEFORE_AGAIN in recomputation.
+    """
     for index in range(low, high):
         row = _row(first, index, row_offsets, row_limits)
-        _communicate(found, row_seconds[row, BEFORE_FORWARD], row_counts[row, BEFORE_FORWARD], computed)
+        _communicate(found, row_seconds[row, before], row_counts[row, before], computed)
         _compute(found, op_seconds[index, FORWARD_S])
         computed = True
         _communicate(found, op_seconds[index, AFTER_FORWARD], op_counts[index, AFTER_FORWARD], True)
@@ -103,7 +108,7 @@ def measure_passes(
     segment_first: Ints,
     segment_stop: Ints,
     first_saver: Ints,
-    last_reader: Ints,
+    first_reader: Ints,
 ) -> Floats:
     """Return forward and backward of stages: float64[S, 2, PASS].
 
@@ -113,8 +118,8 @@ def measure_passes(
         recompute: bool[S]. Repeated layers are recomputed.
         stops_early: The tail of a segment that nothing saved needs is not.
         op_seconds, op_counts: [tables, N, 4].
-        row_seconds, row_counts: [tables, rows, 3].
-        row_offsets, row_limits, segment_first, segment_stop, first_saver, last_reader: See ``ModelShape``.
+        row_seconds, row_counts: [tables, rows, 4].
+        row_offsets, row_limits, segment_first, segment_stop, first_saver, first_reader: See ``ModelShape``.
     """
     result = np.zeros((len(firsts), 2, PASS))
     for stage in range(len(firsts)):
@@ -123,10 +128,21 @@ def measure_passes(
         around_s, around = row_seconds[table], row_counts[table]
         forward, backward = result[stage, 0], result[stage, 1]
         _forward(
-            forward, first, first, stop, False, seconds, counts, around_s, around, row_offsets, row_limits
+            forward,
+            first,
+            first,
+            stop,
+            BEFORE_FORWARD,
+            False,
+            seconds,
+            counts,
+            around_s,
+            around,
+            row_offsets,
+            row_limits,
         )
         for index in range(first, stop):
-            if counts[index, SETTLING] > 0 and last_reader[index] >= stop:
+            if counts[index, SETTLING] > 0 and first_reader[index] >= stop:
                 _communicate(forward, seconds[index, SETTLING], counts[index, SETTLING], True)
         computed = False
         for index in range(stop - 1, first - 1, -1):
@@ -140,6 +156,7 @@ def measure_passes(
                     first,
                     low,
                     high,
+                    BEFORE_AGAIN,
                     computed,
                     seconds,
                     counts,
@@ -280,6 +297,7 @@ def run_pipelines(
         for unit in range(units):
             computed[unit] = 0.0
             communicated[unit] = 0.0
+            ends[unit] = 0.0
             held[unit] = 0.0
         for stage in range(num_stages):
             forwards[stage] = 0
@@ -317,11 +335,11 @@ def run_pipelines(
                         if num_first > 0:
                             for unit in range(group, group + size):
                                 ready = max(received[way, unit * m + microbatch], held[unit])
-                                begin = max(begin, max(ready, communicated[unit]))
+                                begin = max(begin, max(ready, ends[unit]))
                             begin += passes[base + group, way, FIRST]
                             for unit in range(group, group + size):
                                 communicated[unit] = begin
-                                ends[unit] = max(begin, computed[unit]) + lead_s
+                                ends[unit] = begin + lead_s
                         else:
                             for unit in range(group, group + size):
                                 ready = max(received[way, unit * m + microbatch], held[unit])

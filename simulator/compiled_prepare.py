@@ -153,8 +153,8 @@ def crowding_shares(
 ) -> tuple[Int32s, Int32s, Floats]:
     """Return for each task its shares of resources that may become overfull (offsets, resources, fractions).
 
-    Tasks of one stream never run at once: a resource cannot be overfull if the largest shares of each stream's
-    tasks add up to 1 or less.
+    Tasks of one stream never run at once: a resource cannot be overfull if the largest shares of each
+    stream's tasks add up to 1 or less.
     """
     num_tasks, num_streams = len(work_s), len(stream_offsets) - 1
     offsets = np.zeros(num_tasks + 1, np.int32)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from simulator.costs import CostTables, saved_tensors
 from simulator.lowering.mesh import MeshCollective, mesh_sizes, reshard, settled
+from simulator.lowering.program import REDUCTIONS
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
 from simulator.uniform import repeated_layers
@@ -47,7 +48,7 @@ class ModelShape:
             with; NEVER, -1 where it is not recomputed.
         first_saver: int64[N]. First operator that saves something the operator makes (-1: itself, inside);
             NEVER where none does. What nothing saves need not be recomputed at the end of a segment.
-        last_reader: int64[N]. Last reader of any output; -1 where there is none.
+        first_reader: int64[N]. First reader of any output; NEVER where there is none.
         tensor_names: T names.
         tensor_bytes: float64[T]. Whole tensor, per sample.
         reader_offsets, readers: int64. Readers of each tensor.
@@ -61,7 +62,7 @@ class ModelShape:
     segment_first: Ints
     segment_stop: Ints
     first_saver: Ints
-    last_reader: Ints
+    first_reader: Ints
     tensor_names: tuple[str, ...]
     tensor_bytes: Floats
     reader_offsets: Ints
@@ -112,9 +113,9 @@ def model_shape(problem: Problem, costs: CostTables) -> ModelShape:
     readers = [workload.consumers[name] for name in names]
     producers = [workload.producer[name] for name in names]
     crossing: list[list[int]] = [[] for _ in range(count + 1)]
-    last_reader = np.full(count, -1, dtype=np.int64)
+    first_reader = np.full(count, NEVER, dtype=np.int64)
     for tensor, (producer, found) in enumerate(zip(producers, readers, strict=True)):
-        last_reader[producer] = max(last_reader[producer], found[-1])
+        first_reader[producer] = min(first_reader[producer], found[0])
         for cut in range(producer + 1, found[-1] + 1):
             crossing[cut].append(tensor)
     return ModelShape(
@@ -124,7 +125,7 @@ def model_shape(problem: Problem, costs: CostTables) -> ModelShape:
         segment_first=segment_first,
         segment_stop=segment_stop,
         first_saver=first_saver,
-        last_reader=last_reader,
+        first_reader=first_reader,
         tensor_names=tuple(names),
         tensor_bytes=np.array(tensor_bytes, dtype=np.float64),
         reader_offsets=_offsets(readers),
@@ -150,16 +151,19 @@ class StageRows:
     Attributes:
         forward_s, backward_s: float64[N]. Computation.
         collectives: Distinct ``(collective, bytes)``, Q of them.
-        before_forward, before_backward, after_backward: int64[rows, Q]. How often each collective occurs
-            before the operator's forward, before its backward (inputs gathered again) and after its backward.
+        before_forward, before_again, before_backward, after_backward: int64[rows, Q]. How often each
+            collective occurs before the operator's forward, before it runs again in recomputation (what was
+            reduced on its way into a segment stays reduced), before its backward (inputs gathered again) and
+            after its backward.
         after_forward: int64[N, Q]. Inside the operator, after its forward.
-        settling: int64[N, Q]. After the stage's forward, if the operator's output leaves the stage.
+        settling: int64[N, Q]. After the stage's forward, if nothing in the stage reads the output.
     """
 
     forward_s: Floats
     backward_s: Floats
     collectives: tuple[tuple[str, float], ...]
     before_forward: Ints
+    before_again: Ints
     before_backward: Ints
     after_backward: Ints
     after_forward: Ints
@@ -188,8 +192,8 @@ class StageRowsBuilder:
     def build(self) -> StageRows:
         """Return the rows."""
         count = len(self.workload)
-        found: dict[object, tuple[list[int], list[int], list[int]]] = {}
-        rows: list[tuple[list[int], list[int], list[int]]] = []
+        found: dict[object, tuple[list[int], ...]] = {}
+        rows: list[tuple[list[int], ...]] = []
         inside, settling = [], []
         for index in range(count):
             for row in range(self.shape.row_offsets[index], self.shape.row_offsets[index + 1]):
@@ -208,8 +212,9 @@ class StageRowsBuilder:
             backward_s=np.array([cost.backward.device_s for cost in costs], dtype=np.float64),
             collectives=tuple(self.numbers),
             before_forward=self._matrix([row[0] for row in rows]),
-            before_backward=self._matrix([row[1] for row in rows]),
-            after_backward=self._matrix([row[2] for row in rows]),
+            before_again=self._matrix([row[1] for row in rows]),
+            before_backward=self._matrix([row[2] for row in rows]),
+            after_backward=self._matrix([row[3] for row in rows]),
             after_forward=self._matrix(inside),
             settling=self._matrix(settling),
         )
@@ -230,16 +235,18 @@ class StageRowsBuilder:
             ]
             number = self.workload.operators[producer].outputs.index(name)
             made = (signatures[producer], number) if producer >= first else None
-            key.append((made, tuple(dict.fromkeys(readers)), tuple(readers[:1])))
+            outside = producer < self.shape.segment_first[index]
+            key.append((made, outside, tuple(dict.fromkeys(readers)), tuple(readers[:1])))
         return tuple(key)
 
-    def _around(self, index: int, first: int) -> tuple[list[int], list[int], list[int]]:
-        """Return numbers of the collectives before forward, before backward and after backward."""
+    def _around(self, index: int, first: int) -> tuple[list[int], ...]:
+        """Return numbers of the collectives before forward, again, before backward and after backward."""
         runtime = self.costs.problem.runtime
         op = self.workload.operators[index]
         cost = self._cost(index)
         saved = {ref for ref, _ in cost.saved}
         before_forward: list[int] = []
+        before_again: list[int] = []
         before_backward: list[int] = []
         after_backward = self._inside(index, BACKWARD_INPUT)
 
@@ -252,8 +259,12 @@ class StageRowsBuilder:
             whole = item.collective == "all_gather" and f"input:{position}" in saved
             if phase == FORWARD and whole and not runtime.keeps_gathered_inputs:
                 before_backward.append(self._number(item))
-            if not self._cost(owner).includes_collectives:
-                (before_forward if phase == FORWARD else after_backward).append(self._number(item))
+            if self._cost(owner).includes_collectives:
+                continue
+            (before_forward if phase == FORWARD else after_backward).append(self._number(item))
+            reduced_before = item.collective in REDUCTIONS and owner < self.shape.segment_first[index]
+            if phase == FORWARD and not reduced_before:
+                before_again.append(self._number(item))
         for position, name in enumerate(op.inputs):
             producer = self.workload.producer.get(name)
             if producer is None or producer >= first or cost.includes_collectives:
@@ -261,15 +272,17 @@ class StageRowsBuilder:
             sizes, want = mesh_sizes(self.resolved[index]), self._input_layout(index, position)
             arrival = next(reader for reader in self.workload.consumers[name] if reader >= first)
             have = self._input_layout(arrival, self.workload.operators[arrival].inputs.index(name))
-            moves = reshard(mesh_sizes(self.resolved[arrival]), have, sizes, want, cost.input_bytes[position])
-            before_forward += [self._number(item) for item in moves]
-            gradient = tuple(
-                split.input_gradient(position) for split in self.costs.splits(index, self.resolved[index])
-            )
-            if PARTIAL in gradient:
+            gradient = tuple(split.input_gradient(position) for split in self.costs.splits(index, self.resolved[index]))
+            moved, settled_before = self.costs.served_before(index, name, sharding_of, sizes, want, gradient)
+            if not moved:
+                before = mesh_sizes(self.resolved[arrival])
+                moves = reshard(before, have, sizes, want, cost.input_bytes[position])
+                before_forward += [self._number(item) for item in moves]
+                before_again += [self._number(item) for item in moves]
+            if PARTIAL in gradient and not settled_before:
                 moves = reshard(sizes, gradient, sizes, settled(gradient), cost.input_bytes[position])
                 after_backward += [self._number(item) for item in moves]
-        return before_forward, before_backward, after_backward
+        return before_forward, before_again, before_backward, after_backward
 
     def _inside(self, index: int, phase: str) -> list[int]:
         cost = self._cost(index)
@@ -336,13 +349,11 @@ def _code(layout: Sequence[Placement]) -> int:
 PriceOf = Callable[[str, float], float]
 
 
-def priced(rows: StageRows, price_s: PriceOf) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Return seconds of collectives: before forward, before backward, after backward, inside, settling."""
+def priced(rows: StageRows, price_s: PriceOf) -> tuple[Floats, Floats]:
+    """Return seconds of collectives: float64[N, 2] inside and settling, float64[rows, 4] around operators."""
     prices = np.array([price_s(*key) for key in rows.collectives] or [0.0], dtype=np.float64)
+    around = (rows.before_forward, rows.before_again, rows.before_backward, rows.after_backward)
     return (
-        rows.before_forward @ prices,
-        rows.before_backward @ prices,
-        rows.after_backward @ prices,
-        rows.after_forward @ prices,
-        rows.settling @ prices,
+        np.stack([rows.after_forward @ prices, rows.settling @ prices], axis=1),
+        np.stack([found @ prices for found in around], axis=1),
     )

@@ -353,7 +353,7 @@ class CostTables:
             sizes, their_sizes = mesh_sizes(own), mesh_sizes(theirs)
             if sizes == their_sizes and have == want and gradient_have == gradient_want:
                 continue
-            done_forward, done_backward = self._served_before(index, name, sharding_of, sizes, want, gradient_have)
+            done_forward, done_backward = self.served_before(index, name, sharding_of, sizes, want, gradient_have)
             if not done_forward:
                 cost = self.operator(producer, theirs, samples * batch_degree(own) // batch_degree(theirs), gpu_type)
                 for item in reshard(their_sizes, have, sizes, want, cost.output_bytes[number]):
@@ -364,7 +364,7 @@ class CostTables:
                     found.append((BACKWARD_INPUT, item, index, position))
         return found
 
-    def _served_before(
+    def served_before(
         self,
         index: int,
         name: str,

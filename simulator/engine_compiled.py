@@ -6,12 +6,12 @@ there, because both do the same arithmetic. The differences are in what needs a 
 - A task whose speed cannot change ends when plain arithmetic says, once all it waits for have ended. Such
   tasks never see the heap, and are worked out ahead of the clock, as hosts are. A graph without changing
   speeds is a longest-path sweep.
-- The heap holds only tasks whose speed may change: their begin where that lies ahead, and their end, one entry
-  each that moves when the speed changes.
-- Loads are summed in twice the precision, so they do not depend on the order of users (SimPy's engine: fsum).
+- The heap holds only tasks whose speed may change: their begin where that lies ahead, and their end, one
+  entry each that moves when the speed changes.
+- Loads are summed in twice the precision, so the order of users does not matter (SimPy's engine: fsum).
 
-The first call in a fresh environment compiles for some seconds and says so on the log ``windtunnel``; compiled
-code is kept on disk (``compiled_cache`` says where; ``NUMBA_CACHE_DIR`` moves it).
+The first call in a fresh environment compiles for some seconds and says so on the log ``windtunnel``;
+compiled code is kept on disk (``compiled_cache`` says where; ``NUMBA_CACHE_DIR`` moves it).
 """
 
 from __future__ import annotations

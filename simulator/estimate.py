@@ -77,7 +77,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
         )
         once.append(synced + sum(_collective_s(view, item) for item in refresh))
-        peaks.append(_peak_bytes(view, in_flight(plan, view.position)))
+        peaks.append(_held_bytes(view))
         capacities.append(min(problem.capacity_bytes(device) for device in view.stage.devices))
     by_rank: dict[int, float] = {}
     for rank, time in zip(plan.rank_of_stage, times, strict=True):
@@ -85,7 +85,56 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     chunks = len(plan.stages) / len(by_rank)
     fill = sum(times) / chunks
     iteration = (plan.num_microbatches - 1) * max(by_rank.values()) + fill + (chunks - 1) * fill / len(by_rank)
-    return Estimate(iteration + max(once), tuple(times), tuple(peaks), tuple(capacities))
+    return Estimate(iteration + max(once), tuple(times), _rank_peaks(plan, peaks), tuple(capacities))
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a stage holds on one device, in bytes.
+
+    Attributes:
+        states: Parameters, gradients, optimizer states.
+        kept: One microbatch between its forward and its backward pass.
+        loss: Of that, what the loss keeps.
+        segment: The largest recomputed segment.
+        workspace: The largest workspace.
+        for_weights: Of ``kept``, what weight gradients need.
+    """
+
+    states: float
+    kept: float
+    loss: float
+    segment: float
+    workspace: float
+    for_weights: float
+
+
+def _rank_peaks(plan: Plan, held: list[HeldBytes]) -> tuple[float, ...]:
+    """Return the peak of every stage's device: stages on one device add up."""
+    ranks = plan.rank_of_stage
+    num_ranks = max(ranks) + 1
+    peaks: dict[int, float] = {}
+    for rank in range(num_ranks):
+        own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
+        kept = sum(_kept_bytes(plan, held, stage) for stage in own)
+        if plan.schedule == "interleaved":
+            chunks = min(2 * (num_ranks - rank - 1) + (len(own) - 1) * num_ranks + 1, plan.num_microbatches * len(own))
+            kept = chunks * sum(held[stage].kept for stage in own) / len(own)
+        last = held[own[-1]]
+        extra = max(max(held[stage].segment for stage in own), max(held[stage].workspace for stage in own))
+        if plan.schedule != "gpipe" and in_flight(plan, own[-1]) == 1:
+            # The loss is done with before the first segment is computed again.
+            extra = max(last.workspace, extra - last.loss)
+        peaks[rank] = sum(held[stage].states for stage in own) + kept + extra
+    return tuple(peaks[rank] for rank in ranks)
+
+
+def _kept_bytes(plan: Plan, held: list[HeldBytes], stage: int) -> float:
+    whole = in_flight(plan, stage) * held[stage].kept
+    if plan.schedule == "zb-h1":  # as many microbatches as stages, the later ones without what inputs needed
+        waiting = min(plan.num_microbatches, len(plan.stages)) - in_flight(plan, stage)
+        return whole + waiting * held[stage].for_weights
+    return whole
 
 
 def in_flight(plan: Plan, stage: int) -> int:
@@ -122,7 +171,7 @@ def _transfers_s(problem: Problem, transfers: list[Transfer]) -> float:
     return max((problem.hardware.transfer(t.num_bytes, t.source, t.target).alone_s for t in transfers), default=0.0)
 
 
-def _peak_bytes(view: StageView, num_in_flight: int) -> float:
+def _held_bytes(view: StageView) -> HeldBytes:
     problem, plan = view.costs.problem, view.plan
     sharded = plan.gradient_reduction == "every" or plan.num_microbatches == 1
     static = static_bytes(
@@ -146,7 +195,10 @@ def _peak_bytes(view: StageView, num_in_flight: int) -> float:
             else:
                 inside.setdefault(segment, {})[name] = size
     largest = max((sum(found.values()) for found in inside.values()), default=0.0)
-    held = num_in_flight * sum(kept.values())
-    if num_in_flight == 1:  # the loss is done with before the first segment is computed again
-        return states + held - loss + max(loss + workspace, largest)
-    return states + held + max(workspace, largest)
+    weighted = sum(
+        size
+        for index in view.operators
+        for ref, size in view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type).saved
+        if ref.startswith("input:") and problem.workload.parameters(index)
+    )
+    return HeldBytes(float(states), sum(kept.values()), loss, largest, workspace, min(weighted, sum(kept.values())))

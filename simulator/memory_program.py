@@ -110,7 +110,9 @@ class StageMemory:
             ]
             for name, _ in self._saves[index]:
                 self._savers.setdefault(name, []).append(index)
+        self._scattered = {index: view.scattered_inputs(index) for index in view.operators}
         self._kept = self._kept_tensors()
+        self._users = self._all_users()
 
     def _kept_tensors(self) -> dict[str, str]:
         """Return tensors that outlive the forward pass, with their category."""
@@ -164,6 +166,12 @@ class StageMemory:
             in_segment = not recomputing and index in self._segment_of
             for position, item in self._gathered[index]:
                 events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
+            for position, size in self._scattered[index]:
+                name = op.inputs[position]
+                if not recomputing or self.workload.producer[name] in inside:
+                    instance = self._instance(name, recomputing)
+                    events.allocate(f"{instance}@shard", size, self._kept.get(name, TEMPORARY))
+                    events.free(instance)
             events.allocate(f"{op.name}/workspace", cost.workspace_forward_bytes, WORKSPACE)
             for name, size in zip(op.outputs, cost.output_bytes, strict=True):
                 category = RECOMPUTED if recomputing else self._kept.get(name, TEMPORARY)
@@ -191,9 +199,9 @@ class StageMemory:
         producer = self.workload.producer.get(name)
         if recomputing:
             if producer in inside and not any(saver in inside for saver in self._savers.get(name, ())):
-                events.free(self._instance(name, True))
+                self._release(self._instance(name, True), events)
         elif name not in self._kept:
-            events.free(name)
+            self._release(name, events)
 
     @staticmethod
     def _instance(name: str, recomputing: bool) -> str:
@@ -210,11 +218,10 @@ class StageMemory:
         if with_inputs:
             for name in self.view.leaving:
                 events.allocate(f"{name}/gradient", self._output_bytes(name), GRADIENT)
-        savers_left = {name: len(savers) for name, savers in self._savers.items()}
         segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
+        releases = self._releases(with_inputs, with_weights)
         layer = None
-        order = self.view.operators[::-1]
-        for index in order:
+        for index in self.view.operators[::-1]:
             op = self.workload.operators[index]
             cost = self.cost_of(index)
             if with_inputs and op.layer != layer:
@@ -223,11 +230,10 @@ class StageMemory:
             if with_inputs and index in segment_ends:
                 start, stop = segment_ends[index]
                 self._run([i for i in range(start, stop) if i in self._own], events, recomputing=True)
-            later = with_inputs and not with_weights and bool(cost.parameters)
-            done_before = not with_inputs and not cost.parameters
-            if done_before:
-                continue
-            self._backward_operator(index, op, cost, events, savers_left, with_inputs, later)
+            if with_inputs or cost.parameters:
+                self._backward_operator(index, op, cost, events, with_inputs, with_weights)
+            for name in releases.get(index, ()):
+                self._release(name, events)
             if with_weights and index in self._unsharded:
                 events.allocate(f"{op.name}/unsharded", self._unsharded[index], UNSHARDED)
                 events.free(f"{op.name}/unsharded")
@@ -235,27 +241,51 @@ class StageMemory:
             self._gather(layer, None, events)
             for name in self.view.arrivals:
                 events.free(f"{name}/gradient")
-                if name not in self._savers:
-                    events.free(name)
-            for name in self.view.leaving:
-                if name not in self._savers or all(reader not in self._own for reader in self._savers[name]):
-                    events.free(name)
-            for name, category in self._kept.items():
-                if category == SEGMENT and not any(
-                    saver not in self._segment_of for saver in self._savers.get(name, ())
-                ):
-                    events.free(name)
+            for name in releases.get(-1, ()):
+                self._release(name, events)
         return events.tensors, events.is_alloc
 
+    def _releases(self, with_inputs: bool, with_weights: bool) -> dict[int, list[str]]:
+        """Return, per operator, the tensors that nothing needs after its backward pass; -1 for the end of it.
+
+        A kept tensor is needed by every saver outside segments and by the segments that read it; a recomputed
+        one by its savers in the segment. Weight gradients need what operators with parameters saved.
+        """
+        found: dict[int, list[str]] = {}
+        for name, users in self._users.items():
+            weighted = [index for index in users if self.cost_of(index).parameters]
+            if with_inputs and (with_weights or not weighted):
+                found.setdefault(min(users, default=-1), []).append(name)
+            elif with_weights and not with_inputs and weighted:
+                found.setdefault(min(weighted), []).append(name)
+        return found
+
+    def _all_users(self) -> dict[str, list[int]]:
+        """Return, per instance of a tensor that outlives a pass, the operators whose backward pass needs it."""
+        users: dict[str, list[int]] = {name: [] for name in self._kept}
+        for name in self._kept:
+            users[name] += [saver for saver in self._savers.get(name, ()) if saver not in self._segment_of]
+            producer = self.workload.producer.get(name)
+            for reader in self._readers.get(name, ()):
+                segment = self._segment_of.get(reader)
+                if segment is not None and not (producer is not None and segment[0] <= producer < segment[1]):
+                    users[name].append(reader)
+        for name, savers in self._savers.items():
+            for saver in savers:
+                segment = self._segment_of.get(saver)
+                producer = self.workload.producer.get(name)
+                if "/" in name:
+                    users.setdefault(name, []).append(saver)
+                elif segment is not None and producer is not None and segment[0] <= producer < segment[1]:
+                    users.setdefault(self._instance(name, True), []).append(saver)
+        return users
+
+    def _release(self, name: str, events: _Pass) -> None:
+        events.free(name)
+        events.free(f"{name}@shard")
+
     def _backward_operator(
-        self,
-        index: int,
-        op: Operator,
-        cost: OperatorCost,
-        events: _Pass,
-        savers_left: dict[str, int],
-        with_inputs: bool,
-        later: bool,
+        self, index: int, op: Operator, cost: OperatorCost, events: _Pass, with_inputs: bool, with_weights: bool
     ) -> None:
         events.allocate(f"{op.name}/workspace backward", cost.workspace_backward_bytes, WORKSPACE)
         for position, item in self._gathered[index]:
@@ -265,28 +295,12 @@ class StageMemory:
                 if name not in self.workload.input_names:
                     events.allocate(f"{name}/gradient", size, GRADIENT)
         events.free(f"{op.name}/workspace backward")
-        if later:
+        if cost.parameters and not with_weights:
             return
         for position, _ in self._gathered[index]:
             events.free(f"{op.name}/gathered input {position}")
         for name in op.outputs:
             events.free(f"{name}/gradient")
-        in_segment = index in self._segment_of
-        for name, _ in self._saves[index]:
-            savers_left[name] -= 1
-            if "/" in name:
-                events.free(name)
-            elif in_segment:
-                again = self._instance(name, True)
-                segment = self._segment_of[index]
-                users = [saver for saver in self._savers[name] if segment[0] <= saver < segment[1]]
-                if index == min(users):
-                    events.free(again)
-            elif (
-                savers_left[name] == 0
-                or index == min(saver for saver in self._savers[name] if saver not in self._segment_of)
-            ) and self._kept.get(name) in (SAVED, RECEIVED, STAGE_OUTPUT):
-                events.free(name)
 
     # Sizes
 

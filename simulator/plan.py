@@ -141,10 +141,8 @@ class Plan:
         """
         stages = []
         for stage in self.stages:
-            resolved = (
-                resolve(sharding, workload.operators[index])
-                for index, sharding in zip(stage.indices(), stage.sharding_per_operator(), strict=True)
-            )
+            in_order = sorted(zip(stage.indices(), stage.sharding_per_operator(), strict=True))
+            resolved = (resolve(sharding, workload.operators[index]) for index, sharding in in_order)
             stages.append(
                 Stage(
                     operators=merge_ranges(stage.operators),

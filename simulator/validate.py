@@ -9,6 +9,7 @@ from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, Plan, Stage
 from simulator.problem import Problem
 from simulator.schedules.actions import PipelineShape
 from simulator.schedules.registry import schedule_named
+from workloads.local import localize
 
 MAX_MESSAGES = 20
 
@@ -195,6 +196,13 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
                 problems.append(f"{where}: a {split} split must divide {limit}, got {degree}")
         degree = batch_degree(resolved)
         degrees.add(degree)
+        if not problems:
+            try:
+                shapes = problem.workload.input_shapes(index, degree)
+                axes = [(axis.split, axis.size) for axis in resolved]
+                localize(op.definition, op.attributes, shapes, axes, problem.runtime.implementation, operator=op.name)
+            except ValueError as error:
+                problems.append(f"{place}: {error}")
         if plan.rotates:
             if degree > plan.num_microbatches:
                 problems.append(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from simulator.costs import CostTables
 from simulator.lowering.lower import stage_views
 from simulator.plan import Plan
@@ -11,8 +9,6 @@ from simulator.problem import Problem
 from simulator.validate import validate
 from validation.parameters import input_specs
 from validation.reference import terminal_tensors
-from validation.stage_parameters import placed_parameters
-from validation.ties import find_ties
 from validation.torch_kinds import BUILDERS, why_not
 from validation.wiring import StageWiring
 
@@ -98,30 +94,11 @@ def _kinds(problem: Problem) -> list[str]:
 
 
 def _stages(plan: Plan, problem: Problem) -> list[str]:
-    refused: list[str] = []
-    wirings: list[StageWiring] = []
-    for view in stage_views(plan, CostTables(problem)):
-        try:
-            placed_parameters(view)
-        except ValueError as error:
-            refused.append(str(error))
-            continue
-        wiring = StageWiring(view, tuple(range(len(view.stage.devices))))
-        refused += _rotation(wiring)
-        wirings.append(wiring)
-    if not refused:
-        try:
-            find_ties(_on_ranks(wirings, plan))
-        except ValueError as error:
-            refused.append(str(error))
-    return refused
-
-
-def _on_ranks(wirings: Sequence[StageWiring], plan: Plan) -> list[StageWiring]:
-    rank_of = {device: rank for rank, device in enumerate(sorted(plan.devices))}
-    for wiring in wirings:
-        wiring.ranks = tuple(rank_of[device] for device in wiring.view.stage.devices)
-    return list(wirings)
+    return [
+        message
+        for view in stage_views(plan, CostTables(problem))
+        for message in _rotation(StageWiring(view, tuple(range(len(view.stage.devices)))))
+    ]
 
 
 def _rotation(wiring: StageWiring) -> list[str]:

@@ -30,7 +30,7 @@ from validation.measurement import Clock, Measurement, OperatorTimes, RankRecord
 from validation.operator_context import RunState
 from validation.parameters import input_specs
 from validation.reference import terminal_tensors
-from validation.stage_parameters import Held, parameter_group_keys
+from validation.stage_parameters import parameter_group_keys
 from validation.stage_runner import InFlight, StageRunner
 from validation.ties import find_ties, sum_tied_gradients, tie_keys
 from validation.wiring import StageWiring
@@ -53,6 +53,8 @@ class PlanExecutor:
 
     def __init__(self, plan: Plan, problem: Problem, worker: Worker, *, measure_operators: bool = False) -> None:
         self.plan, self.problem, self.worker = plan, problem, worker
+        if worker.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = problem.runtime.implementation.dtype == "tf32"
         self.clock = Clock(worker.device)
         self.times = OperatorTimes(self.clock) if measure_operators else None
         self.run_state = RunState()
@@ -224,9 +226,7 @@ class PlanExecutor:
     def _epilogue(self) -> None:
         for runner in self.runners.values():
             runner.gradients.finish()
-        held: dict[int, dict[str, Held]] = {
-            stage: {each.placed.key: each for each in runner.parameters.held} for stage, runner in self.runners.items()
-        }
+        held = {stage: runner.parameters.held for stage, runner in self.runners.items()}
         sum_tied_gradients(self.ties, held, self.worker.pool)
         if self.on_gradients is not None:
             self.on_gradients(self)
@@ -259,11 +259,23 @@ class PlanExecutor:
                     "which moves more than the plan derives"
                 )
         found += [
-            f"tied tensor {tie.key} lies differently in stages {', '.join(str(place.stage) for place in tie.places)}: "
-            "summed whole over all their ranks"
+            f"tied tensor {tie.key} lies differently where it is used (stages "
+            f"{', '.join(str(place.stage) for place in tie.places)}): summed whole over all ranks that hold it"
             for tie in self.ties
             if not tie.matches
         ]
+        for stage, runner in self.runners.items():
+            again = sorted(
+                {
+                    layer
+                    for layer, units in runner.parameters.units_of_layer.items()
+                    for unit in units
+                    if unit.layer != layer
+                }
+            )
+            if again:
+                names = [self.problem.workload.layer_names[layer] for layer in again]
+                found.append(f"stage {stage}: tied ZeRO-3 parameters are gathered for {', '.join(names)} as well")
         return found
 
 
@@ -326,6 +338,7 @@ def execute(
     measure_operators: bool = False,
     timeout_s: float = 600.0,
     port: int | None = None,
+    num_threads: int | None = None,
 ) -> Measurement:
     """Run a plan for real and return what was measured.
 
@@ -337,17 +350,75 @@ def execute(
         measure_operators: Time every operator as well.
         timeout_s: Seconds until the processes are stopped.
         port: Rendezvous port on 127.0.0.1; None for a free one.
+        num_threads: Torch's threads per process on the CPU; None shares the cores out.
 
     Raises:
         ValueError: If the plan is not legal or not executable (says what, and in which stage), there are too few
             devices, or the port is in use.
         launch.WorkerError: If a process fails; names its rank and last error.
     """
+    job = make_job(plan, problem, iterations, warmup, device, measure_operators=measure_operators)
+    records = launch(
+        run_rank,
+        job,
+        num_processes=len(job.plan.devices),
+        device=device,
+        timeout_s=timeout_s,
+        port=port,
+        num_threads=num_threads,
+    )
+    return measurement_of(records, job, device)
+
+
+def make_job(
+    plan: Plan,
+    problem: Problem,
+    iterations: int,
+    warmup: int,
+    device: str,
+    *,
+    measure_operators: bool = False,
+    num_processes: int | None = None,
+) -> Job:
+    """Return what processes are given, once it is checked; arguments and errors as for :func:`execute`."""
     if iterations < 1 or warmup < 0:
         raise ValueError(f"iterations must be at least 1 and warmup at least 0, got {iterations} and {warmup}")
-    canonical = check_executable(plan, problem, device=device)
-    job = Job(canonical, problem, iterations, warmup, measure_operators)
-    records = launch(run_rank, job, num_processes=len(canonical.devices), device=device, timeout_s=timeout_s, port=port)
+    canonical = check_executable(plan, problem, device=device, num_processes=num_processes)
+    return Job(canonical, problem, iterations, warmup, measure_operators)
+
+
+def execute_here(
+    plan: Plan,
+    problem: Problem,
+    worker: Worker,
+    *,
+    iterations: int = 5,
+    warmup: int = 2,
+    measure_operators: bool = False,
+) -> Measurement:
+    """Run a plan in processes that are there already (torchrun's); every one of them must call this.
+
+    Args:
+        plan, problem, iterations, warmup, measure_operators: As for :func:`execute`.
+        worker: This process, from ``launch.worker_from_environment``.
+
+    Returns:
+        The measurement, on every rank.
+
+    Raises:
+        ValueError: As for :func:`execute`; also if the plan needs more processes than there are.
+    """
+    device = worker.device.type
+    job = make_job(
+        plan, problem, iterations, warmup, device,
+        measure_operators=measure_operators, num_processes=worker.world_size,
+    )  # fmt: skip
+    own = run_rank(worker, job)
+    records: list[RankRecord] = [own]
+    if worker.world_size > 1:
+        gathered: list[Any] = [None] * worker.world_size
+        dist.all_gather_object(gathered, own)
+        records = gathered
     return measurement_of(records, job, device)
 
 

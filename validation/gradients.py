@@ -30,6 +30,7 @@ def bucket_members(view: StageView, *, merged: bool) -> list[tuple[list[int], tu
     """Return ``(positions among the stage's parameters, collectives, last operator)`` of every bucket."""
     runtime = view.costs.problem.runtime
     limit = float("inf") if merged or runtime.gradient_bucket_bytes is None else float(runtime.gradient_bucket_bytes)
+    operators = view.costs.problem.workload.operators
     everything: list[ParameterGroup] = list(parameter_groups(view))
     open_members: dict[object, list[int]] = {}
     closed: list[list[int]] = []
@@ -37,7 +38,8 @@ def bucket_members(view: StageView, *, merged: bool) -> list[tuple[list[int], tu
         group = everything[position]
         if not group.reduced_axes:
             continue
-        key = (group.sizes, group.reduced_axes, group.sharded_axes)
+        layer = operators[group.operator].layer if group.zero == 3 and not merged else -1
+        key = (group.sizes, group.reduced_axes, group.sharded_axes, layer)
         members = open_members.setdefault(key, [])
         members.append(position)
         total = sum(everything[member].num_elements for member in members) * runtime.gradient_accumulation_bytes
@@ -90,6 +92,11 @@ class Bucket:
     work: Any = None
 
     @property
+    def adopts(self) -> bool:
+        """Whether the first gradient becomes the buffer, as torch's own accumulation has it: nothing to reduce."""
+        return not self.collectives and self.num_shards == 1
+
+    @property
     def num_shards(self) -> int:
         """Rows of the buffer."""
         return self.members[0].num_shards
@@ -137,10 +144,21 @@ class Gradients:
             bucket.written.clear()
             bucket.result = None
 
+    def make_room(self, held: Held) -> None:
+        """Free last iteration's gradient just before an operator makes the parameter's new one."""
+        bucket, _ = self._place[id(held)]
+        if bucket.adopts and not bucket.written:
+            bucket.buffer = None
+
     def add(self, held: Held, gradient: torch.Tensor) -> None:
         """Add one microbatch's gradient of a parameter."""
         bucket, offset = self._place[id(held)]
         self._settle(bucket)
+        if bucket.adopts and not bucket.written and gradient.dtype == self.dtype:
+            owns = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
+            bucket.buffer = (gradient if owns else gradient.clone(memory_format=torch.contiguous_format)).view(1, -1)
+            bucket.written.add(id(held))
+            return
         target = self._buffer(bucket)[:, offset : offset + held.chunk_elements]
         flat = gradient.reshape(-1)
         padding = held.num_shards * held.chunk_elements - flat.numel()

@@ -21,7 +21,7 @@ class TimedAction:
         kind: F, B, I or W.
         stage, microbatch: Of the action.
         start_s, end_s: Seconds since the iteration's start; what it waited for had arrived at the start.
-        wait_s: Seconds it had waited for a transfer before (0 on CUDA, where the host does not wait).
+        wait_s: Seconds it (on CUDA the GPU) had waited for a transfer before.
     """
 
     rank: int
@@ -191,16 +191,13 @@ class OperatorTimes:
         return found
 
 
-def combine(
-    records: list[RankRecord], *, warmup: int, num_stages: int, loss_scale: float = 1.0, **known: Any
-) -> Measurement:
+def combine(records: list[RankRecord], *, warmup: int, num_stages: int, **known: Any) -> Measurement:
     """Return the measurement that all ranks' records make up.
 
     Args:
         records: One per rank that had work.
         warmup: Iterations that do not count.
         num_stages: Of the plan.
-        loss_scale: Factor of the summed losses.
         known: Fields that no rank measures.
     """
     samples = tuple(max(values) for values in zip(*(record.iterations_s for record in records), strict=True))
@@ -228,7 +225,7 @@ def combine(
         stage_forward_s=tuple(max(values, default=0.0) for values in forward),
         stage_backward_s=tuple(max(values, default=0.0) for values in backward),
         optimizer_s=max(statistics.median(record.tails_s) for record in records),
-        losses=tuple(loss_scale * sum(values) for values in zip(*(record.losses for record in records), strict=True)),
+        losses=tuple(sum(values) for values in zip(*(record.losses for record in records), strict=True)),
         memory=tuple(RankMemory(record.device, *record.memory) for record in records),
         actions=tuple(action for record in records for action in (record.actions or [[]])[-1]),
         operator_s={key: max(values) for key, values in operators.items()},

@@ -57,7 +57,7 @@ class OperatorContext:
         index: Index of the operator in the workload.
         operator: The operator.
         local: Local shapes, attributes, implementation.
-        input_shapes, parameter_shapes: Global shapes; samples are those of the microbatch.
+        input_shapes, output_shapes, parameter_shapes: Global; samples are those of the microbatch.
         splits: One Split per mesh axis.
         axes: ``(split, size, coordinate of this rank)`` per mesh axis.
         input_boxes, output_boxes, parameter_boxes: What this rank holds of the global tensors.
@@ -71,6 +71,7 @@ class OperatorContext:
     operator: Operator
     local: Local
     input_shapes: tuple[Shape, ...]
+    output_shapes: tuple[Shape, ...]
     parameter_shapes: tuple[Shape, ...]
     splits: tuple[Split, ...]
     axes: tuple[tuple[str, int, int], ...]
@@ -209,6 +210,7 @@ def make_context(
         operator=op,
         local=local,
         input_shapes=input_shapes,
+        output_shapes=output_shapes,
         parameter_shapes=parameter_shapes,
         splits=splits,
         axes=tuple(

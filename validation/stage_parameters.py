@@ -44,49 +44,26 @@ class Placed:
 
 
 def placed_parameters(view: StageView) -> tuple[list[Placed], dict[int, list[int]]]:
-    """Return the stage's parameters, tied ones once, and per operator the positions it uses.
-
-    Raises:
-        ValueError: If a tensor tied inside the stage is split in two ways there.
-    """
+    """Return the stage's parameters, tied ones once per layout, and per operator the positions it uses."""
     workload = view.costs.problem.workload
     groups = iter(parameter_groups(view))
     placed: list[Placed] = []
     used: dict[int, list[int]] = {}
-    known: dict[str, int] = {}
+    known: dict[object, int] = {}
     for index in view.operators:
+        sharding = view.shardings[index]
+        splits = view.costs.splits(index, sharding)
         for number, parameter in enumerate(workload.parameters(index)):
             key = parameter_key(workload, index, parameter)
-            if key not in known:
+            layout = (key, sharding, tuple(split.parameters[number] for split in splits))
+            if layout not in known:
                 group = next(groups)
-                assert group.operator == index, (group, index)
-                known[key] = len(placed)
+                assert (group.operator, group.tie) == (index, parameter.tie), (group, index)
+                known[layout] = len(placed)
                 placed.append(Placed(key, index, number, group))
-            else:
-                first = placed[known[key]]
-                _check_same_split(view, first, index, number)
-            used.setdefault(index, []).append(known[key])
+            used.setdefault(index, []).append(known[layout])
+    assert next(groups, None) is None, "the plan derives more parameters than the stage has"
     return placed, used
-
-
-def _check_same_split(view: StageView, first: Placed, index: int, number: int) -> None:
-    def words(operator: int, which: int) -> object:
-        sharding = view.shardings[operator]
-        splits = view.costs.splits(operator, sharding)
-        return (
-            tuple(axis.size for axis in sharding),
-            tuple(split.parameters[which] for split in splits),
-            tuple(split.parameter_gradient(which) for split in splits),
-            tuple(axis.zero for axis in sharding),
-        )
-
-    if words(first.operator, first.number) != words(index, number):
-        operators = view.costs.problem.workload.operators
-        raise ValueError(
-            f"stage {view.position}: tensor {first.key!r} is tied between {operators[first.operator].name} and "
-            f"{operators[index].name}, which split it differently; the executor needs one split of a tied tensor "
-            "within a stage"
-        )
 
 
 @dataclass(eq=False)
@@ -117,6 +94,15 @@ class Held:
     def num_elements(self) -> int:
         """Elements before ZeRO."""
         return prod(self.shape)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this rank trains of a whole tensor: its part, or its chunk of it."""
+        own = whole[self.box]
+        if self.num_shards == 1:
+            return own
+        padded = own.new_zeros(self.num_shards * self.chunk_elements)
+        padded[: self.num_elements] = own.reshape(-1)
+        return padded.view(self.num_shards, -1)[self.shard]
 
     def fetch(self) -> torch.Tensor:
         """Return the whole parameter for backward; a lone NaN where it is not gathered, as none is needed."""

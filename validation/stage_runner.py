@@ -296,6 +296,9 @@ class StageRunner:
             assert record.gradients is not None
             of_outputs = record.gradients
         phase = BACKWARD_INPUT if inputs and not weights else BACKWARD_WEIGHT if weights and not inputs else "backward"
+        if weights:
+            for parameter in held:
+                self.gradients.make_room(parameter)
         with self._timed(phase, index):
             of_inputs, of_parameters = record.backward(of_outputs, inputs=inputs, weights=weights)
         if inputs and not weights and held:

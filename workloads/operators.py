@@ -110,6 +110,7 @@ class Workload:
             tuple(sorted(op.attributes.items())),
             tuple(self.tensors[name] for name in op.inputs),
             (op.tensor_split, op.alternative_split, op.sequence_split),
+            tuple(sorted(op.ties.items())),
         )
 
     def input_shapes(self, index: int, samples: int) -> tuple[Shape, ...]:

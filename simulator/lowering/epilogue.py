@@ -44,7 +44,8 @@ def epilogue_collectives(view: StageView, *, overlapped: bool) -> tuple[list[Mes
 def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], float]]:
     """Return ``(tie, physical devices, gradient bytes)`` of weights shared between different stages.
 
-    Rank i of one stage holds the same shard as rank i of the other (modulo the smaller stage).
+    Rank i of one stage holds the same shard as rank i of the other (modulo the smaller stage). Two layouts of
+    one weight inside a stage are brought together by a reduction over the whole stage.
     """
     holders: dict[str, list[tuple[StageView, ParameterGroup]]] = {}
     for view in views:
@@ -58,6 +59,12 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
         ranks = min(len(view.stage.devices) for view, _ in places)
         runtime = places[0][0].costs.problem.runtime
         size = max(group.num_elements for _, group in places) * runtime.gradient_accumulation_bytes
+        positions = [view.position for view, _ in places]
+        for position in dict.fromkeys(found_at for found_at in positions if positions.count(found_at) > 1):
+            if len(views[position].stage.devices) > 1:
+                found.append((tie, views[position].stage.devices, float(size)))
+        if len(set(positions)) < 2:
+            continue
         for rank in range(ranks):
             devices = tuple(
                 dict.fromkeys(
@@ -222,7 +229,7 @@ class EpilogueBuilder:
             num_kernels = 1
         else:
             per_element = PER_TENSOR_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
-            num_kernels = PER_TENSOR_ADAM_KERNELS * len(groups)
+            num_kernels = max(1, PER_TENSOR_ADAM_KERNELS * len(groups))
         touched = elements * (per_element + 2 * runtime.optimizer_workspace_bytes)
         for c in placement.classes:
             seconds = placement.view.costs.problem.hardware.optimizer_step_s(placement.gpu_type[c], touched)

@@ -218,11 +218,11 @@ class _Lowering:
         """Return what each device is: its pipeline rank, type, and whether its slices are the larger ones."""
         roles: dict[int, list[Hashable]] = {}
         for view, rank in zip(self.views, self.plan.rank_of_stage, strict=True):
-            degrees = {batch_degree(sharding): sharding for sharding in view.shardings.values()}
+            shardings = sorted(set(view.shardings.values()))
             for local, device in enumerate(view.stage.devices):
                 larger: tuple[int, ...] = tuple(
-                    batch_coordinate(sharding, local) < self.plan.microbatch_size % degree
-                    for degree, sharding in sorted(degrees.items())
+                    batch_coordinate(sharding, local) < self.plan.microbatch_size % batch_degree(sharding)
+                    for sharding in shardings
                 )
                 if view.num_turns > 1:
                     larger = (batch_coordinate(view.shardings[view.operators[0]], local),)

@@ -7,9 +7,10 @@ own and are tied to the chain by ``after`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from simulator.costs import CostTables, OperatorCost, saved_tensors
 from simulator.fidelity import Fidelity
@@ -23,6 +24,7 @@ Part = tuple[int, str]
 """An operator index and a phase."""
 
 GRADIENTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass
@@ -81,6 +83,16 @@ class StageView:
         if self.plan.rotates:
             return self.plan.microbatch_size
         return -(-self.plan.microbatch_size // batch_degree(self.shardings[index]))
+
+    def scattered_inputs(self, index: int) -> list[tuple[int, float]]:
+        """Return ``(input position, bytes left)`` of inputs that are reduced to a shard on their way."""
+        return [
+            (position, item.num_bytes / prod(item.sizes[axis] for axis in item.axes))
+            for phase, item, _, position in self.costs.input_collectives(
+                index, self.shardings.get, self.samples(index), self.gpu_type
+            )
+            if phase == FORWARD and item.collective == "reduce_scatter"
+        ]
 
     def gathered_inputs(self, index: int) -> list[tuple[int, MeshCollective]]:
         """Return ``(input position, all-gather)`` of inputs that forward gathers and backward needs whole."""
@@ -169,7 +181,7 @@ class ProgramBuilder:
             if with_inputs and index in segment_ends and self.fidelity.recompute:
                 start, stop = segment_ends[index]
                 self._start_layer(index, gathers)
-                self._run_forward(self._recomputed(start, stop), "recompute", {})
+                self._run_forward(self._recomputed(start, stop), "recompute", gathers)
             self._start_layer(index, gathers)
             if with_inputs and not self.view.costs.problem.runtime.keeps_gathered_inputs:
                 for _, item in self.view.gathered_inputs(index):
@@ -181,11 +193,12 @@ class ProgramBuilder:
                 self._reduce(bucket)
         return self.items
 
-    def _run_forward(self, operators: Iterable[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
+    def _run_forward(self, operators: list[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
         for index in operators:
             self._start_layer(index, gathers)
             costs = self.view.costs
-            for item, owner in self._forward_collectives(index):
+            inside = set(operators) if cause == "recompute" else None
+            for item, owner in self._forward_collectives(index, inside):
                 if not self._cost(owner).includes_collectives:
                     self._collective(item, index)
             self._compute(cause, index, (FORWARD,))
@@ -199,12 +212,14 @@ class ProgramBuilder:
     def _cost(self, index: int) -> OperatorCost:
         return self.view.costs.operator(index, self.view.shardings[index], self.view.samples(index), self.view.gpu_type)
 
-    def _forward_collectives(self, index: int) -> Iterator[tuple[MeshCollective, int]]:
+    def _forward_collectives(self, index: int, recomputed: set[int] | None) -> Iterator[tuple[MeshCollective, int]]:
+        """Yield the collectives before an operator; what was reduced on its way into a segment stays reduced."""
         view = self.view
         for phase, item, owner, _ in view.costs.input_collectives(
             index, view.shardings.get, view.samples(index), view.gpu_type
         ):
-            if phase == FORWARD:
+            kept = recomputed is not None and owner not in recomputed and item.collective in REDUCTIONS
+            if phase == FORWARD and not kept:
                 yield item, owner
         workload = view.costs.problem.workload
         for position, name in enumerate(workload.operators[index].inputs):
@@ -213,7 +228,9 @@ class ProgramBuilder:
                 splits = view.costs.splits(index, view.shardings[index])
                 want = tuple(split.inputs[position] for split in splits)
                 own = mesh_sizes(view.shardings[index])
-                if (sizes, have) != (own, want):
+                gradient = tuple(split.input_gradient(position) for split in splits)
+                served, _ = view.costs.served_before(index, name, view.shardings.get, own, want, gradient)
+                if (sizes, have) != (own, want) and not served:
                     for item in reshard(sizes, have, own, want, self._cost(index).input_bytes[position]):
                         yield item, index
 
@@ -234,8 +251,10 @@ class ProgramBuilder:
         for position, name in enumerate(workload.operators[index].inputs):
             if name in view.arrivals and not cost.includes_collectives:
                 have = tuple(split.input_gradient(position) for split in splits)
+                want = tuple(split.inputs[position] for split in splits)
                 sizes = mesh_sizes(view.shardings[index])
-                if PARTIAL in have:
+                _, served = view.costs.served_before(index, name, view.shardings.get, sizes, want, have)
+                if PARTIAL in have and not served:
                     for item in reshard(sizes, have, sizes, settled(have), cost.input_bytes[position]):
                         self._collective(item, index)
 
@@ -246,7 +265,8 @@ class ProgramBuilder:
         cost = self._cost(producer)
         number = workload.operators[producer].outputs.index(tensor)
         have = tuple(split.outputs[number] for split in view.costs.splits(producer, view.shardings[producer]))
-        if PARTIAL in have and not cost.includes_collectives:
+        reduced_here = any(reader in view.shardings for reader in workload.consumers[tensor])
+        if PARTIAL in have and not reduced_here and not cost.includes_collectives:
             sizes = mesh_sizes(view.shardings[producer])
             for item in reshard(sizes, have, sizes, settled(have), cost.output_bytes[number]):
                 self._collective(item, producer)

@@ -95,6 +95,8 @@ class Template:
         rows: The tasks.
         heads: Per representative, tasks that wait for what the stage receives.
         tails: Per representative, the tasks after which the action's chain is done.
+        starters: Per representative, the first chained tasks; heads too, unless the host waits before them.
+        openers: Of those, the ones that run beside the compute stream.
         free_heads: Per representative, unchained tasks that wait for the previous action only.
         sends: Transfers to the neighbouring stage.
         unchained: Per representative, unchained tasks that nothing in the block waits for.
@@ -103,6 +105,8 @@ class Template:
     rows: TaskRows = field(default_factory=TaskRows)
     heads: dict[int, list[int]] = field(default_factory=dict)
     tails: dict[int, list[int]] = field(default_factory=dict)
+    starters: dict[int, list[int]] = field(default_factory=dict)
+    openers: dict[int, list[int]] = field(default_factory=dict)
     free_heads: dict[int, list[int]] = field(default_factory=dict)
     sends: list[Send] = field(default_factory=list)
     unchained: dict[int, list[int]] = field(default_factory=dict)

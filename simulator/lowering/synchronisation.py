@@ -56,8 +56,8 @@ class ParameterGroup:
 
 
 def parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
-    """Yield every parameter of a stage; a tensor tied within the stage comes once."""
-    seen: set[str] = set()
+    """Yield every parameter of a stage; a tensor tied within the stage comes once for each of its layouts."""
+    seen: set[object] = set()
     for index in view.operators:
         sharding = view.shardings[index]
         cost = view.costs.operator(index, sharding, view.samples(index), view.gpu_type)
@@ -69,9 +69,10 @@ def parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
         zero = max((sharding[axis].zero for axis in batch_axes), default=0)
         for number, (parameter, elements) in enumerate(cost.parameters):
             if parameter.tie is not None:
-                if parameter.tie in seen:
+                layout = (parameter.tie, sharding, tuple(split.parameters[number] for split in splits))
+                if layout in seen:
                     continue
-                seen.add(parameter.tie)
+                seen.add(layout)
             reduced = tuple(
                 axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
             )
@@ -103,12 +104,15 @@ def gradient_buckets(view: StageView, *, merged: bool) -> list[GradientBucket]:
     runtime = view.costs.problem.runtime
     bucket_bytes = runtime.gradient_bucket_bytes
     limit = float("inf") if merged or bucket_bytes is None else float(bucket_bytes)
+    workload = view.costs.problem.workload
     open_groups: dict[object, tuple[ParameterGroup, float]] = {}
     buckets = []
     for group in reversed(list(parameter_groups(view))):
         if not group.reduced_axes:
             continue
-        key = (group.sizes, group.reduced_axes, group.sharded_axes)
+        # Sharded parameters are reduced layer by layer: that is the unit they are gathered in.
+        layer = workload.operators[group.operator].layer if group.zero == 3 and not merged else -1
+        key = (group.sizes, group.reduced_axes, group.sharded_axes, layer)
         _, so_far = open_groups.get(key, (group, 0.0))
         total = so_far + group.num_elements * runtime.gradient_accumulation_bytes
         open_groups[key] = (group, total)

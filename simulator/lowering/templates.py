@@ -12,7 +12,7 @@ from simulator.lowering.program import Item
 from simulator.lowering.rows import Send, Template
 from simulator.lowering.symmetry import Channel
 from simulator.segments import Segment
-from simulator.taskgraph import COMMUNICATION, COMPUTATION
+from simulator.taskgraph import COMMUNICATION, COMPUTATION, OTHER
 
 
 @dataclass
@@ -45,6 +45,20 @@ class TemplateBuilder:
         num_sends = self._num_sends(sends, transfer_family)
         pass_s = view.costs.problem.runtime.host_seconds_per_pass
         computed = [position for position, item in enumerate(items) if item.collective is None]
+        for c in self.placement.classes:
+            if num_receives.get(c, 0) and self._waits_for_receives:
+                wait = template.rows.add(
+                    cause="transfer",
+                    name=f"wait before {label}",
+                    stage=view.position,
+                    kind=OTHER,
+                    work_s=0.0,
+                    host_waits=True,
+                    hosts=[c],
+                )
+                template.heads[c] = [wait]
+                tails[c] = [wait]
+        opened: set[int] = set()
         for position, item in enumerate(items):
             name = workload.operators[item.operator].name if item.operator >= 0 else label
             tasks = []
@@ -68,6 +82,10 @@ class TemplateBuilder:
                     for c in members:
                         if not tails[c]:
                             template.heads.setdefault(c, []).append(task)
+                        if c not in opened:
+                            template.starters.setdefault(c, []).append(task)
+                            if item.collective is not None:
+                                template.openers.setdefault(c, []).append(task)
                 elif not item.after:
                     for c in members:
                         template.free_heads.setdefault(c, []).append(task)
@@ -75,6 +93,7 @@ class TemplateBuilder:
                 for task in tasks:
                     for c in template.rows.members[task]:
                         tails[c] = [task]
+                        opened.add(c)
         for position, item in enumerate(items):
             if not item.chained:
                 for task in positions[position]:
@@ -85,6 +104,12 @@ class TemplateBuilder:
         for channel_class, channel in sends:
             self._add_send(template, channel_class, channel, transfer_family, label)
         return template
+
+    @property
+    def _waits_for_receives(self) -> bool:
+        """Whether hosts launch a pass only when what it needs has arrived."""
+        runtime = self.placement.view.costs.problem.runtime
+        return self.fidelity.host and self.fidelity.transfers and "receive" in runtime.host_waits
 
     def _num_sends(self, sends: list[tuple[int, Channel]], family: Hashable | None) -> dict[int, int]:
         assert self.channels.partition is not None
@@ -173,7 +198,6 @@ class TemplateBuilder:
         if not self.fidelity.transfers:
             latency = work = 0.0
             shares = {}
-        runtime = self.placement.view.costs.problem.runtime
         task = template.rows.add(
             cause="transfer",
             name=f"transfer after {label}",
@@ -181,7 +205,6 @@ class TemplateBuilder:
             kind=COMMUNICATION,
             work_s=work,
             latency_s=latency,
-            host_waits=self.fidelity.host and self.fidelity.transfers and "receive" in runtime.host_waits,
             shares=shares,
             predecessors=template.tails[source],
             streams=[(source, ("send", family, channel_class)), (target, ("receive", family, channel_class))],

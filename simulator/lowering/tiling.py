@@ -107,9 +107,12 @@ class Tiling:
     @staticmethod
     def _waits(first: Template, second: Template, c: int, after_sends: bool) -> tuple[Ids, Ids]:
         """Return the edges from one action of a representative to its next."""
-        pairs = [(head, tail) for head in second.free_heads.get(c, ()) for tail in first.tails[c]]
+        beside = [*second.free_heads.get(c, ()), *second.openers.get(c, ())]
+        pairs = [(head, tail) for head in beside for tail in first.tails[c]]
         if after_sends:
-            pairs += [(head, send.task) for send in first.sends if send.source == c for head in second.heads.get(c, ())]
+            pairs += [
+                (head, send.task) for send in first.sends if send.source == c for head in second.starters.get(c, ())
+            ]
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 

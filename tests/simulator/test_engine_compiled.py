@@ -111,7 +111,7 @@ def test_what_can_change_speeds_is_what_the_simpy_engine_finds(graph) -> None:
 
 
 def test_many_transfers_on_many_links_agree() -> None:
-    """Ten thousand rate changes in one component: the worst case for whatever is summed or re-timed in order."""
+    """Ten thousand rate changes in one component: the worst case for sums that depend on order."""
     generator = np.random.default_rng(0)
     builder = GraphBuilder(slowdowns=[(1.3, 1.1)] * 8, num_resources=5)
     streams = [builder.stream(device % 8) for device in range(40)]
@@ -250,9 +250,7 @@ def test_the_cache_goes_elsewhere_where_package_and_home_cannot_be_written(tmp_p
     for name in ("simulator", "datafiles", "workloads", "hardware_models"):
         (package / name).symlink_to(ROOT / name)
     copy = package / "cached.py"
-    copy.write_text(
-        "from simulator.compiled_cache import compiled\n\n\n@compiled\ndef twice(x):\n    return 2 * x\n"
-    )
+    copy.write_text("from simulator.compiled_cache import compiled\n\n\n@compiled\ndef twice(x):\n    return 2 * x\n")
     code = (
         "import numba.core.caching as caching\n"
         "for name in ('_InTreeCacheLocator', '_InTreeCacheLocatorFsAgnostic', '_UserWideCacheLocator'):\n"

@@ -190,6 +190,8 @@ def two_processes() -> list[Case]:
     mixed = by_layer(neox.workload, [DP2, TP2, SP2])
     everything = (0, len(neox.workload))
     add("gpt-neox, dp2, tp2 and sequence parallel in turn", neox, Plan((stage(everything, [0, 1], mixed),), 4, 2))
+    shared = stage((0, end), [0, 1], by_layer(gpt.workload, [axes(("batch", 2, 1)), TP2, SP2, DP2]))
+    add("gpt, embeddings tied in one stage under dp2 with ZeRO-1 and tp2", gpt, Plan((shared,), 4, 2))
     t5 = problem("t5")
     middle = cut(t5.workload, "cross_attention_softmax", 5)
     plan = pipeline(t5, [(middle, [1], ALONE), (-1, [0], ALONE)], microbatch=2)
@@ -229,6 +231,8 @@ def four_processes() -> list[Case]:
     add("gpt dp4, sharded in pairs (HSDP)", gpt, Plan((stage((0, end), range(4), hybrid),), 4, 2))
     parts = [(two, [0, 1], TP2), (-1, [2, 3], DP2)]
     add("gpt tp2 then dp2, tied embeddings unlike", gpt, pipeline(gpt, parts, microbatch=4))
+    parts = [(two, [0, 1], axes(("batch", 2, 2))), (-1, [2, 3], TP2)]
+    add("gpt dp2 with ZeRO-2 then tp2, tied embeddings unlike", gpt, pipeline(gpt, parts, microbatch=4))
     parts = [(two, [3, 1], DP2), (-1, [0, 2], TP2)]
     add("gpt dp2 then tp2, devices out of order, gpipe", gpt, pipeline(gpt, parts, microbatch=4, schedule="gpipe"))
     dp3 = axes(("batch", 3))

@@ -7,14 +7,11 @@ import time
 import traceback
 from dataclasses import dataclass
 
-import torch
-
 from tests.validation.tiny import CASES
 from validation.executable import check_executable
 from validation.executor import PlanExecutor
 from validation.launch import Worker
 from validation.reference import Reference
-from validation.stage_parameters import Held
 
 
 @dataclass(frozen=True)
@@ -36,15 +33,6 @@ class Outcome:
     error: str = ""
 
 
-def expected_part(held: Held, whole: torch.Tensor) -> torch.Tensor:
-    """Return what a rank should hold of a gradient."""
-    own = whole[held.box].reshape(-1)
-    if held.num_shards == 1:
-        return own.view(held.shape)
-    padded = torch.nn.functional.pad(own, (0, held.num_shards * held.chunk_elements - own.numel()))
-    return padded[held.shard * held.chunk_elements : (held.shard + 1) * held.chunk_elements]
-
-
 def run_cases(worker: Worker, references: dict[str, Reference]) -> list[Outcome]:
     """Run all plans of the world size; two iterations each, so that the optimizer step counts."""
     return [_run(worker, number, references) for number in range(len(CASES[worker.world_size]))]
@@ -60,7 +48,7 @@ def _run(worker: Worker, number: int, references: dict[str, Reference]) -> Outco
         for runner in executor.runners.values():
             for held in runner.parameters.held:
                 assert held.gradient is not None
-                wanted = expected_part(held, reference.gradients[held.placed.key])
+                wanted = held.part_of(reference.gradients[held.placed.key])
                 difference = float((held.gradient - wanted).abs().max()) if wanted.numel() else 0.0
                 differences.append((held.placed.key, difference))
 

@@ -1,0 +1,363 @@
+"""The accuracy cases and the gate, without public data sets: what a clean clone has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from experiments import accuracy_baseline as gate
+from experiments.accuracy import GroupReport, check_cases, group_reports, residuals_by, run_case, run_cases
+from experiments.accuracy_calibration import calibration_rows, named_rows
+from experiments.accuracy_docs import write_docs
+from experiments.accuracy_errors import ErrorReport, rank_report
+from experiments.accuracy_groups import groups
+from experiments.accuracy_plots import plot_group
+from experiments.cases import alpa, amp, galvatron_table2, megatron_sc21, vtrain
+from experiments.cases.case import Case, Measured, Skipped, problem_of, uniform
+from experiments.cases.sources import all_cases, data_folder
+from workloads.models.gpt import GPTSpec
+
+MODEL = GPTSpec(name="tiny", layers=4, hidden=256, heads=4, seq_len=128, vocab=1000)
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[Case]:
+    return [entry for entry in all_cases(None) if isinstance(entry, Case)]
+
+
+def a_case(row_id: str = "tiny.csv#1", seconds: float | None = 1.0, **more: object) -> Case:
+    fields: dict[str, object] = {
+        "groups": ("megatron-sc21-table1",),
+        "problem": problem_of(model=MODEL, cluster="a100-80g-dgx:1x2", runtime="megatron-lm-2021", global_batch=8),
+        "plan": uniform(dp=2, microbatch=2),
+        "measured": Measured(iteration_time_s=seconds, out_of_memory=False),
+        "source": "made up",
+        "features": {"tp": 1},
+        **more,
+    }
+    return Case(row_id=row_id, **fields)  # type: ignore[arg-type]
+
+
+def test_a_clean_clone_has_at_least_forty_cases(printed: list[Case]) -> None:
+    assert len(printed) >= 40
+    assert {name for case in printed for name in case.groups} == {
+        name for name, group in groups().items() if not group.needs_data
+    }
+
+
+def test_row_ids_are_unique_and_no_constant_was_fitted_on_a_reported_row(printed: list[Case]) -> None:
+    check_cases(printed)
+
+
+def test_every_printed_case_has_a_plan_that_is_legal(printed: list[Case]) -> None:
+    from simulator.validate import validate
+
+    for case in printed:
+        if case.row_id.startswith("megatron") and int(case.row_id.partition("#")[2]) > 6:
+            continue  # thousands of GPUs: simulated by the gate
+        problem = case.problem()
+        validate(case.plan(problem), problem)
+
+
+def test_groups_that_need_data_are_skipped_with_a_reason() -> None:
+    skipped = [entry for entry in all_cases(None) if isinstance(entry, Skipped)]
+    assert {name for entry in skipped for name in entry.groups} == {
+        name for name, group in groups().items() if group.needs_data
+    }
+    assert all("--data" in entry.reason for entry in skipped)
+
+
+def test_a_data_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must exist"):
+        data_folder(tmp_path / "nothing")
+
+
+def test_an_empty_data_folder_skips_every_public_set(tmp_path: Path) -> None:
+    entries = list(all_cases(tmp_path))
+    reasons = {entry.reason for entry in entries if isinstance(entry, Skipped)}
+    assert reasons and all("the data folder has no" in reason for reason in reasons)
+
+
+def test_reported_flop_gives_the_iteration_times_of_sc21(printed: list[Case]) -> None:
+    first = next(case for case in printed if case.row_id == "megatron_sc21_table1.csv#1")
+    assert first.measured.iteration_time_s == pytest.approx(3.53, rel=2e-3)  # the data README derives the same
+    assert megatron_sc21.reported_flop(MODEL, 1) > 0
+
+
+def test_a_calibration_row_is_refused() -> None:
+    fitted = sorted(calibration_rows())[0]
+    with pytest.raises(ValueError, match="constants were fitted on 1 of the rows"):
+        check_cases([a_case(fitted)])
+
+
+def test_two_cases_of_one_row_are_refused() -> None:
+    with pytest.raises(ValueError, match="one case"):
+        check_cases([a_case(), a_case()])
+
+
+def test_an_unknown_group_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="vtrain-single-node"):
+        run_cases([], only=["vtrain-single-nod"])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "tp", "row", "may_be_fitted"),
+    [(1024, 1, 8, True), (1024, 2, 8, True), (1024, 1, 9, False), (1024, 4, 8, False), (2048, 1, 8, False)],
+)
+def test_constants_are_never_fitted_out_of_distribution(hidden: int, tp: int, row: int, may_be_fitted: bool) -> None:
+    assert vtrain.is_calibration({"hidden": hidden, "tp": tp, "notes": f"1F1B; CSV row {row}"}) is may_be_fitted
+
+
+def test_constants_are_fitted_on_at_most_a_tenth_of_vtrains_716_rows() -> None:
+    fitted = {row_id for row_id in calibration_rows() if row_id.startswith("vtrain/")}
+    assert 0 < len(fitted) <= 71
+    assert all(int(row_id.partition("#")[2]) % vtrain.CALIBRATION_EVERY == 0 for row_id in fitted)
+
+
+def test_row_ids_are_found_in_sources() -> None:
+    found = list(named_rows(["fit on x/y.csv#2,4-6, and z.csv#9"]))
+    assert found == ["x/y.csv#2", "x/y.csv#4", "x/y.csv#5", "x/y.csv#6", "z.csv#9"]
+
+
+def test_a_case_runs_and_its_error_is_signed() -> None:
+    outcome = run_case(a_case(seconds=1e-9))
+    assert outcome.time_error is not None and outcome.time_error > 0
+    assert not outcome.out_of_memory and outcome.peak_bytes > 0
+    slower = run_case(a_case(seconds=2 * outcome.iteration_time_s))
+    assert slower.time_error == pytest.approx(-0.5)
+
+
+def test_a_too_small_memory_is_predicted_out_of_memory() -> None:
+    small = problem_of(
+        model=MODEL,
+        cluster="a100-80g-dgx:1x2",
+        runtime="megatron-lm-2021",
+        global_batch=8,
+        memory_limit_bytes=840 << 20,
+    )
+    case = a_case(problem=small, measured=Measured(out_of_memory=True))
+    (report,) = group_reports([run_case(case)], [], only=["megatron-sc21-table1"])
+    assert (report.num_fits_asked, report.num_fits_right, report.num_wrong_fits) == (1, 1, 0)
+    assert report.time is None and report.fits_agreement == 1.0
+
+
+def test_average_peaks_count_every_device() -> None:
+    def average(flag: bool) -> float:
+        measured = Measured(peak_bytes=1e9, peak_is_average=flag)
+        return run_case(a_case(plan=uniform(pp=2, microbatch=2), measured=measured)).peak_bytes
+
+    assert average(True) < average(False)
+
+
+def test_error_report_of_known_numbers() -> None:
+    report = ErrorReport.of([("a", 1.1, 1.0), ("b", 0.7, 1.0), ("c", 1.0, 1.0)])
+    assert report is not None
+    assert report.mean_absolute == pytest.approx(0.4 / 3)
+    assert report.median_absolute == pytest.approx(0.1)
+    assert report.bias == pytest.approx(-0.2 / 3)
+    assert report.worst == ("b", pytest.approx(-0.3))
+    assert ErrorReport.of([]) is None
+
+
+def test_ranks_leave_out_pairs_that_hardly_differ() -> None:
+    report = rank_report({"x": [(1.0, 1.00), (0.9, 1.03), (2.0, 3.0)]})
+    assert report is not None
+    assert (report.num_pairs, report.num_agreeing, report.correlation) == (2, 2, 1.0)
+    assert report.spearman == pytest.approx(0.5)
+    assert rank_report({"x": [(1.0, 1.0)]}) is None
+
+
+def test_plans_of_different_batches_are_ranked_by_time_per_sample(printed: list[Case]) -> None:
+    by_rivals: dict[str, set[int]] = {}
+    for case in printed:
+        if case.rivals is not None and "galvatron-table2" in case.groups:
+            by_rivals.setdefault(case.rivals, set()).add(case.rival_samples)
+    assert any(len(batches) > 1 for batches in by_rivals.values())
+
+
+def test_residuals_by_feature() -> None:
+    outcomes = [run_case(a_case(f"tiny.csv#{number}", features={"tp": number % 2})) for number in range(4)]
+    found = residuals_by(outcomes, ["tp", "none"])
+    assert list(found) == [("0", "-"), ("1", "-")] and found["0", "-"][0] == 2
+
+
+# The gate
+
+
+def report(error: float = 0.05, *, count: int = 4, name: str = "megatron-sc21-table1", **more: object) -> GroupReport:
+    errors = ErrorReport({f"row{number}": error for number in range(count)}) if count else None
+    fields: dict[str, object] = {
+        "num_run": count,
+        "num_skipped": 0,
+        "reasons": (),
+        "time": errors,
+        "memory": None,
+        "num_fits_asked": count,
+        "num_fits_right": count,
+        "num_wrong_fits": 0,
+        "rank": None,
+        **more,
+    }
+    return GroupReport(name=name, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Iterator[gate.Baseline]:
+    path = tmp_path / "baseline.json"
+    before, after = gate.accept([report()], "first", path=path, today=date(2026, 1, 2))
+    assert before.groups == {} and after == gate.load_baseline(path)
+    yield after
+
+
+def test_the_same_figures_pass(baseline: gate.Baseline) -> None:
+    assert gate.findings([report()], baseline, with_data=False) == []
+
+
+def test_a_worsening_within_the_tolerance_passes_and_beyond_it_fails(baseline: gate.Baseline) -> None:
+    tolerance = groups()["megatron-sc21-table1"].tolerance
+    assert gate.findings([report(0.05 + 0.9 * tolerance)], baseline, with_data=False) == []
+    (found,) = gate.findings([report(0.05 + 1.1 * tolerance)], baseline, with_data=False)
+    assert found.group == "megatron-sc21-table1" and "accepted 5.00 %" in found.message
+
+
+def test_an_improvement_passes(baseline: gate.Baseline) -> None:
+    assert gate.findings([report(0.01)], baseline, with_data=False) == []
+
+
+def test_a_group_that_lost_its_cases_fails(baseline: gate.Baseline) -> None:
+    other = report(name="dapple-table5")
+    messages = [found.message for found in gate.findings([report(count=0), other], baseline, with_data=False)]
+    assert any("no case ran" in message for message in messages)
+
+
+def test_fewer_cases_fail(baseline: gate.Baseline) -> None:
+    (found,) = gate.findings([report(count=3)], baseline, with_data=False)
+    assert "3 cases ran, 4 did" in found.message
+
+
+def test_no_case_at_all_fails() -> None:
+    (found,) = gate.findings([], gate.Baseline(groups={}), with_data=False)
+    assert "no case ran" in found.message
+
+
+def test_a_case_predicted_to_fit_that_did_not_fails(baseline: gate.Baseline) -> None:
+    worse = report(num_fits_right=3, num_wrong_fits=1)
+    words = " ".join(found.message for found in gate.findings([worse], baseline, with_data=False))
+    assert "out of memory" in words and "predicted to fit" in words
+
+
+def test_groups_that_need_data_are_only_asked_for_with_data(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    _, accepted = gate.accept([report(), report(name="megatron-dgx2")], "both", path=path)
+    alone = [report(), report(count=0, name="megatron-dgx2")]
+    assert gate.findings(alone, accepted, with_data=False) == []
+    assert [found.group for found in gate.findings(alone, accepted, with_data=True)] == ["megatron-dgx2"]
+
+
+def test_accepting_keeps_groups_that_did_not_run_and_shows_what_moved(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    gate.accept([report(), report(0.2, name="megatron-dgx2")], "both", path=path)
+    before, after = gate.accept([report(0.04)], "softmax reads half", path=path)
+    assert after.groups["megatron-dgx2"] == before.groups["megatron-dgx2"]
+    assert [entry.reason for entry in after.accepted] == ["both", "softmax reads half"]
+    moved = gate.changes(before, after)
+    assert ("megatron-sc21-table1", "time mean absolute", "5.00 %", "4.00 %") in moved
+    assert {row[0] for row in moved} == {"megatron-sc21-table1"}
+
+
+@pytest.mark.parametrize("reason", ["", "  "])
+def test_accepting_without_a_reason_is_refused(tmp_path: Path, reason: str) -> None:
+    with pytest.raises(ValueError, match="reason"):
+        gate.accept([report()], reason, path=tmp_path / "baseline.json")
+
+
+def test_accepting_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no case ran"):
+        gate.accept([report(count=0)], "why", path=tmp_path / "baseline.json")
+
+
+def test_the_committed_baseline_is_of_known_groups_and_covers_all_that_a_clean_clone_runs() -> None:
+    committed = gate.load_baseline()
+    assert set(committed.groups) <= set(groups())
+    assert {name for name, group in groups().items() if not group.needs_data} <= set(committed.groups)
+
+
+# Loaders on synthetic rows of the public layouts
+
+
+def test_partitions_of_amp_become_layers_per_stage() -> None:
+    assert amp.layers_per_stage("[0, 15, 30]") == [12, 12]
+    assert sum(amp.layers_per_stage("[0, 4, 6, 8, 10, 12, 14, 16, 17, 18, 19, 20, 21, 22, 23, 25, 30]")) == 24
+
+
+def test_alpa_rows_without_a_stated_split_are_skipped(tmp_path: Path) -> None:
+    folder = tmp_path / "measured_runs"
+    folder.mkdir()
+    (folder / "alpa_p3_gpt.csv").write_text(
+        "source,instance,hosts,gpus_per_host,gpus,model,config,global_batch,microbatches,method,plan,iter_time_s,"
+        "iter_time_derived_s,tflops_per_gpu,peak_mem_GB,params_B,note\n"
+        "x,p3,1,4,4,gpt,GPT-1.3B S1024,1024,128,megatron,dp2 tp1 pp2,,52.0,,,,\n"
+        'x,p3,1,4,4,gpt,GPT-1.3B S1024,1024,128,alpa.auto,"{""n_auto_layers"": 6, ""layers"": [[0, 1, 2], [3, 4, 5]], '
+        '""submesh"": [[1, 2], [1, 2]], ""logical"": [[2, 1], [2, 1]], ""force_dp"": [1, 1]}",,50.0,,,,\n'
+        'x,p3,1,4,4,gpt,GPT-1.3B S1024,1024,64,alpa.intra_only,"logical mesh (4,1)",,49.9,,,,\n'
+    )
+    entries = list(alpa.cases(tmp_path))
+    cases = [entry for entry in entries if isinstance(entry, Case)]
+    plans = [case.plan(case.problem()) for case in cases]
+    assert [len(plan.stages) for plan in plans] == [2, 2] and all(plan.microbatch_size == 8 for plan in plans)
+    assert [entry.num_rows for entry in entries if isinstance(entry, Skipped)] == [1]
+
+
+def test_vtrain_rows_become_cases_without_calibration_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "measured_runs"
+    folder.mkdir()
+    header = (
+        "source,model,layers,hidden,heads,ffn,vocab,seq,gpu,gpus,gpus_per_node,intra_bw,inter_bw,tp,pp,dp,zero,vpp,"
+        "microbatch,global_batch,recompute,seqpar,dtype,metric,value,unit,notes\n"
+    )
+    line = (
+        "vTrain data/ground_truth_single.csv,gpt,4,1024,16,4096,50257,1024,A100,2,8,x,,{tp},1,1,0,1,2,4,full,0,fp16,"
+        "iteration_time,100,ms,CSV row {row}\n"
+    )
+    (folder / "dev.csv").write_text(
+        header + "".join(line.format(tp=tp, row=row) for tp, row in ((1, 4), (1, 5), (4, 8)))
+    )
+    entries = list(vtrain.cases(tmp_path))
+    cases = [entry for entry in entries if isinstance(entry, Case)]
+    assert [case.row_id.partition("#")[2] for case in cases] == ["5", "8"]
+    assert vtrain.OTHER_TENSOR in cases[1].groups and vtrain.IN_DISTRIBUTION in cases[0].groups
+    assert cases[0].measured.iteration_time_s == 0.1
+    assert [entry.num_rows for entry in entries if isinstance(entry, Skipped)] == [1]
+
+
+def test_the_pipeline_of_galvatron_splits_equal_layers_evenly_and_t5_by_memory(printed: list[Case]) -> None:
+    problems = {str(case.features["model"]): case.problem() for case in printed if "galvatron-table2" in case.groups}
+    assert galvatron_table2.memory_balanced(problems["bert-huge-32"]) == [4] * 8
+    uneven = galvatron_table2.memory_balanced(problems["t5-large-32"])
+    assert sum(uneven) == 32 and len(uneven) == 8 and min(uneven) >= 1 and len(set(uneven)) > 1
+
+
+# Pages and pictures
+
+
+def test_a_picture_is_drawn_for_a_group_with_times(tmp_path: Path) -> None:
+    outcomes = [run_case(a_case(f"tiny.csv#{number}", seconds=0.02 * number)) for number in (1, 2)]
+    (found,) = group_reports(outcomes, [], only=["megatron-sc21-table1"])
+    assert plot_group(found, outcomes, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot_group(replace(found, time=None), [], tmp_path / "y.png")
+
+
+def test_the_page_names_every_group_and_its_peers(tmp_path: Path) -> None:
+    outcomes = [run_case(a_case())]
+    path = tmp_path / "docs" / "accuracy.md"
+    write_docs(group_reports(outcomes, []), outcomes, path)
+    text = path.read_text()
+    for group in groups().values():
+        assert group.title.strip() in text
+        assert all(peer.name in text for peer in group.peers)
+    assert (tmp_path / "docs" / "accuracy" / "megatron-sc21-table1.png").exists()

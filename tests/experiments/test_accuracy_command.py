@@ -1,0 +1,65 @@
+"""``windtunnel accuracy``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from experiments import accuracy_baseline
+from experiments.cli_accuracy import register
+
+GROUP = ("--group", "aceso-gpt-modelled")
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typer.Typer:
+    """The command alone, without public data."""
+    monkeypatch.setattr("experiments.cases.sources.BESIDE_REPOSITORY", tmp_path / "none")
+    monkeypatch.delenv("WINDTUNNEL_DATA", raising=False)
+    built = typer.Typer()
+    built.callback()(lambda: None)
+    register(built)
+    return built
+
+
+def test_json_has_groups_and_cases_and_nothing_else_on_standard_output(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["accuracy", *GROUP, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [group["group"] for group in found["groups"]] == ["aceso-gpt-modelled"]
+    assert found["groups"][0]["num_run"] == 1 and len(found["cases"]) == 1
+
+
+def test_the_table_says_how_many_cases_ran(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["accuracy", *GROUP, "--by", "model", "--cases"])
+    assert result.exit_code == 0, result.output
+    assert "aceso-gpt-modelled" in result.output and "1 cases run" in result.output
+    assert "aceso_gpt_1_3b.yaml#1" in result.output
+
+
+def test_check_exits_with_one_where_a_group_is_worse(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    strict = accuracy_baseline.Baseline(
+        groups={"aceso-gpt-modelled": accuracy_baseline.GroupBaseline(num_run=1, time_mean_absolute=-1.0)}
+    )
+    monkeypatch.setattr(accuracy_baseline, "load_baseline", lambda: strict)
+    result = CliRunner().invoke(app, ["accuracy", *GROUP, "--check"])
+    assert result.exit_code == 1
+    assert "accepted" in result.output
+
+
+def test_check_passes_on_the_committed_baseline(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["accuracy", *GROUP, "--group", "dapple-table5", "--check"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("more", [["--check"], ["--accept", "why"]])
+def test_switched_off_effects_never_meet_the_gate(app: typer.Typer, more: list[str]) -> None:
+    result = CliRunner().invoke(app, ["accuracy", *GROUP, "--without", "host", *more])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ValueError) and "--without" in str(result.exception)

@@ -1,0 +1,134 @@
+"""Torch builders agree with the kinds they build: shapes, parameters, and what backward keeps."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
+
+from tests.validation.saving import (  # noqa: E402
+    SAMPLES,
+    Example,
+    context_of,
+    examples,
+    executor_implementation,
+    layer_kept_bytes,
+    run_example,
+    stated_bytes,
+)
+from tests.validation.tiny import SPECS  # noqa: E402
+from validation.operator_context import OperatorContext, box_shape  # noqa: E402
+from validation.torch_kinds import BUILDERS, NOT_EXECUTABLE, build  # noqa: E402
+from workloads.kinds import all_kinds  # noqa: E402
+from workloads.local import localize, range_saved_bytes  # noqa: E402
+from workloads.registry import build_from_spec  # noqa: E402
+
+EXAMPLES = examples()
+SCORE_BYTES = 4
+
+
+def test_every_kind_has_a_builder_or_is_refused_by_name() -> None:
+    assert set(BUILDERS) == set(all_kinds()) - set(NOT_EXECUTABLE)
+
+
+def test_the_examples_cover_every_builder_and_split() -> None:
+    assert {example.workload.operators[example.index].kind for example in EXAMPLES} >= set(BUILDERS) - {"add"}
+    assert {example.split for example in EXAMPLES} == {
+        "batch", "replicate", "column", "row", "head", "sequence", "vocab"
+    }  # fmt: skip
+
+
+def ranks(example: Example) -> range:
+    return range(1 if example.split == "replicate" else 2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_outputs_and_parameters_have_the_shapes_that_the_kind_states(dtype: str) -> None:
+    for example in EXAMPLES:
+        for rank in ranks(example):
+            context = context_of(example, executor_implementation(dtype), rank=rank)
+            kept = run_example(context)
+            assert kept.outputs == context.local.outputs, str(example)
+            assert kept.gradients == context.local.parameters, str(example)
+            boxes = tuple(box_shape(box) for box in context.parameter_boxes)
+            assert boxes == context.local.parameters, str(example)
+
+
+def tokens(context: OperatorContext) -> int:
+    return prod(context.local.inputs[0][:2])
+
+
+def allowed(context: OperatorContext, example: Example, dtype: str) -> tuple[int, int]:
+    """Return the smallest and largest bytes that torch may keep beside what the kind states, and say why."""
+    stated = stated_bytes(context)
+    kind = context.operator.kind
+    if kind in ("lm_loss", "classifier_loss") and example.split != "vocab":
+        return stated + 4, stated + 4  # nll_loss keeps the sum of weights, one number
+    if kind in ("embedding", "lm_loss") and example.split == "vocab":
+        # A byte per token: is its row on another rank? The loss counts rows, not labels, twice.
+        return stated + tokens(context), stated + tokens(context)
+    if kind == "softmax":
+        # One fp32 tensor. In fp32 it is also the output; a second score tensor, which the kind states, is not kept.
+        kept = SCORE_BYTES * prod(context.local.outputs[0])
+        return kept, kept
+    if kind in ("attention_score", "attention_context"):
+        # Batched products copy queries, keys and values out of the packed tensor, which itself is let go: see the
+        # test of a whole layer for the sum.
+        return 0, stated
+    if kind == "flash_attention":
+        # With several groups of heads, queries are copied so that heads lie evenly.
+        heads, groups = (int(context.local.attributes[name]) for name in ("heads", "kv_heads"))
+        local_groups = groups * context.local.outputs[0][2] // context.output_shapes[0][2]
+        grouped = heads != groups and local_groups > 1
+        queries = context.local.implementation.activation_bytes * prod(context.local.outputs[0])
+        return (stated + queries, stated + queries) if grouped else (stated, stated)
+    if kind == "rms_norm":
+        return stated, 4 * stated  # a chain of kernels on the CPU; one kernel on CUDA
+    if kind == "layer_norm" and dtype == "bf16":
+        return stated - 4 * tokens(context), stated  # statistics are bf16 on the CPU, fp32 on CUDA
+    return stated, stated
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_torch_keeps_the_bytes_that_the_kind_states(dtype: str) -> None:
+    for example in EXAMPLES:
+        for rank in ranks(example):
+            context = context_of(example, executor_implementation(dtype), rank=rank)
+            low, high = allowed(context, example, dtype)
+            kept = run_example(context).num_bytes
+            assert low <= kept <= high, f"{example}: kept {kept}, stated {stated_bytes(context)}"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["gpt", "bert", "vit"])
+def test_a_layer_as_a_whole_keeps_what_its_kinds_state(model: str, dtype: str) -> None:
+    implementation = executor_implementation(dtype)
+    workload = build_from_spec(SPECS[model], "plain")
+    start, stop = workload.layers[2]
+    locals_by_operator = {
+        index: localize(
+            workload.operators[index].definition,
+            workload.operators[index].attributes,
+            workload.input_shapes(index, SAMPLES),
+            (),
+            implementation,
+        )
+        for index in range(start, stop)
+    }
+    stated = sum(range_saved_bytes(workload, locals_by_operator).values())
+    scores = workload.tensors[f"{workload.layer_names[2]}.attention_score"]
+    positions = workload.tensors[workload.operators[start].inputs[0]][0]
+    # fp32 softmax keeps one tensor less; bf16 norms keep their statistics in bf16 on the CPU.
+    expected = stated - (SCORE_BYTES * SAMPLES * prod(scores) if dtype == "fp32" else 2 * 2 * 2 * SAMPLES * positions)
+    assert layer_kept_bytes(workload, range(start, stop), implementation) == expected
+
+
+def test_an_operator_of_a_profile_is_refused_by_name() -> None:
+    workload = build_from_spec(SPECS["gpt"], "plain")
+    context = context_of(Example(workload, 1, "replicate"), executor_implementation("fp32"))
+    opaque = type(context)(**{**context.__dict__, "operator": type(context.operator)(
+        **{**context.operator.__dict__, "kind": "opaque"})})  # fmt: skip
+    with pytest.raises(ValueError, match=r"of kind opaque cannot be executed: .*profile"):
+        build(opaque)

@@ -1,0 +1,60 @@
+"""Executes a plan file: ``python -m validation.run_plan plan.yaml``, or the same under torchrun.
+
+Under ``torchrun --nproc-per-node N -m validation.run_plan plan.yaml -o measurement.json`` the processes are
+torchrun's; alone it starts as many as the plan has devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from datafiles.writer import dump_json, write_text_atomically
+from simulator.plan_file import load_plan
+from validation.executor import execute, execute_here
+from validation.launch import WorkerError, worker_from_environment
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a plan file and print, or write, what was measured. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m validation.run_plan", description=__doc__.splitlines()[0])
+    parser.add_argument("plan", type=Path, help="plan file")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--timeout-s", type=float, default=600.0)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file")
+    chosen = parser.parse_args(arguments)
+    is_first = True
+    try:
+        spec, plan = load_plan(chosen.plan)
+        problem = spec.load()
+        if "RANK" in os.environ:
+            worker = worker_from_environment(chosen.device, timeout_s=chosen.timeout_s)
+            is_first = worker.rank == 0
+            measurement = execute_here(plan, problem, worker, iterations=chosen.iterations, warmup=chosen.warmup)
+        else:
+            measurement = execute(
+                plan,
+                problem,
+                iterations=chosen.iterations,
+                warmup=chosen.warmup,
+                device=chosen.device,
+                timeout_s=chosen.timeout_s,
+            )
+    except (ValueError, OSError, WorkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if is_first:
+        text = dump_json(measurement.to_mapping())
+        if chosen.output is not None:
+            write_text_atomically(chosen.output, text)
+        print(f"iteration time  {measurement.iteration_time_s * 1e3:.2f} ms (median of {chosen.iterations})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
