@@ -55,7 +55,7 @@ def main() -> None:
         per_operator, per_pass = np.abs(microseconds) * 1e-6
         return log_errors(cases, float(per_operator), float(per_pass))
 
-    fitted = least_squares(residuals, START_US, diff_step=0.05, loss="soft_l1", f_scale=0.05, max_nfev=8)
+    fitted = least_squares(residuals, START_US, diff_step=[0.05, 0.05], loss="soft_l1", f_scale=0.05, max_nfev=8)
     errors = np.expm1(residuals(fitted.x))
     print(f"host_seconds_per_operator: {abs(fitted.x[0]) * 1e-6:.3g}")
     print(f"host_seconds_per_pass: {abs(fitted.x[1]) * 1e-6:.3g}")

@@ -18,6 +18,7 @@ DTYPES_BY_DEVICE = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 OWN_IMPLEMENTATION = {
     "fused_softmax": False,
     "fused_bias_activation": False,
+    "fused_bias_dropout": False,
     "bias_in_matmul": True,
     "fused_loss": True,
 }
@@ -69,6 +70,10 @@ def _runtime(problem: Problem, device: str) -> list[str]:
     for name in ("gradient_clipping", "loss_scaling"):
         if getattr(runtime, name):
             refused.append(f"runtime {runtime.name}: {name}; {remedy}")
+    if runtime.transfer_mode != "overlapped":
+        refused.append(f"runtime {runtime.name}: transfer_mode {runtime.transfer_mode}; {remedy}")
+    if runtime.host_waits:
+        refused.append(f"runtime {runtime.name}: host_waits {', '.join(runtime.host_waits)}; {remedy}")
     working = choice.activation_bytes
     for name in ("parameter_bytes", "gradient_bytes", "gradient_accumulation_bytes"):
         if getattr(runtime, name) != working:

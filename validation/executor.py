@@ -77,7 +77,8 @@ class PlanExecutor:
         self.last_gradients = self._last_gradient_actions()
         self.incoming = self._incoming()
         trained = [held.trained for runner in self.runners.values() for held in runner.parameters.held]
-        self.optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, fused=True) if trained else None
+        fused = problem.runtime.optimizer_kernels == "fused"
+        self.optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, fused=fused, foreach=False) if trained else None
         self.on_gradients: Hook | None = None
         """Called when all gradients are reduced, before the optimizer step."""
 

@@ -9,7 +9,7 @@ derived: ``Conversion.deviates``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from simulator.lowering.mesh import MeshSizes, refine, reshard, settled, spread
@@ -18,6 +18,7 @@ from workloads.placements import PARTIAL, Placement, Replicate, Shard, collectiv
 Layout = tuple[MeshSizes, tuple[Placement, ...]]
 """Mesh and one placement per axis."""
 
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 _ORDER = {"reduce_scatter": 0, "slice": 1, "all_to_all": 2, "all_reduce": 3, "all_gather": 4}
 
 
@@ -53,6 +54,21 @@ class Conversion:
     whole: bool
     source: Layout
     target: Layout
+
+    @property
+    def reduction(self) -> Conversion | None:
+        """The steps up to the last reduction: a recompute segment keeps what they give. None without one."""
+        last = max((n for n, step in enumerate(self.steps) if step.collective in REDUCTIONS), default=-1)
+        if last < 0:
+            return None
+        return replace(self, steps=self.steps[: last + 1], whole=False)
+
+    @property
+    def after_reduction(self) -> Conversion | None:
+        """What is left to do after ``reduction``; None if nothing."""
+        done = 0 if self.reduction is None else len(self.reduction.steps)
+        rest = replace(self, steps=self.steps[done:])
+        return rest if rest.steps or rest.whole else None
 
     @property
     def deviates(self) -> bool:

@@ -266,12 +266,14 @@ class LayerGathers:
         parameters: Of the stage.
         layers: In the order of the pass.
         releases: A layer is let go of when the pass leaves it.
+        prefetches: The next layer is gathered while one computes.
     """
 
-    def __init__(self, parameters: StageParameters, layers: list[int], *, releases: bool) -> None:
+    def __init__(self, parameters: StageParameters, layers: list[int], *, releases: bool, prefetches: bool) -> None:
         self.parameters = parameters
         self.layers = layers
         self.releases = releases
+        self.prefetches = prefetches
         self.current: int | None = None
 
     def enter(self, layer: int) -> None:
@@ -279,7 +281,7 @@ class LayerGathers:
         if layer == self.current:
             return
         position = self.layers.index(layer)
-        ahead = self.layers[position + 1 : position + 2]
+        ahead = self.layers[position + 1 : position + 2] if self.prefetches else []
         here, next_units = self._units(layer), [unit for after in ahead for unit in self._units(after)]
         if self.current is not None and self.releases:
             for unit in self._units(self.current):

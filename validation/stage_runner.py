@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -12,13 +13,14 @@ from simulator.lowering.mesh import mesh_sizes
 from validation.conversions import Converter
 from validation.gradients import Gradients
 from validation.groups import StageGroups
+from validation.layouts import Conversion
 from validation.measurement import OperatorTimes
 from validation.operator_call import Call, EnoughError, Fetch, Slots, call
 from validation.operator_context import DTYPES, OperatorContext, RunState, make_context
 from validation.parameters import InputSpec, make_samples
 from validation.stage_parameters import Held, LayerGathers, StageParameters
 from validation.torch_kinds import build
-from validation.wiring import GRAPH, StageWiring, internal_axes
+from validation.wiring import GRAPH, CopyKey, StageWiring, Uses, Wire, internal_axes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
 
@@ -29,20 +31,77 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass
+class Kept:
+    """What a recompute segment keeps of the tensors that enter it.
+
+    Attributes:
+        sources: Tensors as they were made.
+        reduced: Copies after their reductions, which are not repeated.
+        copies: Copies that an operator before the segment made.
+    """
+
+    sources: Values = field(default_factory=dict)
+    reduced: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
+    copies: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Pass:
+    """Tensors at hand while operators run one after the other.
+
+    Attributes:
+        values: Tensors as they were made.
+        uses: Reads to come; what has none is let go.
+        copies: Tensors in other layouts, while they have readers.
+        reduced: Copies whose reductions are done already (recomputation).
+        pinned: Tensors that must not be reduced in place.
+    """
+
+    values: Values
+    uses: Uses
+    copies: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
+    reduced: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
+
+    def read(self, tensor: str) -> torch.Tensor:
+        """Return a tensor as it was made; the last read lets go of it."""
+        value = self.values[tensor]
+        self.uses.sources[tensor] -= 1
+        if not self.uses.sources[tensor]:
+            del self.values[tensor]
+        return value
+
+    def read_copy(self, key: CopyKey) -> torch.Tensor:
+        """Return a copy that is there; the last read lets go of it."""
+        value = self.copies[key]
+        self.uses.copies[key] -= 1
+        if not self.uses.copies[key]:
+            del self.copies[key]
+        return value
+
+    def add(self, tensor: str, value: torch.Tensor) -> None:
+        """Add an output, unless nobody reads it."""
+        if self.uses.sources.get(tensor):
+            self.values[tensor] = value
+
+
+@dataclass
 class InFlight:
     """What a microbatch keeps between its forward and its backward.
 
     Attributes:
         calls: Operators waiting for their backward.
-        kept: Inputs of recompute segments, and sources of inputs that are gathered again.
+        kept: Of each recompute segment.
         slots: What the operators of each segment save.
-        regathered: Inputs gathered again for the backward of an operator.
+        gathered_from: Sources of copies that are gathered again for backward.
+        regathered: Those copies, and how many operators still need them.
     """
 
     calls: dict[int, Call] = field(default_factory=dict)
-    kept: dict[object, Values] = field(default_factory=dict)
+    kept: dict[Segment, Kept] = field(default_factory=dict)
     slots: dict[Segment, Slots] = field(default_factory=dict)
-    regathered: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    gathered_from: dict[CopyKey, tuple[Wire, torch.Tensor, int]] = field(default_factory=dict)
+    regathered: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
 
 
 class StageRunner:
@@ -92,12 +151,6 @@ class StageRunner:
             (start, stop): [index for index in range(start, stop) if index in own]
             for start, stop in self.view.stage.recompute
         }
-        self.entering = {segment: self._entering(members) for segment, members in self.segments.items()}
-        self.pinned = {*self.view.leaving, *(name for names in self.entering.values() for name in names)}
-        self.readers: dict[str, int] = {}
-        for wires in wiring.wires.values():
-            for wire in wires:
-                self.readers[wire.tensor] = self.readers.get(wire.tensor, 0) + 1
         self.data = self._load(inputs)
 
     def _context(self, index: int) -> OperatorContext:
@@ -120,11 +173,6 @@ class StageRunner:
             run=self.run,
             reduce=reduce,
         )
-
-    def _entering(self, members: list[int]) -> list[str]:
-        inside = {name for index in members for name in self.workload.operators[index].outputs}
-        wires = [wire for index in members for wire in self.wiring.wires[index]]
-        return list(dict.fromkeys(wire.tensor for wire in wires if wire.source != GRAPH and wire.tensor not in inside))
 
     def _load(self, inputs: Mapping[str, InputSpec]) -> dict[tuple[int, int, int], torch.Tensor]:
         """Return training data by operator, input position and microbatch."""
@@ -156,73 +204,117 @@ class StageRunner:
 
     def forward(self, microbatch: int, arrivals: Values) -> tuple[Values, InFlight]:
         """Return what leaves the stage, and what the microbatch keeps."""
-        state = InFlight()
-        values, left = dict(arrivals), dict(self.readers)
-        gathers = LayerGathers(self.parameters, self.layers, releases=self.view.plan.reshard_after_forward)
+        state, uses = InFlight(), self.wiring.uses(self.view.operators)
+        for tensor in self.view.leaving:
+            copy = self.wiring.leaving_copy(tensor)
+            if copy is None:
+                uses.sources[tensor] = uses.sources.get(tensor, 0) + 1
+            else:
+                uses.copies[copy] += 1
+        at_hand = Pass({name: value for name, value in arrivals.items() if name in uses.sources}, uses)
+        gathers = self._gathers(self.layers)
         for index in self.view.operators:
             gathers.enter(self.workload.operators[index].layer)
             segment = self.segment_of.get(index)
             if segment is not None and segment not in state.slots:
                 state.slots[segment] = Slots(stops_early=self.problem.runtime.recompute_stops_early)
-                state.kept[segment] = {name: values[name] for name in self.entering[segment]}
-            outputs = self._run(index, microbatch, values, left, state)
-            values.update(zip(self.workload.operators[index].outputs, outputs, strict=True))
+                state.kept[segment] = Kept()
+            outputs = self._run(index, microbatch, at_hand, state)
+            self._count_loss(index, outputs)
+            for name, output in zip(self.workload.operators[index].outputs, outputs, strict=True):
+                at_hand.add(name, output)
             del outputs
-            self._count_loss(index, values)
-            self._forget(index, values, left)
         gathers.end()
-        leaving = {}
-        for tensor, settling in self.wiring.leaving.items():
-            whole = values.pop(tensor)
-            if settling is not None:
-                keep = any(tensor in names for names in self.entering.values())
-                whole = self.converter.run(settling, whole, self.wiring.shape(tensor), keep=keep)
-            leaving[tensor] = whole
-        return leaving, state
+        return {
+            tensor: self._leave(tensor, settling, at_hand) for tensor, settling in self.wiring.leaving.items()
+        }, state
 
-    def _forget(self, index: int, values: Values, left: dict[str, int]) -> None:
-        op = self.workload.operators[index]
-        for name in op.inputs:
-            if name in values:
-                left[name] -= 1
-        for name in (*op.inputs, *op.outputs):
-            if not left.get(name) and name in values and name not in self.wiring.leaving:
-                del values[name]
+    def _leave(self, tensor: str, settling: Conversion | None, at_hand: Pass) -> torch.Tensor:
+        copy = self.wiring.leaving_copy(tensor)
+        if copy is not None:
+            return at_hand.read_copy(copy)
+        value = at_hand.read(tensor)
+        if settling is None:
+            return value
+        return self.converter.run(settling, value, self.wiring.shape(tensor), keep=tensor in at_hand.pinned)
 
-    def _inputs(self, index: int, microbatch: int, values: Values, left: Mapping[str, int]) -> list[torch.Tensor]:
-        found = []
-        for position, wire in enumerate(self.wiring.wires[index]):
-            if wire.source == GRAPH:
-                found.append(self.data[index, position, microbatch])
-                continue
-            value = values[wire.tensor]
-            if wire.forward is not None:
-                keep = wire.tensor in self.pinned or left.get(wire.tensor, 2) > 1
-                value = self.converter.run(wire.forward, value, self.wiring.shape(wire.tensor), keep=keep)
-            found.append(value)
-        return found
+    def _gathers(self, layers: list[int]) -> LayerGathers:
+        return LayerGathers(
+            self.parameters,
+            layers,
+            releases=self.view.plan.reshard_after_forward,
+            prefetches=self.problem.runtime.prefetches_gathers,
+        )
+
+    def _input(self, index: int, wire: Wire, at_hand: Pass, kept: Kept | None) -> torch.Tensor:
+        """Return an input in the operator's layout; ``kept`` records what its segment keeps."""
+        key = wire.copy
+        if key is None or wire.forward is None:
+            value = at_hand.read(wire.tensor)
+            if kept is not None and self._enters(index, wire):
+                kept.sources[wire.tensor] = value
+                at_hand.pinned.add(wire.tensor)
+            return value
+        if key in at_hand.copies:
+            value = at_hand.copies[key]
+            if (
+                kept is not None
+                and key not in kept.reduced
+                and wire.tensor not in kept.sources
+                and self._enters(index, wire)
+            ):
+                kept.copies[key] = value
+            return at_hand.read_copy(key)
+        shape, reduction, rest = self.wiring.shape(wire.tensor), wire.forward.reduction, wire.forward
+        if key in at_hand.reduced:
+            value, in_place = at_hand.reduced[key], False
+        else:
+            value = at_hand.read(wire.tensor)
+            in_place = wire.tensor not in at_hand.values and wire.tensor not in at_hand.pinned
+        enters = kept is not None and self._enters(index, wire)
+        if key in at_hand.reduced or (enters and reduction is not None):
+            if key not in at_hand.reduced:
+                assert reduction is not None
+                value = self.converter.run(reduction, value, shape, keep=not in_place)
+            if kept is not None and enters:
+                kept.reduced[key] = value
+            remaining, in_place = wire.forward.after_reduction, False
+        else:
+            if kept is not None and enters:
+                kept.sources[wire.tensor] = value
+                at_hand.pinned.add(wire.tensor)
+                in_place = False
+            remaining = rest
+        if remaining is not None:
+            value = self.converter.run(remaining, value, shape, keep=not in_place)
+        at_hand.copies[key] = value
+        return at_hand.read_copy(key)
+
+    def _enters(self, index: int, wire: Wire) -> bool:
+        """Return whether a segment's input comes from outside it."""
+        start, stop = self.segment_of[index]
+        return not start <= self.workload.producer[wire.tensor] < stop
 
     def _run(
-        self,
-        index: int,
-        microbatch: int,
-        values: Values,
-        left: Mapping[str, int],
-        state: InFlight,
-        *,
-        filling: bool = False,
+        self, index: int, microbatch: int, at_hand: Pass, state: InFlight, *, filling: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        inputs = self._inputs(index, microbatch, values, left)
-        held = self.parameters.of_operator(index)
+        wires = self.wiring.wires[index]
         segment = self.segment_of.get(index)
+        kept = None if segment is None or filling else state.kept[segment]
+        absent = {} if segment is not None else self._absent(index, at_hand, state)
+        inputs = [
+            self.data[index, position, microbatch] if wire.source == GRAPH else self._input(index, wire, at_hand, kept)
+            for position, wire in enumerate(wires)
+        ]
+        held = self.parameters.of_operator(index)
         with self._timed("recompute" if filling else FORWARD, index):
             outputs, record = call(
                 self.forwards[index],
                 inputs,
                 [_present(each) for each in held],
-                needs_gradient=[wire.source != GRAPH for wire in self.wiring.wires[index]],
+                needs_gradient=[wire.source != GRAPH for wire in wires],
                 gathered=[each.fetch if each.placed.is_gathered else None for each in held],
-                absent=self._absent(index, values, state) if segment is None else None,
+                absent=absent,
                 slots=None if segment is None else state.slots[segment],
                 filling=filling,
             )
@@ -230,30 +322,37 @@ class StageRunner:
             state.calls[index] = record
         return outputs
 
-    def _absent(self, index: int, values: Values, state: InFlight) -> dict[int, Fetch]:
+    def _absent(self, index: int, at_hand: Pass, state: InFlight) -> dict[int, Fetch]:
         """Return inputs that are gathered again in backward, where the runtime does not keep them."""
         if self.problem.runtime.keeps_gathered_inputs:
             return {}
         found: dict[int, Fetch] = {}
         for position, wire in enumerate(self.wiring.wires[index]):
-            if wire.gathers:
-                state.kept.setdefault(index, {})[wire.tensor] = values[wire.tensor]
-                found[position] = lambda key=(index, position): state.regathered[key]  # type: ignore[misc]
+            key = wire.copy
+            if wire.gathers and key is not None:
+                if key in state.gathered_from:
+                    known, source, count = state.gathered_from[key]
+                    state.gathered_from[key] = known, source, count + 1
+                elif key in at_hand.copies:
+                    continue  # made in a segment, which keeps it
+                else:
+                    state.gathered_from[key] = wire, at_hand.values[wire.tensor], 1
+                    at_hand.pinned.add(wire.tensor)
+                found[position] = partial(state.regathered.__getitem__, key)
         return found
 
-    def _count_loss(self, index: int, values: Values) -> None:
-        for tensor in self.workload.operators[index].outputs:
+    def _count_loss(self, index: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        for number, tensor in enumerate(self.workload.operators[index].outputs):
             if tensor in self.losses:
                 # Replicas of one loss count once; the first of them speaks.
                 axes = self.contexts[index].axes
-                number = self.workload.operators[index].outputs.index(tensor)
                 speaks = all(
                     coordinate == 0
                     for split, (_, _, coordinate) in zip(self.contexts[index].splits, axes, strict=True)
                     if isinstance(split.outputs[number], Replicate)
                 )
                 if speaks:
-                    self.loss_total += values[tensor].sum() / self.problem.global_batch
+                    self.loss_total += outputs[number].sum() / self.problem.global_batch
 
     # Backward
 
@@ -269,16 +368,17 @@ class StageRunner:
             inputs, weights: Which gradients to compute: both, or one half of a split backward.
             sync: Reduce weight gradients as buckets complete.
         """
-        gathers = LayerGathers(self.parameters, self.layers[::-1], releases=self.view.plan.reshard_after_forward)
+        gathers = self._gathers(self.layers[::-1])
+        sums: dict[CopyKey, torch.Tensor] = {}
         for index in reversed(self.view.operators):
             if inputs:
                 gathers.enter(self.workload.operators[index].layer)
                 segment = self.segment_of.get(index)
                 if segment is not None and index == self.segments[segment][-1]:
                     self._recompute(segment, microbatch, state, gathers)
-                self._regather(index, microbatch, state)
+                self._regather(index, state)
             if index in state.calls:
-                self._backward_operator(index, state, gradients, inputs=inputs, weights=weights)
+                self._backward_operator(index, state, gradients, sums, inputs=inputs, weights=weights)
             if weights and sync:
                 self.gradients.operator_done(index)
         if inputs:
@@ -286,7 +386,14 @@ class StageRunner:
         return gradients
 
     def _backward_operator(
-        self, index: int, state: InFlight, gradients: Values, *, inputs: bool, weights: bool
+        self,
+        index: int,
+        state: InFlight,
+        gradients: Values,
+        sums: dict[CopyKey, torch.Tensor],
+        *,
+        inputs: bool,
+        weights: bool,
     ) -> None:
         record, op = state.calls[index], self.workload.operators[index]
         held = self.parameters.of_operator(index)
@@ -310,16 +417,32 @@ class StageRunner:
         for parameter, gradient in zip(held, of_parameters, strict=True):
             if gradient is not None:
                 self.gradients.add(parameter, gradient)
-        for wire, gradient in zip(self.wiring.wires[index], of_inputs, strict=True):
-            if gradient is None:
-                continue
-            if wire.backward is not None:
-                gradient = self.converter.run(wire.backward, gradient, self.wiring.shape(wire.tensor), keep=False)
+        if inputs:
+            for position, gradient in enumerate(of_inputs):
+                self._hand_back(index, position, gradient, gradients, sums)
+        if index not in state.calls:
+            self._forget_gathered(index, state)
+
+    def _hand_back(
+        self,
+        index: int,
+        position: int,
+        gradient: torch.Tensor | None,
+        gradients: Values,
+        sums: dict[CopyKey, torch.Tensor],
+    ) -> None:
+        """Add an input's gradient to its tensor's, moved to the producer's layout with those like it."""
+        wire = self.wiring.wires[index][position]
+        key = wire.share
+        if key is not None and wire.backward is not None:
+            if gradient is not None:
+                sums[key] = sums[key] + gradient if key in sums else gradient
+            gradient = None
+            if (index, position) in self.wiring.moving and key in sums:
+                gradient = self.converter.run(wire.backward, sums.pop(key), self.wiring.shape(wire.tensor), keep=False)
+        if gradient is not None:
             earlier = gradients.get(wire.tensor)
             gradients[wire.tensor] = gradient if earlier is None else earlier + gradient
-        if index not in state.calls:
-            for position in range(len(self.wiring.wires[index])):
-                state.regathered.pop((index, position), None)
 
     def _output_gradient(self, index: int, name: str, gradients: Values) -> torch.Tensor:
         context = self.contexts[index]
@@ -334,28 +457,39 @@ class StageRunner:
 
     def _recompute(self, segment: Segment, microbatch: int, state: InFlight, gathers: LayerGathers) -> None:
         """Run a segment's forward again to fill what its operators saved."""
-        slots = state.slots[segment]
-        values = state.kept.pop(segment)
+        slots, kept = state.slots[segment], state.kept.pop(segment)
         if slots.is_full:
             return
+        members = self.segments[segment]
+        at_hand = Pass(dict(kept.sources), self.wiring.uses(members), kept.copies, kept.reduced, set(kept.sources))
         try:
-            for index in self.segments[segment]:
+            for index in members:
                 gathers.also(self.workload.operators[index].layer)
-                outputs = self._run(index, microbatch, values, {}, state, filling=True)
-                values.update(zip(self.workload.operators[index].outputs, outputs, strict=True))
+                outputs = self._run(index, microbatch, at_hand, state, filling=True)
+                for name, output in zip(self.workload.operators[index].outputs, outputs, strict=True):
+                    at_hand.add(name, output)
         except EnoughError:
             pass
         assert slots.is_full, f"segment {segment} saved {len(slots.values)} tensors, then {slots.filled}"
 
-    def _regather(self, index: int, microbatch: int, state: InFlight) -> None:
-        values = state.kept.pop(index, None)
-        if values is None:
-            return
-        for position, wire in enumerate(self.wiring.wires[index]):
-            if wire.tensor in values and wire.forward is not None:
-                state.regathered[index, position] = self.converter.run(
-                    wire.forward, values[wire.tensor], self.wiring.shape(wire.tensor), keep=True
-                )
+    def _regather(self, index: int, state: InFlight) -> None:
+        for wire in self.wiring.wires[index]:
+            key = wire.copy
+            if key in state.gathered_from and key not in state.regathered:
+                maker, source, _ = state.gathered_from[key]
+                assert maker.forward is not None
+                shape = self.wiring.shape(wire.tensor)
+                state.regathered[key] = self.converter.run(maker.forward, source, shape, keep=True)
+
+    def _forget_gathered(self, index: int, state: InFlight) -> None:
+        for wire in self.wiring.wires[index]:
+            key = wire.copy
+            if key in state.gathered_from:
+                maker, source, count = state.gathered_from.pop(key)
+                if count > 1:
+                    state.gathered_from[key] = maker, source, count - 1
+                else:
+                    state.regathered.pop(key, None)
 
     def _timed(self, phase: str, index: int) -> AbstractContextManager[None]:
         return _UNTIMED if self.times is None else self.times.measure(phase, index)

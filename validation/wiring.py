@@ -6,7 +6,7 @@ becomes the consumer's; backward, the gradient as the consumer makes it becomes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,6 +32,8 @@ class Wire:
         forward: From the source's layout to the operator's.
         backward: From the layout of the gradient to what the source needs.
         gathers: Forward ends with a gather whose result backward need not keep.
+        want: Layout the operator reads; readers that want one layout share its copy.
+        gradient: Layout of the gradient it makes; equal ones are summed before they move.
     """
 
     tensor: str
@@ -39,6 +41,35 @@ class Wire:
     forward: Conversion | None = None
     backward: Conversion | None = None
     gathers: bool = False
+    want: Layout | None = None
+    gradient: Layout | None = None
+
+    @property
+    def copy(self) -> CopyKey | None:
+        """Which copy of the tensor it reads; None if the tensor as it was made."""
+        return None if self.forward is None or self.want is None else (self.tensor, self.want)
+
+    @property
+    def share(self) -> CopyKey | None:
+        """Which sum of gradients it adds to before that moves; None if it need not move."""
+        return None if self.backward is None or self.gradient is None else (self.tensor, self.gradient)
+
+
+CopyKey = tuple[str, Layout]
+"""A tensor in a layout."""
+
+
+@dataclass
+class Uses:
+    """How often a pass over some operators reads each tensor as it was made, and each copy.
+
+    Attributes:
+        sources: Reads of the tensor itself; making a copy is one.
+        copies: Reads of each copy.
+    """
+
+    sources: dict[str, int]
+    copies: dict[CopyKey, int]
 
 
 @dataclass
@@ -60,6 +91,13 @@ class StageWiring:
             self.wires[index] = tuple(
                 self._wire(index, position) for position in range(len(self.workload.operators[index].inputs))
             )
+        first: dict[CopyKey, tuple[int, int]] = {}
+        for index, wires in self.wires.items():
+            for position, wire in enumerate(wires):
+                if wire.share is not None and first.get(wire.share, (index, 0))[0] == index:
+                    first[wire.share] = (index, position)
+        self.moving = set(first.values())
+        """``(operator, input)`` after whose backward the sum of equal gradients moves: the first reader."""
 
     @cached_property
     def ragged(self) -> bool:
@@ -106,7 +144,20 @@ class StageWiring:
             forward=forward,
             backward=convert(gradient, needed, ragged=self.ragged),
             gathers=forward is not None and any(step.collective == "all_gather" for step in forward.steps),
+            want=want,
+            gradient=gradient,
         )
+
+    def uses(self, operators: Iterable[int]) -> Uses:
+        """Return how often a pass over ``operators`` reads what."""
+        sources: dict[str, int] = {}
+        copies: dict[CopyKey, int] = {}
+        for wire in (wire for index in operators for wire in self.wires[index] if wire.source != GRAPH):
+            if wire.copy is None or wire.copy not in copies:
+                sources[wire.tensor] = sources.get(wire.tensor, 0) + 1
+            if wire.copy is not None:
+                copies[wire.copy] = copies.get(wire.copy, 0) + 1
+        return Uses(sources, copies)
 
     @cached_property
     def leaving(self) -> dict[str, Conversion | None]:
@@ -115,6 +166,12 @@ class StageWiring:
             tensor: convert(self.output_layout(tensor), is_settled(self.output_layout(tensor)), ragged=self.ragged)
             for tensor in self.view.leaving
         }
+
+    def leaving_copy(self, tensor: str) -> CopyKey | None:
+        """Return the copy that a reader of this stage has made of a partial sum that leaves, if it is whole."""
+        key = (tensor, is_settled(self.output_layout(tensor)))
+        read = {wire.copy for wires in self.wires.values() for wire in wires}
+        return key if self.leaving[tensor] is not None and key in read else None
 
     def boundary_layout(self, tensor: str) -> Layout:
         """Return how ``tensor`` lies on this stage where it crosses a boundary: made, read or passed on here."""

@@ -1,4 +1,6 @@
-"""Tasks per second of both engines, plans per second of batches: ``pytest tests/benchmarks/test_engine_speed.py --benchmark-only``.
+"""Tasks per second of both engines and plans per second of batches.
+
+``pytest tests/benchmarks/test_engine_speed.py --benchmark-only``
 
 The graph is a 1F1B pipeline in which every pass of a stage is a chain of computations and tensor-parallel
 collectives, launched by a host, followed by a transfer to the neighbouring stage on its own stream.

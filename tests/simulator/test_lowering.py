@@ -252,3 +252,61 @@ def test_gpt_530b_shape_lowers_to_few_templates() -> None:
     graph = lower(plan, CostTables(problem), Fidelity()).graph
     assert len(set(graph.name.tolist())) < 60
     assert graph.num_tasks < 256 * 4 * 6
+
+
+def _named(graph, words: str):
+    return [task for task in range(graph.num_tasks) if words in graph.names[graph.name[task]]]
+
+
+def test_two_layouts_of_one_tied_weight_in_a_stage_are_brought_together() -> None:
+    problem = small_problem("gpt", global_batch=4)
+    count = len(problem.workload)
+    stage = Stage(((0, count),), (0, 1, 2, 3), ((9, (Axis("tensor", 4),)), (count - 9, (Axis("batch", 4),))))
+    graph = lower(validate(Plan((stage,), 4, 1), problem), CostTables(problem), Fidelity()).graph
+    assert (np.array(graph.causes)[graph.cause] == "embedding sync").any()
+
+
+def test_sharded_parameters_are_reduced_layer_by_layer_while_backward_runs() -> None:
+    problem = small_problem("gpt", runtime="windtunnel-executor-fp32", global_batch=4)
+    plan = validate(replace(uniform_plan(problem, dp=4, zero=3), gradient_reduction="every"), problem)
+    graph = lower(plan, CostTables(problem), Fidelity()).graph
+    run = run_simpy(graph)
+    causes = np.array(graph.causes)[graph.cause]
+    reductions = np.flatnonzero(causes == "gradient sync")
+    assert len(reductions) >= len(problem.workload.layers)
+    assert run.start_s[reductions].min() < run.end_s[causes == "backward"].max() / 2
+
+
+def test_segments_over_several_layers_gather_each_layer_before_they_compute_it_again() -> None:
+    problem = small_problem("gpt", runtime="windtunnel-executor-fp32", global_batch=4)
+    plan = uniform_plan(problem, dp=4, zero=3)
+    start, stop = problem.workload.layers[1][0], problem.workload.layers[4][1]
+    plan = validate(replace(plan, stages=(replace(plan.stages[0], recompute=((start, stop),)),)), problem)
+    graph = lower(plan, CostTables(problem), Fidelity().without("merge")).graph
+    run = run_simpy(graph)
+    causes = np.array(graph.causes)[graph.cause]
+    again = np.flatnonzero(causes == "recompute")
+    first = again[np.argmin(run.start_s[again])]
+    after_forward = run.end_s[causes == "forward"].max()
+    gathers = np.flatnonzero((causes == "parameter gather") & (run.end_s > after_forward))
+    assert sum(run.end_s[gathers] <= run.start_s[again].max()) >= 4
+    assert any(run.end_s[gathers] <= run.start_s[first])
+
+
+@pytest.mark.parametrize("runtime", ["megatron-lm-2021", "galvatron-v1"])
+def test_receives_of_one_pass_are_posted_together(runtime: str) -> None:
+    """One sender, two receivers and back: the sender's two gradients come at once, not one after the other."""
+    problem = small_problem("gpt", cluster="v100-1gpu-10g:3x1", runtime=runtime, global_batch=8)
+    half, count = problem.workload.layers[2][1], len(problem.workload)
+    stages = (
+        Stage(((0, half),), (0,), ((half, ()),)),
+        Stage(((half, count),), (1, 2), ((count - half, (Axis("batch", 2),)),)),
+    )
+    plan = Plan(stages=stages, microbatch_size=2, num_microbatches=4)
+    reference = simulate(plan, problem).iteration_time_s
+    everyone = simulate(plan, problem, fidelity=Fidelity().without("symmetry"))
+    assert everyone.iteration_time_s == pytest.approx(reference, rel=1e-9)
+    graph, run = everyone.graph, everyone.schedule
+    backward = [t for t in _named(graph, "transfer after backward of stage 1") if graph.microbatch[t] == 0]
+    assert len(backward) == 2
+    assert run.start_s[backward[0]] == pytest.approx(run.start_s[backward[1]], abs=1e-4)

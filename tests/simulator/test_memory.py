@@ -12,7 +12,7 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.memory import memory_microbatches
 from simulator.memory_program import CATEGORIES, StageMemory
-from simulator.plan import Plan
+from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -174,3 +174,35 @@ def test_sequence_parallelism_keeps_shards_unless_the_runtime_keeps_gathered_inp
     assert saved == pytest.approx(layers * s * h / t * (34 + 5 * a * s / h), rel=0.03)
     gathered = live_of(whole, "gathered inputs")
     assert gathered == pytest.approx(layers * 2 * 2 * s * h + 2 * s * h, rel=0.03)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("cut", [3, 7, 9, 11])
+def test_a_cut_inside_a_recomputed_layer_leaks_nothing(cut: int, schedule: str) -> None:
+    problem = small_problem("gpt")
+    start, count = problem.workload.layers[2][0] + cut, len(problem.workload)
+    layers = problem.workload.layers[1:-1]
+    stages = tuple(
+        Stage(
+            ((first, last),),
+            (number,),
+            ((last - first, ()),),
+            tuple((max(a, first), min(b, last)) for a, b in layers if max(a, first) < min(b, last)),
+        )
+        for number, (first, last) in enumerate(((0, start), (start, count)))
+    )
+    plan = Plan(stages, microbatch_size=1, num_microbatches=16, schedule=schedule)
+    for memory in simulate(plan, problem).memory:
+        states = sum(live_of(memory, words) for words in ("parameters", "gradients", "optimizer states"))
+        assert memory.live_bytes[-1] == states
+
+
+def test_a_tensor_scattered_on_its_way_is_kept_as_a_shard() -> None:
+    """Aceso's alternative split: a column-split dense leaves shards, a row-split qkv wants them of a partial sum."""
+    problem = small_problem("gpt", global_batch=1)
+    count = len(problem.workload)
+    stage = Stage(((0, count),), (0, 1, 2, 3), ((count, (Axis("tensor_sequence", 4),)),))
+    (memory,) = simulate(Plan((stage,), 1, 1), problem).memory
+    plain = Stage(((0, count),), (0, 1, 2, 3), ((count, (Axis("tensor", 4),)),))
+    (whole,) = simulate(Plan((plain,), 1, 1), problem).memory
+    assert memory.peak_allocated_bytes < whole.peak_allocated_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import pytest
@@ -102,7 +102,7 @@ def test_replicas_share_the_sending() -> None:
 def test_slices_of_a_microbatch_differ_by_one_sample_at_most() -> None:
     """DAPPLE's 15 replicas of 32 samples: two get three, the others two."""
     bounds = replica_bounds(32, 15)
-    sizes = [(b - a) * 32 for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [(b - a) * 32 for a, b in pairwise(bounds)]
     assert sizes == [3, 3] + [2] * 13
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -139,4 +140,4 @@ def test_canonical_shardings_keep_the_number_of_devices_and_do_not_change_again(
 def test_run_lengths_expand_to_what_they_were_made_of(shardings: list) -> None:
     runs = run_lengths(shardings)
     assert [sharding for count, sharding in runs for _ in range(count)] == shardings
-    assert all(a[1] != b[1] for a, b in zip(runs, runs[1:], strict=False))
+    assert all(a[1] != b[1] for a, b in pairwise(runs))

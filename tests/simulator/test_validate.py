@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Change, str]] = {
         lambda p: _stage(p, 0, shardings=((27, (Axis("batch", 3),)),)),
         "multiply to the stage's 2 devices, got 3 = 3",
     ),
-    "counts": (lambda p: _stage(p, 0, shardings=((5, (Axis("batch", 2),)),)), "add up to the stage's 27 operators, got 5"),
+    "counts": (lambda p: _stage(p, 0, shardings=((5, (Axis("batch", 2),)),)), "add up to the stage's 27 operators, got 5"),  # noqa: E501
     "split": (lambda p: _stage(p, 0, shardings=((27, (Axis("diagonal", 2),)),)), "no split 'diagonal'; use one of"),
     "zero": (lambda p: _stage(p, 0, shardings=((27, (Axis("tensor", 2, 3),)),)), "zero goes with batch only"),
     "segment": (lambda p: _stage(p, 0, recompute=((26, 31),)), r"stages\.0\.recompute: a segment must lie inside"),
@@ -46,8 +46,8 @@ CASES: dict[str, tuple[Change, str]] = {
     "warm-up": (lambda p: replace(p, warmup=(1,)), r"one depth per stage \(2\), got 1"),
     "warm-up of gpipe": (lambda p: replace(p, warmup=(1, 1), schedule="gpipe"), "sets its own warm-up"),
     "order": (
-        lambda p: replace(p, stages=(replace(p.stages[0], operators=((27, 55),), shardings=((28, p.stages[0].shardings[0][1]),)),
-                                     replace(p.stages[1], operators=((0, 27),), shardings=((27, p.stages[0].shardings[0][1]),)))),
+        lambda p: replace(p, stages=(replace(p.stages[0], operators=((27, 55),), shardings=((28, p.stages[0].shardings[0][1]),)),  # noqa: E501
+                                     replace(p.stages[1], operators=((0, 27),), shardings=((27, p.stages[0].shardings[0][1]),)))),  # noqa: E501
         "order the stages along the data",
     ),
 }  # fmt: skip

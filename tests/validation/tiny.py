@@ -202,6 +202,16 @@ def two_processes() -> list[Case]:
     for model in ("bert", "llama", "t5"):
         of = problem(model)
         add(f"{model} tp2, sequence parallel", of, uniform_plan(of, tp=2, microbatch=4, sequence_parallel=True))
+    t5 = problem("t5")
+    add("t5 tp2, sequence parallel, full recomputation", t5,
+        uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True, recompute="full"))  # fmt: skip
+    t5 = problem("t5", keeps_gathered_inputs=False)
+    add("t5 tp2, sequence parallel, inputs gathered again", t5,
+        uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True))  # fmt: skip
+    odd = [(2, 9), (9, 12), (20, 41)]
+    for words in (TP2, SP2):
+        plan = Plan((stage((0, end), [0, 1], words, odd),), 4, 2)
+        add(f"gpt {words[0].split} 2, odd recompute segments", gpt, plan)
     vit = problem("vit")
     add("vit tp2, selective", vit, uniform_plan(vit, tp=2, microbatch=4, recompute="selective"))
     bert = problem("bert")
