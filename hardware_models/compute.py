@@ -75,8 +75,13 @@ def memory_bound_s(gpu: GpuType, curve: MemoryCurve, kernel: MemoryBound) -> flo
     return (kernel.total_bytes + curve.ramp_bytes) / rate
 
 
+FLASH_SLOWNESS = {1: 2.0, 2: 1.0}
+"""Time by generation of the kernel: FlashAttention-2 is about twice as fast as its predecessor (Dao 2023, abstract).
+The curves are those of the second generation."""
+
+
 def attention_s(gpu: GpuType, curve: AttentionCurve, kernel: FlashAttention, dtype: str) -> float:
     """Return seconds of a fused attention kernel; its traffic never bounds it at training lengths."""
     limit = curve.backward if kernel.backward else curve.forward
     efficiency = limit * kernel.key_length / (kernel.key_length + curve.half_length)
-    return kernel.flop / (gpu.peak(dtype) * efficiency)
+    return kernel.flop / (gpu.peak(dtype) * efficiency) * FLASH_SLOWNESS[kernel.generation]

@@ -48,6 +48,8 @@ class Runtime:
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
         overlap_gradient_sync: Buckets travel while the last backward still runs.
         transfer_mode: ``overlapped`` or ``blocking`` (the compute stream waits for the send too).
+        scatters_transfers: A tensor that several ranks hold alike crosses to the next stage in parts, one from each,
+            and is gathered there.
         host_waits: Events at which the host waits for the device.
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
@@ -78,6 +80,7 @@ class Runtime:
     reduce_gradients: Reduce
     overlap_gradient_sync: bool
     transfer_mode: TransferMode
+    scatters_transfers: bool
     host_waits: tuple[HostWait, ...]
     keeps_gathered_inputs: bool
     recompute_stops_early: bool
@@ -116,6 +119,7 @@ class ImplementationFile(FileModel):
     fused_softmax_multiple: Annotated[int, Field(ge=1, le=1024)]
     fused_loss: bool
     flash_causal_skip: bool
+    flash_generation: Literal[1, 2]
 
 
 class RuntimeFile(FileModel):
@@ -133,6 +137,7 @@ class RuntimeFile(FileModel):
     reduce_gradients: Reduce
     overlap_gradient_sync: bool
     transfer_mode: TransferMode
+    scatters_transfers: bool
     host_waits: tuple[HostWait, ...]
     keeps_gathered_inputs: bool
     recompute_stops_early: bool

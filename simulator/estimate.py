@@ -18,7 +18,7 @@ from simulator.lowering.lower import stage_views
 from simulator.lowering.mesh import MeshCollective, groups
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
 from simulator.lowering.synchronisation import parameter_groups
-from simulator.lowering.transfers import Transfer, boundary, crossing_tensors
+from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, received_gathers
 from simulator.memory import static_bytes
 from simulator.plan import Plan, batch_replicas
 from simulator.problem import Problem
@@ -64,9 +64,12 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     times, once, peaks, capacities = [], [], [], []
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
-        time = _items_s(view, builder.forward(gather=plan.reshard_after_forward)) + _items_s(
-            view, builder.backward(GRADIENTS, gather=plan.reshard_after_forward, sync=False)
-        )
+        before, after = view.position - 1, view.position + 1
+        arrived = received_gathers(view, views[before], crossing[before]) if before >= 0 else []
+        returned = received_gathers(view, views[after], crossing[view.position]) if after < len(views) else []
+        gather = plan.reshard_after_forward
+        time = _items_s(view, builder.forward(gather=gather, received=arrived))
+        time += _items_s(view, builder.backward(GRADIENTS, gather=gather, sync=False, received=returned))
         if view.position > 0:
             time += _transfers_s(problem, transfers[view.position - 1][1])
         if view.position + 1 < len(views):

@@ -5,7 +5,7 @@ A pool outlives a plan, so that many plans can share one set of processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -29,6 +29,10 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+def _no_note(collective: str, size: int, num_bytes: int) -> None:
+    """Forget it."""
+
+
 @dataclass(frozen=True)
 class Group:
     """One communicator as one of its ranks sees it.
@@ -37,11 +41,13 @@ class Group:
         ranks: Global ranks in mesh order.
         handle: The process group, whose own order is ascending; None for a group of one.
         rank: This process.
+        note: Told of every collective: name and bytes, as ``MeshCollective`` counts them.
     """
 
     ranks: tuple[int, ...]
     handle: Any
     rank: int
+    note: Callable[[str, int, int], None] = _no_note
 
     @property
     def size(self) -> int:
@@ -63,6 +69,7 @@ class Group:
         """Reduce in place; return the work if ``wait`` is false."""
         if self.size == 1:
             return None
+        self.note("all_reduce", self.size, tensor.nbytes)
         return dist.all_reduce(tensor, _OPERATIONS[operation], self.handle, async_op=not wait)
 
     def all_gather(self, tensor: torch.Tensor, *, wait: bool = True) -> tuple[torch.Tensor, Any]:
@@ -74,6 +81,7 @@ class Group:
         if self.size == 1:
             out[0].copy_(tensor)
             return out, None
+        self.note("all_gather", self.size, out.nbytes)
         work = _all_gather_flat(out.view(-1), tensor.view(-1), self.handle, async_op=not wait)
         if self._order is None:
             return out, work
@@ -94,6 +102,7 @@ class Group:
             tensor = tensor[self._order]
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor[0])
+        self.note("reduce_scatter", self.size, tensor.nbytes)
         work = _reduce_scatter_flat(out.view(-1), tensor.view(-1), group=self.handle, async_op=not wait)
         return out, work
 
@@ -105,6 +114,7 @@ class Group:
             tensor = tensor[self._order]
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
+        self.note("all_to_all", self.size, tensor.nbytes)
         dist.all_to_all_single(out, tensor, group=self.handle)
         if self._order is None:
             return out
@@ -128,6 +138,8 @@ class GroupPool:
         self.world_size = world_size
         self.backend = backend
         self.timeout_s = timeout_s
+        self.note: Callable[[str, int, int], None] = _no_note
+        """Told of every collective of this process: its name, ranks and bytes."""
         self._handles: dict[GroupKey, Any] = {}
 
     @property
@@ -148,7 +160,7 @@ class GroupPool:
     def group(self, role: str, ranks: Sequence[int]) -> Group:
         """Return the communicator of ``ranks`` (mesh order), which must have been prepared."""
         handle = None if len(ranks) < 2 else self._handles[role, tuple(sorted(ranks))]
-        return Group(tuple(ranks), handle, self.rank)
+        return Group(tuple(ranks), handle, self.rank, self.note)
 
 
 @dataclass(frozen=True)

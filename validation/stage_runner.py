@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,95 +12,20 @@ from simulator.lowering.mesh import mesh_sizes
 from validation.conversions import Converter
 from validation.gradients import Gradients
 from validation.groups import StageGroups
+from validation.in_flight import InFlight, Kept, Pass, Segment, Values
 from validation.layouts import Conversion
 from validation.measurement import OperatorTimes
-from validation.operator_call import Call, EnoughError, Fetch, Slots, call
+from validation.operator_call import EnoughError, Fetch, Slots, call
 from validation.operator_context import DTYPES, OperatorContext, RunState, make_context
-from validation.parameters import InputSpec, make_samples
+from validation.parameters import InputSpec
+from validation.samples import load_samples
 from validation.stage_parameters import Held, LayerGathers, StageParameters
 from validation.torch_kinds import build
-from validation.wiring import GRAPH, CopyKey, StageWiring, Uses, Wire, internal_axes
+from validation.wiring import GRAPH, CopyKey, StageWiring, Wire, internal_axes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
 
-Values = dict[str, torch.Tensor]
-Segment = tuple[int, int]
-
 _UNTIMED: AbstractContextManager[None] = nullcontext()
-
-
-@dataclass
-class Kept:
-    """What a recompute segment keeps of the tensors that enter it.
-
-    Attributes:
-        sources: Tensors as they were made.
-        reduced: Copies after their reductions, which are not repeated.
-        copies: Copies that an operator before the segment made.
-    """
-
-    sources: Values = field(default_factory=dict)
-    reduced: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
-    copies: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Pass:
-    """Tensors at hand while operators run one after the other.
-
-    Attributes:
-        values: Tensors as they were made.
-        uses: Reads to come; what has none is let go.
-        copies: Tensors in other layouts, while they have readers.
-        reduced: Copies whose reductions are done already (recomputation).
-        pinned: Tensors that must not be reduced in place.
-    """
-
-    values: Values
-    uses: Uses
-    copies: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
-    reduced: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
-    pinned: set[str] = field(default_factory=set)
-
-    def read(self, tensor: str) -> torch.Tensor:
-        """Return a tensor as it was made; the last read lets go of it."""
-        value = self.values[tensor]
-        self.uses.sources[tensor] -= 1
-        if not self.uses.sources[tensor]:
-            del self.values[tensor]
-        return value
-
-    def read_copy(self, key: CopyKey) -> torch.Tensor:
-        """Return a copy that is there; the last read lets go of it."""
-        value = self.copies[key]
-        self.uses.copies[key] -= 1
-        if not self.uses.copies[key]:
-            del self.copies[key]
-        return value
-
-    def add(self, tensor: str, value: torch.Tensor) -> None:
-        """Add an output, unless nobody reads it."""
-        if self.uses.sources.get(tensor):
-            self.values[tensor] = value
-
-
-@dataclass
-class InFlight:
-    """What a microbatch keeps between its forward and its backward.
-
-    Attributes:
-        calls: Operators waiting for their backward.
-        kept: Of each recompute segment.
-        slots: What the operators of each segment save.
-        gathered_from: Sources of copies that are gathered again for backward.
-        regathered: Those copies, and how many operators still need them.
-    """
-
-    calls: dict[int, Call] = field(default_factory=dict)
-    kept: dict[Segment, Kept] = field(default_factory=dict)
-    slots: dict[Segment, Slots] = field(default_factory=dict)
-    gathered_from: dict[CopyKey, tuple[Wire, torch.Tensor, int]] = field(default_factory=dict)
-    regathered: dict[CopyKey, torch.Tensor] = field(default_factory=dict)
 
 
 class StageRunner:
@@ -151,7 +75,7 @@ class StageRunner:
             (start, stop): [index for index in range(start, stop) if index in own]
             for start, stop in self.view.stage.recompute
         }
-        self.data = self._load(inputs)
+        self.data = load_samples(wiring, self.contexts, groups.local_rank, inputs, device)
 
     def _context(self, index: int) -> OperatorContext:
         sharding = self.view.shardings[index]
@@ -173,32 +97,6 @@ class StageRunner:
             run=self.run,
             reduce=reduce,
         )
-
-    def _load(self, inputs: Mapping[str, InputSpec]) -> dict[tuple[int, int, int], torch.Tensor]:
-        """Return training data by operator, input position and microbatch."""
-        plan, found = self.view.plan, {}
-        wanted = [
-            (index, position, wire.tensor)
-            for index, wires in self.wiring.wires.items()
-            for position, wire in enumerate(wires)
-            if wire.source == GRAPH
-        ]
-        for microbatch in range(plan.num_microbatches):
-            if not wanted or not self.wiring.works_on(self.groups.local_rank, microbatch):
-                continue
-            start = microbatch * plan.microbatch_size
-            made: dict[tuple[str, int, int], torch.Tensor] = {}
-            for index, position, tensor in wanted:
-                samples, *rest = self.contexts[index].input_boxes[position]
-                if plan.rotates:
-                    samples = slice(0, plan.microbatch_size)
-                key = tensor, samples.start, samples.stop
-                if key not in made:
-                    numbers = range(start + samples.start, start + samples.stop)
-                    made[key] = make_samples(inputs[tensor], numbers, self.dtype)
-                local = made[key][(slice(None), *rest)].contiguous()
-                found[index, position, microbatch] = local.to(self.device)
-        return found
 
     # Forward
 

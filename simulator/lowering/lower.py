@@ -13,7 +13,7 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.assemble import DeviceTraits, assemble
 from simulator.lowering.channels import ChannelTable
 from simulator.lowering.epilogue import EpilogueBuilder, epilogue_collectives, tied_groups
-from simulator.lowering.mesh import batch_coordinate, batch_degree
+from simulator.lowering.mesh import MeshCollective, batch_coordinate, batch_degree
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
 from simulator.lowering.rows import Template
@@ -21,7 +21,7 @@ from simulator.lowering.symmetry import Partition, partition
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.templates import TemplateBuilder
 from simulator.lowering.tiling import Block, Ids, Tiling
-from simulator.lowering.transfers import boundary, crossing_tensors
+from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
 from simulator.plan import Plan
 from simulator.schedules.actions import (
     BACKWARD,
@@ -118,10 +118,10 @@ class _Lowering:
         self.has_zero3 = [any(group.zero == 3 for group in parameter_groups(view)) for view in self.views]
         self.overlapped = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
         self.num_turns = lcm(*(view.num_turns for view in self.views))
-        crossing = crossing_tensors(self.views)
+        self.crossing = crossing_tensors(self.views)
         self.transfers = [
             [boundary(first, second, relayed, turn) for turn in range(self.num_turns)]
-            for first, second, relayed in zip(self.views, self.views[1:], crossing, strict=False)
+            for first, second, relayed in zip(self.views, self.views[1:], self.crossing, strict=False)
         ]
 
     def run(self) -> Lowered:
@@ -186,9 +186,14 @@ class _Lowering:
 
     def _program(self, stage: int, variant: Variant) -> list[Item]:
         builder = ProgramBuilder(self.views[stage], self.fidelity)
+        received: list[MeshCollective] = []
         if variant.kind == FORWARD:
-            return builder.forward(gather=variant.gather)
-        return builder.backward(_PHASES[variant.kind], gather=variant.gather, sync=variant.sync)
+            if stage > 0:
+                received = received_gathers(self.views[stage], self.views[stage - 1], self.crossing[stage - 1])
+            return builder.forward(gather=variant.gather, received=received)
+        if variant.kind != BACKWARD_WEIGHT and stage + 1 < len(self.views):
+            received = received_gathers(self.views[stage], self.views[stage + 1], self.crossing[stage])
+        return builder.backward(_PHASES[variant.kind], gather=variant.gather, sync=variant.sync, received=received)
 
     # Channels, representatives
 

@@ -7,7 +7,7 @@ own and are tied to the chain by ``after`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -149,28 +149,36 @@ class ProgramBuilder:
     fidelity: Fidelity
     items: list[Item] = field(default_factory=list)
 
-    def forward(self, *, gather: bool) -> list[Item]:
+    def forward(self, *, gather: bool, received: Sequence[MeshCollective] = ()) -> list[Item]:
         """Return the forward pass of one microbatch.
 
         Args:
             gather: Gather ZeRO-3 parameters before each layer.
+            received: Gathers that make whole what arrived in parts.
         """
-        self.items = []
+        self.items = self._made_whole(received)
         gathers = self._gathers(self.view.operators) if gather else {}
         self._run_forward(self.view.operators, "forward", gathers)
         for tensor in self.view.leaving:
             self._settle_output(tensor)
         return self.items
 
-    def backward(self, phases: tuple[str, ...], *, gather: bool, sync: bool) -> list[Item]:
+    def _made_whole(self, received: Sequence[MeshCollective]) -> list[Item]:
+        wanted = received if self.fidelity.transfers else ()
+        return [Item(cause="transfer", collective=item, operator=self.view.operators[0]) for item in wanted]
+
+    def backward(
+        self, phases: tuple[str, ...], *, gather: bool, sync: bool, received: Sequence[MeshCollective] = ()
+    ) -> list[Item]:
         """Return the backward pass of one microbatch.
 
         Args:
             phases: BACKWARD_INPUT, BACKWARD_WEIGHT or both.
             gather: Gather ZeRO-3 parameters before each layer.
             sync: Reduce gradients as they become complete.
+            received: Gathers that make whole what arrived in parts.
         """
-        self.items = []
+        self.items = self._made_whole(received)
         order = self.view.operators[::-1]
         gathers = self._gathers(order) if gather else {}
         buckets = self._buckets_by_last_operator() if sync else {}

@@ -13,8 +13,9 @@ from fractions import Fraction
 from itertools import product
 from math import prod
 
-from simulator.lowering.mesh import MeshSizes, batch_coordinate, mesh_sizes, settled
+from simulator.lowering.mesh import MeshCollective, MeshSizes, batch_coordinate, mesh_sizes, settled
 from simulator.lowering.program import StageView
+from simulator.plan import Sharding
 from workloads.local import dtype_bytes
 from workloads.placements import Placement, Replicate, Shard
 
@@ -84,11 +85,14 @@ def overlap(a: Region, b: Region) -> Fraction:
     return share
 
 
-def route(sender: Mapping[int, Region], receiver: Mapping[int, Region]) -> list[tuple[int, int, Fraction]]:
+def route(
+    sender: Mapping[int, Region], receiver: Mapping[int, Region], num_parts: int = 1
+) -> list[tuple[int, int, Fraction]]:
     """Return ``(sending rank, receiving rank, share of the tensor)`` so that every receiver has its region.
 
     Args:
         sender, receiver: Regions by rank.
+        num_parts: Each receiver gets this fraction of its region, and the rest from its equals afterwards.
     """
     holders: dict[Region, list[int]] = {}
     for rank, region in sender.items():
@@ -101,7 +105,7 @@ def route(sender: Mapping[int, Region], receiver: Mapping[int, Region]) -> list[
         for held, ranks in holders.items():
             share = overlap(held, region)
             if share:
-                found.append((ranks[replica % len(ranks)], rank, share))
+                found.append((ranks[replica % len(ranks)], rank, share / num_parts))
     return found
 
 
@@ -124,10 +128,11 @@ def boundary(
     for tensor in relayed:
         sender, size = _layout(first, tensor, turn)
         receiver, _ = _layout(second, tensor, turn)
-        for source, target, share in route(sender, receiver):
+        parts = _num_parts(first, second, tensor)
+        for source, target, share in route(sender, receiver, parts):
             key = (first.stage.devices[source], second.stage.devices[target])
             forward[key] = forward.get(key, 0.0) + float(share) * size
-        for source, target, share in route(receiver, sender):
+        for source, target, share in route(receiver, sender, parts):
             key = (second.stage.devices[source], first.stage.devices[target])
             backward[key] = backward.get(key, 0.0) + float(share) * size
     return _sorted(forward), _sorted(backward)
@@ -135,6 +140,44 @@ def boundary(
 
 def _sorted(found: dict[tuple[int, int], float]) -> list[Transfer]:
     return [Transfer(source, target, size) for (source, target), size in sorted(found.items()) if source != target]
+
+
+def _num_parts(first: StageView, second: StageView, tensor: str) -> int:
+    """Return in how many parts a tensor crosses: its equal holders on both sides, where the runtime scatters."""
+    if not first.costs.problem.runtime.scatters_transfers:
+        return 1
+    _, axes_first = _holders(first, tensor)
+    sizes, axes = _holders(second, tensor)
+    count = prod(sizes[axis] for axis in axes)
+    return count if count == prod(_holders(first, tensor)[0][axis] for axis in axes_first) else 1
+
+
+def _holders(view: StageView, tensor: str) -> tuple[MeshSizes, tuple[int, ...]]:
+    """Return the mesh of a tensor and the axes along which ranks hold the same of it."""
+    sizes, placements, sharding = _placed(view, tensor)
+    return sizes, tuple(
+        axis
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Replicate) and not (sharding and sharding[axis].split == "batch")
+    )
+
+
+def received_gathers(receiver: StageView, sender: StageView, tensors: Sequence[str]) -> list[MeshCollective]:
+    """Return the all-gathers that make tensors whole which crossed in parts.
+
+    Args:
+        receiver, sender: The stages, in the direction of the transfer.
+        tensors: What crosses.
+    """
+    totals: dict[tuple[MeshSizes, tuple[int, ...]], float] = {}
+    for tensor in tensors:
+        if _num_parts(sender, receiver, tensor) > 1:
+            sizes, axes = _holders(receiver, tensor)
+            region, size = _layout(receiver, tensor, 0)
+            share = next(iter(region.values()))
+            local = size * float(prod((high - low for _, low, high in share), start=Fraction(1)))
+            totals[sizes, axes] = totals.get((sizes, axes), 0.0) + local
+    return [MeshCollective("all_gather", sizes, axes, num_bytes) for (sizes, axes), num_bytes in totals.items()]
 
 
 def _layout(view: StageView, tensor: str, turn: int) -> tuple[dict[int, Region], float]:
@@ -145,20 +188,9 @@ def _layout(view: StageView, tensor: str, turn: int) -> tuple[dict[int, Region],
     maker = workload.operators[producer]
     dtype = maker.definition.output_dtype(maker.outputs.index(tensor))
     size = prod(workload.tensors[tensor]) * samples * dtype_bytes(dtype, view.costs.problem.runtime.implementation)
-    if producer in view.shardings:
-        splits = view.costs.splits(producer, view.shardings[producer])
-        number = workload.operators[producer].outputs.index(tensor)
-        sizes = mesh_sizes(view.shardings[producer])
-        placements = settled(split.outputs[number] for split in splits)
-    elif tensor in view.arrivals:
-        sizes, placements = view.arrivals[tensor]
-    else:
-        sharding = view.shardings[view.operators[0]]
-        sizes = mesh_sizes(sharding)
-        placements = tuple(Shard(0) if axis.split == "batch" else Replicate() for axis in sharding) or (Replicate(),)
+    sizes, placements, sharding = _placed(view, tensor)
     if view.num_turns == 1:
         return dict(enumerate(regions(sizes, placements, samples))), float(size)
-    sharding = view.shardings[producer if producer in view.shardings else view.operators[0]]
     whole = tuple(
         Replicate() if axis.split == "batch" else placement
         for axis, placement in zip(sharding, placements, strict=True)
@@ -169,6 +201,23 @@ def _layout(view: StageView, tensor: str, turn: int) -> tuple[dict[int, Region],
         for local, region in enumerate(regions(sizes, whole, samples))
         if batch_coordinate(sharding, local) == replica
     }, float(size)
+
+
+def _placed(view: StageView, tensor: str) -> tuple[MeshSizes, tuple[Placement, ...], Sharding]:
+    """Return the mesh, the layout and the sharding in which a stage holds a tensor that enters or leaves it."""
+    workload = view.costs.problem.workload
+    producer = workload.producer[tensor]
+    if producer in view.shardings:
+        sharding = view.shardings[producer]
+        number = workload.operators[producer].outputs.index(tensor)
+        placements = settled(split.outputs[number] for split in view.costs.splits(producer, sharding))
+        return mesh_sizes(sharding), placements, sharding
+    sharding = view.shardings[view.operators[0]]
+    if tensor in view.arrivals:
+        first = next(index for index in view.operators if tensor in workload.operators[index].inputs)
+        return *view.arrivals[tensor], view.shardings[first]
+    placements = tuple(Shard(0) if axis.split == "batch" else Replicate() for axis in sharding) or (Replicate(),)
+    return mesh_sizes(sharding), placements, sharding
 
 
 def crossing_tensors(views: Sequence[StageView]) -> list[list[str]]:

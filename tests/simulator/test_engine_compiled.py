@@ -43,7 +43,7 @@ def assert_agree(graph: TaskGraph, rtol: float = 1e-9) -> Schedule:
     return found
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(graph=graphs())
 def test_every_task_of_small_graphs_agrees(graph) -> None:
     found = assert_agree(graph)
@@ -183,9 +183,9 @@ def test_plans_of_every_family_agree(family, degrees) -> None:
         assert_agree(lower(plan, costs, fidelity).graph)
 
 
-@pytest.mark.parametrize("runtime", ["galvatron-v1", "windtunnel-executor", "windtunnel-executor-fp32"])
+@pytest.mark.parametrize("runtime", ["galvatron-v1", "windtunnel-executor", "megatron-deepspeed", "alpa"])
 def test_plans_of_every_runtime_agree(runtime) -> None:
-    problem = small_problem(runtime=runtime, global_batch=8)
+    problem = small_problem(cluster="a100-80g-dgx:1x4", runtime=runtime, global_batch=8)
     for degrees in (PLANS["pp of two"], PLANS["recompute"], PLANS["zero 3"]):
         assert_agree(lower(validate(uniform_plan(problem, **degrees), problem), CostTables(problem), Fidelity()).graph)
 
@@ -252,10 +252,10 @@ def test_the_cache_goes_elsewhere_where_package_and_home_cannot_be_written(tmp_p
     copy = package / "cached.py"
     copy.write_text("from simulator.compiled_cache import compiled\n\n\n@compiled\ndef twice(x):\n    return 2 * x\n")
     code = (
-        "import numba.core.caching as caching\n"
-        "for name in ('_InTreeCacheLocator', '_InTreeCacheLocatorFsAgnostic', '_UserWideCacheLocator'):\n"
-        "    if hasattr(caching, name):\n"
-        "        getattr(caching, name).from_function = classmethod(lambda cls, function, path: None)\n"
+        "from numba.core.caching import CacheImpl\n"
+        "for locator in CacheImpl._locator_classes:\n"
+        "    if 'UserProvided' not in locator.__name__:\n"
+        "        locator.from_function = classmethod(lambda cls, function, path: None)\n"
         "import cached\n"
         "assert cached.twice(21) == 42\n"
     )

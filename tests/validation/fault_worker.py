@@ -10,8 +10,8 @@ from pathlib import Path
 from simulator.uniform import uniform_plan
 from tests.validation.tiny import problem
 from validation.executable import check_executable
-from validation.executor import PlanExecutor
 from validation.launch import Worker
+from validation.plan_executor import PlanExecutor
 
 
 def die_in_backward(worker: Worker, rank: int) -> None:

@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
+from simulator.fidelity import Fidelity
+from simulator.lowering.epilogue import epilogue_collectives, tied_groups
+from simulator.lowering.mesh import MeshCollective
+from simulator.lowering.program import GRADIENTS, ProgramBuilder
+from simulator.lowering.synchronisation import parameter_groups
 from tests.validation.tiny import CASES
 from validation.executable import check_executable
-from validation.executor import PlanExecutor
+from validation.gradients import is_overlapped
 from validation.launch import Worker
+from validation.plan_executor import PlanExecutor
 from validation.reference import Reference
+
+Collective = tuple[str, int, int]
+"""Name, ranks, bytes."""
+
+PHASES = {"B": GRADIENTS, "I": GRADIENTS[:1], "W": GRADIENTS[1:]}
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,7 @@ class Outcome:
         notes: Of the executor.
         seconds: Wall time.
         error: Traceback, if it failed.
+        unlike: Collectives that were run but not derived, or derived but not run, and how often.
     """
 
     losses: tuple[float, ...] = ()
@@ -31,6 +45,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     error: str = ""
+    unlike: tuple[tuple[str, int], ...] = ()
 
 
 def run_cases(worker: Worker, references: dict[str, Reference]) -> list[Outcome]:
@@ -57,7 +72,9 @@ def _run(worker: Worker, number: int, references: dict[str, Reference]) -> Outco
         executor = PlanExecutor(plan, case.problem, worker)
         executor.on_gradients = compare
         losses = []
+        run: Counter[Collective] = Counter()
         for iteration in range(2):
+            worker.pool.note = lambda *collective: run.update([collective])
             executor.run_iteration(iteration)
             losses.append(executor.loss())
             executor.on_gradients = None
@@ -65,4 +82,44 @@ def _run(worker: Worker, number: int, references: dict[str, Reference]) -> Outco
         if worker.world_size > 1 and os.environ.get("WINDTUNNEL_TEST_DEBUG") is None:
             raise
         return Outcome(error=traceback.format_exc())
-    return Outcome(tuple(losses), tuple(differences), tuple(executor.notes()), time.perf_counter() - start)
+    derived = derived_collectives(executor)
+    unlike = {str(item): run[item] / 2 - derived[item] for item in run.keys() | derived.keys()}
+    return Outcome(
+        tuple(losses),
+        tuple(differences),
+        tuple(executor.notes()),
+        time.perf_counter() - start,
+        unlike=tuple(sorted((item, count) for item, count in unlike.items() if count)),
+    )
+
+
+def derived_collectives(executor: PlanExecutor) -> Counter[Collective]:
+    """Return the collectives that the simulator derives for this rank in one iteration."""
+    plan = executor.plan
+    found: Counter[Collective] = Counter()
+    started = set()
+    for action in executor.order:
+        view = executor.runners[action.stage].view
+        sharded = any(group.zero == 3 for group in parameter_groups(view))
+        builder = ProgramBuilder(view, Fidelity())
+        if action.kind == "F":
+            items = builder.forward(gather=sharded and (plan.reshard_after_forward or action.stage not in started))
+            started.add(action.stage)
+        else:
+            makes = action.kind != "I" and is_overlapped(view)
+            sync = makes and (action in executor.last_gradients or plan.gradient_reduction == "every")
+            gather = sharded and plan.reshard_after_forward and action.kind != "W"
+            items = builder.backward(PHASES[action.kind], gather=gather, sync=sync)
+        found.update(_named(item.collective) for item in items if item.collective is not None)
+    for runner in executor.runners.values():
+        for items in epilogue_collectives(runner.view, overlapped=is_overlapped(runner.view)):
+            found.update(_named(item) for item in items)
+    views = [wiring.view for wiring in executor.wirings]
+    for _, devices, num_bytes in tied_groups(views):
+        if executor.device_id in devices:
+            found["all_reduce", len(devices), round(num_bytes)] += 1
+    return found
+
+
+def _named(item: MeshCollective) -> Collective:
+    return item.collective, prod(item.sizes[axis] for axis in item.axes), round(item.num_bytes)

@@ -240,6 +240,7 @@ class FlashAttentionOperator(_ByHead):
             head_dim=integer(local.attributes, "head_dim"),
             causal=causal,
             backward=phase == BACKWARD_INPUT,
+            generation=local.implementation.flash_generation,
         )
         if phase == FORWARD:
             return [fused]

@@ -45,6 +45,7 @@ class Implementation:
             of this (4 in Megatron-LM 2021, ``fused_softmax.py``); elsewhere the unfused one runs.
         fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
+        flash_generation: 1 for the flash attention of 2022, 2 for FlashAttention-2.
     """
 
     dtype: str = "fp16"
@@ -57,6 +58,7 @@ class Implementation:
     fused_softmax_multiple: int = 1
     fused_loss: bool = False
     flash_causal_skip: bool = True
+    flash_generation: int = 2
 
     @property
     def activation_bytes(self) -> int:
