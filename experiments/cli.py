@@ -18,6 +18,7 @@ from experiments import (
     command_simulate,
     command_sweep,
 )
+from experiments.cli_accuracy import register as register_accuracy
 from experiments.console import fail
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ app.command("simulate")(command_simulate.simulate_file)
 app.command("diff")(command_diff.diff)
 app.command("compare")(command_compare.compare_searchers)
 app.command("sweep")(command_sweep.sweep_spec)
+register_accuracy(app)
 
 
 @app.callback(invoke_without_command=True)

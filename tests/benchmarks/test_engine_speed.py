@@ -169,7 +169,7 @@ def random_batch(problem: Problem, count: int, generator: np.random.Generator, m
 )
 def test_speed_of_batches(benchmark, model: str, cluster: str, global_batch: int, max_stages: int) -> None:
     """Times and peaks of 2,000 plans that were not seen before, tables of this problem warm."""
-    problem = ProblemSpec(model, cluster, "megatron-lm-2021", global_batch).load()
+    problem = ProblemSpec(model, cluster, "galvatron-v1", global_batch).load()
     evaluator = BatchEvaluator(problem)
     generator = np.random.default_rng(0)
 
@@ -184,7 +184,7 @@ def test_speed_of_batches(benchmark, model: str, cluster: str, global_batch: int
 
 def test_speed_of_batches_with_512_microbatches(benchmark) -> None:
     """GPT-3 1.3B on 4 GPUs, two samples in a microbatch."""
-    problem = ProblemSpec("gpt3-1.3b", "v100-32g-dgx1:1x4", "megatron-lm-2021", 1024).load()
+    problem = ProblemSpec("gpt3-1.3b", "v100-32g-dgx1:1x4", "galvatron-v1", 1024).load()
     evaluator = BatchEvaluator(problem)
     batch = random_batch(problem, 8000, np.random.default_rng(1), 4)
     fits = np.ones(8000, dtype=np.bool_)

@@ -31,10 +31,29 @@ SETTINGS = [
 ]
 
 
+def whole(problem: Problem) -> Problem:
+    """Return the problem with transfers that cross whole."""
+    return replace(problem, runtime=replace(problem.runtime, scatters_transfers=False))
+
+
+@lru_cache
+def whole_problem(family: str = "gpt", **settings: object) -> Problem:
+    return whole(small_problem(family, **settings))  # type: ignore[arg-type]
+
+
+def whole_chain(*arguments: object, **settings: object) -> Problem:
+    return whole(chain_problem(*arguments, **settings))  # type: ignore[arg-type]
+
+
+def test_transfers_in_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="scatters_transfers"):
+        BatchEvaluator(small_problem("gpt"))
+
+
 @lru_cache
 def evaluator(family: str, cluster: str, runtime: str) -> BatchEvaluator:
     """Return one evaluator per problem: what it keeps must not leak from plan to plan."""
-    return BatchEvaluator(small_problem(family, cluster=cluster, runtime=runtime, global_batch=24))
+    return BatchEvaluator(whole_problem(family, cluster=cluster, runtime=runtime, global_batch=24))
 
 
 def engine_s(batch: PlanBatch, index: int, found: BatchEvaluator, fidelity: Fidelity = WITHOUT) -> float:
@@ -97,7 +116,7 @@ def test_times_equal_the_engine_on_any_plan_of_the_space(data, family, setting) 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_times_equal_the_engine_with_a_further_effect_off(off, data) -> None:
-    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=24)
+    problem = whole_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=24)
     fidelity = WITHOUT.without(off)
     found = BatchEvaluator(problem, fidelity=fidelity)
     batch = data.draw(batches(problem))
@@ -127,14 +146,14 @@ def test_peaks_equal_the_memory_program_to_the_byte(data, family) -> None:
 
 
 def test_equal_stages_take_what_the_closed_form_of_1f1b_says() -> None:
-    problem = chain_problem(chain_of_opaque(4, 1.0, 2.0), num_devices=4, global_batch=8)
+    problem = whole_chain(chain_of_opaque(4, 1.0, 2.0), num_devices=4, global_batch=8)
     found = BatchEvaluator(problem, fidelity=Fidelity.ideal())
     batch = PlanBatch.from_plans([uniform_plan(problem, pp=4)], problem)
     assert found.evaluate(batch).iteration_time_s[0] == pytest.approx((8 + 4 - 1) * 3.0, rel=1e-12)
 
 
 def test_the_same_holds_for_the_simpy_engine_on_a_long_pipeline() -> None:
-    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=64)
+    problem = whole_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=64)
     plan = uniform_plan(problem, pp=4)
     found = BatchEvaluator(problem)
     expected = run_simpy(lower(validate(plan, problem), found.costs, WITHOUT).graph).end_s.max()
@@ -143,7 +162,7 @@ def test_the_same_holds_for_the_simpy_engine_on_a_long_pipeline() -> None:
 
 
 def test_one_large_batch_gives_what_its_plans_give_alone() -> None:
-    problem = small_problem("t5", cluster="v100-32g-dgx1:2x4", global_batch=24)
+    problem = whole_problem("t5", cluster="v100-32g-dgx1:2x4", global_batch=24)
     plans = [
         uniform_plan(problem, pp=pp, tp=tp, dp=8 // (pp * tp), schedule=schedule, recompute=recompute)
         for pp in (1, 2, 4)
@@ -164,7 +183,7 @@ def test_one_large_batch_gives_what_its_plans_give_alone() -> None:
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_plans_survive_the_way_to_arrays_and_back(data) -> None:
-    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=24)
+    problem = whole_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=24)
     batch = data.draw(batches(problem))
     plans = [validate(batch.plan(index, problem), problem) for index in range(len(batch))]
     again = PlanBatch.from_plans(plans, problem)
@@ -173,7 +192,7 @@ def test_plans_survive_the_way_to_arrays_and_back(data) -> None:
 
 
 def test_a_plan_outside_the_space_is_refused() -> None:
-    problem = small_problem("gpt")
+    problem = whole_problem("gpt")
     for plan in (
         uniform_plan(problem, pp=2, schedule="zb-h1"),
         uniform_plan(problem, pp=2, recompute="selective"),
@@ -194,21 +213,21 @@ def test_a_plan_outside_the_space_is_refused() -> None:
     ],
 )
 def test_a_batch_that_breaks_a_rule_is_refused(change, message) -> None:
-    problem = small_problem("gpt")
+    problem = whole_problem("gpt")
     batch = PlanBatch.from_plans([uniform_plan(problem, pp=2)], problem)
     with pytest.raises(ValueError, match=message):
         BatchEvaluator(problem).evaluate(replace(batch, **change))
 
 
 def test_a_degree_that_does_not_divide_is_refused() -> None:
-    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x8")
+    problem = whole_problem("gpt", cluster="v100-32g-dgx1:1x8")
     batch = PlanBatch.from_plans([uniform_plan(problem, tp=4)], problem)
     with pytest.raises(ValueError, match=r"must be divisible|must divide"):
         BatchEvaluator(problem).evaluate(replace(batch, tp=np.array([7])))
 
 
 def test_errors_are_reported_by_cause() -> None:
-    problem = small_problem("gpt", cluster="v100-32g-dgx1:2x4", global_batch=16)
+    problem = whole_problem("gpt", cluster="v100-32g-dgx1:2x4", global_batch=16)
     plans = [uniform_plan(problem, pp=2, tp=tp, dp=4 // tp) for tp in (1, 2, 4)]
     found = {row.cause: row for row in error_by_cause(plans, problem)}
     assert found["nothing"].mean_absolute < 1e-9
@@ -217,6 +236,6 @@ def test_errors_are_reported_by_cause() -> None:
 
 
 def test_costs_may_be_shared() -> None:
-    problem = small_problem("gpt")
+    problem = whole_problem("gpt")
     costs = CostTables(problem)
     assert BatchEvaluator(problem, costs).costs is costs
