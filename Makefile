@@ -1,9 +1,10 @@
-# make demo   set up everything, then run the main job
-# make test   set up everything, then run all tests
-# make check  linter and type checker
-# make setup  only set up
+# make demo      set up everything, then run the main job
+# make test      set up everything, then run all tests (installs torch, for those that execute plans)
+# make check     linter and type checker
+# make accuracy  compare predictions with published runs; fails where they got worse
+# make setup     only set up
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check accuracy setup clean
 .DEFAULT_GOAL := demo
 
 VENV := .venv
@@ -17,6 +18,9 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n auto
+
+accuracy: $(VENV)/.core
+	$(BIN)/windtunnel accuracy --check
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -41,7 +45,7 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test,validation,distributed]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

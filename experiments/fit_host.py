@@ -4,7 +4,7 @@ Two constants: seconds per operator, and seconds per pass of a microbatch throug
 held at 5 us, since launches and operators rise and fall together. Rows: `experiments.cases.vtrain.is_calibration`;
 they are never reported.
 
-Run: ``python -m experiments.fit_host --data ../shared/data``
+Run: ``python -m experiments.fit_host --data DIR``
 """
 
 from __future__ import annotations

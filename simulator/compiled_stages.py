@@ -273,7 +273,7 @@ class StageRowsBuilder:
             arrival = next(reader for reader in self.workload.consumers[name] if reader >= first)
             have = self._input_layout(arrival, self.workload.operators[arrival].inputs.index(name))
             gradient = tuple(split.input_gradient(position) for split in self.costs.splits(index, self.resolved[index]))
-            moved, settled_before = self.costs.served_before(index, name, sharding_of, sizes, want, gradient)
+            moved, settled_before = self.costs.served_before(index, position, name, sharding_of, sizes, want, gradient)
             if not moved:
                 before = mesh_sizes(self.resolved[arrival])
                 moves = reshard(before, have, sizes, want, cost.input_bytes[position])

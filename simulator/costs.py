@@ -353,7 +353,9 @@ class CostTables:
             sizes, their_sizes = mesh_sizes(own), mesh_sizes(theirs)
             if sizes == their_sizes and have == want and gradient_have == gradient_want:
                 continue
-            done_forward, done_backward = self.served_before(index, name, sharding_of, sizes, want, gradient_have)
+            done_forward, done_backward = self.served_before(
+                index, position, name, sharding_of, sizes, want, gradient_have
+            )
             if not done_forward:
                 cost = self.operator(producer, theirs, samples * batch_degree(own) // batch_degree(theirs), gpu_type)
                 for item in reshard(their_sizes, have, sizes, want, cost.output_bytes[number]):
@@ -367,27 +369,31 @@ class CostTables:
     def served_before(
         self,
         index: int,
+        before_position: int,
         name: str,
         sharding_of: Callable[[int], Sharding | None],
         sizes: tuple[int, ...],
         want: tuple[Placement, ...],
         gradient_have: tuple[Placement, ...],
     ) -> tuple[bool, bool]:
-        """Return whether an earlier reader of the tensor has it moved the same way, forward and backward.
+        """Return whether an earlier reader, or an earlier input of this one, has the tensor moved the same way.
 
         Readers that want one layout share its copy; their gradients are summed before they move.
         """
         forward = backward = False
         for reader in self.problem.workload.consumers[name]:
-            if reader >= index:
+            if reader > index:
                 break
             sharding = sharding_of(reader)
             if sharding is None or mesh_sizes(sharding) != sizes:
                 continue
-            position = self.problem.workload.operators[reader].inputs.index(name)
             splits = self.splits(reader, sharding)
-            forward |= tuple(split.inputs[position] for split in splits) == want
-            backward |= tuple(split.input_gradient(position) for split in splits) == gradient_have
+            for position, other in enumerate(self.problem.workload.operators[reader].inputs):
+                if reader == index and position >= before_position:
+                    break
+                if other == name:
+                    forward |= tuple(split.inputs[position] for split in splits) == want
+                    backward |= tuple(split.input_gradient(position) for split in splits) == gradient_have
         return forward, backward
 
 

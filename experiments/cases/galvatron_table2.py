@@ -26,7 +26,7 @@ SMALLEST_BATCH = 8
 """The paper steps the batch by eight: a cell that says OOM did not fit eight samples."""
 
 HALF_LAYER, CAP = 0.5, 1.3
-"""Tolerance and cap of the release's memory-balanced pipeline split (reference galvatron.md, section 7.10)."""
+"""Tolerance and cap of the memory-balanced pipeline split in Galvatron's released code."""
 
 
 def cases(data: Path | None) -> Iterator[Case | Skipped]:

@@ -6,7 +6,7 @@ heads or more). Report: all A100 rows of ``gemm_vidur_a100_h100.csv`` with 128 t
 H100 rows used: Vidur, models Llama-2-7b-hf and Llama-2-70b-hf, 128 tokens or more. Report: the other models.
 Its memory fractions are the A100's.
 
-Run: ``python -m hardware_models.calibration.fit_a100 --data ../shared/data``
+Run: ``python -m hardware_models.calibration.fit_a100 --data DIR``
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rows used: ``collectives_measured.csv``, all-reduce inside one node: vTrain V100
 holds no ring), vTrain A100 (2..8), Vidur H100 DGX (2..8, 1 MiB and more). Report: Vidur A100 DGX, and V100
 with 5 GPUs.
 
-Run: ``python -m hardware_models.calibration.fit_collectives --data ../shared/data``
+Run: ``python -m hardware_models.calibration.fit_collectives --data DIR``
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Rows used: ``galvatron/titan_v1/layer_profiles.csv``, BERT-Large, BERT-Huge and T5-Large encoder. Report: the
 ViT layers. The file gives forward milliseconds per layer and sample; 8 samples at once are assumed.
 
-Run: ``python -m hardware_models.calibration.fit_titan --data ../shared/data``
+Run: ``python -m hardware_models.calibration.fit_titan --data DIR``
 """
 
 from __future__ import annotations

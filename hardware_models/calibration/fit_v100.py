@@ -3,7 +3,7 @@
 Rows used: database eurosys, gpt 350M and 2.6B, tensor-parallel 1 and 2, default split, longer than 100 us, no
 collective inside, head and embedding excluded. All other GPT sizes and degrees are report rows.
 
-Run: ``python -m hardware_models.calibration.fit_v100 --data ../shared/data``
+Run: ``python -m hardware_models.calibration.fit_v100 --data DIR``
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class ProgramBuilder:
                 want = tuple(split.inputs[position] for split in splits)
                 own = mesh_sizes(view.shardings[index])
                 gradient = tuple(split.input_gradient(position) for split in splits)
-                served, _ = view.costs.served_before(index, name, view.shardings.get, own, want, gradient)
+                served, _ = view.costs.served_before(index, position, name, view.shardings.get, own, want, gradient)
                 if (sizes, have) != (own, want) and not served:
                     for item in reshard(sizes, have, own, want, self._cost(index).input_bytes[position]):
                         yield item, index
@@ -261,7 +261,7 @@ class ProgramBuilder:
                 have = tuple(split.input_gradient(position) for split in splits)
                 want = tuple(split.inputs[position] for split in splits)
                 sizes = mesh_sizes(view.shardings[index])
-                _, served = view.costs.served_before(index, name, view.shardings.get, sizes, want, have)
+                _, served = view.costs.served_before(index, position, name, view.shardings.get, sizes, want, have)
                 if PARTIAL in have and not served:
                     for item in reshard(sizes, have, sizes, settled(have), cost.input_bytes[position]):
                         self._collective(item, index)

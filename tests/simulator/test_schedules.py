@@ -84,7 +84,7 @@ def test_the_dapple_replay_without_link_cost_ends_at_33() -> None:
     assert end_s("1f1b", plain_shape(4, 8)) == 33.0
 
 
-# dapple_pipedream_piper.md, section 5: F = 1, B = 2, M = 64; (S, c): (P_A, P_B, GPipe).
+# From an independent exact replay: F = 1, B = 2, M = 64; (S, c): (P_A, P_B, GPipe).
 REPLAYS = {
     (2, 0.3): ("214.20", "195.60", "195.60"),
     (4, 0.3): ("231.00", "202.80", "202.80"),

@@ -158,7 +158,7 @@ def _presets() -> dict[str, GPTSpec]:
     found.append(_spec("gpt2-1.5b", 48, 1600, 25, 1024, 50257))
     # AMP (NeurIPS 2022): its GPT-2.
     found.append(_spec("amp-gpt2", 24, 1024, 16, 1024, 52256))
-    # Galvatron-BMW (TKDE), Table I; heads and length inferred (../shared/data/galvatron/models_table1.csv).
+    # Galvatron-BMW (TKDE), Table I; heads and length inferred.
     galvatron = {"15b": (48, 5120, 32), "39b": (48, 8192, 64), "65b": (80, 8192, 64)}
     found += [_spec(f"galvatron-gpt3-{size}", *shape, 2048, 50257) for size, shape in galvatron.items()]
     # Aceso, Section 5.3: deep narrow models.
