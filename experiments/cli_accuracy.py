@@ -27,7 +27,8 @@ def accuracy(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with your copies of the public sets; default: $WINDTUNNEL_DATA, else a folder shared/data beside the repository.",
+            help="Folder with your copies of the public sets; default: $WINDTUNNEL_DATA, else a folder "
+            "shared/data beside the repository.",
             show_default=False,
         ),
     ] = None,
