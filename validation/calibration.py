@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hardware_models.profile import OperatorProfile
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -20,6 +19,8 @@ from validation.profiler import OperatorJob, make_profile, median_rows, operator
 
 CALIBRATION_MICROBATCHES = 4
 MIN_FRACTION, MAX_FRACTION = 1e-4, 1.0
+MIN_STEP_SHARE = 0.1
+"""Of the time after the last backward that is taken to be the optimizer's, however slow reductions are."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,23 @@ def calibration_jobs(
     iterations: int = 4,
     device: str = "cpu",
 ) -> CalibrationJobs:
-    """Return the calibration of a problem: operators alone, and one GPipe plan where there are two devices."""
-    operators = operator_jobs(problem, microbatch_sizes, tensor_sizes, iterations=iterations, device=device)
+    """Return the calibration of a problem: operators, and one GPipe plan where there are two devices.
+
+    On the CPU as many replicas run at once as there are devices: cores share memory and caches, so an operator takes
+    longer while the others work, as they do in the plans that are predicted.
+    """
+    operators = [
+        run
+        for size in tensor_sizes
+        for run in operator_jobs(
+            problem,
+            microbatch_sizes,
+            (size,),
+            copies=max(1, problem.num_devices // size) if device == "cpu" else 1,
+            iterations=iterations,
+            device=device,
+        )
+    ]
     pipeline = None
     if problem.num_devices > 1:
         samples = max(microbatch_sizes)
@@ -73,11 +89,7 @@ def fit(
     """
     source = f"windtunnel profile, {machine_name()}, {now()}"
     rows = [
-        [
-            row
-            for run, each in zip(work.operators, turn, strict=False)
-            for row in profile_rows(run, each, source)
-        ]
+        [row for run, each in zip(work.operators, turn, strict=False) for row in profile_rows(run, each, source)]
         for turn in measured
     ]
     operators = make_profile(problem, median_rows(rows), source)
@@ -85,11 +97,15 @@ def fit(
         operators=operators,
         communication=tuple(communication),
         pass_overhead_s=0.0,
-        optimizer_bandwidth_fraction=_optimizer_fraction(problem, work, measured, operators),
+        optimizer_bandwidth_fraction=problem.hardware.gpu(operators.gpu_type).optimizer_bandwidth_fraction,
         machine=machine_name(),
         date=now(),
         versions=versions(),
         fitted_on=_in_words(work),
+    )
+    tail_s = float(np.median([turn[0].optimizer_s for turn in measured]))
+    profile = replace(
+        profile, optimizer_bandwidth_fraction=fit_optimizer_fraction(profile, work.operators[0].job, tail_s)
     )
     if work.pipeline is None:
         return profile
@@ -98,7 +114,10 @@ def fit(
 
 
 def fit_overhead_s(profile: MachineProfile, job: Job, measured_s: float) -> float:
-    """Return the overhead per pass with which the simulation of a job takes what was measured; at least 0."""
+    """Return the overhead per pass with which the simulation of a job takes what was measured.
+
+    It is less than 0 where operators ran slower in the profiling run than they do in the pipeline.
+    """
 
     def simulated_s(overhead_s: float) -> float:
         problem = replace(profile, pass_overhead_s=overhead_s).apply(job.problem, job.plan)
@@ -106,28 +125,29 @@ def fit_overhead_s(profile: MachineProfile, job: Job, measured_s: float) -> floa
 
     without, step = simulated_s(0.0), 0.01 * measured_s
     slope = (simulated_s(step) - without) / step
-    return max(0.0, (measured_s - without) / slope) if slope > 0 else 0.0
+    return (measured_s - without) / slope if slope > 0 else 0.0
 
 
-def _optimizer_fraction(
-    problem: Problem,
-    work: CalibrationJobs,
-    measured: Sequence[Sequence[Measurement]],
-    operators: OperatorProfile,
-) -> float:
-    """Return the bandwidth share at which the simulated optimizer step takes what was measured."""
-    run = work.operators[0]
-    result = simulate(run.job.plan, run.job.problem)
-    graph = result.graph
-    is_step = graph.cause == graph.causes.index("optimizer") if "optimizer" in graph.causes else None
-    old = problem.hardware.gpu(operators.gpu_type).optimizer_bandwidth_fraction
-    if is_step is None:
+def fit_optimizer_fraction(profile: MachineProfile, job: Job, tail_s: float) -> float:
+    """Return the bandwidth share at which the simulated optimizer step takes what was measured.
+
+    Args:
+        profile: With the share that the simulation starts from.
+        job: A run of one stage.
+        tail_s: Measured seconds after its last backward: gradient reductions, then the step.
+    """
+    result = simulate(job.plan, profile.apply(job.problem, job.plan))
+    graph, schedule = result.graph, result.schedule
+    causes = [graph.causes[number] for number in graph.cause]
+    is_step = np.array([cause == "optimizer" for cause in causes])
+    is_backward = np.array([cause == "backward" for cause in causes])
+    old = profile.optimizer_bandwidth_fraction
+    if not is_step.any() or tail_s <= 0:
         return old
-    simulated_s = float(graph.work_s[is_step].sum())
-    measured_s = float(np.median([turn[0].optimizer_s for turn in measured]))
-    if not (simulated_s > 0 and measured_s > 0):
-        return old
-    return min(MAX_FRACTION, max(MIN_FRACTION, old * simulated_s / measured_s))
+    step_s = float(graph.work_s[is_step].max())
+    communication_s = max(0.0, float(schedule.end_s.max() - schedule.end_s[is_backward].max()) - step_s)
+    measured_s = max(tail_s - communication_s, MIN_STEP_SHARE * tail_s)
+    return min(MAX_FRACTION, max(MIN_FRACTION, old * step_s / measured_s))
 
 
 def _in_words(work: CalibrationJobs) -> str:

@@ -18,7 +18,7 @@ from hardware_models.collective_table import CollectiveTable
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile
 from hardware_models.profile_file import profile_from_mapping, profile_mapping
-from hardware_models.schema import Count, Fraction, NonNegative, Positive, Text
+from hardware_models.schema import Count, Fraction, Positive, Text
 from simulator.plan import Plan
 from simulator.problem import Problem
 from validation.communication_times import Row
@@ -35,7 +35,7 @@ class MachineProfile:
         operators: Times inside the executor.
         communication: Transfers and collectives.
         pass_overhead_s: What a forward or backward pass of one microbatch takes in a pipeline beyond its
-            operators: posting and taking transfers, wake-ups, contention. Fitted on another plan.
+            operators: posting and taking transfers, wake-ups, contention. Fitted on another plan; may be negative.
         optimizer_bandwidth_fraction: Share of the device type's memory bandwidth that the optimizer step moves at.
         machine, date, versions: Where and when it was measured, with what.
         fitted_on: The calibration plans in words.
@@ -58,7 +58,7 @@ class MachineProfile:
         """
         share_s = self.pass_overhead_s * len(plan.stages) / len(problem.workload)
         rows = tuple(
-            replace(row, forward_s=row.forward_s + share_s, backward_s=row.backward_s + share_s)
+            replace(row, forward_s=max(0.0, row.forward_s + share_s), backward_s=max(0.0, row.backward_s + share_s))
             for row in self.operators.rows
         )
         table = CollectiveTable.from_rows(self.communication, self.machine) if self.communication else None
@@ -100,7 +100,7 @@ class _File(FileModel):
     versions: dict[str, Text]
     units: dict[str, Text]
     fitted_on: Text
-    pass_overhead_s: NonNegative
+    pass_overhead_s: float
     optimizer_bandwidth_fraction: Fraction
     communication: tuple[tuple[Text, Count, Positive, Positive], ...]
     operators: dict[str, object]

@@ -23,8 +23,8 @@ from validation.measurement import Measurement
 from workloads.kinds.base import FORWARD
 from workloads.local import dtype_bytes
 
-MICROBATCHES = 2
-"""Per iteration of a profiling run: the first accumulates into nothing, the second into gradients."""
+MICROBATCHES = 4
+"""Per iteration of a profiling run; the first finds caches cold from the optimizer step, and medians leave it out."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def profile_rows(run: OperatorJob, measured: Measurement, source: str) -> list[P
     problem, plan = run.job.problem, run.job.plan
     costs, workload = CostTables(problem), problem.workload
     gpu_type = problem.gpu_types[plan.stages[0].devices[0]]
-    shardings = [resolve(word, op) for word, op in zip(plan.stages[0].sharding_per_operator(), workload.operators, strict=True)]
+    words = plan.stages[0].sharding_per_operator()
+    shardings = [resolve(word, op) for word, op in zip(words, workload.operators, strict=True)]
     forward, backward = _whole_pass(problem, measured)
     roles: dict[str, list[int]] = {}
     for index, op in enumerate(workload.operators):
