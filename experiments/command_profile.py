@@ -45,6 +45,7 @@ def profile_machine_file(
         f"machine           {profile.machine}\n"
         f"operators         {len(profile.operators.rows)} rows\n"
         f"communication     {len(profile.communication)} rows\n"
+        f"operator factor   {profile.operator_factor:.3f} in a pipeline\n"
         f"overhead of pass  {1e3 * profile.pass_overhead_s:.3f} ms\n"
         f"fitted on         {profile.fitted_on}"
     )

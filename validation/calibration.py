@@ -16,6 +16,7 @@ from validation.jobs import execute_rounds, plan_job
 from validation.machine_profile import MachineProfile, machine_name, now, versions
 from validation.measurement import Measurement
 from validation.profiler import OperatorJob, make_profile, median_rows, operator_jobs, profile_rows
+from validation.stage_times import stage_times
 
 CALIBRATION_MICROBATCHES = 4
 MIN_FRACTION, MAX_FRACTION = 1e-4, 1.0
@@ -96,6 +97,7 @@ def fit(
     profile = MachineProfile(
         operators=operators,
         communication=tuple(communication),
+        operator_factor=1.0,
         pass_overhead_s=0.0,
         optimizer_bandwidth_fraction=problem.hardware.gpu(operators.gpu_type).optimizer_bandwidth_fraction,
         machine=machine_name(),
@@ -109,14 +111,23 @@ def fit(
     )
     if work.pipeline is None:
         return profile
+    profile = replace(profile, operator_factor=fit_factor(profile, work.pipeline, [turn[-1] for turn in measured]))
     measured_s = float(np.median([turn[-1].iteration_time_s for turn in measured]))
     return replace(profile, pass_overhead_s=fit_overhead_s(profile, work.pipeline, measured_s))
+
+
+def fit_factor(profile: MachineProfile, job: Job, measured: Sequence[Measurement]) -> float:
+    """Return measured over simulated time of one forward and one backward on every stage of a job."""
+    result = simulate(job.plan, profile.apply(job.problem, job.plan))
+    simulated_s = sum(map(sum, stage_times(result, len(job.plan.stages))))
+    measured_s = np.median([sum(each.stage_forward_s) + sum(each.stage_backward_s) for each in measured])
+    return float(measured_s) / simulated_s
 
 
 def fit_overhead_s(profile: MachineProfile, job: Job, measured_s: float) -> float:
     """Return the overhead per pass with which the simulation of a job takes what was measured.
 
-    It is less than 0 where operators ran slower in the profiling run than they do in the pipeline.
+    It may be slightly negative, where noise in the operator times has to be made up for.
     """
 
     def simulated_s(overhead_s: float) -> float:

@@ -6,17 +6,13 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.result import SimulationResult
 from simulator.simulate import simulate
 from validation.jobs import execute_rounds, plan_job
 from validation.machine_profile import MachineProfile
 from validation.measurement import Measurement
-
-BACKWARD_CAUSES = ("backward", "recompute")
+from validation.stage_times import stage_times
 
 
 @dataclass(frozen=True)
@@ -145,27 +141,3 @@ def compare(plan: Plan, problem: Problem, profile: MachineProfile, measured: lis
         machine=profile.machine,
         notes=measured[0].notes,
     )
-
-
-def stage_times(result: SimulationResult, num_stages: int) -> tuple[list[float], list[float]]:
-    """Return simulated seconds of forward and backward of one microbatch per stage, medians over microbatches.
-
-    A pass lasts from the start of its first computation to the end of its last, collectives in between included,
-    as in the executor; halves of a split backward are passes of their own, so there computation is summed.
-    """
-    return _passes(result, num_stages, ("forward",)), _passes(result, num_stages, BACKWARD_CAUSES)
-
-
-def _passes(result: SimulationResult, num_stages: int, causes: tuple[str, ...]) -> list[float]:
-    graph, schedule = result.graph, result.schedule
-    wanted = np.isin(graph.cause, [number for number, word in enumerate(graph.causes) if word in causes])
-    found = []
-    for stage in range(num_stages):
-        own = wanted & (graph.stage == stage)
-        spans = [
-            float(schedule.end_s[tasks].max() - schedule.start_s[tasks].min())
-            for microbatch in np.unique(graph.microbatch[own])
-            for tasks in [own & (graph.microbatch == microbatch)]
-        ]
-        found.append(statistics.median(spans) if spans else 0.0)
-    return found

@@ -34,8 +34,10 @@ class MachineProfile:
     Attributes:
         operators: Times inside the executor.
         communication: Transfers and collectives.
-        pass_overhead_s: What a forward or backward pass of one microbatch takes in a pipeline beyond its
-            operators: posting and taking transfers, wake-ups, contention. Fitted on another plan; may be negative.
+        operator_factor: What operators take in a pipeline, as a multiple of what they took in the profiling run:
+            how much the other devices disturb differs. Fitted on the stage times of another plan.
+        pass_overhead_s: What a pass of one microbatch takes in a pipeline beyond its operators: posting and taking
+            transfers, wake-ups. Fitted on the iteration time of another plan.
         optimizer_bandwidth_fraction: Share of the device type's memory bandwidth that the optimizer step moves at.
         machine, date, versions: Where and when it was measured, with what.
         fitted_on: The calibration plans in words.
@@ -43,6 +45,7 @@ class MachineProfile:
 
     operators: OperatorProfile
     communication: tuple[Row, ...]
+    operator_factor: float
     pass_overhead_s: float
     optimizer_bandwidth_fraction: float
     machine: str
@@ -53,12 +56,19 @@ class MachineProfile:
     def apply(self, problem: Problem, plan: Plan) -> Problem:
         """Return the problem with these measurements in the place of the model.
 
+        What was fitted on a pipeline holds for pipelines; a plan of one stage runs as the profiling runs do.
         The overhead of a pass is spread over the operators of the plan's stages, since the executor's passes run
         on the core that computes; stages of unequal numbers of operators get unequal parts, the sum is right.
         """
-        share_s = self.pass_overhead_s * len(plan.stages) / len(problem.workload)
+        is_pipeline = len(plan.stages) > 1
+        factor = self.operator_factor if is_pipeline else 1.0
+        share_s = self.pass_overhead_s * len(plan.stages) / len(problem.workload) if is_pipeline else 0.0
         rows = tuple(
-            replace(row, forward_s=max(0.0, row.forward_s + share_s), backward_s=max(0.0, row.backward_s + share_s))
+            replace(
+                row,
+                forward_s=max(0.0, row.forward_s * factor + share_s),
+                backward_s=max(0.0, row.backward_s * factor + share_s),
+            )
             for row in self.operators.rows
         )
         table = CollectiveTable.from_rows(self.communication, self.machine) if self.communication else None
@@ -100,6 +110,7 @@ class _File(FileModel):
     versions: dict[str, Text]
     units: dict[str, Text]
     fitted_on: Text
+    operator_factor: Positive
     pass_overhead_s: float
     optimizer_bandwidth_fraction: Fraction
     communication: tuple[tuple[Text, Count, Positive, Positive], ...]
@@ -115,6 +126,7 @@ def save_machine_profile(profile: MachineProfile, path: str | Path) -> None:
         "versions": profile.versions,
         "units": UNITS,
         "fitted_on": profile.fitted_on,
+        "operator_factor": profile.operator_factor,
         "pass_overhead_s": profile.pass_overhead_s,
         "optimizer_bandwidth_fraction": profile.optimizer_bandwidth_fraction,
         "communication": [list(row) for row in profile.communication],
@@ -134,6 +146,7 @@ def load_machine_profile(path: str | Path) -> MachineProfile:
     return MachineProfile(
         operators=operators,
         communication=tuple((kind, size, float(count), float(time)) for kind, size, count, time in file.communication),
+        operator_factor=file.operator_factor,
         pass_overhead_s=file.pass_overhead_s,
         optimizer_bandwidth_fraction=file.optimizer_bandwidth_fraction,
         machine=file.machine,

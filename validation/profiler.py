@@ -76,7 +76,7 @@ def profile_rows(run: OperatorJob, measured: Measurement, source: str) -> list[P
     gpu_type = problem.gpu_types[plan.stages[0].devices[0]]
     words = plan.stages[0].sharding_per_operator()
     shardings = [resolve(word, op) for word, op in zip(words, workload.operators, strict=True)]
-    forward, backward = _whole_pass(problem, measured)
+    forward, backward = _whole_pass(problem, measured, run_has_collectives=run.tensor_size > 1)
     roles: dict[str, list[int]] = {}
     for index, op in enumerate(workload.operators):
         has_axis = any(axis.split != "batch" for axis in shardings[index])
@@ -107,8 +107,12 @@ def profile_rows(run: OperatorJob, measured: Measurement, source: str) -> list[P
     return rows
 
 
-def _whole_pass(problem: Problem, measured: Measurement) -> tuple[list[float], list[float]]:
-    """Return forward and backward seconds per operator that add up to the measured passes (where tp is 1)."""
+def _whole_pass(problem: Problem, measured: Measurement, *, run_has_collectives: bool) -> tuple[list[float], list[float]]:
+    """Return forward and backward seconds per operator that add up to the measured passes.
+
+    Under tensor parallelism a pass holds collectives as well, which are predicted from their own table: operators
+    alone count there.
+    """
     count = len(problem.workload)
     forward = [measured.operator_s.get((FORWARD, index), 0.0) for index in range(count)]
     backward = [
@@ -116,6 +120,8 @@ def _whole_pass(problem: Problem, measured: Measurement) -> tuple[list[float], l
         for at in range(count)
     ]
     weights = [_parameter_bytes(problem, index) for index in range(count)]
+    if run_has_collectives:
+        return forward, backward
     return (
         _filled(forward, measured.stage_forward_s[0], [1.0] * count),
         _filled(backward, measured.stage_backward_s[0], weights if any(weights) else [1.0] * count),

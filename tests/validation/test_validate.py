@@ -41,7 +41,7 @@ def test_a_calibrated_machine_predicts_a_plan_it_was_not_calibrated_on(tmp_path:
     for each in report.pooled.quantities:
         times = f"{1e3 * each.predicted_s:9.1f} ms {1e3 * each.measured_s:9.1f} ms"
         print(f"{each.name:<18}{times} {100 * each.error:+6.1f} %")
-    print(f"overhead of a pass {1e3 * profile.pass_overhead_s:.2f} ms")
+    print(f"factor {profile.operator_factor:.3f}, overhead of a pass {1e3 * profile.pass_overhead_s:.2f} ms")
     assert all(q.measured_s > 0.015 for q in report.pooled.quantities), "stages are too short to say anything"
     assert report.pooled.measured_share > 0.99
     assert report.median_abs_error < 0.35
@@ -62,6 +62,6 @@ def test_a_profile_of_another_machine_is_refused() -> None:
     from validation.profiler import make_profile
 
     problem = small(4 * MICROBATCH)
-    profile = MachineProfile(make_profile(problem, [], "none"), (), 0.0, 0.5, "Pentium", "2000", {}, "nothing")
+    profile = MachineProfile(make_profile(problem, [], "none"), (), 1.0, 0.0, 0.5, "Pentium", "2000", {}, "nothing")
     with pytest.raises(ValueError, match="another machine"):
         profile.check_machine()
