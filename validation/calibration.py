@@ -20,8 +20,6 @@ from validation.stage_times import stage_times
 
 CALIBRATION_MICROBATCHES = 4
 MIN_FRACTION, MAX_FRACTION = 1e-4, 1.0
-MIN_STEP_SHARE = 0.1
-"""Of the time after the last backward that is taken to be the optimizer's, however slow reductions are."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +28,18 @@ class CalibrationJobs:
 
     Attributes:
         operators: Profiling runs.
+        optimizer: One microbatch on one device, whose end is the optimizer step and nothing else.
         pipeline: A GPipe run of two stages, on which the overhead of a pass is fitted; None on one device.
     """
 
     operators: tuple[OperatorJob, ...]
+    optimizer: Job
     pipeline: Job | None
 
     @property
     def jobs(self) -> list[Job]:
         """All of them, the pipeline last."""
-        found = [run.job for run in self.operators]
+        found = [run.job for run in self.operators] + [self.optimizer]
         return found + ([self.pipeline] if self.pipeline is not None else [])
 
 
@@ -74,7 +74,9 @@ def calibration_jobs(
         own = replace(problem, global_batch=samples * CALIBRATION_MICROBATCHES)
         plan = uniform_plan(own, pp=2, microbatch=samples, schedule="gpipe")
         pipeline = plan_job(plan, own, iterations=iterations, device=device)
-    return CalibrationJobs(tuple(operators), pipeline)
+    alone = replace(problem, global_batch=min(microbatch_sizes))
+    step = plan_job(uniform_plan(alone, microbatch=alone.global_batch), alone, iterations=iterations, device=device)
+    return CalibrationJobs(tuple(operators), step, pipeline)
 
 
 def fit(
@@ -105,10 +107,8 @@ def fit(
         versions=versions(),
         fitted_on=_in_words(work),
     )
-    tail_s = float(np.median([turn[0].optimizer_s for turn in measured]))
-    profile = replace(
-        profile, optimizer_bandwidth_fraction=fit_optimizer_fraction(profile, work.operators[0].job, tail_s)
-    )
+    step_s = float(np.median([turn[len(work.operators)].optimizer_s for turn in measured]))
+    profile = replace(profile, optimizer_bandwidth_fraction=fit_optimizer_fraction(profile, work.optimizer, step_s))
     if work.pipeline is None:
         return profile
     profile = replace(profile, operator_factor=fit_factor(profile, work.pipeline, [turn[-1] for turn in measured]))
@@ -139,26 +139,15 @@ def fit_overhead_s(profile: MachineProfile, job: Job, measured_s: float) -> floa
     return (measured_s - without) / slope if slope > 0 else 0.0
 
 
-def fit_optimizer_fraction(profile: MachineProfile, job: Job, tail_s: float) -> float:
-    """Return the bandwidth share at which the simulated optimizer step takes what was measured.
-
-    Args:
-        profile: With the share that the simulation starts from.
-        job: A run of one stage.
-        tail_s: Measured seconds after its last backward: gradient reductions, then the step.
-    """
-    result = simulate(job.plan, profile.apply(job.problem, job.plan))
-    graph, schedule = result.graph, result.schedule
-    causes = [graph.causes[number] for number in graph.cause]
-    is_step = np.array([cause == "optimizer" for cause in causes])
-    is_backward = np.array([cause == "backward" for cause in causes])
+def fit_optimizer_fraction(profile: MachineProfile, job: Job, measured_s: float) -> float:
+    """Return the bandwidth share at which the simulated optimizer step of a job on one device takes what it took."""
+    graph = simulate(job.plan, profile.apply(job.problem, job.plan)).graph
+    is_step = [graph.causes[cause] == "optimizer" for cause in graph.cause]
+    simulated_s = float(graph.work_s[is_step].sum())
     old = profile.optimizer_bandwidth_fraction
-    if not is_step.any() or tail_s <= 0:
+    if not (simulated_s > 0 and measured_s > 0):
         return old
-    step_s = float(graph.work_s[is_step].max())
-    communication_s = max(0.0, float(schedule.end_s.max() - schedule.end_s[is_backward].max()) - step_s)
-    measured_s = max(tail_s - communication_s, MIN_STEP_SHARE * tail_s)
-    return min(MAX_FRACTION, max(MIN_FRACTION, old * step_s / measured_s))
+    return min(MAX_FRACTION, max(MIN_FRACTION, old * simulated_s / measured_s))
 
 
 def _in_words(work: CalibrationJobs) -> str:

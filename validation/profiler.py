@@ -107,7 +107,9 @@ def profile_rows(run: OperatorJob, measured: Measurement, source: str) -> list[P
     return rows
 
 
-def _whole_pass(problem: Problem, measured: Measurement, *, run_has_collectives: bool) -> tuple[list[float], list[float]]:
+def _whole_pass(
+    problem: Problem, measured: Measurement, *, run_has_collectives: bool
+) -> tuple[list[float], list[float]]:
     """Return forward and backward seconds per operator that add up to the measured passes.
 
     Under tensor parallelism a pass holds collectives as well, which are predicted from their own table: operators
