@@ -19,7 +19,6 @@ from validation.profiler import OperatorJob, make_profile, median_rows, operator
 from validation.stage_times import stage_times
 
 CALIBRATION_MICROBATCHES = 4
-MIN_FRACTION, MAX_FRACTION = 1e-4, 1.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def fit_optimizer_fraction(profile: MachineProfile, job: Job, measured_s: float)
     old = profile.optimizer_bandwidth_fraction
     if not (simulated_s > 0 and measured_s > 0):
         return old
-    return min(MAX_FRACTION, max(MIN_FRACTION, old * simulated_s / measured_s))
+    return old * simulated_s / measured_s
 
 
 def _in_words(work: CalibrationJobs) -> str:

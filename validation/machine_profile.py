@@ -18,7 +18,7 @@ from hardware_models.collective_table import CollectiveTable
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile
 from hardware_models.profile_file import profile_from_mapping, profile_mapping
-from hardware_models.schema import Count, Fraction, Positive, Text
+from hardware_models.schema import Count, Positive, Text
 from simulator.plan import Plan
 from simulator.problem import Problem
 from validation.communication_times import Row
@@ -38,7 +38,8 @@ class MachineProfile:
             how much the other devices disturb differs. Fitted on the stage times of another plan.
         pass_overhead_s: What a pass of one microbatch takes in a pipeline beyond its operators: posting and taking
             transfers, wake-ups. Fitted on the iteration time of another plan.
-        optimizer_bandwidth_fraction: Share of the device type's memory bandwidth that the optimizer step moves at.
+        optimizer_bandwidth_fraction: Share of the device type's memory bandwidth that the optimizer step moves
+            at; above 1 where the states of a small model stay in caches.
         machine, date, versions: Where and when it was measured, with what.
         fitted_on: The calibration plans in words.
     """
@@ -112,7 +113,7 @@ class _File(FileModel):
     fitted_on: Text
     operator_factor: Positive
     pass_overhead_s: float
-    optimizer_bandwidth_fraction: Fraction
+    optimizer_bandwidth_fraction: Positive
     communication: tuple[tuple[Text, Count, Positive, Positive], ...]
     operators: dict[str, object]
 
