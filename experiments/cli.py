@@ -14,9 +14,11 @@ from experiments import (
     command_diff,
     command_list,
     command_plan,
+    command_profile,
     command_search,
     command_simulate,
     command_sweep,
+    command_validate,
 )
 from experiments.cli_accuracy import register as register_accuracy
 from experiments.console import fail
@@ -35,7 +37,10 @@ app = typer.Typer(
 
     Why one is faster:  windtunnel diff out/plans/ddp.yaml out/plans/megatron-grid.yaml
 
-    Exit codes: 0 done, 2 wrong input (one message says what and how to mend it), 130 interrupted.
+    Is it so, here:     windtunnel validate plan.yaml --limit 20%
+
+    Exit codes: 0 done, 1 a limit was not met, 2 wrong input (one message says what and how to mend it),
+    130 interrupted.
     """,
     rich_markup_mode="rich",
     no_args_is_help=True,
@@ -49,6 +54,8 @@ app.command("simulate")(command_simulate.simulate_file)
 app.command("diff")(command_diff.diff)
 app.command("compare")(command_compare.compare_searchers)
 app.command("sweep")(command_sweep.sweep_spec)
+app.command("profile")(command_profile.profile_machine_file)
+app.command("validate")(command_validate.validate_file)
 register_accuracy(app)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,9 +35,9 @@ class ProfileFile(FileModel):
     rows: tuple[tuple[Cell, ...], ...]
 
 
-def save_profile(profile: OperatorProfile, path: str | Path) -> None:
-    """Write a profile; the name ends in ``.yaml`` or ``.json``."""
-    mapping: dict[str, Any] = {
+def profile_mapping(profile: OperatorProfile) -> dict[str, Any]:
+    """Return what a profile file holds, as plain data."""
+    return {
         "format": "windtunnel-operator-profile-1",
         "model": profile.model,
         "gpu_type": profile.gpu_type,
@@ -45,6 +46,11 @@ def save_profile(profile: OperatorProfile, path: str | Path) -> None:
         "columns": list(COLUMNS),
         "rows": [[getattr(row, name) for name in COLUMNS] for row in profile.rows],
     }
+
+
+def save_profile(profile: OperatorProfile, path: str | Path) -> None:
+    """Write a profile; the name ends in ``.yaml`` or ``.json``."""
+    mapping = profile_mapping(profile)
     is_json = str(path).endswith(".json")
     write_text_atomically(path, dump_json(mapping) if is_json else dump_yaml(mapping))
 
@@ -55,8 +61,20 @@ def load_profile(path: str | Path) -> OperatorProfile:
     Raises:
         DataFileError: If the file breaks a rule; rows are counted from 1.
     """
-    source = str(path)
-    file = validated(ProfileFile, load_mapping(path), source)
+    return profile_from_mapping(load_mapping(path), str(path))
+
+
+def profile_from_mapping(mapping: Mapping[str, Any], source: str) -> OperatorProfile:
+    """Return the profile that plain data describe.
+
+    Args:
+        mapping: As in a profile file.
+        source: Name for messages.
+
+    Raises:
+        DataFileError: If the data break a rule; rows are counted from 1.
+    """
+    file = validated(ProfileFile, mapping, source)
     if set(file.columns) != set(COLUMNS) or len(file.columns) != len(COLUMNS):
         raise DataFileError(source, f"columns must be {', '.join(COLUMNS)}, got {', '.join(file.columns)}")
     rows = []

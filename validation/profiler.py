@@ -1,0 +1,226 @@
+"""Operator times measured inside the executor, as an operator profile.
+
+Every operator of the workload runs in its place in a training iteration of one stage. What a pass takes beyond
+its operators (autograd hooks, accumulation of gradients, Python between operators) is shared out: in forward
+evenly, in backward by parameter bytes where there are parameters, so that rows add up to the pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from hardware_models.profile import OperatorProfile, ProfileRow
+from simulator.costs import CostTables
+from simulator.plan import resolve
+from simulator.problem import Problem
+from simulator.uniform import uniform_plan
+from validation.executor import Job
+from validation.jobs import execute_rounds, plan_job
+from validation.measurement import Measurement
+from workloads.kinds.base import FORWARD
+from workloads.local import dtype_bytes
+
+MICROBATCHES = 4
+"""Per iteration of a profiling run; the first finds caches cold from the optimizer step, and medians leave it out."""
+
+
+@dataclass(frozen=True)
+class OperatorJob:
+    """A profiling run.
+
+    Attributes:
+        job: What is executed.
+        samples, tensor_size: What its rows are about.
+        copies: Replicas that run at once, so that cores and memory are as busy as in a parallel run.
+    """
+
+    job: Job
+    samples: int
+    tensor_size: int
+    copies: int
+
+
+def operator_jobs(
+    problem: Problem,
+    microbatch_sizes: Sequence[int],
+    tensor_sizes: Sequence[int] = (1,),
+    *,
+    copies: int = 1,
+    iterations: int = 4,
+    device: str = "cpu",
+) -> list[OperatorJob]:
+    """Return one profiling run per microbatch size and tensor-parallel degree.
+
+    Raises:
+        ValueError: If nothing is asked for, or the cluster is too small for ``copies`` times a degree.
+    """
+    if not microbatch_sizes or not tensor_sizes:
+        raise ValueError("microbatch_sizes and tensor_sizes must each name at least one size")
+    found = []
+    for samples in microbatch_sizes:
+        for size in tensor_sizes:
+            own = replace(problem, global_batch=samples * copies * MICROBATCHES)
+            plan = uniform_plan(own, tp=size, dp=copies, microbatch=samples, schedule="gpipe")
+            job = plan_job(plan, own, iterations=iterations, device=device, measure_operators=True)
+            found.append(OperatorJob(job, samples, size, copies))
+    return found
+
+
+def profile_rows(run: OperatorJob, measured: Measurement, source: str) -> list[ProfileRow]:
+    """Return the rows that one profiling run measured, one per role (the mean over operators of equal role)."""
+    problem, plan = run.job.problem, run.job.plan
+    costs, workload = CostTables(problem), problem.workload
+    gpu_type = problem.gpu_types[plan.stages[0].devices[0]]
+    words = plan.stages[0].sharding_per_operator()
+    shardings = [resolve(word, op) for word, op in zip(words, workload.operators, strict=True)]
+    forward, backward = _whole_pass(problem, measured, run_has_collectives=run.tensor_size > 1)
+    roles: dict[str, list[int]] = {}
+    for index, op in enumerate(workload.operators):
+        has_axis = any(axis.split != "batch" for axis in shardings[index])
+        if has_axis or run.tensor_size == 1:
+            roles.setdefault(op.role, []).append(index)
+    rows = []
+    for role, members in roles.items():
+        cost = costs.operator(members[0], shardings[members[0]], run.samples, gpu_type)
+        rows.append(
+            ProfileRow(
+                role=role,
+                samples=run.samples,
+                tensor_size=run.tensor_size,
+                split="default",
+                forward_s=statistics.fmean(forward[index] for index in members),
+                backward_s=statistics.fmean(backward[index] for index in members),
+                saved_bytes=float(sum(size for _, size in cost.saved)),
+                forward_workspace_bytes=cost.workspace_forward_bytes,
+                backward_workspace_bytes=cost.workspace_backward_bytes,
+                input_bytes=float(sum(cost.input_bytes)),
+                output_bytes=float(sum(cost.output_bytes)),
+                parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
+                includes_collectives=False,
+                num_groups=run.copies,
+                source=source,
+            )
+        )
+    return rows
+
+
+def _whole_pass(
+    problem: Problem, measured: Measurement, *, run_has_collectives: bool
+) -> tuple[list[float], list[float]]:
+    """Return forward and backward seconds per operator that add up to the measured passes.
+
+    Under tensor parallelism a pass holds collectives as well, which are predicted from their own table: operators
+    alone count there.
+    """
+    count = len(problem.workload)
+    forward = [measured.operator_s.get((FORWARD, index), 0.0) for index in range(count)]
+    backward = [
+        sum(seconds for (phase, index), seconds in measured.operator_s.items() if index == at and phase.startswith("b"))
+        for at in range(count)
+    ]
+    weights = [_parameter_bytes(problem, index) for index in range(count)]
+    if run_has_collectives:
+        return forward, backward
+    return (
+        _filled(forward, measured.stage_forward_s[0], [1.0] * count),
+        _filled(backward, measured.stage_backward_s[0], weights if any(weights) else [1.0] * count),
+    )
+
+
+def _parameter_bytes(problem: Problem, index: int) -> float:
+    implementation = problem.runtime.implementation
+    return float(
+        sum(
+            prod(parameter.shape) * dtype_bytes("activation", implementation)
+            for parameter in problem.workload.parameters(index)
+        )
+    )
+
+
+def _filled(seconds: Sequence[float], total_s: float, weights: Sequence[float]) -> list[float]:
+    rest = max(0.0, total_s - sum(seconds))
+    whole = sum(weights)
+    return [each + rest * weight / whole for each, weight in zip(seconds, weights, strict=True)]
+
+
+def median_rows(rounds: Sequence[Sequence[ProfileRow]]) -> tuple[ProfileRow, ...]:
+    """Return the rows with the median times over rounds; all rounds have the same rows in the same order."""
+    return tuple(
+        replace(
+            rows[0],
+            forward_s=statistics.median(row.forward_s for row in rows),
+            backward_s=statistics.median(row.backward_s for row in rows),
+        )
+        for rows in zip(*rounds, strict=True)
+    )
+
+
+def make_profile(problem: Problem, rows: Sequence[ProfileRow], source: str) -> OperatorProfile:
+    """Return a profile of this problem's model and device type."""
+    return OperatorProfile(
+        model=problem.workload.name,
+        gpu_type=problem.gpu_types[0],
+        dtype=problem.runtime.implementation.dtype,
+        rows=tuple(rows),
+        source=source,
+    )
+
+
+def profile_workload(
+    problem: Problem,
+    microbatch_sizes: Sequence[int],
+    tensor_sizes: Sequence[int] = (1,),
+    *,
+    copies: int = 1,
+    device: str = "cpu",
+    spread: float = 0.1,
+    min_rounds: int = 3,
+    max_rounds: int = 9,
+    source: str = "measured by validation.profiler",
+) -> OperatorProfile:
+    """Measure every operator of a workload forward and backward on this machine.
+
+    Args:
+        problem: Model, cluster and runtime.
+        microbatch_sizes: Samples per rank.
+        tensor_sizes: Tensor-parallel degrees.
+        copies: Replicas that run at once.
+        device: ``cpu`` or ``cuda``.
+        spread: Rounds are repeated until the middle half of the pass times of each run lies within this share
+            of its median.
+        min_rounds, max_rounds: Rounds in any case, and at most.
+        source: What the rows say about their origin.
+    """
+    runs = operator_jobs(problem, microbatch_sizes, tensor_sizes, copies=copies, device=device)
+    measured: list[list[Measurement]] = []
+    step = min_rounds
+    while len(measured) < max_rounds:
+        measured += execute_rounds([run.job for run in runs], rounds=step, device=device)
+        passes = {
+            number: [turn[number].stage_forward_s[0] + turn[number].stage_backward_s[0] for turn in measured]
+            for number in range(len(runs))
+        }
+        if all(middle_spread(times) <= spread for times in passes.values()):
+            break
+        step = min(min_rounds, max_rounds - len(measured))
+    rows = [
+        [row for run, each in zip(runs, turn, strict=True) for row in profile_rows(run, each, source)]
+        for turn in measured
+    ]
+    return make_profile(problem, median_rows(rows), source)
+
+
+def middle_spread(values: Sequence[float]) -> float:
+    """Return the width of the middle half of values, as a share of their median.
+
+    >>> middle_spread([1.0, 1.0, 1.0, 9.0, 1.0])
+    0.0
+    """
+    if len(values) < 2:
+        return float("inf")
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
