@@ -45,3 +45,4 @@ class Segment:
 
 EMPTY = Segment()
 SOURCES = ("measured", "interpolated", "modelled")
+"""Where a duration comes from, in the order of ``Segment.recorded``."""

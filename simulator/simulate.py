@@ -14,6 +14,7 @@ from simulator.memory import device_memory
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
+from simulator.segments import SOURCES
 from simulator.taskgraph import Schedule, TaskGraph
 from simulator.validate import validate
 
@@ -82,10 +83,7 @@ def simulate(
         graph=lowered.graph,
         schedule=schedule,
         fidelity=fidelity,
-        duration_sources={
-            name: seconds / total
-            for name, seconds in zip(("measured", "interpolated", "modelled"), lowered.recorded_s, strict=True)
-        },
+        duration_sources={name: seconds / total for name, seconds in zip(SOURCES, lowered.recorded_s, strict=True)},
         plan_hash=plan.canonical_hash(problem.workload),
         engine=engine,
         wall_s=perf_counter() - began,

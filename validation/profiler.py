@@ -18,7 +18,7 @@ from simulator.plan import resolve
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from validation.executor import Job
-from validation.jobs import execute_rounds, plan_job
+from validation.jobs import plan_job
 from validation.measurement import Measurement
 from workloads.kinds.base import FORWARD
 from workloads.local import dtype_bytes
@@ -167,60 +167,3 @@ def make_profile(problem: Problem, rows: Sequence[ProfileRow], source: str) -> O
         rows=tuple(rows),
         source=source,
     )
-
-
-def profile_workload(
-    problem: Problem,
-    microbatch_sizes: Sequence[int],
-    tensor_sizes: Sequence[int] = (1,),
-    *,
-    copies: int = 1,
-    device: str = "cpu",
-    spread: float = 0.1,
-    min_rounds: int = 3,
-    max_rounds: int = 9,
-    source: str = "measured by validation.profiler",
-) -> OperatorProfile:
-    """Measure every operator of a workload forward and backward on this machine.
-
-    Args:
-        problem: Model, cluster and runtime.
-        microbatch_sizes: Samples per rank.
-        tensor_sizes: Tensor-parallel degrees.
-        copies: Replicas that run at once.
-        device: ``cpu`` or ``cuda``.
-        spread: Rounds are repeated until the middle half of the pass times of each run lies within this share
-            of its median.
-        min_rounds, max_rounds: Rounds in any case, and at most.
-        source: What the rows say about their origin.
-    """
-    runs = operator_jobs(problem, microbatch_sizes, tensor_sizes, copies=copies, device=device)
-    measured: list[list[Measurement]] = []
-    step = min_rounds
-    while len(measured) < max_rounds:
-        measured += execute_rounds([run.job for run in runs], rounds=step, device=device)
-        passes = {
-            number: [turn[number].stage_forward_s[0] + turn[number].stage_backward_s[0] for turn in measured]
-            for number in range(len(runs))
-        }
-        if all(middle_spread(times) <= spread for times in passes.values()):
-            break
-        step = min(min_rounds, max_rounds - len(measured))
-    rows = [
-        [row for run, each in zip(runs, turn, strict=True) for row in profile_rows(run, each, source)]
-        for turn in measured
-    ]
-    return make_profile(problem, median_rows(rows), source)
-
-
-def middle_spread(values: Sequence[float]) -> float:
-    """Return the width of the middle half of values, as a share of their median.
-
-    >>> middle_spread([1.0, 1.0, 1.0, 9.0, 1.0])
-    0.0
-    """
-    if len(values) < 2:
-        return float("inf")
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / middle
-

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from simulator.plan import Sharding
-from workloads.placements import PARTIAL, REPLICATE, Placement, Replicate, Shard, collective_between
+from workloads.placements import PARTIAL, REPLICATE, Placement, Shard, collective_between
 
 MeshSizes = tuple[int, ...]
 
@@ -173,8 +173,3 @@ def batch_coordinate(sharding: Sharding, local: int) -> int:
         if split == "batch":
             replica = replica * size + coordinate
     return replica
-
-
-def is_replicated(placement: Placement) -> bool:
-    """Return whether every rank of an axis holds the same values."""
-    return isinstance(placement, Replicate)
