@@ -202,18 +202,16 @@ class ProgramBuilder:
         return self.items
 
     def _run_forward(self, operators: list[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
+        inside = set(operators) if cause == "recompute" else None
         for index in operators:
             self._start_layer(index, gathers)
-            costs = self.view.costs
-            inside = set(operators) if cause == "recompute" else None
             for item, owner in self._forward_collectives(index, inside):
                 if not self._cost(owner).includes_collectives:
                     self._collective(item, index)
             self._compute(cause, index, (FORWARD,))
-            if not self._cost(index).includes_collectives:
-                for phase, item in costs.operator(
-                    index, self.view.shardings[index], self.view.samples(index), self.view.gpu_type
-                ).internal:
+            cost = self._cost(index)
+            if not cost.includes_collectives:
+                for phase, item in cost.internal:
                     if phase == FORWARD:
                         self._collective(item, index)
 
