@@ -12,9 +12,11 @@ import typer
 from experiments import (
     command_compare,
     command_diff,
+    command_import_plan,
     command_list,
     command_plan,
     command_profile,
+    command_reproduce,
     command_search,
     command_simulate,
     command_sweep,
@@ -39,6 +41,8 @@ app = typer.Typer(
 
     Is it so, here:     windtunnel validate plan.yaml --limit 20%
 
+    A paper's table:    windtunnel reproduce mpe-counts
+
     Exit codes: 0 done, 1 a limit was not met, 2 wrong input (one message says what and how to mend it),
     130 interrupted.
     """,
@@ -53,8 +57,10 @@ app.command("search")(command_search.search)
 app.command("simulate")(command_simulate.simulate_file)
 app.command("diff")(command_diff.diff)
 app.command("compare")(command_compare.compare_searchers)
+app.command("import-plan")(command_import_plan.import_plan)
 app.command("sweep")(command_sweep.sweep_spec)
 app.command("profile")(command_profile.profile_machine_file)
+app.command("reproduce")(command_reproduce.reproduce)
 app.command("validate")(command_validate.validate_file)
 register_accuracy(app)
 

@@ -9,9 +9,6 @@ import typer
 
 from experiments.console import AsJson, console, print_json, table
 
-EXPERIMENTS = {"compare": "one problem, many searchers, all plans judged by the simulator"}
-"""Experiments there are, and what each shows."""
-
 
 class What(StrEnum):
     """Groups of names."""
@@ -77,7 +74,9 @@ def _searchers() -> list[tuple[str, ...]]:
 
 
 def _experiments() -> list[tuple[str, ...]]:
-    return list(EXPERIMENTS.items())
+    from experiments.reproduce.registry import EXPERIMENTS
+
+    return [(each.name, each.shows, each.source) for each in EXPERIMENTS.values()]
 
 
 def _effects() -> list[tuple[str, ...]]:
@@ -104,6 +103,6 @@ _COLUMNS = {
     What.CLUSTERS: ("cluster", "description"),
     What.RUNTIMES: ("runtime", "description"),
     What.SEARCHERS: ("searcher", "what_it_does", "source"),
-    What.EXPERIMENTS: ("experiment", "what_it_shows"),
+    What.EXPERIMENTS: ("experiment", "what_it_shows", "source"),
     What.EFFECTS: ("effect", "what_it_is"),
 }

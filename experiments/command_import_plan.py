@@ -1,0 +1,64 @@
+"""``windtunnel import-plan``: a plan that a published system wrote, as a plan file."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from datafiles.names import nearest
+from experiments.console import (
+    DEFAULT_RUNTIME,
+    Cluster,
+    GlobalBatch,
+    MemoryLimit,
+    Model,
+    Profile,
+    RuntimeName,
+    console,
+    problem_spec,
+    writable,
+)
+
+IMPORTERS: dict[str, str] = {}
+"""System to ``module:function``; the function takes the file and the problem and returns the plan."""
+
+
+def import_plan(
+    system: Annotated[str, typer.Argument(help="Who wrote the file.")],
+    file: Annotated[Path, typer.Argument(help="Its plan file.")],
+    model: Model,
+    cluster: Cluster,
+    global_batch: GlobalBatch,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Plan file to write.")],
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    memory_limit: MemoryLimit = None,
+    profile: Profile = None,
+) -> None:
+    """Read a plan in the format of the system that found it, and write it as a plan file.
+
+    Example: windtunnel import-plan aceso plan.json -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024 -o plan.yaml
+    """
+    from searchers.plan_words import describe_plan
+    from simulator.plan import Plan
+    from simulator.plan_file import save_plan
+    from simulator.validate import validate
+
+    if system not in IMPORTERS:
+        raise ValueError(f"unknown plan format {system!r}; {nearest(system, tuple(IMPORTERS))}")
+    spec = problem_spec(
+        model=model,
+        cluster=cluster,
+        runtime=runtime,
+        global_batch=global_batch,
+        memory_limit=memory_limit,
+        profile=profile,
+    )
+    problem = spec.load()
+    module, _, function = IMPORTERS[system].partition(":")
+    plan: Plan = getattr(importlib.import_module(module), function)(file, problem)
+    validate(plan, problem)
+    save_plan(writable(output), spec, plan, fingerprint=problem.workload.fingerprint)
+    console().print(f"{describe_plan(plan)}\nwritten: {output}; next: windtunnel simulate {output}", markup=False)

@@ -1,0 +1,89 @@
+"""``windtunnel reproduce``: a paper's figure or table, ours beside theirs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.console import AsJson, Seed, console, messages, print_json, table
+
+
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(help="Experiment (windtunnel list experiments), a paper such as aceso, or all.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder; each experiment gets one in it.")] = Path(
+        "out/reproduce"
+    ),
+    data: Annotated[
+        Path | None, typer.Option(help="Your copies of public measurement sets.", show_default=False)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A subset that takes seconds to a minute.")] = False,
+    workers: Annotated[int, typer.Option(help="Processes; 0 for all cores.", min=0)] = 0,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Reproduce a figure or table of a paper: tables, figures, and a verdict on each claim.
+
+    Verdicts are computed by the criterion that stands beside them; a claim may turn out not to hold.
+
+    Example: windtunnel reproduce mpe-counts -o out/reproduce
+    """
+    from experiments.cases.sources import data_folder
+    from experiments.reproduce.experiment import Context
+    from experiments.reproduce.registry import experiments_named
+    from experiments.reproduce.report import text_cell, to_mapping, write_report
+
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output must be a folder, got the file {output}")
+    chosen = experiments_named(name)
+    folder_of_data = data_folder(data)
+    found, failures = [], []
+    for experiment in chosen:
+        folder = output / experiment.name
+        scratch = folder / "partial"
+        scratch.mkdir(parents=True, exist_ok=True)
+        with messages().status(f"{experiment.name} ...") as status:
+
+            def say(line: str, title: str = experiment.name) -> None:
+                status.update(f"{title}: {line}")
+
+            context = Context(
+                data=folder_of_data,
+                scratch=scratch,
+                quick=quick,
+                workers=workers or os.cpu_count() or 1,
+                seed=seed,
+                say=say,
+            )
+            try:
+                report = experiment(context)
+            except ValueError as error:
+                if len(chosen) == 1:
+                    raise
+                failures.append((experiment.name, str(error)))
+                continue
+        files = write_report(folder, experiment, report)
+        if as_json:
+            found.append(to_mapping(experiment, report))
+            continue
+        for title, frame in report.tables.items():
+            columns = [
+                (str(column), "right" if frame[column].dtype.kind in "fiu" else "left") for column in frame.columns
+            ]
+            rows = [[text_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
+            console().print(table(f"{experiment.name}: {title}", columns, rows))
+        for verdict in report.verdicts:
+            console().print(
+                f"{verdict.word}: {verdict.claim} ({verdict.criterion}); {verdict.found}", markup=False, soft_wrap=True
+            )
+        for note in report.notes:
+            console().print(f"note: {note}", markup=False, soft_wrap=True)
+        console().print(f"written: {files[0]} and {len(files) - 1} more")
+    if as_json:
+        print_json(found)
+    for title, reason in failures:
+        messages().print(f"{title} did not run: {reason}", markup=False)

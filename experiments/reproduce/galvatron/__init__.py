@@ -1,0 +1,7 @@
+"""Galvatron-BMW: its figures and tables."""
+
+from __future__ import annotations
+
+from experiments.reproduce.experiment import Experiment
+
+EXPERIMENTS: tuple[Experiment, ...] = ()

@@ -1,0 +1,98 @@
+"""Writing what an experiment found: tables as CSV, figures as PNG, all of it as one Markdown page and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
+from experiments.compare_files import versions
+from experiments.reproduce.experiment import Experiment, Report
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def write_report(folder: Path, experiment: Experiment, report: Report) -> list[Path]:
+    """Write a report.
+
+    Args:
+        folder: Gets ``NAME.csv`` per table, ``NAME.png`` per figure, ``report.md`` and ``report.json``.
+        experiment: What was run.
+        report: What it found.
+
+    Returns:
+        The files, the page first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "report.md", folder / "report.json"]
+    for name, frame in report.tables.items():
+        files.append(folder / f"{name}.csv")
+        write_text_atomically(files[-1], frame.to_csv(index=False))
+    for name, figure in report.figures.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
+        files.append(folder / f"{name}.png")
+        write_bytes_atomically(files[-1], buffer.getvalue())
+    write_text_atomically(files[0], markdown(experiment, report))
+    write_text_atomically(files[1], dump_json(to_mapping(experiment, report)))
+    return files
+
+
+def to_mapping(experiment: Experiment, report: Report) -> dict[str, Any]:
+    """Return plain data: what ``--json`` prints."""
+    return {
+        "experiment": experiment.name,
+        "shows": experiment.shows,
+        "source": experiment.source,
+        "versions": versions(),
+        "verdicts": [
+            {"claim": each.claim, "criterion": each.criterion, "found": each.found, "verdict": each.word}
+            for each in report.verdicts
+        ],
+        "notes": list(report.notes),
+        "tables": {
+            name: json.loads(frame.to_json(orient="records", double_precision=12))
+            for name, frame in report.tables.items()
+        },
+    }
+
+
+def markdown(experiment: Experiment, report: Report) -> str:
+    """Return the page."""
+    lines = [f"# {experiment.name}", "", f"{experiment.shows} Source: {experiment.source}.", ""]
+    if report.verdicts:
+        lines += ["| claim | holds when | found | verdict |", "|---|---|---|---|"]
+        lines += [
+            f"| {_cell(each.claim)} | {_cell(each.criterion)} | {_cell(each.found)} | **{each.word}** |"
+            for each in report.verdicts
+        ]
+        lines.append("")
+    lines += [f"- {note}" for note in report.notes]
+    for name in report.figures:
+        lines += ["", f"![{name}]({name}.png)"]
+    for name, frame in report.tables.items():
+        lines += ["", f"## {name}", "", _markdown_table(frame)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def text_cell(value: Any) -> str:
+    """Return a table cell as text: four significant digits, nothing for what is missing."""
+    if value is None or value != value:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return str(value)
+
+
+def _markdown_table(frame: pd.DataFrame) -> str:
+    header = f"| {' | '.join(_cell(str(column)) for column in frame.columns)} |"
+    cells = ([_cell(text_cell(value)) for value in row] for row in frame.itertuples(index=False, name=None))
+    rows = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([header, "|" + "---|" * len(frame.columns), *rows])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

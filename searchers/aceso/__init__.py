@@ -1,0 +1,1 @@
+"""Aceso (EuroSys 2024): iterative alleviation of bottlenecks."""

@@ -1,0 +1,1 @@
+"""DAPPLE (PPoPP 2021): dynamic programming over layers, devices and placements."""

@@ -1,0 +1,1 @@
+"""MPE: stage costs composed from unique layers instead of compiled and profiled."""

@@ -1,0 +1,30 @@
+"""Layer costs are sums of operator costs, and blocks cover the workload."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from searchers.base import cost_tables
+from searchers.layers import LayerTables, blocks
+from simulator.plan import Axis
+from simulator.problem import ProblemSpec
+
+
+@pytest.mark.parametrize("model", ["gpt3-350m", "t5-large-48"])
+def test_layer_costs_add_up_to_the_operators(model: str) -> None:
+    problem = ProblemSpec(
+        model=model, cluster="v100-32g-dgx1:1x4", runtime="megatron-lm-2021", global_batch=8
+    ).load()
+    spans = blocks(problem.workload)
+    assert spans[0][0] == 0 and spans[-1][1] == len(problem.workload)
+    assert all(first[1] == second[0] for first, second in pairwise(spans))
+    sharding = (Axis("batch", 2), Axis("tensor", 2))
+    costs = cost_tables(problem)
+    whole = costs.table(sharding, 1, problem.hardware.gpu_type(0))
+    for chosen in (None, spans):
+        layers = LayerTables(costs, chosen).layers(sharding, 1, problem.hardware.gpu_type(0))
+        assert layers.forward_s.sum() == pytest.approx(whole.forward_s.sum())
+        assert layers.saved_bytes.sum() == pytest.approx(whole.saved_bytes.sum())
+        assert layers.parameter_elements.sum() == whole.parameter_elements.sum()
+        assert np.all(layers.input_bytes[1:] == layers.boundary_bytes[:-1])
