@@ -21,6 +21,9 @@ BUILT_IN = {
     "gpipe": "searchers.pure:GPipe",
     "fsdp": "searchers.pure:FullyShardedDataParallel",
     "deepspeed-3d": "searchers.pure:DeepSpeed3D",
+    "alpa": "searchers.alpa.searcher:Alpa",
+    "mpe": "searchers.mpe.searcher:Mpe",
+    "mpe-naive": "searchers.mpe.searcher:NaiveEstimator",
     "exhaustive": "searchers.exhaustive:Exhaustive",
     "random": "searchers.random_search:RandomSearch",
 }

@@ -1,0 +1,277 @@
+"""Strategies of every operator on one logical mesh, and what they and the edges between them cost.
+
+Source: Alpa (OSDI 2022), section 4. Costs are seconds of the shared hardware model instead of XLA's unit costs:
+computation, collectives inside and between operators (all groups of a mesh at once), and the synchronisation of
+gradients, which happens once for all microbatches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from searchers.alpa.meshes import LogicalMesh
+from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
+from simulator.costs import CostTables, saved_tensors
+from simulator.lowering.mesh import MeshCollective, batch_degree, groups, mesh_sizes
+from simulator.plan import Axis, Sharding, resolve
+from workloads.kinds.base import FORWARD
+from workloads.placements import PARTIAL
+
+ATTRIBUTES = ("seconds", "sync_s", "state_bytes", "saved_bytes", "output_bytes")
+"""What a choice of strategies adds up besides its objective: seconds of one microbatch forward and backward,
+seconds of gradient synchronisation, model states, tensors kept for backward, what leaves the layer."""
+
+
+@dataclass(frozen=True)
+class IntraOpOptions:
+    """How the intra-operator problem is posed.
+
+    Attributes:
+        recompute: Layers keep their inputs only and run forward again in backward.
+        zero: ZeRO stage over the batch axes: 0, or 2 where all-reduces become reduce-scatter and all-gather.
+        counts_computation: Node costs include computation; without (as printed), only communication counts and
+            heavy operators must not be replicated, which makes computation equal.
+        free_axes: Operators may use any split on every axis, also where the batch is forced elsewhere.
+    """
+
+    recompute: bool = True
+    zero: int = 0
+    counts_computation: bool = True
+    free_axes: bool = False
+
+
+class IntraOp:
+    """Strategies and costs on one logical mesh for one microbatch size; everything memoised by signature.
+
+    Args:
+        costs: Shared cost tables.
+        mesh: The logical mesh.
+        microbatch_size: Samples of one microbatch over the mesh.
+        num_microbatches: Over which gradient synchronisation is spread.
+        options: See `IntraOpOptions`.
+    """
+
+    def __init__(
+        self,
+        costs: CostTables,
+        mesh: LogicalMesh,
+        microbatch_size: int,
+        num_microbatches: int,
+        options: IntraOpOptions,
+    ) -> None:
+        self.costs = costs
+        self.mesh = mesh
+        self.microbatch_size = microbatch_size
+        self.num_microbatches = num_microbatches
+        self.options = options
+        hardware = costs.problem.hardware
+        per_node = hardware.cluster.devices_per_node
+        span = mesh.submesh
+        self.devices = tuple(
+            node * per_node + gpu for node in range(span.nodes) for gpu in range(span.gpus_per_node)
+        )
+        self.gpu_type = hardware.gpu_type(0)
+        self._strategies: dict[int, tuple[Sharding, ...]] = {}
+        self._nodes: dict[tuple[int, bool, tuple[str, ...]], tuple[Array, Array]] = {}
+        self._edges: dict[tuple[int, int, tuple[tuple[int, int], ...]], Array] = {}
+        self._seconds: dict[MeshCollective, float] = {}
+
+    def strategies(self, index: int) -> tuple[Sharding, ...]:
+        """Return the shardings of an operator that are legal on the mesh, none if nothing is."""
+        signature = self.costs.problem.workload.signatures[index]
+        if signature not in self._strategies:
+            self._strategies[signature] = tuple(self._legal(index))
+        return self._strategies[signature]
+
+    def _legal(self, index: int) -> list[Sharding]:
+        op = self.costs.problem.workload.operators[index]
+        table = op.definition.splits(op.attributes)
+        axes: list[list[Axis | None]] = []
+        for number, size in enumerate((self.mesh.rows, self.mesh.columns)):
+            if size == 1:
+                axes.append([None])
+            elif number == 0 and self.mesh.batch_forced and not self.options.free_axes:
+                axes.append([Axis("batch", size, self.options.zero)])
+            else:
+                axes.append([Axis(name, size, self.options.zero if name == "batch" else 0) for name in table])
+        found: list[Sharding] = []
+        repeats: list[Sharding] = []
+        for choice in itertools.product(*axes):
+            sharding = resolve(tuple(axis for axis in choice if axis is not None), op)
+            if sharding in found or sharding in repeats or not self._fits(index, sharding):
+                continue
+            heavy = self.costs.operator(index, sharding, self.samples(sharding), self.gpu_type).matmul_flop > 0
+            replicated = any(axis.split == "replicate" for axis in sharding)
+            (repeats if heavy and replicated else found).append(sharding)
+        return found or repeats  # a heavy operator is repeated only where nothing else is legal
+
+    def _fits(self, index: int, sharding: Sharding) -> bool:
+        if self.microbatch_size % batch_degree(sharding):
+            return False
+        op = self.costs.problem.workload.operators[index]
+        for name in {axis.split for axis in sharding}:
+            limit = op.definition.split_limit(op.attributes, name)
+            if limit is not None and limit % prod(axis.size for axis in sharding if axis.split == name):
+                return False
+        try:
+            self.costs.operator(index, sharding, self.samples(sharding), self.gpu_type)
+        except ValueError:  # the shape cannot be cut so
+            return False
+        return True
+
+    def samples(self, sharding: Sharding) -> int:
+        """Return the samples of a microbatch on one rank."""
+        return self.microbatch_size // batch_degree(sharding)
+
+    def collective_s(self, item: MeshCollective) -> float:
+        """Return seconds of a collective that all its groups run at once, links and NICs shared."""
+        if item not in self._seconds:
+            hardware = self.costs.problem.hardware
+            priced = [
+                hardware.collective(item.collective, item.num_bytes, [self.devices[local] for local in group])
+                for group in groups(item.sizes, item.axes)
+            ]
+            load: dict[str, float] = {}
+            for each in priced:
+                for name, share in each.shares:
+                    load[name] = load.get(name, 0.0) + share
+            self._seconds[item] = max(
+                each.latency_s + each.work_s * max([1.0, *(load[name] for name, _ in each.shares)])
+                for each in priced
+            )
+        return self._seconds[item]
+
+    def node(self, index: int, leaves_layer: bool) -> tuple[Array, Array]:
+        """Return objective float64[strategies] and attributes float64[len(ATTRIBUTES), strategies].
+
+        Args:
+            index: Operator.
+            leaves_layer: Later layers read its output, so recomputation keeps it.
+        """
+        workload = self.costs.problem.workload
+        counted = tuple(name for name, owner in self._saved_by.items() if owner == index)
+        key = (
+            workload.signatures[index],
+            leaves_layer,
+            tuple(name.rpartition("/")[2] if "/" in name else str(position) for position, name in enumerate(counted)),
+        )
+        if key not in self._nodes:
+            columns = [self._choice(index, sharding, leaves_layer, counted) for sharding in self.strategies(index)]
+            self._nodes[key] = (
+                np.array([objective for objective, _ in columns]),
+                np.array([values for _, values in columns]).T.reshape(len(ATTRIBUTES), len(columns)),
+            )
+        return self._nodes[key]
+
+    @property
+    def _saved_by(self) -> dict[str, int]:
+        """Tensor to the first operator that keeps it: a tensor kept twice counts once."""
+        if not hasattr(self, "_owners"):
+            self._owners: dict[str, int] = {}
+            workload = self.costs.problem.workload
+            for index in range(len(workload)):
+                cost = self.costs.operator(index, (), self.microbatch_size, self.gpu_type)
+                for name, _ in saved_tensors(workload, index, cost):
+                    self._owners.setdefault(name, index)
+        return self._owners
+
+    def _choice(
+        self, index: int, sharding: Sharding, leaves_layer: bool, counted: Sequence[str]
+    ) -> tuple[float, list[float]]:
+        costs, runtime = self.costs, self.costs.problem.runtime
+        cost = costs.operator(index, sharding, self.samples(sharding), self.gpu_type)
+        forwards = 2 if self.options.recompute else 1
+        computation = forwards * cost.forward.bound_s + cost.backward.bound_s
+        communication = 0.0
+        if not cost.includes_collectives:
+            for phase, item in cost.internal:
+                communication += self.collective_s(item) * (forwards if phase == FORWARD else 1)
+        sync, states = 0.0, 0.0
+        splits = costs.splits(index, sharding)
+        for number, (_, elements) in enumerate(cost.parameters):
+            summed = tuple(
+                axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
+            )
+            shards = prod(sharding[axis].size for axis in summed if sharding[axis].split == "batch")
+            if summed:
+                num_bytes = float(elements * runtime.gradient_accumulation_bytes)
+                sync += self.collective_s(MeshCollective("all_reduce", mesh_sizes(sharding), summed, num_bytes))
+            cut = shards if self.options.zero else 1
+            states += elements * (
+                runtime.parameter_bytes + runtime.gradient_bytes + runtime.optimizer_bytes / cut
+            )
+        saved = sum(size for name, size in saved_tensors(costs.problem.workload, index, cost) if name in counted)
+        seconds = computation + communication
+        objective = sync / self.num_microbatches + (seconds if self.options.counts_computation else communication)
+        leaving = sum(cost.output_bytes) if leaves_layer else 0.0
+        return objective, [seconds, sync, states, float(saved), float(leaving)]
+
+    def edge(self, producer: int, consumer: int) -> Array:
+        """Return seconds of resharding, forward and backward: float64[strategies, strategies]."""
+        workload = self.costs.problem.workload
+        source, target = workload.operators[producer], workload.operators[consumer]
+        wires = tuple(
+            (position, source.outputs.index(name))
+            for position, name in enumerate(target.inputs)
+            if name in source.outputs
+        )
+        key = (workload.signatures[producer], workload.signatures[consumer], wires)
+        if key not in self._edges:
+            self._edges[key] = np.array(
+                [
+                    [self._reshard_s(producer, have, consumer, want) for want in self.strategies(consumer)]
+                    for have in self.strategies(producer)
+                ]
+            )
+        return self._edges[key]
+
+    def _reshard_s(self, producer: int, have: Sharding, consumer: int, want: Sharding) -> float:
+        chosen = {producer: have, consumer: want}
+        forwards = 2 if self.options.recompute else 1
+        total = 0.0
+        for phase, item, owner, _ in self.costs.input_collectives(
+            consumer, chosen.get, self.samples(want), self.gpu_type
+        ):
+            owned = self.costs.operator(owner, chosen[owner], self.samples(chosen[owner]), self.gpu_type)
+            if not owned.includes_collectives:
+                total += self.collective_s(item) * (forwards if phase == FORWARD else 1)
+        return total
+
+    def factors(self, operators: Sequence[int], leaving: set[int], inside: int) -> list[Factor]:
+        """Return the factors of some operators and of their edges from operators not before ``inside``."""
+        workload = self.costs.problem.workload
+        found = []
+        for index in operators:
+            cost, attributes = self.node(index, index in leaving)
+            found.append(Factor((index,), cost, attributes))
+            for producer in self.producers(index):
+                if producer >= inside:
+                    table = self.edge(producer, index)
+                    zeros = np.zeros((len(ATTRIBUTES), *table.shape))
+                    zeros[0] = table
+                    found.append(Factor((producer, index), table, zeros))
+        assert len(workload) > operators[-1]
+        return found
+
+    def producers(self, index: int) -> list[int]:
+        """Return the operators whose outputs an operator reads, ascending."""
+        workload = self.costs.problem.workload
+        return sorted(
+            {workload.producer[name] for name in workload.operators[index].inputs if name in workload.producer}
+        )
+
+    def graph(self, start: int, stop: int) -> StrategyGraph:
+        """Return the whole problem of operators ``[start, stop)``, numbered from 0."""
+        nodes = [self.node(index, False) for index in range(start, stop)]
+        edges = {
+            (producer - start, index - start): self.edge(producer, index)
+            for index in range(start, stop)
+            for producer in self.producers(index)
+            if producer >= start
+        }
+        return StrategyGraph([cost for cost, _ in nodes], edges, [attributes for _, attributes in nodes])

@@ -1,0 +1,167 @@
+"""What a stage takes on a mesh, and what it costs to find out: the interface that Alpa and MPE both ask.
+
+Every question is one compilation (with its intra-operator problem) and two profiles (forward and backward module),
+counted where it is answered. Answers to equal questions are shared in memory, but counted each time they are asked
+for a stage that was not asked before: the published systems do not know that two stages are equal.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from searchers.alpa.intra_op import IntraOp, IntraOpOptions
+from searchers.alpa.meshes import LogicalMesh
+from searchers.alpa.stage_costs import Spans, StageCosts, StageSolver
+from simulator.costs import CostTables
+from simulator.plan import Sharding
+
+
+class StageCost(NamedTuple):
+    """One stage alone on one mesh.
+
+    Attributes:
+        seconds: One microbatch, forward and backward.
+        state_bytes: Parameters, gradients, optimizer states of a device.
+        kept_bytes: What one microbatch keeps between its forward and its backward.
+        working_bytes: What is alive besides, at most, while a pass runs.
+    """
+
+    seconds: float
+    state_bytes: float
+    kept_bytes: float
+    working_bytes: float
+
+    def peak_bytes(self, microbatches_in_flight: int = 1) -> float:
+        """Return the peak with so many microbatches between forward and backward."""
+        return self.state_bytes + microbatches_in_flight * self.kept_bytes + self.working_bytes
+
+
+NOT_LEGAL = StageCost(np.inf, np.inf, np.inf, np.inf)
+
+
+@dataclass
+class SearchCost:
+    """What a search would have cost on a real machine.
+
+    Attributes:
+        compile_s_per_layer: Compilation of a stage, per layer in it.
+        profile_repeats: Runs of a stage behind one profile, warm-up included.
+        compilations, profiles, ilp_solves: Counted.
+        compiled_layers: Layers in all compiled stages.
+        device_s: Seconds that profiled modules ran.
+    """
+
+    compile_s_per_layer: float = 1.0
+    profile_repeats: int = 5
+    compilations: int = 0
+    profiles: int = 0
+    ilp_solves: int = 0
+    compiled_layers: int = 0
+    device_s: float = 0.0
+
+    def stage(self, num_layers: int, seconds: float) -> None:
+        """Count one stage on one mesh."""
+        self.compilations += 1
+        self.ilp_solves += 1
+        self.profiles += 2
+        self.compiled_layers += num_layers
+        if np.isfinite(seconds):
+            self.device_s += self.profile_repeats * seconds
+
+    @property
+    def estimated_s(self) -> float:
+        """Seconds on a real machine, one compilation or profile after the other."""
+        return self.compile_s_per_layer * self.compiled_layers + self.device_s
+
+    def counters(self) -> Mapping[str, int | float]:
+        """Return the counters by name."""
+        return {
+            "compilations": self.compilations,
+            "profiles": self.profiles,
+            "ilp_solves": self.ilp_solves,
+            "compiled_layers": self.compiled_layers,
+            "estimated_search_s": self.estimated_s,
+        }
+
+
+class Oracle(ABC):
+    """Answers what layers ``first`` to ``last`` take on a mesh. Subclasses say how."""
+
+    def __init__(self, spans: Spans, cost: SearchCost) -> None:
+        self.spans = spans
+        self.cost = cost
+        self._asked: set[tuple[str, int, int, int]] = set()
+
+    def measure(self, mesh: LogicalMesh, first: int, last: int) -> StageCost:
+        """Return what a stage takes; the first time it is asked, it is compiled and profiled."""
+        answer = self.answer(mesh, first, last)
+        key = (mesh.name, mesh.submesh.nodes, first, last)
+        if key not in self._asked:
+            self._asked.add(key)
+            self.cost.stage(last - first + 1, answer.seconds)
+        return answer
+
+    @abstractmethod
+    def answer(self, mesh: LogicalMesh, first: int, last: int) -> StageCost:
+        """Return the answer, uncounted."""
+
+    @abstractmethod
+    def shardings(self, mesh: LogicalMesh, first: int, last: int) -> list[Sharding]:
+        """Return the intra-operator plan of a stage: one sharding per operator."""
+
+
+@dataclass
+class CostModelOracle(Oracle):
+    """The intra-operator optimum on the shared cost tables: additive, without noise.
+
+    Attributes:
+        costs: Cost tables.
+        spans: Operator ranges of the layers.
+        microbatch_size, num_microbatches: Samples of a microbatch over the mesh; how many.
+        options: The intra-operator problem.
+        cost: What asking costs.
+    """
+
+    costs: CostTables
+    spans: Spans
+    microbatch_size: int
+    num_microbatches: int
+    options: IntraOpOptions
+    cost: SearchCost = field(default_factory=SearchCost)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.spans, self.cost)
+        self._solvers: dict[LogicalMesh, StageSolver] = {}
+        self._tables: dict[LogicalMesh, StageCosts] = {}
+
+    def solver(self, mesh: LogicalMesh) -> StageSolver:
+        """Return the solver of a mesh."""
+        if mesh not in self._solvers:
+            problem = IntraOp(self.costs, mesh, self.microbatch_size, self.num_microbatches, self.options)
+            self._solvers[mesh] = StageSolver(problem, self.spans)
+        return self._solvers[mesh]
+
+    def answer(self, mesh: LogicalMesh, first: int, last: int) -> StageCost:
+        """Return one interval of the table of all (cheaper than one by one)."""
+        if mesh not in self._tables:
+            self._tables[mesh] = self.solver(mesh).all_stages()
+        table = self._tables[mesh]
+        if not np.isfinite(table.seconds[first, last]):
+            return NOT_LEGAL
+        recompute = self.options.recompute
+        kept = table.output_bytes if recompute else table.saved_bytes
+        return StageCost(
+            float(table.seconds[first, last]),
+            float(table.state_bytes[first, last]),
+            float(kept[first, last]),
+            float(table.layer_bytes[first, last]) if recompute else 0.0,
+        )
+
+    def shardings(self, mesh: LogicalMesh, first: int, last: int) -> list[Sharding]:
+        """Return the optimum's shardings."""
+        return self.solver(mesh).assignment(first, last)

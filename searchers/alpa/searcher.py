@@ -1,0 +1,173 @@
+"""Alpa: a grid over layers, microbatches and rematerialisation; inside, its two-level search.
+
+Source: Zheng et al., OSDI 2022. The outer grid is what its authors' benchmark suites do by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from searchers.alpa.clustering import MIN_HEAVY, cluster
+from searchers.alpa.inter_op import NO_LIMIT, Pipeline, best_pipeline
+from searchers.alpa.intra_op import IntraOpOptions
+from searchers.alpa.meshes import LogicalMesh, SubmeshSpace, logical_meshes, submeshes
+from searchers.alpa.oracle import CostModelOracle, Oracle, SearchCost
+from searchers.alpa.stage_costs import Spans
+from searchers.alpa.stage_table import Lookup, stage_arrays, to_plan
+from searchers.base import Ledger, Objective, Searcher, SearchResult, cost_tables
+from searchers.budget import Budget
+from simulator.problem import Problem
+from simulator.uniform import repeated_layers
+
+CAPACITY_STEPS = (1.0, 0.9, 0.8)
+"""Shares of the memory that the inner search is told of, in turn, while its plan does not fit: its own account of
+memory leaves out fragmentation and work space."""
+
+
+class Alpa(Searcher):
+    """Intra-operator optimum per stage and mesh, dynamic programming over stages.
+
+    Args:
+        num_layers: Layers that operators are clustered into; None for one per repeated layer, 16 at most.
+        max_microbatch: Largest microbatch over a whole mesh, in samples.
+        recompute: Rematerialisation: off, on, in the order tried.
+        zero: Whole-model choice between replicated (0) and sharded (2) model states.
+        submesh_space: ``all`` or ``power_of_two`` numbers of nodes.
+        free_axes: See `IntraOpOptions`.
+        counts_computation: See `IntraOpOptions`.
+        compile_s_per_layer, profile_repeats: For the estimated search cost, see `SearchCost`.
+        objective: See `searchers.base.Searcher`.
+        keep: How many of the best plans to return.
+    """
+
+    name = "alpa"
+    paper = "Zheng et al., OSDI 2022"
+
+    def __init__(
+        self,
+        *,
+        num_layers: int | None = None,
+        max_microbatch: int = 64,
+        recompute: tuple[bool, ...] = (True, False),
+        zero: tuple[int, ...] = (0, 2),
+        submesh_space: SubmeshSpace = "all",
+        free_axes: bool = False,
+        counts_computation: bool = True,
+        compile_s_per_layer: float = 1.0,
+        profile_repeats: int = 5,
+        objective: str | Objective = "paper",
+        keep: int = 5,
+    ) -> None:
+        super().__init__(objective=objective, keep=keep)
+        self.num_layers = num_layers
+        self.max_microbatch = max_microbatch
+        self.recompute = recompute
+        self.zero = zero
+        self.submesh_space: SubmeshSpace = submesh_space
+        self.free_axes = free_axes
+        self.counts_computation = counts_computation
+        self.cost = SearchCost(compile_s_per_layer, profile_repeats)
+
+    def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
+        """Search the grid; every point is one two-level search and one evaluation."""
+        cost = SearchCost(self.cost.compile_s_per_layer, self.cost.profile_repeats)
+        ledger = Ledger(self, problem, budget or Budget(), seed)
+        spans = self.layers(problem)
+        meshes = self.meshes(problem)
+        for microbatch, options in self.grid(problem):
+            if ledger.spent:
+                break
+            oracle = self.oracle(problem, spans, microbatch, options, cost, seed)
+            self._search_point(ledger, oracle, meshes, microbatch, options)
+        ledger.counters.update(cost.counters())
+        ledger.counters["layers"] = len(spans)
+        return ledger.result()
+
+    def _search_point(
+        self,
+        ledger: Ledger,
+        oracle: Oracle,
+        meshes: list[list[LogicalMesh]],
+        microbatch: int,
+        options: IntraOpOptions,
+    ) -> None:
+        problem = ledger.problem
+        capacity = min(problem.capacity_bytes(device) for device in range(problem.num_devices))
+        lookup = self.lookup(oracle, problem)
+        for share in CAPACITY_STEPS:
+            seconds, successors = stage_arrays(lookup, meshes, len(oracle.spans), share * capacity)
+            solution = self.pipeline(
+                seconds, successors, meshes, problem.num_devices, problem.global_batch // microbatch
+            )
+            if solution is None:
+                ledger.count("grid_points_without_memory")
+                # The plan that would be best with enough memory says how far off this grid point is.
+                unlimited = np.where(np.isfinite(seconds), NO_LIMIT, -1)
+                solution = self.pipeline(
+                    seconds, unlimited, meshes, problem.num_devices, problem.global_batch // microbatch
+                )
+            if solution is None:
+                ledger.refuse(f"no mesh can cut a microbatch of {microbatch} samples")
+                return
+            ledger.count("dynamic_programs", solution.solved)
+            plan = to_plan(
+                solution, problem, oracle, meshes, microbatch_size=microbatch, recompute=options.recompute
+            )
+            if ledger.spent or not ledger.is_legal(plan):
+                return
+            if ledger.evaluate(plan).fits:
+                return
+
+    def layers(self, problem: Problem) -> Spans:
+        """Return the operator ranges that count as layers."""
+        blocks = len(repeated_layers(problem.workload))
+        count = self.num_layers or min(16, blocks)
+        return cluster(problem.workload, count, min_heavy=MIN_HEAVY if self.num_layers is None else 1)
+
+    def meshes(self, problem: Problem) -> list[list[LogicalMesh]]:
+        """Return the logical meshes per submesh."""
+        cluster_ = problem.hardware.cluster
+        return [list(logical_meshes(submesh)) for submesh in submeshes(cluster_, self.submesh_space)]
+
+    def grid(self, problem: Problem) -> Iterator[tuple[int, IntraOpOptions]]:
+        """Yield the outer grid: microbatch sizes (powers of two), rematerialisation, sharding of states."""
+        microbatch = 1
+        while microbatch <= min(self.max_microbatch, problem.global_batch):
+            if problem.global_batch % microbatch == 0:
+                for recompute in self.recompute:
+                    for zero in self.zero:
+                        yield microbatch, IntraOpOptions(recompute, zero, self.counts_computation, self.free_axes)
+            microbatch *= 2
+
+    def oracle(
+        self,
+        problem: Problem,
+        spans: Spans,
+        microbatch: int,
+        options: IntraOpOptions,
+        cost: SearchCost,
+        seed: int,
+    ) -> Oracle:
+        """Return what answers for stages; here the shared cost tables."""
+        return CostModelOracle(
+            cost_tables(problem), spans, microbatch, problem.global_batch // microbatch, options, cost
+        )
+
+    def lookup(self, oracle: Oracle, problem: Problem) -> Lookup:
+        """Return the stage costs that the dynamic programming reads; Alpa measures every stage."""
+        return oracle.measure
+
+    def pipeline(
+        self,
+        seconds: NDArray[np.float64],
+        successors: NDArray[np.int64],
+        meshes: list[list[LogicalMesh]],
+        num_devices: int,
+        num_microbatches: int,
+    ) -> Pipeline | None:
+        """Return the best stages: the shortest 1F1B pipeline."""
+        sizes = np.array([group[0].num_devices for group in meshes])
+        return best_pipeline(seconds, successors, sizes, num_devices, num_microbatches)

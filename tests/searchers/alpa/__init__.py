@@ -1,0 +1,1 @@
+"""Alpa: each part against theory or a second solver."""

@@ -1,0 +1,128 @@
+"""Elimination, the MILP and brute force agree; transfer tables agree with whole graphs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from searchers.alpa.elimination import solve
+from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
+from searchers.alpa.meshes import LogicalMesh, Submesh, all_logical_meshes
+from searchers.alpa.milp import solve_milp
+from searchers.alpa.stage_costs import StageSolver
+from searchers.alpa.strategy_graph import StrategyGraph
+from searchers.base import cost_tables
+from simulator.problem import Problem, ProblemSpec
+from tests.searchers.tiny import tiny_problem
+
+FORBIDDEN_SHARE = 0.1
+
+
+def random_graph(seed: int, num_nodes: int, kind: str) -> StrategyGraph:
+    """Return a chain with skip edges, or an encoder whose last node every decoder node reads."""
+    random = np.random.default_rng(seed)
+    sizes = random.integers(1, 5, num_nodes)
+    costs = [random.uniform(0, 1, size) for size in sizes]
+    for cost in costs:
+        cost[1:][random.uniform(size=len(cost) - 1) < FORBIDDEN_SHARE] = np.inf
+    pairs = {(i, i + 1) for i in range(num_nodes - 1)}
+    if kind == "skip":
+        pairs |= {(i, i + 3) for i in range(num_nodes - 3) if random.uniform() < 0.5}
+    else:
+        middle = num_nodes // 2
+        pairs |= {(middle, i) for i in range(middle + 1, num_nodes)}
+    edges = {(u, v): random.uniform(0, 1, (sizes[u], sizes[v])) for u, v in sorted(pairs)}
+    return StrategyGraph(costs, edges, [random.uniform(0, 1, (1, size)) for size in sizes])
+
+
+@pytest.mark.parametrize("kind", ["skip", "encoder-decoder"])
+@pytest.mark.parametrize("block", range(4))
+def test_elimination_equals_the_milp_on_random_graphs(kind: str, block: int) -> None:
+    for seed in range(25 * block, 25 * (block + 1)):
+        graph = random_graph(seed, 6 + seed % 9, kind)
+        best, assignment = solve(graph)
+        assert graph.objective(assignment) == pytest.approx(best, rel=1e-9)
+        reference, _ = solve_milp(graph)
+        assert best == pytest.approx(reference, rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 6), st.sampled_from(["skip", "encoder-decoder"]))
+def test_elimination_equals_brute_force(seed: int, num_nodes: int, kind: str) -> None:
+    graph = random_graph(seed, num_nodes, kind)
+    every = itertools.product(*(range(len(cost)) for cost in graph.costs))
+    assert solve(graph)[0] == pytest.approx(min(graph.objective(choice) for choice in every), rel=1e-12)
+
+
+def test_the_milp_keeps_a_limit_and_says_when_none_is_possible() -> None:
+    graph = random_graph(3, 7, "skip")
+    every = list(itertools.product(*(range(len(cost)) for cost in graph.costs)))
+    totals = sorted(graph.total(0, choice) for choice in every)
+    limit = totals[len(totals) // 4]
+    best = min(graph.objective(choice) for choice in every if graph.total(0, choice) <= limit)
+    assert solve_milp(graph, limit=(0, limit))[0] == pytest.approx(best, rel=1e-6)
+    with pytest.raises(ValueError, match="no assignment"):
+        solve_milp(graph, limit=(0, totals[0] - 0.1))
+
+
+def test_forbidden_everywhere_is_an_error() -> None:
+    graph = StrategyGraph([np.array([np.inf]), np.array([1.0])], {(0, 1): np.zeros((1, 2 - 1))})
+    with pytest.raises(ValueError, match="no assignment"):
+        solve(graph)
+
+
+def problems() -> list[tuple[Problem, LogicalMesh]]:
+    """Return a GPT and a T5 (whose encoder output every decoder layer reads) on a two-axis mesh."""
+    t5 = ProblemSpec(model="t5-770m", cluster="v100-32g-dgx1:1x4", runtime="alpa", global_batch=8).load()
+    mesh = LogicalMesh(Submesh(1, 4), 2, 2, batch_forced=False)
+    return [(tiny_problem(4, 8), mesh), (t5, mesh)]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["gpt", "t5"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_transfer_tables_give_the_optimum_of_every_interval(number: int, recompute: bool) -> None:
+    problem, mesh = problems()[number]
+    options = IntraOpOptions(recompute=recompute, free_axes=number == 0)
+    intra = IntraOp(cost_tables(problem), mesh, 4, 2, options)
+    spans = problem.workload.layers
+    solver = StageSolver(intra, spans)
+    stages = solver.all_stages()
+    count = len(spans)
+    chosen = [(i, j) for i in range(count) for j in range(i, count)]
+    for first, last in chosen if number == 0 else [(0, 3), (20, 30), (23, 26), (26, 29), (count - 3, count - 1)]:
+        best, _ = solve(intra.graph(spans[first][0], spans[last][1]))
+        assert stages.objective[first, last] == pytest.approx(best, rel=1e-9)
+        alone = solver.stage(first, last)
+        assert alone["seconds"] == stages.seconds[first, last]
+        assert alone["objective"] == stages.objective[first, last]
+
+
+def test_attributes_follow_the_choices() -> None:
+    problem, mesh = problems()[0]
+    intra = IntraOp(cost_tables(problem), mesh, 4, 2, IntraOpOptions(recompute=False))
+    spans = problem.workload.layers
+    stages = StageSolver(intra, spans).all_stages()
+    graph = intra.graph(0, len(problem.workload))
+    best, assignment = solve(graph)
+    totals = [graph.total(number, assignment) for number in range(len(ATTRIBUTES))]
+    last = len(spans) - 1
+    assert stages.state_bytes[0, last] == pytest.approx(totals[ATTRIBUTES.index("state_bytes")])
+    assert stages.saved_bytes[0, last] == pytest.approx(totals[ATTRIBUTES.index("saved_bytes")])
+    # Seconds of nodes and edges, and synchronisation spread over two microbatches, make up the objective.
+    assert stages.seconds[0, last] + stages.sync_s[0, last] / 2 == pytest.approx(best)
+
+
+def test_heavy_operators_are_never_repeated_and_a_forced_batch_lies_on_the_rows() -> None:
+    problem, _ = problems()[0]
+    for mesh in all_logical_meshes(problem.hardware.cluster):
+        intra = IntraOp(cost_tables(problem), mesh, 4, 2, IntraOpOptions())
+        for index, op in enumerate(problem.workload.operators):
+            for sharding in intra.strategies(index):
+                if op.kind == "linear":
+                    assert all(axis.split != "replicate" for axis in sharding)
+                if mesh.batch_forced and mesh.rows > 1:
+                    assert sharding[0].split == "batch" and sharding[0].size % mesh.rows == 0

@@ -1,0 +1,1 @@
+"""MPE: counts of the paper, exactness on additive costs, its path search."""

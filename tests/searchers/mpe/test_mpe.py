@@ -1,0 +1,147 @@
+"""The paper's counts, from counters that are incremented where the work is done; exactness; the printed path."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from searchers.alpa.intra_op import IntraOpOptions
+from searchers.alpa.meshes import all_logical_meshes
+from searchers.alpa.oracle import CostModelOracle, SearchCost
+from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
+from searchers.base import cost_tables
+from searchers.mpe.estimator import StageEstimator
+from searchers.mpe.holistic import shortest_path
+from simulator.problem import Problem, ProblemSpec
+from tests.searchers.tiny import tiny_problem
+
+
+def gpt2(cluster: str = "rtx3090-pcie:1x8") -> Problem:
+    """Return GPT-2 1.5B: 48 blocks, embedding and head, 50 layers."""
+    return ProblemSpec(model="gpt2-1.5b", cluster=cluster, runtime="alpa", global_batch=64).load()
+
+
+def oracle_of(problem: Problem, microbatch: int = 8) -> CostModelOracle:
+    spans = problem.workload.layers
+    return CostModelOracle(
+        cost_tables(problem), spans, microbatch, problem.global_batch // microbatch, IntraOpOptions()
+    )
+
+
+def measure_all(oracle: CostModelOracle) -> SearchCost:
+    """Ask for every stage on every mesh, as Alpa does."""
+    count = len(oracle.spans)
+    for mesh in all_logical_meshes(oracle.costs.problem.hardware.cluster):
+        for first in range(count):
+            for last in range(first, count):
+                oracle.measure(mesh, first, last)
+    return oracle.cost
+
+
+def measure_estimates(oracle: CostModelOracle, reuse: str, edges: bool = True) -> SearchCost:
+    """Ask the estimator for the whole model on every mesh."""
+    estimator = StageEstimator(oracle, oracle.costs, reuse, edges)  # type: ignore[arg-type]
+    for mesh in all_logical_meshes(oracle.costs.problem.hardware.cluster):
+        estimator.lookup(mesh, 0, len(oracle.spans) - 1)
+    return oracle.cost
+
+
+def test_the_counts_of_the_paper() -> None:
+    alpa = measure_all(oracle_of(gpt2()))
+    assert (alpa.compilations, alpa.profiles) == (17_850, 35_700)
+    mpe = measure_estimates(oracle_of(gpt2()), "none")
+    assert (mpe.compilations, mpe.profiles) == (1_386, 2_772)
+    unique = measure_estimates(oracle_of(gpt2()), "unique")
+    assert (unique.compilations, unique.profiles) == (84, 168)
+    # Weighted by layers, a stage costs what it holds: 22,100 against 148 layers a mesh.
+    assert alpa.compiled_layers / mpe.compiled_layers == pytest.approx(22_100 / 148)
+
+
+def test_counts_of_another_depth_and_cluster() -> None:
+    problem = tiny_problem(4, 8)  # four layers; meshes of 1, 2, 4 GPUs: 2 + 3 + 4
+    assert measure_all(oracle_of(problem)).compilations == 4 * 5 // 2 * 9
+    assert measure_estimates(oracle_of(problem), "none").compilations == 7 * 9
+    assert measure_estimates(oracle_of(problem), "none", edges=False).compilations == 4 * 9
+
+
+def test_asking_again_costs_nothing() -> None:
+    oracle = oracle_of(tiny_problem(2, 8))
+    first = measure_all(oracle).compilations
+    assert measure_all(oracle).compilations == first
+
+
+def test_on_additive_costs_the_estimate_is_exact_and_the_naive_one_is_not() -> None:
+    problem = gpt2()
+    oracle = oracle_of(problem)
+    estimator = StageEstimator(oracle, oracle.costs)
+    naive = StageEstimator(oracle, oracle.costs, edges=False)
+    worst = 0.0
+    for mesh in all_logical_meshes(problem.hardware.cluster):
+        if mesh.num_devices in (2, 8) and oracle.solver(mesh).legal:
+            for first, last in [(0, 1), (0, 49), (10, 20), (30, 49), (48, 49)]:
+                exact = oracle.answer(mesh, first, last)
+                assert estimator.lookup(mesh, first, last) == pytest.approx(exact, rel=1e-6)
+                worst = max(worst, abs(naive.lookup(mesh, first, last).peak_bytes() / exact.peak_bytes() - 1))
+    assert worst > 0.1  # layers alone: each brings its own working memory
+
+
+def test_the_simulator_as_oracle_counts_hosts_and_peaks() -> None:
+    problem = tiny_problem(2, 8)
+    model = oracle_of(problem)
+    simulated = SimulatorOracle(model)
+    for mesh in all_logical_meshes(problem.hardware.cluster):
+        exact, found = model.answer(mesh, 0, 3), simulated.answer(mesh, 0, 3)
+        assert found.seconds == pytest.approx(exact.seconds, rel=0.15)
+        assert found.peak_bytes() == pytest.approx(exact.peak_bytes(), rel=0.25)
+
+
+def test_noise_shrinks_with_repeats_and_is_the_same_for_the_same_question() -> None:
+    problem = tiny_problem(2, 8)
+    exact = oracle_of(problem)
+    mesh = all_logical_meshes(problem.hardware.cluster)[0]
+    once = [NoisyOracle(exact, 0.1, 1, seed=seed) for seed in range(200)]
+    often = [replace(noisy, repeats=100) for noisy in once]
+    true = exact.answer(mesh, 0, 1).seconds
+    spread_once = np.std([noisy.answer(mesh, 0, 1).seconds / true for noisy in once])
+    spread_often = np.std([noisy.answer(mesh, 0, 1).seconds / true for noisy in often])
+    assert spread_once == pytest.approx(0.1, rel=0.25)
+    assert spread_often == pytest.approx(0.01, rel=0.25)
+    assert once[0].answer(mesh, 0, 1) == once[0].answer(mesh, 0, 1)
+    crowded = [NoisyOracle(exact, 0.0, contention=0.1, seed=seed).answer(mesh, 0, 1).seconds for seed in range(200)]
+    assert min(crowded) >= true and np.mean(crowded) == pytest.approx(1.1 * true, rel=0.03)
+
+
+def brute_force(allowed: np.ndarray, sizes: list[int], devices: int) -> float:
+    """Return the least sum of latencies over all paths on at most ``devices`` devices."""
+    layers = len(allowed)
+    best = np.inf
+    for cuts in itertools.product([False, True], repeat=layers - 1):
+        ends = [i for i, cut in enumerate(cuts) if cut] + [layers - 1]
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        for meshes in itertools.product(range(len(sizes)), repeat=len(ends)):
+            if sum(sizes[mesh] for mesh in meshes) <= devices:
+                total = sum(
+                    allowed[first, last, mesh].min() for first, last, mesh in zip(starts, ends, meshes, strict=True)
+                )
+                best = min(best, total)
+    return best
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 6))
+def test_the_printed_path_is_the_least_sum(seed: int, layers: int, devices: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = [1, 2, 4]
+    seconds = random.uniform(0.1, 1.0, (layers, layers, 3, 2))
+    fits = random.uniform(size=seconds.shape) < 0.7
+    best = brute_force(np.where(fits, seconds, np.inf), sizes, devices)
+    found = shortest_path(seconds, fits, np.array(sizes), devices)
+    assert (found is None) == (not np.isfinite(best))
+    if found is not None:
+        assert found.objective == pytest.approx(best, rel=1e-12)
+        assert sum(sizes[stage.submesh] for stage in found.stages) <= devices
