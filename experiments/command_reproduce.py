@@ -10,6 +10,9 @@ import typer
 
 from experiments.console import AsJson, Seed, console, messages, print_json, table
 
+ROWS_SHOWN = 60
+"""Rows of a table on the terminal; its file has all."""
+
 
 def reproduce(
     name: Annotated[
@@ -74,8 +77,11 @@ def reproduce(
             columns = [
                 (str(column), "right" if frame[column].dtype.kind in "fiu" else "left") for column in frame.columns
             ]
-            rows = [[text_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
+            shown = frame.head(ROWS_SHOWN)
+            rows = [[text_cell(value) for value in row] for row in shown.itertuples(index=False, name=None)]
             console().print(table(f"{experiment.name}: {title}", columns, rows))
+            if len(frame) > ROWS_SHOWN:
+                console().print(f"... {len(frame) - ROWS_SHOWN:,} more rows in {folder / title}.csv", markup=False)
         for verdict in report.verdicts:
             console().print(
                 f"{verdict.word}: {verdict.claim} ({verdict.criterion}); {verdict.found}", markup=False, soft_wrap=True

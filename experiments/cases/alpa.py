@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from experiments.cases.case import (
     cluster_string,
     data_file,
     problem_of,
-    stages_of_layers,
     uniform,
 )
-from simulator.plan import Axis, Plan
+from searchers.alpa.import_plan import is_complete, plan_of
+from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.uniform import repeated_layers
 
 GROUPS = ("alpa-p3-gpt",)
 TABLE = "measured_runs/alpa_p3_gpt.csv"
@@ -80,29 +80,4 @@ def _megatron_plan(row: dict[str, Any]) -> Callable[[Problem], Plan] | None:
 
 def _alpa_plan(row: dict[str, Any]) -> Callable[[Problem], Plan] | None:
     stated = parse_mapping(row["plan"], source=row["config"], format="json")
-    submeshes, logical = stated["submesh"], stated["logical"]
-    forced = stated.get("force_dp", [])
-    if any(mesh != [1, 1] for mesh in logical) and (len(forced) != len(logical) or 0 in forced):
-        return None
-    if any(a * b != rows * columns for (a, b), (rows, columns) in zip(logical, submeshes, strict=True)):
-        raise ValueError(f"logical and physical meshes must have equal sizes, got {row['plan']}")
-    count = int(row["microbatches"])
-
-    def build(problem: Problem) -> Plan:
-        groups = stated["layers"]
-        per_group = len(repeated_layers(problem.workload)) // stated.get("n_auto_layers", 1)
-        if isinstance(groups, str):  # "16x1": sixteen stages of one group each
-            stages, each = (int(word) for word in groups.split("x"))
-            sizes = [each * per_group] * stages
-        else:
-            sizes = [len(group) * per_group for group in groups]
-        return Plan(
-            stages=stages_of_layers(
-                problem, sizes, [(Axis("batch", a), Axis("tensor", b)) for a, b in logical], "full"
-            ),
-            microbatch_size=row["global_batch"] // count,
-            num_microbatches=count,
-            overlap_gradient_sync=problem.runtime.overlap_gradient_sync,
-        )
-
-    return build
+    return partial(plan_of, stated, num_microbatches=int(row["microbatches"])) if is_complete(stated) else None

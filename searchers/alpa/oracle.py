@@ -51,32 +51,46 @@ class SearchCost:
     Attributes:
         compile_s_per_layer: Compilation of a stage, per layer in it.
         profile_repeats: Runs of a stage behind one profile, warm-up included.
+        num_hosts: Nodes; each compiles at the same time as the others.
+        num_devices: GPUs; as many stages are profiled at once as there are disjoint submeshes.
         compilations, profiles, ilp_solves: Counted.
         compiled_layers: Layers in all compiled stages.
-        device_s: Seconds that profiled modules ran.
+        device_s: Seconds of all devices together that profiled modules ran.
     """
 
     compile_s_per_layer: float = 1.0
     profile_repeats: int = 5
+    num_hosts: int = 1
+    num_devices: int = 1
     compilations: int = 0
     profiles: int = 0
     ilp_solves: int = 0
     compiled_layers: int = 0
     device_s: float = 0.0
 
-    def stage(self, num_layers: int, seconds: float) -> None:
+    def stage(self, num_layers: int, seconds: float, mesh_devices: int) -> None:
         """Count one stage on one mesh."""
         self.compilations += 1
         self.ilp_solves += 1
         self.profiles += 2
         self.compiled_layers += num_layers
         if np.isfinite(seconds):
-            self.device_s += self.profile_repeats * seconds
+            self.device_s += self.profile_repeats * seconds * mesh_devices
 
     @property
     def estimated_s(self) -> float:
-        """Seconds on a real machine, one compilation or profile after the other."""
-        return self.compile_s_per_layer * self.compiled_layers + self.device_s
+        """Seconds on a real machine: compilations spread over hosts, profiles over devices."""
+        return self.compile_s + self.profile_s
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of compilation."""
+        return self.compile_s_per_layer * self.compiled_layers / self.num_hosts
+
+    @property
+    def profile_s(self) -> float:
+        """Seconds of profiling."""
+        return self.device_s / self.num_devices
 
     def counters(self) -> Mapping[str, int | float]:
         """Return the counters by name."""
@@ -103,7 +117,7 @@ class Oracle(ABC):
         key = (mesh.name, mesh.submesh.nodes, first, last)
         if key not in self._asked:
             self._asked.add(key)
-            self.cost.stage(last - first + 1, answer.seconds)
+            self.cost.stage(last - first + 1, answer.seconds, mesh.num_devices)
         return answer
 
     @abstractmethod

@@ -6,6 +6,8 @@ Source: Zheng et al., OSDI 2022. The outer grid is what its authors' benchmark s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from searchers.alpa.inter_op import NO_LIMIT, Pipeline, best_pipeline
 from searchers.alpa.intra_op import IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, SubmeshSpace, logical_meshes, submeshes
 from searchers.alpa.oracle import CostModelOracle, Oracle, SearchCost
+from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
 from searchers.alpa.stage_costs import Spans
 from searchers.alpa.stage_table import Lookup, stage_arrays, to_plan
 from searchers.base import Ledger, Objective, Searcher, SearchResult, cost_tables
@@ -31,13 +34,16 @@ class Alpa(Searcher):
     """Intra-operator optimum per stage and mesh, dynamic programming over stages.
 
     Args:
-        num_layers: Layers that operators are clustered into; None for one per repeated layer, 16 at most.
-        max_microbatch: Largest microbatch over a whole mesh, in samples.
+        num_layers: Layers that operators are clustered into; None for one per repeated layer, 16 at most;
+            ``"model"`` for the model's own layers, embedding and head included.
+        min_microbatch, max_microbatch: Microbatches over a whole mesh, in samples; powers of two between.
         recompute: Rematerialisation: off, on, in the order tried.
         zero: Whole-model choice between replicated (0) and sharded (2) model states.
         submesh_space: ``all`` or ``power_of_two`` numbers of nodes.
         free_axes: See `IntraOpOptions`.
         counts_computation: See `IntraOpOptions`.
+        stage_oracle: ``cost-model`` (additive, exact) or ``simulator`` (each stage simulated alone; far slower).
+        relative_noise, contention: Of measurements, see `NoisyOracle`; both 0 for none.
         compile_s_per_layer, profile_repeats: For the estimated search cost, see `SearchCost`.
         objective: See `searchers.base.Searcher`.
         keep: How many of the best plans to return.
@@ -49,21 +55,31 @@ class Alpa(Searcher):
     def __init__(
         self,
         *,
-        num_layers: int | None = None,
+        num_layers: int | Literal["model"] | None = None,
+        min_microbatch: int = 1,
         max_microbatch: int = 64,
         recompute: tuple[bool, ...] = (True, False),
         zero: tuple[int, ...] = (0, 2),
         submesh_space: SubmeshSpace = "all",
         free_axes: bool = False,
         counts_computation: bool = True,
+        stage_oracle: Literal["cost-model", "simulator"] = "cost-model",
+        relative_noise: float = 0.0,
+        contention: float = 0.0,
         compile_s_per_layer: float = 1.0,
         profile_repeats: int = 5,
         objective: str | Objective = "paper",
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        if num_layers != "model" and num_layers is not None and num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, 'model' or None, got {num_layers}")
         self.num_layers = num_layers
+        self.min_microbatch = min_microbatch
         self.max_microbatch = max_microbatch
+        self.stage_oracle = stage_oracle
+        self.relative_noise = relative_noise
+        self.contention = contention
         self.recompute = recompute
         self.zero = zero
         self.submesh_space: SubmeshSpace = submesh_space
@@ -73,7 +89,9 @@ class Alpa(Searcher):
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
         """Search the grid; every point is one two-level search and one evaluation."""
-        cost = SearchCost(self.cost.compile_s_per_layer, self.cost.profile_repeats)
+        cost = replace(
+            self.cost, num_hosts=problem.hardware.cluster.num_nodes, num_devices=problem.num_devices
+        )
         ledger = Ledger(self, problem, budget or Budget(), seed)
         spans = self.layers(problem)
         meshes = self.meshes(problem)
@@ -123,8 +141,9 @@ class Alpa(Searcher):
 
     def layers(self, problem: Problem) -> Spans:
         """Return the operator ranges that count as layers."""
-        blocks = len(repeated_layers(problem.workload))
-        count = self.num_layers or min(16, blocks)
+        if self.num_layers == "model":
+            return problem.workload.layers
+        count = self.num_layers or min(16, len(repeated_layers(problem.workload)))
         return cluster(problem.workload, count, min_heavy=MIN_HEAVY if self.num_layers is None else 1)
 
     def meshes(self, problem: Problem) -> list[list[LogicalMesh]]:
@@ -134,7 +153,7 @@ class Alpa(Searcher):
 
     def grid(self, problem: Problem) -> Iterator[tuple[int, IntraOpOptions]]:
         """Yield the outer grid: microbatch sizes (powers of two), rematerialisation, sharding of states."""
-        microbatch = 1
+        microbatch = self.min_microbatch
         while microbatch <= min(self.max_microbatch, problem.global_batch):
             if problem.global_batch % microbatch == 0:
                 for recompute in self.recompute:
@@ -151,10 +170,13 @@ class Alpa(Searcher):
         cost: SearchCost,
         seed: int,
     ) -> Oracle:
-        """Return what answers for stages; here the shared cost tables."""
-        return CostModelOracle(
-            cost_tables(problem), spans, microbatch, problem.global_batch // microbatch, options, cost
-        )
+        """Return what answers for stages."""
+        num_microbatches = problem.global_batch // microbatch
+        model = CostModelOracle(cost_tables(problem), spans, microbatch, num_microbatches, options, cost)
+        exact: Oracle = SimulatorOracle(model) if self.stage_oracle == "simulator" else model
+        if self.relative_noise == 0 and self.contention == 0:
+            return exact
+        return NoisyOracle(exact, self.relative_noise, self.cost.profile_repeats, self.contention, seed)
 
     def lookup(self, oracle: Oracle, problem: Problem) -> Lookup:
         """Return the stage costs that the dynamic programming reads; Alpa measures every stage."""

@@ -75,10 +75,10 @@ class StageEstimator:
         nodes = np.array([self.oracle.measure(mesh, i, i) for i in self._node])
         edges = np.zeros((count, 4))
         legal = bool(np.isfinite(nodes).all())
-        if self.edges and legal:
+        if self.edges:
             for i, example in enumerate(self._edge):
                 pair = np.array(self.oracle.measure(mesh, example, example + 1))
-                edges[i] = pair - nodes[example] - nodes[example + 1]
+                edges[i] = pair - nodes[example] - nodes[example + 1] if legal else np.inf
         table = np.zeros((count + 1, 8))
         if legal:
             table[1:, :4] = np.cumsum(nodes, axis=0)
