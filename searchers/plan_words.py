@@ -31,6 +31,8 @@ def describe_plan(plan: Plan) -> str:
         words.append(f"pp {num_ranks} (tp x dp {shapes})")
     if not words:
         words.append("1 device")
+    if any(_is_mixed(stage) for stage in plan.stages):
+        words.append("mixed by operator")
     if len(plan.stages) > num_ranks:
         words.append(f"{len(plan.stages) // num_ranks} chunks")
     words.append(f"microbatch {plan.microbatch_size} x {plan.num_microbatches}")
@@ -41,14 +43,19 @@ def describe_plan(plan: Plan) -> str:
 
 
 def _degrees(stage: Stage) -> tuple[int, int, int]:
-    """Return the largest tensor and data degree of a stage's operators, and its highest ZeRO level."""
-    tp = dp = 1
-    zero = 0
-    for _, sharding in stage.shardings:
-        tp = max(tp, prod(axis.size for axis in sharding if axis.split != "batch"))
-        dp = max(dp, prod(axis.size for axis in sharding if axis.split == "batch"))
-        zero = max([zero, *(axis.zero for axis in sharding)])
-    return tp, dp, zero
+    """Return the tensor degree, data degree and ZeRO level that most of a stage's operators have."""
+    counts: dict[tuple[int, int, int], int] = {}
+    for count, sharding in stage.shardings:
+        tp = prod(axis.size for axis in sharding if axis.split != "batch")
+        dp = prod(axis.size for axis in sharding if axis.split == "batch")
+        degrees = tp, dp, max((axis.zero for axis in sharding), default=0)
+        counts[degrees] = counts.get(degrees, 0) + count
+    return max(counts, key=lambda degrees: counts[degrees])
+
+
+def _is_mixed(stage: Stage) -> bool:
+    """Return whether operators of a stage lie differently over its devices."""
+    return len({tuple((axis.split == "batch", axis.size) for axis in axes) for _, axes in stage.shardings}) > 1
 
 
 def _recompute_words(plan: Plan) -> list[str]:

@@ -8,7 +8,7 @@ gradients, which happens once for all microbatches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -265,9 +265,9 @@ class IntraOp:
             {workload.producer[name] for name in workload.operators[index].inputs if name in workload.producer}
         )
 
-    def graph(self, start: int, stop: int) -> StrategyGraph:
+    def graph(self, start: int, stop: int, leaving: Collection[int] = ()) -> StrategyGraph:
         """Return the whole problem of operators ``[start, stop)``, numbered from 0."""
-        nodes = [self.node(index, False) for index in range(start, stop)]
+        nodes = [self.node(index, index in leaving) for index in range(start, stop)]
         edges = {
             (producer - start, index - start): self.edge(producer, index)
             for index in range(start, stop)

@@ -16,7 +16,7 @@ import numpy as np
 
 from searchers.alpa.intra_op import IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh
-from searchers.alpa.stage_costs import Spans, StageCosts, StageSolver
+from searchers.alpa.stage_costs import Room, Solver, Spans, StageCosts, StageSolver
 from simulator.costs import CostTables
 from simulator.plan import Sharding
 
@@ -125,8 +125,10 @@ class Oracle(ABC):
         """Return the answer, uncounted."""
 
     @abstractmethod
-    def shardings(self, mesh: LogicalMesh, first: int, last: int) -> list[Sharding]:
-        """Return the intra-operator plan of a stage: one sharding per operator."""
+    def shardings(
+        self, mesh: LogicalMesh, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
+    ) -> list[Sharding]:
+        """Return the intra-operator plan of a stage: one sharding per operator. See `StageSolver.assignment`."""
 
 
 @dataclass
@@ -176,6 +178,8 @@ class CostModelOracle(Oracle):
             float(table.layer_bytes[first, last]) if recompute else 0.0,
         )
 
-    def shardings(self, mesh: LogicalMesh, first: int, last: int) -> list[Sharding]:
+    def shardings(
+        self, mesh: LogicalMesh, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
+    ) -> list[Sharding]:
         """Return the optimum's shardings."""
-        return self.solver(mesh).assignment(first, last)
+        return self.solver(mesh).assignment(first, last, solver, room)

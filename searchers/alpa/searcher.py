@@ -18,7 +18,7 @@ from searchers.alpa.intra_op import IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, SubmeshSpace, logical_meshes, submeshes
 from searchers.alpa.oracle import CostModelOracle, Oracle, SearchCost
 from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
-from searchers.alpa.stage_costs import Spans
+from searchers.alpa.stage_costs import Solver, Spans
 from searchers.alpa.stage_table import Lookup, stage_arrays, to_plan
 from searchers.base import Ledger, Objective, Searcher, SearchResult, cost_tables
 from searchers.budget import Budget
@@ -42,6 +42,8 @@ class Alpa(Searcher):
         submesh_space: ``all`` or ``power_of_two`` numbers of nodes.
         free_axes: See `IntraOpOptions`.
         counts_computation: See `IntraOpOptions`.
+        solver: Of the stages that are chosen: ``elimination`` or ``milp`` (no memory limit, as published), or
+            ``pareto``, which keeps to the memory of a device.
         stage_oracle: ``cost-model`` (additive, exact) or ``simulator`` (each stage simulated alone; far slower).
         relative_noise, contention: Of measurements, see `NoisyOracle`; both 0 for none.
         compile_s_per_layer, profile_repeats: For the estimated search cost, see `SearchCost`.
@@ -63,6 +65,7 @@ class Alpa(Searcher):
         submesh_space: SubmeshSpace = "all",
         free_axes: bool = False,
         counts_computation: bool = True,
+        solver: Solver = "elimination",
         stage_oracle: Literal["cost-model", "simulator"] = "cost-model",
         relative_noise: float = 0.0,
         contention: float = 0.0,
@@ -77,6 +80,7 @@ class Alpa(Searcher):
         self.num_layers = num_layers
         self.min_microbatch = min_microbatch
         self.max_microbatch = max_microbatch
+        self.solver: Solver = solver
         self.stage_oracle = stage_oracle
         self.relative_noise = relative_noise
         self.contention = contention
@@ -131,9 +135,20 @@ class Alpa(Searcher):
                 ledger.refuse(f"no mesh can cut a microbatch of {microbatch} samples")
                 return
             ledger.count("dynamic_programs", solution.solved)
-            plan = to_plan(
-                solution, problem, oracle, meshes, microbatch_size=microbatch, recompute=options.recompute
-            )
+            try:
+                plan = to_plan(
+                    solution,
+                    problem,
+                    oracle,
+                    meshes,
+                    microbatch_size=microbatch,
+                    recompute=options.recompute,
+                    solver=self.solver,
+                    capacity_bytes=share * capacity,
+                )
+            except ValueError as error:  # the pareto solver finds no room
+                ledger.refuse(error)
+                return
             if ledger.spent or not ledger.is_legal(plan):
                 return
             if ledger.evaluate(plan).fits:

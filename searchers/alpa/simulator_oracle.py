@@ -9,6 +9,7 @@ import numpy as np
 
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.oracle import NOT_LEGAL, CostModelOracle, Oracle, StageCost
+from searchers.alpa.stage_costs import Room, Solver
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
@@ -83,9 +84,11 @@ class SimulatorOracle(Oracle):
         working = max(0.0, peak - planned.state_bytes - planned.kept_bytes)
         return planned._replace(seconds=seconds, working_bytes=working)
 
-    def shardings(self, mesh: LogicalMesh, first: int, last: int) -> list[Sharding]:
+    def shardings(
+        self, mesh: LogicalMesh, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
+    ) -> list[Sharding]:
         """Return the cost model's optimum."""
-        return self.model.shardings(mesh, first, last)
+        return self.model.shardings(mesh, first, last, solver, room)
 
 
 @dataclass
@@ -120,6 +123,8 @@ class NoisyOracle(Oracle):
         slowed = self.contention * random.exponential() if self.contention > 0 else 0.0
         return exact._replace(seconds=exact.seconds * max(0.1, 1.0 + noise + slowed))
 
-    def shardings(self, mesh: LogicalMesh, first: int, last: int) -> list[Sharding]:
+    def shardings(
+        self, mesh: LogicalMesh, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
+    ) -> list[Sharding]:
         """Return the exact oracle's."""
-        return self.exact.shardings(mesh, first, last)
+        return self.exact.shardings(mesh, first, last, solver, room)

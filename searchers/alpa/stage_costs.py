@@ -7,17 +7,33 @@ enter the layer to those that leave it. Joining such tables in turn gives every 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from searchers.alpa.elimination import eliminate, solve
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp
-from searchers.alpa.strategy_graph import Array, Factor, minimised
+from searchers.alpa.milp import solve_milp
+from searchers.alpa.pareto import solve_within
+from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph, minimised
 from simulator.plan import Sharding
 
 Spans = tuple[tuple[int, int], ...]
+Solver = Literal["elimination", "milp", "pareto"]
 _SAVED = ATTRIBUTES.index("saved_bytes")
+
+
+class Room(NamedTuple):
+    """Memory that a stage may fill.
+
+    Attributes:
+        limit_bytes: Of one device, working memory already taken off.
+        microbatches_in_flight: Microbatches between forward and backward.
+    """
+
+    limit_bytes: float
+    microbatches_in_flight: int
 
 
 @dataclass(frozen=True)
@@ -79,11 +95,48 @@ class StageSolver:
             self._walk(first, last, found)
         return {name: float(values[first, last]) for name, values in found.items()}
 
-    def assignment(self, first: int, last: int) -> list[Sharding]:
-        """Return the best sharding of every operator of an interval."""
+    def assignment(
+        self, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
+    ) -> list[Sharding]:
+        """Return the best sharding of every operator of an interval.
+
+        Args:
+            first, last: Layers, inclusive.
+            solver: ``elimination`` and ``milp`` are exact without a memory limit, as Alpa poses the problem; ``pareto``
+                keeps to ``room``.
+            room: Memory of the stage, for ``pareto``.
+
+        Raises:
+            ValueError: If the stage does not fit in its room.
+        """
         start, stop = self.spans[first][0], self.spans[last][1]
-        _, chosen = solve(self.problem.graph(start, stop))
+        graph = self.problem.graph(start, stop, self._leaving(first, last))
+        if solver == "milp":
+            _, chosen = solve_milp(graph)
+        elif solver == "pareto":
+            assert room is not None, "the pareto solver needs to know the room"
+            point, _ = solve_within(self._with_memory(graph, room), 0, room.limit_bytes)
+            chosen = point.assignment
+        else:
+            _, chosen = solve(graph)
         return [self.problem.strategies(start + number)[choice] for number, choice in enumerate(chosen)]
+
+    def _leaving(self, first: int, last: int) -> set[int]:
+        return {
+            index
+            for begin, stop in self.spans[first : last + 1]
+            for index in range(begin, stop)
+            if self._last_reader[index] >= stop
+        }
+
+    def _with_memory(self, graph: StrategyGraph, room: Room) -> StrategyGraph:
+        """Return the graph with one attribute: bytes of the stage with its microbatches in flight."""
+        kept = "output_bytes" if self.problem.options.recompute else "saved_bytes"
+        rows = [ATTRIBUTES.index("state_bytes"), ATTRIBUTES.index(kept)]
+        weights = np.array([1.0, float(room.microbatches_in_flight)])
+        return StrategyGraph(
+            graph.costs, graph.edges, [(weights @ table[rows])[np.newaxis] for table in graph.attributes]
+        )
 
     def _walk(self, first: int, last: int, found: dict[str, NDArray[np.float64]]) -> None:
         start = self.spans[first][0]

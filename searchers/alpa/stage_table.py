@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from searchers.alpa.inter_op import NO_LIMIT, Pipeline
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.oracle import Oracle, StageCost
+from searchers.alpa.stage_costs import Room, Solver
 from simulator.plan import Plan, Stage, run_lengths
 from simulator.problem import Problem
 
@@ -73,18 +74,26 @@ def to_plan(
     *,
     microbatch_size: int,
     recompute: bool,
+    solver: Solver = "elimination",
+    capacity_bytes: float = np.inf,
 ) -> Plan:
-    """Return the plan of a solution: every operator as the intra-operator problem chose."""
+    """Return the plan of a solution: every operator as the intra-operator problem chose.
+
+    Raises:
+        ValueError: If the solver keeps to the memory and a stage does not fit.
+    """
     chosen = [meshes[stage.submesh][stage.config] for stage in solution.stages]
     devices = placed([mesh.submesh for mesh in chosen], problem.hardware.cluster.devices_per_node)
     stages = []
-    for stage, mesh, own in zip(solution.stages, chosen, devices, strict=True):
+    for position, (stage, mesh, own) in enumerate(zip(solution.stages, chosen, devices, strict=True)):
+        working = oracle.answer(mesh, stage.first, stage.last).working_bytes
+        room = Room(capacity_bytes - working, len(chosen) - position)
         spans = oracle.spans[stage.first : stage.last + 1]
         stages.append(
             Stage(
                 operators=((spans[0][0], spans[-1][1]),),
                 devices=own,
-                shardings=run_lengths(oracle.shardings(mesh, stage.first, stage.last)),
+                shardings=run_lengths(oracle.shardings(mesh, stage.first, stage.last, solver, room)),
                 recompute=tuple(spans) if recompute else (),
             )
         )

@@ -300,6 +300,3 @@ def four_processes() -> list[Case]:
     plan = Plan((stage((0, end), range(4), axes(("batch", 2), ("tensor_sequence", 2)), segments),), 4, 2)
     add("gpt dp2 tp2, sequence parallel, selective", gpt, plan)
     return cases
-
-
-CASES = {1: one_process(), 2: two_processes(), 4: four_processes()}

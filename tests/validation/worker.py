@@ -14,7 +14,7 @@ from simulator.lowering.epilogue import epilogue_collectives, tied_groups
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import GRADIENTS, ProgramBuilder
 from simulator.lowering.synchronisation import parameter_groups
-from tests.validation.tiny import CASES
+from tests.validation.cases import CASES
 from validation.executable import check_executable
 from validation.gradients import is_overlapped
 from validation.launch import Worker

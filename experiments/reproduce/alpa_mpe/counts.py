@@ -16,6 +16,7 @@ PAPER: dict[tuple[str, str], tuple[int, int]] = {
     ("gpt2-1.5b", "mpe"): (1_386, 2_772),
 }
 """Compilations and profiles printed in section III-A."""
+_RATIOS = ["compilations", "layers_compiled"]
 CASES = (("gpt2-1.5b", "rtx3090-pcie:1x8"), ("bert-large", "rtx3090-pcie:1x8"), ("gpt3-1.3b", "v100-32g-dgx1:2x8"))
 
 
@@ -45,9 +46,8 @@ def run(context: Context) -> Report:
     frame = pd.DataFrame(rows)
     stated = frame.dropna(subset=["paper_compilations"])
     equal = (stated["compilations"] == stated["paper_compilations"]) & (stated["profiles"] == stated["paper_profiles"])
-    first = frame[frame["model"] == "gpt2-1.5b"].set_index("searcher")
-    by_count = first.at["alpa", "compilations"] / first.at["mpe", "compilations"]
-    by_layers = first.at["alpa", "layers_compiled"] / first.at["mpe", "layers_compiled"]
+    first = frame[frame["model"] == "gpt2-1.5b"].set_index("searcher")[_RATIOS].astype(float)
+    by_count, by_layers = first.loc["alpa"] / first.loc["mpe"]
     return Report(
         tables={"counts": frame},
         verdicts=[
@@ -59,8 +59,8 @@ def run(context: Context) -> Report:
             )
         ],
         notes=[
-            f"Alpa needs {by_count:.1f} times the compilations of MPE, and {by_layers:.0f} times if each is weighted by "
-            "the layers it compiles.",
+            f"Alpa needs {by_count:.1f} times the compilations of MPE, and {by_layers:.0f} times if each is weighted "
+            "by the layers it compiles.",
             "The printed counts need L (L + 1) / 2 stages with L = 50 (48 blocks, embedding, head) and 14 logical "
             "meshes, the unforced (n, 1) of each submesh included; the text's L (L - 1) gives other numbers.",
             "MPE's printed 1,386 = 14 (2 L - 1) measures every layer and pair; with unique layers it is 84.",

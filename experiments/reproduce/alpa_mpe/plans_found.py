@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -36,7 +38,7 @@ def run(context: Context) -> Report:
     rows = []
     for model, cluster, batch, microbatch in PAIRS[:2] if context.quick else PAIRS:
         problem = problem_named(model, cluster, batch)
-        options = {
+        options: dict[str, Any] = {
             "num_layers": "model" if not context.quick else 8,
             "min_microbatch": microbatch,
             "max_microbatch": microbatch,
@@ -46,7 +48,7 @@ def run(context: Context) -> Report:
             "relative_noise": NOISE,
         }
         searchers = {
-            "alpa": Alpa(**options, contention=CONTENTION),  # type: ignore[arg-type]
+            "alpa": Alpa(**options, contention=CONTENTION),
             "mpe": Mpe(**options),
             "mpe, printed sum": Mpe(**options, path="sum"),
             "naive": NaiveEstimator(**options),
@@ -90,8 +92,8 @@ def run(context: Context) -> Report:
         ],
         notes=[
             "All plans are judged by the simulator with every effect on. Oracle: the simulator on each stage, "
-            f"{100 * NOISE:g} % noise per run (5 runs), Alpa's stages profiled side by side (+{100 * CONTENTION:g} % on "
-            "average, assumed).",
+            f"{100 * NOISE:g} % noise per run (5 runs), Alpa's stages profiled side by side (+{100 * CONTENTION:g} % "
+            "on average, assumed).",
             *(
                 [f"The printed sum objective (Eq. 3) gives plans {by_sum.median():.2f} times as slow (median)."]
                 if by_sum is not None

@@ -11,7 +11,12 @@ from searchers.mpe.holistic import shortest_path
 
 LAYERS, DEVICES = 5, 8
 SIZES = (1, 2, 4, 8)
-MESHES = ((("(1,1)", 1.0, 1.0),), (("(2,1)", 1.0, 1.0),), (("(4,1)", 0.8, 1.2), ("(2,2)", 1.2, 1.0)), (("(4,2)", 0.8, 0.9),))
+MESHES = (
+    (("(1,1)", 1.0, 1.0),),
+    (("(2,1)", 1.0, 1.0),),
+    (("(4,1)", 0.8, 1.2), ("(2,2)", 1.2, 1.0)),
+    (("(4,2)", 0.8, 0.9),),
+)
 """Per size, logical meshes with their speed on layer 0 and on layers 1 to 4."""
 PATH = ((0, 0, "(2,2)"), (1, 4, "(4,1)"))
 """The two stages drawn: first layer, last layer, mesh. In layers, the drawn path from node 0 to 1 is layer 0."""
@@ -66,7 +71,7 @@ def run(context: Context) -> Report:
             )
         ],
         notes=[
-            "The paper prints the path and its sum; values of single stages are not in the text. In ours the drawn path "
-            "costs 0.6 s and memory forbids all five layers on four devices; the search knows neither."
+            "The paper prints the path and its sum; values of single stages are not in the text. In ours the drawn "
+            "path costs 0.6 s and memory forbids all five layers on four devices; the search knows neither."
         ],
     )

@@ -14,7 +14,9 @@ from searchers.alpa.clustering import cluster
 from searchers.alpa.inter_op import best_pipeline
 from searchers.alpa.meshes import Submesh, all_logical_meshes, logical_meshes, submeshes
 from searchers.alpa.oracle import StageCost
+from searchers.alpa.searcher import Alpa
 from searchers.alpa.stage_table import max_successors, placed
+from tests.searchers.tiny import tiny_problem
 from workloads.registry import build_workload
 
 
@@ -119,3 +121,14 @@ def test_clustering_balances_flops_and_cuts_where_little_crosses() -> None:
 def test_clustering_refuses_more_layers_than_there_are_matmuls() -> None:
     with pytest.raises(ValueError, match="num_layers must be 1 to"):
         cluster(build_workload("gpt3-350m"), 1000)
+
+
+def test_the_three_solvers_find_plans_and_the_exact_two_agree() -> None:
+    problem = tiny_problem(2, 4)
+    found = {
+        solver: Alpa(solver=solver, num_layers=2, max_microbatch=2, recompute=(False,)).search(problem)
+        for solver in ("elimination", "milp", "pareto")
+    }
+    objectives = {solver: result.plans[0].objective for solver, result in found.items()}
+    assert objectives["milp"] == pytest.approx(objectives["elimination"], rel=1e-6)
+    assert objectives["pareto"] >= objectives["elimination"] * (1 - 1e-9)

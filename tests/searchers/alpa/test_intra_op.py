@@ -13,6 +13,7 @@ from searchers.alpa.elimination import solve
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh, all_logical_meshes
 from searchers.alpa.milp import solve_milp
+from searchers.alpa.pareto import front, solve_within
 from searchers.alpa.stage_costs import StageSolver
 from searchers.alpa.strategy_graph import StrategyGraph
 from searchers.base import cost_tables
@@ -126,3 +127,32 @@ def test_heavy_operators_are_never_repeated_and_a_forced_batch_lies_on_the_rows(
                     assert all(axis.split != "replicate" for axis in sharding)
                 if mesh.batch_forced and mesh.rows > 1:
                     assert sharding[0].split == "batch" and sharding[0].size % mesh.rows == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(3, 6), st.floats(0.0, 1.0))
+def test_a_limit_is_kept_and_the_bound_holds(seed: int, num_nodes: int, share: float) -> None:
+    graph = random_graph(seed, num_nodes, "skip")
+    every = [
+        choice
+        for choice in itertools.product(*(range(len(cost)) for cost in graph.costs))
+        if np.isfinite(graph.objective(choice))
+    ]
+    totals = [graph.total(0, choice) for choice in every]
+    limit = min(totals) + share * (max(totals) - min(totals))
+    best = min(graph.objective(choice) for choice in every if graph.total(0, choice) <= limit)
+    found, bound = solve_within(graph, 0, limit)
+    assert found.attribute <= limit and found.objective == pytest.approx(graph.objective(found.assignment))
+    assert bound <= best * (1 + 1e-9) and best <= found.objective * (1 + 1e-9)
+    hull = front(graph, 0)
+    for before, after in itertools.pairwise(hull):
+        assert before.objective < after.objective and before.attribute > after.attribute
+    for price in (0.0, 0.1, 1.0, 10.0):
+        least = min(graph.objective(choice) + price * graph.total(0, choice) for choice in every)
+        assert min(point.objective + price * point.attribute for point in hull) == pytest.approx(least)
+
+
+def test_below_the_least_need_is_an_error() -> None:
+    graph = random_graph(5, 5, "skip")
+    with pytest.raises(ValueError, match="at least"):
+        solve_within(graph, 0, -1.0)
