@@ -24,6 +24,8 @@ BUILT_IN = {
     "alpa": "searchers.alpa.searcher:Alpa",
     "mpe": "searchers.mpe.searcher:Mpe",
     "mpe-naive": "searchers.mpe.searcher:NaiveEstimator",
+    "amp": "searchers.amp:Amp",
+    "flexflow-mcmc": "searchers.mcmc:FlexFlowMcmc",
     "exhaustive": "searchers.exhaustive:Exhaustive",
     "random": "searchers.random_search:RandomSearch",
 }

@@ -1,0 +1,234 @@
+"""AMP: every mix of degrees and microbatches, layers cut by dynamic programming, ranked by a formula.
+
+Source: Li et al., "AMP: Automatically Finding Model Parallel Strategies with Heterogeneity Awareness", NeurIPS 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from searchers.base import CandidateSearcher, Ledger, Objective, Score, cost_tables, estimated
+from searchers.degrees import divisors
+from searchers.layers import LayerTables, blocks
+from simulator.lowering.mesh import groups
+from simulator.plan import Axis, Plan, Sharding, Stage
+from simulator.problem import Problem
+from simulator.uniform import recompute_segments
+
+
+class Amp(CandidateSearcher):
+    """AMP's enumeration on the shared cost tables.
+
+    Layer times are averaged over the GPU types of the cluster; links are those of the devices that talk, placed in
+    order. It has no model of memory: whether a plan fits is the shared estimate's word.
+
+    Args:
+        max_microbatch: Largest microbatch in samples per replica.
+        recompute: ``none`` or ``full`` for all layers.
+        objective: See `searchers.base.Searcher`.
+        keep: How many of the best plans to return.
+    """
+
+    name = "amp"
+    paper = "Li et al., NeurIPS 2022"
+
+    def __init__(
+        self,
+        *,
+        max_microbatch: int = 64,
+        recompute: tuple[str, ...] = ("none", "full"),
+        objective: str | Objective = "paper",
+        keep: int = 5,
+    ) -> None:
+        super().__init__(objective=objective, keep=keep)
+        self.max_microbatch = max_microbatch
+        self.recompute = recompute
+
+    def candidates(self, problem: Problem, random: np.random.Generator, ledger: Ledger) -> Iterator[Plan]:
+        """Yield the best cuts of every (tp, dp, microbatch)."""
+        devices = problem.num_devices
+        smallest = min(node.num_devices for node in problem.hardware.cluster.nodes)
+        layers = len(blocks(problem.workload))
+        for tp in divisors(smallest):
+            if devices % tp:
+                continue
+            for dp in divisors(devices // tp):
+                pp = devices // (tp * dp)
+                if pp > layers or problem.global_batch % dp:
+                    continue
+                for microbatch in divisors(problem.global_batch // dp):
+                    if microbatch > self.max_microbatch:
+                        continue
+                    for recompute in self.recompute:
+                        try:
+                            yield self.plan(problem, tp, dp, pp, microbatch, recompute)
+                        except ValueError as error:
+                            ledger.refuse(error)
+
+    def plan(self, problem: Problem, tp: int, dp: int, pp: int, microbatch: int, recompute: str) -> Plan:
+        """Return the plan whose layers are cut best for the formula.
+
+        Raises:
+            ValueError: If an operator cannot be split so.
+        """
+        spans = blocks(problem.workload)
+        sharding = (Axis("batch", dp), Axis("tensor", tp))
+        seconds, leaving = layer_costs(problem, spans, sharding, microbatch, recompute)
+        ranks = [tuple(range(stage * tp * dp, (stage + 1) * tp * dp)) for stage in range(pp)]
+        crossing = np.array(
+            [
+                [crossing_s(problem, num_bytes, ranks[stage], ranks[stage + 1], tp) for num_bytes in leaving]
+                for stage in range(pp - 1)
+            ]
+        ).reshape(pp - 1, len(spans))
+        count = problem.global_batch // (microbatch * dp)
+        cuts = best_cuts(seconds, crossing, count)
+        stages = []
+        for stage, (first, last) in enumerate(cuts):
+            start, stop = spans[first][0], spans[last - 1][1]
+            stages.append(
+                Stage(
+                    operators=((start, stop),),
+                    devices=ranks[stage],
+                    shardings=((stop - start, sharding),),
+                    recompute=recompute_segments(problem.workload, start, stop, recompute),
+                )
+            )
+        return Plan(
+            stages=tuple(stages),
+            microbatch_size=microbatch * dp,
+            num_microbatches=count,
+            overlap_gradient_sync=problem.runtime.overlap_gradient_sync,
+        )
+
+    def paper_objective(self, plan: Plan, problem: Problem) -> Score:
+        """Score by the sum over layers and cuts, the pipeline's (B - 1) max, and the slowest gradient sync."""
+        score = estimated(plan, problem)
+        return Score(formula_s(plan, problem), score.fits, score.peak_bytes, score.capacity_bytes, score.where)
+
+
+def layer_costs(
+    problem: Problem, spans: tuple[tuple[int, int], ...], sharding: Sharding, samples: int, recompute: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return seconds of each layer, averaged over devices, and bytes that leave it on one replica."""
+    tables = LayerTables(cost_tables(problem), spans)
+    forwards = 2.0 if recompute == "full" else 1.0
+    types = list(problem.gpu_types)
+    seconds = np.zeros(len(spans))
+    leaving = np.zeros(len(spans))
+    for gpu_type in dict.fromkeys(types):
+        found = tables.layers(sharding, samples, gpu_type)
+        share = types.count(gpu_type) / len(types)
+        seconds += share * (forwards * found.forward_s + found.backward_s)
+        leaving = found.boundary_bytes
+    return seconds, leaving
+
+
+def crossing_s(
+    problem: Problem, num_bytes: float, source: Sequence[int], target: Sequence[int], tp: int
+) -> float:
+    """Return seconds to send a layer's output on, and its gradient back: the mean over pairs of replicas."""
+    pairs = list(zip(source[::tp], target[::tp], strict=True))
+    hardware = problem.hardware
+    return 2 * sum(hardware.transfer(num_bytes, a, b).alone_s for a, b in pairs) / len(pairs)
+
+
+def best_cuts(
+    seconds: NDArray[np.float64], crossing: NDArray[np.float64], num_microbatches: int
+) -> list[tuple[int, int]]:
+    """Return the layers ``[first, stop)`` of each stage that minimise ``sum c + (B - 1) max stage``, exactly.
+
+    Args:
+        seconds: float64[layers].
+        crossing: float64[stages - 1, layers]: cost of the cut behind each layer, per pair of stages.
+        num_microbatches: B.
+    """
+    count, stages = len(seconds), len(crossing) + 1
+    prefix = np.concatenate([[0.0], np.cumsum(seconds)])
+    bound, best, best_value = np.inf, None, np.inf
+    while True:
+        found = _cheapest_cuts(prefix, crossing, bound)
+        if found is None:
+            break
+        cost, cuts = found
+        longest = max(prefix[stop] - prefix[first] for first, stop in cuts)
+        value = cost + (num_microbatches - 1) * longest
+        if value < best_value:
+            best, best_value = cuts, value
+        # No stage below the even share: nothing better can come.
+        if cost + (num_microbatches - 1) * prefix[-1] / stages >= best_value:
+            break
+        bound = longest
+    assert best is not None, "without a bound there is always a cut"
+    assert best[-1][1] == count
+    return best
+
+
+def _cheapest_cuts(
+    prefix: NDArray[np.float64], crossing: NDArray[np.float64], bound: float
+) -> tuple[float, list[tuple[int, int]]] | None:
+    """Return the cuts of least crossing cost with every stage shorter than ``bound``."""
+    count, stages = len(prefix) - 1, len(crossing) + 1
+    least = np.full((stages + 1, count + 1), np.inf)
+    chosen = np.zeros((stages + 1, count + 1), dtype=int)
+    least[0, 0] = 0.0
+    for stage in range(1, stages + 1):
+        for stop in range(stage, count - (stages - stage) + 1):
+            if stage == stages and stop != count:
+                continue
+            starts = np.arange(stage - 1, stop)
+            cost = least[stage - 1, starts]
+            if stage > 1:
+                cost = cost + crossing[stage - 2, starts - 1]
+            cost = np.where(prefix[stop] - prefix[starts] < bound, cost, np.inf)
+            pick = int(np.argmin(cost))
+            least[stage, stop], chosen[stage, stop] = cost[pick], starts[pick]
+    if not np.isfinite(least[stages, count]):
+        return None
+    cuts: list[tuple[int, int]] = []
+    stop = count
+    for stage in range(stages, 0, -1):
+        cuts.insert(0, (int(chosen[stage, stop]), stop))
+        stop = int(chosen[stage, stop])
+    return float(least[stages, count]), cuts
+
+
+def formula_s(plan: Plan, problem: Problem) -> float:
+    """Return AMP's prediction for a uniform plan: one sharding, consecutive stages."""
+    spans = blocks(problem.workload)
+    sharding = next(iter(plan.stages[0].sharding_per_operator()))
+    tp = prod(axis.size for axis in sharding if axis.split != "batch")
+    dp = prod(axis.size for axis in sharding if axis.split == "batch")
+    recompute = "full" if any(stage.recompute for stage in plan.stages) else "none"
+    seconds, leaving = layer_costs(problem, spans, sharding, plan.microbatch_size // dp, recompute)
+    starts = np.array([start for start, _ in spans])
+    stage_s, crossing = [], 0.0
+    for number, stage in enumerate(plan.stages):
+        begin, stop = stage.operators[0][0], stage.operators[-1][1]
+        own = (starts >= begin) & (starts < stop)
+        stage_s.append(float(seconds[own].sum()))
+        if number + 1 < len(plan.stages):
+            last = int(np.flatnonzero(own)[-1])
+            crossing += crossing_s(
+                problem, float(leaving[last]), stage.devices, plan.stages[number + 1].devices, tp
+            )
+    sync = max(_sync_s(problem, stage, sharding, dp, plan.microbatch_size // dp) for stage in plan.stages)
+    return sum(stage_s) + crossing + (plan.num_microbatches - 1) * max(stage_s) + sync
+
+
+def _sync_s(problem: Problem, stage: Stage, sharding: Sharding, dp: int, samples: int) -> float:
+    if dp == 1:
+        return 0.0
+    table = cost_tables(problem).table(sharding, samples, problem.gpu_types[0])
+    elements = float(sum(table.parameter_elements[start:stop].sum() for start, stop in stage.operators))
+    sizes = tuple(axis.size for axis in sharding)
+    axes = tuple(number for number, axis in enumerate(sharding) if axis.split == "batch")
+    num_bytes = elements * problem.runtime.gradient_accumulation_bytes
+    return max(
+        problem.hardware.collective("all_reduce", num_bytes, [stage.devices[local] for local in group]).alone_s
+        for group in groups(sizes, axes)
+    )

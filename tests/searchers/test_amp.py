@@ -1,0 +1,66 @@
+"""AMP's cuts equal brute force; its formula follows the plan; mixed clusters are searched and simulated."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from searchers.amp import Amp, best_cuts, crossing_s, formula_s, layer_costs
+from searchers.budget import Budget
+from searchers.layers import blocks
+from simulator.problem import ProblemSpec
+from simulator.simulate import simulate
+from tests.searchers.tiny import tiny_problem
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 30))
+def test_cuts_equal_brute_force(seed: int, layers: int, stages: int, microbatches: int) -> None:
+    stages = min(stages, layers)
+    random = np.random.default_rng(seed)
+    seconds = random.uniform(0.1, 1.0, layers)
+    crossing = random.uniform(0.0, 2.0, (stages - 1, layers))
+
+    def value(cuts: list[tuple[int, int]]) -> float:
+        longest = max(seconds[first:stop].sum() for first, stop in cuts)
+        sent = sum(crossing[number, stop - 1] for number, (_, stop) in enumerate(cuts[:-1]))
+        return float(sent + (microbatches - 1) * longest)
+
+    best = np.inf
+    for inner in itertools.combinations(range(1, layers), stages - 1):
+        ends = [0, *inner, layers]
+        best = min(best, value(list(itertools.pairwise(ends))))
+    found = best_cuts(seconds, crossing, microbatches)
+    assert [first for first, _ in found] == [0, *(stop for _, stop in found[:-1])]
+    assert value(found) == pytest.approx(best, rel=1e-9)
+
+
+def test_the_formula_on_one_device_is_microbatches_times_layers_and_one_transfer_less_than_two_stages() -> None:
+    problem = tiny_problem(1, 4)
+    spans = blocks(problem.workload)
+    for recompute in ("none", "full"):
+        plan = Amp().plan(problem, 1, 1, 1, 2, recompute)
+        seconds, _ = layer_costs(problem, spans, (), 2, recompute)
+        assert formula_s(plan, problem) == pytest.approx(2 * seconds.sum(), rel=1e-12)
+    two = tiny_problem(2, 4)
+    plan = Amp().plan(two, 1, 1, 2, 2, "none")
+    seconds, leaving = layer_costs(two, spans, (), 2, "none")
+    sent = crossing_s(two, leaving[0], (0,), (1,), 1)
+    assert formula_s(plan, two) == pytest.approx(seconds.sum() + max(seconds) + sent, rel=1e-12)
+
+
+def test_a_mixed_cluster_is_searched_and_simulated() -> None:
+    problem = ProblemSpec(
+        model="amp-gpt2",
+        cluster="p3.8xlarge:1x4+g4dn.12xlarge:1x4",
+        runtime="megatron-deepspeed",
+        global_batch=16,
+    ).load()
+    assert len(set(problem.gpu_types)) == 2
+    found = Amp(max_microbatch=1, recompute=("full",)).search(problem, Budget(evaluations=12))
+    result = simulate(found.best, problem, engine="compiled")
+    assert result.fits and result.iteration_time_s > 0
