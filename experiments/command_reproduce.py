@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.console import AsJson, Seed, console, messages, print_json, table
+from experiments.console import AsJson, Seed, comma_separated, console, messages, print_json, table
 
 ROWS_SHOWN = 60
 """Rows of a table on the terminal; its file has all."""
@@ -27,6 +27,9 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="A subset that takes seconds to a minute.")] = False,
     workers: Annotated[int, typer.Option(help="Processes; 0 for all cores.", min=0)] = 0,
     seed: Seed = 0,
+    searchers: Annotated[
+        str, typer.Option("--searcher", help="Your own on the leaderboard: path.py:Class, comma-separated.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Reproduce a figure or table of a paper: tables, figures, and a verdict on each claim.
@@ -60,6 +63,7 @@ def reproduce(
                 quick=quick,
                 workers=workers or os.cpu_count() or 1,
                 seed=seed,
+                searchers=comma_separated(searchers),
                 say=say,
             )
             try:

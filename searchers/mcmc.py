@@ -19,13 +19,16 @@ from searchers.budget import Budget
 from simulator.plan import Plan, Stage, run_lengths
 from simulator.problem import Problem
 
+SCORE_EVERY = 5_000
+"""Steps after which the best of a walk is scored in full, if it improved."""
+
 
 class FlexFlowMcmc(Searcher):
     """Metropolis search over the splits of every operator, all devices in one stage.
 
     FlexFlow has no pipeline of microbatches; gradients may be accumulated over microbatches, whose size the search
-    takes in turn. A walk is over nodes and edges of the shared cost tables, so a step costs microseconds; whenever
-    a walk has found something better, the plan is scored in full (that is what counts as an evaluation).
+    takes in turn. A walk is over nodes and edges of the shared cost tables, so a step costs microseconds; now and
+    then the best of a walk is scored in full (that is what counts as an evaluation).
 
     Args:
         steps: Proposals per microbatch size.
@@ -80,22 +83,22 @@ class FlexFlowMcmc(Searcher):
         graph = intra.graph(0, len(problem.workload))
         capacity = min(problem.capacity_bytes(device) for device in range(problem.num_devices))
         walk = Walk.start(graph, _most_batch(intra, len(problem.workload)), count, capacity, self.temperature)
-        best = walk.cost
-        self._score(ledger, intra, walk)
-        for _ in range(self.steps):
+        best, scored, chosen = walk.cost, walk.cost, list(walk.chosen)
+        self._score(ledger, intra, chosen)
+        for number in range(1, self.steps + 1):
             if ledger.spent:
                 return
             walk.step(random)
-            ledger.count("proposals")
-            if walk.cost < best * (1 - 1e-3):
-                best = walk.cost
-                self._score(ledger, intra, walk)
+            if walk.cost < best:
+                best, chosen = walk.cost, list(walk.chosen)
+            if number % SCORE_EVERY == 0 and best < scored:
+                scored = best
+                self._score(ledger, intra, chosen)
+        ledger.count("proposals", self.steps)
 
-    def _score(self, ledger: Ledger, intra: IntraOp, walk: Walk) -> None:
+    def _score(self, ledger: Ledger, intra: IntraOp, chosen: list[int]) -> None:
         problem = ledger.problem
-        shardings = [
-            intra.strategies(index)[choice] for index, choice in enumerate(walk.chosen)
-        ]
+        shardings = [intra.strategies(index)[choice] for index, choice in enumerate(chosen)]
         stage = Stage(
             operators=((0, len(problem.workload)),),
             devices=tuple(range(problem.num_devices)),

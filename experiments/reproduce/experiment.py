@@ -23,6 +23,7 @@ class Context:
         quick: Run a subset that takes seconds to a minute, with the same code.
         workers: Processes that may run at once.
         seed: For whatever is random.
+        searchers: A user's own searchers, ``path.py:Class``, for experiments that compare searchers.
         say: Takes a line of progress.
     """
 
@@ -31,6 +32,7 @@ class Context:
     quick: bool = False
     workers: int = 1
     seed: int = 0
+    searchers: tuple[str, ...] = ()
     say: Callable[[str], None] = print
 
     def data_file(self, relative: str) -> Path:

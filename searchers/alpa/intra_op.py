@@ -22,9 +22,10 @@ from simulator.plan import Axis, Sharding, resolve
 from workloads.kinds.base import FORWARD
 from workloads.placements import PARTIAL
 
-ATTRIBUTES = ("seconds", "sync_s", "state_bytes", "saved_bytes", "output_bytes")
+ATTRIBUTES = ("seconds", "sync_s", "state_bytes", "sharded_state_bytes", "saved_bytes", "output_bytes")
 """What a choice of strategies adds up besides its objective: seconds of one microbatch forward and backward,
-seconds of gradient synchronisation, model states, tensors kept for backward, what leaves the layer."""
+seconds of gradient synchronisation, model states (whole, and under ZeRO-2 over the batch axes), tensors kept for
+backward, what leaves the layer."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,12 @@ class IntraOpOptions:
 
     Attributes:
         recompute: Layers keep their inputs only and run forward again in backward.
-        zero: ZeRO stage over the batch axes: 0, or 2 where all-reduces become reduce-scatter and all-gather.
         counts_computation: Node costs include computation; without (as printed), only communication counts and
             heavy operators must not be replicated, which makes computation equal.
         free_axes: Operators may use any split on every axis, also where the batch is forced elsewhere.
     """
 
     recompute: bool = True
-    zero: int = 0
     counts_computation: bool = True
     free_axes: bool = False
 
@@ -96,9 +95,9 @@ class IntraOp:
             if size == 1:
                 axes.append([None])
             elif number == 0 and self.mesh.batch_forced and not self.options.free_axes:
-                axes.append([Axis("batch", size, self.options.zero)])
+                axes.append([Axis("batch", size)])
             else:
-                axes.append([Axis(name, size, self.options.zero if name == "batch" else 0) for name in table])
+                axes.append([Axis(name, size) for name in table])
         found: list[Sharding] = []
         repeats: list[Sharding] = []
         for choice in itertools.product(*axes):
@@ -191,7 +190,7 @@ class IntraOp:
         if not cost.includes_collectives:
             for phase, item in cost.internal:
                 communication += self.collective_s(item) * (forwards if phase == FORWARD else 1)
-        sync, states = 0.0, 0.0
+        sync, states, sharded = 0.0, 0.0, 0.0
         splits = costs.splits(index, sharding)
         for number, (_, elements) in enumerate(cost.parameters):
             summed = tuple(
@@ -201,15 +200,15 @@ class IntraOp:
             if summed:
                 num_bytes = float(elements * runtime.gradient_accumulation_bytes)
                 sync += self.collective_s(MeshCollective("all_reduce", mesh_sizes(sharding), summed, num_bytes))
-            cut = shards if self.options.zero else 1
-            states += elements * (
-                runtime.parameter_bytes + runtime.gradient_bytes + runtime.optimizer_bytes / cut
+            states += elements * runtime.state_bytes_per_parameter
+            sharded += elements * (
+                runtime.parameter_bytes + (runtime.gradient_bytes + runtime.optimizer_bytes) / shards
             )
         saved = sum(size for name, size in saved_tensors(costs.problem.workload, index, cost) if name in counted)
         seconds = computation + communication
         objective = sync / self.num_microbatches + (seconds if self.options.counts_computation else communication)
         leaving = sum(cost.output_bytes) if leaves_layer else 0.0
-        return objective, [seconds, sync, states, float(saved), float(leaving)]
+        return objective, [seconds, sync, states, sharded, float(saved), float(leaving)]
 
     def edge(self, producer: int, consumer: int) -> Array:
         """Return seconds of resharding, forward and backward: float64[strategies, strategies]."""

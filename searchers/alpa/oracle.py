@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -141,6 +141,7 @@ class CostModelOracle(Oracle):
         microbatch_size, num_microbatches: Samples of a microbatch over the mesh; how many.
         options: The intra-operator problem.
         cost: What asking costs.
+        zero: 0, or 2 where all-reduces of gradients become reduce-scatter and all-gather; times are the same.
     """
 
     costs: CostTables
@@ -149,11 +150,18 @@ class CostModelOracle(Oracle):
     num_microbatches: int
     options: IntraOpOptions
     cost: SearchCost = field(default_factory=SearchCost)
+    zero: int = 0
 
     def __post_init__(self) -> None:
         super().__init__(self.spans, self.cost)
         self._solvers: dict[LogicalMesh, StageSolver] = {}
         self._tables: dict[LogicalMesh, StageCosts] = {}
+
+    def sharding_states(self) -> CostModelOracle:
+        """Return the same oracle with model states sharded over the batch axes; measurements are shared."""
+        other = replace(self, zero=2)
+        other._solvers, other._tables, other._asked = self._solvers, self._tables, self._asked
+        return other
 
     def solver(self, mesh: LogicalMesh) -> StageSolver:
         """Return the solver of a mesh."""
@@ -173,7 +181,7 @@ class CostModelOracle(Oracle):
         kept = table.output_bytes if recompute else table.saved_bytes
         return StageCost(
             float(table.seconds[first, last]),
-            float(table.state_bytes[first, last]),
+            float((table.sharded_state_bytes if self.zero else table.state_bytes)[first, last]),
             float(kept[first, last]),
             float(table.layer_bytes[first, last]) if recompute else 0.0,
         )
@@ -182,4 +190,10 @@ class CostModelOracle(Oracle):
         self, mesh: LogicalMesh, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
     ) -> list[Sharding]:
         """Return the optimum's shardings."""
-        return self.solver(mesh).assignment(first, last, solver, room)
+        if room is not None:
+            room = room._replace(sharded=self.zero > 0)
+        chosen = self.solver(mesh).assignment(first, last, solver, room)
+        return [
+            tuple(axis._replace(zero=self.zero) if axis.split == "batch" else axis for axis in sharding)
+            for sharding in chosen
+        ]

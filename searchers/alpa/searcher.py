@@ -39,7 +39,7 @@ class Alpa(Searcher):
         min_microbatch, max_microbatch: Microbatches over a whole mesh, in samples; powers of two between.
         recompute: Rematerialisation: off, on, in the order tried.
         zero: Whole-model choice between replicated (0) and sharded (2) model states.
-        submesh_space: ``all`` or ``power_of_two`` numbers of nodes.
+        submesh_space: ``power_of_two`` numbers of nodes, as its benchmark suites, or ``all``.
         free_axes: See `IntraOpOptions`.
         counts_computation: See `IntraOpOptions`.
         solver: Of the stages that are chosen: ``elimination`` or ``milp`` (no memory limit, as published), or
@@ -62,7 +62,7 @@ class Alpa(Searcher):
         max_microbatch: int = 64,
         recompute: tuple[bool, ...] = (True, False),
         zero: tuple[int, ...] = (0, 2),
-        submesh_space: SubmeshSpace = "all",
+        submesh_space: SubmeshSpace = "power_of_two",
         free_axes: bool = False,
         counts_computation: bool = True,
         solver: Solver = "elimination",
@@ -100,10 +100,13 @@ class Alpa(Searcher):
         spans = self.layers(problem)
         meshes = self.meshes(problem)
         for microbatch, options in self.grid(problem):
-            if ledger.spent:
-                break
-            oracle = self.oracle(problem, spans, microbatch, options, cost, seed)
-            self._search_point(ledger, oracle, meshes, microbatch, options)
+            num_microbatches = problem.global_batch // microbatch
+            model = CostModelOracle(cost_tables(problem), spans, microbatch, num_microbatches, options, cost)
+            for zero in self.zero:
+                if ledger.spent:
+                    break
+                oracle = self.oracle(model.sharding_states() if zero else model, seed)
+                self._search_point(ledger, oracle, meshes, microbatch, options)
         ledger.counters.update(cost.counters())
         ledger.counters["layers"] = len(spans)
         return ledger.result()
@@ -167,27 +170,16 @@ class Alpa(Searcher):
         return [list(logical_meshes(submesh)) for submesh in submeshes(cluster_, self.submesh_space)]
 
     def grid(self, problem: Problem) -> Iterator[tuple[int, IntraOpOptions]]:
-        """Yield the outer grid: microbatch sizes (powers of two), rematerialisation, sharding of states."""
+        """Yield the outer grid: microbatch sizes (powers of two) and rematerialisation."""
         microbatch = self.min_microbatch
         while microbatch <= min(self.max_microbatch, problem.global_batch):
             if problem.global_batch % microbatch == 0:
                 for recompute in self.recompute:
-                    for zero in self.zero:
-                        yield microbatch, IntraOpOptions(recompute, zero, self.counts_computation, self.free_axes)
+                    yield microbatch, IntraOpOptions(recompute, self.counts_computation, self.free_axes)
             microbatch *= 2
 
-    def oracle(
-        self,
-        problem: Problem,
-        spans: Spans,
-        microbatch: int,
-        options: IntraOpOptions,
-        cost: SearchCost,
-        seed: int,
-    ) -> Oracle:
+    def oracle(self, model: CostModelOracle, seed: int) -> Oracle:
         """Return what answers for stages."""
-        num_microbatches = problem.global_batch // microbatch
-        model = CostModelOracle(cost_tables(problem), spans, microbatch, num_microbatches, options, cost)
         exact: Oracle = SimulatorOracle(model) if self.stage_oracle == "simulator" else model
         if self.relative_noise == 0 and self.contention == 0:
             return exact

@@ -30,10 +30,12 @@ class Room(NamedTuple):
     Attributes:
         limit_bytes: Of one device, working memory already taken off.
         microbatches_in_flight: Microbatches between forward and backward.
+        sharded: Model states are sharded over the batch axes.
     """
 
     limit_bytes: float
     microbatches_in_flight: int
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class StageCosts:
         objective: What the intra-operator problem minimises.
         seconds: One microbatch, forward and backward.
         sync_s: Synchronisation of gradients, once per iteration.
-        state_bytes, saved_bytes, output_bytes: Sums over the interval.
+        state_bytes, sharded_state_bytes, saved_bytes, output_bytes: Sums over the interval.
         layer_bytes: Largest ``saved_bytes`` of one layer.
     """
 
@@ -54,6 +56,7 @@ class StageCosts:
     seconds: Array
     sync_s: Array
     state_bytes: Array
+    sharded_state_bytes: Array
     saved_bytes: Array
     output_bytes: Array
     layer_bytes: Array
@@ -132,7 +135,8 @@ class StageSolver:
     def _with_memory(self, graph: StrategyGraph, room: Room) -> StrategyGraph:
         """Return the graph with one attribute: bytes of the stage with its microbatches in flight."""
         kept = "output_bytes" if self.problem.options.recompute else "saved_bytes"
-        rows = [ATTRIBUTES.index("state_bytes"), ATTRIBUTES.index(kept)]
+        states = "sharded_state_bytes" if room.sharded else "state_bytes"
+        rows = [ATTRIBUTES.index(states), ATTRIBUTES.index(kept)]
         weights = np.array([1.0, float(room.microbatches_in_flight)])
         return StrategyGraph(
             graph.costs, graph.edges, [(weights @ table[rows])[np.newaxis] for table in graph.attributes]

@@ -1,0 +1,83 @@
+"""The leaderboard's pictures: a heat map, mean times with intervals, and convergence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.reproduce.leaderboard.table import per_problem
+
+WORST_SHOWN = 2.0
+
+
+def heat_map(frame: pd.DataFrame, order: Sequence[str]) -> Figure:
+    """Draw relative time per searcher and problem; a word where there is no plan."""
+    wide = per_problem(frame).reindex(list(order))
+    figure = Figure(figsize=(1.8 + 0.72 * len(wide.columns), 1.8 + 0.36 * len(wide)))
+    axes = figure.subplots()
+    cells = wide.to_numpy(dtype=float)
+    values = np.log(cells)
+    # viridis reversed: dark is slow; readable without colour by the numbers in the cells.
+    axes.imshow(np.ma.masked_invalid(values), cmap="viridis_r", vmin=0, vmax=np.log(WORST_SHOWN), aspect="auto")
+    statuses = frame.groupby(["searcher", "problem"])["status"].first()
+    for row, searcher in enumerate(wide.index):
+        for column, problem in enumerate(wide.columns):
+            value = float(cells[row, column])
+            if np.isfinite(value):
+                dark = value > 1.5
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7,
+                          color="white" if dark else "black")  # fmt: skip
+            else:
+                word = _SHORT.get(str(statuses.get((searcher, problem), "")), "")
+                axes.text(column, row, word, ha="center", va="center", fontsize=6, color="0.35")
+    axes.set_xticks(range(len(wide.columns)), wide.columns, rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(range(len(wide)), wide.index, fontsize=8)
+    axes.set_title("iteration time / that of the best plan known (1.00 is best)", fontsize=9)
+    return figure
+
+
+_SHORT = {"out of memory": "OOM", "no plan": "no plan", "not applicable": "n/a", "failed": "failed"}
+
+
+def mean_times(ranking: pd.DataFrame) -> Figure:
+    """Draw each searcher's geometric mean with its interval, and how many problems it is over."""
+    shown = ranking.dropna(subset=["relative_time"]).iloc[::-1]
+    figure = Figure(figsize=(7, 1.2 + 0.32 * len(shown)))
+    axes = figure.subplots()
+    centre = shown["relative_time"].to_numpy(dtype=float)
+    low, high = shown["low"].to_numpy(dtype=float), shown["high"].to_numpy(dtype=float)
+    axes.errorbar(centre, range(len(shown)), xerr=[centre - low, high - centre], fmt="o", color="#0072B2", capsize=3)
+    for position, (solved, problems) in enumerate(zip(shown["solved"], shown["problems"], strict=True)):
+        axes.annotate(f" {solved}/{problems}", (high[position], position), fontsize=7, va="center")
+    axes.set_yticks(range(len(shown)), shown["searcher"], fontsize=8)
+    axes.axvline(1.0, color="0.6", linewidth=0.8)
+    axes.set_xlabel("iteration time / best known, geometric mean over problems solved, 95 % interval")
+    figure.tight_layout()
+    return figure
+
+
+def convergence(histories: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
+    """Draw the objective over evaluations, relative to where each search ended, median over problems.
+
+    Args:
+        histories: Searcher to ``(evaluations, objective / last objective)`` steps, all problems.
+    """
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    longest = max(step for steps in histories.values() for step, _ in steps)
+    grid = np.unique(np.geomspace(1, longest + 1, 60).astype(int))
+    styles = ["-", "--", ":", "-."]
+    for number, (searcher, steps) in enumerate(histories.items()):
+        curve = []
+        for evaluations in grid:
+            seen = [value for step, value in steps if step <= evaluations]
+            curve.append(np.median(seen) if seen else np.nan)
+        axes.plot(grid, curve, styles[number // 10 % 4], label=searcher, linewidth=1.2)
+    axes.set_xscale("log")
+    axes.set_xlabel("evaluations")
+    axes.set_ylabel("objective / objective at the end")
+    axes.legend(fontsize=7, ncols=2)
+    return figure
