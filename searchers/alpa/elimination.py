@@ -47,26 +47,35 @@ def _eliminate(
     sizes = {
         variable: factor.cost.shape[axis] for factor in factors for axis, variable in enumerate(factor.variables)
     }
-    left = set(sizes) - set(keep)
     neighbours: dict[int, set[int]] = {variable: set() for variable in sizes}
+    holders: dict[int, dict[int, Factor]] = {variable: {} for variable in sizes}
     for factor in factors:
         for variable in factor.variables:
             neighbours[variable].update(factor.variables)
-    while left:
+            holders[variable][id(factor)] = factor
+    alive = {id(factor): factor for factor in factors}
+    entries = {v: prod(sizes[u] for u in neighbours[v]) for v in sizes if v not in keep}
+    while entries:
         # Ties by number, so that the result does not depend on hashing.
-        variable = min(left, key=lambda v: (prod(sizes[u] for u in neighbours[v]), v))
-        entries = prod(sizes[u] for u in neighbours[variable])
-        if entries > LARGEST_TABLE:
+        variable = min(entries, key=lambda v: (entries[v], v))
+        if entries[variable] > LARGEST_TABLE:
             raise ValueError(
-                f"elimination needs a table of {entries:,} entries, at most {LARGEST_TABLE:,} are allowed; use the MILP"
+                f"elimination needs a table of {entries[variable]:,} entries, at most {LARGEST_TABLE:,} are allowed; "
+                "use the MILP"
             )
-        touched = [factor for factor in factors if variable in factor.variables]
-        factors = [factor for factor in factors if variable not in factor.variables]
+        touched = list(holders[variable].values())
         reduced, chosen = minimised(join(touched), variable)
         trail.append((variable, reduced.variables, chosen))
-        factors.append(reduced)
-        left.remove(variable)
+        for factor in touched:
+            del alive[id(factor)]
+            for other in factor.variables:
+                del holders[other][id(factor)]
+        alive[id(reduced)] = reduced
+        del entries[variable]
         around = set(reduced.variables)
         for other in around:
+            holders[other][id(reduced)] = reduced
             neighbours[other] = (neighbours[other] | around) - {variable}
-    return join(factors)
+            if other in entries:
+                entries[other] = prod(sizes[u] for u in neighbours[other])
+    return join(list(alive.values()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -42,6 +43,20 @@ class IntraOpOptions:
     recompute: bool = True
     counts_computation: bool = True
     free_axes: bool = False
+
+
+@lru_cache(maxsize=4)
+def saved_first(costs: CostTables) -> dict[int, tuple[str, ...]]:
+    """Return per operator the tensors that it is the first to keep: a tensor kept twice counts once."""
+    workload = costs.problem.workload
+    gpu_type = costs.problem.hardware.gpu_type(0)
+    seen: set[str] = set()
+    found: dict[int, tuple[str, ...]] = {}
+    for index in range(len(workload)):
+        names = [name for name, _ in saved_tensors(workload, index, costs.operator(index, (), 1, gpu_type))]
+        found[index] = tuple(name for name in dict.fromkeys(names) if name not in seen)
+        seen.update(names)
+    return found
 
 
 class IntraOp:
@@ -153,7 +168,7 @@ class IntraOp:
             leaves_layer: Later layers read its output, so recomputation keeps it.
         """
         workload = self.costs.problem.workload
-        counted = tuple(name for name, owner in self._saved_by.items() if owner == index)
+        counted = saved_first(self.costs).get(index, ())
         key = (
             workload.signatures[index],
             leaves_layer,
@@ -166,18 +181,6 @@ class IntraOp:
                 np.array([values for _, values in columns]).T.reshape(len(ATTRIBUTES), len(columns)),
             )
         return self._nodes[key]
-
-    @property
-    def _saved_by(self) -> dict[str, int]:
-        """Tensor to the first operator that keeps it: a tensor kept twice counts once."""
-        if not hasattr(self, "_owners"):
-            self._owners: dict[str, int] = {}
-            workload = self.costs.problem.workload
-            for index in range(len(workload)):
-                cost = self.costs.operator(index, (), self.microbatch_size, self.gpu_type)
-                for name, _ in saved_tensors(workload, index, cost):
-                    self._owners.setdefault(name, index)
-        return self._owners
 
     def _choice(
         self, index: int, sharding: Sharding, leaves_layer: bool, counted: Sequence[str]
