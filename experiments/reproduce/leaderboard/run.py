@@ -69,7 +69,18 @@ def run(context: Context) -> Report:
 
 
 def _searchers(context: Context) -> tuple[str, ...]:
-    return (*(name for name in searcher_names() if name not in LEFT_OUT), *context.searchers)
+    own = tuple(_brought(context, reference) for reference in context.searchers)
+    return (*(name for name in searcher_names() if name not in LEFT_OUT), *own)
+
+
+def _brought(context: Context, reference: str) -> str:
+    """Return a user's searcher as a name beside the sweep's spec, where its file is copied to."""
+    file_name, _, class_name = reference.rpartition(".py:")
+    path = Path(f"{file_name}.py")
+    if not class_name or not path.is_file():
+        raise ValueError(f"a searcher of one's own must be path/to/file.py:Class, got {reference!r}")
+    write_text_atomically(context.scratch / path.name, path.read_text(encoding="utf-8"))
+    return f"{path.name}:{class_name}"
 
 
 def searched(

@@ -1,0 +1,143 @@
+"""The leaderboard: its table is what theory says, repeats byte for byte, resumes, and takes a user's searcher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments.reproduce.experiment import Context, Report
+from experiments.reproduce.leaderboard import ablations, objective, run
+from experiments.reproduce.leaderboard.problems import NamedProblem, load_problems, sweep_text
+from experiments.reproduce.leaderboard.table import per_problem, ranking, with_problems
+from experiments.sweep import load_sweep
+
+TINY = tuple(
+    NamedProblem(
+        name=f"tiny-{batch}",
+        values=(
+            ("model", "gpt3-350m"),
+            ("cluster", "v100-32g-dgx1:1x2"),
+            ("runtime", "megatron-lm-2021"),
+            ("global_batch", batch),
+        ),
+        source="none",
+        quick=True,
+    )
+    for batch in (8, 16)
+)
+SEARCHERS = ("megatron-grid", "ddp", "deepspeed-3d")
+MINE = '''
+import windtunnel as wt
+
+
+class Mine(wt.CandidateSearcher):
+    """Two stages."""
+
+    name = "mine"
+    paper = "none"
+
+    def candidates(self, problem, random, ledger):
+        yield wt.uniform_plan(problem, pp=2, microbatch=1)
+'''
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "load_problems", lambda: TINY)
+    for module in (run, ablations, objective):
+        monkeypatch.setattr(module, "searcher_names", lambda: SEARCHERS)
+
+
+def context(folder: Path, *searchers: str) -> Context:
+    folder.mkdir(exist_ok=True)
+    return Context(None, folder, quick=True, workers=1, searchers=searchers, say=lambda line: None)
+
+
+def repeatable(report: Report) -> str:
+    """Return all tables but the seconds of searching, as text."""
+    return "\n".join(frame.to_csv() for name, frame in report.tables.items() if name != "search_times")
+
+
+def test_it_repeats_byte_for_byte_and_resumes_with_a_users_searcher(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    first = run.run(context(tmp_path / "a", f"{mine}:Mine"))
+    again = run.run(context(tmp_path / "b", f"{mine}:Mine"))
+    assert repeatable(first) == repeatable(again)
+    runs = sorted((tmp_path / "a" / "sweep" / "runs").glob("*.json"))
+    assert len(runs) == 2 * 4
+    kept = {path: path.stat().st_mtime_ns for path in runs[2:]}
+    for path in runs[:2]:  # as if it had been killed before these two ended
+        path.unlink()
+    resumed = run.run(context(tmp_path / "a", f"{mine}:Mine"))
+    assert repeatable(resumed) == repeatable(first)
+    assert all(path.stat().st_mtime_ns == moment for path, moment in kept.items())
+    table = first.tables["ranking"].set_index("searcher")
+    assert table.loc["mine.py:Mine", "solved"] == 2
+    assert table.loc["deepspeed-3d", "not_applicable"] == 2  # it needs four devices, and says so itself
+    assert first.verdicts[0].holds
+    assert set(first.figures) == {"heat_map", "mean_times", "convergence"}
+    json.dumps(first.tables["runs"].to_dict("records"), default=str)
+
+
+def test_ablations_judge_the_same_plans_again(tmp_path: Path) -> None:
+    report = ablations.run(context(tmp_path / "a"))
+    plans = report.tables["plans"]
+    full = plans[plans["without"] == "none"]["iteration_time_s"].to_numpy()
+    for effect in ablations.EFFECTS:
+        less = plans[plans["without"] == effect]["iteration_time_s"].to_numpy()
+        assert (less <= full * (1 + 1e-9)).all()
+    assert set(report.tables["changes"]["without"]) == set(ablations.EFFECTS)
+
+
+def test_relative_times_ranks_and_failures() -> None:
+    rows = []
+    for batch, times in ((8, (1.0, 2.0, None)), (16, (4.0, 1.0, None))):
+        for searcher, seconds in zip(("a", "b", "c"), times, strict=True):
+            rows.append(
+                {
+                    **dict(TINY[0].values),
+                    "global_batch": batch,
+                    "searcher": searcher,
+                    "status": "ok" if seconds else "no plan",
+                    "iteration_time_s": seconds,
+                    "evaluations": 5,
+                }
+            )
+    frame = with_problems(pd.DataFrame(rows), TINY)
+    assert per_problem(frame).loc["a"].tolist() == [1.0, 4.0]
+    table = ranking(frame, seed=0).set_index("searcher")
+    assert list(table.index) == ["b", "a", "c"]
+    assert table.loc["a", "relative_time"] == pytest.approx(2.0)
+    assert table.loc["b", "relative_time"] == pytest.approx(np.sqrt(2.0))
+    assert table.loc["a", "low"] == 1.0 and table.loc["a", "high"] == 4.0
+    assert table.loc["c", "solved"] == 0 and table.loc["c", "no_plan"] == 2
+
+
+def test_the_problem_set_is_as_wide_as_it_should_be(tmp_path: Path) -> None:
+    problems = load_problems()
+    assert len(problems) >= 16
+    values = [dict(problem.values) for problem in problems]
+    assert any("+" in value["cluster"] for value in values)
+    assert any(value["model"] == "gpt-scale-1024" for value in values)
+    assert sum(problem.quick for problem in problems) >= 3
+    spec = tmp_path / "all.yaml"
+    spec.write_text(sweep_text(problems, ("ddp",), evaluations=1, stochastic=(), seeds=1, seed=0))
+    assert len(load_sweep(spec).jobs) == len(problems)  # every name in the file exists
+
+
+def test_a_searcher_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="path/to/file.py:Class"):
+        run.run(context(tmp_path / "a", "nowhere.py:Mine"))
+
+
+def test_a_file_with_equal_names_is_refused(tmp_path: Path) -> None:
+    row = "{name: a, model: gpt3-350m, cluster: 'v100-32g-dgx1:1x2', runtime: alpa, global_batch: 8, source: none}"
+    path = tmp_path / "problems.yaml"
+    path.write_text(f"problems:\n  - {row}\n  - {row}\n")
+    with pytest.raises(ValueError, match="different names"):
+        load_problems(path)
