@@ -18,7 +18,7 @@ def describe_plan(plan: Plan) -> str:
     >>> describe_plan(Plan(tuple(stages), microbatch_size=2, num_microbatches=8))
     'pp 4, microbatch 2 x 8'
     """
-    degrees = list(dict.fromkeys(_degrees(stage) for stage in plan.stages))
+    degrees = list(dict.fromkeys(stage_degrees(stage) for stage in plan.stages))
     num_ranks = len(set(plan.rank_of_stage))
     words = []
     if len(degrees) == 1:
@@ -27,7 +27,7 @@ def describe_plan(plan: Plan) -> str:
         words += [f"pp {num_ranks}"] if num_ranks > 1 else []
         words += [f"dp {dp}" + (f" ZeRO-{zero}" if zero else "")] if dp > 1 else []
     else:
-        shapes = "|".join("x".join(map(str, _degrees(stage)[:2])) for stage in plan.stages)
+        shapes = "|".join("x".join(map(str, stage_degrees(stage)[:2])) for stage in plan.stages)
         words.append(f"pp {num_ranks} (tp x dp {shapes})")
     if not words:
         words.append("1 device")
@@ -42,7 +42,7 @@ def describe_plan(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _degrees(stage: Stage) -> tuple[int, int, int]:
+def stage_degrees(stage: Stage) -> tuple[int, int, int]:
     """Return the tensor degree, data degree and ZeRO level that most of a stage's operators have."""
     counts: dict[tuple[int, int, int], int] = {}
     for count, sharding in stage.shardings:

@@ -74,13 +74,13 @@ class Report:
 
     Attributes:
         tables: By name; ours beside the paper's, units in the column names.
-        figures: By name.
+        figures: By name; matplotlib's, or the bytes of a PNG file.
         verdicts: On the paper's claims.
         notes: What a reader must know to read the tables.
     """
 
     tables: Mapping[str, pd.DataFrame]
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    figures: Mapping[str, Figure | bytes] = field(default_factory=dict)
     verdicts: Sequence[Verdict] = ()
     notes: Sequence[str] = ()
 

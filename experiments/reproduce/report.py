@@ -1,4 +1,4 @@
-"""Writing what an experiment found: tables as CSV, figures as PNG, all of it as one Markdown page and JSON."""
+"""Writing what an experiment found: tables as CSV, figures as PNG, all of it as one page (HTML, Markdown) and JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
 from experiments.compare_files import versions
 from experiments.reproduce.experiment import Experiment, Report
+from experiments.reproduce.page import page
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 def write_report(folder: Path, experiment: Experiment, report: Report) -> list[Path]:
     """Write a report.
 
     Args:
-        folder: Gets ``NAME.csv`` per table, ``NAME.png`` per figure, ``report.md`` and ``report.json``.
+        folder: Gets ``NAME.csv`` per table, ``NAME.png`` per figure, ``report.html`` (one self-contained file),
+            ``report.md`` and ``report.json``.
         experiment: What was run.
         report: What it found.
 
@@ -27,18 +30,26 @@ def write_report(folder: Path, experiment: Experiment, report: Report) -> list[P
         The files, the page first.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / "report.md", folder / "report.json"]
+    files = [folder / "report.html", folder / "report.md", folder / "report.json"]
     for name, frame in report.tables.items():
         files.append(folder / f"{name}.csv")
         write_text_atomically(files[-1], frame.to_csv(index=False))
-    for name, figure in report.figures.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
+    pictures = {name: _png(figure) for name, figure in report.figures.items()}
+    for name, picture in pictures.items():
         files.append(folder / f"{name}.png")
-        write_bytes_atomically(files[-1], buffer.getvalue())
-    write_text_atomically(files[0], markdown(experiment, report))
-    write_text_atomically(files[1], dump_json(to_mapping(experiment, report)))
+        write_bytes_atomically(files[-1], picture)
+    write_text_atomically(files[0], page(experiment, report, pictures, text_cell))
+    write_text_atomically(files[1], markdown(experiment, report))
+    write_text_atomically(files[2], dump_json(to_mapping(experiment, report)))
     return files
+
+
+def _png(figure: Figure | bytes) -> bytes:
+    if isinstance(figure, bytes):
+        return figure
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
+    return buffer.getvalue()
 
 
 def to_mapping(experiment: Experiment, report: Report) -> dict[str, Any]:

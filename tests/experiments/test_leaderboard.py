@@ -80,7 +80,8 @@ def test_it_repeats_byte_for_byte_and_resumes_with_a_users_searcher(tmp_path: Pa
     assert table.loc["mine.py:Mine", "solved"] == 2
     assert table.loc["deepspeed-3d", "not_applicable"] == 2  # it needs four devices, and says so itself
     assert first.verdicts[0].holds
-    assert set(first.figures) == {"heat_map", "mean_times", "convergence"}
+    drawn = {"heat_map", "mean_times", "convergence", "best_plans", "timeline_tiny-8", "memory_tiny-8"}
+    assert drawn <= set(first.figures)
     json.dumps(first.tables["runs"].to_dict("records"), default=str)
 
 
@@ -131,7 +132,7 @@ def test_the_problem_set_is_as_wide_as_it_should_be(tmp_path: Path) -> None:
 
 
 def test_a_searcher_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="path/to/file.py:Class"):
+    with pytest.raises(ValueError, match=r"path/to/file\.py:Class"):
         run.run(context(tmp_path / "a", "nowhere.py:Mine"))
 
 

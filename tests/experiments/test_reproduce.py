@@ -21,7 +21,7 @@ def run(context: Context) -> Report:
     axes.plot([1, 2])
     plt.close(figure)
     return Report(
-        tables={"cells": pd.DataFrame({"model": ["a|b", "c"], "ours_s": [1.23456, float("nan")]})},
+        tables={"cells": pd.DataFrame({"model": ["a|b", "<b>"], "ours_s": [1.23456, float("nan")]})},
         figures={"curve": figure},
         verdicts=[Verdict("a claim", "ours <= 2", "1.23", True), Verdict("another", "n > 1", "1", None)],
         notes=["a note"],
@@ -52,6 +52,9 @@ def test_a_report_is_written_with_tables_figures_and_verdicts(tmp_path: Path) ->
     folder = tmp_path / "paper-one"
     assert (folder / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert pd.read_csv(folder / "cells.csv")["ours_s"][0] == 1.23456
+    html = (folder / "report.html").read_text()
+    assert "data:image/png;base64," in html and "http:" not in html and "https:" not in html
+    assert "&lt;b&gt;" in html and "<b>" not in html  # what comes from outside is escaped
     assert "a\\|b" in (folder / "report.md").read_text()
     assert json.loads((folder / "report.json").read_text())["tables"]["cells"][1]["ours_s"] is None
 

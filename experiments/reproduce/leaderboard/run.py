@@ -13,6 +13,7 @@ from datafiles.writer import write_text_atomically
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.leaderboard.causes import losses
 from experiments.reproduce.leaderboard.figures import convergence, heat_map, mean_times
+from experiments.reproduce.leaderboard.plans import boxes, pictures
 from experiments.reproduce.leaderboard.problems import NamedProblem, load_problems, sweep_text
 from experiments.reproduce.leaderboard.table import per_problem, ranking, with_problems
 from experiments.sweep import Progress, Sweep, load_sweep, open_workers
@@ -50,6 +51,8 @@ def run(context: Context) -> Report:
             "heat_map": heat_map(frame, names),
             "mean_times": mean_times(order),
             "convergence": convergence(_histories(frame, folder)),
+            "best_plans": boxes(frame, folder / "plans"),
+            **pictures(frame, folder / "plans"),
         },
         verdicts=[
             Verdict(
