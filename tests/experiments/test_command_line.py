@@ -40,8 +40,7 @@ def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 def test_help_shows_every_command_and_every_command_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     _, overview, _ = run(capsys, "--help")
     commands = [command.name for command in app.registered_commands]
-    tour = ["list", "plan", "search", "simulate", "diff", "compare", "sweep", "profile", "validate", "accuracy"]
-    assert commands == tour
+    assert {"list", "plan", "search", "simulate", "diff", "compare", "import-plan", "reproduce"} <= set(commands)
     for command in commands:
         assert command in overview
         assert f"Example: windtunnel {command}" in run(capsys, command, "--help")[1]
@@ -64,7 +63,7 @@ def test_help_loads_nothing_heavy() -> None:
         ("clusters", "v100-32g-dgx1"),
         ("runtimes", "megatron-lm-2021"),
         ("searchers", "megatron-grid"),
-        ("experiments", "compare"),
+        ("experiments", "mpe-counts"),
         ("effects", "overlap-slowdown"),
     ],
 )
