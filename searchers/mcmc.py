@@ -74,8 +74,8 @@ class FlexFlowMcmc(Searcher):
         per_node = cluster.devices_per_node
         count = problem.global_batch // microbatch
         mesh = LogicalMesh(Submesh(cluster.num_nodes, per_node), cluster.num_nodes, per_node, batch_forced=False)
-        if mesh.num_devices != problem.num_devices:
-            raise ValueError("one stage over all devices needs nodes of equal size")
+        if len(cluster.gpu_types) > 1 or mesh.num_devices != problem.num_devices:
+            raise ValueError(f"one stage over all devices needs nodes of one kind and size, got {cluster.name}")
         intra = IntraOp(cost_tables(problem), mesh, microbatch, count, IntraOpOptions(recompute=False, free_axes=True))
         if not all(intra.strategies(index) for index in range(len(problem.workload))):
             ledger.refuse(f"a microbatch of {microbatch} samples cannot be split over {mesh.num_devices} devices")

@@ -67,9 +67,12 @@ def submeshes(cluster: Cluster, space: SubmeshSpace = "all") -> tuple[Submesh, .
         space: ``all`` takes every number of nodes, ``power_of_two`` only powers of two.
 
     Raises:
-        ValueError: If GPUs per node is no power of two (the theorem that such shapes always tile needs it).
+        ValueError: If nodes differ, or GPUs per node is no power of two (the theorem that such shapes always tile
+            needs it).
     """
     per_node, nodes = cluster.devices_per_node, cluster.num_nodes
+    if len(cluster.gpu_types) > 1 or any(node.num_devices != per_node for node in cluster.nodes):
+        raise ValueError(f"submeshes need nodes of one kind and size, got {cluster.name}")
     if per_node & (per_node - 1):
         raise ValueError(f"Alpa's submeshes need GPUs per node that are a power of two, got {per_node}")
     inside = [Submesh(1, 1 << power) for power in range(per_node.bit_length())]

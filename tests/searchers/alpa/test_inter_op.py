@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ from hypothesis import strategies as st
 
 from hardware_models.cluster import parse_cluster
 from searchers.alpa.clustering import cluster
+from searchers.alpa.import_plan import import_plan
 from searchers.alpa.inter_op import best_pipeline
 from searchers.alpa.meshes import Submesh, all_logical_meshes, logical_meshes, submeshes
 from searchers.alpa.oracle import StageCost
 from searchers.alpa.searcher import Alpa
 from searchers.alpa.stage_table import max_successors, placed
+from simulator.problem import ProblemSpec
+from simulator.validate import validate
 from tests.searchers.tiny import tiny_problem
 from workloads.registry import build_workload
 
@@ -132,3 +136,33 @@ def test_the_three_solvers_find_plans_and_the_exact_two_agree() -> None:
     objectives = {solver: result.plans[0].objective for solver, result in found.items()}
     assert objectives["milp"] == pytest.approx(objectives["elimination"], rel=1e-6)
     assert objectives["pareto"] >= objectives["elimination"] * (1 - 1e-9)
+
+
+def test_mixed_clusters_are_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="nodes of one kind"):
+        submeshes(parse_cluster("p3.8xlarge:1x4+g4dn.12xlarge:1x4"))
+    with pytest.raises(ValueError, match="nodes of one kind"):
+        submeshes(parse_cluster("v100-32g-dgx1:1x8+v100-32g-dgx1:1x4"))
+
+
+STATED = '''{"n_auto_layers": 6, "layers": [[0, 1, 2], [3, 4, 5]], "submesh": [[1, 2], [1, 2]],
+"logical": [[2, 1], [2, 1]], "force_dp": [1, 1], "num_microbatches": 8}'''
+
+
+def test_a_stated_plan_is_imported(tmp_path: Path) -> None:
+    problem = ProblemSpec(model="alpa-gpt-1.3b", cluster="p3.16xlarge:1x4", runtime="alpa", global_batch=64).load()
+    path = tmp_path / "plan.json"
+    path.write_text(STATED)
+    plan = import_plan(path, problem)
+    validate(plan, problem)
+    assert [stage.devices for stage in plan.stages] == [(0, 1), (2, 3)]
+    assert plan.num_microbatches == 8 and plan.microbatch_size == 8
+    for wrong, message in (
+        (STATED.replace('"num_microbatches": 8', '"num_microbatches": 7'), "divisor of the global batch"),
+        (STATED.replace("[1, 1], ", "[1, 0], "), "force_dp"),
+        (STATED.replace("[[1, 2], [1, 2]]", "[[1, 4], [1, 2]]"), "equal sizes"),
+        (STATED.replace('"n_auto_layers": 6', '"n_auto_layers": 7'), "n_auto_layers"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            import_plan(path, problem)
