@@ -201,6 +201,32 @@ class ProgramBuilder:
                 self._reduce(bucket)
         return self.items
 
+    def operator_alone(self, index: int) -> tuple[list[Item], list[Item], dict[int, list[Item]]]:
+        """Return what one operator adds to the passes of its stage.
+
+        Returns:
+            Items of its forward pass; of its backward pass; and, by input, those of the forward pass that a
+            segment which the input enters from outside does not run again.
+        """
+        self.items = []
+        self._run_forward([index], "forward", {})
+        forward, self.items = self.items, []
+        if not self.view.costs.problem.runtime.keeps_gathered_inputs:
+            for _, item in self.view.gathered_inputs(index):
+                self._collective(item, index)
+        self._compute("backward", index, GRADIENTS)
+        self._backward_collectives(index)
+        backward, entering = self.items, dict[int, list[Item]]()
+        view = self.view
+        for phase, item, owner, position in view.costs.input_collectives(
+            index, view.shardings.get, view.samples(index), view.gpu_type
+        ):
+            if phase == FORWARD and item.collective in REDUCTIONS and not self._cost(owner).includes_collectives:
+                self.items = []
+                self._collective(item, index)
+                entering.setdefault(position, []).extend(self.items)
+        return forward, backward, entering
+
     def _run_forward(self, operators: list[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
         inside = set(operators) if cause == "recompute" else None
         for index in operators:
@@ -263,6 +289,12 @@ class ProgramBuilder:
                 if PARTIAL in have and not served:
                     for item in reshard(sizes, have, sizes, settled(have), cost.input_bytes[position]):
                         self._collective(item, index)
+
+    def output_settled(self, tensor: str) -> list[Item]:
+        """Return what makes a tensor whole that leaves the stage and that nothing in it reads."""
+        self.items = []
+        self._settle_output(tensor)
+        return self.items
 
     def _settle_output(self, tensor: str) -> None:
         view = self.view
