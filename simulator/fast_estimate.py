@@ -97,7 +97,7 @@ class FastEstimator:
         self._strategy_list: list[Sharding] = []
         self._placements: dict[tuple[int, ...], int] = {}
         self._placement_list: list[tuple[int, ...]] = []
-        self._shapes, self._forms = Interner(), Interner()
+        self._shapes, self._forms, self._aliases = Interner(), Interner(), Interner()
         nodes = problem.hardware.cluster.nodes
         alike = all(replace(node, first_device=0) == nodes[0] for node in nodes)
         self._node_size = nodes[0].num_devices if alike else problem.num_devices
@@ -286,8 +286,11 @@ class FastEstimator:
                 if kind == TABLE:
                     size = self._size(columns, second)
                     devices = self._placement_list[columns.placements[second]]
-                    table = self._builder.table(self._strategy_list[columns.strategies[first]], devices, size)
-                    store.add_table(slot, table)
+                    strategy = self._strategy_list[columns.strategies[first]]
+                    shape = int(store.time.placement_shape[columns.placements[second]])
+                    axes = tuple((axis.split, axis.size) for axis in strategy if axis.size > 1)
+                    alias = self._aliases((axes, shape, size))
+                    store.add_table(slot, self._builder.table(strategy, devices, size), alias)
                 elif kind == ROW:
                     store.add_row(slot, self._row(columns, first, second))
                 else:

@@ -40,6 +40,7 @@ class Store:
             passed=np.zeros((0, count), dtype=np.int64),
             families=np.zeros((0, MAX_FAMILIES, FAMILY), dtype=np.int64),
             tied=np.zeros((0, tied, 3), dtype=np.int64),
+            aliases=none,
             line_offsets=np.zeros(1, dtype=np.int64),
             lines=np.zeros((0, 2)),
             point_offsets=np.zeros(1, dtype=np.int64),
@@ -73,12 +74,14 @@ class Store:
         self.time.placement_node[number] = node
         self.memory.capacity_bytes[number] = capacity_bytes
 
-    def add_table(self, slot: int, table: Table) -> None:
-        """Append a table and let the slot of the hash table name it."""
+    def add_table(self, slot: int, table: Table, alias: int) -> None:
+        """Append a table and let the slot of the hash table name it; see ``TimeTables.aliases``."""
         own = ("sums", "entering_s", "settling_s", "has_private", "made", "read", "passed", "families", "tied")
-        number = self._next("table", own, ("sums", "saved_bytes", "workspace", "tied_bytes", "tied_layouts"))
+        of_memory = ("sums", "saved_bytes", "workspace", "tied_bytes", "tied_layouts")
+        number = self._next("table", (*own, "aliases"), of_memory)
         for name in own:
             getattr(self.time, name)[number] = getattr(table, name)
+        self.time.aliases[number] = alias
         self.memory.sums[number] = table.memory_sums
         self.memory.saved_bytes[number] = table.saved_bytes
         self.memory.workspace[number, : len(table.workspace)] = table.workspace

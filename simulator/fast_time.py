@@ -95,6 +95,7 @@ class TimeTables(NamedTuple):
             where they are made, where they are read, and in stages that begin with the operator and pass them on.
         families: int64[tables, MAX_FAMILIES, FAMILY].
         tied: int64[tables, O, 3]. Family, elements and layout of tied parameters.
+        aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
         line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
         rows: float64[., 2 + inputs]. Operators between unlike neighbours: forward, backward, by input what a
             segment does not repeat.
@@ -113,6 +114,7 @@ class TimeTables(NamedTuple):
     passed: Ints
     families: Ints
     tied: Ints
+    aliases: Ints
     line_offsets: Ints
     lines: Floats
     point_offsets: Ints
@@ -151,19 +153,19 @@ def _price(
 ) -> float:
     if num_bytes <= 0.0:
         return 0.0
-    best = np.inf
+    best: float = np.inf
     for option in range(line, line_end):
-        best = min(best, lines[option, 0] + num_bytes * lines[option, 1])
+        best = min(best, float(lines[option, 0] + num_bytes * lines[option, 1]))
     if point == point_end or num_bytes < points[point, 0]:
         return best
     while point < point_end and points[point, 0] < num_bytes:
         point += 1
     if point == point_end:
-        return points[point - 1, 1] * num_bytes / points[point - 1, 0]
+        return float(points[point - 1, 1] * num_bytes / points[point - 1, 0])
     if points[point, 0] == num_bytes:
-        return points[point, 1]
+        return float(points[point, 1])
     share = np.log(num_bytes / points[point - 1, 0]) / np.log(points[point, 0] / points[point - 1, 0])
-    return np.exp(np.log(points[point - 1, 1]) + share * np.log(points[point, 1] / points[point - 1, 1]))
+    return float(np.exp(np.log(points[point - 1, 1]) + share * np.log(points[point, 1] / points[point - 1, 1])))
 
 
 @compiled
@@ -293,7 +295,7 @@ def estimate_times(
                     index = shape.touched[place]
                     if index >= ends:
                         break
-                    key = _mixed(_mixed(_ROW_KEY, shape.classes[index]), table)
+                    key = _mixed(_mixed(_ROW_KEY, shape.classes[index]), tables.aliases[table])
                     other = begin
                     for near in range(shape.neighbour_offsets[index], shape.neighbour_offsets[index + 1]):
                         neighbour = shape.neighbours[near]
@@ -301,7 +303,7 @@ def estimate_times(
                         if neighbour >= first:
                             while plans.run_stops[other] <= neighbour:
                                 other += 1
-                            word = run_tables[other] + 1
+                            word = tables.aliases[run_tables[other]] + 1
                         key = _mixed(key, word)
                     row = _wanted(tables.keys, tables.values, key, misses, counts, ROW, index, stage)
                     if row < 0:
