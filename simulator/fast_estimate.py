@@ -316,9 +316,7 @@ class FastEstimator:
         near = shape.neighbours[shape.neighbour_offsets[index] : shape.neighbour_offsets[index + 1]]
         own = [other for other in (*near.tolist(), index) if other >= first]
         runs = begin + np.searchsorted(columns.run_stops[begin:end], own, side="right")
-        strategies = {
-            other: self._strategy_list[columns.strategies[run]] for other, run in zip(own, runs, strict=True)
-        }
+        strategies = {other: self._strategy_list[columns.strategies[run]] for other, run in zip(own, runs, strict=True)}
         devices = self._placement_list[columns.placements[stage]]
         return self._builder.row(index, strategies, devices, int(columns.microbatch_size[plan]))
 

@@ -17,6 +17,7 @@ from workloads.local import dtype_bytes
 
 Ints = NDArray[np.int64]
 
+
 @dataclass(frozen=True)
 class Names:
     """What the numbers in a ``Structure`` mean.

@@ -48,6 +48,7 @@ from workloads.placements import REPLICATE, Placement, Shard
 
 Floats = NDArray[np.float64]
 
+
 @dataclass(frozen=True)
 class Table:
     """Every operator of a workload under one strategy: one row of ``TimeTables`` and ``MemoryTables`` each."""
@@ -375,10 +376,7 @@ class TableBuilder:
                         own = int(families[family, GATHER])
                         num_bytes[own] = num_bytes.get(own, 0.0) + float(elements[family]) * parameter_bytes
                         channel_of[own] = int(families[family, GATHER_CHANNEL])
-                known[key] = sum(
-                    self.channels.price_s(channel_of[own], size)
-                    for own, size in num_bytes.items()
-                )
+                known[key] = sum(self.channels.price_s(channel_of[own], size) for own, size in num_bytes.items())
             if layer not in tied_layers:
                 total += known[key]
             sums[first + 1 : stop + 1, GATHER_S] = total

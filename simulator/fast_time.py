@@ -181,15 +181,20 @@ def price_s(lines: Floats, points: Floats, num_bytes: float) -> float:
 
 
 @inlined
+def _channel_s(tables: TimeTables, channel: int, num_bytes: float) -> float:
+    line, line_end = tables.line_offsets[channel], tables.line_offsets[channel + 1]
+    point, point_end = tables.point_offsets[channel], tables.point_offsets[channel + 1]
+    return _price(tables.lines, line, line_end, tables.points, point, point_end, num_bytes)
+
+
+@inlined
 def _mixed(key: Any, word: Any) -> Any:
     key = (key ^ np.uint64(word)) * _MIX
     return key ^ (key >> _SHIFT)
 
 
 @inlined
-def _wanted(
-    keys: Keys, values: Ints, key: Any, misses: Ints, counts: Ints, kind: int, first: int, second: int
-) -> int:
+def _wanted(keys: Keys, values: Ints, key: Any, misses: Ints, counts: Ints, kind: int, first: int, second: int) -> int:
     """Return the value of a key, or PENDING after noting what is missing."""
     mask = np.uint64(len(keys) - 1)
     key = key | _ONE
@@ -371,15 +376,7 @@ def estimate_times(
                         if layer != pending_layer:
                             for at in range(num_pending):
                                 channel = pend_channel[at]
-                                gather_s += _price(
-                                    tables.lines,
-                                    tables.line_offsets[channel],
-                                    tables.line_offsets[channel + 1],
-                                    tables.points,
-                                    tables.point_offsets[channel],
-                                    tables.point_offsets[channel + 1],
-                                    pend_elements[at] * parameter_bytes,
-                                )
+                                gather_s += _channel_s(tables, channel, pend_elements[at] * parameter_bytes)
                             num_pending, pending_layer = 0, layer
                         a, b = max(start, shape.layer_first[layer]), min(ends, shape.layer_stop[layer])
                         for family in range(MAX_FAMILIES):
@@ -417,15 +414,7 @@ def estimate_times(
                 break
             for at in range(num_pending):
                 channel = pend_channel[at]
-                gather_s += _price(
-                    tables.lines,
-                    tables.line_offsets[channel],
-                    tables.line_offsets[channel + 1],
-                    tables.points,
-                    tables.point_offsets[channel],
-                    tables.point_offsets[channel + 1],
-                    pend_elements[at] * parameter_bytes,
-                )
+                gather_s += _channel_s(tables, channel, pend_elements[at] * parameter_bytes)
             seconds += 2.0 * gather_s
 
             # Outputs that nothing in the stage reads.
@@ -503,15 +492,7 @@ def estimate_times(
                         channel = family_row[column]
                         if channel < 0:
                             continue
-                        cost_s = _price(
-                            tables.lines,
-                            tables.line_offsets[channel],
-                            tables.line_offsets[channel + 1],
-                            tables.points,
-                            tables.point_offsets[channel],
-                            tables.point_offsets[channel + 1],
-                            left,
-                        )
+                        cost_s = _channel_s(tables, channel, left)
                         if way:
                             refresh_s += cost_s
                         else:
