@@ -7,10 +7,11 @@ own and are tied to the chain by ``after`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from simulator.costs import CostTables, OperatorCost, saved_tensors
 from simulator.fidelity import Fidelity
@@ -78,19 +79,32 @@ class StageView:
         """Canonical sharding of each operator."""
         return dict(zip(self.operators, self.stage.sharding_per_operator(), strict=True))
 
+    @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What others have worked out for this stage and may need again."""
+        return {}
+
     def samples(self, index: int) -> int:
         """Return the samples that the largest replica works on at once in operator ``index``."""
         if self.plan.rotates:
             return self.plan.microbatch_size
         return -(-self.plan.microbatch_size // batch_degree(self.shardings[index]))
 
+    def input_collectives(self, index: int) -> list[tuple[str, MeshCollective, int, int]]:
+        """Return the collectives between an operator and the producers of its inputs (``CostTables``)."""
+        key = ("input collectives", index)
+        if key not in self.kept:
+            self.kept[key] = self.costs.input_collectives(
+                index, self.shardings.get, self.samples(index), self.gpu_type
+            )
+        found: list[tuple[str, MeshCollective, int, int]] = self.kept[key]
+        return found
+
     def scattered_inputs(self, index: int) -> list[tuple[int, float]]:
         """Return ``(input position, bytes left)`` of inputs that are reduced to a shard on their way."""
         return [
             (position, item.num_bytes / prod(item.sizes[axis] for axis in item.axes))
-            for phase, item, _, position in self.costs.input_collectives(
-                index, self.shardings.get, self.samples(index), self.gpu_type
-            )
+            for phase, item, _, position in self.input_collectives(index)
             if phase == FORWARD and item.collective == "reduce_scatter"
         ]
 
@@ -100,9 +114,7 @@ class StageView:
         saved = {ref for ref, _ in cost.saved}
         return [
             (position, item)
-            for phase, item, _, position in self.costs.input_collectives(
-                index, self.shardings.get, self.samples(index), self.gpu_type
-            )
+            for phase, item, _, position in self.input_collectives(index)
             if phase == FORWARD and item.collective == "all_gather" and f"input:{position}" in saved
         ]
 
@@ -218,9 +230,7 @@ class ProgramBuilder:
         self._backward_collectives(index)
         backward, entering = self.items, dict[int, list[Item]]()
         view = self.view
-        for phase, item, owner, position in view.costs.input_collectives(
-            index, view.shardings.get, view.samples(index), view.gpu_type
-        ):
+        for phase, item, owner, position in view.input_collectives(index):
             if phase == FORWARD and item.collective in REDUCTIONS and not self._cost(owner).includes_collectives:
                 self.items = []
                 self._collective(item, index)
@@ -247,9 +257,7 @@ class ProgramBuilder:
     def _forward_collectives(self, index: int, recomputed: set[int] | None) -> Iterator[tuple[MeshCollective, int]]:
         """Yield the collectives before an operator; what was reduced on its way into a segment stays reduced."""
         view = self.view
-        for phase, item, owner, _ in view.costs.input_collectives(
-            index, view.shardings.get, view.samples(index), view.gpu_type
-        ):
+        for phase, item, owner, _ in view.input_collectives(index):
             kept = recomputed is not None and owner not in recomputed and item.collective in REDUCTIONS
             if phase == FORWARD and not kept:
                 yield item, owner
@@ -273,9 +281,7 @@ class ProgramBuilder:
             for phase, item in cost.internal:
                 if phase == BACKWARD_INPUT:
                     self._collective(item, index)
-        for phase, item, owner, _ in view.costs.input_collectives(
-            index, view.shardings.get, view.samples(index), view.gpu_type
-        ):
+        for phase, item, owner, _ in view.input_collectives(index):
             if phase == BACKWARD_INPUT and not self._cost(owner).includes_collectives:
                 self._collective(item, index)
         workload = view.costs.problem.workload
