@@ -14,6 +14,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.kept import Kept
 from simulator.lowering.mesh import MeshCollective, batch_degree, groups, mesh_sizes, reshard
 from simulator.plan import Sharding, resolve
 from simulator.problem import Problem
@@ -32,6 +33,11 @@ from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, wo
 from workloads.local import saved_tensors as local_saved_tensors
 from workloads.operators import Workload
 from workloads.placements import Placement
+
+MAX_STAGES = 512
+"""Stages of plans that are kept, for the next plan that has the same."""
+MAX_PLANS = 8
+"""Plans whose programs are kept bound to devices, for the next simulation of the same plan."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,14 @@ class OperatorTable:
 
 
 class CostTables:
-    """Memoised costs of one problem. Cheap to make; rows are computed when first asked for."""
+    """Memoised costs of one problem. Cheap to make; rows are computed when first asked for.
+
+    Attributes:
+        problem: The problem.
+        stages: Stages lately lowered, with what was worked out for them.
+        replays: What the allocator did with lists of events lately replayed.
+        bound_plans: Programs of plans lately lowered, bound to devices.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -110,6 +123,9 @@ class CostTables:
         self._kernels: dict[tuple[str, Kernel], float] = {}
         self._tables: dict[tuple[Sharding, int, str], OperatorTable] = {}
         self._splits: dict[tuple[int, Sharding], tuple[Split, ...]] = {}
+        self.stages = Kept(MAX_STAGES)
+        self.replays = Kept(MAX_STAGES)
+        self.bound_plans = Kept(MAX_PLANS)
 
     def splits(self, index: int, sharding: Sharding) -> tuple[Split, ...]:
         """Return one Split per axis of a canonical sharding for operator ``index``.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.allocator import AllocatorResult, replay
-from simulator.costs import CostTables
+from simulator.allocator import AllocatorResult, replay, replay_compiled
+from simulator.costs import CostTables, OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, pipeline_shape
 from simulator.lowering.placement import StagePlacement
@@ -72,13 +74,23 @@ def static_bytes(
 
 
 def device_memory(
-    plan: Plan, lowered: Lowered, schedule: Schedule, costs: CostTables, fidelity: Fidelity
+    plan: Plan,
+    lowered: Lowered,
+    schedule: Schedule,
+    costs: CostTables,
+    fidelity: Fidelity,
+    *,
+    compiled: bool = False,
 ) -> tuple[DeviceMemory, ...]:
-    """Return the memory of every representative, in the order of ``graph.device_members``."""
+    """Return the memory of every representative, in the order of ``graph.device_members``.
+
+    Args:
+        plan, lowered, schedule, costs, fidelity: Of one simulation.
+        compiled: The allocator is replayed by compiled code; the same result.
+    """
     count = memory_microbatches(plan)
     orders = schedule_named(plan.schedule).actions(pipeline_shape(plan, count))
     found: dict[int, DeviceMemory] = {}
-    replays: dict[bytes, AllocatorResult] = {}
     placement_of = {placement.view.position: placement for placement in lowered.placements}
     for rank, order in enumerate(orders):
         placements = [p for p in lowered.placements if plan.rank_of_stage[p.view.position] == rank]
@@ -90,7 +102,7 @@ def device_memory(
                 if c in placement_of[action.stage].taking_turn(action.microbatch).classes
             ]
             own = [order[number] for number in mine]
-            found[c] = _representative(c, plan, placements, own, labels[mine], lowered, costs, fidelity, replays)
+            found[c] = _representative(c, plan, placements, own, labels[mine], lowered, costs, fidelity, compiled)
     return tuple(found[c] for c in range(len(lowered.graph.device_members)))
 
 
@@ -128,30 +140,26 @@ def _representative(
     lowered: Lowered,
     costs: CostTables,
     fidelity: Fidelity,
-    replays: dict[bytes, AllocatorResult],
+    compiled: bool,
 ) -> DeviceMemory:
     problem = costs.problem
     sharded = plan.gradient_reduction == "every" or plan.num_microbatches == 1
     stream = _EventStream()
-    programs: dict[int, StageMemory] = {}
+    programs: dict[int, _StagePasses] = {}
     workspace = 0
     for placement in placements:
         view = placement.view
-
-        def cost_of(index: int, placement: StagePlacement = placement):  # type: ignore[no-untyped-def]
-            return costs.operator(
-                index,
-                placement.view.shardings[index],
-                placement.samples(index, c),
-                placement.gpu_type[c],
+        kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
+        key = ("memory", placement.all_samples(c), placement.gpu_type[c], plan.reshard_after_forward, sharded, kinds)
+        if key not in view.kept:
+            view.kept[key] = _stage_passes(c, placement, costs, kinds, plan.reshard_after_forward, sharded)
+        programs[view.position] = view.kept[key]
+        static_key = ("static bytes", plan.reshard_after_forward, sharded)
+        if static_key not in view.kept:
+            view.kept[static_key] = static_bytes(
+                list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
             )
-
-        programs[view.position] = StageMemory(
-            view, cost_of, reshards=plan.reshard_after_forward, sharded_gradients=sharded
-        )
-        static = static_bytes(
-            list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
-        )
+        static: StaticBytes = view.kept[static_key]
         stream.add_static(static.parameters, "parameters")
         stream.add_static(static.gradients, "gradients")
         stream.add_static(static.optimizer, "optimizer states")
@@ -164,13 +172,16 @@ def _representative(
     capacity = min(problem.capacity_bytes(device) for device in lowered.graph.device_members[c])
     reserved, failed = int(live.max(initial=0)), None
     if fidelity.allocator:
-        key = events.sizes.tobytes() + events.is_alloc.tobytes() + str(capacity).encode()
-        if key not in replays:
-            replays[key] = replay(events.sizes, events.tensors, events.is_alloc, max(capacity, 0))
-        result = replays[key]
+        listed = (events.sizes, events.tensors, events.is_alloc)
+        text = hashlib.blake2b(b"".join(column.tobytes() for column in listed)).digest()
+
+        def replayed(most: int) -> AllocatorResult:
+            return replay_compiled(*listed, most) if compiled else replay(*listed, most)
+
+        result = costs.replays.get((text, capacity), lambda: replayed(max(capacity, 0)))
         if result.failure is not None:
             failed = result.failure.requested_bytes
-            unlimited = replay(events.sizes, events.tensors, events.is_alloc, 1 << 60)
+            unlimited = costs.replays.get((text, 1 << 60), lambda: replayed(1 << 60))
             reserved = unlimited.reserved_peak_bytes
         else:
             reserved = result.reserved_peak_bytes
@@ -198,6 +209,42 @@ def _representative(
         times_s=events.times_s,
         live_bytes=live.astype(np.float64),
         failed_request_bytes=failed,
+    )
+
+
+@dataclass(frozen=True)
+class _StagePasses:
+    """Allocations and frees of a stage on a representative.
+
+    Attributes:
+        sizes, categories: int64 per tensor of one microbatch.
+        passes: By kind of action: tensors and whether each is allocated.
+    """
+
+    sizes: NDArray[np.int64]
+    categories: NDArray[np.int64]
+    passes: dict[str, tuple[NDArray[np.int64], NDArray[np.bool_]]]
+
+
+def _stage_passes(
+    c: int, placement: StagePlacement, costs: CostTables, kinds: Sequence[str], reshards: bool, sharded: bool
+) -> _StagePasses:
+    def cost_of(index: int) -> OperatorCost:
+        samples = placement.samples(index, c)
+        return costs.operator(index, placement.view.shardings[index], samples, placement.gpu_type[c])
+
+    program = StageMemory(placement.view, cache(cost_of), reshards=reshards, sharded_gradients=sharded)
+    passes = {}
+    for kind in kinds:
+        if kind == FORWARD:
+            found = program.forward()
+        else:
+            found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
+        passes[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
+    return _StagePasses(
+        sizes=np.array(program.table.sizes, dtype=np.int64),
+        categories=np.array(program.table.categories, dtype=np.int64),
+        passes=passes,
     )
 
 
@@ -259,25 +306,17 @@ class _EventStream:
         self._actions.append(np.full(len(sizes), action, dtype=np.int64))
         self._times.append(np.broadcast_to(time_s, sizes.shape).astype(np.float64))
 
-    def add_actions(self, programs: dict[int, StageMemory], order: list[Action], labels: NDArray[np.float64]) -> None:
+    def add_actions(self, programs: dict[int, _StagePasses], order: list[Action], labels: NDArray[np.float64]) -> None:
         """Append the events of every action."""
-        passes: dict[tuple[int, str], tuple[NDArray[np.int64], NDArray[np.bool_]]] = {}
-        for stage, program in programs.items():
-            for kind in dict.fromkeys(action.kind for action in order if action.stage == stage):
-                if kind == FORWARD:
-                    found = program.forward()
-                else:
-                    found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
-                passes[stage, kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
-        sizes = {stage: np.array(program.table.sizes, dtype=np.int64) for stage, program in programs.items()}
-        categories = {stage: np.array(program.table.categories, dtype=np.int64) for stage, program in programs.items()}
+        sizes = {stage: program.sizes for stage, program in programs.items()}
+        categories = {stage: program.categories for stage, program in programs.items()}
         count = max((action.microbatch for action in order), default=0) + 1
         first_id = {}
         for stage in programs:
             first_id[stage] = self._next_id
             self._next_id += count * len(sizes[stage])
         for position, action in enumerate(order):
-            tensors, is_alloc = passes[action.stage, action.kind]
+            tensors, is_alloc = programs[action.stage].passes[action.kind]
             ids = tensors + first_id[action.stage] + action.microbatch * len(sizes[action.stage])
             start, end = labels[position]
             self._append(
