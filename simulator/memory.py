@@ -167,7 +167,8 @@ def _representative(
     stream.add_actions(programs, order, labels)
     stream.add_step(workspace, float(schedule_end(labels)))
     events = stream.arrays()
-    live = np.cumsum(np.where(events.is_alloc, events.rounded, -events.rounded))
+    signed = np.where(events.is_alloc, events.rounded, -events.rounded)
+    live = np.cumsum(signed)
     peak = int(np.argmax(live)) if len(live) else 0
     capacity = min(problem.capacity_bytes(device) for device in lowered.graph.device_members[c])
     reserved, failed = int(live.max(initial=0)), None
@@ -188,9 +189,7 @@ def _representative(
         fits = result.failure is None
     else:
         fits = reserved <= capacity
-    consumers = np.zeros(len(CATEGORIES))
-    signed = np.where(events.is_alloc, events.rounded, -events.rounded)[: peak + 1]
-    np.add.at(consumers, events.categories[: peak + 1], signed)
+    consumers = np.bincount(events.categories[: peak + 1], signed[: peak + 1], minlength=len(CATEGORIES))
     named = {name: int(size) for name, size in zip(CATEGORIES, consumers, strict=True) if size > 0}
     action = int(events.actions[peak]) if len(live) else -1
     where = "the optimizer step" if action == len(order) else "start"
@@ -217,13 +216,30 @@ class _StagePasses:
     """Allocations and frees of a stage on a representative.
 
     Attributes:
-        sizes, categories: int64 per tensor of one microbatch.
-        passes: By kind of action: tensors and whether each is allocated.
+        num_tensors: Of one microbatch.
+        passes: By kind of action.
     """
 
+    num_tensors: int
+    passes: dict[str, _PassEvents]
+
+
+@dataclass(frozen=True)
+class _PassEvents:
+    """Events of one pass, arrays of one length.
+
+    Attributes:
+        tensors: int64, counted within a microbatch.
+        is_alloc: bool.
+        sizes, categories: int64.
+        portions: float64. When, from 0 at the start of the pass to 1 at its end.
+    """
+
+    tensors: NDArray[np.int64]
+    is_alloc: NDArray[np.bool_]
     sizes: NDArray[np.int64]
     categories: NDArray[np.int64]
-    passes: dict[str, tuple[NDArray[np.int64], NDArray[np.bool_]]]
+    portions: NDArray[np.float64]
 
 
 def _stage_passes(
@@ -234,17 +250,23 @@ def _stage_passes(
         return costs.operator(index, placement.view.shardings[index], samples, placement.gpu_type[c])
 
     program = StageMemory(placement.view, cache(cost_of), reshards=reshards, sharded_gradients=sharded)
-    passes = {}
+    lists = {}
     for kind in kinds:
         if kind == FORWARD:
             found = program.forward()
         else:
             found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
-        passes[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
+        lists[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
+    sizes = np.array(program.table.sizes, dtype=np.int64)
+    categories = np.array(program.table.categories, dtype=np.int64)
     return _StagePasses(
-        sizes=np.array(program.table.sizes, dtype=np.int64),
-        categories=np.array(program.table.categories, dtype=np.int64),
-        passes=passes,
+        num_tensors=len(sizes),
+        passes={
+            kind: _PassEvents(
+                tensors, is_alloc, sizes[tensors], categories[tensors], np.linspace(0.0, 1.0, len(tensors))
+            )
+            for kind, (tensors, is_alloc) in lists.items()
+        },
     )
 
 
@@ -308,25 +330,20 @@ class _EventStream:
 
     def add_actions(self, programs: dict[int, _StagePasses], order: list[Action], labels: NDArray[np.float64]) -> None:
         """Append the events of every action."""
-        sizes = {stage: program.sizes for stage, program in programs.items()}
-        categories = {stage: program.categories for stage, program in programs.items()}
         count = max((action.microbatch for action in order), default=0) + 1
         first_id = {}
-        for stage in programs:
+        for stage, program in programs.items():
             first_id[stage] = self._next_id
-            self._next_id += count * len(sizes[stage])
-        for position, action in enumerate(order):
-            tensors, is_alloc = programs[action.stage].passes[action.kind]
-            ids = tensors + first_id[action.stage] + action.microbatch * len(sizes[action.stage])
-            start, end = labels[position]
-            self._append(
-                sizes[action.stage][tensors],
-                ids,
-                is_alloc,
-                categories[action.stage][tensors],
-                position,
-                start + (end - start) * np.linspace(0.0, 1.0, len(tensors)),
-            )
+            self._next_id += count * program.num_tensors
+        lengths = []
+        for (kind, stage, microbatch), (start, end) in zip(order, labels.tolist(), strict=True):
+            program = programs[stage]
+            events = program.passes[kind]
+            ids = events.tensors + (first_id[stage] + microbatch * program.num_tensors)
+            self._parts.append((events.sizes, ids, events.is_alloc, events.categories))
+            self._times.append(start + (end - start) * events.portions)
+            lengths.append(len(ids))
+        self._actions.append(np.repeat(np.arange(len(order)), lengths))
         self._num_actions = len(order)
 
     def add_step(self, workspace_bytes: int, time_s: float) -> None:
@@ -365,7 +382,7 @@ class _EventStream:
 
 def _consistent(ids: NDArray[np.int64], is_alloc: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which events change something: a free of what is not live, or a second allocation, does not."""
-    order = np.lexsort((np.arange(len(ids)), ids))
+    order = np.argsort(ids, kind="stable")
     sorted_ids, sorted_alloc = ids[order], is_alloc[order]
     first = np.ones(len(ids), dtype=np.bool_)
     first[1:] = sorted_ids[1:] != sorted_ids[:-1]
