@@ -25,12 +25,14 @@ Keys are 64-bit hashes: two that are meant to differ are equal with probability 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
 from simulator.estimate import Estimate
 from simulator.fast_memory import estimate_peaks
@@ -88,6 +90,8 @@ class FastEstimator:
     """
 
     def __init__(self, problem: Problem, costs: CostTables | None = None) -> None:
+        if not is_cached(estimate_times):
+            logging.getLogger("windtunnel").warning("compiling the estimate, once on this machine (some seconds) ...")
         self.problem = problem
         self.costs = costs or CostTables(problem)
         self._structure, self._savings, names = structure(problem, self.costs)

@@ -22,6 +22,10 @@ class Kept:
     def __len__(self) -> int:
         return len(self._values)
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values.clear()
+
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Return the value of a key, made if it is not there."""
         if key in self._values:
