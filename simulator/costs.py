@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
-from simulator.kept import Kept
+from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.mesh import MeshCollective, batch_degree, groups, mesh_sizes, reshard
+from simulator.operator_table import OperatorTable
 from simulator.plan import Sharding, resolve
 from simulator.problem import Problem
 from simulator.segments import EMPTY, Segment
@@ -33,11 +32,6 @@ from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, wo
 from workloads.local import saved_tensors as local_saved_tensors
 from workloads.operators import Workload
 from workloads.placements import Placement
-
-MAX_STAGES = 512
-"""Stages of plans that are kept, for the next plan that has the same."""
-MAX_PLANS = 8
-"""Plans whose programs are kept bound to devices, for the next simulation of the same plan."""
 
 
 @dataclass(frozen=True)
@@ -77,34 +71,6 @@ class OperatorCost:
     def num_parameter_elements(self) -> int:
         """Local parameter elements."""
         return sum(count for _, count in self.parameters)
-
-
-@dataclass(frozen=True)
-class OperatorTable:
-    """Every operator of the workload under one sharding word, as arrays; what searchers work on.
-
-    Arrays are float64[num_operators] unless said otherwise. Times include the tensor-parallel collectives
-    that lie between equal shardings, alone. Prefix sums have one element more.
-
-    Attributes:
-        forward_s, backward_s: Seconds per microbatch on one rank.
-        parameter_elements: Local parameter elements.
-        saved_bytes: Kept from forward to backward.
-        boundary_bytes: Bytes one microbatch sends over a cut behind the operator (all pass-through
-            tensors included), summed over one replica group.
-    """
-
-    forward_s: NDArray[np.float64]
-    backward_s: NDArray[np.float64]
-    parameter_elements: NDArray[np.float64]
-    saved_bytes: NDArray[np.float64]
-    boundary_bytes: NDArray[np.float64]
-
-    @cached_property
-    def prefix(self) -> dict[str, NDArray[np.float64]]:
-        """Prefix sums of every additive column: float64[num_operators + 1]."""
-        columns = ("forward_s", "backward_s", "parameter_elements", "saved_bytes")
-        return {name: np.concatenate([[0.0], np.cumsum(getattr(self, name))]) for name in columns}
 
 
 class CostTables:

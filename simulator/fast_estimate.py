@@ -35,11 +35,12 @@ from numpy.typing import NDArray
 from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
 from simulator.estimate import Estimate
+from simulator.fast_channels import Channels, Interner
 from simulator.fast_memory import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
 from simulator.fast_store import Store
 from simulator.fast_structure import structure
-from simulator.fast_tables import Channels, Interner, TableBuilder
+from simulator.fast_tables import TableBuilder
 from simulator.fast_time import (
     BAD_RUNS,
     BAD_SEGMENTS,

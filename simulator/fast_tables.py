@@ -13,9 +13,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware_models.collectives import collective_flows
 from simulator.costs import CostTables
 from simulator.estimate import collective_s, items_s, transfers_s
+from simulator.fast_channels import Channels, Interner
 from simulator.fast_memory import KEPT, LOSS, MEMORY_COLUMNS, STATES, WEIGHTED, Savings
 from simulator.fast_structure import Ints, Names, saved_by
 from simulator.fast_time import (
@@ -34,7 +34,6 @@ from simulator.fast_time import (
     TIME_COLUMNS,
     UNSUITED,
     Structure,
-    price_s,
 )
 from simulator.fidelity import Fidelity
 from simulator.lowering.mesh import groups, mesh_sizes, settled
@@ -43,7 +42,6 @@ from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
 from simulator.lowering.transfers import boundary, received_gathers
 from simulator.memory import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
-from simulator.problem import Problem
 from workloads.placements import REPLICATE, Placement, Shard
 
 Floats = NDArray[np.float64]
@@ -66,58 +64,6 @@ class Table:
     families: Ints
     tied_bytes: Floats
     tied: Ints
-
-
-class Interner:
-    """Numbers for whatever is equal."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[object, int] = {}
-
-    def __call__(self, value: object) -> int:
-        return self.numbers.setdefault(value, len(self.numbers))
-
-
-class Channels:
-    """Prices of collectives as functions of bytes: the quickest of straight lines, or measured points.
-
-    Attributes:
-        lines: ``(channel, latency s, s per byte)``.
-        points: ``(channel, bytes, seconds)``, ascending.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.lines: list[list[tuple[float, float]]] = []
-        self.points: list[tuple[tuple[float, float], ...]] = []
-
-    def number(self, collective: str, devices: Sequence[int]) -> int:
-        """Return the channel of a collective over devices."""
-        members = tuple(sorted(devices))
-        key = (collective, members)
-        if key not in self._numbers:
-            hardware = self.problem.hardware
-            self._numbers[key] = len(self.lines)
-            found = []
-            for flow in collective_flows(hardware.cluster, collective, members):
-                between = flow.steps_between
-                extra = flow.steps_inside * flow.step_inside_s if between else 0.0
-                for protocol in flow.protocols:
-                    latency = protocol.launch_s + (between or flow.steps_inside) * protocol.step_s + extra
-                    found.append((latency, flow.work_s_per_byte / protocol.bandwidth_fraction))
-            self.lines.append(found)
-            table = hardware.collective_table
-            one_node = hardware.cluster.node_of(members[0]) == hardware.cluster.node_of(members[-1])
-            known = table.series.get((collective, len(members)), ()) if table is not None and one_node else ()
-            self.points.append(tuple(known))
-        return self._numbers[key]
-
-    def price_s(self, channel: int, num_bytes: float) -> float:
-        """Return the seconds of a collective of that size alone."""
-        lines = np.array(self.lines[channel], dtype=np.float64).reshape(-1, 2)
-        points = np.array(self.points[channel], dtype=np.float64).reshape(-1, 2)
-        return float(price_s(lines, points, num_bytes))
 
 
 class TableBuilder:

@@ -7,6 +7,11 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
+MAX_STAGES = 512
+"""Stages of plans that are kept, for the next plan that has the same."""
+MAX_PLANS = 8
+"""Plans whose programs are kept bound to devices, for the next simulation of the same plan."""
+
 
 class Kept:
     """Values by key, the oldest dropped when there are too many.
