@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.batch import BatchEvaluator, PlanBatch
+from simulator.costs import CostTables
 from simulator.engine_compiled import run_compiled
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
@@ -48,19 +50,36 @@ def error_by_cause(
     """
     evaluator = evaluator or BatchEvaluator(problem)
     predicted = evaluator.evaluate(PlanBatch.from_plans(plans, problem)).iteration_time_s
-    settings = {"nothing": Fidelity().without(*MODELLED_ELSEWHERE)}
-    for effect in MODELLED_ELSEWHERE:
-        settings[effect] = Fidelity().without(*(name for name in MODELLED_ELSEWHERE if name != effect))
+    return errors_of(predicted, plans, problem, evaluator.costs, MODELLED_ELSEWHERE)
+
+
+def errors_of(
+    predicted_s: NDArray[np.float64],
+    plans: Sequence[Plan],
+    problem: Problem,
+    costs: CostTables,
+    effects: Sequence[str],
+) -> tuple[CauseError, ...]:
+    """Return the errors of any prediction against the engine without ``effects``, with each of them, and with all.
+
+    Args:
+        predicted_s: float64[P]. Iteration times.
+        plans, problem, costs: What they are of.
+        effects: Names as ``Fidelity.without`` takes them.
+    """
+    settings = {"nothing": Fidelity().without(*effects)}
+    for effect in effects:
+        settings[effect] = Fidelity().without(*(name for name in effects if name != effect))
     settings["everything"] = Fidelity()
     found = []
     for cause, fidelity in settings.items():
         engine_s = np.array(
             [
-                run_compiled(lower(validate(plan, problem), evaluator.costs, fidelity).graph).end_s.max()
+                run_compiled(lower(validate(plan, problem), costs, fidelity).graph).end_s.max()
                 for plan in plans
             ]
         )
-        errors = (predicted - engine_s) / engine_s
+        errors = (predicted_s - engine_s) / engine_s
         worst = float(errors[np.argmax(np.abs(errors))])
         found.append(CauseError(cause, len(plans), float(errors.mean()), float(np.abs(errors).mean()), worst))
     return tuple(found)

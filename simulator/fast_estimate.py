@@ -100,6 +100,7 @@ class FastEstimator:
         self._store = Store(self._builder)
         self._strategies: dict[Sharding, int] = {}
         self._strategy_list: list[Sharding] = []
+        self._resolved: dict[Sharding, list[Sharding]] = {}
         self._placements: dict[tuple[int, ...], int] = {}
         self._placement_list: list[tuple[int, ...]] = []
         self._shapes, self._forms, self._aliases = Interner(), Interner(), Interner()
@@ -341,11 +342,12 @@ class FastEstimator:
         )
         if not canonical:
             return stage
-        operators = self.problem.workload.operators
-        resolved = [
-            resolve(sharding, operators[index])
-            for index, sharding in zip(stage.indices(), stage.sharding_per_operator(), strict=True)
-        ]
+        resolved: list[Sharding] = []
+        for count, sharding in runs:
+            if sharding not in self._resolved:
+                self._resolved[sharding] = [resolve(sharding, op) for op in self.problem.workload.operators]
+            start = first + len(resolved)
+            resolved += self._resolved[sharding][start : start + count]
         return replace(stage, shardings=run_lengths(resolved))
 
     def _boundary(self, columns: PlanColumns, stage: int, plan: int) -> list[float]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
+from simulator.batch_errors import errors_of
 from simulator.costs import CostTables
 from simulator.engine_compiled import run_compiled
 from simulator.engine_simpy import run_simpy
@@ -312,6 +313,30 @@ def growth() -> Iterator[tuple[str, int, int, float, float]]:
             yield axis, value if axis != "devices" else 64 * value, tasks, first, again
 
 
+def errors() -> Iterator[dict[str, str]]:
+    """Yield how far the fast estimate is from the engine, effect by effect, on random plans of equal microbatches."""
+    effects = ("host", "overlap-slowdown", "contention", "optimizer", "gradient-sync")
+    estimator = gpt_2_6b()
+    drawn = RandomPlans(estimator, seed=1).many(20)
+    plans = [estimator.plan(drawn, index) for index in range(len(drawn))]
+    even = [
+        uniform_plan(estimator.problem, tp=tp, pp=pp, dp=8 // tp // pp)
+        for tp in (1, 2, 4, 8)
+        for pp in (1, 2, 4, 8)
+        if tp * pp <= 8
+    ]
+    for words, some in (("uniform", even), ("random", plans)):
+        predicted_s = estimator.evaluate(estimator.arrays(some)).iteration_time_s
+        for row in errors_of(predicted_s, some, estimator.problem, estimator.costs, effects):
+            yield {
+                "plans": f"{row.num_plans} {words}",
+                "engine_with": row.cause,
+                "bias": f"{row.bias:.4f}",
+                "mean_absolute": f"{row.mean_absolute:.4f}",
+                "worst": f"{row.worst:.4f}",
+            }
+
+
 def _plot(rows: list[tuple[str, int, int, float, float]], path: Path) -> None:
     import matplotlib as mpl
 
@@ -364,6 +389,7 @@ def main() -> None:
     _write(options.output / "figures.csv", rows)
     memory = [{"what": what, "peak_mib": f"{peak_mebibytes(statement):.0f}"} for what, statement in MEMORY.items()]
     _write(options.output / "memory.csv", memory)
+    _write(options.output / "errors.csv", list(errors()))
     names = ("numpy", "numba", "simpy", "pandas", "pydantic", "typer")
     versions = [{"package": "python", "version": platform.python_version()}]
     versions += [{"package": name, "version": version(name)} for name in names]
