@@ -190,6 +190,45 @@ def replay(
     )
 
 
+def replay_compiled(
+    sizes_bytes: NDArray[np.int64], tensor_ids: NDArray[np.int32], is_alloc: NDArray[np.bool_], capacity_bytes: int
+) -> AllocatorResult:
+    """Return what ``replay`` does with default settings; compiled, for long lists of events."""
+    from simulator import compiled_allocator as words
+
+    found = words.replay_events(
+        np.ascontiguousarray(sizes_bytes, dtype=np.int64),
+        np.ascontiguousarray(tensor_ids, dtype=np.int64),
+        np.ascontiguousarray(is_alloc, dtype=np.bool_),
+        capacity_bytes,
+    ).tolist()
+    failed = found[words.FAILED_EVENT]
+    failure = None
+    if failed >= 0:
+        failure = AllocationFailure(
+            event=failed,
+            tensor_id=int(tensor_ids[failed]),
+            requested_bytes=int(sizes_bytes[failed]),
+            allocated_bytes=found[words.ALLOCATED],
+            reserved_bytes=found[words.RESERVED],
+            unreserved_bytes=capacity_bytes - found[words.RESERVED],
+            largest_free_bytes=found[words.LARGEST_FREE],
+        )
+    return AllocatorResult(
+        reserved_peak_bytes=found[words.RESERVED_PEAK],
+        reserved_peak_event=found[words.RESERVED_EVENT],
+        allocated_peak_bytes=found[words.ALLOCATED_PEAK],
+        allocated_peak_event=found[words.ALLOCATED_EVENT],
+        requested_peak_bytes=found[words.REQUESTED_PEAK],
+        requested_peak_event=found[words.REQUESTED_EVENT],
+        allocated_at_reserved_peak_bytes=found[words.ALLOCATED_AT_RESERVED_PEAK],
+        num_segment_allocations=found[words.ALLOCATIONS],
+        num_segment_releases=found[words.RELEASES],
+        num_retries=found[words.RETRIES],
+        failure=failure,
+    )
+
+
 def caching_allocator(capacity_bytes: int, settings: AllocatorSettings | None = None) -> CachingAllocator:
     """Return the allocator that the settings ask for, empty."""
     settings = settings or AllocatorSettings()

@@ -6,13 +6,12 @@ data degree and with or without full recomputation, on consecutive devices, tens
 Times are exact, not ``(m - 1) max + sum``: the longest path through every pass of every stage and every
 transfer in the schedule's static order. What only an engine knows is left out: the host, overlap slowdown,
 contention, and what happens once per iteration (gradient synchronisation, optimizer). With these off by name
-in ``Fidelity`` the engines give the same times to rounding; ``error_by_cause`` says what each of them adds.
+in ``Fidelity`` the engines give the same times to rounding; ``batch_errors`` says what each of them adds.
 Peaks of memory are those of live tensors, to the byte; the allocator's fragmentation is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,18 +34,10 @@ from simulator.compiled_pipeline import NUM_FIRST, NUM_LATER, measure_passes, ru
 from simulator.compiled_plans import PlanBatch
 from simulator.compiled_stages import Floats, Ints, StageRows, StageRowsBuilder, model_shape, priced
 from simulator.costs import CostTables
-from simulator.engine_compiled import run_compiled
 from simulator.fidelity import Fidelity
-from simulator.lowering.lower import lower
-from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.validate import validate
 
-__all__ = ["BatchEvaluator", "BatchResult", "CauseError", "PlanBatch", "error_by_cause"]
-
-MODELLED_ELSEWHERE = ("host", "overlap-slowdown", "contention", "gradient-sync", "optimizer")
-"""Effects that engines have and the closed form leaves out."""
-
+__all__ = ["BatchEvaluator", "BatchResult", "PlanBatch"]
 
 @dataclass(frozen=True)
 class BatchResult:
@@ -358,50 +349,3 @@ class BatchEvaluator:
             np.concatenate([way[1] for way in ways]),
             np.concatenate([way[2] for way in ways]),
         )
-
-
-@dataclass(frozen=True)
-class CauseError:
-    """How far the closed form is from the engine that adds one effect, over some plans.
-
-    Attributes:
-        cause: The effect, ``nothing`` or ``everything``.
-        num_plans: Plans looked at.
-        bias, mean_absolute, worst: Of ``(closed form - engine) / engine``, the last with its sign.
-    """
-
-    cause: str
-    num_plans: int
-    bias: float
-    mean_absolute: float
-    worst: float
-
-
-def error_by_cause(
-    plans: Sequence[Plan], problem: Problem, evaluator: BatchEvaluator | None = None
-) -> tuple[CauseError, ...]:
-    """Return the errors of the closed form, effect by effect, then with all effects at once.
-
-    Args:
-        plans: Plans of the batch's space.
-        problem: Their problem.
-        evaluator: Kept tables; made anew if None.
-    """
-    evaluator = evaluator or BatchEvaluator(problem)
-    predicted = evaluator.evaluate(PlanBatch.from_plans(plans, problem)).iteration_time_s
-    settings = {"nothing": Fidelity().without(*MODELLED_ELSEWHERE)}
-    for effect in MODELLED_ELSEWHERE:
-        settings[effect] = Fidelity().without(*(name for name in MODELLED_ELSEWHERE if name != effect))
-    settings["everything"] = Fidelity()
-    found = []
-    for cause, fidelity in settings.items():
-        engine_s = np.array(
-            [
-                run_compiled(lower(validate(plan, problem), evaluator.costs, fidelity).graph).end_s.max()
-                for plan in plans
-            ]
-        )
-        errors = (predicted - engine_s) / engine_s
-        worst = float(errors[np.argmax(np.abs(errors))])
-        found.append(CauseError(cause, len(plans), float(errors.mean()), float(np.abs(errors).mean()), worst))
-    return tuple(found)

@@ -14,6 +14,7 @@ Contention that stretches a communication is part of that communication's time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +72,11 @@ def breakdown(graph: TaskGraph, schedule: Schedule, iteration_time_s: float) -> 
     """
     import pandas as pd
 
+    return pd.DataFrame(breakdown_rows(graph, schedule, iteration_time_s))
+
+
+def breakdown_rows(graph: TaskGraph, schedule: Schedule, iteration_time_s: float) -> list[dict[str, Any]]:
+    """Return the rows of ``breakdown`` without pandas, which takes longer to import than most plans to simulate."""
     facts = _Facts(graph, schedule)
     rows: list[dict[str, Any]] = []
     for device, members in enumerate(graph.device_members):
@@ -82,14 +88,16 @@ def breakdown(graph: TaskGraph, schedule: Schedule, iteration_time_s: float) -> 
         }
         row.update(facts.device_seconds(device, iteration_time_s))
         rows.append(row)
-    return pd.DataFrame(rows)
+    return rows
 
 
-def bubble_share(table: pd.DataFrame) -> float:
+def bubble_share(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the bubble's share of all devices' time, representatives weighted by their members."""
-    weights = table["num_members"]
-    total = float((table["iteration_s"] * weights).sum())
-    return float((table["bubble_s"] * weights).sum()) / total if total > 0 else 0.0
+    weights, iteration_s, bubble_s = (
+        np.array([row[name] for row in rows]) for name in ("num_members", "iteration_s", "bubble_s")
+    )
+    total = float((iteration_s * weights).sum())
+    return float((bubble_s * weights).sum()) / total if total > 0 else 0.0
 
 
 def members_text(members: tuple[int, ...]) -> str:

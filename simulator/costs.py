@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
+from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.mesh import MeshCollective, batch_degree, groups, mesh_sizes, reshard
+from simulator.operator_table import OperatorTable
 from simulator.plan import Sharding, resolve
 from simulator.problem import Problem
 from simulator.segments import EMPTY, Segment
@@ -73,36 +73,15 @@ class OperatorCost:
         return sum(count for _, count in self.parameters)
 
 
-@dataclass(frozen=True)
-class OperatorTable:
-    """Every operator of the workload under one sharding word, as arrays; what searchers work on.
-
-    Arrays are float64[num_operators] unless said otherwise. Times include the tensor-parallel collectives
-    that lie between equal shardings, alone. Prefix sums have one element more.
+class CostTables:
+    """Memoised costs of one problem. Cheap to make; rows are computed when first asked for.
 
     Attributes:
-        forward_s, backward_s: Seconds per microbatch on one rank.
-        parameter_elements: Local parameter elements.
-        saved_bytes: Kept from forward to backward.
-        boundary_bytes: Bytes one microbatch sends over a cut behind the operator (all pass-through
-            tensors included), summed over one replica group.
+        problem: The problem.
+        stages: Stages lately lowered, with what was worked out for them.
+        replays: What the allocator did with lists of events lately replayed.
+        bound_plans: Programs of plans lately lowered, bound to devices.
     """
-
-    forward_s: NDArray[np.float64]
-    backward_s: NDArray[np.float64]
-    parameter_elements: NDArray[np.float64]
-    saved_bytes: NDArray[np.float64]
-    boundary_bytes: NDArray[np.float64]
-
-    @cached_property
-    def prefix(self) -> dict[str, NDArray[np.float64]]:
-        """Prefix sums of every additive column: float64[num_operators + 1]."""
-        columns = ("forward_s", "backward_s", "parameter_elements", "saved_bytes")
-        return {name: np.concatenate([[0.0], np.cumsum(getattr(self, name))]) for name in columns}
-
-
-class CostTables:
-    """Memoised costs of one problem. Cheap to make; rows are computed when first asked for."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -110,6 +89,9 @@ class CostTables:
         self._kernels: dict[tuple[str, Kernel], float] = {}
         self._tables: dict[tuple[Sharding, int, str], OperatorTable] = {}
         self._splits: dict[tuple[int, Sharding], tuple[Split, ...]] = {}
+        self.stages = Kept(MAX_STAGES)
+        self.replays = Kept(MAX_STAGES)
+        self.bound_plans = Kept(MAX_PLANS)
 
     def splits(self, index: int, sharding: Sharding) -> tuple[Split, ...]:
         """Return one Split per axis of a canonical sharding for operator ``index``.

@@ -68,18 +68,18 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
         arrived = received_gathers(view, views[before], crossing[before]) if before >= 0 else []
         returned = received_gathers(view, views[after], crossing[view.position]) if after < len(views) else []
         gather = plan.reshard_after_forward
-        time = _items_s(view, builder.forward(gather=gather, received=arrived))
-        time += _items_s(view, builder.backward(GRADIENTS, gather=gather, sync=False, received=returned))
+        time = items_s(view, builder.forward(gather=gather, received=arrived))
+        time += items_s(view, builder.backward(GRADIENTS, gather=gather, sync=False, received=returned))
         if view.position > 0:
-            time += _transfers_s(problem, transfers[view.position - 1][1])
+            time += transfers_s(problem, transfers[view.position - 1][1])
         if view.position + 1 < len(views):
-            time += _transfers_s(problem, transfers[view.position][0])
+            time += transfers_s(problem, transfers[view.position][0])
         times.append(time / view.num_turns)
         reductions, refresh = epilogue_collectives(view, overlapped=False)
-        synced = sum(_collective_s(view, item) for item in reductions) * (
+        synced = sum(collective_s(view, item) for item in reductions) * (
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
         )
-        once.append(synced + sum(_collective_s(view, item) for item in refresh))
+        once.append(synced + sum(collective_s(view, item) for item in refresh))
         peaks.append(_held_bytes(view))
         capacities.append(min(problem.capacity_bytes(device) for device in view.stage.devices))
     by_rank: dict[int, float] = {}
@@ -152,11 +152,12 @@ def in_flight(plan: Plan, stage: int) -> int:
     return min(m, len(plan.stages) - stage)
 
 
-def _items_s(view: StageView, items: list[Item]) -> float:
+def items_s(view: StageView, items: list[Item]) -> float:
+    """Return the seconds of items one after the other, each alone."""
     total = 0.0
     for item in items:
         if item.collective is not None:
-            total += _collective_s(view, item.collective)
+            total += collective_s(view, item.collective)
             continue
         for index, phase in item.parts:
             cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
@@ -165,12 +166,14 @@ def _items_s(view: StageView, items: list[Item]) -> float:
     return total
 
 
-def _collective_s(view: StageView, item: MeshCollective) -> float:
+def collective_s(view: StageView, item: MeshCollective) -> float:
+    """Return the seconds of a collective of a stage, alone."""
     members = tuple(view.stage.devices[local] for local in groups(item.sizes, item.axes)[0])
     return view.costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
 
 
-def _transfers_s(problem: Problem, transfers: list[Transfer]) -> float:
+def transfers_s(problem: Problem, transfers: list[Transfer]) -> float:
+    """Return the seconds of transfers that run side by side."""
     return max((problem.hardware.transfer(t.num_bytes, t.source, t.target).alone_s for t in transfers), default=0.0)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.allocator import AllocatorResult, replay
-from simulator.costs import CostTables
+from simulator.allocator import AllocatorResult, replay, replay_compiled
+from simulator.costs import CostTables, OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, pipeline_shape
 from simulator.lowering.placement import StagePlacement
@@ -72,13 +74,23 @@ def static_bytes(
 
 
 def device_memory(
-    plan: Plan, lowered: Lowered, schedule: Schedule, costs: CostTables, fidelity: Fidelity
+    plan: Plan,
+    lowered: Lowered,
+    schedule: Schedule,
+    costs: CostTables,
+    fidelity: Fidelity,
+    *,
+    compiled: bool = False,
 ) -> tuple[DeviceMemory, ...]:
-    """Return the memory of every representative, in the order of ``graph.device_members``."""
+    """Return the memory of every representative, in the order of ``graph.device_members``.
+
+    Args:
+        plan, lowered, schedule, costs, fidelity: Of one simulation.
+        compiled: The allocator is replayed by compiled code; the same result.
+    """
     count = memory_microbatches(plan)
     orders = schedule_named(plan.schedule).actions(pipeline_shape(plan, count))
     found: dict[int, DeviceMemory] = {}
-    replays: dict[bytes, AllocatorResult] = {}
     placement_of = {placement.view.position: placement for placement in lowered.placements}
     for rank, order in enumerate(orders):
         placements = [p for p in lowered.placements if plan.rank_of_stage[p.view.position] == rank]
@@ -90,7 +102,7 @@ def device_memory(
                 if c in placement_of[action.stage].taking_turn(action.microbatch).classes
             ]
             own = [order[number] for number in mine]
-            found[c] = _representative(c, plan, placements, own, labels[mine], lowered, costs, fidelity, replays)
+            found[c] = _representative(c, plan, placements, own, labels[mine], lowered, costs, fidelity, compiled)
     return tuple(found[c] for c in range(len(lowered.graph.device_members)))
 
 
@@ -128,30 +140,26 @@ def _representative(
     lowered: Lowered,
     costs: CostTables,
     fidelity: Fidelity,
-    replays: dict[bytes, AllocatorResult],
+    compiled: bool,
 ) -> DeviceMemory:
     problem = costs.problem
     sharded = plan.gradient_reduction == "every" or plan.num_microbatches == 1
     stream = _EventStream()
-    programs: dict[int, StageMemory] = {}
+    programs: dict[int, _StagePasses] = {}
     workspace = 0
     for placement in placements:
         view = placement.view
-
-        def cost_of(index: int, placement: StagePlacement = placement):  # type: ignore[no-untyped-def]
-            return costs.operator(
-                index,
-                placement.view.shardings[index],
-                placement.samples(index, c),
-                placement.gpu_type[c],
+        kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
+        key = ("memory", placement.all_samples(c), placement.gpu_type[c], plan.reshard_after_forward, sharded, kinds)
+        if key not in view.kept:
+            view.kept[key] = _stage_passes(c, placement, costs, kinds, plan.reshard_after_forward, sharded)
+        programs[view.position] = view.kept[key]
+        static_key = ("static bytes", plan.reshard_after_forward, sharded)
+        if static_key not in view.kept:
+            view.kept[static_key] = static_bytes(
+                list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
             )
-
-        programs[view.position] = StageMemory(
-            view, cost_of, reshards=plan.reshard_after_forward, sharded_gradients=sharded
-        )
-        static = static_bytes(
-            list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
-        )
+        static: StaticBytes = view.kept[static_key]
         stream.add_static(static.parameters, "parameters")
         stream.add_static(static.gradients, "gradients")
         stream.add_static(static.optimizer, "optimizer states")
@@ -159,27 +167,29 @@ def _representative(
     stream.add_actions(programs, order, labels)
     stream.add_step(workspace, float(schedule_end(labels)))
     events = stream.arrays()
-    live = np.cumsum(np.where(events.is_alloc, events.rounded, -events.rounded))
+    signed = np.where(events.is_alloc, events.rounded, -events.rounded)
+    live = np.cumsum(signed)
     peak = int(np.argmax(live)) if len(live) else 0
     capacity = min(problem.capacity_bytes(device) for device in lowered.graph.device_members[c])
     reserved, failed = int(live.max(initial=0)), None
     if fidelity.allocator:
-        key = events.sizes.tobytes() + events.is_alloc.tobytes() + str(capacity).encode()
-        if key not in replays:
-            replays[key] = replay(events.sizes, events.tensors, events.is_alloc, max(capacity, 0))
-        result = replays[key]
+        listed = (events.sizes, events.tensors, events.is_alloc)
+        text = hashlib.blake2b(b"".join(column.tobytes() for column in listed)).digest()
+
+        def replayed(most: int) -> AllocatorResult:
+            return replay_compiled(*listed, most) if compiled else replay(*listed, most)
+
+        result = costs.replays.get((text, capacity), lambda: replayed(max(capacity, 0)))
         if result.failure is not None:
             failed = result.failure.requested_bytes
-            unlimited = replay(events.sizes, events.tensors, events.is_alloc, 1 << 60)
+            unlimited = costs.replays.get((text, 1 << 60), lambda: replayed(1 << 60))
             reserved = unlimited.reserved_peak_bytes
         else:
             reserved = result.reserved_peak_bytes
         fits = result.failure is None
     else:
         fits = reserved <= capacity
-    consumers = np.zeros(len(CATEGORIES))
-    signed = np.where(events.is_alloc, events.rounded, -events.rounded)[: peak + 1]
-    np.add.at(consumers, events.categories[: peak + 1], signed)
+    consumers = np.bincount(events.categories[: peak + 1], signed[: peak + 1], minlength=len(CATEGORIES))
     named = {name: int(size) for name, size in zip(CATEGORIES, consumers, strict=True) if size > 0}
     action = int(events.actions[peak]) if len(live) else -1
     where = "the optimizer step" if action == len(order) else "start"
@@ -198,6 +208,65 @@ def _representative(
         times_s=events.times_s,
         live_bytes=live.astype(np.float64),
         failed_request_bytes=failed,
+    )
+
+
+@dataclass(frozen=True)
+class _StagePasses:
+    """Allocations and frees of a stage on a representative.
+
+    Attributes:
+        num_tensors: Of one microbatch.
+        passes: By kind of action.
+    """
+
+    num_tensors: int
+    passes: dict[str, _PassEvents]
+
+
+@dataclass(frozen=True)
+class _PassEvents:
+    """Events of one pass, arrays of one length.
+
+    Attributes:
+        tensors: int64, counted within a microbatch.
+        is_alloc: bool.
+        sizes, categories: int64.
+        portions: float64. When, from 0 at the start of the pass to 1 at its end.
+    """
+
+    tensors: NDArray[np.int64]
+    is_alloc: NDArray[np.bool_]
+    sizes: NDArray[np.int64]
+    categories: NDArray[np.int64]
+    portions: NDArray[np.float64]
+
+
+def _stage_passes(
+    c: int, placement: StagePlacement, costs: CostTables, kinds: Sequence[str], reshards: bool, sharded: bool
+) -> _StagePasses:
+    def cost_of(index: int) -> OperatorCost:
+        samples = placement.samples(index, c)
+        return costs.operator(index, placement.view.shardings[index], samples, placement.gpu_type[c])
+
+    program = StageMemory(placement.view, cache(cost_of), reshards=reshards, sharded_gradients=sharded)
+    lists = {}
+    for kind in kinds:
+        if kind == FORWARD:
+            found = program.forward()
+        else:
+            found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
+        lists[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
+    sizes = np.array(program.table.sizes, dtype=np.int64)
+    categories = np.array(program.table.categories, dtype=np.int64)
+    return _StagePasses(
+        num_tensors=len(sizes),
+        passes={
+            kind: _PassEvents(
+                tensors, is_alloc, sizes[tensors], categories[tensors], np.linspace(0.0, 1.0, len(tensors))
+            )
+            for kind, (tensors, is_alloc) in lists.items()
+        },
     )
 
 
@@ -259,35 +328,22 @@ class _EventStream:
         self._actions.append(np.full(len(sizes), action, dtype=np.int64))
         self._times.append(np.broadcast_to(time_s, sizes.shape).astype(np.float64))
 
-    def add_actions(self, programs: dict[int, StageMemory], order: list[Action], labels: NDArray[np.float64]) -> None:
+    def add_actions(self, programs: dict[int, _StagePasses], order: list[Action], labels: NDArray[np.float64]) -> None:
         """Append the events of every action."""
-        passes: dict[tuple[int, str], tuple[NDArray[np.int64], NDArray[np.bool_]]] = {}
-        for stage, program in programs.items():
-            for kind in dict.fromkeys(action.kind for action in order if action.stage == stage):
-                if kind == FORWARD:
-                    found = program.forward()
-                else:
-                    found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
-                passes[stage, kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
-        sizes = {stage: np.array(program.table.sizes, dtype=np.int64) for stage, program in programs.items()}
-        categories = {stage: np.array(program.table.categories, dtype=np.int64) for stage, program in programs.items()}
         count = max((action.microbatch for action in order), default=0) + 1
         first_id = {}
-        for stage in programs:
+        for stage, program in programs.items():
             first_id[stage] = self._next_id
-            self._next_id += count * len(sizes[stage])
-        for position, action in enumerate(order):
-            tensors, is_alloc = passes[action.stage, action.kind]
-            ids = tensors + first_id[action.stage] + action.microbatch * len(sizes[action.stage])
-            start, end = labels[position]
-            self._append(
-                sizes[action.stage][tensors],
-                ids,
-                is_alloc,
-                categories[action.stage][tensors],
-                position,
-                start + (end - start) * np.linspace(0.0, 1.0, len(tensors)),
-            )
+            self._next_id += count * program.num_tensors
+        lengths = []
+        for (kind, stage, microbatch), (start, end) in zip(order, labels.tolist(), strict=True):
+            program = programs[stage]
+            events = program.passes[kind]
+            ids = events.tensors + (first_id[stage] + microbatch * program.num_tensors)
+            self._parts.append((events.sizes, ids, events.is_alloc, events.categories))
+            self._times.append(start + (end - start) * events.portions)
+            lengths.append(len(ids))
+        self._actions.append(np.repeat(np.arange(len(order)), lengths))
         self._num_actions = len(order)
 
     def add_step(self, workspace_bytes: int, time_s: float) -> None:
@@ -326,7 +382,7 @@ class _EventStream:
 
 def _consistent(ids: NDArray[np.int64], is_alloc: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which events change something: a free of what is not live, or a second allocation, does not."""
-    order = np.lexsort((np.arange(len(ids)), ids))
+    order = np.argsort(ids, kind="stable")
     sorted_ids, sorted_alloc = ids[order], is_alloc[order]
     first = np.ones(len(ids), dtype=np.bool_)
     first[1:] = sorted_ids[1:] != sorted_ids[:-1]

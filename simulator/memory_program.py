@@ -96,10 +96,10 @@ class StageMemory:
         self._segment_of = {
             index: (start, stop) for start, stop in view.stage.recompute for index in range(start, stop)
         }
-        self._readers = {
-            tensor: [reader for reader in readers if reader in self._own]
-            for tensor, readers in self.workload.consumers.items()
-        }
+        self._readers: dict[str, list[int]] = {}
+        for index in view.operators:
+            for tensor in dict.fromkeys(self.workload.operators[index].inputs):
+                self._readers.setdefault(tensor, []).append(index)
         self._savers: dict[str, list[int]] = {}
         self._saves: dict[int, list[tuple[str, float]]] = {}
         for index in view.operators:

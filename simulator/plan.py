@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ class Plan:
         stages = []
         for stage in self.stages:
             in_order = sorted(zip(stage.indices(), stage.sharding_per_operator(), strict=True))
-            resolved = (resolve(sharding, workload.operators[index]) for index, sharding in in_order)
+            resolved = (_resolved(sharding, *_split_words(workload.operators[index])) for index, sharding in in_order)
             stages.append(
                 Stage(
                     operators=merge_ranges(stage.operators),
@@ -155,7 +156,11 @@ class Plan:
 
     def canonical_hash(self, workload: Workload) -> str:
         """Return a hash that ignores spelling: plans that mean the same have the same."""
-        text = json.dumps(plan_to_mapping(self.canonical(workload)), sort_keys=True, separators=(",", ":"))
+        return self.canonical(workload).own_hash()
+
+    def own_hash(self) -> str:
+        """Return a hash of the plan as it is spelled."""
+        text = json.dumps(plan_to_mapping(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -170,15 +175,21 @@ def resolve(sharding: Sharding, operator: Operator) -> Sharding:
     >>> resolve((Axis("batch", 2), Axis("batch", 2), Axis("replicate", 1)), None)
     (Axis(split='batch', size=4, zero=0),)
     """
+    return _resolved(tuple(sharding), *_split_words(operator))
+
+
+def _split_words(operator: Operator | None) -> tuple[str, str, str]:
+    if operator is None:
+        return "", "", ""
+    return operator.tensor_split, operator.alternative_split, operator.sequence_split
+
+
+@lru_cache(maxsize=4096)
+def _resolved(sharding: Sharding, tensor: str, alternative: str, sequence: str) -> Sharding:
+    words = dict(zip(TENSOR_WORDS, (tensor, alternative, sequence), strict=True))
     merged: list[Axis] = []
     for axis in sharding:
-        split = axis.split
-        if split == "tensor":
-            split = operator.tensor_split
-        elif split == "tensor_alternative":
-            split = operator.alternative_split
-        elif split == "tensor_sequence":
-            split = operator.sequence_split
+        split = words.get(axis.split, axis.split)
         if axis.size == 1:
             continue
         if merged and merged[-1].split == split and merged[-1].zero == axis.zero:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simulator.breakdown import breakdown, bubble_share, members_text
+from simulator.breakdown import breakdown_rows, bubble_share, members_text
 from simulator.critical_path import CriticalPath, critical_path
 from simulator.fidelity import Fidelity
 from simulator.memory_usage import DeviceMemory
@@ -107,7 +107,9 @@ class SimulationResult:
 
     def breakdown(self) -> pd.DataFrame:
         """Return seconds per device and category; see ``simulator.breakdown``."""
-        return self._breakdown.copy()
+        import pandas as pd
+
+        return pd.DataFrame(self._breakdown)
 
     def critical_path(self) -> CriticalPath:
         """Return the chain of causes that the iteration time consists of."""
@@ -119,8 +121,8 @@ class SimulationResult:
         return bubble_share(self._breakdown)
 
     @cached_property
-    def _breakdown(self) -> pd.DataFrame:
-        return breakdown(self.graph, self.schedule, self.iteration_time_s)
+    def _breakdown(self) -> list[dict[str, Any]]:
+        return breakdown_rows(self.graph, self.schedule, self.iteration_time_s)
 
     @cached_property
     def _critical_path(self) -> CriticalPath:

@@ -65,7 +65,7 @@ def simulate(
     costs = costs or CostTables(problem)
     lowered = lower(canonical, costs, fidelity)
     schedule = ENGINES[engine](lowered.graph, progress)
-    memory = device_memory(canonical, lowered, schedule, costs, fidelity)
+    memory = device_memory(canonical, lowered, schedule, costs, fidelity, compiled=engine == "compiled")
     model_flop, hardware_flop = model_and_hardware_flop(canonical, problem)
     dtype = problem.runtime.implementation.dtype
     total = sum(lowered.recorded_s) or 1.0
@@ -84,7 +84,7 @@ def simulate(
         schedule=schedule,
         fidelity=fidelity,
         duration_sources={name: seconds / total for name, seconds in zip(SOURCES, lowered.recorded_s, strict=True)},
-        plan_hash=plan.canonical_hash(problem.workload),
+        plan_hash=canonical.own_hash(),
         engine=engine,
         wall_s=perf_counter() - began,
     )

@@ -52,10 +52,11 @@ def assemble(
     hosts = _appended(tiling.hosts, epilogue.hosts, offset) if traits.has_host else {}
     keys: list[StreamKey] = sorted(streams, key=lambda key: (key[0], str(key[1])))
     columns = Columns(total)
+    block_of = {number: block for block in tiling.blocks for number in set(block.template.tolist())}
     for number, template in enumerate(tiling.templates):
-        for block in tiling.blocks:
-            chosen = np.flatnonzero(block.template == number)
-            columns.tile(template.rows, block.base[chosen], block.microbatch[chosen])
+        block = block_of[number]  # A template is one stage's, a stage one rank's.
+        chosen = np.flatnonzero(block.template == number)
+        columns.tile(template.rows, block.base[chosen], block.microbatch[chosen])
     columns.tile(epilogue, np.array([offset]), np.array([-1]))
     shares, fractions = columns.shares()
     return TaskGraph(

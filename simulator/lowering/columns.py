@@ -77,11 +77,8 @@ class Columns:
         counts = lengths[self._share_of]
         offsets = np.zeros(len(self._share_of) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
-        items = np.zeros(offsets[-1], dtype=np.int32)
-        fractions = np.zeros(offsets[-1])
-        for number, row in enumerate(found):
-            tasks = np.flatnonzero(self._share_of == number)
-            slots = (offsets[:-1][tasks][:, None] + np.arange(len(row))).ravel()
-            items[slots] = np.tile([resource for resource, _ in row], len(tasks))
-            fractions[slots] = np.tile([fraction for _, fraction in row], len(tasks))
+        starts = np.cumsum(lengths) - lengths
+        source = np.repeat(starts[self._share_of] - offsets[:-1], counts) + np.arange(offsets[-1])
+        items = np.array([resource for row in found for resource, _ in row], dtype=np.int32)[source]
+        fractions = np.array([fraction for row in found for _, fraction in row], dtype=np.float64)[source]
         return Csr(offsets=offsets.astype(np.int32), items=items), fractions

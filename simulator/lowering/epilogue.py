@@ -67,12 +67,7 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
             continue
         for rank in range(ranks):
             devices = tuple(
-                dict.fromkeys(
-                    device
-                    for view, _ in places
-                    for position, device in enumerate(view.stage.devices)
-                    if position % ranks == rank
-                )
+                dict.fromkeys(device for view, _ in places for device in view.stage.devices[rank::ranks])
             )
             if len(devices) > 1:
                 found.append((tie, devices, float(size)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -16,7 +16,7 @@ from simulator.lowering.epilogue import EpilogueBuilder, epilogue_collectives, t
 from simulator.lowering.mesh import MeshCollective, batch_coordinate, batch_degree
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
-from simulator.lowering.rows import Template
+from simulator.lowering.rows import TaskRows, Template
 from simulator.lowering.symmetry import Partition, partition
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.templates import TemplateBuilder
@@ -85,10 +85,20 @@ class Lowered:
 
 
 def stage_views(plan: Plan, costs: CostTables) -> tuple[StageView, ...]:
-    """Return one view per stage of a canonical plan."""
+    """Return one view per stage of a canonical plan; the same view for the same stage of a similar plan.
+
+    A view asks its plan for what concerns all stages alike, never for another stage.
+    """
     types = costs.problem.gpu_types
+    settings = tuple(value for name, value in plan.__dict__.items() if name != "stages")
     return tuple(
-        StageView(position, stage, plan, costs, types[stage.devices[0]]) for position, stage in enumerate(plan.stages)
+        costs.stages.get(
+            (position, stage, settings),
+            lambda position=position, stage=stage: StageView(  # type: ignore[misc]
+                position, stage, plan, costs, types[stage.devices[0]]
+            ),
+        )
+        for position, stage in enumerate(plan.stages)
     )
 
 
@@ -105,6 +115,20 @@ def pipeline_shape(plan: Plan, num_microbatches: int | None = None) -> PipelineS
 def lower(plan: Plan, costs: CostTables, fidelity: Fidelity) -> Lowered:
     """Return the task graph of a valid, canonical plan."""
     return _Lowering(plan, costs, fidelity).run()
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A plan's programs on representative devices, before they are repeated for every microbatch."""
+
+    placements: tuple[StagePlacement, ...]
+    templates: list[Template]
+    number_of: dict[tuple[int, Variant], int]
+    epilogue: TaskRows
+    entry: dict[int, list[int]]
+    partition: Partition
+    traits: DeviceTraits
+    recorded_s: tuple[float, float, float]
 
 
 class _Lowering:
@@ -131,24 +155,38 @@ class _Lowering:
             for action, variant in zip(order, found, strict=True):
                 if (action.stage, variant) not in programs:
                     programs[action.stage, variant] = self._program(action.stage, variant)
+        key = (self.plan, self.fidelity, tuple(programs))
+        bound = self.costs.bound_plans.get(key, lambda: self._bound(programs))
+        tiling = self._tile(bound.templates, bound.number_of, variants, bound.placements)
+        graph = assemble(tiling, bound.epilogue, bound.entry, bound.partition, bound.traits)
+        return Lowered(
+            graph=graph,
+            views=self.views,
+            placements=bound.placements,
+            orders=self.orders,
+            action_start_task=[block.base for block in tiling.blocks],
+            recorded_s=bound.recorded_s,
+        )
+
+    def _bound(self, programs: dict[tuple[int, Variant], list[Item]]) -> _Bound:
+        """Return the programs bound to representative devices."""
         channels = self._channels(programs)
         placements = self._placements(channels)
         launch_s = {
             c: self.costs.launch_s(placement.gpu_type[c]) for placement in placements for c in placement.classes
         }
         templates, number_of = self._templates(programs, channels, placements, launch_s)
-        tiling = self._tile(templates, number_of, variants, placements)
         epilogue = EpilogueBuilder(placements, channels, self.fidelity, launch_s, overlapped=self.overlapped)
         assert channels.partition is not None
-        classes = range(len(channels.partition.members))
-        rows = epilogue.build(self._norm_latency_s(), classes)
-        graph = assemble(tiling, rows, epilogue.entry, channels.partition, self._traits(channels.partition))
-        return Lowered(
-            graph=graph,
-            views=self.views,
+        rows = epilogue.build(self._norm_latency_s(), range(len(channels.partition.members)))
+        return _Bound(
             placements=tuple(placements),
-            orders=self.orders,
-            action_start_task=[block.base for block in tiling.blocks],
+            templates=templates,
+            number_of=number_of,
+            epilogue=rows,
+            entry=epilogue.entry,
+            partition=channels.partition,
+            traits=self._traits(channels.partition),
             recorded_s=self._recorded(placements),
         )
 
@@ -185,15 +223,23 @@ class _Lowering:
         return Variant(action.kind, gather, sync, action.microbatch % self.num_turns)
 
     def _program(self, stage: int, variant: Variant) -> list[Item]:
-        builder = ProgramBuilder(self.views[stage], self.fidelity)
+        view = self.views[stage]
         received: list[MeshCollective] = []
-        if variant.kind == FORWARD:
-            if stage > 0:
-                received = received_gathers(self.views[stage], self.views[stage - 1], self.crossing[stage - 1])
-            return builder.forward(gather=variant.gather, received=received)
-        if variant.kind != BACKWARD_WEIGHT and stage + 1 < len(self.views):
-            received = received_gathers(self.views[stage], self.views[stage + 1], self.crossing[stage])
-        return builder.backward(_PHASES[variant.kind], gather=variant.gather, sync=variant.sync, received=received)
+        if variant.kind == FORWARD and stage > 0:
+            received = received_gathers(view, self.views[stage - 1], self.crossing[stage - 1])
+        elif variant.kind in (BACKWARD, BACKWARD_INPUT) and stage + 1 < len(self.views):
+            received = received_gathers(view, self.views[stage + 1], self.crossing[stage])
+        key = ("program", variant.kind, variant.gather, variant.sync, tuple(received), self.fidelity)
+        if key not in view.kept:
+            builder = ProgramBuilder(view, self.fidelity)
+            if variant.kind == FORWARD:
+                view.kept[key] = builder.forward(gather=variant.gather, received=received)
+            else:
+                view.kept[key] = builder.backward(
+                    _PHASES[variant.kind], gather=variant.gather, sync=variant.sync, received=received
+                )
+        items: list[Item] = view.kept[key]
+        return items
 
     # Channels, representatives
 
@@ -304,7 +350,7 @@ class _Lowering:
         templates: list[Template],
         number_of: dict[tuple[int, Variant], int],
         variants: list[list[Variant]],
-        placements: list[StagePlacement],
+        placements: Sequence[StagePlacement],
     ) -> Tiling:
         lengths = np.array([len(template.rows) for template in templates], dtype=np.int64)
         blocks = []

@@ -164,12 +164,13 @@ def batch_degree(sharding: Sharding) -> int:
 
 def batch_coordinate(sharding: Sharding, local: int) -> int:
     """Return the number of the replica that local device ``local`` belongs to."""
-    coordinates = []
-    for _, size, _ in reversed(sharding):
-        coordinates.append(local % size)
-        local //= size
-    replica = 0
-    for (split, size, _), coordinate in zip(sharding, reversed(coordinates), strict=True):
-        if split == "batch":
-            replica = replica * size + coordinate
-    return replica
+    return _batch_coordinates(sharding)[local] if sharding else 0
+
+
+@lru_cache(maxsize=4096)
+def _batch_coordinates(sharding: Sharding) -> tuple[int, ...]:
+    found = [0]
+    for split, size, _ in sharding:
+        steps = range(size) if split == "batch" else [0] * size
+        found = [replica * (size if split == "batch" else 1) + step for replica in found for step in steps]
+    return tuple(found)

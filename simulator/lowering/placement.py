@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from simulator.lowering.mesh import batch_coordinate, batch_degree
 from simulator.lowering.program import Item, StageView
@@ -36,6 +37,17 @@ class StagePlacement:
         if not extra:
             return base
         return base + (batch_coordinate(sharding, self.example[representative]) < extra)
+
+    def all_samples(self, representative: int) -> tuple[int, ...]:
+        """Return the samples of the representative in every operator; nothing where all replicas have as many."""
+        size = self.view.plan.microbatch_size
+        if self.view.plan.rotates or not any(size % degree for degree in self._batch_degrees):
+            return ()
+        return tuple(self.samples(index, representative) for index in self.view.operators)
+
+    @cached_property
+    def _batch_degrees(self) -> set[int]:
+        return {batch_degree(sharding) for sharding in set(self.view.shardings.values())}
 
     def taking_turn(self, turn: int) -> StagePlacement:
         """Return the part of the stage that works on microbatches with this number modulo all turns."""

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import prod
 
-from simulator.costs import CostTables, OperatorCost, saved_tensors
+from simulator.costs import OperatorCost, saved_tensors
 from simulator.fidelity import Fidelity
-from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, reshard, settled
+from simulator.lowering.mesh import MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
-from simulator.plan import Plan, Sharding, Stage
+from simulator.lowering.view import StageView as StageView
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from workloads.placements import PARTIAL, Placement
+from workloads.placements import PARTIAL
 
 Part = tuple[int, str]
 """An operator index and a phase."""
@@ -48,97 +46,6 @@ class Item:
     chained: bool = True
     after: tuple[int, ...] = ()
     operator: int = -1
-
-
-@dataclass(frozen=True)
-class StageView:
-    """A stage of a canonical plan with per-operator look-ups.
-
-    Attributes:
-        position: Index of the stage.
-        stage: The stage.
-        plan: The canonical plan.
-        costs: Cost tables.
-        gpu_type: Device type that sizes are asked for (sizes do not depend on it).
-    """
-
-    position: int
-    stage: Stage
-    plan: Plan
-    costs: CostTables
-    gpu_type: str
-
-    @cached_property
-    def operators(self) -> list[int]:
-        """Operator indices in order."""
-        return self.stage.indices()
-
-    @cached_property
-    def shardings(self) -> dict[int, Sharding]:
-        """Canonical sharding of each operator."""
-        return dict(zip(self.operators, self.stage.sharding_per_operator(), strict=True))
-
-    def samples(self, index: int) -> int:
-        """Return the samples that the largest replica works on at once in operator ``index``."""
-        if self.plan.rotates:
-            return self.plan.microbatch_size
-        return -(-self.plan.microbatch_size // batch_degree(self.shardings[index]))
-
-    def scattered_inputs(self, index: int) -> list[tuple[int, float]]:
-        """Return ``(input position, bytes left)`` of inputs that are reduced to a shard on their way."""
-        return [
-            (position, item.num_bytes / prod(item.sizes[axis] for axis in item.axes))
-            for phase, item, _, position in self.costs.input_collectives(
-                index, self.shardings.get, self.samples(index), self.gpu_type
-            )
-            if phase == FORWARD and item.collective == "reduce_scatter"
-        ]
-
-    def gathered_inputs(self, index: int) -> list[tuple[int, MeshCollective]]:
-        """Return ``(input position, all-gather)`` of inputs that forward gathers and backward needs whole."""
-        cost = self.costs.operator(index, self.shardings[index], self.samples(index), self.gpu_type)
-        saved = {ref for ref, _ in cost.saved}
-        return [
-            (position, item)
-            for phase, item, _, position in self.costs.input_collectives(
-                index, self.shardings.get, self.samples(index), self.gpu_type
-            )
-            if phase == FORWARD and item.collective == "all_gather" and f"input:{position}" in saved
-        ]
-
-    @cached_property
-    def num_turns(self) -> int:
-        """Replicas that take whole microbatches in turn; 1 where microbatches are sliced."""
-        return batch_degree(self.shardings[self.operators[0]]) if self.plan.rotates else 1
-
-    @cached_property
-    def leaving(self) -> tuple[str, ...]:
-        """Tensors made here and read in a later stage."""
-        own = set(self.operators)
-        consumers = self.costs.problem.workload.consumers
-        return tuple(
-            tensor
-            for index in self.operators
-            for tensor in self.costs.problem.workload.operators[index].outputs
-            if any(reader not in own for reader in consumers.get(tensor, ()))
-        )
-
-    @cached_property
-    def arrivals(self) -> dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]:
-        """Tensors made elsewhere and read here: mesh and layout of their first reader's input."""
-        workload = self.costs.problem.workload
-        own = set(self.operators)
-        found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
-        for index in self.operators:
-            for position, name in enumerate(workload.operators[index].inputs):
-                producer = workload.producer.get(name)
-                if producer is not None and producer not in own and name not in found:
-                    splits = self.costs.splits(index, self.shardings[index])
-                    found[name] = (
-                        mesh_sizes(self.shardings[index]),
-                        tuple(split.inputs[position] for split in splits),
-                    )
-        return found
 
 
 @dataclass
@@ -201,6 +108,30 @@ class ProgramBuilder:
                 self._reduce(bucket)
         return self.items
 
+    def operator_alone(self, index: int) -> tuple[list[Item], list[Item], dict[int, list[Item]]]:
+        """Return what one operator adds to the passes of its stage.
+
+        Returns:
+            Items of its forward pass; of its backward pass; and, by input, those of the forward pass that a
+            segment which the input enters from outside does not run again.
+        """
+        self.items = []
+        self._run_forward([index], "forward", {})
+        forward, self.items = self.items, []
+        if not self.view.costs.problem.runtime.keeps_gathered_inputs:
+            for _, item in self.view.gathered_inputs(index):
+                self._collective(item, index)
+        self._compute("backward", index, GRADIENTS)
+        self._backward_collectives(index)
+        backward, entering = self.items, dict[int, list[Item]]()
+        view = self.view
+        for phase, item, owner, position in view.input_collectives(index):
+            if phase == FORWARD and item.collective in REDUCTIONS and not self._cost(owner).includes_collectives:
+                self.items = []
+                self._collective(item, index)
+                entering.setdefault(position, []).extend(self.items)
+        return forward, backward, entering
+
     def _run_forward(self, operators: list[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
         inside = set(operators) if cause == "recompute" else None
         for index in operators:
@@ -221,9 +152,7 @@ class ProgramBuilder:
     def _forward_collectives(self, index: int, recomputed: set[int] | None) -> Iterator[tuple[MeshCollective, int]]:
         """Yield the collectives before an operator; what was reduced on its way into a segment stays reduced."""
         view = self.view
-        for phase, item, owner, _ in view.costs.input_collectives(
-            index, view.shardings.get, view.samples(index), view.gpu_type
-        ):
+        for phase, item, owner, _ in view.input_collectives(index):
             kept = recomputed is not None and owner not in recomputed and item.collective in REDUCTIONS
             if phase == FORWARD and not kept:
                 yield item, owner
@@ -247,9 +176,7 @@ class ProgramBuilder:
             for phase, item in cost.internal:
                 if phase == BACKWARD_INPUT:
                     self._collective(item, index)
-        for phase, item, owner, _ in view.costs.input_collectives(
-            index, view.shardings.get, view.samples(index), view.gpu_type
-        ):
+        for phase, item, owner, _ in view.input_collectives(index):
             if phase == BACKWARD_INPUT and not self._cost(owner).includes_collectives:
                 self._collective(item, index)
         workload = view.costs.problem.workload
@@ -263,6 +190,12 @@ class ProgramBuilder:
                 if PARTIAL in have and not served:
                     for item in reshard(sizes, have, sizes, settled(have), cost.input_bytes[position]):
                         self._collective(item, index)
+
+    def output_settled(self, tensor: str) -> list[Item]:
+        """Return what makes a tensor whole that leaves the stage and that nothing in it reads."""
+        self.items = []
+        self._settle_output(tensor)
+        return self.items
 
     def _settle_output(self, tensor: str) -> None:
         view = self.view

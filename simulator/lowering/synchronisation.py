@@ -57,6 +57,12 @@ class ParameterGroup:
 
 def parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
     """Yield every parameter of a stage; a tensor tied within the stage comes once for each of its layouts."""
+    if "parameter groups" not in view.kept:
+        view.kept["parameter groups"] = tuple(_parameter_groups(view))
+    yield from view.kept["parameter groups"]
+
+
+def _parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
     seen: set[object] = set()
     for index in view.operators:
         sharding = view.shardings[index]
@@ -101,6 +107,12 @@ def gradient_buckets(view: StageView, *, merged: bool) -> list[GradientBucket]:
         merged: One reduction for all gradients that share a group (after the whole backward pass);
             else buckets of the runtime's size.
     """
+    if ("gradient buckets", merged) not in view.kept:
+        view.kept["gradient buckets", merged] = _gradient_buckets(view, merged)
+    return list(view.kept["gradient buckets", merged])
+
+
+def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     runtime = view.costs.problem.runtime
     bucket_bytes = runtime.gradient_bucket_bytes
     limit = float("inf") if merged or bucket_bytes is None else float(bucket_bytes)
@@ -132,8 +144,10 @@ def gather_collectives(view: StageView, operators: Iterable[int]) -> dict[int, l
 
 def parameter_refresh(view: StageView) -> list[MeshCollective]:
     """Return the all-gathers that ZeRO-1 and ZeRO-2 need after the optimizer step."""
-    found = _gathered(view, lambda group: group.zero in (1, 2), by_layer=False)
-    return [collective for collectives in found.values() for collective in collectives]
+    if "parameter refresh" not in view.kept:
+        found = _gathered(view, lambda group: group.zero in (1, 2), by_layer=False)
+        view.kept["parameter refresh"] = [one for collectives in found.values() for one in collectives]
+    return list(view.kept["parameter refresh"])
 
 
 def _gathered(view: StageView, chosen, *, by_layer: bool) -> dict[int, list[MeshCollective]]:  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -37,6 +38,7 @@ class Transfer:
     num_bytes: float
 
 
+@lru_cache(maxsize=1024)
 def replica_bounds(num_samples: int, num_replicas: int) -> list[Fraction]:
     """Return where the slices of a microbatch end, as fractions: the first replicas get one sample more.
 
@@ -98,15 +100,25 @@ def route(
     for rank, region in sender.items():
         holders.setdefault(region, []).append(rank)
     turn: dict[Region, int] = {}
+    shares: dict[Region, list[tuple[list[int], Fraction]]] = {}
     found = []
     for rank, region in receiver.items():
         replica = turn.get(region, 0)
         turn[region] = replica + 1
-        for held, ranks in holders.items():
-            share = overlap(held, region)
-            if share:
-                found.append((ranks[replica % len(ranks)], rank, share / num_parts))
+        if region not in shares:
+            met = ((held, overlap(held, region)) for held in holders)
+            shares[region] = [(holders[held], share) for held, share in met if share]
+        for ranks, share in shares[region]:
+            found.append((ranks[replica % len(ranks)], rank, share / num_parts))
     return found
+
+
+@lru_cache(maxsize=1024)
+def _route(
+    sender: tuple[tuple[int, Region], ...], receiver: tuple[tuple[int, Region], ...], num_parts: int
+) -> tuple[tuple[int, int, float], ...]:
+    found = route(dict(sender), dict(receiver), num_parts)
+    return tuple((source, target, float(share)) for source, target, share in found)
 
 
 def boundary(
@@ -123,18 +135,28 @@ def boundary(
         Activations from first to second, and gradients from second to first. Gradients of a tensor lie as
         the tensor does. Ranks that are the same device need no transfer.
     """
+    key = ("boundary", second.stage, tuple(relayed), turn)
+    if key not in first.kept:
+        first.kept[key] = _boundary(first, second, relayed, turn)
+    forward, backward = first.kept[key]
+    return list(forward), list(backward)
+
+
+def _boundary(
+    first: StageView, second: StageView, relayed: Sequence[str], turn: int
+) -> tuple[list[Transfer], list[Transfer]]:
     forward: dict[tuple[int, int], float] = {}
     backward: dict[tuple[int, int], float] = {}
     for tensor in relayed:
         sender, size = _layout(first, tensor, turn)
         receiver, _ = _layout(second, tensor, turn)
         parts = _num_parts(first, second, tensor)
-        for source, target, share in route(sender, receiver, parts):
+        for source, target, share in _route(sender, receiver, parts):
             key = (first.stage.devices[source], second.stage.devices[target])
-            forward[key] = forward.get(key, 0.0) + float(share) * size
-        for source, target, share in route(receiver, sender, parts):
+            forward[key] = forward.get(key, 0.0) + share * size
+        for source, target, share in _route(receiver, sender, parts):
             key = (second.stage.devices[source], first.stage.devices[target])
-            backward[key] = backward.get(key, 0.0) + float(share) * size
+            backward[key] = backward.get(key, 0.0) + share * size
     return _sorted(forward), _sorted(backward)
 
 
@@ -169,19 +191,26 @@ def received_gathers(receiver: StageView, sender: StageView, tensors: Sequence[s
         receiver, sender: The stages, in the direction of the transfer.
         tensors: What crosses.
     """
+    key = ("received gathers", sender.stage, tuple(tensors))
+    if key not in receiver.kept:
+        receiver.kept[key] = _received_gathers(receiver, sender, tensors)
+    return list(receiver.kept[key])
+
+
+def _received_gathers(receiver: StageView, sender: StageView, tensors: Sequence[str]) -> list[MeshCollective]:
     totals: dict[tuple[MeshSizes, tuple[int, ...]], float] = {}
     for tensor in tensors:
         if _num_parts(sender, receiver, tensor) > 1:
             sizes, axes = _holders(receiver, tensor)
             region, size = _layout(receiver, tensor, 0)
-            share = next(iter(region.values()))
+            share = region[0][1]
             local = size * float(prod((high - low for _, low, high in share), start=Fraction(1)))
             totals[sizes, axes] = totals.get((sizes, axes), 0.0) + local
     return [MeshCollective("all_gather", sizes, axes, num_bytes) for (sizes, axes), num_bytes in totals.items()]
 
 
-def _layout(view: StageView, tensor: str, turn: int) -> tuple[dict[int, Region], float]:
-    """Return regions of ``tensor`` by local device, and the bytes of the whole tensor."""
+def _layout(view: StageView, tensor: str, turn: int) -> tuple[tuple[tuple[int, Region], ...], float]:
+    """Return ``(local device, region)`` of ``tensor``, and the bytes of the whole tensor."""
     workload = view.costs.problem.workload
     samples = view.plan.microbatch_size
     producer = workload.producer[tensor]
@@ -190,17 +219,21 @@ def _layout(view: StageView, tensor: str, turn: int) -> tuple[dict[int, Region],
     size = prod(workload.tensors[tensor]) * samples * dtype_bytes(dtype, view.costs.problem.runtime.implementation)
     sizes, placements, sharding = _placed(view, tensor)
     if view.num_turns == 1:
-        return dict(enumerate(regions(sizes, placements, samples))), float(size)
+        return _numbered_regions(sizes, placements, samples), float(size)
     whole = tuple(
         Replicate() if axis.split == "batch" else placement
         for axis, placement in zip(sharding, placements, strict=True)
     )
     replica = turn % view.num_turns
-    return {
-        local: region
-        for local, region in enumerate(regions(sizes, whole, samples))
-        if batch_coordinate(sharding, local) == replica
-    }, float(size)
+    numbered = _numbered_regions(sizes, whole, samples)
+    return tuple(one for one in numbered if batch_coordinate(sharding, one[0]) == replica), float(size)
+
+
+@lru_cache(maxsize=1024)
+def _numbered_regions(
+    sizes: MeshSizes, placements: tuple[Placement, ...], num_samples: int
+) -> tuple[tuple[int, Region], ...]:
+    return tuple(enumerate(regions(sizes, placements, num_samples)))
 
 
 def _placed(view: StageView, tensor: str) -> tuple[MeshSizes, tuple[Placement, ...], Sharding]:

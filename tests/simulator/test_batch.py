@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.batch import MODELLED_ELSEWHERE, BatchEvaluator, PlanBatch, error_by_cause
+from simulator.batch import BatchEvaluator, PlanBatch
+from simulator.batch_errors import MODELLED_ELSEWHERE, error_by_cause
 from simulator.costs import CostTables
 from simulator.engine_compiled import run_compiled
 from simulator.engine_simpy import run_simpy

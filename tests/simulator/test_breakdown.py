@@ -120,7 +120,7 @@ def test_an_unknown_cause_has_a_column_and_an_empty_device_is_all_bubble() -> No
     table = breakdown(graph, run_simpy(graph), 3.0)
     assert table["other_s"].tolist() == [3.0, 0.0]
     assert table["bubble_s"].tolist() == [0.0, 3.0]
-    assert bubble_share(table) == 0.5
+    assert bubble_share(table.to_dict("records")) == 0.5
 
 
 def test_union_of_intervals() -> None:

@@ -1,0 +1,370 @@
+"""``estimate`` for searchers that ask for hundreds of thousands of plans: the same numbers, from arrays.
+
+>>> from simulator.problem import ProblemSpec
+>>> from simulator.plan import Axis
+>>> problem = ProblemSpec("gpt3-350m", "v100-32g-dgx1:1x4", "megatron-lm-2021", 16).load()
+>>> fast = FastEstimator(problem)
+>>> both = fast.strategy((Axis("batch", 2), Axis("tensor", 2)))     # mesh axes -> a number
+>>> devices = fast.placement(range(4))                              # devices -> a number
+>>> stage = StageColumns(placement=devices, stops=[len(problem.workload)], strategies=[both])
+>>> plan = PlanArrays.of([stage], microbatch_size=4, num_microbatches=4)
+>>> found = fast.evaluate(plan)                                     # or many, joined: arrays of results
+>>> bool(found.fits[0]), len(found.iteration_time_s)
+(True, 1)
+
+What a strategy costs is worked out once, by the lowering itself, when a plan first asks for it (milliseconds);
+so are operators between unlike neighbours and boundaries between stages. After that a plan is sums: its cost
+grows with runs of equal strategy and recomputed segments. Everything that ``estimate`` knows is there (data and
+tensor parallelism of any axes per operator, ZeRO, sequence parallelism, recomputed segments, resharding, transfers
+whole or in parts, schedules, tied weights), equal to rounding; ``round_robin`` replicas and stages that are not
+consecutive operators are not. Plans are taken to be legal, as in ``estimate``: what does not fit a strategy is
+refused, but devices that two stages share unequally, or a schedule's own rules, are not looked at.
+
+Keys are 64-bit hashes: two that are meant to differ are equal with probability n^2 / 4e19 for n rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.compiled_cache import is_cached
+from simulator.costs import CostTables
+from simulator.estimate import Estimate
+from simulator.fast_channels import Channels, Interner
+from simulator.fast_memory import estimate_peaks
+from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
+from simulator.fast_store import Store
+from simulator.fast_structure import structure
+from simulator.fast_tables import TableBuilder
+from simulator.fast_time import (
+    BAD_RUNS,
+    BAD_SEGMENTS,
+    BAD_STRATEGY,
+    BOUNDARY,
+    INCOMPLETE,
+    ROW,
+    TABLE,
+    PlanColumns,
+    estimate_times,
+)
+from simulator.lowering.program import StageView
+from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
+from simulator.problem import Problem
+
+__all__ = ["FastEstimates", "FastEstimator", "PlanArrays", "StageColumns"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_MISSES = 4096
+"""Of one pass over the plans."""
+
+
+@dataclass(frozen=True)
+class FastEstimates:
+    """What the closed form says of plans; see ``Estimate``.
+
+    Attributes:
+        iteration_time_s: float64[P].
+        stage_time_s, peak_bytes, capacity_bytes: float64[S].
+        fits: bool[P].
+    """
+
+    iteration_time_s: Floats
+    stage_time_s: Floats
+    peak_bytes: Floats
+    capacity_bytes: Floats
+    fits: NDArray[np.bool_]
+
+
+class FastEstimator:
+    """Evaluates plans in array form. What it has worked out is kept between calls.
+
+    Args:
+        problem: The problem.
+        costs: Cost tables to share; made anew if None.
+    """
+
+    def __init__(self, problem: Problem, costs: CostTables | None = None) -> None:
+        if not is_cached(estimate_times):
+            logging.getLogger("windtunnel").warning("compiling the estimate, once on this machine (some seconds) ...")
+        self.problem = problem
+        self.costs = costs or CostTables(problem)
+        self._structure, self._savings, names = structure(problem, self.costs)
+        self._builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(problem))
+        self._store = Store(self._builder)
+        self._strategies: dict[Sharding, int] = {}
+        self._strategy_list: list[Sharding] = []
+        self._resolved: dict[Sharding, list[Sharding]] = {}
+        self._placements: dict[tuple[int, ...], int] = {}
+        self._placement_list: list[tuple[int, ...]] = []
+        self._shapes, self._forms, self._aliases = Interner(), Interner(), Interner()
+        nodes = problem.hardware.cluster.nodes
+        alike = all(replace(node, first_device=0) == nodes[0] for node in nodes)
+        self._node_size = nodes[0].num_devices if alike else problem.num_devices
+        self._alike = alike
+        self._any_slot = alike and nodes[0].links.kind != "mesh"
+
+    # Numbers for words
+
+    def strategy(self, sharding: Iterable) -> int:  # type: ignore[type-arg]
+        """Return the number of a strategy: mesh axes, outermost first, as in plans; split words are allowed."""
+        key = tuple(sharding)
+        if key not in self._strategies:
+            self._strategies[key] = len(self._strategy_list)
+            self._strategy_list.append(key)
+        return self._strategies[key]
+
+    def placement(self, devices: Iterable[int]) -> int:
+        """Return the number of a tuple of devices, in mesh order.
+
+        Raises:
+            ValueError: If a device is not in the cluster, or named twice.
+        """
+        key = tuple(devices)
+        if key in self._placements:
+            return self._placements[key]
+        if not key or len(set(key)) < len(key) or not 0 <= min(key) <= max(key) < self.problem.num_devices:
+            raise ValueError(
+                f"a placement must name different devices of 0..{self.problem.num_devices - 1}, got {key[:16]}"
+            )
+        size = self._node_size
+        node = min(key) // size
+        form = tuple(device - node * size for device in key)
+        one_node = max(form) < size
+        shape: object = form
+        if one_node and self._any_slot and form == tuple(range(form[0], form[0] + len(form))):
+            shape = len(form)  # Behind a switch or a host bridge, neighbours are alike wherever they are.
+        capacity = min(self.problem.capacity_bytes(device) for device in key)
+        number = self._placements[key] = len(self._placement_list)
+        self._placement_list.append(key)
+        self._store.add_placement(self._shapes(shape), self._forms(form), node, float(capacity))
+        return number
+
+    def arrays(self, plans: Sequence[Plan]) -> PlanArrays:
+        """Return plans in array form.
+
+        Raises:
+            ValueError: If a plan has none; says which and why.
+        """
+        found = []
+        for number, plan in enumerate(plans):
+            reason = why_not(plan)
+            if reason is not None:
+                raise ValueError(f"plan {number}: {reason}; use estimate for such plans")
+            warmups = plan.warmup_in_force() or (0,) * len(plan.stages)
+            stages = []
+            for stage, warmup in zip(plan.stages, warmups, strict=True):
+                first = min(start for start, _ in stage.operators)
+                stops, strategies = [], []
+                runs = stage.shardings if len(stage.operators) == 1 else _in_order(stage)
+                for count, sharding in runs:
+                    first += count
+                    stops.append(first)
+                    strategies.append(self.strategy(sharding))
+                stages.append(
+                    StageColumns(self.placement(stage.devices), stops, strategies, sorted(stage.recompute), warmup)
+                )
+            found.append(
+                PlanArrays.of(
+                    stages,
+                    plan.microbatch_size,
+                    plan.num_microbatches,
+                    plan.schedule,
+                    reduces_every=plan.gradient_reduction == "every",
+                    reshards=plan.reshard_after_forward,
+                )
+            )
+        return PlanArrays.joined(found)
+
+    def plan(self, plans: PlanArrays, index: int) -> Plan:
+        """Return one plan of the arrays in full."""
+        columns = plans.columns()
+        stages, warmups = [], []
+        rows = range(columns.stage_offsets[index], columns.stage_offsets[index + 1])
+        for row in rows:
+            stages.append(self._stage(columns, row, rows.start, canonical=False))
+            warmups.append(int(columns.warmups[row]))
+        word = {number: name for name, number in SCHEDULES.items()}[int(columns.schedule[index])]
+        return Plan(
+            stages=tuple(stages),
+            microbatch_size=int(columns.microbatch_size[index]),
+            num_microbatches=int(columns.num_microbatches[index]),
+            schedule=word,
+            warmup=tuple(warmups) if any(warmups) else None,
+            gradient_reduction="every" if columns.reduces_every[index] else "last",
+            reshard_after_forward=bool(columns.reshards[index]),
+        )
+
+    # Evaluation
+
+    def evaluate(self, plans: PlanArrays) -> FastEstimates:
+        """Return time and memory of every plan.
+
+        Raises:
+            ValueError: If runs or segments of a plan are not in order, or a strategy does not fit its stage.
+        """
+        return self.evaluate_columns(plans.columns())
+
+    def evaluate_columns(self, columns: PlanColumns) -> FastEstimates:
+        """Return the same for arrays that are int64 and contiguous; nothing is converted."""
+        count, num_stages = len(columns.microbatch_size), len(columns.placements)
+        iteration_s, stage_s = np.empty(count), np.zeros(num_stages)
+        peak_bytes, capacity_bytes, fits = np.empty(num_stages), np.empty(num_stages), np.empty(count, dtype=np.bool_)
+        run_tables = np.empty(len(columns.strategies), dtype=np.int64)
+        states = np.empty(count, dtype=np.int64)
+        chosen = np.arange(count)
+        runtime, store = self.problem.runtime, self._store
+        everything = chosen
+        while True:
+            misses, counts = store.misses, store.counts
+            counts[0] = 0
+            estimate_times(
+                self._structure,
+                store.time,
+                columns,
+                chosen,
+                runtime.recompute_stops_early,
+                float(runtime.parameter_bytes),
+                float(runtime.gradient_accumulation_bytes),
+                iteration_s,
+                stage_s,
+                run_tables,
+                states,
+                misses,
+                counts,
+            )
+            if counts[0]:
+                self._work_out(columns, misses[: counts[0]])
+            elif states.any():
+                self._refuse(columns, states)
+            else:
+                break
+            self._refuse(columns, states)
+            chosen = np.flatnonzero(states == INCOMPLETE)
+        estimate_peaks(
+            self._savings,
+            store.memory,
+            columns,
+            everything,
+            states,
+            run_tables,
+            peak_bytes,
+            capacity_bytes,
+            fits,
+        )
+        return FastEstimates(iteration_s, stage_s, peak_bytes, capacity_bytes, fits)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Return the estimate of one plan object, conversion included."""
+        found = self.evaluate(self.arrays([plan]))
+        return Estimate(
+            float(found.iteration_time_s[0]),
+            tuple(found.stage_time_s.tolist()),
+            tuple(found.peak_bytes.tolist()),
+            tuple(found.capacity_bytes.tolist()),
+        )
+
+    # What is missing
+
+    def _refuse(self, columns: PlanColumns, states: Ints) -> None:
+        if (states >= 0).all():
+            return
+        plan = int(np.argmax(states < 0))
+        count = len(self.problem.workload)
+        words = {
+            BAD_RUNS: f"runs of a plan must hold operators 0 to {count - 1} one after the other",
+            BAD_STRATEGY: "every operator must be one that its strategy can split (validate says which is not)",
+            BAD_SEGMENTS: "recomputed segments must lie inside their stage, ascending, and not overlap",
+        }
+        raise ValueError(f"{words.get(int(states[plan]), 'too many ways to gather parameters')}; broken in plan {plan}")
+
+    def _work_out(self, columns: PlanColumns, misses: Ints) -> None:
+        """Fill what was missing."""
+        store = self._store
+        for position, (kind, slot, first, second) in enumerate(misses.tolist()):
+            try:
+                if kind == TABLE:
+                    size = self._size(columns, second)
+                    devices = self._placement_list[columns.placements[second]]
+                    strategy = self._strategy_list[columns.strategies[first]]
+                    shape = int(store.time.placement_shape[columns.placements[second]])
+                    axes = tuple((axis.split, axis.size) for axis in strategy if axis.size > 1)
+                    alias = self._aliases((axes, shape, size))
+                    store.add_table(slot, self._builder.table(strategy, devices, size), alias)
+                elif kind == ROW:
+                    store.add_row(slot, self._row(columns, first, second))
+                else:
+                    assert kind == BOUNDARY
+                    store.add_boundary(slot, self._boundary(columns, first, second))
+            except ValueError:
+                store.forget(misses[position:, 1])
+                raise
+        store.make_room()
+
+    def _size(self, columns: PlanColumns, stage: int) -> int:
+        plan = int(np.searchsorted(columns.stage_offsets, stage, side="right")) - 1
+        return int(columns.microbatch_size[plan])
+
+    def _first(self, columns: PlanColumns, stage: int, first_row: int) -> int:
+        return 0 if stage == first_row else int(columns.run_stops[columns.run_offsets[stage] - 1])
+
+    def _row(self, columns: PlanColumns, index: int, stage: int) -> list[float]:
+        plan = int(np.searchsorted(columns.stage_offsets, stage, side="right")) - 1
+        begin, end = columns.run_offsets[stage], columns.run_offsets[stage + 1]
+        first = self._first(columns, stage, int(columns.stage_offsets[plan]))
+        shape = self._structure
+        near = shape.neighbours[shape.neighbour_offsets[index] : shape.neighbour_offsets[index + 1]]
+        own = [other for other in (*near.tolist(), index) if other >= first]
+        runs = begin + np.searchsorted(columns.run_stops[begin:end], own, side="right")
+        strategies = {other: self._strategy_list[columns.strategies[run]] for other, run in zip(own, runs, strict=True)}
+        devices = self._placement_list[columns.placements[stage]]
+        return self._builder.row(index, strategies, devices, int(columns.microbatch_size[plan]))
+
+    def _stage(self, columns: PlanColumns, row: int, first_row: int, *, canonical: bool) -> Stage:
+        first = self._first(columns, row, first_row)
+        runs, start = [], first
+        for run in range(columns.run_offsets[row], columns.run_offsets[row + 1]):
+            stop = int(columns.run_stops[run])
+            runs.append((stop - start, self._strategy_list[columns.strategies[run]]))
+            start = stop
+        segments = range(columns.segment_offsets[row], columns.segment_offsets[row + 1])
+        stage = Stage(
+            operators=((first, start),),
+            devices=self._placement_list[columns.placements[row]],
+            shardings=tuple(runs),
+            recompute=tuple((int(columns.segment_firsts[g]), int(columns.segment_stops[g])) for g in segments),
+        )
+        if not canonical:
+            return stage
+        resolved: list[Sharding] = []
+        for count, sharding in runs:
+            if sharding not in self._resolved:
+                self._resolved[sharding] = [resolve(sharding, op) for op in self.problem.workload.operators]
+            start = first + len(resolved)
+            resolved += self._resolved[sharding][start : start + count]
+        return replace(stage, shardings=run_lengths(resolved))
+
+    def _boundary(self, columns: PlanColumns, stage: int, plan: int) -> list[float]:
+        first_row = int(columns.stage_offsets[plan])
+        stages = tuple(self._stage(columns, row, first_row, canonical=True) for row in (stage, stage + 1))
+        pair = Plan(stages, int(columns.microbatch_size[plan]), 1)
+        views = [
+            StageView(position, one, pair, self.costs, self.problem.gpu_types[one.devices[0]])
+            for position, one in enumerate(stages)
+        ]
+        cut = stages[1].operators[0][0]
+        shape = self._structure
+        tensors = shape.crossing[shape.crossing_offsets[cut] : shape.crossing_offsets[cut + 1]]
+        return self._builder.boundary(views[0], views[1], tensors.tolist())
+
+
+def _in_order(stage: Stage) -> tuple[tuple[int, Sharding], ...]:
+    """Return the runs of a stage whose ranges are not written in order."""
+    pairs = sorted(zip(stage.indices(), stage.sharding_per_operator(), strict=True))
+    return run_lengths(sharding for _, sharding in pairs)

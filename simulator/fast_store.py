@@ -1,0 +1,155 @@
+"""Growing arrays of the fast estimate: tables, rows, boundaries, and the hash table that finds them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.fast_memory import MEMORY_COLUMNS, MemoryTables
+from simulator.fast_tables import Table, TableBuilder
+from simulator.fast_time import FAMILY, MAX_FAMILIES, TIME_COLUMNS, TimeTables
+
+Ints = NDArray[np.int64]
+
+MAX_MISSES = 4096
+"""Of one pass over the plans."""
+
+
+class Store:
+    """Everything that one estimator has worked out.
+
+    Attributes:
+        time, memory: What the compiled functions read.
+        misses, counts: What they write of things that are missing.
+    """
+
+    def __init__(self, builder: TableBuilder) -> None:
+        self._builder = builder
+        shape, savings = builder.structure, builder.savings
+        count, tied = len(shape.classes), len(shape.tied)
+        levels = max(1, count.bit_length())
+        most_inputs = int(np.diff(shape.input_offsets).max(initial=1))
+        none = np.zeros(0, dtype=np.int64)
+        self.time = TimeTables(
+            sums=np.zeros((0, count + 1, TIME_COLUMNS)),
+            entering_s=np.zeros((0, len(shape.input_producers))),
+            settling_s=np.zeros((0, len(shape.producers))),
+            has_private=np.zeros((0, count), dtype=np.int64),
+            made=np.zeros((0, len(shape.producers)), dtype=np.int64),
+            read=np.zeros((0, len(shape.readers)), dtype=np.int64),
+            passed=np.zeros((0, count), dtype=np.int64),
+            families=np.zeros((0, MAX_FAMILIES, FAMILY), dtype=np.int64),
+            tied=np.zeros((0, tied, 3), dtype=np.int64),
+            aliases=none,
+            line_offsets=np.zeros(1, dtype=np.int64),
+            lines=np.zeros((0, 2)),
+            point_offsets=np.zeros(1, dtype=np.int64),
+            points=np.zeros((0, 2)),
+            rows=np.zeros((0, 2 + most_inputs)),
+            boundaries=np.zeros((0, 4)),
+            keys=np.zeros(4 * MAX_MISSES, dtype=np.uint64),
+            values=np.zeros(4 * MAX_MISSES, dtype=np.int64),
+            placement_shape=none,
+            placement_form=none,
+            placement_node=none,
+        )
+        self.memory = MemoryTables(
+            sums=np.zeros((0, count + 1, MEMORY_COLUMNS)),
+            saved_bytes=np.zeros((0, len(savings.operators))),
+            workspace=np.zeros((0, levels, count)),
+            tied_bytes=np.zeros((0, tied, 4)),
+            tied_layouts=np.zeros((0, tied), dtype=np.int64),
+            capacity_bytes=np.zeros(0),
+        )
+        self.misses = np.zeros((MAX_MISSES, 4), dtype=np.int64)
+        self.counts = np.zeros(1, dtype=np.int64)
+        self._used = dict.fromkeys(("table", "row", "boundary", "placement"), 0)
+        self._num_keys = 0
+
+    def add_placement(self, shape: int, form: int, node: int, capacity_bytes: float) -> None:
+        """Append a placement."""
+        number = self._next("placement", ("placement_shape", "placement_form", "placement_node"), ("capacity_bytes",))
+        self.time.placement_shape[number] = shape
+        self.time.placement_form[number] = form
+        self.time.placement_node[number] = node
+        self.memory.capacity_bytes[number] = capacity_bytes
+
+    def add_table(self, slot: int, table: Table, alias: int) -> None:
+        """Append a table and let the slot of the hash table name it; see ``TimeTables.aliases``."""
+        own = ("sums", "entering_s", "settling_s", "has_private", "made", "read", "passed", "families", "tied")
+        of_memory = ("sums", "saved_bytes", "workspace", "tied_bytes", "tied_layouts")
+        number = self._next("table", (*own, "aliases"), of_memory)
+        for name in own:
+            getattr(self.time, name)[number] = getattr(table, name)
+        self.time.aliases[number] = alias
+        self.memory.sums[number] = table.memory_sums
+        self.memory.saved_bytes[number] = table.saved_bytes
+        self.memory.workspace[number, : len(table.workspace)] = table.workspace
+        self.memory.tied_bytes[number] = table.tied_bytes
+        self.memory.tied_layouts[number] = table.tied[:, 2]
+        self._name(slot, number)
+        channels = self._builder.channels
+        if len(channels.lines) + 1 != len(self.time.line_offsets):
+            self.time = self.time._replace(
+                line_offsets=_offsets([len(found) for found in channels.lines]),
+                lines=np.array([line for found in channels.lines for line in found]).reshape(-1, 2),
+                point_offsets=_offsets([len(found) for found in channels.points]),
+                points=np.array([point for found in channels.points for point in found]).reshape(-1, 2),
+            )
+
+    def add_row(self, slot: int, row: list[float]) -> None:
+        """Append an operator between unlike neighbours."""
+        number = self._next("row", ("rows",), ())
+        self.time.rows[number, : len(row)] = row
+        self._name(slot, number)
+
+    def add_boundary(self, slot: int, row: list[float]) -> None:
+        """Append a boundary."""
+        number = self._next("boundary", ("boundaries",), ())
+        self.time.boundaries[number] = row
+        self._name(slot, number)
+
+    def forget(self, slots: Ints) -> None:
+        """Let the next plan that needs these slots ask for them again."""
+        keys, values = self.time.keys, self.time.values
+        live = (keys != 0) & ~np.isin(np.arange(len(keys)), slots)
+        self._rebuilt(keys[live], values[live], len(keys))
+
+    def make_room(self) -> None:
+        """Keep the hash table at most a third full, with room for the misses of another pass."""
+        keys, values = self.time.keys, self.time.values
+        if 3 * (self._num_keys + MAX_MISSES) > len(keys):
+            live = keys != 0
+            self._rebuilt(keys[live], values[live], 4 * len(keys))
+
+    def _name(self, slot: int, number: int) -> None:
+        self.time.values[slot] = number
+        self._num_keys += 1
+
+    def _rebuilt(self, keys: NDArray[np.uint64], values: Ints, size: int) -> None:
+        found, numbers = np.zeros(size, dtype=np.uint64), np.zeros(size, dtype=np.int64)
+        for key, value in zip(keys.tolist(), values.tolist(), strict=True):
+            slot = (key >> 20) % size
+            while found[slot]:
+                slot = (slot + 1) % size
+            found[slot], numbers[slot] = key, value
+        self.time = self.time._replace(keys=found, values=numbers)
+
+    def _next(self, what: str, of_time: tuple[str, ...], of_memory: tuple[str, ...]) -> int:
+        """Return the number of a new entry; arrays double when they are full."""
+        number = self._used[what]
+        self._used[what] += 1
+        if number == len(getattr(self.time, of_time[0])):
+            self.time = self.time._replace(**{name: _doubled(getattr(self.time, name)) for name in of_time})
+            self.memory = self.memory._replace(**{name: _doubled(getattr(self.memory, name)) for name in of_memory})
+        return number
+
+
+def _doubled(array: NDArray) -> NDArray:  # type: ignore[type-arg]
+    longer = np.zeros((max(8, 2 * len(array)), *array.shape[1:]), dtype=array.dtype)
+    longer[: len(array)] = array
+    return longer
+
+
+def _offsets(counts: list[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)

@@ -1,0 +1,165 @@
+"""What the fast estimate needs to know of a workload once: who feeds, reads and saves what, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.costs import CostTables, saved_tensors
+from simulator.fast_memory import Savings
+from simulator.fast_time import NEVER, Structure
+from simulator.plan import Sharding
+from simulator.problem import Problem
+from workloads.local import dtype_bytes
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the numbers in a ``Structure`` mean.
+
+    Attributes:
+        tensors: Names of the T tensors.
+        savings: ``(operator, place among the tensors it saves)`` of each saving.
+        tied: ``(operator, place among its parameters)`` of each tied parameter.
+        examples: One operator of each class.
+    """
+
+    tensors: tuple[str, ...]
+    savings: tuple[tuple[int, int], ...]
+    tied: tuple[tuple[int, int], ...]
+    examples: tuple[int, ...]
+
+
+def saved_by(costs: CostTables, index: int, sharding: Sharding, samples: int, gpu_type: str) -> dict[str, float]:
+    """Return the bytes of every tensor that an operator saves, each once, private ones included."""
+    cost = costs.operator(index, sharding, samples, gpu_type)
+    return dict(saved_tensors(costs.problem.workload, index, cost))
+
+
+def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, Names]:
+    """Return who feeds, reads and saves what in a problem's workload."""
+    workload = problem.workload
+    count = len(workload)
+    gpu_type = problem.gpu_types[0]
+    names = tuple(name for op in workload.operators for name in op.outputs if name in workload.consumers)
+    producers = [workload.producer[name] for name in names]
+    readers = [workload.consumers[name] for name in names]
+    neighbours, classes, examples = _surroundings(problem)
+    touched: list[list[int]] = [[] for _ in range(count + 1)]
+    for index, found in enumerate(neighbours):
+        for cut in range(min(found, default=index) + 1, index + 1):
+            touched[cut].append(index)
+    crossing: list[list[int]] = [[] for _ in range(count + 1)]
+    for tensor, (producer, found_readers) in enumerate(zip(producers, readers, strict=True)):
+        for cut in range(producer + 1, found_readers[-1] + 1):
+            crossing[cut].append(tensor)
+
+    savers: dict[str, list[tuple[int, int]]] = {}
+    for index in range(count):
+        real = [name for name in saved_by(costs, index, (), 1, gpu_type) if "/" not in name]
+        for place, name in enumerate(real):
+            savers.setdefault(name, []).append((index, place))
+    first_saver = np.full(count, NEVER, dtype=np.int64)
+    entering: list[list[int]] = [[] for _ in range(count + 1)]
+    saved_producers = []
+    for number, (name, found_savers) in enumerate(savers.items()):
+        made = workload.producer.get(name)
+        saved_producers.append(NEVER if made is None else made)
+        if made is not None:
+            first_saver[made] = min(first_saver[made], found_savers[0][0])
+        start = found_savers[0][0] if made is None else made
+        for cut in range(start + 1, found_savers[-1][0] + 1):
+            entering[cut].append(number)
+
+    sizes: dict[str, float] = {}
+    for name, producer in zip(names, producers, strict=True):
+        maker = workload.operators[producer]
+        dtype = maker.definition.output_dtype(maker.outputs.index(name))
+        size = float(np.prod(workload.tensors[name], dtype=np.float64))
+        sizes[name] = size * dtype_bytes(dtype, problem.runtime.implementation)
+    number_of = {size: number for number, size in enumerate(dict.fromkeys(sizes.values()))}
+    tied = [
+        (index, place)
+        for index in range(count)
+        for place, parameter in enumerate(workload.parameters(index))
+        if parameter.tie is not None
+    ]
+    layers = list(workload.layers)
+    layer_of = np.zeros(count, dtype=np.int64)
+    for layer, (first, stop) in enumerate(layers):
+        layer_of[first:stop] = layer
+    all_savers = [saver for found_savers in savers.values() for saver in found_savers]
+    inputs = [[workload.producer.get(name, NEVER) for name in op.inputs] for op in workload.operators]
+    tied_operators = np.array([index for index, _ in tied], dtype=np.int64)
+    arrays = Structure(
+        *_rows(neighbours),
+        np.array(classes, dtype=np.int64),
+        *_rows(inputs),
+        *_rows(touched),
+        *_rows(crossing),
+        np.array(producers, dtype=np.int64),
+        np.array([number_of[sizes[name]] for name in names], dtype=np.int64),
+        *_rows(readers),
+        first_saver,
+        layer_of,
+        np.array([first for first, _ in layers], dtype=np.int64),
+        np.array([stop for _, stop in layers], dtype=np.int64),
+        tied_operators,
+    )
+    saved = Savings(
+        *_rows([[index for index, _ in found_savers] for found_savers in savers.values()]),
+        np.array(saved_producers, dtype=np.int64),
+        *_rows(entering),
+        tied_operators,
+    )
+    return arrays, saved, Names(names, tuple(all_savers), tuple(tied), tuple(examples))
+
+
+def _surroundings(problem: Problem) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return neighbours and class of every operator, and an example of each class."""
+    workload = problem.workload
+    ids: dict[object, int] = {}
+    neighbours, classes, examples = [], [], []
+    for index, op in enumerate(workload.operators):
+        found: set[int] = set()
+        for name in op.inputs:
+            if name in workload.producer:
+                found.add(workload.producer[name])
+                found.update(reader for reader in workload.consumers[name] if reader < index)
+        ordered = sorted(found)
+        place = {other: number for number, other in enumerate(ordered)}
+        inputs: list[object] = []
+        for name in op.inputs:
+            producer = workload.producer.get(name)
+            if producer is None:
+                inputs.append(None)
+                continue
+            earlier = [reader for reader in workload.consumers[name] if reader < index]
+            inputs.append(
+                (
+                    place[producer],
+                    workload.operators[producer].outputs.index(name),
+                    tuple(
+                        (place[reader], tuple(p for p, x in enumerate(workload.operators[reader].inputs) if x == name))
+                        for reader in earlier
+                    ),
+                )
+            )
+        key = (workload.signatures[index], tuple(workload.signatures[other] for other in ordered), tuple(inputs))
+        if key not in ids:
+            ids[key] = len(ids)
+            examples.append(index)
+        neighbours.append(ordered)
+        classes.append(ids[key])
+    return neighbours, classes, examples
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return offsets, np.array([item for row in rows for item in row], dtype=np.int64)

@@ -1,0 +1,423 @@
+"""Tables of the fast estimate: costs of every operator under one strategy, worked out by the lowering itself.
+
+Nothing is priced here that ``estimate`` does not price: a row is what ``ProgramBuilder`` says of one operator
+between given neighbours, and a boundary is what ``lowering.transfers`` says of two stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.costs import CostTables
+from simulator.estimate import collective_s, items_s, transfers_s
+from simulator.fast_channels import Channels, Interner
+from simulator.fast_memory import KEPT, LOSS, MEMORY_COLUMNS, STATES, WEIGHTED, Savings
+from simulator.fast_structure import Ints, Names, saved_by
+from simulator.fast_time import (
+    ELEMENTS,
+    FAMILY,
+    GATHER,
+    GATHER_CHANNEL,
+    GATHER_S,
+    MAX_FAMILIES,
+    REDUCTION,
+    REFRESH,
+    REFRESH_CHANNEL,
+    REST,
+    SCATTER,
+    SCATTER_DEGREE,
+    TIME_COLUMNS,
+    UNSUITED,
+    Structure,
+)
+from simulator.fidelity import Fidelity
+from simulator.lowering.mesh import groups, mesh_sizes, settled
+from simulator.lowering.program import ProgramBuilder, StageView
+from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
+from simulator.lowering.transfers import boundary, received_gathers
+from simulator.memory import static_bytes
+from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
+from workloads.placements import REPLICATE, Placement, Shard
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Every operator of a workload under one strategy: one row of ``TimeTables`` and ``MemoryTables`` each."""
+
+    sums: Floats
+    memory_sums: Floats
+    entering_s: Floats
+    settling_s: Floats
+    saved_bytes: Floats
+    has_private: Ints
+    workspace: Floats
+    made: Ints
+    read: Ints
+    passed: Ints
+    families: Ints
+    tied_bytes: Floats
+    tied: Ints
+
+
+class TableBuilder:
+    """Works out tables, rows of operators between unlike neighbours, and boundaries."""
+
+    def __init__(
+        self, costs: CostTables, structure: Structure, savings: Savings, names: Names, channels: Channels
+    ) -> None:
+        self.costs = costs
+        self.problem = costs.problem
+        self.structure = structure
+        self.savings = savings
+        self.names = names
+        self.channels = channels
+        self._layouts = Interner()
+        self._keys = Interner()
+
+    # Views of a few operators
+
+    def view(self, strategies: Mapping[int, Sharding], devices: Sequence[int], microbatch_size: int) -> StageView:
+        """Return a stage of these operators only."""
+        operators = self.problem.workload.operators
+        indices = sorted(strategies)
+        resolved = [resolve(strategies[index], operators[index]) for index in indices]
+        stage = Stage(
+            operators=tuple((index, index + 1) for index in indices),
+            devices=tuple(devices),
+            shardings=run_lengths(resolved),
+        )
+        plan = Plan(stages=(stage,), microbatch_size=microbatch_size, num_microbatches=1)
+        return StageView(0, stage, plan, self.costs, self.problem.gpu_types[devices[0]])
+
+    def row(
+        self, index: int, strategies: Mapping[int, Sharding], devices: Sequence[int], microbatch_size: int
+    ) -> list[float]:
+        """Return forward and backward seconds of an operator, and by input what a segment does not repeat.
+
+        Args:
+            index: The operator.
+            strategies: Its own and those of its neighbours in its stage.
+            devices: Of the stage.
+            microbatch_size: Samples over all replicas.
+        """
+        view = self.view(strategies, devices, microbatch_size)
+        forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
+        inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
+        return [
+            items_s(view, forward),
+            items_s(view, backward),
+            *(items_s(view, entering.get(position, [])) for position in range(inputs)),
+        ]
+
+    # Whole tables
+
+    def table(self, strategy: Sharding, devices: Sequence[int], microbatch_size: int) -> Table:
+        """Return the table of a strategy.
+
+        Raises:
+            ValueError: If the strategy does not fit the devices, the microbatch or an operator.
+        """
+        degree = prod(axis.size for axis in strategy)
+        replicas = prod(axis.size for axis in strategy if axis.split == "batch")
+        if degree != len(devices):
+            raise ValueError(
+                f"axes of a strategy must multiply to the {len(devices)} devices of its stage, got "
+                f"{[tuple(axis) for axis in strategy]} = {degree}; use another strategy or placement"
+            )
+        if replicas > microbatch_size:
+            raise ValueError(
+                f"each of {replicas} replicas needs a sample of the microbatch, got microbatch_size {microbatch_size}"
+            )
+        structure, workload = self.structure, self.problem.workload
+        count = len(workload)
+        sums = np.zeros((count + 1, TIME_COLUMNS))
+        memory_sums = np.zeros((count + 1, MEMORY_COLUMNS))
+        entering_s = np.zeros(len(structure.input_producers))
+        rows: dict[int, list[float]] = {}
+        for number, index in enumerate(self.names.examples):
+            near = structure.neighbours[structure.neighbour_offsets[index] : structure.neighbour_offsets[index + 1]]
+            try:
+                strategies = dict.fromkeys([*near.tolist(), index], strategy)
+                rows[number] = self.row(index, strategies, devices, microbatch_size)
+            except ValueError:  # Unsuited to it or to a neighbour; plans that combine the two are refused.
+                width = int(structure.input_offsets[index + 1] - structure.input_offsets[index])
+                rows[number] = [0.0] * (2 + width)
+        for index, number in enumerate(structure.classes.tolist()):
+            row = rows[number]
+            sums[index + 1, :2] = row[:2]
+            entering_s[structure.input_offsets[index] : structure.input_offsets[index + 1]] = row[2:]
+        resolved = [resolve(strategy, op) for op in workload.operators]
+        families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
+        family_of: dict[object, int] = {}
+        has_private = np.zeros(count, dtype=np.int64)
+        workspace = np.zeros(count)
+        own: dict[tuple[int, Sharding], _Own] = {}
+        tied_bytes, tied, saved_sizes = [], [], []
+        for index in range(count):
+            key = (workload.signatures[index], resolved[index])
+            if key not in own:
+                try:
+                    own[key] = self._own(index, resolved[index], devices, microbatch_size, family_of, families)
+                except ValueError:
+                    own[key] = self._nothing(index)
+            found = own[key]
+            sums[index + 1, UNSUITED] = found.unsuited
+            has_private[index] = found.private > 0
+            workspace[index] = found.workspace
+            column = memory_sums[index + 1]
+            column[KEPT], column[LOSS], column[WEIGHTED] = found.private, found.loss, found.weighted
+            column[STATES:] = found.states
+            sums[index + 1, ELEMENTS:] = found.elements
+            tied_bytes += found.tied_bytes
+            tied += found.tied
+            saved_sizes.append(found.saved)
+        saved_bytes = np.array([saved_sizes[index][place] for index, place in self.names.savings])
+        less = np.concatenate([[0.0], saved_bytes[:-1]])
+        less[self.savings.offsets[:-1]] = 0.0
+        np.add.at(memory_sums[:, KEPT], self.savings.operators + 1, saved_bytes - less)
+        np.cumsum(memory_sums, axis=0, out=memory_sums)
+        np.cumsum(sums, axis=0, out=sums)
+        self._add_gathers(sums, families)
+        made, read, settling_s = self._tensors(resolved, devices, microbatch_size)
+        passed = [self._layouts(_layout(_passing(sharding), sharding)) for sharding in resolved]
+        return Table(
+            sums=sums,
+            memory_sums=memory_sums,
+            entering_s=entering_s,
+            settling_s=settling_s,
+            saved_bytes=saved_bytes,
+            has_private=has_private,
+            workspace=_range_maxima(workspace),
+            made=made,
+            read=read,
+            passed=np.array(passed, dtype=np.int64),
+            families=families,
+            tied_bytes=np.array(tied_bytes).reshape(-1, 4),
+            tied=np.array(tied, dtype=np.int64).reshape(-1, 3),
+        )
+
+    def _own(
+        self,
+        index: int,
+        sharding: Sharding,
+        devices: Sequence[int],
+        microbatch_size: int,
+        family_of: dict[object, int],
+        families: Ints,
+    ) -> _Own:
+        """Return what an operator holds, whatever stands around it."""
+        problem = self.problem
+        view = self.view({index: sharding}, devices, microbatch_size)
+        cost = self.costs.operator(index, sharding, view.samples(index), view.gpu_type)
+        saved = saved_by(self.costs, index, sharding, view.samples(index), view.gpu_type)
+        real = [name for name in saved if "/" not in name]
+        expected = [name for name in saved_by(self.costs, index, (), 1, view.gpu_type) if "/" not in name]
+        assert real == expected, "which tensors are saved does not depend on the sharding"
+        private = sum(size for name, size in saved.items() if "/" in name)
+        op = problem.workload.operators[index]
+        has_parameters = bool(problem.workload.parameters(index))
+        elements = np.zeros(MAX_FAMILIES)
+        states = np.zeros(4)
+        tied_bytes, tied = [], []
+        splits = self.costs.splits(index, sharding)
+        number = -1
+        for group in parameter_groups(view):
+            number += 1
+            family = self._family(group, devices, family_of, families)
+            own_states = [
+                float(sum(held.parameters) + sum(held.gradients) + sum(held.optimizer))
+                for sharded in (False, True)
+                for reshards in (False, True)
+                for held in [static_bytes([group], problem, sharded_gradients=sharded, reshards=reshards)]
+            ]
+            if group.tie is None:
+                states += own_states
+                elements[family] += group.num_elements
+                continue
+            place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
+            layout = self._layouts((group.tie, sharding, tuple(split.parameters[place] for split in splits)))
+            tied_bytes.append(own_states)
+            tied.append((family, group.num_elements, layout))
+        return _Own(
+            saved=[saved[name] for name in real],
+            private=private,
+            loss=private if op.kind == "lm_loss" else 0.0,
+            weighted=sum(size for ref, size in cost.saved if ref.startswith("input:")) if has_parameters else 0.0,
+            workspace=max(cost.workspace_forward_bytes, cost.workspace_backward_bytes),
+            states=states,
+            elements=elements,
+            tied_bytes=tied_bytes,
+            tied=tied,
+        )
+
+    def _nothing(self, index: int) -> _Own:
+        """Return what stands in a table for an operator that its strategy does not suit."""
+        gpu_type = self.problem.gpu_types[0]
+        num_saved = sum("/" not in name for name in saved_by(self.costs, index, (), 1, gpu_type))
+        num_tied = sum(parameter.tie is not None for parameter in self.problem.workload.parameters(index))
+        return _Own(
+            saved=[0.0] * num_saved,
+            private=0.0,
+            loss=0.0,
+            weighted=0.0,
+            workspace=0.0,
+            states=np.zeros(4),
+            elements=np.zeros(MAX_FAMILIES),
+            tied_bytes=[[0.0] * 4] * num_tied,
+            tied=[(0, 0, -1)] * num_tied,
+            unsuited=True,
+        )
+
+    def _family(
+        self, group: ParameterGroup, devices: Sequence[int], family_of: dict[object, int], families: Ints
+    ) -> int:
+        key = (group.sizes, group.reduced_axes, group.sharded_axes, group.zero)
+        if key in family_of:
+            return family_of[key]
+        number = family_of[key] = len(family_of)
+        if number >= MAX_FAMILIES:
+            raise ValueError(f"a strategy must synchronise parameters in at most {MAX_FAMILIES} ways")
+        row = families[number]
+
+        def channel(collective: str, axes: tuple[int, ...]) -> int:
+            members = [devices[local] for local in groups(group.sizes, axes)[0]]
+            return self.channels.number(collective, members) if len(members) > 1 else -1
+
+        scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
+        rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)
+        row[REDUCTION] = self._keys((group.sizes, group.reduced_axes, group.sharded_axes))
+        row[SCATTER_DEGREE] = prod(group.sizes[axis] for axis in scattered)
+        row[SCATTER] = channel("reduce_scatter", scattered) if scattered else -1
+        row[REST] = channel("all_reduce", rest) if rest else -1
+        if group.num_shards > 1:
+            gathered = channel("all_gather", group.sharded_axes)
+            key_number = self._keys((group.sizes, group.sharded_axes))
+            if group.zero == 3:
+                row[GATHER], row[GATHER_CHANNEL] = key_number, gathered
+            elif group.zero in (1, 2):
+                row[REFRESH], row[REFRESH_CHANNEL] = key_number, gathered
+        return number
+
+    def _add_gathers(self, sums: Floats, families: Ints) -> None:
+        """Fill the seconds of gathering whole layers; layers with tied parameters are added up plan by plan."""
+        structure, parameter_bytes = self.structure, self.problem.runtime.parameter_bytes
+        known: dict[tuple[float, ...], float] = {}
+        tied_layers = set(structure.layer_of[structure.tied].tolist())
+        total = 0.0
+        for layer, (first, stop) in enumerate(zip(structure.layer_first, structure.layer_stop, strict=True)):
+            elements = sums[stop, ELEMENTS:] - sums[first, ELEMENTS:]
+            key = tuple(elements.tolist())
+            if key not in known:
+                num_bytes: dict[int, float] = {}
+                channel_of: dict[int, int] = {}
+                for family in range(MAX_FAMILIES):
+                    if families[family, GATHER] >= 0 and elements[family] > 0:
+                        own = int(families[family, GATHER])
+                        num_bytes[own] = num_bytes.get(own, 0.0) + float(elements[family]) * parameter_bytes
+                        channel_of[own] = int(families[family, GATHER_CHANNEL])
+                known[key] = sum(self.channels.price_s(channel_of[own], size) for own, size in num_bytes.items())
+            if layer not in tied_layers:
+                total += known[key]
+            sums[first + 1 : stop + 1, GATHER_S] = total
+
+    def _tensors(
+        self, resolved: Sequence[Sharding], devices: Sequence[int], microbatch_size: int
+    ) -> tuple[Ints, Ints, Floats]:
+        workload, structure = self.problem.workload, self.structure
+        made, read, settling = [], [], []
+        known: dict[object, tuple[int, float]] = {}
+        known_reads: dict[object, int] = {}
+        for tensor, name in enumerate(self.names.tensors):
+            producer = int(structure.producers[tensor])
+            number = workload.operators[producer].outputs.index(name)
+            key = (workload.signatures[producer], number)
+            if key not in known:
+                try:
+                    known[key] = self._made(name, producer, number, resolved[producer], devices, microbatch_size)
+                except ValueError:
+                    known[key] = -1, 0.0
+            made.append(known[key][0])
+            settling.append(known[key][1])
+            for reader in workload.consumers[name]:
+                position = workload.operators[reader].inputs.index(name)
+                read_key = (workload.signatures[reader], position)
+                if read_key not in known_reads:
+                    try:
+                        wanted = tuple(split.inputs[position] for split in self.costs.splits(reader, resolved[reader]))
+                        known_reads[read_key] = self._layouts(_layout(wanted, resolved[reader]))
+                    except ValueError:
+                        known_reads[read_key] = -1
+                read.append(known_reads[read_key])
+        return np.array(made, dtype=np.int64), np.array(read, dtype=np.int64), np.array(settling)
+
+    def _made(
+        self, name: str, producer: int, number: int, sharding: Sharding, devices: Sequence[int], microbatch_size: int
+    ) -> tuple[int, float]:
+        """Return the number of the layout in which a tensor is made, and seconds of settling it."""
+        placements = tuple(split.outputs[number] for split in self.costs.splits(producer, sharding))
+        view = self.view({producer: sharding}, devices, microbatch_size)
+        settle_s = items_s(view, ProgramBuilder(view, Fidelity()).output_settled(name))
+        return self._layouts(_layout(settled(placements), sharding)), settle_s
+
+    # Boundaries
+
+    def boundary(self, first: StageView, second: StageView, tensors: Iterable[int]) -> list[float]:
+        """Return seconds of transfers forward and backward, and of making whole what arrives, on either side.
+
+        Args:
+            first, second: The stages.
+            tensors: Numbers of the tensors that cross.
+        """
+        names = [self.names.tensors[tensor] for tensor in tensors]
+        forward, backward = boundary(first, second, names)
+        return [
+            transfers_s(self.problem, forward),
+            transfers_s(self.problem, backward),
+            sum(collective_s(second, item) for item in received_gathers(second, first, names)),
+            sum(collective_s(first, item) for item in received_gathers(first, second, names)),
+        ]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What one operator holds; bytes and elements as in ``Table``."""
+
+    saved: list[float]
+    private: float
+    loss: float
+    weighted: float
+    workspace: float
+    states: Floats
+    elements: Floats
+    tied_bytes: list[list[float]]
+    tied: list[tuple[int, int, int]]
+    unsuited: bool = False
+
+
+def _layout(placements: tuple[Placement, ...], sharding: Sharding) -> object:
+    """Return what the transfer of a tensor depends on, on one side."""
+    return mesh_sizes(sharding), placements, tuple(axis.split == "batch" for axis in sharding)
+
+
+def _passing(sharding: Sharding) -> tuple[Placement, ...]:
+    """Return how a stage holds a tensor that it only passes on."""
+    return tuple(Shard(0) if axis.split == "batch" else REPLICATE for axis in sharding) or (REPLICATE,)
+
+
+def _range_maxima(values: Floats) -> Floats:
+    """Return float64[levels, N]: row k holds the maxima of 2^k values from each place on."""
+    rows = [values]
+    width = 1
+    while 2 * width <= len(values):
+        longer = rows[-1].copy()
+        longer[:-width] = np.maximum(rows[-1][:-width], rows[-1][width:])
+        rows.append(longer)
+        width *= 2
+    return np.stack(rows)

@@ -1,0 +1,585 @@
+"""Compiled: iteration times of plans given as runs of equal strategy, from sums in tables.
+
+The cost of a plan grows with its runs and recomputed segments, not with its operators. What a plan needs that
+no table holds yet is noted and looked for again once it has been worked out (``fast_estimate``). Everything
+compiled here is in this file, constants included: numba looks only at a file's own date.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.compiled_cache import compiled, inlined
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Keys = NDArray[np.uint64]
+
+NEVER = np.iinfo(np.int64).max
+MAX_FAMILIES = 8
+"""Ways in which parameters of one strategy are synchronised."""
+MAX_PENDING = 64
+
+# Columns of ``TimeTables.sums``: seconds of either pass, of gathering whole layers, how many operators the strategy
+# does not suit, elements of each family.
+FORWARD_S, BACKWARD_S, GATHER_S, UNSUITED, ELEMENTS = range(5)
+TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
+
+# Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
+# channel of the gather after the step, and of the gather before use; -1 for none.
+REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATHER_CHANNEL = range(8)
+FAMILY = 8
+
+# Kinds of what can be missing, and states of a plan.
+TABLE, ROW, BOUNDARY = 1, 2, 3
+DONE, INCOMPLETE, BAD_RUNS, BAD_SEGMENTS, BAD_STRATEGY, TOO_MANY_GATHERS = 0, 1, -1, -2, -3, -4
+PENDING = -2
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing.
+_SHIFT = np.uint64(29)
+_ONE, _NONE = np.uint64(1), np.uint64(0)
+_TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
+_ROW_KEY = np.uint64(0xAEF17502108EF2D9)
+_BOUNDARY_KEY = np.uint64(0xF1357AEA2E62A9C5)
+
+
+class Structure(NamedTuple):
+    """Who feeds and reads what in one workload. N operators, T tensors that somebody reads, O tied parameters.
+
+    Attributes:
+        neighbour_offsets, neighbours: Operators whose strategies decide, with its own, which collectives stand
+            around an operator: producers of its inputs and their earlier readers, ascending.
+        classes: int64[N]. Equal for operators with equal surroundings.
+        input_offsets, input_producers: Producer of each input; NEVER for inputs of the graph.
+        touched_offsets, touched: Per cut, operators behind it with a neighbour before it, ascending.
+        crossing_offsets, crossing: Per cut, tensors made before it and read behind it.
+        producers, sizes: int64[T]. Producer, and a number that tensors of equal size share.
+        reader_offsets, readers: Readers of each tensor.
+        first_saver: int64[N]. First operator that saves an output of the operator; NEVER for none.
+        layer_of, layer_first, layer_stop: Layers.
+        tied: int64[O]. Operators of tied parameters, ascending; one with two stands there twice.
+    """
+
+    neighbour_offsets: Ints
+    neighbours: Ints
+    classes: Ints
+    input_offsets: Ints
+    input_producers: Ints
+    touched_offsets: Ints
+    touched: Ints
+    crossing_offsets: Ints
+    crossing: Ints
+    producers: Ints
+    sizes: Ints
+    reader_offsets: Ints
+    readers: Ints
+    first_saver: Ints
+    layer_of: Ints
+    layer_first: Ints
+    layer_stop: Ints
+    tied: Ints
+
+
+class TimeTables(NamedTuple):
+    """Everything worked out so far. The first axis of most is the number of a table.
+
+    Attributes:
+        sums: float64[tables, N + 1, TIME_COLUMNS]. Prefix sums.
+        entering_s: float64[tables, inputs]. Seconds that a segment which the input enters does not repeat.
+        settling_s: float64[tables, T]. Reducing a tensor that leaves the stage and nothing there reads.
+        has_private: int64[tables, N]. Whether the operator saves something of its own.
+        made, read, passed: int64[tables, T], [tables, readings], [tables, N]. Numbers of layouts: of tensors
+            where they are made, where they are read, and in stages that begin with the operator and pass them on.
+        families: int64[tables, MAX_FAMILIES, FAMILY].
+        tied: int64[tables, O, 3]. Family, elements and layout of tied parameters.
+        aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
+        line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
+        rows: float64[., 2 + inputs]. Operators between unlike neighbours: forward, backward, by input what a
+            segment does not repeat.
+        boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
+        keys, values: Hash table of 64-bit keys to numbers of tables, rows and boundaries.
+        placement_shape, placement_form, placement_node: Of each placement: equal for equal prices inside it;
+            equal for equal places in nodes; number of the node it begins in.
+    """
+
+    sums: Floats
+    entering_s: Floats
+    settling_s: Floats
+    has_private: Ints
+    made: Ints
+    read: Ints
+    passed: Ints
+    families: Ints
+    tied: Ints
+    aliases: Ints
+    line_offsets: Ints
+    lines: Floats
+    point_offsets: Ints
+    points: Floats
+    rows: Floats
+    boundaries: Floats
+    keys: Keys
+    values: Ints
+    placement_shape: Ints
+    placement_form: Ints
+    placement_node: Ints
+
+
+class PlanColumns(NamedTuple):
+    """Plans as arrays; see ``fast_plans.PlanArrays``."""
+
+    stage_offsets: Ints
+    placements: Ints
+    warmups: Ints
+    run_offsets: Ints
+    run_stops: Ints
+    strategies: Ints
+    segment_offsets: Ints
+    segment_firsts: Ints
+    segment_stops: Ints
+    microbatch_size: Ints
+    num_microbatches: Ints
+    schedule: Ints
+    reduces_every: Ints
+    reshards: Ints
+
+
+@inlined
+def _price(
+    lines: Floats, line: int, line_end: int, points: Floats, point: int, point_end: int, num_bytes: float
+) -> float:
+    if num_bytes <= 0.0:
+        return 0.0
+    best: float = np.inf
+    for option in range(line, line_end):
+        best = min(best, float(lines[option, 0] + num_bytes * lines[option, 1]))
+    if point == point_end or num_bytes < points[point, 0]:
+        return best
+    while point < point_end and points[point, 0] < num_bytes:
+        point += 1
+    if point == point_end:
+        return float(points[point - 1, 1] * num_bytes / points[point - 1, 0])
+    if points[point, 0] == num_bytes:
+        return float(points[point, 1])
+    share = np.log(num_bytes / points[point - 1, 0]) / np.log(points[point, 0] / points[point - 1, 0])
+    return float(np.exp(np.log(points[point - 1, 1]) + share * np.log(points[point, 1] / points[point - 1, 1])))
+
+
+@compiled
+def price_s(lines: Floats, points: Floats, num_bytes: float) -> float:
+    """Return the seconds of a collective alone: its quickest straight line, or between measured points.
+
+    Args:
+        lines: float64[., 2]. Latency and seconds per byte.
+        points: float64[., 2]. Bytes and seconds, ascending; below the first, the lines hold.
+        num_bytes: Its size.
+    """
+    return float(_price(lines, 0, len(lines), points, 0, len(points), num_bytes))
+
+
+@inlined
+def _channel_s(tables: TimeTables, channel: int, num_bytes: float) -> float:
+    line, line_end = tables.line_offsets[channel], tables.line_offsets[channel + 1]
+    point, point_end = tables.point_offsets[channel], tables.point_offsets[channel + 1]
+    return _price(tables.lines, line, line_end, tables.points, point, point_end, num_bytes)
+
+
+@inlined
+def _mixed(key: Any, word: Any) -> Any:
+    key = (key ^ np.uint64(word)) * _MIX
+    return key ^ (key >> _SHIFT)
+
+
+@inlined
+def _wanted(keys: Keys, values: Ints, key: Any, misses: Ints, counts: Ints, kind: int, first: int, second: int) -> int:
+    """Return the value of a key, or PENDING after noting what is missing."""
+    mask = np.uint64(len(keys) - 1)
+    key = key | _ONE
+    slot = key >> np.uint64(20) & mask
+    while keys[slot] != key and keys[slot] != _NONE:
+        slot = (slot + _ONE) & mask
+    value = PENDING
+    if keys[slot] == key:
+        value = values[slot]
+    elif counts[0] < len(misses):
+        keys[slot] = key
+        values[slot] = PENDING
+        misses[counts[0], 0], misses[counts[0], 1] = kind, slot
+        misses[counts[0], 2], misses[counts[0], 3] = first, second
+        counts[0] += 1
+    return value
+
+
+@compiled
+def estimate_times(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    chosen: Ints,
+    stops_early: bool,
+    parameter_bytes: float,
+    gradient_bytes: float,
+    iteration_s: Floats,
+    stage_s: Floats,
+    run_tables: Ints,
+    states: Ints,
+    misses: Ints,
+    counts: Ints,
+) -> None:
+    """Fill the times of the chosen plans, as ``estimate`` has them.
+
+    Args:
+        shape, tables, plans: See there.
+        chosen: Numbers of plans.
+        stops_early: The tail of a segment that nothing saved needs is not computed again.
+        parameter_bytes, gradient_bytes: Per element, as gathered and as reduced.
+        iteration_s, stage_s, run_tables: Results, per plan, stage and run.
+        states: Per plan: DONE, INCOMPLETE, or what is wrong with it.
+        misses: int64[., 4]. Kind, slot in the hash table, and where it is needed: table (run, stage), row
+            (operator, stage), boundary (stage, plan).
+        counts: int64[1]. How many misses there are.
+    """
+    num_operators = len(shape.classes)
+    num_tied = len(shape.tied)
+    over_op = np.empty(num_operators, np.int64)
+    over_row = np.empty(num_operators, np.int64)
+    over_s = np.empty(num_operators, np.float64)
+    pend_key = np.empty(MAX_PENDING, np.int64)
+    pend_channel = np.empty(MAX_PENDING, np.int64)
+    pend_elements = np.empty(MAX_PENDING, np.float64)
+    sum_key = np.empty((2, MAX_PENDING), np.int64)
+    sum_table = np.empty((2, MAX_PENDING), np.int64)
+    sum_family = np.empty((2, MAX_PENDING), np.int64)
+    sum_elements = np.empty((2, MAX_PENDING), np.float64)
+    num_sums = np.zeros(2, np.int64)
+    for plan in chosen:
+        low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+        m, size = plans.num_microbatches[plan], plans.microbatch_size[plan]
+        state, first, once_s = DONE, 0, 0.0
+        for stage in range(low, high):
+            placement = plans.placements[stage]
+            begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
+            stop = first
+            known = True
+            for run in range(begin, end):
+                if plans.run_stops[run] <= stop or plans.run_stops[run] > num_operators:
+                    state = BAD_RUNS
+                    break
+                stop = plans.run_stops[run]
+                key = _mixed(_TABLE_KEY, plans.strategies[run])
+                key = _mixed(_mixed(key, tables.placement_shape[placement]), size)
+                found = _wanted(tables.keys, tables.values, key, misses, counts, TABLE, run, stage)
+                run_tables[run] = found
+                known = known and found >= 0
+            if begin == end:
+                state = BAD_RUNS
+            if state < 0:
+                break
+            if not known:
+                state = INCOMPLETE
+                first = stop
+                continue
+
+            # Runs: passes, operators whose neighbours are in another run or stage, gathers, parameters.
+            seconds, gather_s = 0.0, 0.0
+            num_over, num_pending, pending_layer = 0, 0, -1
+            num_sums[0] = num_sums[1] = 0
+            start = first
+            for run in range(begin, end):
+                table, ends = run_tables[run], plans.run_stops[run]
+                sums = tables.sums[table]
+                if sums[ends, UNSUITED] > sums[start, UNSUITED]:
+                    state = BAD_STRATEGY
+                    break
+                seconds += sums[ends, FORWARD_S] - sums[start, FORWARD_S]
+                seconds += sums[ends, BACKWARD_S] - sums[start, BACKWARD_S]
+                for place in range(shape.touched_offsets[start], shape.touched_offsets[start + 1]):
+                    index = shape.touched[place]
+                    if index >= ends:
+                        break
+                    key = _mixed(_mixed(_ROW_KEY, shape.classes[index]), tables.aliases[table])
+                    other = begin
+                    for near in range(shape.neighbour_offsets[index], shape.neighbour_offsets[index + 1]):
+                        neighbour = shape.neighbours[near]
+                        word = 0
+                        if neighbour >= first:
+                            while plans.run_stops[other] <= neighbour:
+                                other += 1
+                            word = tables.aliases[run_tables[other]] + 1
+                        key = _mixed(key, word)
+                    row = _wanted(tables.keys, tables.values, key, misses, counts, ROW, index, stage)
+                    if row < 0:
+                        state = INCOMPLETE
+                        continue
+                    more_s = tables.rows[row, 0] - (sums[index + 1, FORWARD_S] - sums[index, FORWARD_S])
+                    seconds += more_s + tables.rows[row, 1] - (sums[index + 1, BACKWARD_S] - sums[index, BACKWARD_S])
+                    over_op[num_over], over_row[num_over], over_s[num_over] = index, row, more_s
+                    num_over += 1
+                families = tables.families[table]
+                gathers = False
+                for family in range(MAX_FAMILIES):
+                    if families[family, REDUCTION] < 0:
+                        break
+                    elements = sums[ends, ELEMENTS + family] - sums[start, ELEMENTS + family]
+                    for place in range(num_tied):
+                        index = shape.tied[place]
+                        if start <= index < ends and tables.tied[table, place, 0] == family:
+                            again = False
+                            other = begin
+                            for before in range(place):
+                                if shape.tied[before] >= first:
+                                    while plans.run_stops[other] <= shape.tied[before]:
+                                        other += 1
+                                    theirs = tables.tied[run_tables[other], before, 2]
+                                    again = again or theirs == tables.tied[table, place, 2]
+                            if not again:
+                                elements += tables.tied[table, place, 1]
+                    gathers = gathers or families[family, GATHER] >= 0
+                    if elements > 0:
+                        for way in range(2):
+                            own_key = families[family, REFRESH if way else REDUCTION]
+                            if own_key < 0:
+                                continue
+                            at = 0
+                            while at < num_sums[way] and sum_key[way, at] != own_key:
+                                at += 1
+                            if at == MAX_PENDING:
+                                state = TOO_MANY_GATHERS
+                                break
+                            if at == num_sums[way]:
+                                num_sums[way] += 1
+                                sum_key[way, at], sum_elements[way, at] = own_key, 0.0
+                                sum_table[way, at], sum_family[way, at] = table, family
+                            sum_elements[way, at] += elements
+                if gathers and plans.reshards[plan]:
+                    # Whole layers of the run from sums; parts of layers, and layers with tied parameters, one by one.
+                    layer, last_layer = shape.layer_of[start], shape.layer_of[ends - 1]
+                    whole_first = layer + (shape.layer_first[layer] < start)
+                    whole_last = last_layer - (shape.layer_stop[last_layer] > ends)
+                    if whole_first <= whole_last:
+                        gather_s += sums[shape.layer_stop[whole_last], GATHER_S]
+                        gather_s -= sums[shape.layer_first[whole_first], GATHER_S]
+                    place = 0
+                    while layer <= last_layer:
+                        if whole_first <= layer <= whole_last:
+                            # The next layer with a tied parameter, else the end of the whole ones.
+                            while place < num_tied and shape.layer_of[shape.tied[place]] < layer:
+                                place += 1
+                            layer = whole_last + 1
+                            if place < num_tied and shape.layer_of[shape.tied[place]] <= whole_last:
+                                layer = shape.layer_of[shape.tied[place]]
+                            if layer > last_layer:
+                                break
+                        if layer != pending_layer:
+                            for at in range(num_pending):
+                                channel = pend_channel[at]
+                                gather_s += _channel_s(tables, channel, pend_elements[at] * parameter_bytes)
+                            num_pending, pending_layer = 0, layer
+                        a, b = max(start, shape.layer_first[layer]), min(ends, shape.layer_stop[layer])
+                        for family in range(MAX_FAMILIES):
+                            own_key = families[family, GATHER]
+                            if own_key < 0:
+                                continue
+                            elements = sums[b, ELEMENTS + family] - sums[a, ELEMENTS + family]
+                            for tie in range(num_tied):
+                                if a <= shape.tied[tie] < b and tables.tied[table, tie, 0] == family:
+                                    again = False
+                                    other = begin
+                                    for before in range(tie):
+                                        if shape.tied[before] >= first:
+                                            while plans.run_stops[other] <= shape.tied[before]:
+                                                other += 1
+                                            theirs = tables.tied[run_tables[other], before, 2]
+                                            again = again or theirs == tables.tied[table, tie, 2]
+                                    if not again:
+                                        elements += tables.tied[table, tie, 1]
+                            if elements > 0:
+                                at = 0
+                                while at < num_pending and pend_key[at] != own_key:
+                                    at += 1
+                                if at == MAX_PENDING:
+                                    state = TOO_MANY_GATHERS
+                                    break
+                                if at == num_pending:
+                                    num_pending += 1
+                                    pend_key[at], pend_elements[at] = own_key, 0.0
+                                    pend_channel[at] = families[family, GATHER_CHANNEL]
+                                pend_elements[at] += elements
+                        layer += 1
+                start = ends
+            if state < 0:
+                break
+            for at in range(num_pending):
+                channel = pend_channel[at]
+                gather_s += _channel_s(tables, channel, pend_elements[at] * parameter_bytes)
+            seconds += 2.0 * gather_s
+
+            # Outputs that nothing in the stage reads.
+            other = begin
+            for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
+                tensor = shape.crossing[place]
+                maker = shape.producers[tensor]
+                if maker >= first and shape.readers[shape.reader_offsets[tensor]] >= stop:
+                    other = begin
+                    while plans.run_stops[other] <= maker:
+                        other += 1
+                    seconds += tables.settling_s[run_tables[other], tensor]
+
+            # Recomputed segments.
+            previous, run, over = first, begin, 0
+            for segment in range(plans.segment_offsets[stage], plans.segment_offsets[stage + 1]):
+                a, b = plans.segment_firsts[segment], plans.segment_stops[segment]
+                if a < previous or b <= a or b > stop:
+                    state = BAD_SEGMENTS
+                    break
+                previous = b
+                while plans.run_stops[run] <= a:
+                    run += 1
+                tail = b
+                if stops_early:
+                    other = run
+                    while tail > a:
+                        while plans.run_stops[other] < tail and other + 1 < end:
+                            other += 1
+                        while other > run and plans.run_stops[other - 1] >= tail:
+                            other -= 1
+                        if tables.has_private[run_tables[other], tail - 1] or shape.first_saver[tail - 1] < b:
+                            break
+                        tail -= 1
+                other, place = run, a
+                while place < tail:
+                    ends = min(tail, plans.run_stops[other])
+                    sums = tables.sums[run_tables[other]]
+                    seconds += sums[ends, FORWARD_S] - sums[place, FORWARD_S]
+                    place = ends
+                    other += 1
+                while over < num_over and over_op[over] < a:
+                    over += 1
+                at = over
+                while at < num_over and over_op[at] < tail:
+                    seconds += over_s[at]
+                    at += 1
+                at, other = over, run
+                for place in range(shape.touched_offsets[a], shape.touched_offsets[a + 1]):
+                    index = shape.touched[place]
+                    if index >= tail:
+                        break
+                    while at < num_over and over_op[at] < index:
+                        at += 1
+                    while plans.run_stops[other] <= index:
+                        other += 1
+                    base = shape.input_offsets[index]
+                    for number in range(base, shape.input_offsets[index + 1]):
+                        if shape.input_producers[number] < a:
+                            if at < num_over and over_op[at] == index:
+                                seconds -= tables.rows[over_row[at], 2 + number - base]
+                            else:
+                                seconds -= tables.entering_s[run_tables[other], number]
+            if state < 0:
+                break
+
+            # Once per iteration (or per microbatch): gradients; and parameters after the step.
+            reduced_s, refresh_s = 0.0, 0.0
+            for way in range(2):
+                for at in range(num_sums[way]):
+                    family_row = tables.families[sum_table[way, at], sum_family[way, at]]
+                    left = sum_elements[way, at] * (parameter_bytes if way else gradient_bytes)
+                    for step in range(1 if way else 2):
+                        column = REFRESH_CHANNEL if way else (REST if step else SCATTER)
+                        channel = family_row[column]
+                        if channel < 0:
+                            continue
+                        cost_s = _channel_s(tables, channel, left)
+                        if way:
+                            refresh_s += cost_s
+                        else:
+                            reduced_s += cost_s
+                        if not way and not step:
+                            left /= family_row[SCATTER_DEGREE]
+            if plans.reduces_every[plan]:
+                reduced_s *= m
+            once_s = max(once_s, reduced_s + refresh_s)
+            stage_s[stage] = seconds
+            first = stop
+        if state >= 0 and first != num_operators:
+            state = BAD_RUNS
+        if state != DONE:
+            states[plan] = state
+            iteration_s[plan] = np.nan
+            if state < 0:
+                continue
+
+        # Boundaries between stages.
+        first = 0
+        for stage in range(low, high - 1):
+            begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
+            last = plans.run_offsets[stage + 2]
+            cut, stop = plans.run_stops[end - 1], plans.run_stops[last - 1]
+            known = True
+            for run in range(begin, last):
+                known = known and run_tables[run] >= 0
+            if not known:
+                first = cut
+                continue
+            placement, following = plans.placements[stage], plans.placements[stage + 1]
+            key = _mixed(_mixed(_BOUNDARY_KEY, size), tables.placement_form[placement])
+            key = _mixed(key, tables.placement_form[following])
+            key = _mixed(key, tables.placement_node[following] - tables.placement_node[placement])
+            for place in range(shape.crossing_offsets[cut], shape.crossing_offsets[cut + 1]):
+                tensor = shape.crossing[place]
+                maker = shape.producers[tensor]
+                reader = shape.reader_offsets[tensor]
+                other = begin
+                if maker >= first:
+                    while plans.run_stops[other] <= maker:
+                        other += 1
+                    sent = tables.made[run_tables[other], tensor]
+                else:
+                    while shape.readers[reader] < first:
+                        reader += 1
+                    if shape.readers[reader] < cut:
+                        while plans.run_stops[other] <= shape.readers[reader]:
+                            other += 1
+                        sent = tables.read[run_tables[other], reader]
+                    else:
+                        sent = tables.passed[run_tables[begin], first]
+                while shape.readers[reader] < cut:
+                    reader += 1
+                other = end
+                if shape.readers[reader] < stop:
+                    while plans.run_stops[other] <= shape.readers[reader]:
+                        other += 1
+                    received = tables.read[run_tables[other], reader]
+                else:
+                    received = tables.passed[run_tables[end], cut]
+                key = _mixed(_mixed(_mixed(key, shape.sizes[tensor]), sent), received)
+            number = _wanted(tables.keys, tables.values, key, misses, counts, BOUNDARY, stage, plan)
+            if number < 0:
+                state = INCOMPLETE
+            else:
+                stage_s[stage] += tables.boundaries[number, 0] + tables.boundaries[number, 3]
+                stage_s[stage + 1] += tables.boundaries[number, 1] + tables.boundaries[number, 2]
+            first = cut
+        states[plan] = state
+        if state != DONE:
+            iteration_s[plan] = np.nan
+            continue
+
+        # Ranks: stages on one placement follow one another on it.
+        total_s, longest_s, num_ranks = 0.0, 0.0, 0
+        for stage in range(low, high):
+            total_s += stage_s[stage]
+            rank_s, is_first = 0.0, True
+            for other in range(low, high):
+                if plans.placements[other] == plans.placements[stage]:
+                    rank_s += stage_s[other]
+                    is_first = is_first and other >= stage
+            longest_s = max(longest_s, rank_s)
+            num_ranks += is_first
+        chunks = (high - low) / num_ranks
+        fill_s = total_s / chunks
+        pipeline_s = (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks
+        iteration_s[plan] = pipeline_s + once_s

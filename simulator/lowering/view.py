@@ -1,0 +1,117 @@
+"""A stage of a plan with everything one may ask about its operators."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from simulator.costs import CostTables
+from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
+from simulator.plan import Plan, Sharding, Stage
+from workloads.kinds.base import FORWARD
+from workloads.placements import Placement
+
+
+@dataclass(frozen=True)
+class StageView:
+    """A stage of a canonical plan with per-operator look-ups.
+
+    Attributes:
+        position: Index of the stage.
+        stage: The stage.
+        plan: The canonical plan.
+        costs: Cost tables.
+        gpu_type: Device type that sizes are asked for (sizes do not depend on it).
+    """
+
+    position: int
+    stage: Stage
+    plan: Plan
+    costs: CostTables
+    gpu_type: str
+
+    @cached_property
+    def operators(self) -> list[int]:
+        """Operator indices in order."""
+        return self.stage.indices()
+
+    @cached_property
+    def shardings(self) -> dict[int, Sharding]:
+        """Canonical sharding of each operator."""
+        return dict(zip(self.operators, self.stage.sharding_per_operator(), strict=True))
+
+    @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What others have worked out for this stage and may need again."""
+        return {}
+
+    def samples(self, index: int) -> int:
+        """Return the samples that the largest replica works on at once in operator ``index``."""
+        if self.plan.rotates:
+            return self.plan.microbatch_size
+        return -(-self.plan.microbatch_size // batch_degree(self.shardings[index]))
+
+    def input_collectives(self, index: int) -> list[tuple[str, MeshCollective, int, int]]:
+        """Return the collectives between an operator and the producers of its inputs (``CostTables``)."""
+        key = ("input collectives", index)
+        if key not in self.kept:
+            self.kept[key] = self.costs.input_collectives(
+                index, self.shardings.get, self.samples(index), self.gpu_type
+            )
+        found: list[tuple[str, MeshCollective, int, int]] = self.kept[key]
+        return found
+
+    def scattered_inputs(self, index: int) -> list[tuple[int, float]]:
+        """Return ``(input position, bytes left)`` of inputs that are reduced to a shard on their way."""
+        return [
+            (position, item.num_bytes / prod(item.sizes[axis] for axis in item.axes))
+            for phase, item, _, position in self.input_collectives(index)
+            if phase == FORWARD and item.collective == "reduce_scatter"
+        ]
+
+    def gathered_inputs(self, index: int) -> list[tuple[int, MeshCollective]]:
+        """Return ``(input position, all-gather)`` of inputs that forward gathers and backward needs whole."""
+        cost = self.costs.operator(index, self.shardings[index], self.samples(index), self.gpu_type)
+        saved = {ref for ref, _ in cost.saved}
+        return [
+            (position, item)
+            for phase, item, _, position in self.input_collectives(index)
+            if phase == FORWARD and item.collective == "all_gather" and f"input:{position}" in saved
+        ]
+
+    @cached_property
+    def num_turns(self) -> int:
+        """Replicas that take whole microbatches in turn; 1 where microbatches are sliced."""
+        return batch_degree(self.shardings[self.operators[0]]) if self.plan.rotates else 1
+
+    @cached_property
+    def leaving(self) -> tuple[str, ...]:
+        """Tensors made here and read in a later stage."""
+        own = set(self.operators)
+        consumers = self.costs.problem.workload.consumers
+        return tuple(
+            tensor
+            for index in self.operators
+            for tensor in self.costs.problem.workload.operators[index].outputs
+            if any(reader not in own for reader in consumers.get(tensor, ()))
+        )
+
+    @cached_property
+    def arrivals(self) -> dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]:
+        """Tensors made elsewhere and read here: mesh and layout of their first reader's input."""
+        workload = self.costs.problem.workload
+        own = set(self.operators)
+        found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
+        for index in self.operators:
+            for position, name in enumerate(workload.operators[index].inputs):
+                producer = workload.producer.get(name)
+                if producer is not None and producer not in own and name not in found:
+                    splits = self.costs.splits(index, self.shardings[index])
+                    found[name] = (
+                        mesh_sizes(self.shardings[index]),
+                        tuple(split.inputs[position] for split in splits),
+                    )
+        return found
