@@ -21,6 +21,9 @@ BUILT_IN = {
     "gpipe": "searchers.pure:GPipe",
     "fsdp": "searchers.pure:FullyShardedDataParallel",
     "deepspeed-3d": "searchers.pure:DeepSpeed3D",
+    "dapple": "searchers.dapple.searcher:Dapple",
+    "dp-no-overlap": "searchers.dapple.searcher:DataParallelNoOverlap",
+    "dp-overlap": "searchers.dapple.searcher:DataParallelOverlap",
     "exhaustive": "searchers.exhaustive:Exhaustive",
     "random": "searchers.random_search:RandomSearch",
 }
