@@ -24,6 +24,8 @@ BUILT_IN = {
     "dapple": "searchers.dapple.searcher:Dapple",
     "dp-no-overlap": "searchers.dapple.searcher:DataParallelNoOverlap",
     "dp-overlap": "searchers.dapple.searcher:DataParallelOverlap",
+    "pipedream": "searchers.pipedream.searcher:PipeDream",
+    "piper": "searchers.piper.searcher:Piper",
     "exhaustive": "searchers.exhaustive:Exhaustive",
     "random": "searchers.random_search:RandomSearch",
 }

@@ -190,7 +190,7 @@ class LayerProfile:
         tensors: dict[str, str] = {}
         for node in self.topological():
             inputs = [tensors[name] for name in node.predecessors] or [source]
-            builder.layer(node.name)
+            builder.layer(f"{node.name}:{node.layer}" if node.layer != node.name else node.name)
             attributes: dict[str, int | float | bool | str] = {
                 "forward_s": node.forward_s / self.batch,
                 "backward_s": node.backward_s / self.batch,
