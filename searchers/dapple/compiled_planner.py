@@ -58,11 +58,7 @@ def transfer_line(sources: Ints, targets: Ints, rates: Floats) -> tuple[float, f
         leaving, coming = held - local, wanted - local
         if max(leaving, coming) > 1e-12:
             crosses = True
-            worst = max(worst, leaving / rates[3], coming / rates[3])
-            if leaving > 1e-12:
-                worst = max(worst, leaving / sources[x] / rates[2])
-            if coming > 1e-12:
-                worst = max(worst, coming / targets[x] / rates[2])
+            worst = max(worst, leaving / rates[3], coming / rates[3], 1.0 / max(num_sources, num_targets) / rates[2])
         if local > 1e-12:
             inside = max(inside, local / min(sources[x], targets[x]) / rates[1])
         from_start += held
