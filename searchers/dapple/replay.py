@@ -106,7 +106,8 @@ def replay_graph(
     kind_of = np.full(count, COMMUNICATION, dtype=np.int8)
     kind_of[:num_passes] = COMPUTATION
     zeros = np.zeros(count)
-    shares = [[] for _ in range(num_passes)] + [[boundary] if half_duplex else [] for _, boundary, _ in sent]
+    shares: list[list[int]] = [[] for _ in range(num_passes)]
+    shares += [[boundary] if half_duplex else [] for _, boundary, _ in sent]
     shares += [[] for _ in reductions]
     return TaskGraph(
         work_s=work,

@@ -61,7 +61,8 @@ def test_bottlenecks_are_those_of_the_public_optimizer(
     assert states.num_states == count
     options = PipeDreamOptions(transfers=transfers)
     found = plan_pipeline(states, levels_of(pairs), options)
-    assert found.bottleneck_s * 1e3 == pytest.approx(bottleneck_ms, rel=1e-3, abs=0.05 if name.startswith("dapple/xlnet") else None)
+    printed_to = 0.05 if "xlnet" in name else 0.0
+    assert found.bottleneck_s * 1e3 == pytest.approx(bottleneck_ms, rel=1e-3, abs=printed_to)
     if speedup:
         time_s = float(states.time_s[-1])
         assert time_s / found.bottleneck_s == pytest.approx(speedup, abs=0.006)
