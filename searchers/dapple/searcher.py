@@ -179,9 +179,10 @@ class Dapple(Searcher):
                 yield self.to_plan(problem, straight)
 
     def _spaces(self) -> tuple[PlannerOptions, ...]:
-        if self.space == "full":
-            return (self.options,)
-        return replace(self.options, max_stages=2), replace(self.options, max_replicas=1)
+        # The program keeps one prefix per state, so that special cases can be lost in the whole space: they are
+        # planned for on their own too.
+        special = replace(self.options, max_stages=2), replace(self.options, max_replicas=1)
+        return (self.options, *special) if self.space == "full" else special
 
 
 def communication_ratio(planner: Planner, form: PipelinePlan) -> float:
