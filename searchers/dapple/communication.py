@@ -34,7 +34,7 @@ Line = tuple[float, float]
 """Seconds, and seconds per byte."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CommunicationCosts:
     """Costs of one cluster.
 

@@ -64,7 +64,7 @@ def place(policy: str, used: Used, sizes: Sequence[int], count: int, scatter: st
     return tuple(after)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacementGraph:
     """Every state that compositions of policies reach from an empty cluster.
 

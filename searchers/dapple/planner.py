@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -155,8 +156,8 @@ class Planner:
         options, chain = self.options, self.chain
         total = sum(self.communication.sizes)
         most = min(microbatch if options.executable else total, options.max_replicas or total, total)
-        graph = reachable(self.communication.sizes, options.policies, options.scatter, most)
-        taken, rest = self._lines(graph)
+        graph = _placements(self.communication.sizes, options.policies, options.scatter, 1 if most == 1 else total)
+        taken, rest = _lines(self.communication, graph)
         zeros = np.zeros_like(chain.saved_bytes)
         saved, kept = (chain.saved_bytes, zeros) if recompute else (zeros, chain.saved_bytes)
         _, layer, state, _, from_layer, from_state, _ = fill_table(
@@ -201,15 +202,19 @@ class Planner:
         again = self.recompute_factor if recompute else 0.0
         return self.chain.backward_s + again * self.chain.forward_s
 
-    def _lines(self, graph: PlacementGraph) -> tuple[np.ndarray, np.ndarray]:
-        """Return all-reduce lines of the GPUs taken per step and of those left per state."""
-        taken = [
-            self.communication.all_reduce_line(devices_between(graph.states[before], graph.states[after], graph.sizes))
-            for before, found in enumerate(graph.successors)
-            for after, _ in found
-        ]
-        rest = [
-            self.communication.all_reduce_line(devices_between(state, graph.sizes, graph.sizes))
-            for state in graph.states
-        ]
-        return np.array(taken, dtype=np.float64).reshape(-1, 2), np.array(rest, dtype=np.float64)
+
+@lru_cache(maxsize=16)
+def _placements(sizes: tuple[int, ...], policies: tuple[str, ...], scatter: str, largest: int) -> PlacementGraph:
+    return reachable(sizes, policies, scatter, largest)
+
+
+@lru_cache(maxsize=16)
+def _lines(communication: CommunicationCosts, graph: PlacementGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Return all-reduce lines of the GPUs taken per step and of those left per state."""
+    taken = [
+        communication.all_reduce_line(devices_between(graph.states[before], graph.states[after], graph.sizes))
+        for before, found in enumerate(graph.successors)
+        for after, _ in found
+    ]
+    rest = [communication.all_reduce_line(devices_between(state, graph.sizes, graph.sizes)) for state in graph.states]
+    return np.array(taken, dtype=np.float64).reshape(-1, 2), np.array(rest, dtype=np.float64)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
 from experiments.reproduce.dapple.benchmarks import BENCHMARKS, NOTES, Setting, judge, one_device_s, setting
 from experiments.reproduce.experiment import Context, Report, Verdict
 from searchers.dapple.planner import PipelinePlan
+from searchers.degrees import divisors
 from simulator.result import SimulationResult
 
 GLOBAL_BATCH = 128
@@ -19,26 +22,34 @@ ALLOWED = 0.15
 
 
 def run(context: Context) -> Report:
-    """Plan and simulate every model on every configuration."""
+    """Plan and simulate every model on every configuration, with 128 samples and with Table 4's global batches."""
     rows = []
     for name in ("VGG-19", "BERT-48") if context.quick else MODELS:
         for config in "ABC":
-            context.say(f"{name} on {config}")
-            rows.append(_row(context, name, config))
+            for batch in dict.fromkeys((GLOBAL_BATCH, BENCHMARKS[name].global_batch)):
+                context.say(f"{name} on {config}, {batch} samples")
+                rows.append(_row(context, name, config, batch))
     table = pd.DataFrame(rows)
     with_dp = table[table["hybrid / DP overlap"].notna()]
-    means = with_dp.groupby("config")["hybrid / DP overlap"].mean()
-    near = {config: abs(means[config] / paper - 1) <= ALLOWED for config, paper in MEANS.items()}
-    gnmt = with_dp[(with_dp["model"] == "GNMT-16") & (with_dp["config"] == "C")]["hybrid / DP overlap"]
-    gain = table[["model", "config", "hybrid / DP overlap"]]
+    fixed = with_dp[with_dp["samples"] == GLOBAL_BATCH]
+    own = with_dp[with_dp["samples"] == with_dp["model"].map(lambda name: BENCHMARKS[name].global_batch)]
+    means = [
+        {
+            "config": config,
+            "paper": paper,
+            "128 samples": float(fixed[fixed["config"] == config]["hybrid / DP overlap"].mean()),
+            "own samples": float(own[own["config"] == config]["hybrid / DP overlap"].mean()),
+        }
+        for config, paper in MEANS.items()
+    ]
     verdicts = [
         Verdict(
-            f"hybrids are {paper} times as fast as overlapped data parallelism on {config}, on average",
-            f"within {ALLOWED:.0%}, by the simulator, over the models whose data-parallel run fits",
-            f"{means[config]:.2f}",
-            near[config],
+            f"hybrids are {row['paper']} times as fast as overlapped data parallelism on {row['config']}, on average",
+            f"within {ALLOWED:.0%} at 128 samples, by the simulator, over the models whose data-parallel run fits",
+            f"{row['128 samples']:.2f}; with the global batches of Table 4 {row['own samples']:.2f}",
+            abs(float(row["128 samples"]) / float(row["paper"]) - 1) <= ALLOWED,  # type: ignore[arg-type]
         )
-        for config, paper in MEANS.items()
+        for row in means
     ]
     verdicts.append(
         Verdict(
@@ -48,38 +59,36 @@ def run(context: Context) -> Report:
             bool(with_dp["hybrid / DP overlap"].min() >= 0.99),
         )
     )
+    gnmt = own[(own["model"] == "GNMT-16") & (own["config"] == "C")]["hybrid / DP overlap"]
     if len(gnmt):
         verdicts.append(
             Verdict(
                 "up to 2.32 times for GNMT-16 on C",
-                f"within {ALLOWED:.0%}",
+                f"within {ALLOWED:.0%}, with Table 4's 1,024 samples",
                 f"{float(gnmt.iloc[0]):.2f}",
                 abs(float(gnmt.iloc[0]) / 2.32 - 1) <= ALLOWED,
             )
         )
-    averages = pd.DataFrame(
-        [{"config": config, "simulated": float(means[config]), "paper": paper} for config, paper in MEANS.items()]
-    )
     return Report(
-        tables={"speedups": table, "means": averages, "ratios": gain.pivot(index="model", columns="config",
-                values="hybrid / DP overlap").reset_index()},
+        tables={"speedups": table, "means": pd.DataFrame(means)},
         verdicts=verdicts,
         notes=[
             *NOTES,
-            "Speedup: time of all samples one after the other on one device over simulated time. The hybrid is the best "
-            "of the whole space by the formula, over every microbatch size that leaves each replica whole samples; data "
-            "parallelism counts as a hybrid too. Overlap: buckets of 64 MiB.",
-            "Mechanism of the differences: the paper's figure is fixed at 128 samples, where data parallelism has one "
-            "accumulation step and its all-reduce sets the pace; what it costs on 25 and 10 Gb/s follows from the "
-            "bytes, so the ratio depends on how much of a step's backward pass hides it. Here that is all of it.",
+            "Speedup: time of all samples one after the other on one device over simulated time. The hybrid is the "
+            "best of the whole space by the formula, over every microbatch size that leaves each replica whole "
+            "samples; data parallelism counts as a hybrid too. Overlap: buckets of 64 MiB.",
+            "Mechanism: the all-reduce of data parallelism does not depend on the batch. At 128 samples VGG-19 "
+            "computes 40 ms and GNMT-16 31 ms on 16 GPUs, while their 548 and 1,163 MB take 0.2 to 2 s, so no overlap "
+            "helps and every pipeline wins by far. The paper's means near 1.4 to 1.8 need batches in which computation "
+            "is of the same order: its text on GNMT-16 in this figure speaks of 1,024 samples.",
         ],
-    )  # fmt: skip
+    )
 
 
-def _row(context: Context, name: str, config: str) -> dict[str, object]:
-    given = setting(context, name, config, GLOBAL_BATCH, min(BENCHMARKS[name].batch, GLOBAL_BATCH))
-    alone = one_device_s(given.planner, GLOBAL_BATCH)
-    row: dict[str, object] = {"model": name, "config": config}
+def _row(context: Context, name: str, config: str, batch: int) -> dict[str, object]:
+    given = setting(context, name, config, batch, min(BENCHMARKS[name].batch, batch))
+    alone = one_device_s(given.planner, batch)
+    row: dict[str, object] = {"model": name, "config": config, "samples": batch}
     hybrid, form = best_hybrid(given)
     for overlap, label in (("none", "DP no overlap"), ("backward", "DP overlap")):
         plain = given.data_parallel(overlap)
@@ -109,15 +118,11 @@ def best_hybrid(given: Setting) -> tuple[SimulationResult, PipelinePlan]:
     Raises:
         ValueError: If nothing fits.
     """
-    from dataclasses import replace
-
-    from searchers.degrees import divisors
-
     batch = given.problem.global_batch
     found: list[PipelinePlan] = []
     for size in divisors(batch):
-        for special in ({}, {"max_stages": 2}, {"max_replicas": 1}):
-            options = replace(given.planner.options, executable=True, whole_samples=True, **special)
+        legal = replace(given.planner.options, executable=True, whole_samples=True)
+        for options in (legal, replace(legal, max_stages=2), replace(legal, max_replicas=1)):
             form = replace(given.planner, options=options).best(size, batch // size)
             if form is not None and form.num_stages > 1:
                 found.append(form)
