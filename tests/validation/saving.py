@@ -44,9 +44,9 @@ def workloads() -> Iterator[Workload]:
         if spec.family_name == "resnet":
             yield build_from_spec(spec, "plain")
             continue
-        dropping = spec.model_copy(update={"dropout": 0.1, "attention_dropout": 0.1, "name": f"{spec.name}-dropout"})
-        yield build_from_spec(dropping, "plain")
-        yield build_from_spec(spec, "plain" if name == "t5" else "flash")
+        fields = {"dropout": 0.1, "attention_dropout": 0.1} if hasattr(spec, "attention_dropout") else {"dropout": 0.1}
+        yield build_from_spec(spec.model_copy(update={**fields, "name": f"{spec.name}-dropout"}), "plain")
+        yield build_from_spec(spec, "plain" if name in ("t5", "xlnet") else "flash")
     yield flattening_network()
 
 

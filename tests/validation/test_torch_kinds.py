@@ -84,6 +84,13 @@ def allowed(context: OperatorContext, example: Example, dtype: str) -> tuple[int
         grouped = heads != groups and local_groups > 1
         queries = context.local.implementation.activation_bytes * prod(context.local.outputs[0])
         return (stated + queries, stated + queries) if grouped else (stated, stated)
+    if kind == "lstm":
+        # cuDNN's layer is what the kind states; the CPU's library keeps packed weights and a workspace in pages.
+        ends = context.local.element_bytes * (prod(context.local.inputs[0]) + prod(context.local.outputs[0]))
+        weights = context.local.element_bytes * sum(prod(shape) for shape in context.local.parameters)
+        return ends, stated + 4 * weights + 65_536
+    if kind == "relative_score":
+        return stated // 2, 2 * stated  # batched products copy keys; the sinusoid and the indices of distances are kept
     if kind == "rms_norm":
         return stated, 4 * stated  # a chain of kernels on the CPU; one kernel on CUDA
     if kind in ("batch_norm", "shortcut") and dtype == "bf16":

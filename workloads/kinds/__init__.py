@@ -10,6 +10,8 @@ from workloads.kinds import (
     norms,
     opaque,
     pooling,
+    recurrent,
+    relative,
 )
 from workloads.kinds.registry import all_kinds, kind_named, register
 
@@ -25,5 +27,7 @@ __all__ = [
     "norms",
     "opaque",
     "pooling",
+    "recurrent",
     "register",
+    "relative",
 ]
