@@ -13,6 +13,7 @@ def _experiment(name: str, shows: str, where: str, run: str) -> Experiment:
 
 
 EXPERIMENTS: tuple[Experiment, ...] = (
+    _experiment("table1", "Parameters and memory of the benchmarks.", "Table 1", "table1:run"),
     _experiment("table3", "Warm-up P_B against P_A.", "Table 3", "table3:run"),
     _experiment("table4", "Plans of the planner on clusters A, B and C.", "Table 4", "table4:run"),
     _experiment("table5", "Early backward against GPipe on BERT-48.", "Table 5", "table5:run"),

@@ -72,6 +72,9 @@ def run(context: Context) -> Report:
         )
     table = pd.DataFrame(rows)
     same = sum(_same_stages(row["PipeDream, paper"], row["PipeDream, ours"]) for _, row in table.iterrows())
+    alike = sum(
+        _parsed(row["DAPPLE, paper"])[1] == _parsed(row["DAPPLE, ours (two stages)"])[1] for _, row in table.iterrows()
+    )
     return Report(
         tables={"strategies": table},
         verdicts=[
@@ -81,7 +84,13 @@ def run(context: Context) -> Report:
                 "(14 or more stages)",
                 f"{same} of {len(table)}",
                 same == len(table),
-            )
+            ),
+            Verdict(
+                "DAPPLE's strategies of Table 6",
+                "the same replicas of two stages",
+                f"{alike} of {len(table)}",
+                alike == len(table),
+            ),
         ],
         notes=[
             *NOTES[1:],
