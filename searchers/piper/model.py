@@ -78,29 +78,34 @@ class PiperInput:
     num_microbatches: int
 
     def ideals(self) -> list[int]:
-        """Return all down-sets as bit masks, by size: the empty one first, the whole graph last.
+        """Return all down-sets; see `down_sets`."""
+        return down_sets(self.names, tuple((edge.source, edge.target) for edge in self.edges))
 
-        Raises:
-            ValueError: If there are more than MAX_IDEALS, or the graph has a cycle.
-        """
-        number = {name: index for index, name in enumerate(self.names)}
-        needs = [0] * len(self.names)
-        for edge in self.edges:
-            needs[number[edge.target]] |= 1 << number[edge.source]
-        found, level = [0], {0}
-        for _ in self.names:
-            level = {
-                ideal | 1 << node
-                for ideal in level
-                for node in range(len(self.names))
-                if not ideal >> node & 1 and not needs[node] & ~ideal
-            }
-            found += sorted(level)
-            if len(found) > MAX_IDEALS:
-                raise ValueError(f"the graph has more than {MAX_IDEALS} down-sets; merge branches into blocks first")
-        if found[-1] != (1 << len(self.names)) - 1:
-            raise ValueError("the graph of layers has a cycle")
-        return found
+
+def down_sets(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[int]:
+    """Return all down-sets of a graph as bit masks, by size: the empty one first, the whole graph last.
+
+    Raises:
+        ValueError: If there are more than MAX_IDEALS, or the graph has a cycle.
+    """
+    number = {name: index for index, name in enumerate(names)}
+    needs = [0] * len(names)
+    for source, target in edges:
+        needs[number[target]] |= 1 << number[source]
+    found, level = [0], {0}
+    for _ in names:
+        level = {
+            ideal | 1 << node
+            for ideal in level
+            for node in range(len(names))
+            if not ideal >> node & 1 and not needs[node] & ~ideal
+        }
+        found += sorted(level)
+        if len(found) > MAX_IDEALS:
+            raise ValueError(f"the graph has more than {MAX_IDEALS} down-sets; merge branches into blocks first")
+    if found[-1] != (1 << len(names)) - 1:
+        raise ValueError("the graph of layers has a cycle")
+    return found
 
 
 def load_piper_input(path: str | Path) -> PiperInput:

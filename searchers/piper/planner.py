@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from searchers.piper.compiled_planner import Floats, Ints, choose_implementations, fill, stage_times
-from searchers.piper.model import Implementation, PiperInput
+from searchers.piper.model import Implementation, PiperInput, down_sets
 
 KNAPSACKS = ("greedy", "exact")
 FIRST_BOUND = 1.15
@@ -66,30 +68,58 @@ class PiperPlan:
         return sum(stage.tensor_degree * stage.data_degree for stage in self.stages)
 
 
+@dataclass(frozen=True, eq=False)
+class _Structure:
+    """Down-sets of a graph and the stages between them.
+
+    Attributes:
+        num_ideals: Down-sets, by size.
+        from_ideal, to_ideal: int64[pairs]. Nested down-sets, sorted by ``from_ideal``.
+        first_pair: int64[num_ideals + 1]. Where each ``from_ideal`` begins.
+        inside: bool[pairs, layers]. Layers of the stage.
+        offsets, members: The same as ragged rows.
+    """
+
+    num_ideals: int
+    from_ideal: Ints
+    to_ideal: Ints
+    first_pair: Ints
+    inside: NDArray[np.bool_]
+    offsets: Ints
+    members: Ints
+
+
+@lru_cache(maxsize=4)
+def _structure(names: tuple[str, ...], edges: tuple[tuple[str, str], ...]) -> _Structure:
+    ideals = down_sets(names, edges)
+    pairs = np.array(
+        [(a, b) for a, smaller in enumerate(ideals) for b in range(a + 1, len(ideals)) if not smaller & ~ideals[b]],
+        dtype=np.int64,
+    ).reshape(-1, 2)
+    bits = np.array([[ideal >> node & 1 for node in range(len(names))] for ideal in ideals], dtype=np.bool_)
+    inside = bits[pairs[:, 1]] & ~bits[pairs[:, 0]]
+    return _Structure(
+        num_ideals=len(ideals),
+        from_ideal=pairs[:, 0].copy(),
+        to_ideal=pairs[:, 1].copy(),
+        first_pair=np.searchsorted(pairs[:, 0], np.arange(len(ideals) + 1)).astype(np.int64),
+        inside=inside,
+        offsets=np.concatenate([[0], np.cumsum(inside.sum(axis=1))]).astype(np.int64),
+        members=np.nonzero(inside)[1].astype(np.int64),
+    )
+
+
 class _Tables:
     """Arrays of one problem."""
 
     def __init__(self, problem: PiperInput) -> None:
         self.problem = problem
-        self.ideals = problem.ideals()
         self.degrees = sorted({degree for options in problem.implementations for degree in options})
-        count = len(problem.names)
-        pairs = [
-            (a, b)
-            for a, smaller in enumerate(self.ideals)
-            for b in range(a + 1, len(self.ideals))
-            if smaller & ~self.ideals[b] == 0
-        ]
-        self.from_ideal = np.array([a for a, _ in pairs], dtype=np.int64)
-        self.to_ideal = np.array([b for _, b in pairs], dtype=np.int64)
-        self.first_pair = np.searchsorted(self.from_ideal, np.arange(len(self.ideals) + 1)).astype(np.int64)
-        inside = np.zeros((len(pairs), count), dtype=np.bool_)
-        for number, (a, b) in enumerate(pairs):
-            mask = self.ideals[b] & ~self.ideals[a]
-            inside[number] = [mask >> node & 1 for node in range(count)]
-        self.inside = inside
-        self.offsets = np.concatenate([[0], np.cumsum(inside.sum(axis=1))]).astype(np.int64)
-        self.members = np.nonzero(inside)[1].astype(np.int64)
+        structure = _structure(problem.names, tuple((edge.source, edge.target) for edge in problem.edges))
+        self.num_ideals = structure.num_ideals
+        self.from_ideal, self.to_ideal = structure.from_ideal, structure.to_ideal
+        self.first_pair = structure.first_pair
+        self.inside, self.offsets, self.members = structure.inside, structure.offsets, structure.members
 
     def options(self, degree: int) -> tuple[Floats, Floats, Floats, Ints]:
         """Return time, memory per microbatch, other memory float64[layers, choices], and numbers of choices."""
@@ -165,7 +195,7 @@ def plan_piper(problem: PiperInput, *, knapsack: str = "greedy") -> PiperPlan:
     bound = max(FIRST_BOUND * fastest / devices, 1e-12)
     while True:
         value = fill(
-            len(tables.ideals),
+            tables.num_ideals,
             tables.from_ideal,
             tables.to_ideal,
             tables.first_pair,
@@ -236,7 +266,7 @@ def _read_back(
     s, k = (int(index) for index in np.unravel_index(int(np.argmin(value[0])), value[0].shape))
     objective = float(value[0, s, k])
     ideal, stages = 0, []
-    while ideal < len(tables.ideals) - 1:
+    while ideal < tables.num_ideals - 1:
         wanted = value[ideal, s, k]
         pair, choice, load = _step(tables, value, choices, times, extra, ideal, s, k, wanted)
         degree, d, _ = choices[choice]

@@ -82,7 +82,7 @@ class Piper(Searcher):
                 self._score_smallest(problem, stated, size, ledger)
                 continue
             plan = self.to_plan(problem, stated, found, size)
-            if ledger.is_legal(plan):
+            if not ledger.spent and ledger.is_legal(plan):
                 ledger.evaluate(plan)
         return ledger.result()
 

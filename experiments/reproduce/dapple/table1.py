@@ -59,7 +59,8 @@ def run(context: Context) -> Report:
         rows.append(row)
     table = pd.DataFrame(rows)
     off = (table["ours / paper, corrected"].dropna() - 1).abs()
-    memory = (table["ours, memory GB"] / table["paper, memory GB"]).dropna()
+    memory = table[table["ours, memory GB"].notna()]
+    ratios = (memory["ours, memory GB"] / memory["paper, memory GB"]).tolist()
     return Report(
         tables={"models": table},
         verdicts=[
@@ -72,9 +73,9 @@ def run(context: Context) -> Report:
             Verdict(
                 "memory at the profile batch",
                 "simulated within 15 % in every model",
-                ", ".join(f"{table['model'][index]} {ratio:.2f}" for index, ratio in memory.items())
+                ", ".join(f"{name} {ratio:.2f}" for name, ratio in zip(memory["model"].tolist(), ratios, strict=True))
                 + " of the paper's",
-                bool((memory - 1).abs().max() <= 0.15),
+                max(abs(ratio - 1) for ratio in ratios) <= 0.15,
             ),
         ],
         notes=[
