@@ -14,7 +14,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -45,11 +45,11 @@ class CommunicationCosts:
 
     hardware: HardwareModel
     model: str = "hardware"
+    _lines: dict[tuple[int, ...], Line] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.model not in COMMUNICATION:
             raise ValueError(f"communication must be one of {', '.join(COMMUNICATION)}, got {self.model!r}")
-        object.__setattr__(self, "_lines", {})
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class CommunicationCosts:
             return 0.0, 2 * (count - 1) / count / (ETHERNET_BYTES_PER_S * self._scale)
         # Between machines only the numbers matter: cards are the bottleneck, whichever GPUs are behind them.
         key = tuple(sorted(devices)) if inside else tuple(sorted(counts[counts > 0].tolist()))
-        known: dict[tuple[int, ...], Line] = self._lines  # type: ignore[attr-defined]
+        known = self._lines
         if key not in known:
             small, large = (self.hardware.collective("all_reduce", size, devices).alone_s for size in LINE_BYTES)
             slope = (large - small) / (LINE_BYTES[1] - LINE_BYTES[0])

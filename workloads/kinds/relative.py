@@ -8,7 +8,6 @@ from workloads.kernels import Kernel, Matmul, MemoryBound
 from workloads.kinds.attributes import integer, require_rank, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
     FORWARD,
     Attributes,
     Kind,
@@ -20,7 +19,7 @@ from workloads.kinds.base import (
     SplitTable,
 )
 from workloads.kinds.registry import register
-from workloads.placements import REPLICATE, Shard
+from workloads.placements import Shard
 
 SEGMENTS = 2
 
@@ -43,8 +42,10 @@ class RelativeScore(Kind):
         require_rank(self.name, inputs[0], 3, "(samples, tokens, packed features)")
         heads, dim = integer(attributes, "heads"), integer(attributes, "head_dim")
         if inputs[0][2] != 3 * heads * dim:
-            raise ValueError(f"relative_score with heads={heads}, head_dim={dim} needs {3 * heads * dim} packed "
-                             f"features, got {inputs[0]}")  # fmt: skip
+            raise ValueError(
+                f"relative_score with heads={heads}, head_dim={dim} needs {3 * heads * dim} packed features, got "
+                f"{inputs[0]}"
+            )
         return ((inputs[0][0], heads, inputs[0][1], inputs[0][1]),)
 
     def parameters(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Parameter, ...]:
@@ -60,7 +61,6 @@ class RelativeScore(Kind):
     def splits(self, attributes: Attributes) -> Mapping[str, Split]:
         first = Shard(0)
         own = {"head": Split((Shard(2),), (Shard(1),), (first, first, first, first, Shard(1)))}
-        assert REPLICATE not in own["head"].parameters
         return SplitTable(1, 1, 5, own).build()
 
     def split_limit(self, attributes: Attributes, split: str) -> int | None:
@@ -93,19 +93,15 @@ class RelativeScore(Kind):
                 *[MemoryBound(2 * scores, scores)] * 2,
             ]
         if phase == BACKWARD_INPUT:
-            gradient = {"batch": batch, "role": "data_gradient"}
             return [
                 MemoryBound(scores, 2 * scores, "gather"),
-                Matmul(m=tokens, n=dim, k=tokens, **gradient),  # type: ignore[arg-type]
-                Matmul(m=tokens, n=dim, k=tokens, **gradient),  # type: ignore[arg-type]
-                Matmul(m=tokens, n=dim, k=far, **gradient),  # type: ignore[arg-type]
+                *[Matmul(m=tokens, n=dim, k=tokens, batch=batch, role="data_gradient")] * 2,
+                Matmul(m=tokens, n=dim, k=far, batch=batch, role="data_gradient"),
                 MemoryBound(3 * queries, queries),
             ]
-        if phase == BACKWARD_WEIGHT:
-            return [
-                Matmul(m=far, n=dim, k=tokens, batch=batch, role="weight_gradient"),
-                Matmul(m=heads * dim, n=hidden, k=far, role="weight_gradient"),
-                *[MemoryBound(queries, 0.0, "reduction")] * 3,
-                MemoryBound(scores, 0.0, "reduction"),
-            ]
-        return []
+        return [
+            Matmul(m=far, n=dim, k=tokens, batch=batch, role="weight_gradient"),
+            Matmul(m=heads * dim, n=hidden, k=far, role="weight_gradient"),
+            *[MemoryBound(queries, 0.0, "reduction")] * 3,
+            MemoryBound(scores, 0.0, "reduction"),
+        ]

@@ -116,7 +116,7 @@ def fig12(context: Context) -> Report:
                 result = judge(given.problem, plain, overlapped=True)
                 if result.fits and result.iteration_time_s < hybrid.iteration_time_s:
                     hybrid, form = result, plain
-            theirs, size = _judge_pipedream(context, name, machines, given)
+            theirs, size, usual = _judge_pipedream(name, machines, given)
             rows.append(
                 {
                     "model": name,
@@ -127,12 +127,13 @@ def fig12(context: Context) -> Report:
                     "DAPPLE, speedup": alone / hybrid.iteration_time_s,
                     "PipeDream, speedup": alone / theirs.iteration_time_s,
                     "DAPPLE / PipeDream": theirs.iteration_time_s / hybrid.iteration_time_s,
+                    "with PipeDream at the profile batch": usual.iteration_time_s / hybrid.iteration_time_s,
                     "DAPPLE fits": hybrid.fits,
                     "PipeDream fits": theirs.fits,
                 }
             )
     table = pd.DataFrame(rows)
-    ratios = table["DAPPLE / PipeDream"]
+    ratios, usual_ratios = table["DAPPLE / PipeDream"], table["with PipeDream at the profile batch"]
     return Report(
         tables={"speedups": table},
         verdicts=[
@@ -147,6 +148,12 @@ def fig12(context: Context) -> Report:
                 f"largest simulated ratio within {ALLOWED:.0%}",
                 f"{ratios.max():.2f}",
                 abs(float(ratios.max()) / LARGEST - 1) <= ALLOWED,
+            ),
+            Verdict(
+                f"up to {LARGEST} times as fast, with PipeDream's plans at the profile batch",
+                f"largest simulated ratio within {ALLOWED:.0%}",
+                f"{usual_ratios.max():.2f}",
+                abs(float(usual_ratios.max()) / LARGEST - 1) <= ALLOWED,
             ),
         ],
         notes=[
@@ -186,26 +193,28 @@ def _pipedream(context: Context, name: str, machines: int) -> PipeDreamPlan:
 
 
 def _judge_pipedream(
-    context: Context, name: str, machines: int, given: Setting
-) -> tuple[SimulationResult, tuple[int, int]]:
-    """Return the fastest simulation of PipeDream's plan over microbatch sizes, its microbatch and stages."""
+    name: str, machines: int, given: Setting
+) -> tuple[SimulationResult, tuple[int, int], SimulationResult]:
+    """Return the fastest simulation of PipeDream's plan over microbatch sizes, that size and the number of stages, and
+    the simulation at the profile batch (or the next size with a sample for every replica).
+    """
     problem = given.problem
     searcher = PipeDream(profile_samples=1, bandwidths=(NVLINK_BYTES_PER_S[name], ETHERNET_BYTES_PER_S))
     graph = layer_graph(cost_tables(problem), 1)
     states = antichain_states(graph.profile)
     found = plan_pipeline(states, searcher.levels(problem))
     replicas = max(len(stage.devices) for stage in found.stages)
-    best: tuple[SimulationResult, tuple[int, int]] | None = None
-    for size in [size for size in divisors(problem.global_batch) if size >= replicas][:4]:
+    sizes = [size for size in divisors(problem.global_batch) if size >= replicas]
+    if not sizes:
+        raise ValueError(f"{name}: no microbatch has a sample for each of {replicas} replicas")
+    usual = next((size for size in sizes if size >= MODELS[name][2]), sizes[-1])
+    results = {}
+    for size in {*sizes[:4], usual}:
         plan = searcher.to_plan(problem, graph, states, found.stages, size, recompute=False)
         plan = replace(plan, overlap_gradient_sync=False)
-        result = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
-        key = (not result.fits, result.iteration_time_s)
-        if best is None or key < (not best[0].fits, best[0].iteration_time_s):
-            best = result, (size, len(plan.stages))
-    if best is None:
-        raise ValueError(f"{name}: no microbatch has a sample for each of {replicas} replicas")
-    return best
+        results[size] = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
+    best = min(results, key=lambda size: (not results[size].fits, results[size].iteration_time_s))
+    return results[best], (best, len(found.stages)), results[usual]
 
 
 def _two_stages(given: Setting) -> str:
