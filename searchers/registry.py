@@ -26,6 +26,11 @@ BUILT_IN = {
     "mpe-naive": "searchers.mpe.searcher:NaiveEstimator",
     "amp": "searchers.amp:Amp",
     "flexflow-mcmc": "searchers.mcmc:FlexFlowMcmc",
+    "dapple": "searchers.dapple.searcher:Dapple",
+    "dp-no-overlap": "searchers.dapple.searcher:DataParallelNoOverlap",
+    "dp-overlap": "searchers.dapple.searcher:DataParallelOverlap",
+    "pipedream": "searchers.pipedream.searcher:PipeDream",
+    "piper": "searchers.piper.searcher:Piper",
     "exhaustive": "searchers.exhaustive:Exhaustive",
     "random": "searchers.random_search:RandomSearch",
 }

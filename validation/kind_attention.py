@@ -79,12 +79,12 @@ def build_softmax(context: OperatorContext) -> Forward:
     """Scale, mask, softmax; in fp32 where scores are lower precision. Head size and mask are the producer's.
 
     Raises:
-        ValueError: If the scores do not come from ``attention_score``.
+        ValueError: If the scores do not come from attention.
     """
     maker = context.producers[0]
-    if maker is None or maker.kind != "attention_score":
+    if maker is None or maker.kind not in ("attention_score", "relative_score"):
         raise ValueError(
-            f"operator {context.operator.name!r}: softmax executes on the scores of attention_score only, got "
+            f"operator {context.operator.name!r}: softmax executes on the scores of attention only, got "
             f"{'a graph input' if maker is None else maker.kind}"
         )
     _, _, queries, keys = context.local.inputs[0]

@@ -140,10 +140,9 @@ class GraphBuilder:
             if tensor not in self._tensors:
                 raise ValueError(f"operator {operator!r} reads tensor {tensor!r}, which no earlier one makes")
         definition = kind_named(kind)
-        if len(inputs) != definition.num_inputs:
-            raise ValueError(
-                f"operator {operator!r} of kind {kind} needs {definition.num_inputs} inputs, got {inputs}"
-            )
+        arity = definition.arity(attributes)
+        if len(inputs) != arity:
+            raise ValueError(f"operator {operator!r} of kind {kind} needs {arity} inputs, got {inputs}")
         shapes = tuple(self._tensors[tensor] for tensor in inputs)
         # The mapping is kept in the key's value, so that its id is not used again.
         found = self._shapes.get((kind, id(attributes), shapes))

@@ -10,6 +10,13 @@ from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import validated
 from workloads.huggingface import spec_from_config
+from workloads.layer_profile import (
+    LayerProfile,
+    is_piper_mapping,
+    is_profile_name,
+    load_layer_profile,
+    piper_layer_profile,
+)
 from workloads.model_file import spec_from_mapping
 from workloads.models.blocks import check_attention
 from workloads.models.families import FAMILIES
@@ -57,7 +64,8 @@ def build_workload(
     """Return the workload of a model.
 
     Args:
-        name: See :func:`model_spec`.
+        name: See :func:`model_spec`; or a layer profile (see ``workloads/layer_profile.py``): ``vgg19_b32.csv``,
+            ``alexnet.csv@256``, or one of Piper's JSON inputs.
         attention: ``"plain"`` (score, softmax, dropout and context are operators) or ``"flash"`` (one).
         overrides: Fields of the model's specification to replace (``layers``, ``seq_len``, ...).
 
@@ -71,10 +79,27 @@ def build_workload(
     (315, 29)
     """
     check_attention(attention)
+    if profile := _profile_workload(name):
+        return profile
     spec = model_spec(name)
     if overrides:
         spec = validated(type(spec), {**spec.model_dump(), **overrides}, f"model {name}")
     return build_from_spec(spec, attention)
+
+
+def _profile_workload(name: str) -> Workload | None:
+    """Return the workload of a layer profile, or None if the name is not that of one."""
+    if is_profile_name(name):
+        return _workload_of_profile(load_layer_profile(name))
+    if name.lower().endswith((".json", ".json.gz")) and Path(name).is_file():
+        mapping = load_mapping(name)
+        return _workload_of_profile(piper_layer_profile(mapping, name)) if is_piper_mapping(mapping) else None
+    return None
+
+
+@lru_cache(maxsize=32)
+def _workload_of_profile(profile: LayerProfile) -> Workload:
+    return profile.workload()
 
 
 @lru_cache(maxsize=32)

@@ -9,16 +9,23 @@ from functools import cache
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
+from searchers.base import Searcher
+from searchers.dapple.searcher import Dapple
+from searchers.pipedream.searcher import PipeDream
 from simulator.plan import Axis, Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 from simulator.schedules.one_f_one_b import warmup_p_b
 from simulator.uniform import even_layer_cuts, recompute_segments, uniform_plan
 from workloads.models.bert import BertSpec
 from workloads.models.fields import ModelSpec
+from workloads.models.gnmt import GnmtSpec
 from workloads.models.gpt import GPTSpec
 from workloads.models.llama import LlamaSpec
+from workloads.models.resnet import ResNetSpec
 from workloads.models.t5 import T5Spec
+from workloads.models.vgg import VggSpec
 from workloads.models.vit import ViTSpec
+from workloads.models.xlnet import XLNetSpec
 from workloads.operators import Workload
 from workloads.registry import build_from_spec
 
@@ -36,6 +43,18 @@ SPECS: dict[str, ModelSpec] = {
         {**TEXT, "name": "tiny-t5-megatron", "decoder_seq_len": 4, "style": "megatron", "activation": "gelu"}
     ),
     "vit": ViTSpec.model_validate({**COMMON, "name": "tiny-vit", "image": 12, "patch": 4, "classes": 10}),
+    "vgg": VggSpec(name="tiny-vgg", groups=((4,), (8, 8)), image=8, linear=16, classes=10, dropout=0.0),
+    "gnmt": GnmtSpec(
+        name="tiny-gnmt", encoder_layers=3, decoder_layers=3, hidden=16, vocab=64, seq_len=5, decoder_seq_len=6,
+        dropout=0.0,
+    ),
+    "xlnet": XLNetSpec.model_validate(
+        {**COMMON, "name": "tiny-xlnet", "seq_len": 8, "vocab": 64}
+    ),
+    "resnet": ResNetSpec(name="tiny-resnet", blocks=(1, 1), channels=8, image=16, classes=10),
+    "resnet-wide": ResNetSpec(
+        name="tiny-wide-resnet", blocks=(2, 1), channels=8, width_factor=2, image=16, classes=10, style="aceso"
+    ),
 }
 BUCKET_BYTES = 20_000
 """Small, so that a tiny model has several buckets."""
@@ -110,6 +129,12 @@ def cut(workload: Workload, role: str, layer: int) -> int:
 def by_layer(workload: Workload, shardings: Sequence[Sharding]) -> Callable[[int], Sharding]:
     """Return a sharding per operator that changes from layer to layer, in turn."""
     return lambda index: shardings[workload.operators[index].layer % len(shardings)]
+
+
+def returned(searcher: Searcher, of: Problem, replicas: Sequence[int]) -> Plan:
+    """Return the best plan of a searcher whose stages have so many devices."""
+    plans = [ranked.plan for ranked in searcher.search(of).plans]
+    return next(plan for plan in plans if [len(stage.devices) for stage in plan.stages] == list(replicas))
 
 
 DP2, TP2, SP2 = axes(("batch", 2)), axes(("tensor", 2)), axes(("tensor_sequence", 2))
@@ -216,6 +241,25 @@ def two_processes() -> list[Case]:
     add("vit tp2, selective", vit, uniform_plan(vit, tp=2, microbatch=4, recompute="selective"))
     bert = problem("bert")
     add("bert pp2, zb-h1", bert, uniform_plan(bert, pp=2, microbatch=2, schedule="zb-h1"))
+    for model in ("resnet", "resnet-wide"):  # batch norm: the global batch is one microbatch, not split over samples
+        of = problem(model)
+        images = len(of.workload)
+        add(f"{model} tp2", of, uniform_plan(of, tp=2, microbatch=8))
+        opposite = Plan((stage((0, images), [0, 1], axes(("tensor_alternative", 2)), [(2, 9), (10, 14)]),), 8, 1)
+        add(f"{model} tp2, input channels, recomputation", of, opposite)
+        parts = [(images // 2, [0], ALONE), (-1, [1], ALONE)]
+        add(f"{model} pp2", of, pipeline(of, parts, microbatch=8))
+    for model in ("vgg", "gnmt", "xlnet"):
+        of = problem(model)
+        add(f"{model} dp2, buckets overlapped", of,
+            uniform_plan(of, dp=2, microbatch=2, overlap_gradient_sync=True))  # fmt: skip
+        parts = [(len(of.workload) // 2, [0], ALONE), (-1, [1], ALONE)]
+        plan = pipeline(of, parts, microbatch=2)
+        again = tuple(replace(found, recompute=found.operators) for found in plan.stages)
+        add(f"{model} pp2, stages recomputed", of, replace(plan, stages=again))
+    for model in ("vgg", "xlnet"):
+        of = problem(model)
+        add(f"{model} tp2", of, uniform_plan(of, tp=2, microbatch=4))
     llama = problem("llama", attention="flash")
     add("llama dp2, flash, ZeRO-3", llama, uniform_plan(llama, dp=2, microbatch=2, zero=3))
     return cases
@@ -296,6 +340,13 @@ def four_processes() -> list[Case]:
     cuts = even_layer_cuts(gpt.workload, 3)
     parts = [(cuts[0][1], [0, 1], DP2), (cuts[1][1], [2], ALONE), (-1, [3], ALONE)]
     add("gpt dp2, 1, 1: replicas of the first stage only", gpt, pipeline(gpt, parts, microbatch=2))
+    gnmt, xlnet = problem("gnmt", global_batch=12), problem("xlnet", global_batch=12)
+    found = returned(Dapple(microbatch=4, warmup="p_b"), gnmt, [1, 3])
+    add("gnmt, DAPPLE's plan on 1 and 3 replicas with P_B, unequal slices", gnmt, found)
+    found = returned(Dapple(microbatch=4, warmup="p_b"), xlnet, [1, 1, 1, 1])
+    add("xlnet, DAPPLE's straight plan with P_B", xlnet, found)
+    found = returned(PipeDream(microbatch=1, replica_assignment="round_robin"), xlnet, [2, 2])
+    add("xlnet, PipeDream's plan, replicas in turn", xlnet, found)
     segments = recompute_segments(gpt.workload, 0, end, "selective")
     plan = Plan((stage((0, end), range(4), axes(("batch", 2), ("tensor_sequence", 2)), segments),), 4, 2)
     add("gpt dp2 tp2, sequence parallel, selective", gpt, plan)

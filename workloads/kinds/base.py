@@ -176,6 +176,10 @@ class Kind(ABC):
     num_inputs: ClassVar[int] = 1
     has_dropout_state: ClassVar[bool] = False
 
+    def arity(self, attributes: Attributes) -> int:
+        """Return how many inputs an operator with these attributes has."""
+        return self.num_inputs
+
     @abstractmethod
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         """Return output shapes from input shapes; raise ValueError if the inputs do not fit."""

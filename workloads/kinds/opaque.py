@@ -26,11 +26,14 @@ class Opaque(Kind):
     """Stated times and sizes, all per sample, on the device of the profile.
 
     Attributes of the operator: ``forward_s``, ``backward_s``; ``output_bytes``, ``saved_bytes`` (activations
-    kept, own output and inputs excluded); ``num_parameters`` (elements). Tensors are counted in bytes.
-    Backward is stated as one piece: its time is charged to the input gradient.
+    kept, own output and inputs excluded); ``num_parameters`` (elements); ``num_inputs`` (1 if not given).
+    Tensors are counted in bytes. Backward is stated as one piece: its time is charged to the input gradient.
     """
 
     name = "opaque"
+
+    def arity(self, attributes: Attributes) -> int:
+        return integer(attributes, "num_inputs", 1)
 
     def input_dtype(self, index: int) -> str:
         return "mask"  # one byte an element
@@ -46,7 +49,8 @@ class Opaque(Kind):
         return (Parameter("weights", (count,)),) if count else ()
 
     def splits(self, attributes: Attributes) -> Mapping[str, Split]:
-        return SplitTable(1, 1, 1 if integer(attributes, "num_parameters", 0) else 0).build()
+        num_parameters = 1 if integer(attributes, "num_parameters", 0) else 0
+        return SplitTable(self.arity(attributes), 1, num_parameters).build()
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
         size = integer(local.attributes, "saved_bytes", 0)

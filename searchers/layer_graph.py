@@ -1,0 +1,83 @@
+"""A problem's layers as a graph with costs: what systems that cut branched graphs plan on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from searchers.layers import LayerTables
+from simulator.costs import CostTables
+from simulator.plan import merge_ranges
+from workloads.layer_profile import LayerNode, LayerProfile
+from workloads.local import dtype_bytes
+from workloads.operators import Workload
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Layers of a workload as nodes.
+
+    Attributes:
+        profile: Nodes with costs on one device.
+        spans: Operator range of each node, by its name.
+    """
+
+    profile: LayerProfile
+    spans: Mapping[str, tuple[int, int]]
+
+    def ranges(self, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
+        """Return the operator ranges of some nodes, sorted and joined."""
+        return merge_ranges(self.spans[name] for name in names)
+
+
+def layer_graph(costs: CostTables, samples: int, spans: Sequence[tuple[int, int]] | None = None) -> LayerGraph:
+    """Return the layer graph of a problem.
+
+    Args:
+        costs: Shared cost tables.
+        samples: Samples of the profile.
+        spans: Operator ranges that count as layers; the workload's own if None.
+    """
+    workload, runtime = costs.problem.workload, costs.problem.runtime
+    spans = tuple(spans or workload.layers)
+    found = LayerTables(costs, spans).layers((), samples, costs.problem.gpu_types[0])
+    owner = {index: position for position, span in enumerate(spans) for index in range(*span)}
+    names = [_name(workload, span, position) for position, span in enumerate(spans)]
+    nodes = []
+    for position, (start, stop) in enumerate(spans):
+        before = {
+            owner[workload.producer[tensor]]
+            for index in range(start, stop)
+            for tensor in workload.operators[index].inputs
+            if tensor in workload.producer
+        }
+        leaving = 0.0
+        for index in range(start, stop):
+            op = workload.operators[index]
+            for number, tensor in enumerate(op.outputs):
+                if any(owner[reader] != position for reader in workload.consumers.get(tensor, ())):
+                    elements = samples
+                    for size in workload.tensors[tensor]:
+                        elements *= size
+                    leaving += elements * dtype_bytes(op.definition.output_dtype(number), runtime.implementation)
+        name, _, label = workload.layer_names[workload.operators[start].layer].partition(":")
+        nodes.append(
+            LayerNode(
+                name=names[position],
+                layer=label or name,
+                forward_s=float(found.forward_s[position]),
+                backward_s=float(found.backward_s[position]),
+                output_bytes=leaving,
+                parameter_bytes=float(found.parameter_elements[position]) * runtime.gradient_accumulation_bytes,
+                saved_bytes=float(found.saved_bytes[position]),
+                predecessors=tuple(names[other] for other in sorted(before - {position})),
+            )
+        )
+    return LayerGraph(
+        profile=LayerProfile(workload.name, samples, tuple(nodes)), spans=dict(zip(names, spans, strict=True))
+    )
+
+
+def _name(workload: Workload, span: tuple[int, int], position: int) -> str:
+    layer = workload.layer_names[workload.operators[span[0]].layer].partition(":")[0]
+    return f"{position}.{layer}"

@@ -1,0 +1,165 @@
+"""Piper's planner against its own program's objectives and exhaustive search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+
+import numpy as np
+import pytest
+
+from searchers.piper.model import Edge, Implementation, PiperInput, load_piper_input, piper_input
+from searchers.piper.planner import plan_piper
+from searchers.piper.searcher import Piper, load_s
+from tests.hardware_models.data_folder import data_folder
+from tests.searchers.tiny import tiny_problem
+
+GIB = 2**30
+# Devices, memory in GiB, microbatches: objective that Piper's own program printed, its stages and devices.
+PROGRAM = [
+    (8, 80, 128, 0.12760, 1, 8),
+    (32, 8, 480, 0.041670, 14, 32),
+    (64, 8, 512, 0.020957, 13, 64),
+    (64, 80, 512, 0.016885, 1, 64),
+]
+
+
+@pytest.mark.parametrize(("devices", "memory_gib", "microbatches", "objective", "stages", "used"), PROGRAM)
+def test_objectives_are_those_of_pipers_program(
+    devices: int, memory_gib: int, microbatches: int, objective: float, stages: int, used: int
+) -> None:
+    stated = load_piper_input(data_folder("piper") / "bert32a100.json")
+    found = plan_piper(
+        replace(
+            stated,
+            num_devices=devices,
+            memory_bytes=memory_gib * GIB,
+            num_microbatches=microbatches,
+            bandwidth_bytes_per_s=25 * GIB,
+        )
+    )
+    assert found.objective_s == pytest.approx(objective, rel=1e-3)
+    assert (len(found.stages), found.num_devices) == (stages, used)
+
+
+@pytest.mark.slow
+def test_512_devices_take_the_programs_objective_too() -> None:
+    stated = load_piper_input(data_folder("piper") / "bert32a100.json")
+    wide = replace(stated, num_devices=512, memory_bytes=8 * GIB, num_microbatches=1920)
+    found = plan_piper(replace(wide, bandwidth_bytes_per_s=25 * GIB))
+    assert found.objective_s == pytest.approx(0.0025611, rel=1e-3)
+    assert (len(found.stages), found.num_devices) == (12, 510)
+
+
+def random_input(seed: int, *, branch: bool) -> PiperInput:
+    random = np.random.default_rng(seed)
+    count = 4
+    names = tuple("abcd")
+    pairs = [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")] if branch else [("a", "b"), ("b", "c"), ("c", "d")]
+
+    def options(degree: int, name: str) -> tuple[Implementation, ...]:
+        before = {u: float(random.uniform(0, 2e6)) for u, v in pairs if v == name and degree > 1}
+        after = {v: float(random.uniform(0, 2e6)) for u, v in pairs if u == name and degree > 1}
+        weights, time = float(random.uniform(1e6, 2e7)) / degree, float(random.uniform(1, 4)) * 1e-3 / degree**0.8
+        kept = float(random.uniform(1e6, 4e6)) / degree
+        return (
+            Implementation("vanilla", time, weights, kept, 2 * weights, before, after),
+            Implementation("again", time * 1.3, weights, kept / 8, 2 * weights + kept, before, after),
+        )
+
+    return PiperInput(
+        names=names,
+        implementations=tuple({degree: options(degree, name) for degree in (1, 2)} for name in names[:count]),
+        edges=tuple(Edge(u, v, float(random.uniform(0, 2e6))) for u, v in pairs),
+        num_devices=4,
+        memory_bytes=4.5e7,
+        bandwidth_bytes_per_s=1e9,
+        num_microbatches=12,
+    )
+
+
+def partitions(problem: PiperInput, ideals: list[int], start: int) -> Iterator[list[int]]:
+    """Yield every chain of nested down-sets as the masks of its stages."""
+    if start == ideals[-1]:
+        yield []
+        return
+    for ideal in ideals:
+        if ideal != start and start & ~ideal == 0:
+            for rest in partitions(problem, ideals, ideal):
+                yield [ideal & ~start, *rest]
+
+
+def best_of_all(problem: PiperInput) -> float:
+    """Return the smallest objective over every partition, degree and choice of implementations."""
+    shapes = [(t, d) for t in (1, 2) for d in range(1, 5) if t * d <= 4 and 12 % d == 0]
+    best = float("inf")
+    for masks in partitions(problem, problem.ideals(), 0):
+        layers = [[name for i, name in enumerate(problem.names) if mask >> i & 1] for mask in masks]
+        best = min(best, _best_tail(problem, layers, shapes, 0, 0, len(layers) - 1))
+    return best
+
+
+def _best_tail(problem, layers, shapes, devices: int, degrees: int, stage: int) -> float:  # type: ignore[no-untyped-def]
+    if stage < 0:
+        return 0.0
+    best = float("inf")
+    for t, d in shapes:
+        if devices + t * d > problem.num_devices:
+            continue
+        in_flight = ceil((degrees + d) / d)
+        load = _best_load(problem, layers[stage], t, d, in_flight)
+        if load < float("inf"):
+            rest = _best_tail(problem, layers, shapes, devices + t * d, degrees + d, stage - 1)
+            best = min(best, max(load, rest))
+    return best
+
+
+def _best_load(problem: PiperInput, names: list[str], t: int, d: int, in_flight: int) -> float:
+    best = float("inf")
+    for bits in range(2 ** len(names)):
+        chosen = {name: ("vanilla", "again")[bits >> i & 1] for i, name in enumerate(names)}
+        memory = 0.0
+        sync = 0.0
+        for name, implementation in chosen.items():
+            options = problem.implementations[problem.names.index(name)][t]
+            option = next(each for each in options if each.name == implementation)
+            memory += option.memory_per_microbatch_bytes * in_flight + option.memory_bytes
+            sync += sum(size for other, size in option.sync_forward_bytes.items() if other not in chosen)
+            sync += sum(size for other, size in option.sync_backward_bytes.items() if other not in chosen)
+        if memory <= problem.memory_bytes:
+            extra = 2 * sync / d / problem.bandwidth_bytes_per_s
+            best = min(best, load_s(problem, chosen, t, d) + extra)
+    return best
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_on_small_graphs_it_is_as_good_as_exhaustive_search(seed: int, branch: bool) -> None:
+    problem = random_input(seed, branch=branch)
+    best = best_of_all(problem)
+    assert plan_piper(problem, knapsack="exact").objective_s == pytest.approx(best, rel=1e-9)
+    greedy = plan_piper(problem).objective_s
+    assert best * (1 - 1e-9) <= greedy <= best * 1.25
+
+
+def test_a_diamond_has_six_down_sets_and_what_cannot_be_is_refused() -> None:
+    problem = random_input(0, branch=True)
+    assert len(problem.ideals()) == 6
+    with pytest.raises(ValueError, match="finds no plan within"):
+        plan_piper(replace(problem, memory_bytes=1.0))
+    with pytest.raises(ValueError, match="cycle"):
+        replace(problem, edges=(*problem.edges, Edge("d", "a", 1.0))).ideals()
+    with pytest.raises(ValueError, match="not an input of Piper"):
+        piper_input({"nodes": []}, "file")
+    with pytest.raises(ValueError, match="knapsack must be one of"):
+        plan_piper(problem, knapsack="best")
+
+
+def test_the_searcher_offers_tensor_degrees_and_recomputation_and_replicas_take_turns() -> None:
+    found = Piper(microbatch=1).search(tiny_problem(4, 8))
+    assert found.best.num_microbatches == 8
+    assert sum(len(stage.devices) for stage in found.best.stages) <= 4
+    tight = tiny_problem(2, 8, 3_000_000_000)
+    again = Piper(microbatch=1).search(tight)
+    assert again.plans[0].objective >= Piper(microbatch=1).search(tiny_problem(2, 8)).plans[0].objective
