@@ -17,6 +17,7 @@ from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, gradient_buckets, parameter_groups
 from validation.groups import GroupKey, StageGroups, group_keys
+from validation.operator_call import storage_key
 from validation.stage_parameters import Held, StageParameters
 
 
@@ -214,7 +215,7 @@ class Gradients:
         if bucket.work is not None:
             bucket.work.wait()
         if bucket.result is None:
-            shares = bucket.buffer is not None and bucket.pending.data_ptr() == bucket.buffer.data_ptr()
+            shares = bucket.buffer is not None and storage_key(bucket.pending) == storage_key(bucket.buffer)
             bucket.result = bucket.pending.clone() if self.every and shares else bucket.pending
         else:
             bucket.result.add_(bucket.pending)
