@@ -62,6 +62,9 @@ class Runtime:
             microbatch through a stage (schedule, data, bookkeeping).
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
+        keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.
+        keeps_root_gathered: ZeRO-3 parameters outside the repeated layers stay gathered from a forward pass to the end
+            of its backward pass, as one unit.
         optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
         gradient_clipping: The global gradient norm is computed each step.
         loss_scaling: Gradients are unscaled and checked for infinities each step.
@@ -90,6 +93,8 @@ class Runtime:
     host_seconds_per_operator: tuple[float, float]
     host_seconds_per_pass: float
     prefetches_gathers: bool
+    keeps_stage_outputs: bool
+    keeps_root_gathered: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
     loss_scaling: bool
@@ -120,6 +125,11 @@ class ImplementationFile(FileModel):
     fused_loss: bool
     flash_causal_skip: bool
     flash_generation: Literal[1, 2]
+    keeps_scores: bool = False
+    mask_dtype: Literal["mask", "activation"] = "mask"
+    unfused_chains: bool = False
+    loss_keeps_logits: bool = False
+    loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
 
 
 class RuntimeFile(FileModel):
@@ -147,6 +157,8 @@ class RuntimeFile(FileModel):
     host_seconds_per_operator: tuple[NonNegative, NonNegative]
     host_seconds_per_pass: NonNegative
     prefetches_gathers: bool
+    keeps_stage_outputs: bool
+    keeps_root_gathered: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
     loss_scaling: bool

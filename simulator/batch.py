@@ -243,6 +243,8 @@ class BatchEvaluator:
             batch.stops,
             tables,
             batch.recompute,
+            self.problem.runtime.recompute_stops_early,
+            self.problem.runtime.keeps_stage_outputs,
             *self._packed_bytes,
             shape.producers,
             shape.reader_offsets,

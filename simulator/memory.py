@@ -15,7 +15,8 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, pipeline_shape
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
-from simulator.memory_program import CATEGORIES, StageMemory
+from simulator.memory_events import CATEGORIES
+from simulator.memory_program import StageMemory
 from simulator.memory_usage import DeviceMemory
 from simulator.plan import Plan
 from simulator.schedules.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
@@ -69,6 +70,11 @@ def static_bytes(
         optimizer.append(int(elements * runtime.optimizer_bytes / (shards if group.zero >= 1 else 1)))
         workspace += elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)
     return StaticBytes(parameters, gradients, optimizer, int(workspace))
+
+
+def reduces_in_backward(plan: Plan) -> bool:
+    """Return whether every backward pass leaves reduced gradients: ZeRO-2 and 3 then hold shards only."""
+    return plan.gradient_reduction == "every" or (plan.num_microbatches == 1 and plan.overlap_gradient_sync)
 
 
 def device_memory(
@@ -131,7 +137,7 @@ def _representative(
     replays: dict[bytes, AllocatorResult],
 ) -> DeviceMemory:
     problem = costs.problem
-    sharded = plan.gradient_reduction == "every" or plan.num_microbatches == 1
+    sharded = reduces_in_backward(plan)
     stream = _EventStream()
     programs: dict[int, StageMemory] = {}
     workspace = 0

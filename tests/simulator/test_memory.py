@@ -11,7 +11,8 @@ from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.memory import memory_microbatches
-from simulator.memory_program import CATEGORIES, StageMemory
+from simulator.memory_events import CATEGORIES
+from simulator.memory_program import StageMemory
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
@@ -77,7 +78,7 @@ def test_model_states_divide_by_zero_level() -> None:
     runtime = problem.runtime
     elements = problem.workload.num_parameters
     for zero in range(4):
-        (memory,) = usage(problem, dp=4, microbatch=4, zero=zero)
+        (memory,) = usage(problem, dp=4, microbatch=4, zero=zero, overlap_gradient_sync=True)
         share = 1 / 4
         expected = elements * (
             runtime.parameter_bytes * (share if zero == 3 else 1)
