@@ -183,6 +183,7 @@ def call(
         if absences or slots is not None:
             with saved_tensors_hooks(_packer(absences, staying, slots, filling=filling), _unpack):
                 outputs = forward(entered, own)
+            absences.clear()  # autograd holds the hook, which would hold what is let go
         else:
             outputs = forward(entered, own)
     record = Call(
