@@ -63,6 +63,9 @@ class Runtime:
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.
+        frees_gradients: Gradients do not outlive an iteration: the first backward pass makes them anew.
+        refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
+            for all of them, from which it is copied.
         keeps_root_gathered: ZeRO-3 parameters outside the repeated layers stay gathered from a forward pass to the end
             of its backward pass, as one unit.
         optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
@@ -94,6 +97,8 @@ class Runtime:
     host_seconds_per_pass: float
     prefetches_gathers: bool
     keeps_stage_outputs: bool
+    frees_gradients: bool
+    refreshes_in_place: bool
     keeps_root_gathered: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
@@ -158,6 +163,8 @@ class RuntimeFile(FileModel):
     host_seconds_per_pass: NonNegative
     prefetches_gathers: bool
     keeps_stage_outputs: bool
+    frees_gradients: bool
+    refreshes_in_place: bool
     keeps_root_gathered: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool

@@ -180,7 +180,8 @@ def _held_bytes(view: StageView) -> HeldBytes:
     static = static_bytes(
         list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
     )
-    states = sum(static.parameters) + sum(static.gradients) + sum(static.optimizer)
+    gradients = sum(static.gradients) + sum(static.gradients_anew.values())
+    states = sum(static.parameters) + gradients + sum(static.optimizer)
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept: dict[str, float] = {}
     inside: dict[int, dict[str, float]] = {}

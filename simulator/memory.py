@@ -38,13 +38,17 @@ class StaticBytes:
 
     Attributes:
         parameters, gradients, optimizer: Bytes of each tensor.
+        gradients_anew: By layer, gradients that do not outlive an iteration: the first backward pass makes them.
         step_workspace: Bytes that live only during the optimizer step.
+        refreshed: Bytes that gathering updated parameters takes: all chunks, gathered, and the largest cut out.
     """
 
     parameters: list[int]
     gradients: list[int]
+    gradients_anew: dict[int, int]
     optimizer: list[int]
     step_workspace: int
+    refreshed: int
 
 
 def static_bytes(
@@ -59,17 +63,26 @@ def static_bytes(
         reshards: ZeRO-3 keeps parameters sharded outside their use.
     """
     runtime = problem.runtime
-    parameters, gradients, optimizer, workspace = [], [], [], 0.0
+    parameters, gradients, optimizer, workspace, refreshed = [], [], [], 0.0, 0.0
+    anew: dict[int, int] = {}
+    largest = 0.0
     for group in groups:
         elements = float(group.num_elements)
         shards = group.num_shards
         parameters.append(int(elements * runtime.parameter_bytes / (shards if group.zero == 3 and reshards else 1)))
-        gradients.append(
-            int(elements * runtime.gradient_bytes / (shards if group.zero >= 2 and sharded_gradients else 1))
-        )
+        scattered = group.zero >= 2 and shards > 1 and sharded_gradients
+        size = int(elements * runtime.gradient_bytes / (shards if scattered else 1))
+        if runtime.frees_gradients or scattered:
+            layer = problem.workload.operators[group.operator].layer
+            anew[layer] = anew.get(layer, 0) + size
+        else:
+            gradients.append(size)
         optimizer.append(int(elements * runtime.optimizer_bytes / (shards if group.zero >= 1 else 1)))
         workspace += elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)
-    return StaticBytes(parameters, gradients, optimizer, int(workspace))
+        if shards > 1 and group.zero in (1, 2) and not runtime.refreshes_in_place:
+            refreshed += elements * runtime.parameter_bytes * (1 + 1 / shards)
+            largest = max(largest, elements * runtime.parameter_bytes)
+    return StaticBytes(parameters, gradients, anew, optimizer, int(workspace), int(refreshed + largest))
 
 
 def reduces_in_backward(plan: Plan) -> bool:
@@ -140,7 +153,7 @@ def _representative(
     sharded = reduces_in_backward(plan)
     stream = _EventStream()
     programs: dict[int, StageMemory] = {}
-    workspace = 0
+    workspace = refreshed = 0
     for placement in placements:
         view = placement.view
 
@@ -152,18 +165,24 @@ def _representative(
                 placement.gpu_type[c],
             )
 
-        programs[view.position] = StageMemory(
-            view, cost_of, reshards=plan.reshard_after_forward, sharded_gradients=sharded
-        )
         static = static_bytes(
             list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
+        )
+        programs[view.position] = StageMemory(
+            view,
+            cost_of,
+            reshards=plan.reshard_after_forward,
+            sharded_gradients=sharded,
+            gradients_anew=static.gradients_anew,
         )
         stream.add_static(static.parameters, "parameters")
         stream.add_static(static.gradients, "gradients")
         stream.add_static(static.optimizer, "optimizer states")
         workspace += static.step_workspace
+        refreshed = max(refreshed, static.refreshed)
     stream.add_actions(programs, order, labels)
     stream.add_step(workspace, float(schedule_end(labels)))
+    stream.add_step(refreshed, float(schedule_end(labels)))
     events = stream.arrays()
     live = np.cumsum(np.where(events.is_alloc, events.rounded, -events.rounded))
     peak = int(np.argmax(live)) if len(live) else 0
@@ -266,7 +285,7 @@ class _EventStream:
         self._times.append(np.broadcast_to(time_s, sizes.shape).astype(np.float64))
 
     def add_actions(self, programs: dict[int, StageMemory], order: list[Action], labels: NDArray[np.float64]) -> None:
-        """Append the events of every action."""
+        """Append the events of every action. What outlives its microbatch is one tensor, made by the first."""
         passes: dict[tuple[int, str], tuple[NDArray[np.int64], NDArray[np.bool_]]] = {}
         for stage, program in programs.items():
             for kind in dict.fromkeys(action.kind for action in order if action.stage == stage):
@@ -277,6 +296,10 @@ class _EventStream:
                 passes[stage, kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
         sizes = {stage: np.array(program.table.sizes, dtype=np.int64) for stage, program in programs.items()}
         categories = {stage: np.array(program.table.categories, dtype=np.int64) for stage, program in programs.items()}
+        lasting = {
+            stage: np.isin(np.arange(len(sizes[stage])), sorted(program.table.lasting))
+            for stage, program in programs.items()
+        }
         count = max((action.microbatch for action in order), default=0) + 1
         first_id = {}
         for stage in programs:
@@ -284,7 +307,8 @@ class _EventStream:
             self._next_id += count * len(sizes[stage])
         for position, action in enumerate(order):
             tensors, is_alloc = passes[action.stage, action.kind]
-            ids = tensors + first_id[action.stage] + action.microbatch * len(sizes[action.stage])
+            own = np.where(lasting[action.stage][tensors], 0, action.microbatch)
+            ids = tensors + first_id[action.stage] + own * len(sizes[action.stage])
             start, end = labels[position]
             self._append(
                 sizes[action.stage][tensors],

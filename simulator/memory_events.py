@@ -16,9 +16,10 @@ GATHERED = "gathered parameters"
 GATHERED_INPUT = "gathered inputs"
 UNSHARDED = "unsharded gradients"
 RECOMPUTED = "recomputed activations"
+GRADIENTS = "gradients"
 CATEGORIES = (
     "parameters",
-    "gradients",
+    GRADIENTS,
     "optimizer states",
     "optimizer workspace",
     SAVED,
@@ -38,13 +39,16 @@ CATEGORIES = (
 
 @dataclass
 class Events:
-    """A list of allocations and frees of named tensors."""
+    """Named tensors, their sizes and categories.
+
+    Attributes:
+        lasting: Tensors that outlive their microbatch.
+    """
 
     names: dict[str, int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
     categories: list[int] = field(default_factory=list)
-    tensors: list[int] = field(default_factory=list)
-    is_alloc: list[bool] = field(default_factory=list)
+    lasting: set[int] = field(default_factory=set)
 
     def tensor(self, name: str, num_bytes: float, category: str) -> int:
         """Return the number of a tensor, registering it."""
@@ -52,6 +56,8 @@ class Events:
             self.names[name] = len(self.sizes)
             self.sizes.append(int(num_bytes))
             self.categories.append(CATEGORIES.index(category))
+            if category == GRADIENTS:
+                self.lasting.add(self.names[name])
         return self.names[name]
 
 

@@ -7,7 +7,7 @@ again during the backward pass of the segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from simulator.costs import OperatorCost, saved_tensors
 from simulator.lowering.program import StageView
@@ -17,6 +17,7 @@ from simulator.memory_events import (
     GATHERED,
     GATHERED_INPUT,
     GRADIENT,
+    GRADIENTS,
     LOGITS,
     RECEIVED,
     RECOMPUTED,
@@ -41,6 +42,7 @@ class StageMemory:
         cost_of: Operator index to its cost on the representative.
         reshards: ZeRO-3 parameters are freed after use.
         sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
+        gradients_anew: Bytes of gradients by layer that the first backward pass makes.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class StageMemory:
         *,
         reshards: bool,
         sharded_gradients: bool,
+        gradients_anew: Mapping[int, int] | None = None,
     ) -> None:
         self.view = view
         self.cost_of = cost_of
@@ -61,6 +64,7 @@ class StageMemory:
         self._gathers = self._zero3_layers() if reshards else {}
         self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
         self._root = self._root_layers() if runtime.keeps_root_gathered else frozenset()
+        self._anew = gradients_anew or {}
         self._own = set(view.operators)
         self._regathers = not runtime.keeps_gathered_inputs
         self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
@@ -210,8 +214,10 @@ class StageMemory:
                 self._backward_operator(index, op, cost, events, with_inputs, with_weights)
             for name in releases.get(index, ()):
                 self._release(name, events)
-        for unit in self._unsharded:
-            events.free(f"layer {unit}/unsharded")
+        if with_weights:
+            self._unshard(-1, events)
+            for unit in self._unsharded:
+                events.free(f"layer {unit}/unsharded")
         if with_inputs:
             self._gather(layer, None, events)
             for unit in self._root:
@@ -335,6 +341,9 @@ class StageMemory:
 
     def _unshard(self, layer: int, events: Pass) -> None:
         """Make room for a layer's gradients; those of the layer but one above have been scattered by then."""
+        for unit, size in self._anew.items():
+            if unit > layer or (unit == layer and layer not in self._unsharded):
+                events.allocate(f"layer {unit}/gradients", size, GRADIENTS)
         if layer not in self._unsharded:
             return
         above = sorted(unit for unit in self._unsharded if unit > layer and unit not in self._root)
