@@ -27,6 +27,7 @@ Attention = Literal["plain", "flash"]
 Reduce = Literal["last", "every"]
 TransferMode = Literal["overlapped", "blocking"]
 HostWait = Literal["receive", "collective", "optimizer"]
+GradientsFreed = Literal["none", "scattered", "all"]
 OptimizerKernels = Literal["fused", "per_tensor"]
 
 
@@ -63,7 +64,8 @@ class Runtime:
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.
-        frees_gradients: Gradients do not outlive an iteration: the first backward pass makes them anew.
+        frees_gradients: Which gradients do not outlive an iteration, so that the first backward pass makes them anew:
+            ``none``, ``scattered`` (those that ZeRO-2 and 3 reduce in each pass) or ``all``.
         refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
             for all of them, from which it is copied.
         keeps_root_gathered: ZeRO-3 parameters outside the repeated layers stay gathered from a forward pass to the end
@@ -97,7 +99,7 @@ class Runtime:
     host_seconds_per_pass: float
     prefetches_gathers: bool
     keeps_stage_outputs: bool
-    frees_gradients: bool
+    frees_gradients: GradientsFreed
     refreshes_in_place: bool
     keeps_root_gathered: bool
     optimizer_kernels: OptimizerKernels
@@ -163,7 +165,7 @@ class RuntimeFile(FileModel):
     host_seconds_per_pass: NonNegative
     prefetches_gathers: bool
     keeps_stage_outputs: bool
-    frees_gradients: bool
+    frees_gradients: GradientsFreed
     refreshes_in_place: bool
     keeps_root_gathered: bool
     optimizer_kernels: OptimizerKernels

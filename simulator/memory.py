@@ -72,7 +72,7 @@ def static_bytes(
         parameters.append(int(elements * runtime.parameter_bytes / (shards if group.zero == 3 and reshards else 1)))
         scattered = group.zero >= 2 and shards > 1 and sharded_gradients
         size = int(elements * runtime.gradient_bytes / (shards if scattered else 1))
-        if runtime.frees_gradients or scattered:
+        if runtime.frees_gradients == "all" or (scattered and runtime.frees_gradients == "scattered"):
             layer = problem.workload.operators[group.operator].layer
             anew[layer] = anew.get(layer, 0) + size
         else:
