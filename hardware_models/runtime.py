@@ -40,6 +40,7 @@ class Runtime:
         implementation: Choices inside operators, for ``workloads``.
         attention: ``plain`` (five operators) or ``flash`` (one fused kernel).
         parameter_bytes, gradient_bytes: Per parameter, in the working copy.
+        gathered_parameter_bytes: Per parameter that ZeRO-3 gathers: what travels, and lives while it is used.
         optimizer_bytes: Per parameter: moments, and the fp32 master copy where there is one.
         optimizer_workspace_bytes: Per parameter, alive only during the optimizer step (fp32 copies of
             gradients).
@@ -80,6 +81,7 @@ class Runtime:
     implementation: Implementation
     attention: Attention
     parameter_bytes: float
+    gathered_parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
     optimizer_workspace_bytes: float
@@ -146,6 +148,7 @@ class RuntimeFile(FileModel):
     implementation: ImplementationFile
     attention: Attention
     parameter_bytes: NonNegative
+    gathered_parameter_bytes: NonNegative
     gradient_bytes: NonNegative
     optimizer_bytes: NonNegative
     optimizer_workspace_bytes: NonNegative

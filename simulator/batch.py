@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from simulator.compiled_boundaries import Boundaries, Way
 from simulator.compiled_memory import (
     BACKWARD_PEAK,
-    BLOCK_BYTES,
     FORWARD_PEAK,
     KEPT,
     MODEL_STATES,
@@ -268,8 +267,7 @@ class BatchEvaluator:
         in_flight = np.minimum(batch.warmups, batch.num_microbatches[batch.plan_of_stage])
         forward = (in_flight - 1) * found[:, KEPT] + found[:, FORWARD_PEAK]
         backward = in_flight * found[:, KEPT] + found[:, BACKWARD_PEAK]
-        step = np.ceil(np.floor(found[:, STEP_WORKSPACE]) / BLOCK_BYTES) * BLOCK_BYTES
-        peaks: Floats = found[:, MODEL_STATES] + np.maximum(np.maximum(forward, backward), step)
+        peaks: Floats = found[:, MODEL_STATES] + np.maximum(np.maximum(forward, backward), found[:, STEP_WORKSPACE])
         return peaks
 
     def _capacities(self, batch: PlanBatch) -> Floats:

@@ -152,7 +152,7 @@ def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu
                 previous_tied[index] = last_tied.get(layout, -1)
                 last_tied[layout] = index
             row[TIED_STATES if tied else STATES] += sum(_blocks(elements * size) for size in per_element)
-            row[TIED_STEP if tied else STEP] += elements * runtime.optimizer_workspace_bytes
+            row[TIED_STEP if tied else STEP] += _blocks(elements * runtime.optimizer_workspace_bytes)
     made, read = [], []
     for name in shape.tensor_names:
         producer = workload.producer[name]

@@ -39,7 +39,7 @@ class StaticBytes:
     Attributes:
         parameters, gradients, optimizer: Bytes of each tensor.
         gradients_anew: By layer, gradients that do not outlive an iteration: the first backward pass makes them.
-        step_workspace: Bytes that live only during the optimizer step.
+        step_workspace: Bytes per parameter tensor that live only during the optimizer step.
         refreshed: Bytes that gathering updated parameters takes: all chunks, gathered, and the largest cut out.
     """
 
@@ -47,7 +47,7 @@ class StaticBytes:
     gradients: list[int]
     gradients_anew: dict[int, int]
     optimizer: list[int]
-    step_workspace: int
+    step_workspace: list[int]
     refreshed: int
 
 
@@ -63,9 +63,9 @@ def static_bytes(
         reshards: ZeRO-3 keeps parameters sharded outside their use.
     """
     runtime = problem.runtime
-    parameters, gradients, optimizer, workspace, refreshed = [], [], [], 0.0, 0.0
+    parameters, gradients, optimizer, workspace = [], [], [], []
     anew: dict[int, int] = {}
-    largest = 0.0
+    refreshed = largest = 0.0
     for group in groups:
         elements = float(group.num_elements)
         shards = group.num_shards
@@ -78,11 +78,11 @@ def static_bytes(
         else:
             gradients.append(size)
         optimizer.append(int(elements * runtime.optimizer_bytes / (shards if group.zero >= 1 else 1)))
-        workspace += elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)
+        workspace.append(int(elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)))
         if shards > 1 and group.zero in (1, 2) and not runtime.refreshes_in_place:
             refreshed += elements * runtime.parameter_bytes * (1 + 1 / shards)
             largest = max(largest, elements * runtime.parameter_bytes)
-    return StaticBytes(parameters, gradients, anew, optimizer, int(workspace), int(refreshed + largest))
+    return StaticBytes(parameters, gradients, anew, optimizer, workspace, int(refreshed + largest))
 
 
 def reduces_in_backward(plan: Plan) -> bool:
@@ -153,7 +153,8 @@ def _representative(
     sharded = reduces_in_backward(plan)
     stream = _EventStream()
     programs: dict[int, StageMemory] = {}
-    workspace = refreshed = 0
+    workspace: list[int] = []
+    refreshed = 0
     for placement in placements:
         view = placement.view
 
@@ -182,7 +183,7 @@ def _representative(
         refreshed = max(refreshed, static.refreshed)
     stream.add_actions(programs, order, labels)
     stream.add_step(workspace, float(schedule_end(labels)))
-    stream.add_step(refreshed, float(schedule_end(labels)))
+    stream.add_step([refreshed], float(schedule_end(labels)))
     events = stream.arrays()
     live = np.cumsum(np.where(events.is_alloc, events.rounded, -events.rounded))
     peak = int(np.argmax(live)) if len(live) else 0
@@ -320,18 +321,20 @@ class _EventStream:
             )
         self._num_actions = len(order)
 
-    def add_step(self, workspace_bytes: int, time_s: float) -> None:
-        """Append what lives during the optimizer step."""
-        if workspace_bytes > 0:
+    def add_step(self, sizes: list[int], time_s: float) -> None:
+        """Append what lives during the optimizer step, or after it while parameters are refreshed."""
+        kept = np.array([size for size in sizes if size > 0], dtype=np.int64)
+        ids = np.arange(self._next_id, self._next_id + len(kept))
+        self._next_id += len(kept)
+        for allocates in (True, False):
             self._append(
-                np.array([workspace_bytes, workspace_bytes], dtype=np.int64),
-                np.array([self._next_id, self._next_id]),
-                np.array([True, False]),
+                kept,
+                ids,
+                np.full(len(kept), allocates),
                 CATEGORIES.index("optimizer workspace"),
                 self._num_actions,
                 time_s,
             )
-            self._next_id += 1
 
     def arrays(self) -> EventArrays:
         """Return everything appended, pairs that do not match removed."""

@@ -311,7 +311,7 @@ class StageMemory:
         for group in parameter_groups(self.view):
             if group.zero == 3 and group.num_shards > 1:
                 for layer in {operators[index].layer for index in self._users_of(group.operator, group.tie)}:
-                    found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.parameter_bytes
+                    found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
         return dict(sorted(found.items()))
 
     def _users_of(self, operator: int, tie: str | None) -> list[int]:
