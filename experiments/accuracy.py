@@ -26,7 +26,7 @@ class Outcome:
         case: What was asked.
         iteration_time_s: Predicted.
         out_of_memory: Predicted.
-        peak_bytes: Predicted live bytes: fullest device, or the mean where the measurement is one.
+        peak_bytes: Predicted live or reserved bytes, as measured: fullest device, or the mean where that is measured.
         wall_s: Seconds the simulation took, problem and plan included.
     """
 
@@ -90,14 +90,17 @@ def run_case(case: Case, *, fidelity: Fidelity | None = None, engine: str | None
     began = perf_counter()
     problem = case.problem()
     result = simulate(case.plan(problem), problem, fidelity=fidelity, engine=engine or fastest_engine())
-    peak = float(result.peak_allocated_bytes)
+    peak = float(result.peak_reserved_bytes if case.measured.peak_is_reserved else result.peak_allocated_bytes)
     if case.measured.peak_is_average:
         members = result.graph.device_members
         peak = fmean(float(memory.peak_allocated_bytes) for memory in result.memory for _ in members[memory.device])
+    out_of_memory = not result.fits
+    if case.measured.limits_live_bytes:
+        out_of_memory = any(memory.peak_allocated_bytes > memory.capacity_bytes for memory in result.memory)
     return Outcome(
         case=case,
         iteration_time_s=result.iteration_time_s,
-        out_of_memory=not result.fits,
+        out_of_memory=out_of_memory,
         peak_bytes=peak,
         wall_s=perf_counter() - began,
     )

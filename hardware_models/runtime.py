@@ -27,6 +27,7 @@ Attention = Literal["plain", "flash"]
 Reduce = Literal["last", "every"]
 TransferMode = Literal["overlapped", "blocking"]
 HostWait = Literal["receive", "collective", "optimizer"]
+GradientsFreed = Literal["none", "scattered", "all"]
 OptimizerKernels = Literal["fused", "per_tensor"]
 
 
@@ -39,6 +40,7 @@ class Runtime:
         implementation: Choices inside operators, for ``workloads``.
         attention: ``plain`` (five operators) or ``flash`` (one fused kernel).
         parameter_bytes, gradient_bytes: Per parameter, in the working copy.
+        gathered_parameter_bytes: Per parameter that ZeRO-3 gathers: what travels, and lives while it is used.
         optimizer_bytes: Per parameter: moments, and the fp32 master copy where there is one.
         optimizer_workspace_bytes: Per parameter, alive only during the optimizer step (fp32 copies of
             gradients).
@@ -62,6 +64,13 @@ class Runtime:
             microbatch through a stage (schedule, data, bookkeeping).
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
+        keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.
+        frees_gradients: Which gradients do not outlive an iteration, so that the first backward pass makes them anew:
+            ``none``, ``scattered`` (those that ZeRO-2 and 3 reduce in each pass) or ``all``.
+        refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
+            for all of them, from which it is copied.
+        keeps_root_gathered: ZeRO-3 parameters outside the repeated layers stay gathered from a forward pass to the end
+            of its backward pass, as one unit.
         optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
         gradient_clipping: The global gradient norm is computed each step.
         loss_scaling: Gradients are unscaled and checked for infinities each step.
@@ -72,6 +81,7 @@ class Runtime:
     implementation: Implementation
     attention: Attention
     parameter_bytes: float
+    gathered_parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
     optimizer_workspace_bytes: float
@@ -90,6 +100,10 @@ class Runtime:
     host_seconds_per_operator: tuple[float, float]
     host_seconds_per_pass: float
     prefetches_gathers: bool
+    keeps_stage_outputs: bool
+    frees_gradients: GradientsFreed
+    refreshes_in_place: bool
+    keeps_root_gathered: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
     loss_scaling: bool
@@ -120,6 +134,11 @@ class ImplementationFile(FileModel):
     fused_loss: bool
     flash_causal_skip: bool
     flash_generation: Literal[1, 2]
+    keeps_scores: bool = False
+    mask_dtype: Literal["mask", "activation"] = "mask"
+    unfused_chains: bool = False
+    loss_keeps_logits: bool = False
+    loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
 
 
 class RuntimeFile(FileModel):
@@ -129,6 +148,7 @@ class RuntimeFile(FileModel):
     implementation: ImplementationFile
     attention: Attention
     parameter_bytes: NonNegative
+    gathered_parameter_bytes: NonNegative
     gradient_bytes: NonNegative
     optimizer_bytes: NonNegative
     optimizer_workspace_bytes: NonNegative
@@ -147,6 +167,10 @@ class RuntimeFile(FileModel):
     host_seconds_per_operator: tuple[NonNegative, NonNegative]
     host_seconds_per_pass: NonNegative
     prefetches_gathers: bool
+    keeps_stage_outputs: bool
+    frees_gradients: GradientsFreed
+    refreshes_in_place: bool
+    keeps_root_gathered: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
     loss_scaling: bool

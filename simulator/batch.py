@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from simulator.compiled_boundaries import Boundaries, Way
 from simulator.compiled_memory import (
     BACKWARD_PEAK,
-    BLOCK_BYTES,
     FORWARD_PEAK,
     KEPT,
     MODEL_STATES,
@@ -234,6 +233,8 @@ class BatchEvaluator:
             batch.stops,
             tables,
             batch.recompute,
+            self.problem.runtime.recompute_stops_early,
+            self.problem.runtime.keeps_stage_outputs,
             *self._packed_bytes,
             shape.producers,
             shape.reader_offsets,
@@ -257,8 +258,7 @@ class BatchEvaluator:
         in_flight = np.minimum(batch.warmups, batch.num_microbatches[batch.plan_of_stage])
         forward = (in_flight - 1) * found[:, KEPT] + found[:, FORWARD_PEAK]
         backward = in_flight * found[:, KEPT] + found[:, BACKWARD_PEAK]
-        step = np.ceil(np.floor(found[:, STEP_WORKSPACE]) / BLOCK_BYTES) * BLOCK_BYTES
-        peaks: Floats = found[:, MODEL_STATES] + np.maximum(np.maximum(forward, backward), step)
+        peaks: Floats = found[:, MODEL_STATES] + np.maximum(np.maximum(forward, backward), found[:, STEP_WORKSPACE])
         return peaks
 
     def _capacities(self, batch: PlanBatch) -> Floats:

@@ -126,6 +126,7 @@ def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu
     """Return the sizes of everything that a stage allocates."""
     workload, runtime = costs.problem.workload, costs.problem.runtime
     per_element = (runtime.parameter_bytes, runtime.gradient_bytes, runtime.optimizer_bytes)
+    per_gradient = runtime.implementation.activation_bytes
     op_bytes = np.zeros((len(workload), 8))
     found: list[OperatorCost] = []
     previous_tied = np.full(len(workload), -1, dtype=np.int64)
@@ -140,7 +141,7 @@ def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu
         ]
         row = op_bytes[index]
         row[FORWARD_WORKSPACE] = _blocks(cost.workspace_forward_bytes)
-        row[BACKWARD_WORKSPACE] = _blocks(cost.workspace_backward_bytes)
+        row[BACKWARD_WORKSPACE] = _blocks(cost.backward_temporary_bytes(per_gradient, inputs=True, weights=True))
         row[INSIDE] = sum(_blocks(size) for size in inside)
         row[UNREAD] = sum(_blocks(size) for size in unread)
         for place, (parameter, elements) in enumerate(cost.parameters):
@@ -151,7 +152,7 @@ def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu
                 previous_tied[index] = last_tied.get(layout, -1)
                 last_tied[layout] = index
             row[TIED_STATES if tied else STATES] += sum(_blocks(elements * size) for size in per_element)
-            row[TIED_STEP if tied else STEP] += elements * runtime.optimizer_workspace_bytes
+            row[TIED_STEP if tied else STEP] += _blocks(elements * runtime.optimizer_workspace_bytes)
     made, read = [], []
     for name in shape.tensor_names:
         producer = workload.producer[name]
@@ -179,6 +180,8 @@ def measure_memory(
     stops: Ints,
     tables: Ints,
     recompute: Flags,
+    stops_early: bool,
+    keeps_outputs: bool,
     op_bytes: Floats,
     made_bytes: Floats,
     read_bytes: Floats,
@@ -208,6 +211,8 @@ def measure_memory(
         firsts, stops: int64[S]. Operators ``[first, stop)`` of each stage.
         tables: int64[S]. Row of ``op_bytes``, ``made_bytes`` and ``read_bytes``.
         recompute: bool[S]. Repeated layers are recomputed.
+        stops_early: Not beyond the last operator that saves anything, or makes what is saved.
+        keeps_outputs: What leaves a stage is held until the backward pass.
         op_bytes, made_bytes, read_bytes, previous_tied: [tables, ...].
         producers, reader_offsets, readers, crossing_offsets, crossing: Of the shape.
         segment_first, segment_stop: Of the shape.
@@ -256,6 +261,13 @@ def measure_memory(
                 is_kept = need < need_offsets[tensor + 1] and needs[need] < stop
                 if producers[tensor] >= first and last == index and not is_kept:
                     live -= made[tensor]
+        if not keeps_outputs:
+            for place in range(crossing_offsets[stop], crossing_offsets[stop + 1]):
+                tensor = crossing[place]
+                need = need_offsets[tensor]
+                is_kept = need < need_offsets[tensor + 1] and needs[need] < stop
+                if producers[tensor] >= first and not is_kept:
+                    live -= made[tensor]
         kept, forward_peak = live, peak
 
         # Backward, from where forward left off.
@@ -268,7 +280,18 @@ def measure_memory(
             in_segment = again and segment_stop[index] >= 0
             low, high = max(segment_first[index], first), min(segment_stop[index], stop)
             if in_segment and index + 1 == high:
-                for once in range(low, high):
+                again_until = high
+                while stops_early and again_until > low:
+                    once = again_until - 1
+                    is_saved = sizes[once, INSIDE] > 0
+                    for place in range(output_offsets[once], output_offsets[once + 1]):
+                        start, end = saver_offsets[outputs[place]], saver_offsets[outputs[place] + 1]
+                        saver = _lower_bound(savers, start, end, low)
+                        is_saved |= saver < end and savers[saver] < high
+                    if is_saved:
+                        break
+                    again_until -= 1
+                for once in range(low, again_until):
                     live += sizes[once, FORWARD_WORKSPACE] + sizes[once, INSIDE] + sizes[once, UNREAD]
                     for place in range(output_offsets[once], output_offsets[once + 1]):
                         live += made[outputs[place]]
@@ -277,7 +300,7 @@ def measure_memory(
                     for place in range(input_offsets[once], input_offsets[once + 1]):
                         tensor = inputs[place]
                         following = readings[place] + 1
-                        is_last = following == reader_offsets[tensor + 1] or readers[following] >= high
+                        is_last = following == reader_offsets[tensor + 1] or readers[following] >= again_until
                         saver = _lower_bound(savers, saver_offsets[tensor], saver_offsets[tensor + 1], low)
                         is_saved = saver < saver_offsets[tensor + 1] and savers[saver] < high
                         if producers[tensor] >= low and is_last and not is_saved:
@@ -286,7 +309,7 @@ def measure_memory(
                         tensor = outputs[place]
                         saver = saver_offsets[tensor]
                         is_saved = saver < saver_offsets[tensor + 1] and savers[saver] < high
-                        if readers[reader_offsets[tensor]] >= high and not is_saved:
+                        if readers[reader_offsets[tensor]] >= again_until and not is_saved:
                             live -= made[tensor]
             live += sizes[index, BACKWARD_WORKSPACE]
             for place in range(input_offsets[index], input_offsets[index + 1]):

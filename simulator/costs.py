@@ -43,7 +43,9 @@ class OperatorCost:
         input_bytes, output_bytes: Local bytes of each input and output.
         saved: ``(reference, bytes)`` of what forward keeps; references name ``input:i``/``output:i``.
         parameters: ``(parameter, local elements)``.
-        workspace_forward_bytes, workspace_backward_bytes: Live only during the phase.
+        workspace_forward_bytes, workspace_backward_bytes: Live only during the forward pass, and while input
+            gradients are made.
+        workspace_weight_bytes: Live only while weight gradients are made.
         matmul_flop: FLOPs of matmuls, forward only.
         internal: Collectives inside the operator, per phase.
         includes_collectives: The durations were measured with the operator's own collectives in them.
@@ -58,6 +60,7 @@ class OperatorCost:
     parameters: tuple[tuple[Parameter, int], ...]
     workspace_forward_bytes: float
     workspace_backward_bytes: float
+    workspace_weight_bytes: float
     matmul_flop: float
     internal: tuple[tuple[str, MeshCollective], ...]
     includes_collectives: bool
@@ -66,6 +69,18 @@ class OperatorCost:
     def backward(self) -> Segment:
         """Both gradients."""
         return self.backward_input.then(self.backward_weight)
+
+    def backward_temporary_bytes(self, bytes_per_element: int, *, inputs: bool, weights: bool) -> float:
+        """Return what lives only while gradients are made, beside input gradients.
+
+        Weight gradients come last; they are new tensors before they are added to those of earlier microbatches.
+
+        Args:
+            bytes_per_element: Of weight gradients as they are made.
+            inputs, weights: Which gradients are made.
+        """
+        made = self.workspace_weight_bytes + self.num_parameter_elements * bytes_per_element
+        return max(self.workspace_backward_bytes if inputs else 0.0, made if weights and self.parameters else 0.0)
 
     @property
     def num_parameter_elements(self) -> int:
@@ -155,9 +170,8 @@ class CostTables:
                 for parameter, shape in zip(workload.parameters(index), local.parameters, strict=True)
             ),
             workspace_forward_bytes=float(workspace_bytes(kind, FORWARD, local)),
-            workspace_backward_bytes=float(
-                max(workspace_bytes(kind, phase, local) for phase in (BACKWARD_INPUT, BACKWARD_WEIGHT))
-            ),
+            workspace_backward_bytes=float(workspace_bytes(kind, BACKWARD_INPUT, local)),
+            workspace_weight_bytes=float(workspace_bytes(kind, BACKWARD_WEIGHT, local)),
             matmul_flop=sum(
                 kernel.flop for kernel in kind.kernels(FORWARD, local) if not isinstance(kernel, MemoryBound)
             ),

@@ -19,7 +19,7 @@ from simulator.lowering.mesh import MeshCollective, groups
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, received_gathers
-from simulator.memory import static_bytes
+from simulator.memory import reduces_in_backward, static_bytes
 from simulator.plan import Plan, batch_replicas
 from simulator.problem import Problem
 
@@ -179,19 +179,22 @@ def transfers_s(problem: Problem, transfers: list[Transfer]) -> float:
 
 def _held_bytes(view: StageView) -> HeldBytes:
     problem, plan = view.costs.problem, view.plan
-    sharded = plan.gradient_reduction == "every" or plan.num_microbatches == 1
+    sharded = reduces_in_backward(plan)
     static = static_bytes(
         list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
     )
-    states = sum(static.parameters) + sum(static.gradients) + sum(static.optimizer)
+    gradients = sum(static.gradients) + sum(static.gradients_anew.values())
+    states = sum(static.parameters) + gradients + sum(static.optimizer)
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept: dict[str, float] = {}
     inside: dict[int, dict[str, float]] = {}
     workspace = loss = 0.0
     workload = problem.workload
+    gradient_bytes = problem.runtime.implementation.activation_bytes
     for index in view.operators:
         cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
-        workspace = max(workspace, cost.workspace_forward_bytes, cost.workspace_backward_bytes)
+        temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
+        workspace = max(workspace, cost.workspace_forward_bytes, temporary)
         segment = segment_of.get(index)
         for name, size in saved_tensors(workload, index, cost):
             producer = workload.producer.get(name)

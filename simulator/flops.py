@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from simulator.costs import CostTables
+from simulator.lowering.lower import stage_views
+from simulator.lowering.recompute import recomputed_operators
 from simulator.plan import Plan
 from simulator.problem import Problem
 from workloads.kernels import FlashAttention, MemoryBound
@@ -28,9 +31,17 @@ def operator_forward_flop(problem: Problem) -> list[float]:
     return [per_signature[signature] for signature in workload.signatures]
 
 
-def model_and_hardware_flop(plan: Plan, problem: Problem) -> tuple[float, float]:
-    """Return FLOPs of one iteration without and with recomputation: backward is twice forward."""
+def model_and_hardware_flop(plan: Plan, problem: Problem, costs: CostTables) -> tuple[float, float]:
+    """Return FLOPs of one iteration without and with recomputation: backward is twice forward.
+
+    What recomputation leaves out where it stops early is not counted.
+    """
     forward = operator_forward_flop(problem)
     once = sum(forward)
-    again = sum(sum(forward[start:stop]) for stage in plan.stages for start, stop in stage.recompute)
+    again = sum(
+        forward[index]
+        for view in stage_views(plan, costs)
+        for start, stop in view.stage.recompute
+        for index in recomputed_operators(view, start, stop)
+    )
     return 3.0 * once * problem.global_batch, (3.0 * once + again) * problem.global_batch

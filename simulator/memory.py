@@ -17,7 +17,8 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, pipeline_shape
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
-from simulator.memory_program import CATEGORIES, StageMemory
+from simulator.memory_events import CATEGORIES
+from simulator.memory_program import StageMemory
 from simulator.memory_usage import DeviceMemory
 from simulator.plan import Plan
 from simulator.schedules.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
@@ -39,13 +40,17 @@ class StaticBytes:
 
     Attributes:
         parameters, gradients, optimizer: Bytes of each tensor.
-        step_workspace: Bytes that live only during the optimizer step.
+        gradients_anew: By layer, gradients that do not outlive an iteration: the first backward pass makes them.
+        step_workspace: Bytes per parameter tensor that live only during the optimizer step.
+        refreshed: Bytes that gathering updated parameters takes: all chunks, gathered, and the largest cut out.
     """
 
     parameters: list[int]
     gradients: list[int]
+    gradients_anew: dict[int, int]
     optimizer: list[int]
-    step_workspace: int
+    step_workspace: list[int]
+    refreshed: int
 
 
 def static_bytes(
@@ -60,17 +65,31 @@ def static_bytes(
         reshards: ZeRO-3 keeps parameters sharded outside their use.
     """
     runtime = problem.runtime
-    parameters, gradients, optimizer, workspace = [], [], [], 0.0
+    parameters, gradients, optimizer, workspace = [], [], [], []
+    anew: dict[int, int] = {}
+    refreshed = largest = 0.0
     for group in groups:
         elements = float(group.num_elements)
         shards = group.num_shards
         parameters.append(int(elements * runtime.parameter_bytes / (shards if group.zero == 3 and reshards else 1)))
-        gradients.append(
-            int(elements * runtime.gradient_bytes / (shards if group.zero >= 2 and sharded_gradients else 1))
-        )
+        scattered = group.zero >= 2 and shards > 1 and sharded_gradients
+        size = int(elements * runtime.gradient_bytes / (shards if scattered else 1))
+        if runtime.frees_gradients == "all" or (scattered and runtime.frees_gradients == "scattered"):
+            layer = problem.workload.operators[group.operator].layer
+            anew[layer] = anew.get(layer, 0) + size
+        else:
+            gradients.append(size)
         optimizer.append(int(elements * runtime.optimizer_bytes / (shards if group.zero >= 1 else 1)))
-        workspace += elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)
-    return StaticBytes(parameters, gradients, optimizer, int(workspace))
+        workspace.append(int(elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)))
+        if shards > 1 and group.zero in (1, 2) and not runtime.refreshes_in_place:
+            refreshed += elements * runtime.parameter_bytes * (1 + 1 / shards)
+            largest = max(largest, elements * runtime.parameter_bytes)
+    return StaticBytes(parameters, gradients, anew, optimizer, workspace, int(refreshed + largest))
+
+
+def reduces_in_backward(plan: Plan) -> bool:
+    """Return whether every backward pass leaves reduced gradients: ZeRO-2 and 3 then hold shards only."""
+    return plan.gradient_reduction == "every" or (plan.num_microbatches == 1 and plan.overlap_gradient_sync)
 
 
 def device_memory(
@@ -143,29 +162,34 @@ def _representative(
     compiled: bool,
 ) -> DeviceMemory:
     problem = costs.problem
-    sharded = plan.gradient_reduction == "every" or plan.num_microbatches == 1
+    sharded = reduces_in_backward(plan)
     stream = _EventStream()
     programs: dict[int, _StagePasses] = {}
-    workspace = 0
+    workspace: list[int] = []
+    refreshed = 0
     for placement in placements:
         view = placement.view
-        kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
-        key = ("memory", placement.all_samples(c), placement.gpu_type[c], plan.reshard_after_forward, sharded, kinds)
-        if key not in view.kept:
-            view.kept[key] = _stage_passes(c, placement, costs, kinds, plan.reshard_after_forward, sharded)
-        programs[view.position] = view.kept[key]
         static_key = ("static bytes", plan.reshard_after_forward, sharded)
         if static_key not in view.kept:
             view.kept[static_key] = static_bytes(
                 list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
             )
         static: StaticBytes = view.kept[static_key]
+        kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
+        key = ("memory", placement.all_samples(c), placement.gpu_type[c], plan.reshard_after_forward, sharded, kinds)
+        if key not in view.kept:
+            view.kept[key] = _stage_passes(
+                c, placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+            )
+        programs[view.position] = view.kept[key]
         stream.add_static(static.parameters, "parameters")
         stream.add_static(static.gradients, "gradients")
         stream.add_static(static.optimizer, "optimizer states")
         workspace += static.step_workspace
+        refreshed = max(refreshed, static.refreshed)
     stream.add_actions(programs, order, labels)
     stream.add_step(workspace, float(schedule_end(labels)))
+    stream.add_step([refreshed], float(schedule_end(labels)))
     events = stream.arrays()
     signed = np.where(events.is_alloc, events.rounded, -events.rounded)
     live = np.cumsum(signed)
@@ -230,12 +254,14 @@ class _PassEvents:
 
     Attributes:
         tensors: int64, counted within a microbatch.
+        lasting: bool. Whether the tensor outlives its microbatch.
         is_alloc: bool.
         sizes, categories: int64.
         portions: float64. When, from 0 at the start of the pass to 1 at its end.
     """
 
     tensors: NDArray[np.int64]
+    lasting: NDArray[np.bool_]
     is_alloc: NDArray[np.bool_]
     sizes: NDArray[np.int64]
     categories: NDArray[np.int64]
@@ -243,13 +269,25 @@ class _PassEvents:
 
 
 def _stage_passes(
-    c: int, placement: StagePlacement, costs: CostTables, kinds: Sequence[str], reshards: bool, sharded: bool
+    c: int,
+    placement: StagePlacement,
+    costs: CostTables,
+    kinds: Sequence[str],
+    reshards: bool,
+    sharded: bool,
+    gradients_anew: dict[int, int],
 ) -> _StagePasses:
     def cost_of(index: int) -> OperatorCost:
         samples = placement.samples(index, c)
         return costs.operator(index, placement.view.shardings[index], samples, placement.gpu_type[c])
 
-    program = StageMemory(placement.view, cache(cost_of), reshards=reshards, sharded_gradients=sharded)
+    program = StageMemory(
+        placement.view,
+        cache(cost_of),
+        reshards=reshards,
+        sharded_gradients=sharded,
+        gradients_anew=gradients_anew,
+    )
     lists = {}
     for kind in kinds:
         if kind == FORWARD:
@@ -259,11 +297,17 @@ def _stage_passes(
         lists[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
     sizes = np.array(program.table.sizes, dtype=np.int64)
     categories = np.array(program.table.categories, dtype=np.int64)
+    lasting = np.isin(np.arange(len(sizes)), sorted(program.table.lasting))
     return _StagePasses(
         num_tensors=len(sizes),
         passes={
             kind: _PassEvents(
-                tensors, is_alloc, sizes[tensors], categories[tensors], np.linspace(0.0, 1.0, len(tensors))
+                tensors,
+                lasting[tensors],
+                is_alloc,
+                sizes[tensors],
+                categories[tensors],
+                np.linspace(0.0, 1.0, len(tensors)),
             )
             for kind, (tensors, is_alloc) in lists.items()
         },
@@ -329,7 +373,7 @@ class _EventStream:
         self._times.append(np.broadcast_to(time_s, sizes.shape).astype(np.float64))
 
     def add_actions(self, programs: dict[int, _StagePasses], order: list[Action], labels: NDArray[np.float64]) -> None:
-        """Append the events of every action."""
+        """Append the events of every action. What outlives its microbatch is one tensor, made by the first."""
         count = max((action.microbatch for action in order), default=0) + 1
         first_id = {}
         for stage, program in programs.items():
@@ -339,25 +383,28 @@ class _EventStream:
         for (kind, stage, microbatch), (start, end) in zip(order, labels.tolist(), strict=True):
             program = programs[stage]
             events = program.passes[kind]
-            ids = events.tensors + (first_id[stage] + microbatch * program.num_tensors)
+            own = np.where(events.lasting, 0, microbatch)
+            ids = events.tensors + (first_id[stage] + own * program.num_tensors)
             self._parts.append((events.sizes, ids, events.is_alloc, events.categories))
             self._times.append(start + (end - start) * events.portions)
             lengths.append(len(ids))
         self._actions.append(np.repeat(np.arange(len(order)), lengths))
         self._num_actions = len(order)
 
-    def add_step(self, workspace_bytes: int, time_s: float) -> None:
-        """Append what lives during the optimizer step."""
-        if workspace_bytes > 0:
+    def add_step(self, sizes: list[int], time_s: float) -> None:
+        """Append what lives during the optimizer step, or after it while parameters are refreshed."""
+        kept = np.array([size for size in sizes if size > 0], dtype=np.int64)
+        ids = np.arange(self._next_id, self._next_id + len(kept))
+        self._next_id += len(kept)
+        for allocates in (True, False):
             self._append(
-                np.array([workspace_bytes, workspace_bytes], dtype=np.int64),
-                np.array([self._next_id, self._next_id]),
-                np.array([True, False]),
+                kept,
+                ids,
+                np.full(len(kept), allocates),
                 CATEGORIES.index("optimizer workspace"),
                 self._num_actions,
                 time_s,
             )
-            self._next_id += 1
 
     def arrays(self) -> EventArrays:
         """Return everything appended, pairs that do not match removed."""

@@ -7,63 +7,31 @@ again during the backward pass of the segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 
 from simulator.costs import OperatorCost, saved_tensors
 from simulator.lowering.program import StageView
+from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import parameter_groups
-from workloads.operators import Operator
-
-SAVED = "saved activations"
-SEGMENT = "segment inputs"
-LOGITS = "logits"
-TEMPORARY = "temporary activations"
-GRADIENT = "activation gradients"
-WORKSPACE = "workspace"
-RECEIVED = "received tensors"
-STAGE_OUTPUT = "stage outputs"
-GATHERED = "gathered parameters"
-GATHERED_INPUT = "gathered inputs"
-UNSHARDED = "unsharded gradients"
-RECOMPUTED = "recomputed activations"
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer states",
-    "optimizer workspace",
-    SAVED,
-    SEGMENT,
-    LOGITS,
-    TEMPORARY,
-    GRADIENT,
-    WORKSPACE,
-    RECEIVED,
-    STAGE_OUTPUT,
+from simulator.memory_events import (
     GATHERED,
     GATHERED_INPUT,
-    UNSHARDED,
+    GRADIENT,
+    GRADIENTS,
+    LOGITS,
+    RECEIVED,
     RECOMPUTED,
+    SAVED,
+    SEGMENT,
+    STAGE_OUTPUT,
+    TEMPORARY,
+    UNSHARDED,
+    WORKSPACE,
+    Events,
+    Pass,
 )
-
-
-@dataclass
-class Events:
-    """A list of allocations and frees of named tensors."""
-
-    names: dict[str, int] = field(default_factory=dict)
-    sizes: list[int] = field(default_factory=list)
-    categories: list[int] = field(default_factory=list)
-    tensors: list[int] = field(default_factory=list)
-    is_alloc: list[bool] = field(default_factory=list)
-
-    def tensor(self, name: str, num_bytes: float, category: str) -> int:
-        """Return the number of a tensor, registering it."""
-        if name not in self.names:
-            self.names[name] = len(self.sizes)
-            self.sizes.append(int(num_bytes))
-            self.categories.append(CATEGORIES.index(category))
-        return self.names[name]
+from simulator.uniform import repeated_layers
+from workloads.operators import Operator
 
 
 class StageMemory:
@@ -74,6 +42,7 @@ class StageMemory:
         cost_of: Operator index to its cost on the representative.
         reshards: ZeRO-3 parameters are freed after use.
         sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
+        gradients_anew: Bytes of gradients by layer that the first backward pass makes.
     """
 
     def __init__(
@@ -83,15 +52,21 @@ class StageMemory:
         *,
         reshards: bool,
         sharded_gradients: bool,
+        gradients_anew: Mapping[int, int] | None = None,
     ) -> None:
         self.view = view
         self.cost_of = cost_of
         self.workload = view.costs.problem.workload
         self.table = Events()
+        runtime = view.costs.problem.runtime
+        self._gradient_bytes = runtime.implementation.activation_bytes
+        self._keeps_outputs = runtime.keeps_stage_outputs
         self._gathers = self._zero3_layers() if reshards else {}
         self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
+        self._root = self._root_layers() if runtime.keeps_root_gathered else frozenset()
+        self._anew = gradients_anew or {}
         self._own = set(view.operators)
-        self._regathers = not view.costs.problem.runtime.keeps_gathered_inputs
+        self._regathers = not runtime.keeps_gathered_inputs
         self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
         self._segment_of = {
             index: (start, stop) for start, stop in view.stage.recompute for index in range(start, stop)
@@ -143,13 +118,17 @@ class StageMemory:
 
     def forward(self) -> tuple[list[int], list[bool]]:
         """Return (tensor numbers, is allocation) of the forward pass."""
-        events = _Pass(self.table)
+        events = Pass(self.table)
         for name in self.view.arrivals:
             events.allocate(name, self._input_bytes(name), self._kept[name])
         self._run(self.view.operators, events, recomputing=False)
+        if not self._keeps_outputs:
+            for name in self.view.leaving:
+                if self._kept[name] == STAGE_OUTPUT:
+                    self._release(name, events)
         return events.tensors, events.is_alloc
 
-    def _run(self, operators: Iterable[int], events: _Pass, *, recomputing: bool) -> None:
+    def _run(self, operators: Iterable[int], events: Pass, *, recomputing: bool) -> None:
         operators = list(operators)
         inside = set(operators)
         left: dict[str, int] = {}
@@ -195,10 +174,11 @@ class StageMemory:
         if not recomputing:
             self._gather(layer, None, events)
 
-    def _free_if_done(self, name: str, inside: set[int], events: _Pass, recomputing: bool) -> None:
+    def _free_if_done(self, name: str, inside: set[int], events: Pass, recomputing: bool) -> None:
         producer = self.workload.producer.get(name)
         if recomputing:
-            if producer in inside and not any(saver in inside for saver in self._savers.get(name, ())):
+            own = self._segment_of[producer] if producer in inside else None
+            if own and not any(self._segment_of.get(saver) == own for saver in self._savers.get(name, ())):
                 self._release(self._instance(name, True), events)
         elif name not in self._kept:
             self._release(name, events)
@@ -214,7 +194,7 @@ class StageMemory:
             with_inputs: Computes input gradients.
             with_weights: Computes weight gradients; if not, what they need stays.
         """
-        events = _Pass(self.table)
+        events = Pass(self.table)
         if with_inputs:
             for name in self.view.leaving:
                 events.allocate(f"{name}/gradient", self._output_bytes(name), GRADIENT)
@@ -229,16 +209,19 @@ class StageMemory:
                 layer = op.layer
             if with_inputs and index in segment_ends:
                 start, stop = segment_ends[index]
-                self._run([i for i in range(start, stop) if i in self._own], events, recomputing=True)
+                self._run(recomputed_operators(self.view, start, stop), events, recomputing=True)
             if with_inputs or cost.parameters:
                 self._backward_operator(index, op, cost, events, with_inputs, with_weights)
             for name in releases.get(index, ()):
                 self._release(name, events)
-            if with_weights and index in self._unsharded:
-                events.allocate(f"{op.name}/unsharded", self._unsharded[index], UNSHARDED)
-                events.free(f"{op.name}/unsharded")
+        if with_weights:
+            self._unshard(-1, events)
+            for unit in self._unsharded:
+                events.free(f"layer {unit}/unsharded")
         if with_inputs:
             self._gather(layer, None, events)
+            for unit in self._root:
+                events.free(f"layer {unit}/gathered")
             for name in self.view.arrivals:
                 events.free(f"{name}/gradient")
             for name in releases.get(-1, ()):
@@ -280,14 +263,17 @@ class StageMemory:
                     users.setdefault(self._instance(name, True), []).append(saver)
         return users
 
-    def _release(self, name: str, events: _Pass) -> None:
+    def _release(self, name: str, events: Pass) -> None:
         events.free(name)
         events.free(f"{name}@shard")
 
     def _backward_operator(
-        self, index: int, op: Operator, cost: OperatorCost, events: _Pass, with_inputs: bool, with_weights: bool
+        self, index: int, op: Operator, cost: OperatorCost, events: Pass, with_inputs: bool, with_weights: bool
     ) -> None:
-        events.allocate(f"{op.name}/workspace backward", cost.workspace_backward_bytes, WORKSPACE)
+        temporary = cost.backward_temporary_bytes(self._gradient_bytes, inputs=with_inputs, weights=with_weights)
+        if with_weights and cost.parameters:
+            self._unshard(op.layer, events)
+        events.allocate(f"{op.name}/workspace backward", temporary, WORKSPACE)
         for position, item in self._gathered[index]:
             events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
         if with_inputs:
@@ -318,35 +304,70 @@ class StageMemory:
     # ZeRO
 
     def _zero3_layers(self) -> dict[int, float]:
+        """Return the bytes that each layer gathers; a tied weight counts wherever it is used."""
         runtime = self.view.costs.problem.runtime
+        operators = self.workload.operators
         found: dict[int, float] = {}
         for group in parameter_groups(self.view):
             if group.zero == 3 and group.num_shards > 1:
-                layer = self.workload.operators[group.operator].layer
-                found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.parameter_bytes
-        return found
+                for layer in {operators[index].layer for index in self._users_of(group.operator, group.tie)}:
+                    found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
+        return dict(sorted(found.items()))
+
+    def _users_of(self, operator: int, tie: str | None) -> list[int]:
+        if tie is None:
+            return [operator]
+        return [
+            index
+            for index in self.view.operators
+            if any(parameter.tie == tie for parameter in self.workload.parameters(index))
+        ]
 
     def _unsharded_gradients(self) -> dict[int, float]:
+        """Return the bytes of each layer's gradients before they are scattered."""
         runtime = self.view.costs.problem.runtime
         found: dict[int, float] = {}
         for group in parameter_groups(self.view):
             if group.zero >= 2 and group.num_shards > 1:
-                size = group.num_elements * runtime.gradient_bytes
-                found[group.operator] = found.get(group.operator, 0.0) + size
+                for index in self._users_of(group.operator, group.tie):
+                    layer = self.workload.operators[index].layer
+                    found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gradient_accumulation_bytes
         return found
 
-    def _gather(self, leaving: int | None, entering: int | None, events: _Pass) -> None:
-        """Free the gathered parameters of a layer; hold those of the next and of the one after (prefetched)."""
+    def _root_layers(self) -> frozenset[int]:
+        """Return the layers that do not repeat: the unit that is wrapped around all others."""
+        inside = {self.workload.operators[start].layer for start, _ in repeated_layers(self.workload)}
+        return frozenset(self.workload.operators[index].layer for index in self.view.operators) - inside
+
+    def _unshard(self, layer: int, events: Pass) -> None:
+        """Make room for a layer's gradients; those of the layer but one above have been scattered by then."""
+        for unit, size in self._anew.items():
+            if unit > layer or (unit == layer and layer not in self._unsharded):
+                events.allocate(f"layer {unit}/gradients", size, GRADIENTS)
+        if layer not in self._unsharded:
+            return
+        above = sorted(unit for unit in self._unsharded if unit > layer and unit not in self._root)
+        for unit in above[1:]:
+            events.free(f"layer {unit}/unsharded")
+        events.allocate(f"layer {layer}/unsharded", self._unsharded[layer], UNSHARDED)
+
+    def _gather(self, leaving: int | None, entering: int | None, events: Pass) -> None:
+        """Free the gathered parameters of a layer; hold those of the next and of the one after (prefetched).
+
+        Those of the root unit are gathered first and stay from a forward pass to the end of its backward pass.
+        """
         if not self._gathers:
             return
-        layers = list(self._gathers)
-        if leaving in self._gathers:
+        for layer in self._root if leaving is None else ():
+            events.allocate(f"layer {layer}/gathered", self._gathers.get(layer, 0.0), GATHERED)
+        layers = [layer for layer in self._gathers if layer not in self._root]
+        if leaving in layers:
             events.free(f"layer {leaving}/gathered")
         if entering is None:
             for layer in layers:
                 events.free(f"layer {layer}/gathered")
             return
-        if entering in self._gathers:
+        if entering in layers:
             events.allocate(f"layer {entering}/gathered", self._gathers[entering], GATHERED)
             position = layers.index(entering)
             step = -1 if leaving is not None and leaving > entering else 1
@@ -355,34 +376,3 @@ class StageMemory:
             after = position + step
             if 0 <= after < len(layers):
                 events.allocate(f"layer {layers[after]}/gathered", self._gathers[layers[after]], GATHERED)
-
-
-class _Pass:
-    """Events of one pass; allocating what lives and freeing what does not is ignored."""
-
-    def __init__(self, table: Events) -> None:
-        self.table = table
-        self.tensors: list[int] = []
-        self.is_alloc: list[bool] = []
-        self._live: set[int] = set()
-        self._freed: set[int] = set()
-
-    def allocate(self, name: str, num_bytes: float, category: str) -> None:
-        if num_bytes <= 0:
-            return
-        tensor = self.table.tensor(name, num_bytes, category)
-        if tensor in self._live:
-            return
-        self._live.add(tensor)
-        self._freed.discard(tensor)
-        self.tensors.append(tensor)
-        self.is_alloc.append(True)
-
-    def free(self, name: str) -> None:
-        tensor = self.table.names.get(name)
-        if tensor is None or tensor in self._freed:
-            return
-        self._live.discard(tensor)
-        self._freed.add(tensor)
-        self.tensors.append(tensor)
-        self.is_alloc.append(False)

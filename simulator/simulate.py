@@ -66,7 +66,7 @@ def simulate(
     lowered = lower(canonical, costs, fidelity)
     schedule = ENGINES[engine](lowered.graph, progress)
     memory = device_memory(canonical, lowered, schedule, costs, fidelity, compiled=engine == "compiled")
-    model_flop, hardware_flop = model_and_hardware_flop(canonical, problem)
+    model_flop, hardware_flop = model_and_hardware_flop(canonical, problem, costs)
     dtype = problem.runtime.implementation.dtype
     total = sum(lowered.recorded_s) or 1.0
     return SimulationResult(

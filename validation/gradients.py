@@ -17,6 +17,7 @@ from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, gradient_buckets, parameter_groups
 from validation.groups import GroupKey, StageGroups, group_keys
+from validation.operator_call import storage_key
 from validation.stage_parameters import Held, StageParameters
 
 
@@ -128,6 +129,7 @@ class Gradients:
         for position, held in enumerate(parameters.held):
             if position not in reduced:
                 self.buckets.append(Bucket([held], (), -1, False))
+        self._last_transient: Bucket | None = None
         self._place: dict[int, tuple[Bucket, int]] = {}
         self.completed_by: dict[int, list[Bucket]] = {}
         for bucket in self.buckets:
@@ -140,6 +142,7 @@ class Gradients:
 
     def begin(self) -> None:
         """Start an iteration."""
+        self._last_transient = None
         for bucket in self.buckets:
             bucket.written.clear()
             bucket.result = None
@@ -188,9 +191,16 @@ class Gradients:
         return buffer
 
     def operator_done(self, index: int) -> None:
-        """Reduce the buckets that the backward of an operator completes; called in passes that synchronise."""
+        """Reduce the buckets that the backward of an operator completes; called in passes that synchronise.
+
+        Of buffers that live during a pass only, the one before the last is done with by then.
+        """
         for bucket in self.completed_by.get(index, ()):
             self._reduce(bucket, wait=False)
+            if bucket.is_transient:
+                if self._last_transient is not None:
+                    self._settle(self._last_transient)
+                self._last_transient = bucket
 
     def _reduce(self, bucket: Bucket, *, wait: bool) -> None:
         current, work = self._complete(bucket), None
@@ -214,7 +224,7 @@ class Gradients:
         if bucket.work is not None:
             bucket.work.wait()
         if bucket.result is None:
-            shares = bucket.buffer is not None and bucket.pending.data_ptr() == bucket.buffer.data_ptr()
+            shares = bucket.buffer is not None and storage_key(bucket.pending) == storage_key(bucket.buffer)
             bucket.result = bucket.pending.clone() if self.every and shares else bucket.pending
         else:
             bucket.result.add_(bucket.pending)

@@ -36,6 +36,11 @@ def enter(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tells a tensor's storage from all others alive, whether or not it holds data."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 class EnoughError(Exception):
     """Everything that backward needs is back: recomputation can stop."""
 
@@ -169,15 +174,16 @@ def call(
     for number, fetch in enumerate(gathered):
         if fetch is not None:
             own[number] = enter(parameters[number])
-            absences[parameters[number].untyped_storage().data_ptr()] = (parameters[number], fetch)
+            absences[storage_key(parameters[number])] = (parameters[number], fetch)
     for position, fetch in (absent or {}).items():
-        absences[inputs[position].untyped_storage().data_ptr()] = (inputs[position], fetch)
-    staying = {parameter.untyped_storage().data_ptr() for parameter in own}
+        absences[storage_key(inputs[position])] = (inputs[position], fetch)
+    staying = {storage_key(parameter) for parameter in own}
     first_slot = len(slots.values) if slots is not None else 0
     with torch.enable_grad():
         if absences or slots is not None:
             with saved_tensors_hooks(_packer(absences, staying, slots, filling=filling), _unpack):
                 outputs = forward(entered, own)
+            absences.clear()  # autograd holds the hook, which would hold what is let go
         else:
             outputs = forward(entered, own)
     record = Call(
@@ -199,17 +205,17 @@ def _packer(
     absences: Mapping[int, tuple[torch.Tensor, Fetch]], staying: set[int], slots: Slots | None, *, filling: bool
 ) -> Callable[[torch.Tensor], Any]:
     def pack(tensor: torch.Tensor) -> Any:
-        storage = tensor.untyped_storage().data_ptr()
+        storage = storage_key(tensor)
         found = absences.get(storage)
         if found is not None:
             base, fetch = found
             offset = int(tensor.storage_offset()) - int(base.storage_offset())
             return _Absent(fetch, tuple(tensor.size()), tuple(tensor.stride()), offset)
         if slots is None or storage in staying:
-            return tensor
+            return tensor.detach()  # as it is, an output would hold the node that holds it: never freed
         if filling:
             slots.fill(tensor)
-            return tensor
+            return None  # this graph is not gone back through
         return _Slot(slots, slots.add())
 
     return pack

@@ -1,4 +1,8 @@
-"""Aceso's GPT runs on V100s: on its own operator profile where a copy is at hand, on our kernel model anyway."""
+"""Aceso's GPT runs on V100s: on its own operator profile where a copy is at hand, on our kernel model anyway.
+
+Its peaks are of what PyTorch's allocator holds: they are set against predictions that add the allocator's reserve to
+live bytes (section 3.3 and Exp#9; that sum gives the printed mean error of 14.26 %).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,9 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
     spec = model_spec(MODELS[printed["size"]])
     assert isinstance(spec, GPTSpec)
     seconds = reported_flop(spec, printed["global_batch"]) / (printed["gpus"] * printed["tflop_per_s_per_gpu"] * 1e12)
-    measured = Measured(iteration_time_s=seconds, out_of_memory=False, peak_bytes=printed["peak_mib"] * 2.0**20)
+    measured = Measured(
+        iteration_time_s=seconds, out_of_memory=False, peak_bytes=printed["peak_mib"] * 2.0**20, peak_is_reserved=True
+    )
     yield _case(printed, MODELLED, "aceso_gpt_1_3b.yaml#1", measured, None)
     folder = data_file(data, "aceso_v100", (CERTAIN, LIKELY, LIKELY_MODELLED))
     if isinstance(folder, Skipped):
@@ -54,6 +60,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
             iteration_time_s=figure["iter_s"],
             out_of_memory=False,
             peak_bytes=peak * 2.0**20 if peak is not None else None,
+            peak_is_reserved=True,
         )
         row_id = f"aceso_v100/measured_e2e.csv#{system}-{entry['size']}"
         yield _case(entry, LIKELY, row_id, seen, folder, system=system)

@@ -33,12 +33,17 @@ class Measured:
         out_of_memory: Whether the run failed for lack of memory.
         peak_bytes: Peak of the memory in use on a device.
         peak_is_average: The peak is the mean over all devices, else that of the fullest one.
+        peak_is_reserved: The peak is of what the allocator held, else of live bytes.
+        limits_live_bytes: The memory limit was a planner's budget for live bytes, on larger devices: no allocator
+            met it.
     """
 
     iteration_time_s: float | None = None
     out_of_memory: bool | None = None
     peak_bytes: float | None = None
     peak_is_average: bool = False
+    peak_is_reserved: bool = False
+    limits_live_bytes: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
             continue
         ranks = min(len(view.stage.devices) for view, _ in places)
         runtime = places[0][0].costs.problem.runtime
-        size = max(group.num_elements for _, group in places) * runtime.gradient_accumulation_bytes
+        # Under ZeRO a rank is left with its shard of the gradient.
+        size = max(group.num_elements / group.num_shards for _, group in places) * runtime.gradient_accumulation_bytes
         positions = [view.position for view, _ in places]
         for position in dict.fromkeys(found_at for found_at in positions if positions.count(found_at) > 1):
             if len(views[position].stage.devices) > 1:

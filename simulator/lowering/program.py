@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from simulator.costs import OperatorCost, saved_tensors
+from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.mesh import MeshCollective, mesh_sizes, reshard, settled
+from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
 from simulator.lowering.view import StageView as StageView
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -96,7 +97,7 @@ class ProgramBuilder:
             if with_inputs and index in segment_ends and self.fidelity.recompute:
                 start, stop = segment_ends[index]
                 self._start_layer(index, gathers)
-                self._run_forward(self._recomputed(start, stop), "recompute", gathers)
+                self._run_forward(recomputed_operators(self.view, start, stop), "recompute", gathers)
             self._start_layer(index, gathers)
             if with_inputs and not self.view.costs.problem.runtime.keeps_gathered_inputs:
                 for _, item in self.view.gathered_inputs(index):
@@ -209,27 +210,6 @@ class ProgramBuilder:
             sizes = mesh_sizes(view.shardings[producer])
             for item in reshard(sizes, have, sizes, settled(have), cost.output_bytes[number]):
                 self._collective(item, producer)
-
-    def _recomputed(self, start: int, stop: int) -> list[int]:
-        """Return the operators of a segment that run again; the tail that nothing saved needs may not."""
-        own = set(self.view.operators)
-        operators = [index for index in range(start, stop) if index in own]
-        if not self.view.costs.problem.runtime.recompute_stops_early:
-            return operators
-        workload = self.view.costs.problem.workload
-        inside = {tensor for index in operators for tensor in workload.operators[index].outputs}
-        needed = {
-            name
-            for index in operators
-            for name, _ in saved_tensors(workload, index, self._cost(index))
-            if name in inside or "/" in name
-        }
-        while operators:
-            op = workload.operators[operators[-1]]
-            if any(name in needed for name in op.outputs) or any(name.startswith(f"{op.name}/") for name in needed):
-                break
-            operators.pop()
-        return operators
 
     def _compute(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
         parts = tuple((index, phase) for phase in phases)

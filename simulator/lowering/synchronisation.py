@@ -157,7 +157,8 @@ def _gathered(view: StageView, chosen, *, by_layer: bool) -> dict[int, list[Mesh
         if chosen(group) and group.num_shards > 1:
             layer = workload.operators[group.operator].layer if by_layer else 0
             key = (layer, group.sizes, group.sharded_axes)
-            size = group.num_elements * view.costs.problem.runtime.parameter_bytes
+            runtime = view.costs.problem.runtime
+            size = group.num_elements * (runtime.gathered_parameter_bytes if by_layer else runtime.parameter_bytes)
             totals[key] = totals.get(key, 0.0) + size
     found: dict[int, list[MeshCollective]] = {}
     for (layer, sizes, axes), num_bytes in totals.items():

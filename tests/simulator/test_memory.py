@@ -11,13 +11,15 @@ from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.memory import memory_microbatches
-from simulator.memory_program import CATEGORIES, StageMemory
+from simulator.memory_events import CATEGORIES
+from simulator.memory_program import StageMemory
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import SMALL, small_problem
+from workloads.registry import build_workload
 
 GIB = 2**30
 
@@ -77,7 +79,7 @@ def test_model_states_divide_by_zero_level() -> None:
     runtime = problem.runtime
     elements = problem.workload.num_parameters
     for zero in range(4):
-        (memory,) = usage(problem, dp=4, microbatch=4, zero=zero)
+        (memory,) = usage(problem, dp=4, microbatch=4, zero=zero, overlap_gradient_sync=True)
         share = 1 / 4
         expected = elements * (
             runtime.parameter_bytes * (share if zero == 3 else 1)
@@ -206,3 +208,86 @@ def test_a_tensor_scattered_on_its_way_is_kept_as_a_shard() -> None:
     plain = Stage(((0, count),), (0, 1, 2, 3), ((count, (Axis("tensor", 4),)),))
     (whole,) = simulate(Plan((plain,), 1, 1), problem).memory
     assert memory.peak_allocated_bytes < whole.peak_allocated_bytes
+
+
+def test_what_a_stage_sends_is_held_only_where_the_runtime_holds_it() -> None:
+    """GPipe, recomputation: a microbatch leaves its input and, where that is kept, its output of equal size."""
+    peaks = {}
+    for keeps in (True, False):
+        problem = small_problem("gpt", global_batch=8)
+        problem = replace(problem, runtime=replace(problem.runtime, keeps_stage_outputs=keeps))
+        memory = usage(problem, pp=4, microbatch=1, schedule="gpipe", recompute="full")[1]
+        peaks[keeps] = live_of(memory, "stage outputs")
+    tokens, hidden = problem.workload.tensors[problem.workload.operators[0].outputs[0]]
+    assert peaks == {True: 8 * 2 * tokens * hidden, False: 0}
+
+
+def test_the_root_unit_stays_gathered_from_forward_to_backward() -> None:
+    """What is gathered at the peak, the end of forward: embedding and head; and a layer in any case."""
+    problem = small_problem("gpt", runtime="composer-fsdp", cluster="a100-80g-dgx:1x4")
+    gathered = {}
+    for keeps in (True, False):
+        own = replace(problem, runtime=replace(problem.runtime, keeps_root_gathered=keeps))
+        costs = CostTables(own)
+        plan = validate(uniform_plan(own, dp=4, zero=3), own)
+        view = stage_views(plan, costs)[0]
+        memory = StageMemory(
+            view,
+            lambda index, view=view, costs=costs: costs.operator(  # type: ignore[misc]
+                index, view.shardings[index], 1, view.gpu_type
+            ),
+            reshards=True,
+            sharded_gradients=True,
+        )
+        tensors, allocates = memory.forward()
+        alive: set[int] = set()
+        for tensor, allocated in zip(tensors, allocates, strict=True):
+            (alive.add if allocated else alive.discard)(tensor)
+        gathered[keeps] = sum(
+            memory.table.sizes[tensor]
+            for tensor in alive
+            if CATEGORIES[memory.table.categories[tensor]] == "gathered parameters"
+        )
+    workload = problem.workload
+    first, last = workload.layers[0], workload.layers[-1]
+    ends = {
+        parameter.tie or (index, parameter.name): np.prod(parameter.shape)
+        for bounds in (first, last)
+        for index in range(*bounds)
+        for parameter in workload.parameters(index)
+    }
+    tied = sum(
+        np.prod(parameter.shape)
+        for index in range(*last)
+        for parameter in workload.parameters(index)
+        if parameter.tie is not None
+    )
+    assert gathered[False] == 0
+    assert gathered[True] == 4 * (sum(ends.values()) + tied)  # a tied weight is gathered by both that use it
+
+
+def test_recomputation_that_stops_early_is_not_counted_as_work() -> None:
+    """Without dropout nothing saves what the second linear makes: of 12 h^2 + attention, 4 h^2 are not done again."""
+    workload = build_workload("gpt3-350m", overrides={"layers": 4, "dropout": 0.0, "attention_dropout": 0.0})
+    problem = replace(small_problem("gpt", runtime="windtunnel-executor-fp32"), workload=workload)
+    late = replace(problem, runtime=replace(problem.runtime, recompute_stops_early=False))
+    early, whole = (
+        simulate(uniform_plan(own, microbatch=2, recompute="full"), own, engine="compiled") for own in (problem, late)
+    )
+    tokens, hidden = problem.workload.tensors[problem.workload.operators[0].outputs[0]]
+    layers = len(problem.workload.layers) - 2
+    skipped = 2.0 * tokens * hidden * 4 * hidden * layers * problem.global_batch
+    assert early.model_flop == whole.model_flop
+    assert whole.hardware_flop - early.hardware_flop == pytest.approx(skipped)
+
+
+def test_gradients_that_are_made_anew_are_not_there_before_the_first_backward_pass() -> None:
+    problem = small_problem("gpt", runtime="windtunnel-executor-fp32", global_batch=4)
+    own = replace(problem, runtime=replace(problem.runtime, frees_gradients="all"))
+    (before,) = usage(problem, microbatch=4)
+    (after,) = usage(own, microbatch=4)
+    gradients = live_of(before, "gradients")
+    assert gradients == pytest.approx(4 * problem.workload.num_parameters, rel=1e-3)
+    assert before.live_bytes[before.times_s == 0.0][0] > 0
+    assert after.peak_allocated_bytes < before.peak_allocated_bytes
+    assert after.live_bytes[-1] == pytest.approx(before.live_bytes[-1], rel=1e-3)

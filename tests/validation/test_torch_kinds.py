@@ -26,7 +26,6 @@ from workloads.local import localize, range_saved_bytes  # noqa: E402
 from workloads.registry import build_from_spec  # noqa: E402
 
 EXAMPLES = examples()
-SCORE_BYTES = 4
 
 
 def test_every_kind_has_a_builder_or_is_refused_by_name() -> None:
@@ -69,10 +68,6 @@ def allowed(context: OperatorContext, example: Example, dtype: str) -> tuple[int
     if kind in ("embedding", "lm_loss") and example.split == "vocab":
         # A byte per token: is its row on another rank? The loss counts rows, not labels, twice.
         return stated + tokens(context), stated + tokens(context)
-    if kind == "softmax":
-        # One fp32 tensor. In fp32 it is also the output; a second score tensor, which the kind states, is not kept.
-        kept = SCORE_BYTES * prod(context.local.outputs[0])
-        return kept, kept
     if kind in ("attention_score", "attention_context"):
         # Batched products copy queries, keys and values out of the packed tensor, which itself is let go: see the
         # test of a whole layer for the sum.
@@ -127,10 +122,9 @@ def test_a_layer_as_a_whole_keeps_what_its_kinds_state(model: str, dtype: str) -
         for index in range(start, stop)
     }
     stated = sum(range_saved_bytes(workload, locals_by_operator).values())
-    scores = workload.tensors[f"{workload.layer_names[2]}.attention_score"]
     positions = workload.tensors[workload.operators[start].inputs[0]][0]
-    # fp32 softmax keeps one tensor less; bf16 norms keep their statistics in bf16 on the CPU.
-    expected = stated - (SCORE_BYTES * SAMPLES * prod(scores) if dtype == "fp32" else 2 * 2 * 2 * SAMPLES * positions)
+    # bf16 norms keep their statistics in bf16 on the CPU.
+    expected = stated - (0 if dtype == "fp32" else 2 * 2 * 2 * SAMPLES * positions)
     assert layer_kept_bytes(workload, range(start, stop), implementation) == expected
 
 

@@ -11,7 +11,10 @@ from workloads.operators import Workload
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 MEGATRON = Implementation(dtype="fp16")
-EAGER_FP32 = Implementation(dtype="fp32", fused_softmax=False, fused_bias_activation=False, fused_norm=False)
+EAGER_FP32 = Implementation(
+    dtype="fp32", fused_softmax=False, fused_bias_activation=False, fused_norm=False, keeps_scores=True
+)
+"""PyTorch of 2022, operation by operation."""
 
 
 def local_operator(

@@ -49,11 +49,16 @@ class _Elementwise(Kind):
 
 @register
 class Gelu(_Elementwise):
-    """GELU; keeps its input. One kernel in torch as in Megatron's bias fusion."""
+    """GELU; keeps its input. One kernel in torch as in Megatron's bias fusion.
+
+    As a chain, ``x * (0.5 * (1 + erf(x / sqrt(2))))``, it keeps ``x / sqrt(2)`` and the second factor as well.
+    """
 
     name = "gelu"
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
+        if local.implementation.unfused_chains:
+            return Saved("input:0"), Saved("scaled", local.inputs[0]), Saved("share", local.inputs[0])
         return (Saved("input:0"),)
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
@@ -142,7 +147,7 @@ class Dropout(_Elementwise):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         if real(local.attributes, "probability") == 0:
             return ()
-        return (Saved("mask", local.outputs[0], "mask"),)
+        return (Saved("mask", local.outputs[0], local.implementation.mask_dtype),)
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if real(local.attributes, "probability") == 0:
@@ -189,7 +194,7 @@ class DropoutAdd(Add):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         if real(local.attributes, "probability") == 0:
             return ()
-        return (Saved("mask", local.outputs[0], "mask"),)
+        return (Saved("mask", local.outputs[0], local.implementation.mask_dtype),)
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size, mask = size_bytes(local, local.outputs), float(prod(local.outputs[0]))

@@ -116,10 +116,11 @@ class AttentionScore(_ByHead):
 class Softmax(_ByHead):
     """Scale, mask and softmax of scores ``(B, A, Sq, Sk)``.
 
-    Fused: one kernel that keeps its output. Unfused: three kernels, and one more score tensor, in fp32, is
-    kept: BERT layers measured by Galvatron hold three fp32 score tensors and a mask byte with dropout
-    (13 a s^2 bytes), two without (8 a s^2); GPT 13B falls back to the unfused path at tensor parallel 4
-    in Aceso's profile and holds 160 MiB = 4 a s^2 / t more.
+    Fused: one kernel that keeps its output. Unfused: three kernels that work in fp32 and keep the result in it; a
+    result of lower precision is a copy, kept only by who reads it. GPT 13B falls back to that path at tensor
+    parallel 4 in Aceso's profile: the operator holds 160 MiB = 4 a s^2 / t more. Where the scaled scores are kept as
+    well (``Implementation.keeps_scores``), BERT layers hold three fp32 score tensors and a mask byte with dropout
+    (13 a s^2 bytes), two without (8 a s^2), as measured by Galvatron.
 
     A fused causal kernel reads the lower half of what it is given and writes all of its result (Megatron's
     upper-triangular masked softmax): Aceso's V100 times would else need more than the memory's bandwidth.
@@ -154,7 +155,19 @@ class Softmax(_ByHead):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         if self._is_fused(local):
             return (Saved("output:0"),)
-        return Saved("output:0"), Saved("scores", local.outputs[0], "fp32")
+        is_high = local.element_bytes == DTYPE_BYTES["fp32"]
+        result = Saved("output:0") if is_high else Saved("softmax", local.outputs[0], "fp32")
+        return (result, Saved("scores", local.outputs[0], "fp32")) if local.implementation.keeps_scores else (result,)
+
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        if self._is_fused(local) or phase == BACKWARD_WEIGHT:
+            return ()
+        # Forward: masked scores beside what they become, in fp32. Backward: the gradient in fp32 before and after
+        # the softmax, of which the second is not there yet where the gradient needs no conversion.
+        scores = (local.outputs[0], "fp32")
+        if phase == FORWARD or local.element_bytes == DTYPE_BYTES["fp32"]:
+            return (scores,)
+        return scores, (local.outputs[0], "activation")
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size = size_bytes(local, local.inputs)

@@ -33,7 +33,7 @@ class Implementation:
 
     Attributes:
         dtype: Type of activations and of weights in the matmuls ("fp16", "bf16", "fp32", "tf32").
-        fused_softmax: Scale, mask and softmax in one kernel; else three, with one more saved tensor.
+        fused_softmax: Scale, mask and softmax in one kernel; else three, computed and kept in fp32.
         fused_bias_activation: Bias and activation in one kernel.
         fused_bias_dropout: Bias, dropout and residual add in one kernel; else three.
         fused_norm: RMS norm in one kernel that keeps its input and statistics; else several passes, and the
@@ -46,6 +46,15 @@ class Implementation:
         fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
         flash_generation: 1 for the flash attention of 2022, 2 for FlashAttention-2.
+        keeps_scores: The unfused softmax keeps its scaled scores besides its result (PyTorch of 2022 and before,
+            whose division keeps its operand).
+        mask_dtype: What a dropout mask is kept as ("mask", a byte; "activation" where the mask is a number).
+        unfused_chains: Activation functions and layer norms are chains of kernels that keep what lies between
+            (TensorFlow 1): GELU its input, the scaled input and the error function's result; layer norm its input and
+            the gain over the deviation, spread over all features.
+        loss_keeps_logits: The logits outlive the loss, as an output of the model.
+        loss_temporaries: Tensors of the size of the logits, in ``logits_dtype``, that torch's loss makes besides in
+            backward: the gradient of the log-softmax and of the logits.
     """
 
     dtype: str = "fp16"
@@ -59,6 +68,11 @@ class Implementation:
     fused_loss: bool = False
     flash_causal_skip: bool = True
     flash_generation: int = 2
+    keeps_scores: bool = False
+    mask_dtype: str = "mask"
+    unfused_chains: bool = False
+    loss_keeps_logits: bool = False
+    loss_temporaries: int = 2
 
     @property
     def activation_bytes(self) -> int:

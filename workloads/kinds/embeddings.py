@@ -74,7 +74,7 @@ class Embedding(Kind):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         kept = (Saved("input:0"),)
         if real(local.attributes, "dropout", 0.0) > 0:
-            return (*kept, Saved("mask", local.outputs[0], "mask"))
+            return (*kept, Saved("mask", local.outputs[0], local.implementation.mask_dtype))
         return kept
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
@@ -163,7 +163,7 @@ class PatchEmbedding(Kind):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         kept = (Saved("input:0"),)
         if real(local.attributes, "dropout", 0.0) > 0:
-            return (*kept, Saved("mask", local.outputs[0], "mask"))
+            return (*kept, Saved("mask", local.outputs[0], local.implementation.mask_dtype))
         return kept
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:

@@ -9,6 +9,7 @@ from workloads.kernels import Kernel, Matmul, MemoryBound
 from workloads.kinds.attributes import flag, integer, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     DTYPE_BYTES,
     FORWARD,
     Attributes,
@@ -76,8 +77,10 @@ class LanguageModelLoss(Kind):
         return (*local.inputs[0][:2], local.parameters[0][0])
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
-        logits = Saved("softmax", self._logits(local), local.implementation.logits_dtype)
-        return Saved("input:0"), Saved("input:1"), logits
+        kept = [Saved("input:0"), Saved("input:1")]
+        if local.implementation.loss_keeps_logits:
+            kept.append(Saved("logits", self._logits(local)))
+        return (*kept, Saved("softmax", self._logits(local), local.implementation.logits_dtype))
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         samples, tokens, hidden = local.inputs[0]
@@ -121,8 +124,17 @@ class LanguageModelLoss(Kind):
         return (InternalCollective("all_reduce", local.inputs[0][:2], "fp32"),) * 3
 
     def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
-        # Forward: logits as the matmul wrote them. Backward: their gradient in the same type.
-        return ((self._logits(local), "activation"),)
+        # Forward: logits as the matmul wrote them, and cast. Backward: gradients.
+        choice = local.implementation
+        low, high = (self._logits(local), "activation"), (self._logits(local), choice.logits_dtype)
+        if not choice.fused_loss:
+            return (low,)  # Megatron works in place, in what it keeps
+        if phase == BACKWARD_INPUT:
+            return (high,) * choice.loss_temporaries
+        if phase == BACKWARD_WEIGHT:
+            return (low,)
+        made = [high] if choice.logits_dtype != choice.dtype else []
+        return tuple(made) if choice.loss_keeps_logits else (low, *made)
 
 
 @register

@@ -89,12 +89,21 @@ class _Norm(Kind):
 
 @register
 class LayerNorm(_Norm):
-    """Layer normalisation with gain and bias; keeps its input, and mean and deviation in fp32."""
+    """Layer normalisation with gain and bias; keeps its input, and mean and deviation in fp32.
+
+    As a chain (TensorFlow 1's moments, then ``x * scale + (bias - mean * scale)``) it keeps the gain over the
+    deviation as well, which is of the size of its input.
+    """
 
     name = "layer_norm"
     parameter_names = ("weight", "bias")
     num_statistics = 2
     num_passes = 0
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        if local.implementation.unfused_chains:
+            return (*super().saved(local), Saved("scale", local.inputs[0]))
+        return super().saved(local)
 
 
 @register

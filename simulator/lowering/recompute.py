@@ -1,0 +1,35 @@
+"""Which operators of a recompute segment run again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simulator.costs import saved_tensors
+
+if TYPE_CHECKING:
+    from simulator.lowering.program import StageView
+
+
+def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:
+    """Return the operators of segment ``[start, stop)`` that run again; the tail that nothing saved needs may not.
+
+    Args:
+        view: The stage; its runtime says whether recomputation stops early.
+        start, stop: The segment.
+    """
+    own = set(view.operators)
+    operators = [index for index in range(start, stop) if index in own]
+    if not view.costs.problem.runtime.recompute_stops_early:
+        return operators
+    workload = view.costs.problem.workload
+    inside = {tensor for index in operators for tensor in workload.operators[index].outputs}
+    needed: set[str] = set()
+    for index in operators:
+        cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
+        needed |= {name for name, _ in saved_tensors(workload, index, cost) if name in inside or "/" in name}
+    while operators:
+        op = workload.operators[operators[-1]]
+        if any(name in needed for name in op.outputs) or any(name.startswith(f"{op.name}/") for name in needed):
+            break
+        operators.pop()
+    return operators

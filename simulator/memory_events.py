@@ -1,0 +1,92 @@
+"""Lists of allocations and frees of named tensors, and the words for what they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SAVED = "saved activations"
+SEGMENT = "segment inputs"
+LOGITS = "logits"
+TEMPORARY = "temporary activations"
+GRADIENT = "activation gradients"
+WORKSPACE = "workspace"
+RECEIVED = "received tensors"
+STAGE_OUTPUT = "stage outputs"
+GATHERED = "gathered parameters"
+GATHERED_INPUT = "gathered inputs"
+UNSHARDED = "unsharded gradients"
+RECOMPUTED = "recomputed activations"
+GRADIENTS = "gradients"
+CATEGORIES = (
+    "parameters",
+    GRADIENTS,
+    "optimizer states",
+    "optimizer workspace",
+    SAVED,
+    SEGMENT,
+    LOGITS,
+    TEMPORARY,
+    GRADIENT,
+    WORKSPACE,
+    RECEIVED,
+    STAGE_OUTPUT,
+    GATHERED,
+    GATHERED_INPUT,
+    UNSHARDED,
+    RECOMPUTED,
+)
+
+
+@dataclass
+class Events:
+    """Named tensors, their sizes and categories.
+
+    Attributes:
+        lasting: Tensors that outlive their microbatch.
+    """
+
+    names: dict[str, int] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    categories: list[int] = field(default_factory=list)
+    lasting: set[int] = field(default_factory=set)
+
+    def tensor(self, name: str, num_bytes: float, category: str) -> int:
+        """Return the number of a tensor, registering it."""
+        if name not in self.names:
+            self.names[name] = len(self.sizes)
+            self.sizes.append(int(num_bytes))
+            self.categories.append(CATEGORIES.index(category))
+            if category == GRADIENTS:
+                self.lasting.add(self.names[name])
+        return self.names[name]
+
+
+class Pass:
+    """Events of one pass; allocating what lives and freeing what does not is ignored."""
+
+    def __init__(self, table: Events) -> None:
+        self.table = table
+        self.tensors: list[int] = []
+        self.is_alloc: list[bool] = []
+        self._live: set[int] = set()
+        self._freed: set[int] = set()
+
+    def allocate(self, name: str, num_bytes: float, category: str) -> None:
+        if num_bytes <= 0:
+            return
+        tensor = self.table.tensor(name, num_bytes, category)
+        if tensor in self._live:
+            return
+        self._live.add(tensor)
+        self._freed.discard(tensor)
+        self.tensors.append(tensor)
+        self.is_alloc.append(True)
+
+    def free(self, name: str) -> None:
+        tensor = self.table.names.get(name)
+        if tensor is None or tensor in self._freed:
+            return
+        self._live.discard(tensor)
+        self._freed.add(tensor)
+        self.tensors.append(tensor)
+        self.is_alloc.append(False)

@@ -1,0 +1,50 @@
+"""Predicted live bytes against torch's own accounting, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator.uniform import uniform_plan
+from tests.validation.tiny import problem
+from validation.memory_check import CHECKS, GPT, STATES, Check, compare, table
+from validation.memory_trace import trace_memory
+
+WITHIN = 0.03
+QUICK = (
+    Check(GPT, 1, 2, {"microbatch": 2}, attention="flash"),
+    Check(GPT, 2, 2, {"pp": 2, "microbatch": 1}, (0, 1)),
+    Check(GPT, 2, 2, {"dp": 2, "zero": 3, "microbatch": 1, "recompute": "full", "overlap_gradient_sync": True}),
+)
+
+
+@pytest.mark.parametrize("check", QUICK, ids=str)
+def test_predicted_live_bytes_are_those_of_torch(check: Check) -> None:
+    for row in compare(check):
+        assert abs(row.error) <= WITHIN, table([row])
+        for name in STATES[:1]:
+            assert row.predicted[name] == pytest.approx(row.traced[name], rel=1e-3)
+
+
+def test_the_checks_cover_what_the_report_claims() -> None:
+    pipelined = [check for check in CHECKS if len(check.devices) > 1]
+    assert len(CHECKS) >= 10
+    assert len(pipelined) >= 5
+    for check in pipelined:
+        problem = check.problem()
+        plan = uniform_plan(problem, **check.degrees)  # type: ignore[arg-type]
+        assert plan.num_microbatches > 1
+        for end in (plan.stages[0], plan.stages[-1]):
+            assert set(end.devices) & set(check.devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_all_checks_agree(check: Check) -> None:
+    for row in compare(check):
+        assert abs(row.error) <= WITHIN, table([row])
+
+
+def test_a_device_outside_the_plan_is_refused() -> None:
+    of = problem("gpt")
+    with pytest.raises(ValueError, match=r"devices must be of the plan \(\[0, 1\]\), got \[7\]"):
+        trace_memory(uniform_plan(of, dp=2, microbatch=2), of, [7])

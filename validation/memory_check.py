@@ -1,0 +1,153 @@
+"""The simulator's live bytes against torch's own, plan by plan, under fake tensors: no GPU, any machine.
+
+``python -m validation.memory_check`` prints the table of `CHECKS`: models of about 1.3 billion parameters, in
+about two minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hardware_models.cluster import parse_cluster
+from hardware_models.model import HardwareModel
+from hardware_models.runtime import load_runtime
+from simulator.fidelity import Fidelity
+from simulator.memory_usage import DeviceMemory
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from validation.memory_trace import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TracedMemory, trace_memory
+from workloads.registry import build_workload
+
+STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A plan to compare.
+
+    Attributes:
+        model, num_gpus, global_batch: The problem, on A100s.
+        degrees: Of ``simulator.uniform.uniform_plan``.
+        devices: Which devices; None for the first.
+        runtime, attention: Of the executor.
+    """
+
+    model: str
+    num_gpus: int
+    global_batch: int
+    degrees: Mapping[str, object]
+    devices: tuple[int, ...] = (0,)
+    runtime: str = "windtunnel-executor"
+    attention: str = "plain"
+
+    def __str__(self) -> str:
+        parts = [f"{name} {value}" for name, value in self.degrees.items()]
+        precision = "fp32" if self.runtime.endswith("fp32") else "bf16"
+        return ", ".join([self.model, precision, f"{self.attention} attention", *parts])
+
+    def problem(self) -> Problem:
+        """Return the problem."""
+        return Problem(
+            workload=build_workload(self.model, attention=self.attention),
+            hardware=HardwareModel(cluster=parse_cluster(f"a100-80g-dgx:1x{self.num_gpus}")),
+            runtime=load_runtime(self.runtime),
+            global_batch=self.global_batch,
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One device of a check.
+
+    Attributes:
+        check: The plan.
+        device: Device id.
+        predicted, traced: Bytes of parameters, gradients, optimizer states and activations at the peak.
+        predicted_where, traced_where: What ran at the peak.
+    """
+
+    check: Check
+    device: int
+    predicted: Mapping[str, int]
+    traced: Mapping[str, int]
+    predicted_where: str
+    traced_where: str
+
+    @property
+    def error(self) -> float:
+        """Signed relative error of the peak."""
+        return sum(self.predicted.values()) / sum(self.traced.values()) - 1
+
+
+GPT = "gpt3-1.3b"
+CHECKS = (
+    Check(GPT, 1, 4, {"microbatch": 1}),
+    Check(GPT, 1, 4, {"microbatch": 2, "recompute": "full"}),
+    Check(GPT, 1, 4, {"microbatch": 2, "recompute": "selective"}),
+    Check(GPT, 1, 4, {"microbatch": 2}, attention="flash"),
+    Check(GPT, 2, 4, {"dp": 2, "microbatch": 1}, runtime="windtunnel-executor-fp32"),
+    Check(GPT, 2, 4, {"tp": 2, "microbatch": 2}),
+    Check(GPT, 2, 4, {"tp": 2, "sequence_parallel": True, "microbatch": 2}),
+    Check(GPT, 4, 8, {"dp": 4, "zero": 1, "microbatch": 1}),
+    Check(GPT, 4, 4, {"dp": 4, "zero": 2, "microbatch": 1, "recompute": "full", "overlap_gradient_sync": True}),
+    Check(GPT, 4, 4, {"dp": 4, "zero": 3, "microbatch": 1, "overlap_gradient_sync": True}),
+    Check(GPT, 4, 4, {"dp": 4, "zero": 3, "microbatch": 1, "recompute": "full", "overlap_gradient_sync": True}),
+    Check(GPT, 2, 8, {"pp": 2, "microbatch": 1}, (0, 1)),
+    Check(GPT, 4, 8, {"pp": 4, "microbatch": 1}, (0, 1, 2, 3)),
+    Check(GPT, 4, 8, {"pp": 4, "microbatch": 1, "schedule": "gpipe", "recompute": "full"}, (0, 3)),
+    Check(GPT, 2, 8, {"pp": 2, "microbatch": 1, "schedule": "interleaved", "chunks": 2}, (0, 1)),
+    Check(GPT, 2, 8, {"pp": 2, "microbatch": 1, "schedule": "zb-h1"}, (0, 1)),
+    Check(GPT, 4, 8, {"pp": 2, "tp": 2, "microbatch": 1}, (0, 3), runtime="windtunnel-executor-fp32"),
+    Check(GPT, 4, 16, {"pp": 4, "microbatch": 2, "recompute": "selective"}, (0, 3), attention="plain"),
+    Check("arena-bert-1.3b", 4, 8, {"pp": 4, "microbatch": 1}, (0, 3)),
+    Check("arena-bert-1.3b", 2, 4, {"pp": 2, "microbatch": 1, "recompute": "full"}, (0, 1), attention="flash"),
+)
+
+
+def compare(check: Check) -> list[Compared]:
+    """Return predicted and traced bytes of a check's devices."""
+    problem = check.problem()
+    plan = uniform_plan(problem, **check.degrees)  # type: ignore[arg-type]
+    result = simulate(plan, problem, fidelity=Fidelity().without("allocator"))
+    found = []
+    for traced in trace_memory(plan, problem, check.devices):
+        (memory,) = [one for one in result.memory if traced.device in result.graph.device_members[one.device]]
+        found.append(_compared(check, memory, traced))
+    return found
+
+
+def _compared(check: Check, memory: DeviceMemory, traced: TracedMemory) -> Compared:
+    predicted = {name: memory.consumers.get(name, 0) for name in STATES}
+    predicted[ACTIVATIONS] = memory.peak_allocated_bytes - sum(predicted.values())
+    return Compared(check, traced.device, predicted, traced.consumers, memory.peak_where, traced.peak_where)
+
+
+def table(rows: list[Compared]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [
+        "| plan | device | states, GiB (traced) | activations, GiB (traced) | peak, GiB (traced) | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    gib = 2.0**30
+    for row in rows:
+        states = [sum(side[name] for name in STATES) / gib for side in (row.predicted, row.traced)]
+        rest = [side[ACTIVATIONS] / gib for side in (row.predicted, row.traced)]
+        cells = [f"{a:.2f} ({b:.2f})" for a, b in (states, rest, [x + y for x, y in zip(states, rest, strict=True)])]
+        lines.append(f"| {row.check} | {row.device} | {' | '.join(cells)} | {100 * row.error:+.2f} % |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table of all checks."""
+    rows = [row for check in CHECKS for row in compare(check)]
+    worst = max(rows, key=lambda row: abs(row.error))
+    mean = sum(abs(row.error) for row in rows) / len(rows)
+    print(table(rows))
+    print(f"{len(CHECKS)} plans, {len(rows)} devices: mean absolute error {100 * mean:.2f} %, ", end="")
+    print(f"worst {100 * worst.error:+.2f} % ({worst.check}, device {worst.device})")
+
+
+if __name__ == "__main__":
+    main()
