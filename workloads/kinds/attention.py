@@ -116,8 +116,9 @@ class AttentionScore(_ByHead):
 class Softmax(_ByHead):
     """Scale, mask and softmax of scores ``(B, A, Sq, Sk)``.
 
-    Fused: one kernel that keeps its output. Unfused: three kernels, and one more score tensor, in fp32, is
-    kept: BERT layers measured by Galvatron hold three fp32 score tensors and a mask byte with dropout
+    Fused: one kernel that keeps its output. Unfused: scale, mask and softmax apart; scores of 16 bits go through fp32,
+    with a cast before and after and a mask that copies the gradient (Aceso's rows of 13B without the fused kernel move
+    18.5 times the tensor forward, as this counts); and one more score tensor, in fp32, is kept: BERT layers measured by Galvatron hold three fp32 score tensors and a mask byte with dropout
     (13 a s^2 bytes), two without (8 a s^2); GPT 13B falls back to the unfused path at tensor parallel 4
     in Aceso's profile and holds 160 MiB = 4 a s^2 / t more.
 
@@ -151,6 +152,36 @@ class Softmax(_ByHead):
         choice = local.implementation
         return choice.fused_softmax and samples * heads % choice.fused_softmax_multiple == 0
 
+    @staticmethod
+    def _unfused_forward(size: float, local: Local) -> list[Kernel]:
+        """Scale, mask, softmax; in fp32 between two casts where the scores have 16 bits."""
+        if local.element_bytes == DTYPE_BYTES["fp32"]:
+            return [MemoryBound(size, size), MemoryBound(size, size), MemoryBound(size, size, "reduction")]
+        elements = size / local.element_bytes
+        wide = elements * DTYPE_BYTES["fp32"]
+        return [
+            MemoryBound(size, wide),
+            MemoryBound(wide, wide),
+            MemoryBound(wide + elements, wide),
+            MemoryBound(wide, wide, "reduction"),
+            MemoryBound(wide, size),
+        ]
+
+    @staticmethod
+    def _unfused_backward(size: float, local: Local) -> list[Kernel]:
+        if local.element_bytes == DTYPE_BYTES["fp32"]:
+            return [MemoryBound(2 * size, size, "reduction"), MemoryBound(size, size), MemoryBound(size, size)]
+        elements = size / local.element_bytes
+        wide = elements * DTYPE_BYTES["fp32"]
+        return [
+            MemoryBound(size, wide),
+            MemoryBound(2 * wide, wide, "reduction"),
+            MemoryBound(wide, wide),  # the mask's gradient is masked in a copy
+            MemoryBound(wide + elements, wide),
+            MemoryBound(wide, wide),
+            MemoryBound(wide, size),
+        ]
+
     def saved(self, local: Local) -> tuple[Saved, ...]:
         if self._is_fused(local):
             return (Saved("output:0"),)
@@ -164,13 +195,12 @@ class Softmax(_ByHead):
         if phase == FORWARD:
             found: list[Kernel] = [MemoryBound(read * size, size, "reduction")]
             if not fused:
-                found = [MemoryBound(size, size), MemoryBound(size, size), *found]
+                found = self._unfused_forward(size, local)
             if bias:
                 found = [MemoryBound(bias, bias, "gather"), MemoryBound(size + bias, size), *found]
             return found
         if phase == BACKWARD_INPUT:
-            found = [MemoryBound(2 * read * size, size, "reduction")]
-            return found if fused else [*found, MemoryBound(size, size), MemoryBound(size, size)]
+            return [MemoryBound(2 * read * size, size, "reduction")] if fused else self._unfused_backward(size, local)
         # The bias gradient: a sum over samples, then a scatter into the buckets.
         return [MemoryBound(size, bias, "reduction"), MemoryBound(bias, bias, "gather")] if bias else []
 

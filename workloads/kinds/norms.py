@@ -74,7 +74,8 @@ class _Norm(Kind):
             ]
         if phase == BACKWARD_INPUT:
             if fused:
-                return [MemoryBound(2 * size + statistics, size, "reduction")]
+                # Two passes over gradient and input: first the row's sums, then the result.
+                return [MemoryBound(4 * size + statistics, size, "reduction")]
             return [
                 MemoryBound(2 * size, statistics, "reduction"),
                 *(MemoryBound(2 * size, size) for _ in range(self.num_passes)),
