@@ -60,6 +60,9 @@ class Runtime:
             (module calls, dispatch, autograd nodes): forward, and backward.
         host_seconds_per_pass: What the framework spends on the host before each forward or backward pass of a
             microbatch through a stage (schedule, data, bookkeeping).
+        host_seconds_per_collective: What the framework spends on the host for a collective beyond one launch (Python
+            of the call, events between streams): once, and for each rank of its group that the same process drives
+            (0 where each rank has a process of its own).
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
@@ -89,6 +92,7 @@ class Runtime:
     host_seconds_per_kernel: float | None
     host_seconds_per_operator: tuple[float, float]
     host_seconds_per_pass: float
+    host_seconds_per_collective: tuple[float, float]
     prefetches_gathers: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool
@@ -120,6 +124,7 @@ class ImplementationFile(FileModel):
     fused_loss: bool
     flash_causal_skip: bool
     flash_generation: Literal[1, 2]
+    elementary: bool = False
 
 
 class RuntimeFile(FileModel):
@@ -146,6 +151,7 @@ class RuntimeFile(FileModel):
     host_seconds_per_kernel: NonNegative | None
     host_seconds_per_operator: tuple[NonNegative, NonNegative]
     host_seconds_per_pass: NonNegative
+    host_seconds_per_collective: tuple[NonNegative, NonNegative]
     prefetches_gathers: bool
     optimizer_kernels: OptimizerKernels
     gradient_clipping: bool

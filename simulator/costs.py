@@ -6,7 +6,8 @@ rows; there is no second path to a duration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -210,6 +211,14 @@ class CostTables:
         """Return the host's seconds per kernel launch: the runtime's, else the device type's."""
         own = self.problem.runtime.host_seconds_per_kernel
         return own if own is not None else self.problem.hardware.launch_s(gpu_type)
+
+    def collective_host_s(self, members: Sequence[int]) -> float:
+        """Return the host's seconds for a collective over ``members`` beyond one launch."""
+        once_s, per_rank_s = self.problem.runtime.host_seconds_per_collective
+        if not per_rank_s:
+            return once_s
+        ranks = Counter(self.problem.hardware.cluster.node_of(device) for device in members)
+        return once_s + per_rank_s * max(ranks.values())
 
     def _internal(self, kind: Kind, local: Local, sharding: Sharding) -> Iterable[tuple[str, MeshCollective]]:
         for position, axis in enumerate(sharding):

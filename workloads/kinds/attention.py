@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kinds import elementary
 from workloads.kinds.attributes import flag, integer, require_rank, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
@@ -65,6 +66,13 @@ def _local_heads(local: Local) -> int:
     return integer(local.attributes, "heads") * local.inputs[0][2] // features
 
 
+def _transposes(local: Local, *elements: int) -> list[Kernel]:
+    """Return the copies from tokens to heads, or back, of tensors that matmuls elsewhere read with strides."""
+    if not local.implementation.elementary:
+        return []
+    return [kernel for count in elements for kernel in elementary.chain((elementary.MAP,), count * local.element_bytes)]
+
+
 class _ByHead(Kind):
     """What attention operators share: the head split and its limit."""
 
@@ -102,12 +110,14 @@ class AttentionScore(_ByHead):
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         samples, heads, queries, keys = local.outputs[0]
         dim, batch = integer(local.attributes, "head_dim"), samples * heads
+        transposes = _transposes(local, batch * queries * dim, batch * keys * dim)
         if phase == FORWARD:
-            return [Matmul(m=queries, n=keys, k=dim, batch=batch)]
+            return [*transposes, Matmul(m=queries, n=keys, k=dim, batch=batch)]
         if phase == BACKWARD_INPUT:
             return [
                 Matmul(m=queries, n=dim, k=keys, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
+                *transposes,
             ]
         return []
 
@@ -118,9 +128,9 @@ class Softmax(_ByHead):
 
     Fused: one kernel that keeps its output. Unfused: scale, mask and softmax apart; scores of 16 bits go through fp32,
     with a cast before and after and a mask that copies the gradient (Aceso's rows of 13B without the fused kernel move
-    18.5 times the tensor forward, as this counts); and one more score tensor, in fp32, is kept: BERT layers measured by Galvatron hold three fp32 score tensors and a mask byte with dropout
-    (13 a s^2 bytes), two without (8 a s^2); GPT 13B falls back to the unfused path at tensor parallel 4
-    in Aceso's profile and holds 160 MiB = 4 a s^2 / t more.
+    18.5 times the tensor forward, as this counts). One more score tensor, in fp32, is kept: BERT layers measured by
+    Galvatron hold three fp32 score tensors and a mask byte with dropout (13 a s^2 bytes), two without (8 a s^2), and GPT
+    13B without the fused kernel (tensor parallel 4) holds 160 MiB = 4 a s^2 / t more in Aceso's profile.
 
     A fused causal kernel reads the lower half of what it is given and writes all of its result (Megatron's
     upper-triangular masked softmax): Aceso's V100 times would else need more than the memory's bandwidth.
@@ -155,6 +165,8 @@ class Softmax(_ByHead):
     @staticmethod
     def _unfused_forward(size: float, local: Local) -> list[Kernel]:
         """Scale, mask, softmax; in fp32 between two casts where the scores have 16 bits."""
+        if local.implementation.elementary:
+            return elementary.chain(elementary.SOFTMAX_FORWARD, size)
         if local.element_bytes == DTYPE_BYTES["fp32"]:
             return [MemoryBound(size, size), MemoryBound(size, size), MemoryBound(size, size, "reduction")]
         elements = size / local.element_bytes
@@ -169,6 +181,8 @@ class Softmax(_ByHead):
 
     @staticmethod
     def _unfused_backward(size: float, local: Local) -> list[Kernel]:
+        if local.implementation.elementary:
+            return elementary.chain(elementary.SOFTMAX_BACKWARD, size)
         if local.element_bytes == DTYPE_BYTES["fp32"]:
             return [MemoryBound(2 * size, size, "reduction"), MemoryBound(size, size), MemoryBound(size, size)]
         elements = size / local.element_bytes
@@ -183,7 +197,7 @@ class Softmax(_ByHead):
         ]
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
-        if self._is_fused(local):
+        if self._is_fused(local) or local.implementation.elementary:
             return (Saved("output:0"),)
         return Saved("output:0"), Saved("scores", local.outputs[0], "fp32")
 
@@ -229,11 +243,14 @@ class AttentionContext(_ByHead):
         if phase == FORWARD:
             # The product is laid out by head; the projection wants it by token: one copy.
             size = size_bytes(local, local.outputs)
-            return [Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size)]
+            transposes = _transposes(local, batch * keys * dim)
+            return [*transposes, Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size)]
         if phase == BACKWARD_INPUT:
             return [
+                *_transposes(local, batch * queries * dim),
                 Matmul(m=queries, n=keys, k=dim, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
+                *_transposes(local, batch * keys * dim),
             ]
         return []
 

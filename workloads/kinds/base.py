@@ -46,6 +46,8 @@ class Implementation:
         fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
         flash_generation: 1 for the flash attention of 2022, 2 for FlashAttention-2.
+        elementary: Every operation of the graph is a kernel, as in TensorFlow 1: dropout draws, shifts, rounds, scales
+            and multiplies; GELU, layer norm and softmax are chains too, and keep what their gradients need.
     """
 
     dtype: str = "fp16"
@@ -59,6 +61,7 @@ class Implementation:
     fused_loss: bool = False
     flash_causal_skip: bool = True
     flash_generation: int = 2
+    elementary: bool = False
 
     @property
     def activation_bytes(self) -> int:
