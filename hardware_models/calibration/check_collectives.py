@@ -27,7 +27,7 @@ from hardware_models.calibration.collective_rows import (
     measured_rows,
     relative_errors,
 )
-from hardware_models.calibration.fit_collectives import is_fitted
+from hardware_models.calibration.fit_collectives import RINGS, is_fitted
 from hardware_models.cluster import parse_cluster
 
 LAUNCH_PER_RANK_S = {"p3.16xlarge": 23.7e-6, "a100-80g-dgx": 21.4e-6}
@@ -94,26 +94,42 @@ def tabulate(
     }
 
 
+def markdown(data: Path, *, shapes: bool) -> list[str]:
+    """Return one table per source: median absolute error, and bias in brackets.
+
+    Args:
+        data: Folder of public sets.
+        shapes: Also one line per shape of the groups.
+    """
+    lines = []
+    for check in checks(data):
+        errors = check.errors()
+        lines += ["", f"**{check.title}** ({len(errors)} rows)", ""]
+        lines += [f"| | {LARGE} | {MIDDLE} | {SMALL} |", "|---|---|---|---|"]
+        rings = [(row, error) for row, error in errors if row.kind in RINGS]
+        lines += _rows(tabulate(rings, lambda _: "the three ring collectives"))
+        lines += _rows(tabulate(errors, lambda row: row.kind))
+        if shapes:
+            lines += _rows(tabulate(errors, lambda row: f"{row.kind}, {shape(row)}"))
+    return lines
+
+
+def _rows(table: Mapping[tuple[str, str], tuple[int, float, float]]) -> list[str]:
+    lines = []
+    for name in dict.fromkeys(name for name, _ in table):
+        cells = (table.get((name, size)) for size in (LARGE, MIDDLE, SMALL))
+        words = (f"{cell[1]:.1%} ({cell[2]:+.1%})" if cell else "" for cell in cells)
+        lines.append(f"| {name} | {' | '.join(words)} |")
+    return lines
+
+
 def main() -> None:
     """Print one Markdown table per source."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds alpa_v100/ and others")
     parser.add_argument("--shapes", action="store_true", help="one line per shape of the groups")
     arguments = parser.parse_args()
-    for check in checks(arguments.data):
-        errors = check.errors()
-        print(f"\n**{check.title}** ({len(errors)} rows): median absolute error (bias)\n")
-        print(f"| | {LARGE} | {MIDDLE} | {SMALL} |\n|---|---|---|---|")
-        _print_rows(tabulate(errors, lambda row: row.kind))
-        if arguments.shapes:
-            _print_rows(tabulate(errors, lambda row: f"{row.kind}, {shape(row)}"))
-
-
-def _print_rows(table: Mapping[tuple[str, str], tuple[int, float, float]]) -> None:
-    for name in dict.fromkeys(name for name, _ in table):
-        cells = (table.get((name, size)) for size in (LARGE, MIDDLE, SMALL))
-        words = (f"{cell[1]:.1%} ({cell[2]:+.1%})" if cell else "" for cell in cells)
-        print(f"| {name} | {' | '.join(words)} |")
+    print("\n".join(markdown(arguments.data, shapes=arguments.shapes)))
 
 
 if __name__ == "__main__":

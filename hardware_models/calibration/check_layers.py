@@ -106,21 +106,26 @@ def mean_absolute(found: Sequence[Layer]) -> float:
     return fmean(abs(layer.error) for layer in found)
 
 
-def main() -> None:
-    """Print the errors by size and degree."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds aceso_v100/ops.csv.gz")
-    found = list(layers(parser.parse_args().data / "aceso_v100" / "ops.csv.gz"))
-    print("| size | tp 1 | tp 2 | tp 4 | tp 8 |\n|---|---|---|---|---|")
+def markdown(data: Path) -> list[str]:
+    """Return the errors by size and degree, and the figure over all layers that are reported."""
+    found = list(layers(data / "aceso_v100" / "ops.csv.gz"))
+    lines = ["| size | tp 1 | tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|"]
     for size in SIZES:
         cells = []
         for degree in DEGREES:
             group = [layer for layer in found if (layer.size, layer.tensor_size) == (size, degree)]
-            mark = " (fitted)" if group[0].is_fitted else ""
+            mark = " fitted" if group[0].is_fitted else ""
             cells.append(f"{mean_absolute(group):.1%} ({fmean(layer.error for layer in group):+.1%}){mark}")
-        print(f"| {size} | {' | '.join(cells)} |")
+        lines.append(f"| {size} | {' | '.join(cells)} |")
     reported = [layer for layer in found if not layer.is_fitted]
-    print(f"\n{len(reported)} layers reported, mean absolute error {mean_absolute(reported):.1%}")
+    return [*lines, "", f"{len(reported)} layers reported, mean absolute error {mean_absolute(reported):.1%}."]
+
+
+def main() -> None:
+    """Print the errors by size and degree."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds aceso_v100/ops.csv.gz")
+    print("\n".join(markdown(parser.parse_args().data)))
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class Softmax(_ByHead):
     Fused: one kernel that keeps its output. Unfused: scale, mask and softmax apart; scores of 16 bits go through fp32,
     with a cast before and after and a mask that copies the gradient (Aceso's rows of 13B without the fused kernel move
     18.5 times the tensor forward, as this counts). One more score tensor, in fp32, is kept: BERT layers measured by
-    Galvatron hold three fp32 score tensors and a mask byte with dropout (13 a s^2 bytes), two without (8 a s^2), and GPT
+    Galvatron hold three fp32 score tensors and a mask byte with dropout (13 a s^2 bytes), two without (8 a s^2); GPT
     13B without the fused kernel (tensor parallel 4) holds 160 MiB = 4 a s^2 / t more in Aceso's profile.
 
     A fused causal kernel reads the lower half of what it is given and writes all of its result (Megatron's
