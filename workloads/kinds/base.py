@@ -45,7 +45,7 @@ class Implementation:
             of this (4 in Megatron-LM 2021, ``fused_softmax.py``); elsewhere the unfused one runs.
         fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
-        flash_generation: 1 for the flash attention of 2022, 2 for FlashAttention-2.
+        flash_generation: 1 for the Triton port of the flash attention of 2022, 2 for FlashAttention-2.
         elementary: Every operation of the graph is a kernel, as in TensorFlow 1: dropout draws, shifts, rounds, scales
             and multiplies; GELU, layer norm and softmax are chains too, and keep what their gradients need.
     """
