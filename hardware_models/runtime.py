@@ -44,6 +44,7 @@ class Runtime:
             gradients).
         gradient_accumulation_bytes: Bytes per element in which gradients of microbatches are summed and
             travel.
+        adds_gradients: The gradient of each microbatch is added to a buffer by a kernel per parameter.
         gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
         overlap_gradient_sync: Buckets travel while the last backward still runs.
@@ -79,6 +80,7 @@ class Runtime:
     optimizer_bytes: float
     optimizer_workspace_bytes: float
     gradient_accumulation_bytes: int
+    adds_gradients: bool
     gradient_bucket_bytes: int | None
     reduce_gradients: Reduce
     overlap_gradient_sync: bool
@@ -138,6 +140,7 @@ class RuntimeFile(FileModel):
     optimizer_bytes: NonNegative
     optimizer_workspace_bytes: NonNegative
     gradient_accumulation_bytes: Literal[2, 4]
+    adds_gradients: bool
     gradient_bucket_bytes: Bytes | None
     reduce_gradients: Reduce
     overlap_gradient_sync: bool
