@@ -25,10 +25,23 @@ from math import ceil, log2
 
 from hardware_models.cluster import Cluster, Node
 from hardware_models.communication import Communication
-from hardware_models.links import COLLECTIVES, Protocol
+from hardware_models.links import COLLECTIVES, LinkType
 from hardware_models.topology import is_connected, pack_rings, routes, tree_edges
 
 Loads = dict[str, float]
+
+
+@dataclass(frozen=True)
+class FlowProtocol:
+    """One protocol of the library over one route.
+
+    Attributes:
+        latency_s: Launch and all steps, before data flow at full rate.
+        bandwidth_fraction: Share of the full rate that it reaches.
+    """
+
+    latency_s: float
+    bandwidth_fraction: float
 
 
 @dataclass(frozen=True)
@@ -38,17 +51,14 @@ class Flow:
     Attributes:
         work_s_per_byte: Seconds of data flow per byte.
         loads: ``(resource, seconds per byte at the resource's full rate)``.
-        steps_inside, steps_between: Latency steps over links and over the network.
-        protocols: The library's choices, of the slower medium.
-        step_inside_s: Latency of one step over links where the protocols are the network's.
+        protocols: The library's choices.
+        fill_bytes: Bytes' worth of data flow that pass before the algorithm runs at full rate.
     """
 
     work_s_per_byte: float
     loads: tuple[tuple[str, float], ...]
-    steps_inside: int
-    steps_between: int
-    protocols: tuple[Protocol, ...]
-    step_inside_s: float = 0.0
+    protocols: tuple[FlowProtocol, ...]
+    fill_bytes: float = 0.0
 
     @cached_property
     def _shares(self) -> tuple[tuple[tuple[str, float], ...], ...]:
@@ -63,13 +73,12 @@ class Flow:
         """Return the cost with the quickest protocol."""
         options = []
         for index, protocol in enumerate(self.protocols):
-            latency = protocol.launch_s + (self.steps_between or self.steps_inside) * protocol.step_s
-            if self.steps_between:
-                latency += self.steps_inside * self.step_inside_s
-            work = num_bytes * self.work_s_per_byte / protocol.bandwidth_fraction
-            options.append((latency + work, index, latency, work))
-        _, index, latency, work = min(options)
-        return Communication(latency_s=latency, work_s=work, shares=self._shares[index])
+            work = (num_bytes + self.fill_bytes) * self.work_s_per_byte / protocol.bandwidth_fraction
+            options.append((protocol.latency_s + work, index, work))
+        _, index, work = min(options)
+        return Communication(
+            latency_s=self.protocols[index].latency_s, work_s=work, shares=self._shares[index]
+        )
 
 
 def bus_factor(kind: str, n: int) -> float:
@@ -110,7 +119,7 @@ def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:
     node = cluster.nodes[a]
     if a == b:
         links, prefix = node.links, f"node{a}"
-        protocol = (_single(links.point_to_point_latency_s),)
+        protocol = (FlowProtocol(links.point_to_point_latency_s, 1.0),)
         if links.kind == "mesh":
             count = {(i, j): c for i, j, c in node.mesh}.get((min(slot_a, slot_b), max(slot_a, slot_b)), 0)
             if count:
@@ -126,7 +135,7 @@ def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:
             loads = {f"{prefix}/{name}/{slot_a}/out": port, f"{prefix}/{name}/{slot_b}/in": port}
             if links.kind == "host":
                 loads[f"{prefix}/bridge"] = 1 / links.bridge_bytes_per_s
-        return Flow(work, tuple(loads.items()), 1, 0, protocol)
+        return Flow(work, tuple(loads.items()), protocol)
     other = cluster.nodes[b]
     rate = min(n.network.nominal_bytes_per_s * n.network.point_to_point_fraction for n in (node, other))
     loads = {
@@ -134,7 +143,7 @@ def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:
         f"node{b}/nic{other.nic_of(slot_b)}/in": 1 / other.network.nic_bytes_per_s,
     }
     latency = max(node.network.point_to_point_latency_s, other.network.point_to_point_latency_s)
-    return Flow(1 / rate, tuple(loads.items()), 0, 1, (_single(latency),))
+    return Flow(1 / rate, tuple(loads.items()), (FlowProtocol(latency, 1.0),))
 
 
 def _by_node(cluster: Cluster, devices: Iterable[int]) -> dict[int, tuple[int, ...]]:
@@ -154,8 +163,19 @@ def _inside(node: Node, index: int, kind: str, members: tuple[int, ...], n: int)
         work, loads = _mesh_all_to_all(node, index, members, 1.0 / n)
     else:
         work, loads = _ring(node, index, kind, members, bus_factor(kind, n))
-    work /= links.efficiency[kind]
-    return Flow(work, tuple(loads.items()), _steps(kind, n), 0, links.protocols)
+    work = work / links.efficiency[kind] + _local_s_per_byte(links, kind, n)
+    steps = _steps(kind, n)
+    protocols = tuple(
+        FlowProtocol(protocol.launch_s + steps * protocol.step_s, protocol.bandwidth_fraction)
+        for protocol in links.protocols
+    )
+    return Flow(work, tuple(loads.items()), protocols)
+
+
+def _local_s_per_byte(links: LinkType, kind: str, n: int) -> float:
+    """Return seconds per byte of size that a rank needs for its own n-th, which crosses no link."""
+    rate = links.local_bytes_per_s.get(kind)
+    return 1.0 / (n * rate) if rate is not None else 0.0
 
 
 def _ring(
@@ -238,19 +258,22 @@ def _across(
         for nic in nics:
             loads[f"node{index}/nic{nic}/out"] = loads[f"node{index}/nic{nic}/in"] = seconds
     slowest = max((cluster.nodes[i] for i in groups), key=lambda x: x.network.protocols[0].step_s)
-    inside_steps = max(len(members) for members in groups.values()) - 1
-    hops = ceil(log2(len(groups))) if tree else len(groups) - 1
-    if kind == "all_reduce":
-        inside_steps, hops = 2 * inside_steps, 2 * hops
-    return Flow(
-        work_s_per_byte=work,
-        loads=tuple(loads.items()),
-        steps_inside=inside_steps,
-        steps_between=hops,
-        protocols=slowest.network.protocols,
-        step_inside_s=slowest.links.protocols[0].step_s,
+    if tree:
+        # Down the chain of each node's members, and up the tree of nodes.
+        hops, inside_steps = ceil(log2(len(groups))), max(len(members) for members in groups.values()) - 1
+    else:
+        # A part of the ring passes n - 1 times from rank to rank, at most once from each node to the next.
+        hops = min(len(groups), n - 1)
+        inside_steps = n - 1 - hops
+    passes = 2 if kind == "all_reduce" else 1
+    inside = {protocol.name: protocol.step_s for protocol in slowest.links.protocols}
+    quickest = slowest.links.protocols[0].step_s
+    protocols = tuple(
+        FlowProtocol(
+            protocol.launch_s
+            + passes * (hops * protocol.step_s + inside_steps * inside.get(protocol.name, quickest)),
+            protocol.bandwidth_fraction,
+        )
+        for protocol in slowest.network.protocols
     )
-
-
-def _single(latency_s: float) -> Protocol:
-    return Protocol(name="point_to_point", launch_s=latency_s, step_s=0.0, bandwidth_fraction=1.0)
+    return Flow(work, tuple(loads.items()), protocols, slowest.network.tree_fill_bytes if tree else 0.0)

@@ -97,13 +97,14 @@ def memory_bound_s(gpu: GpuType, curve: MemoryCurve, kernel: MemoryBound) -> flo
     return (kernel.total_bytes + curve.ramp_bytes) / rate
 
 
-FLASH_SLOWNESS = {1: 2.0, 2: 1.0}
-"""Time by generation of the kernel: FlashAttention-2 is about twice as fast as its predecessor (Dao 2023, abstract).
-The curves are those of the second generation."""
+FLASH_SLOWNESS = {1: (1.4, 2.0), 2: (1.0, 1.0)}
+"""Time forward and backward by generation of the kernel. The first is its Triton port, over which FlashAttention-2 is
+1.3 to 1.5 times faster forward and about twice backward (Dao 2023, section 4.1; the middle is taken). The curves are
+those of the second generation."""
 
 
 def attention_s(gpu: GpuType, curve: AttentionCurve, kernel: FlashAttention, dtype: str) -> float:
     """Return seconds of a fused attention kernel; its traffic never bounds it at training lengths."""
     limit = curve.backward if kernel.backward else curve.forward
     efficiency = limit * kernel.key_length / (kernel.key_length + curve.half_length)
-    return kernel.flop / (gpu.peak(dtype) * efficiency) * FLASH_SLOWNESS[kernel.generation]
+    return kernel.flop / (gpu.peak(dtype) * efficiency) * FLASH_SLOWNESS[kernel.generation][kernel.backward]

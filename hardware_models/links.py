@@ -47,6 +47,8 @@ class LinkType(FileModel):
         fallback_bytes_per_s: Mesh: rate between GPUs that no link joins, and of rings that do not close.
         bridge_bytes_per_s: Host: what the bridge carries in all.
         efficiency: Rate of each collective over that of a large all-reduce.
+        local_bytes_per_s: Rate at which a rank deals with its own n-th of the data, which crosses no link: copied
+            (all-gather), added up (reduce-scatter). Collectives that are not named have no such cost.
         protocols: At least one.
     """
 
@@ -60,11 +62,19 @@ class LinkType(FileModel):
     efficiency: Mapping[str, Fraction]
     protocols: tuple[Protocol, ...]
     source: Text
+    local_bytes_per_s: Mapping[str, Positive] = {}
 
     @field_validator("efficiency")
     @classmethod
     def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
         return _all_collectives(value)
+
+    @field_validator("local_bytes_per_s")
+    @classmethod
+    def _known(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        if not set(value) <= set(COLLECTIVES):
+            raise ValueError(f"must have keys of {', '.join(COLLECTIVES)} only")
+        return value
 
     @field_validator("protocols")
     @classmethod
@@ -81,6 +91,8 @@ class NetworkType(FileModel):
         point_to_point_fraction: Share of it that one send/receive reaches (a flow or two, not all channels).
         point_to_point_latency_s: Seconds of a send/receive of nothing.
         efficiency, protocols: As for links.
+        tree_fill_bytes: Bytes' worth of time until the tree of an all-reduce runs at full rate: what makes the library
+            prefer the ring, which moves more, for all but large messages.
     """
 
     nominal_bytes_per_s: Positive
@@ -90,6 +102,7 @@ class NetworkType(FileModel):
     efficiency: Mapping[str, Fraction]
     protocols: tuple[Protocol, ...]
     source: Text
+    tree_fill_bytes: NonNegative = 0.0
 
     @field_validator("efficiency")
     @classmethod

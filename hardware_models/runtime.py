@@ -46,6 +46,7 @@ class Runtime:
             gradients).
         gradient_accumulation_bytes: Bytes per element in which gradients of microbatches are summed and
             travel.
+        adds_gradients: The gradient of each microbatch is added to a buffer by a kernel per parameter.
         gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
         overlap_gradient_sync: Buckets travel while the last backward still runs.
@@ -62,6 +63,9 @@ class Runtime:
             (module calls, dispatch, autograd nodes): forward, and backward.
         host_seconds_per_pass: What the framework spends on the host before each forward or backward pass of a
             microbatch through a stage (schedule, data, bookkeeping).
+        host_seconds_per_collective: What the framework spends on the host for a collective beyond one launch (Python
+            of the call, events between streams): once, and for each rank of its group that the same process drives
+            (0 where each rank has a process of its own).
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.
@@ -86,6 +90,7 @@ class Runtime:
     optimizer_bytes: float
     optimizer_workspace_bytes: float
     gradient_accumulation_bytes: int
+    adds_gradients: bool
     gradient_bucket_bytes: int | None
     reduce_gradients: Reduce
     overlap_gradient_sync: bool
@@ -99,6 +104,7 @@ class Runtime:
     host_seconds_per_kernel: float | None
     host_seconds_per_operator: tuple[float, float]
     host_seconds_per_pass: float
+    host_seconds_per_collective: tuple[float, float]
     prefetches_gathers: bool
     keeps_stage_outputs: bool
     frees_gradients: GradientsFreed
@@ -135,8 +141,7 @@ class ImplementationFile(FileModel):
     flash_causal_skip: bool
     flash_generation: Literal[1, 2]
     keeps_scores: bool = False
-    mask_dtype: Literal["mask", "activation"] = "mask"
-    unfused_chains: bool = False
+    elementary: bool = False
     loss_keeps_logits: bool = False
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
 
@@ -153,6 +158,7 @@ class RuntimeFile(FileModel):
     optimizer_bytes: NonNegative
     optimizer_workspace_bytes: NonNegative
     gradient_accumulation_bytes: Literal[2, 4]
+    adds_gradients: bool
     gradient_bucket_bytes: Bytes | None
     reduce_gradients: Reduce
     overlap_gradient_sync: bool
@@ -166,6 +172,7 @@ class RuntimeFile(FileModel):
     host_seconds_per_kernel: NonNegative | None
     host_seconds_per_operator: tuple[NonNegative, NonNegative]
     host_seconds_per_pass: NonNegative
+    host_seconds_per_collective: tuple[NonNegative, NonNegative]
     prefetches_gathers: bool
     keeps_stage_outputs: bool
     frees_gradients: GradientsFreed

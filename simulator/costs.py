@@ -6,7 +6,8 @@ rows; there is no second path to a duration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -183,11 +184,23 @@ class CostTables:
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
         stated = kind.stated_time_s(phase, local)
         if stated is None:
-            kernels = self._segment(kind.kernels(phase, local), gpu_type)
+            work = kind.kernels(phase, local)
+            if phase == BACKWARD_WEIGHT:
+                work = [*work, *self._additions(local)]
+            kernels = self._segment(work, gpu_type)
             forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
             dispatch_s = {FORWARD: forward_s, BACKWARD_INPUT: backward_s}.get(phase, 0.0)
             return Segment.launch(dispatch_s).then(kernels) if dispatch_s else kernels
         return Segment(stated, 0.0, stated, 0.0, (stated, 0.0, 0.0))
+
+    def _additions(self, local: Local) -> list[Kernel]:
+        """Return the kernels that add the gradients of a microbatch to those before, one per parameter."""
+        runtime = self.problem.runtime
+        if not runtime.adds_gradients:
+            return []
+        kept, new = runtime.gradient_accumulation_bytes, local.element_bytes
+        counts = [float(prod(shape)) for shape in local.parameters]
+        return [MemoryBound(count * (kept + new), count * kept) for count in counts]
 
     def _segment(self, kernels: Iterable[Kernel], gpu_type: str) -> Segment:
         hardware, runtime = self.problem.hardware, self.problem.runtime
@@ -206,6 +219,14 @@ class CostTables:
         """Return the host's seconds per kernel launch: the runtime's, else the device type's."""
         own = self.problem.runtime.host_seconds_per_kernel
         return own if own is not None else self.problem.hardware.launch_s(gpu_type)
+
+    def collective_host_s(self, members: Sequence[int]) -> float:
+        """Return the host's seconds for a collective over ``members`` beyond one launch."""
+        once_s, per_rank_s = self.problem.runtime.host_seconds_per_collective
+        if not per_rank_s:
+            return once_s
+        ranks = Counter(self.problem.hardware.cluster.node_of(device) for device in members)
+        return once_s + per_rank_s * max(ranks.values())
 
     def _internal(self, kind: Kind, local: Local, sharding: Sharding) -> Iterable[tuple[str, MeshCollective]]:
         for position, axis in enumerate(sharding):

@@ -47,11 +47,9 @@ class Channels:
             self._numbers[key] = len(self.lines)
             found = []
             for flow in collective_flows(hardware.cluster, collective, members):
-                between = flow.steps_between
-                extra = flow.steps_inside * flow.step_inside_s if between else 0.0
                 for protocol in flow.protocols:
-                    latency = protocol.launch_s + (between or flow.steps_inside) * protocol.step_s + extra
-                    found.append((latency, flow.work_s_per_byte / protocol.bandwidth_fraction))
+                    s_per_byte = flow.work_s_per_byte / protocol.bandwidth_fraction
+                    found.append((protocol.latency_s + flow.fill_bytes * s_per_byte, s_per_byte))
             self.lines.append(found)
             table = hardware.collective_table
             one_node = hardware.cluster.node_of(members[0]) == hardware.cluster.node_of(members[-1])

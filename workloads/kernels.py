@@ -86,7 +86,7 @@ class FlashAttention:
         query_length, key_length, head_dim: Elements.
         causal: True where the masked half is skipped.
         backward: The backward kernel does five matmuls where forward does two (recomputes scores).
-        generation: 1 for the kernels of 2022 (FlashAttention, its Triton port), 2 for FlashAttention-2.
+        generation: 1 for the Triton port of the first FlashAttention (2022), 2 for FlashAttention-2.
     """
 
     batch: int

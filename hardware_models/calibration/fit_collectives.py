@@ -1,8 +1,8 @@
-"""Fit link rates and the two NCCL protocols of a link type to measured single-node all-reduces.
+"""Fit the link constants of a machine type to published collectives: at most a dozen, whatever the group's shape.
 
-Rows used: ``collectives_measured.csv``, all-reduce inside one node: vTrain V100 (2..8 GPUs without 5, which
-holds no ring), vTrain A100 (2..8), Vidur H100 DGX (2..8, 1 MiB and more). Report: Vidur A100 DGX, and V100
-with 5 GPUs.
+Rows used: Alpa's p3.16xlarge and A100 databases, f16, every even power of two from 16 KiB (all-reduce, all-gather,
+reduce-scatter; other sizes, and f32, are reported); ``collectives_measured.csv``: vTrain V100 (2..8 GPUs without 5,
+which holds no ring) and A100 (2..8), Vidur H100 DGX (1 MiB and more). ``check_collectives`` reports all other rows.
 
 Run: ``python -m hardware_models.calibration.fit_collectives --data DIR``
 """
@@ -10,7 +10,7 @@ Run: ``python -m hardware_models.calibration.fit_collectives --data DIR``
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,116 +18,189 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from datafiles.tables import load_table
+from hardware_models.calibration.collective_rows import (
+    ALPA_A100,
+    ALPA_P3,
+    MIB,
+    CollectiveRow,
+    Predictor,
+    alpa_rows,
+    clusters_of,
+    measured_rows,
+    relative_errors,
+)
 from hardware_models.cluster import Cluster, parse_cluster
-from hardware_models.collectives import collective_flows
-from hardware_models.links import LinkType, Protocol
+from hardware_models.links import LinkType, NetworkType, Protocol
 
 Vector = npt.NDArray[np.float64]
-START = (25e-6, 2.5e-6, 0.4, 40e-6, 5e-6)
-LOW = (0.0, 0.0, 0.05, 0.0, 0.0)
-HIGH = (200e-6, 30e-6, 0.95, 300e-6, 60e-6)
-MAX_RATE_FACTOR = 1.1
-"""Rates stay within 10 % above the file's: small messages alone would extrapolate beyond the hardware."""
+Values = Mapping[str, float]
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+MIN_BYTES = 2**14
+QUICK_LAUNCH_S = 8e-6
+"""Launch of the quick protocol, measured apart: Vidur, two GPUs, 2 KiB, 7 us (H100) and 10 us (A100)."""
 
 
 @dataclass(frozen=True)
-class CollectiveRow:
-    """One measured all-reduce inside a node."""
+class Constant:
+    """One number to fit: its place, a start value and bounds."""
 
-    num_gpus: int
-    num_bytes: float
-    seconds: float
+    place: str
+    start: float
+    low: float
+    high: float
+
+
+LINKS = (
+    Constant("low_latency.step_s", 1e-6, 0.0, 20e-6),
+    Constant("low_latency.bandwidth_fraction", 0.2, 0.02, 0.95),
+    Constant("simple.launch_s", 30e-6, 0.0, 200e-6),
+    Constant("simple.step_s", 4e-6, 0.0, 40e-6),
+)
+ALPA_HARNESS = Constant("launch_per_rank_s", 20e-6, 0.0, 60e-6)
+V100 = (
+    ALPA_HARNESS,
+    Constant("link_bytes_per_s", 22.7e9, 18e9, 25e9),
+    *LINKS,
+    Constant("local.all_gather", 300e9, 50e9, 2e12),
+    Constant("local.reduce_scatter", 110e9, 30e9, 1e12),
+)
+ETHERNET = (
+    Constant("collective_fraction", 0.88, 0.5, 1.0),
+    Constant("network.step_s", 130e-6, 10e-6, 400e-6),
+    Constant("network.low_latency.bandwidth_fraction", 0.45, 0.05, 0.9),
+    Constant("tree_fill_bytes", 8e6, 0.0, 60e6),
+)
+A100 = (
+    ALPA_HARNESS,
+    Constant("link_bytes_per_s", 228e9, 180e9, 260e9),
+    *LINKS,
+    Constant("local.all_reduce", 900e9, 100e9, 5e12),
+    Constant("local.all_gather", 620e9, 100e9, 5e12),
+    Constant("local.reduce_scatter", 830e9, 100e9, 5e12),
+)
+# Small messages alone would extrapolate beyond the hardware: the rate stays within 10 % of the file's.
+H100 = (
+    Constant("link_bytes_per_s", 395e9, 300e9, 395e9),
+    Constant("simple.launch_s", 30e-6, 0.0, 200e-6),
+    Constant("simple.step_s", 4e-6, 0.0, 40e-6),
+    Constant("local.all_reduce", 1500e9, 100e9, 1e13),
+)
 
 
 def main() -> None:
-    """Fit the three link types and print constants and residuals."""
+    """Fit the machine types; print constants and the errors of the rows used."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds gpu_efficiency/")
-    path = parser.parse_args().data / "gpu_efficiency" / "collectives_measured.csv"
-    v100 = _rows(path, "V100", "vTrain")
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds alpa_v100/ and gpu_efficiency/")
+    data = parser.parse_args().data
+    table = data / "gpu_efficiency" / "collectives_measured.csv"
+    v100 = [row for row in measured_rows(table, "V100", "vTrain", "p3.16xlarge") if len(row.groups[0]) != 5]
+    h100 = [row for row in measured_rows(table, "H100 DGX", "Vidur", "h100-dgx") if row.num_bytes >= MIB]
     jobs = {
-        "v100-32g-dgx1:1x8": (
-            [row for row in v100 if row.num_gpus != 5],
-            [row for row in v100 if row.num_gpus == 5],
+        "p3.16xlarge": (
+            (*V100, *ETHERNET),
+            [*v100, *filter(is_fitted, alpa_rows(data / "alpa_v100" / ALPA_P3, "p3.16xlarge"))],
         ),
-        "a100-40g-dgx:1x8": (_rows(path, "A100", "vTrain"), _rows(path, "A100 DGX", "Vidur")),
-        "h100-dgx:1x8": ([row for row in _rows(path, "H100 DGX", "Vidur") if row.num_bytes >= 2**20], []),
+        "a100-80g-dgx": (
+            A100,
+            [
+                *measured_rows(table, "A100", "vTrain", "a100-80g-dgx"),
+                *filter(is_fitted, alpa_rows(data / "alpa_v100" / ALPA_A100, "a100-80g-dgx")),
+            ],
+        ),
+        "h100-dgx": (H100, h100),
     }
-    for name, (fit_rows, report_rows) in jobs.items():
-        cluster = parse_cluster(name)
-        links = fit(cluster, fit_rows)
-        low, simple = links.protocols
-        print(f"{name}: link {links.link_bytes_per_s:.4g} B/s, pair {links.pair_fraction:.3f}")
-        for protocol in (low, simple):
-            print(
-                f"  {protocol.name}: launch {protocol.launch_s:.3g} s, step {protocol.step_s:.3g} s, "
-                f"fraction {protocol.bandwidth_fraction:.3f}"
-            )
-        for title, rows in (("fit", fit_rows), ("report", report_rows)):
-            if rows:
-                error = np.exp(_log_errors(_with_links(cluster, links), rows)) - 1
-                print(
-                    f"  {title}: {len(rows)} rows, mean absolute {np.mean(np.abs(error)):.1%}, "
-                    f"bias {np.mean(error):+.1%}, worst {error[np.argmax(np.abs(error))]:+.1%}"
-                )
+    for name, (constants, rows) in jobs.items():
+        values = fit(constants, rows)
+        errors = np.array(relative_errors(_predictor(rows, values), rows))
+        print(f"{name}: {len(rows)} rows, {len(constants)} constants")
+        for place, value in values.items():
+            print(f"  {place}: {value:.4g}")
+        print(f"  mean absolute {np.mean(np.abs(errors)):.1%}, bias {np.mean(errors):+.1%}")
 
 
-def fit(cluster: Cluster, rows: Sequence[CollectiveRow]) -> LinkType:
-    """Return the cluster's link type with rate, pair fraction and both protocols fitted to ``rows``."""
-    base = cluster.nodes[0].links
-    scale = base.link_bytes_per_s
+def is_fitted(row: CollectiveRow) -> bool:
+    """Return whether constants may be fitted on one of Alpa's rows: it is then never reported."""
+    return row.kind in RINGS and row.dtype == "f16" and row.size_exponent % 2 == 0 and row.num_bytes >= MIN_BYTES
 
-    def links_of(vector: Vector) -> LinkType:
-        low, high = (
-            Protocol(name=name, launch_s=float(a), step_s=float(b), bandwidth_fraction=float(c))
-            for name, a, b, c in (("low_latency", *vector[:3]), ("simple", vector[3], vector[4], 1.0))
-        )
-        return base.model_copy(
-            update={
-                "protocols": (low, high),
-                "link_bytes_per_s": float(vector[5]) * scale,
-                "pair_fraction": float(vector[6]) if base.kind != "mesh" else 1.0,
-            }
-        )
+
+def fit(constants: Sequence[Constant], rows: Sequence[CollectiveRow]) -> dict[str, float]:
+    """Return the constants that fit ``rows`` best, by place."""
+    measured = np.log([row.seconds for row in rows])
+    start = [constant.start for constant in constants]
+
+    def values_of(vector: Vector) -> dict[str, float]:
+        return {constant.place: float(value) for constant, value in zip(constants, vector, strict=True)}
 
     def residuals(vector: Vector) -> Vector:
-        return _log_errors(_with_links(cluster, links_of(vector)), rows)
+        predictor = _predictor(rows, values_of(vector))
+        return np.asarray(np.log([predictor.seconds(row) for row in rows]) - measured, dtype=np.float64)
 
     found = least_squares(
         residuals,
-        [*START, 1.0, 0.9],
-        bounds=([*LOW, 0.5, 0.5], [*HIGH, MAX_RATE_FACTOR, 1.0]),
-        x_scale=[*START, 1.0, 1.0],
+        start,
+        bounds=([constant.low for constant in constants], [constant.high for constant in constants]),
+        x_scale=start,
         loss="soft_l1",
         f_scale=0.1,
-        max_nfev=80,
+        max_nfev=40,
     )
-    return links_of(found.x)
+    return values_of(found.x)
 
 
-def _with_links(cluster: Cluster, links: LinkType) -> Cluster:
-    return Cluster(name=cluster.name, nodes=tuple(replace(node, links=links) for node in cluster.nodes))
+def _predictor(rows: Sequence[CollectiveRow], values: Values) -> Predictor:
+    clusters = {}
+    for name in clusters_of(rows):
+        cluster = parse_cluster(name)
+        nodes = tuple(
+            replace(node, links=_links(node.links, values), network=_network(node.network, values))
+            for node in cluster.nodes
+        )
+        clusters[name] = Cluster(name=name, nodes=nodes)
+    return Predictor(clusters, values.get("launch_per_rank_s", 0.0))
 
 
-def _log_errors(cluster: Cluster, rows: Sequence[CollectiveRow]) -> Vector:
-    flows = {
-        n: collective_flows(cluster, "all_reduce", tuple(range(n))) for n in {row.num_gpus for row in rows}
-    }
-    predicted = [min(flow.price(row.num_bytes).alone_s for flow in flows[row.num_gpus]) for row in rows]
-    return np.asarray(np.log(np.array(predicted) / np.array([row.seconds for row in rows])), dtype=np.float64)
+def _links(base: LinkType, values: Values) -> LinkType:
+    return base.model_copy(
+        update={
+            "link_bytes_per_s": values["link_bytes_per_s"],
+            "pair_fraction": 1.0,
+            "efficiency": {**base.efficiency, **dict.fromkeys(RINGS, 1.0)},
+            "local_bytes_per_s": {
+                kind: values[f"local.{kind}"] for kind in RINGS if f"local.{kind}" in values
+            },
+            "protocols": tuple(
+                Protocol(
+                    name=name,
+                    launch_s=values.get(f"{name}.launch_s", QUICK_LAUNCH_S),
+                    step_s=values[f"{name}.step_s"],
+                    bandwidth_fraction=values.get(f"{name}.bandwidth_fraction", 1.0),
+                )
+                for name in ("low_latency", "simple")
+                if f"{name}.step_s" in values
+            ),
+        }
+    )
 
 
-def _rows(path: Path, gpu: str, source: str) -> list[CollectiveRow]:
-    table = load_table(path, floats=("time_ms",), integers=("num_gpus", "gpus_per_node", "bytes"))
-    return [
-        CollectiveRow(row["num_gpus"], float(row["bytes"]), row["time_ms"] / 1e3)
-        for row in table
-        if row["gpu"] == gpu
-        and row["source"].startswith(source)
-        and row["op"] == "all_reduce"
-        and row["num_gpus"] == row["gpus_per_node"]
-    ]
+def _network(base: NetworkType, values: Values) -> NetworkType:
+    if "collective_fraction" not in values:
+        return base
+    return base.model_copy(
+        update={
+            "collective_fraction": values["collective_fraction"],
+            "tree_fill_bytes": values["tree_fill_bytes"],
+            "efficiency": {**base.efficiency, **dict.fromkeys(RINGS, 1.0)},
+            "protocols": tuple(
+                Protocol(
+                    name=name,
+                    launch_s=values.get(f"{name}.launch_s", QUICK_LAUNCH_S),
+                    step_s=values["network.step_s"],
+                    bandwidth_fraction=values.get(f"network.{name}.bandwidth_fraction", 1.0),
+                )
+                for name in ("low_latency", "simple")
+            ),
+        }
+    )
 
 
 if __name__ == "__main__":

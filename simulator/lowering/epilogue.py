@@ -137,12 +137,15 @@ class EpilogueBuilder:
         )
 
     def _shared(self, family: Hashable, traffic: Hashable, cause: str, stage: int, stream: Hashable) -> None:
+        costs = self.placements[0].view.costs
         for channel_class, channel in self.channels.classes(family):
             if all(known != traffic for known, _, _, _ in channel.costs):
                 continue
             members = self.channels.representatives(channel)
             latency, work, shares = self.channels.price(channel_class, traffic)
-            launch = max(self.launch_s[c] for c in members) if self.fidelity.host else 0.0
+            launch = 0.0
+            if self.fidelity.host:
+                launch = max(self.launch_s[c] for c in members) + costs.collective_host_s(channel.members)
             self._append(
                 members,
                 cause=cause,

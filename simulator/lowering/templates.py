@@ -159,13 +159,16 @@ class TemplateBuilder:
         collective = item.collective
         assert collective is not None
         tasks = []
+        costs = self.placement.view.costs
         family = ("collective", self.placement.view.position, collective.sizes, collective.axes)
         for channel_class, channel in self.channels.classes(family):
             members = self.channels.representatives(channel)
             if not set(members) <= set(self.placement.classes):
                 continue  # another replica's turn
             latency, work, shares = self.channels.price(channel_class, (collective.collective, collective.num_bytes))
-            launch = max(self.launch_s[c] for c in members) if self.fidelity.host else 0.0
+            launch = 0.0
+            if self.fidelity.host:
+                launch = max(self.launch_s[c] for c in members) + costs.collective_host_s(channel.members)
             before = [task for c in members for task in tails[c]] if item.chained else []
             before += [
                 task

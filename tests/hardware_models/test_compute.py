@@ -85,3 +85,12 @@ def test_v100_operators_that_no_fit_saw_are_predicted_as_stated() -> None:
     rows = [row for row in rows if row.group.split()[0] not in ("embedding", "final_norm")]
     predicted = sum(V100.kernel_time_s(GPU, kernel, "fp16") for row in rows for kernel in row.kernels)
     assert predicted == pytest.approx(sum(row.seconds for row in rows), rel=0.06)
+
+
+def test_the_triton_port_is_slower_than_flash_attention_two_by_the_published_factors() -> None:
+    for backward, low, high in ((False, 1.3, 1.5), (True, 1.9, 2.1)):
+        first, second = (
+            A100.kernel_time_s(A100_GPU, FlashAttention(64, 4096, 4096, 128, True, backward, generation), "bf16")
+            for generation in (1, 2)
+        )
+        assert low <= first / second <= high

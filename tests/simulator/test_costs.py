@@ -18,6 +18,7 @@ from simulator.segments import EMPTY, Segment
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
+from workloads.kernels import MemoryBound
 
 KERNELS = st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 3)), min_size=1, max_size=6)
 
@@ -116,3 +117,35 @@ def test_the_closed_form_estimate_is_near_the_simulation(degrees: dict) -> None:
     assert found.iteration_time_s == pytest.approx(result.iteration_time_s, rel=0.12)
     for peak, memory in zip(found.peak_bytes, result.memory, strict=False):
         assert peak == pytest.approx(memory.peak_allocated_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize("kept_bytes", [2, 4])
+def test_a_buffer_of_gradients_costs_one_addition_per_parameter_and_microbatch(kept_bytes: int) -> None:
+    """Each addition reads the new gradient and the kept one, and writes the kept one."""
+    problem = small_problem()
+    with_buffer, without = (
+        replace(problem, runtime=replace(problem.runtime, adds_gradients=adds, gradient_accumulation_bytes=kept_bytes))
+        for adds in (True, False)
+    )
+    gpu_type = problem.hardware.gpu_type(0)
+    for index, op in enumerate(problem.workload.operators):
+        sharding = resolve((), op)
+        mine = CostTables(with_buffer).operator(index, sharding, 1, gpu_type)
+        other = CostTables(without).operator(index, sharding, 1, gpu_type)
+        additions = [MemoryBound(count * (kept_bytes + 2), count * kept_bytes) for _, count in other.parameters]
+        wanted = sum(problem.hardware.kernel_time_s(gpu_type, addition, "fp16") for addition in additions)
+        assert mine.backward_weight.device_s - other.backward_weight.device_s == pytest.approx(wanted)
+        assert (mine.forward, mine.backward_input) == (other.forward, other.backward_input)
+
+
+def test_a_process_that_drives_several_ranks_launches_a_collective_on_each() -> None:
+    problem = small_problem()
+    runtime = replace(problem.runtime, host_seconds_per_collective=(5e-6, 20e-6))
+    costs = CostTables(replace(problem, runtime=runtime))
+    assert costs.collective_host_s((0, 1)) == pytest.approx(45e-6)
+    slow = replace(problem, runtime=replace(runtime, host_seconds_per_collective=(50e-3, 0.0)))
+    plan = uniform_plan(problem, tp=2, microbatch=1)
+    assert simulate(plan, slow).iteration_time_s > simulate(plan, problem).iteration_time_s + 50e-3
+    ideal = Fidelity().without("host")
+    same = [simulate(plan, each, fidelity=ideal).iteration_time_s for each in (slow, problem)]
+    assert same[0] == same[1]

@@ -118,7 +118,7 @@ def test_what_tensorflow_keeps_of_a_bert_layer() -> None:
     """
     h, a, s = 1024, 16, 512
     chains = Implementation(
-        dtype="fp32", fused_softmax=False, fused_bias_activation=False, mask_dtype="activation", unfused_chains=True
+        dtype="fp32", fused_softmax=False, fused_bias_activation=False, elementary=True
     )
     features, _ = layer_saved(build_workload("bert-large"), 2, chains)
     assert features == 4 * s * h * (4 + 2 + 2 + 12 + 8) + 12 * a * s * s

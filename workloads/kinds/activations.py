@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from workloads.kernels import Kernel, MemoryBound
+from workloads.kinds import elementary
 from workloads.kinds.attributes import flag, integer, real, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
@@ -51,18 +52,22 @@ class _Elementwise(Kind):
 class Gelu(_Elementwise):
     """GELU; keeps its input. One kernel in torch as in Megatron's bias fusion.
 
-    As a chain, ``x * (0.5 * (1 + erf(x / sqrt(2))))``, it keeps ``x / sqrt(2)`` and the second factor as well.
+    As a chain of operations, ``x * (0.5 * (1 + erf(x / sqrt(2))))``, it keeps ``x / sqrt(2)`` and the second factor as
+    well.
     """
 
     name = "gelu"
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
-        if local.implementation.unfused_chains:
-            return Saved("input:0"), Saved("scaled", local.inputs[0]), Saved("share", local.inputs[0])
+        if local.implementation.elementary:
+            return Saved("input:0"), Saved("argument", local.inputs[0]), Saved("cumulative", local.inputs[0])
         return (Saved("input:0"),)
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size = size_bytes(local, local.inputs)
+        if local.implementation.elementary:
+            passes = {FORWARD: elementary.GELU_FORWARD, BACKWARD_INPUT: elementary.GELU_BACKWARD}
+            return elementary.chain(passes.get(phase, ()), size)
         if phase == FORWARD:
             return [MemoryBound(size, size)]
         return [MemoryBound(2 * size, size)] if phase == BACKWARD_INPUT else []
@@ -123,6 +128,12 @@ class SwiGLU(_Elementwise):
         return []
 
 
+def _elementary_dropout(phase: str, size: float) -> list[Kernel]:
+    if phase == FORWARD:
+        return [MemoryBound(0.0, size, "random"), *elementary.chain(elementary.DROPOUT_FORWARD, size)]
+    return elementary.chain(elementary.DROPOUT_BACKWARD, size) if phase == BACKWARD_INPUT else []
+
+
 @register
 class Dropout(_Elementwise):
     """Dropout; keeps a one-byte mask.
@@ -153,6 +164,8 @@ class Dropout(_Elementwise):
         if real(local.attributes, "probability") == 0:
             return []
         size, mask = size_bytes(local, local.inputs), float(prod(local.inputs[0]))
+        if local.implementation.elementary:
+            return _elementary_dropout(phase, size)
         if phase == FORWARD:
             return [MemoryBound(size, size + mask, "random")]
         return [MemoryBound(size + mask, size)] if phase == BACKWARD_INPUT else []
@@ -200,6 +213,9 @@ class DropoutAdd(Add):
         size, mask = size_bytes(local, local.outputs), float(prod(local.outputs[0]))
         drops = real(local.attributes, "probability") > 0
         add = MemoryBound(2 * size, size)
+        if drops and local.implementation.elementary:
+            dropout = _elementary_dropout(phase, size)
+            return [*dropout, add] if dropout else []
         if phase == FORWARD:
             if not drops:
                 return [add]

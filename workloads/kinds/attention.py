@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kinds import elementary
 from workloads.kinds.attributes import flag, integer, require_rank, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
@@ -65,6 +66,13 @@ def _local_heads(local: Local) -> int:
     return integer(local.attributes, "heads") * local.inputs[0][2] // features
 
 
+def _transposes(local: Local, *elements: int) -> list[Kernel]:
+    """Return the copies from tokens to heads, or back, of tensors that matmuls elsewhere read with strides."""
+    if not local.implementation.elementary:
+        return []
+    return [kernel for count in elements for kernel in elementary.chain((elementary.MAP,), count * local.element_bytes)]
+
+
 class _ByHead(Kind):
     """What attention operators share: the head split and its limit."""
 
@@ -102,12 +110,14 @@ class AttentionScore(_ByHead):
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         samples, heads, queries, keys = local.outputs[0]
         dim, batch = integer(local.attributes, "head_dim"), samples * heads
+        transposes = _transposes(local, batch * queries * dim, batch * keys * dim)
         if phase == FORWARD:
-            return [Matmul(m=queries, n=keys, k=dim, batch=batch)]
+            return [*transposes, Matmul(m=queries, n=keys, k=dim, batch=batch)]
         if phase == BACKWARD_INPUT:
             return [
                 Matmul(m=queries, n=dim, k=keys, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
+                *transposes,
             ]
         return []
 
@@ -116,11 +126,12 @@ class AttentionScore(_ByHead):
 class Softmax(_ByHead):
     """Scale, mask and softmax of scores ``(B, A, Sq, Sk)``.
 
-    Fused: one kernel that keeps its output. Unfused: three kernels that work in fp32 and keep the result in it; a
-    result of lower precision is a copy, kept only by who reads it. GPT 13B falls back to that path at tensor
-    parallel 4 in Aceso's profile: the operator holds 160 MiB = 4 a s^2 / t more. Where the scaled scores are kept as
-    well (``Implementation.keeps_scores``), BERT layers hold three fp32 score tensors and a mask byte with dropout
-    (13 a s^2 bytes), two without (8 a s^2), as measured by Galvatron.
+    Fused: one kernel that keeps its output. Unfused: scale, mask and softmax apart; scores of 16 bits go through fp32,
+    with a cast before and after and a mask that copies the gradient (Aceso's rows of 13B without the fused kernel move
+    18.5 times the tensor forward, as this counts). The result is kept in fp32; one of lower precision is a copy, kept
+    only by who reads it: GPT 13B without the fused kernel (tensor parallel 4) holds 160 MiB = 4 a s^2 / t more in
+    Aceso's profile. Where the scaled scores are kept as well (``Implementation.keeps_scores``), BERT layers hold three
+    fp32 score tensors and a mask byte with dropout (13 a s^2 bytes), two without (8 a s^2), as measured by Galvatron.
 
     A fused causal kernel reads the lower half of what it is given and writes all of its result (Megatron's
     upper-triangular masked softmax): Aceso's V100 times would else need more than the memory's bandwidth.
@@ -152,8 +163,42 @@ class Softmax(_ByHead):
         choice = local.implementation
         return choice.fused_softmax and samples * heads % choice.fused_softmax_multiple == 0
 
+    @staticmethod
+    def _unfused_forward(size: float, local: Local) -> list[Kernel]:
+        """Scale, mask, softmax; in fp32 between two casts where the scores have 16 bits."""
+        if local.implementation.elementary:
+            return elementary.chain(elementary.SOFTMAX_FORWARD, size)
+        if local.element_bytes == DTYPE_BYTES["fp32"]:
+            return [MemoryBound(size, size), MemoryBound(size, size), MemoryBound(size, size, "reduction")]
+        elements = size / local.element_bytes
+        wide = elements * DTYPE_BYTES["fp32"]
+        return [
+            MemoryBound(size, wide),
+            MemoryBound(wide, wide),
+            MemoryBound(wide + elements, wide),
+            MemoryBound(wide, wide, "reduction"),
+            MemoryBound(wide, size),
+        ]
+
+    @staticmethod
+    def _unfused_backward(size: float, local: Local) -> list[Kernel]:
+        if local.implementation.elementary:
+            return elementary.chain(elementary.SOFTMAX_BACKWARD, size)
+        if local.element_bytes == DTYPE_BYTES["fp32"]:
+            return [MemoryBound(2 * size, size, "reduction"), MemoryBound(size, size), MemoryBound(size, size)]
+        elements = size / local.element_bytes
+        wide = elements * DTYPE_BYTES["fp32"]
+        return [
+            MemoryBound(size, wide),
+            MemoryBound(2 * wide, wide, "reduction"),
+            MemoryBound(wide, wide),  # the mask's gradient is masked in a copy
+            MemoryBound(wide + elements, wide),
+            MemoryBound(wide, wide),
+            MemoryBound(wide, size),
+        ]
+
     def saved(self, local: Local) -> tuple[Saved, ...]:
-        if self._is_fused(local):
+        if self._is_fused(local) or local.implementation.elementary:
             return (Saved("output:0"),)
         is_high = local.element_bytes == DTYPE_BYTES["fp32"]
         result = Saved("output:0") if is_high else Saved("softmax", local.outputs[0], "fp32")
@@ -177,13 +222,12 @@ class Softmax(_ByHead):
         if phase == FORWARD:
             found: list[Kernel] = [MemoryBound(read * size, size, "reduction")]
             if not fused:
-                found = [MemoryBound(size, size), MemoryBound(size, size), *found]
+                found = self._unfused_forward(size, local)
             if bias:
                 found = [MemoryBound(bias, bias, "gather"), MemoryBound(size + bias, size), *found]
             return found
         if phase == BACKWARD_INPUT:
-            found = [MemoryBound(2 * read * size, size, "reduction")]
-            return found if fused else [*found, MemoryBound(size, size), MemoryBound(size, size)]
+            return [MemoryBound(2 * read * size, size, "reduction")] if fused else self._unfused_backward(size, local)
         # The bias gradient: a sum over samples, then a scatter into the buckets.
         return [MemoryBound(size, bias, "reduction"), MemoryBound(bias, bias, "gather")] if bias else []
 
@@ -212,11 +256,14 @@ class AttentionContext(_ByHead):
         if phase == FORWARD:
             # The product is laid out by head; the projection wants it by token: one copy.
             size = size_bytes(local, local.outputs)
-            return [Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size)]
+            transposes = _transposes(local, batch * keys * dim)
+            return [*transposes, Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size)]
         if phase == BACKWARD_INPUT:
             return [
+                *_transposes(local, batch * queries * dim),
                 Matmul(m=queries, n=keys, k=dim, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
+                *_transposes(local, batch * keys * dim),
             ]
         return []
 

@@ -45,13 +45,12 @@ class Implementation:
             of this (4 in Megatron-LM 2021, ``fused_softmax.py``); elsewhere the unfused one runs.
         fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
-        flash_generation: 1 for the flash attention of 2022, 2 for FlashAttention-2.
+        flash_generation: 1 for the Triton port of the flash attention of 2022, 2 for FlashAttention-2.
         keeps_scores: The unfused softmax keeps its scaled scores besides its result (PyTorch of 2022 and before,
             whose division keeps its operand).
-        mask_dtype: What a dropout mask is kept as ("mask", a byte; "activation" where the mask is a number).
-        unfused_chains: Activation functions and layer norms are chains of kernels that keep what lies between
-            (TensorFlow 1): GELU its input, the scaled input and the error function's result; layer norm its input and
-            the gain over the deviation, spread over all features.
+        elementary: Every operation of the graph is a kernel, as in TensorFlow 1: dropout draws, shifts, rounds, scales
+            and multiplies, and keeps its factors as numbers; GELU, layer norm and softmax are chains too, and keep
+            what their gradients need.
         loss_keeps_logits: The logits outlive the loss, as an output of the model.
         loss_temporaries: Tensors of the size of the logits, in ``logits_dtype``, that torch's loss makes besides in
             backward: the gradient of the log-softmax and of the logits.
@@ -69,10 +68,14 @@ class Implementation:
     flash_causal_skip: bool = True
     flash_generation: int = 2
     keeps_scores: bool = False
-    mask_dtype: str = "mask"
-    unfused_chains: bool = False
+    elementary: bool = False
     loss_keeps_logits: bool = False
     loss_temporaries: int = 2
+
+    @property
+    def mask_dtype(self) -> str:
+        """What a dropout mask is kept as: a byte, or a number where each operation is a kernel."""
+        return "activation" if self.elementary else "mask"
 
     @property
     def activation_bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from workloads.kernels import Kernel, MemoryBound
+from workloads.kinds import elementary
 from workloads.kinds.attributes import integer, require_rank, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
@@ -57,6 +58,8 @@ class _Norm(Kind):
             Saved("input:0"),
             Saved("statistics", (self.num_statistics, *local.inputs[0][:-1]), "fp32"),
         )
+        if local.implementation.elementary:
+            return (*kept, Saved("scale", local.inputs[0]))
         if self._is_fused(local):
             return kept
         return (*kept, Saved("normalised", local.inputs[0]))
@@ -65,6 +68,9 @@ class _Norm(Kind):
         size = size_bytes(local, local.inputs)
         statistics = float(DTYPE_BYTES["fp32"] * self.num_statistics * prod(local.inputs[0][:-1]))
         fused = self._is_fused(local)
+        if local.implementation.elementary:
+            passes = {FORWARD: elementary.NORM_FORWARD, BACKWARD_INPUT: elementary.NORM_BACKWARD}
+            return elementary.chain(passes.get(phase, ()), size)
         if phase == FORWARD:
             if fused:
                 return [MemoryBound(size, size + statistics, "reduction")]
@@ -74,7 +80,8 @@ class _Norm(Kind):
             ]
         if phase == BACKWARD_INPUT:
             if fused:
-                return [MemoryBound(2 * size + statistics, size, "reduction")]
+                # Two passes over gradient and input: first the row's sums, then the result.
+                return [MemoryBound(4 * size + statistics, size, "reduction")]
             return [
                 MemoryBound(2 * size, statistics, "reduction"),
                 *(MemoryBound(2 * size, size) for _ in range(self.num_passes)),
@@ -99,11 +106,6 @@ class LayerNorm(_Norm):
     parameter_names = ("weight", "bias")
     num_statistics = 2
     num_passes = 0
-
-    def saved(self, local: Local) -> tuple[Saved, ...]:
-        if local.implementation.unfused_chains:
-            return (*super().saved(local), Saved("scale", local.inputs[0]))
-        return super().saved(local)
 
 
 @register

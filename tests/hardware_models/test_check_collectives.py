@@ -1,0 +1,89 @@
+"""Shipped link constants against published collectives that no constant was fitted on."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from hardware_models.calibration.check_collectives import LARGE, MIDDLE, Check, band, checks, tabulate
+from hardware_models.calibration.collective_rows import CollectiveRow, Predictor, alpa_rows
+from hardware_models.calibration.fit_collectives import LINKS, V100, Constant, fit, is_fitted
+from hardware_models.cluster import parse_cluster
+from hardware_models.model import HardwareModel
+from tests.hardware_models.data_folder import data_folder
+
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@pytest.fixture(scope="module")
+def alpa() -> dict[str, Check]:
+    data = data_folder("alpa_v100").parent
+    return {check.preset: check for check in checks(data) if check.preset}
+
+
+@pytest.mark.parametrize("preset", ["p3.16xlarge", "a100-80g-dgx"])
+def test_rows_not_fitted_are_met_within_the_targets(alpa: dict[str, Check], preset: str) -> None:
+    """8 % from 4 MB on and 15 % between 64 KB and 4 MB, median over all group shapes; reached: 5 and 8 %."""
+    errors = [(row, error) for row, error in alpa[preset].errors() if row.kind in RINGS]
+    found = {size: median(abs(error) for row, error in errors if band(row) == size) for size in (LARGE, MIDDLE)}
+    assert found[LARGE] < 0.06
+    assert found[MIDDLE] < 0.09
+    for (_, size), (_, typical, _) in tabulate(errors, lambda row: row.kind).items():
+        assert typical < {LARGE: 0.10, MIDDLE: 0.12}.get(size, 1.0)
+
+
+def test_no_row_is_fitted_and_reported(alpa: dict[str, Check]) -> None:
+    assert sum(len(check.rows) for check in alpa.values()) > 4000
+    assert not any(is_fitted(row) for check in alpa.values() for row in check.rows)
+
+
+def test_strided_pairs_share_a_nic_equally_as_measured() -> None:
+    """8 pairs over one NIC take twice as long as 4 groups of 4 would with the same bytes leaving: all as measured."""
+    folder = data_folder("alpa_v100")
+    rows = [
+        row
+        for row in alpa_rows(folder / "collectives_p3_16xlarge_osdi22.csv", "p3.16xlarge")
+        if (row.cluster, row.kind, row.num_bytes, row.dtype) == ("p3.16xlarge:2x8", "all_reduce", 2**28, "f32")
+    ]
+    strided = {len(row.groups): row for row in rows if row.groups[0][-1] >= 8 and len(row.groups) > 1}
+    assert sorted(strided) == [2, 4, 8]
+    predictor = Predictor({"p3.16xlarge:2x8": parse_cluster("p3.16xlarge:2x8")}, 0.0)
+    for row in strided.values():
+        alone = CollectiveRow(row.cluster, row.kind, row.groups[:1], row.num_bytes, row.seconds)
+        # Each group moves the buffer once through the NIC: k groups take k times one.
+        assert predictor.seconds(row) == pytest.approx(len(row.groups) * predictor.seconds(alone), rel=0.02)
+        assert row.seconds / len(row.groups) == pytest.approx(predictor.seconds(alone), rel=0.17)
+
+
+def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
+    cluster = parse_cluster("p3.16xlarge:1x8")
+    hardware = HardwareModel(cluster)
+    rows = [
+        CollectiveRow(
+            cluster=cluster.name,
+            kind=kind,
+            groups=(group,),
+            num_bytes=float(2**exponent),
+            seconds=hardware.collective(kind, 2**exponent, group).alone_s,
+        )
+        for kind in RINGS
+        for group in ((0, 1), (0, 1, 2, 3), tuple(range(8)))
+        for exponent in range(14, 31, 2)
+    ]
+    constants: tuple[Constant, ...] = tuple(each for each in V100 if each.place != "launch_per_rank_s")
+    found = fit(constants, rows)
+    links = cluster.nodes[0].links
+    assert found["link_bytes_per_s"] == pytest.approx(links.link_bytes_per_s, rel=0.01)
+    assert found["simple.step_s"] == pytest.approx(links.protocols[1].step_s, rel=0.05)
+    assert found["local.reduce_scatter"] == pytest.approx(links.local_bytes_per_s["reduce_scatter"], rel=0.05)
+    assert len(LINKS) + 7 <= 12
+
+
+def test_the_own_part_of_a_gather_costs_a_copy() -> None:
+    links = parse_cluster("a100-80g-dgx:1x8").nodes[0].links
+    hardware = HardwareModel.from_name("a100-80g-dgx:1x8")
+    for n in (2, 4, 8):
+        work = hardware.collective("all_gather", 1e9, range(n)).work_s
+        wire = (n - 1) / n * 1e9 / links.link_bytes_per_s
+        assert work - wire == pytest.approx(1e9 / n / links.local_bytes_per_s["all_gather"])
