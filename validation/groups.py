@@ -24,8 +24,8 @@ ROLES = ("tensor", "gather", "reduce", "forward", "backward")
 """What has communicators of its own: activations, gathered parameters, gradients, transfers each way."""
 
 # Renamed in torch 2.13.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -121,7 +121,7 @@ class Group:
         self.note("all_gather", self.size, out.nbytes)
         work = self._run(
             "all_gather",
-            lambda: _all_gather_flat(out.view(-1), tensor.view(-1), self.handle, async_op=not wait),
+            lambda: all_gather_flat(out.view(-1), tensor.view(-1), self.handle, async_op=not wait),
             wait=wait,
         )
         if self._order is None:
@@ -146,7 +146,7 @@ class Group:
         self.note("reduce_scatter", self.size, tensor.nbytes)
         work = self._run(
             "reduce_scatter",
-            lambda: _reduce_scatter_flat(out.view(-1), tensor.view(-1), group=self.handle, async_op=not wait),
+            lambda: reduce_scatter_flat(out.view(-1), tensor.view(-1), group=self.handle, async_op=not wait),
             wait=wait,
         )
         return out, work
