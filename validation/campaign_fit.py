@@ -14,13 +14,23 @@ from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, write_text_atomically
 from hardware_models.schema import Text
+from simulator.breakdown import device_tasks
 from simulator.plan import Plan
 from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.taskgraph import COMMUNICATION
 from validation.calibration import fit, fit_factor, fit_overhead_s
-from validation.campaign_run import RoundResult
-from validation.campaign_work import UnitWork
+from validation.campaign_run import RoundResult, fastest_round
+from validation.campaign_work import SPLIT_SCHEDULES, UnitWork
 from validation.machine_profile import MachineProfile, load_machine_profile, save_machine_profile
 from validation.measurement import Measurement
+from validation.profiler import OperatorJob
+
+EXPOSED_COLLECTIVES = (
+    "exposed_tensor_parallel_s", "exposed_resharding_s", "exposed_parameter_gather_s", "exposed_embedding_sync_s",
+    "exposed_gradient_sync_s", "exposed_other_s",
+)  # fmt: skip
+"""Columns of a simulation's breakdown."""
 
 RawKey = tuple[str, int, int]
 """Role, samples, tensor-parallel degree."""
@@ -35,6 +45,9 @@ class Calibration:
         single_factor: What operators take in a plan of one stage, as a multiple of the profiling run; fitted on
             the calibration plans of one stage, 1 without any.
         overlap: Slowdown of computation and of communication while both run; None keeps the device type's.
+        halves: By role, how much longer the two halves of a split backward take than the whole.
+        collective_overhead_s: What a collective between computations takes beyond one in a row of collectives:
+            the other rank may be late, and a thread has to wake up. Fitted on runs with collectives in passes.
         raw_s: Forward and backward seconds of operators alone, without what profile rows add so that they make up
             a whole pass.
     """
@@ -42,24 +55,43 @@ class Calibration:
     profile: MachineProfile
     single_factor: float
     overlap: tuple[float, float] | None
+    halves: Mapping[str, float]
+    collective_overhead_s: float
     raw_s: Mapping[RawKey, tuple[float, float]]
 
     def apply(self, problem: Problem, plan: Plan) -> Problem:
-        """Return the problem with what was measured in the place of the model."""
-        profile = self.profile
-        if len(plan.stages) == 1:
-            rows = tuple(
-                replace(
-                    row, forward_s=row.forward_s * self.single_factor, backward_s=row.backward_s * self.single_factor
-                )
-                for row in profile.operators.rows
+        """Return the problem with what was measured in the place of the model.
+
+        A pass of weight gradients alone is a pass more, so a split backward has the overhead of a pass twice.
+        """
+        splits = plan.schedule in SPLIT_SCHEDULES
+        factor = self.single_factor if len(plan.stages) == 1 else 1.0
+        share_s = self.profile.pass_overhead_s * len(plan.stages) / len(problem.workload)
+        again_s = max(0.0, share_s) if splits and len(plan.stages) > 1 else 0.0
+        rows = tuple(
+            replace(
+                row,
+                forward_s=row.forward_s * factor,
+                backward_s=max(
+                    0.0, row.backward_s * factor * (self.halves.get(row.role, 1.0) if splits else 1.0) + again_s
+                ),
             )
-            profile = replace(profile, operators=replace(profile.operators, rows=rows))
+            for row in self.profile.operators.rows
+        )
+        communication = tuple(
+            (kind, size, num_bytes, alone_s + (0.0 if kind.startswith("transfer") else self.collective_overhead_s))
+            for kind, size, num_bytes, alone_s in self.profile.communication
+        )
+        profile = replace(
+            self.profile, operators=replace(self.profile.operators, rows=rows), communication=communication
+        )
         applied = profile.apply(problem, plan)
         if self.overlap is None:
             return applied
-        computation, communication = self.overlap
-        update = {"overlap_slowdown_computation": computation, "overlap_slowdown_communication": communication}
+        update = {
+            "overlap_slowdown_computation": self.overlap[0],
+            "overlap_slowdown_communication": self.overlap[1],
+        }
         cluster = applied.hardware.cluster
         nodes = tuple(replace(node, gpu=node.gpu.model_copy(update=update)) for node in cluster.nodes)
         return replace(applied, hardware=replace(applied.hardware, cluster=replace(cluster, nodes=nodes)))
@@ -78,40 +110,99 @@ class Calibration:
         return forward_s * samples / nearest, backward_s * samples / nearest
 
 
-def fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
-    """Return the calibration of a unit from its share of some rounds.
+def fit_campaign(
+    work: Sequence[UnitWork], rounds: Sequence[RoundResult], *, statistic: str = "median"
+) -> dict[str, Calibration]:
+    """Return the calibration of every unit from some rounds; report plans are not looked at.
+
+    A unit without a run that has collectives in its passes takes their overhead from the others.
 
     Args:
-        unit: The unit.
+        work: All units.
         rounds: At least one.
+        statistic: ``median`` or ``fastest``, of the rounds.
     """
     if not rounds:
         raise ValueError("a campaign must have at least one finished round to be fitted")
+    if statistic == "fastest":
+        rounds = [fastest_round(rounds)]
+    found = {unit.name: _fit_unit(unit, rounds) for unit in work}
+    sums = {unit.name: _collective_excess(unit, found[unit.name], rounds) for unit in work}
+    pooled = (sum(excess for excess, _ in sums.values()), sum(count for _, count in sums.values()))
+    for name, own in sums.items():
+        excess_s, count = own if own[1] else pooled
+        if count:
+            found[name] = replace(found[name], collective_overhead_s=max(0.0, excess_s / count))
+    return found
+
+
+def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     measured = [turn.measured[unit.name] for turn in rounds]
     communication = [row for turn in rounds for row in turn.communication]
-    base = fit(unit.problem, unit.profiling, [turn[: unit.num_profiling] for turn in measured], _medians(communication))
+    base = fit(unit.problem, unit.profiling, [turn[: unit.first_half] for turn in measured], _medians(communication))
     pairs = [(row.computation_factor, row.communication_factor) for turn in rounds for row in turn.overlap]
     overlap = (statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)) if pairs else None
-    calibration = Calibration(base, 1.0, overlap, _raw(unit, measured))
-    factors: dict[bool, list[float]] = {True: [], False: []}
-    start = unit.num_profiling
-    for position, (_, job) in enumerate(unit.calibration, start):
-        factors[len(job.plan.stages) > 1].append(
-            fit_factor(base, job, [turn[position] for turn in measured if not turn[position].out_of_memory])
-        )
-    if factors[False]:
-        calibration = replace(calibration, single_factor=statistics.median(factors[False]))
-    if not factors[True]:
+    raw = _raw(unit.problem, unit.profiling.operators, measured, 0)
+    halves = _raw(unit.problem, unit.halves, measured, unit.first_half)
+    calibration = Calibration(base, 1.0, overlap, _ratios(raw, halves), 0.0, raw)
+    jobs = list(enumerate((job for _, job in unit.calibration), unit.first_calibration))
+    alone = [
+        fit_factor(base, job, [turn[position] for turn in measured if not turn[position].out_of_memory])
+        for position, job in jobs
+        if len(job.plan.devices) == 1 and not any(turn[position].out_of_memory for turn in measured)
+    ]
+    if alone:
+        calibration = replace(calibration, single_factor=statistics.median(alone))
+    pipelines = [(position, job) for position, job in jobs if len(job.plan.stages) > 1]
+    if not pipelines:
         return calibration
-    profile = replace(base, operator_factor=statistics.median(factors[True]))
+    factors = [fit_factor(base, job, [turn[position] for turn in measured]) for position, job in pipelines]
+    profile = replace(base, operator_factor=statistics.median(factors))
     overheads = [
         fit_overhead_s(profile, job, statistics.median(turn[position].iteration_time_s for turn in measured))
-        for position, (_, job) in enumerate(unit.calibration, start)
-        if len(job.plan.stages) > 1
+        for position, job in pipelines
     ]
     words = "; ".join([profile.fitted_on, *(each.name for each, _ in unit.calibration)])
     profile = replace(profile, pass_overhead_s=statistics.median(overheads), fitted_on=words)
     return replace(calibration, profile=profile)
+
+
+def _ratios(
+    whole: Mapping[RawKey, tuple[float, float]], halves: Mapping[RawKey, tuple[float, float]]
+) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for key, (_, seconds) in halves.items():
+        if key in whole and whole[key][1] > 0:
+            found.setdefault(key[0], []).append(max(1.0, seconds / whole[key][1]))
+    return {role: statistics.median(ratios) for role, ratios in found.items()}
+
+
+def _collective_excess(unit: UnitWork, calibration: Calibration, rounds: Sequence[RoundResult]) -> tuple[float, int]:
+    """Return measured less predicted seconds of exposed collectives, and how many there are.
+
+    Looked at are profiling runs under tensor parallelism and calibration plans of one stage.
+    """
+    jobs = [(position, run.job) for position, run in enumerate(unit.profiling.operators) if run.tensor_size > 1]
+    jobs += [
+        (position, job)
+        for position, (_, job) in enumerate(unit.calibration, unit.first_calibration)
+        if len(job.plan.stages) == 1 and len(job.plan.devices) > 1
+    ]
+    excess, count = 0.0, 0
+    for position, job in jobs:
+        result = simulate(job.plan, calibration.apply(job.problem, job.plan))
+        row = result.breakdown().iloc[0]
+        graph = result.graph
+        own = device_tasks(graph, 0)
+        measured_s = statistics.median(
+            statistics.fmean(
+                each.collectives_s + each.collectives_after_s for each in turn.measured[unit.name][position].devices
+            )
+            for turn in rounds
+        )
+        excess += measured_s - float(sum(row[name] for name in EXPOSED_COLLECTIVES))
+        count += int((graph.kind[own] == COMMUNICATION).sum())
+    return excess, count
 
 
 def _medians(
@@ -123,20 +214,24 @@ def _medians(
     return [(*key, statistics.median(samples)) for key, samples in found.items()]
 
 
-def _raw(unit: UnitWork, measured: Sequence[Sequence[Measurement]]) -> dict[RawKey, tuple[float, float]]:
-    """Return the median over rounds of the mean over operators of equal role."""
+def _raw(
+    problem: Problem, runs: Sequence[OperatorJob], measured: Sequence[Sequence[Measurement]], first: int
+) -> dict[RawKey, tuple[float, float]]:
+    """Return the median over rounds of the mean over operators of equal role, of runs from position ``first`` on."""
     found: dict[RawKey, tuple[float, float]] = {}
-    operators = unit.problem.workload.operators
-    for position, run in enumerate(unit.profiling.operators):
-        members: dict[str, list[int]] = {}
-        for index, op in enumerate(operators):
-            members.setdefault(op.role, []).append(index)
+    members: dict[str, list[int]] = {}
+    for index, op in enumerate(problem.workload.operators):
+        members.setdefault(op.role, []).append(index)
+    for position, run in enumerate(runs, first):
         for role, own in members.items():
             forward, backward = [], []
             for turn in measured:
                 seconds = turn[position].operator_s
-                forward.append(sum(seconds.get(("forward", index), 0.0) for index in own) / len(own))
-                backward.append(sum(seconds.get(("backward", index), 0.0) for index in own) / len(own))
+                phases = {phase for phase, _ in seconds if phase.startswith("backward")}
+                forward.append(statistics.fmean(seconds.get(("forward", index), 0.0) for index in own))
+                backward.append(
+                    statistics.fmean(sum(seconds.get((phase, index), 0.0) for phase in phases) for index in own)
+                )
             found[role, run.samples, run.tensor_size] = statistics.median(forward), statistics.median(backward)
     return found
 
@@ -145,6 +240,8 @@ class _File(FileModel):
     format: Literal["windtunnel-campaign-calibration-1"]
     single_factor: Annotated[float, Field(gt=0, le=100)]
     overlap: tuple[Annotated[float, Field(ge=1, le=100)], Annotated[float, Field(ge=1, le=100)]] | None
+    halves: Mapping[Text, Annotated[float, Field(ge=1, le=100)]]
+    collective_overhead_s: Annotated[float, Field(ge=0, le=10)]
     raw_s: tuple[tuple[Text, int, int, float, float], ...]
 
 
@@ -157,6 +254,8 @@ def save_calibration(calibration: Calibration, folder: Path, unit: str) -> None:
         "format": "windtunnel-campaign-calibration-1",
         "single_factor": calibration.single_factor,
         "overlap": list(calibration.overlap) if calibration.overlap is not None else None,
+        "halves": dict(calibration.halves),
+        "collective_overhead_s": calibration.collective_overhead_s,
         "raw_s": [[*key, *seconds] for key, seconds in calibration.raw_s.items()],
     }
     write_text_atomically(folder / f"{stem}.calibration.json", dump_json(mapping))
@@ -181,13 +280,15 @@ def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Cali
         profile = load_machine_profile(path)
         profile.check_machine()
         _check_unit(profile, unit, path)
-        single, overlap, raw = 1.0, None, {}
+        calibration = Calibration(profile, 1.0, None, {}, 0.0, {})
         beside = folder / f"{stem}.calibration.json"
         if beside.is_file():
             file = validated(_File, load_mapping(beside), str(beside))
-            single, overlap = file.single_factor, file.overlap
             raw = {(role, samples, degree): (fwd, bwd) for role, samples, degree, fwd, bwd in file.raw_s}
-        found[unit.name] = Calibration(profile, single, overlap, raw)
+            calibration = Calibration(
+                profile, file.single_factor, file.overlap, file.halves, file.collective_overhead_s, raw
+            )
+        found[unit.name] = calibration
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a campaign found: per plan predicted and measured, errors, their split, memory; over plans medians and ranking."""
+"""What a campaign found: per plan predicted and measured, their split, memory; over plans errors and ranking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.result import SimulationResult
 from simulator.simulate import simulate
 from validation.campaign import Campaign, CampaignPlan
 from validation.campaign_fit import Calibration
-from validation.campaign_run import RoundResult
+from validation.campaign_run import RoundResult, fastest_round
 from validation.campaign_work import UnitWork
 from validation.compare import Quantity
 from validation.error_split import COLLECTIVES, WAITING, DeviceSplit, split_errors
@@ -200,18 +200,29 @@ def evaluate(
     """
     if not rounds:
         raise ValueError("a campaign must have at least one finished round to be evaluated")
+    spreads, turns = _samples(work, rounds), list(rounds)
+    if campaign.options.statistic == "fastest":
+        turns = [fastest_round(rounds)]
     outcomes = []
     for unit in work:
-        first = len(unit.jobs) - len(unit.report)
-        for position, (plan, job) in enumerate(unit.report, first):
-            measured = tuple(turn.measured[unit.name][position] for turn in rounds)
+        for position, (plan, job) in enumerate(unit.report, unit.first_report):
+            measured = tuple(turn.measured[unit.name][position] for turn in turns)
             assert job.plan == plan.plan
-            outcomes.append(_outcome(plan, calibrations[unit.name], measured))
+            outcomes.append(_outcome(plan, calibrations[unit.name], measured, spreads[plan.identity]))
     ranking = rank(
         [(each.plan.unit, each.plan.name, *_per_sample(each)) for each in outcomes if not each.out_of_memory],
         campaign.options.ranking_margin,
     )
     return CampaignResult(campaign, machine, len(rounds), tuple(outcomes), dict(calibrations), ranking)
+
+
+def _samples(work: Sequence[UnitWork], rounds: Sequence[RoundResult]) -> dict[str, tuple[float, ...]]:
+    """Return the iteration time of every report plan in every round."""
+    return {
+        plan.identity: tuple(turn.measured[unit.name][position].iteration_time_s for turn in rounds)
+        for unit in work
+        for position, (plan, _) in enumerate(unit.report, unit.first_report)
+    }
 
 
 def _per_sample(outcome: PlanOutcome) -> tuple[float, float]:
@@ -236,7 +247,9 @@ def rank(plans: Sequence[tuple[str, str, float, float]], margin: float) -> Ranki
     return Ranking(pairs, pairs - len(wrong), tuple(wrong))
 
 
-def _outcome(plan: CampaignPlan, calibration: Calibration, measured: tuple[Measurement, ...]) -> PlanOutcome:
+def _outcome(
+    plan: CampaignPlan, calibration: Calibration, measured: tuple[Measurement, ...], samples: tuple[float, ...]
+) -> PlanOutcome:
     problem = calibration.apply(plan.problem, plan.plan)
     result = simulate(plan.plan, problem, engine=ENGINE)
     ran = [each for each in measured if not each.out_of_memory]
@@ -251,8 +264,8 @@ def _outcome(plan: CampaignPlan, calibration: Calibration, measured: tuple[Measu
         nothing = (Quantity("iteration", result.iteration_time_s, 0.0),)
         return PlanOutcome(plan, problem, result, nothing, (), (), memory, measured)
     forward_s, backward_s = stage_times(result, len(plan.plan.stages))
-    samples = tuple(each.iteration_time_s for each in measured)
-    quantities = [Quantity("iteration", result.iteration_time_s, statistics.median(samples))]
+    measured_s = statistics.median(each.iteration_time_s for each in measured)
+    quantities = [Quantity("iteration", result.iteration_time_s, measured_s)]
     for stage in range(len(plan.plan.stages)):
         for word, predicted, attribute in (
             ("forward", forward_s, "stage_forward_s"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +62,27 @@ class RoundResult:
     communication: tuple[Row, ...]
     overlap: tuple[OverlapRow, ...]
     measured: Mapping[str, tuple[Measurement, ...]]
+
+
+def fastest_round(rounds: Sequence[RoundResult]) -> RoundResult:
+    """Return a round made of the quickest measurement of every run, and of the shortest times of communication.
+
+    Of its measurements only one has a traced iteration, so the first round's is kept.
+    """
+    shortest: dict[tuple[str, int, float], float] = {}
+    for turn in rounds:
+        for kind, size, num_bytes, seconds in turn.communication:
+            key = kind, size, num_bytes
+            shortest[key] = min(seconds, shortest.get(key, seconds))
+    measured = {}
+    for unit in rounds[0].measured:
+        found = []
+        for turns in zip(*(turn.measured[unit] for turn in rounds), strict=True):
+            best = min(turns, key=lambda each: each.iteration_time_s)
+            found.append(replace(best, traced=turns[0].traced, actions=turns[0].actions))
+        measured[unit] = tuple(found)
+    overlap = tuple(row for turn in rounds for row in turn.overlap)
+    return RoundResult(tuple((*key, seconds) for key, seconds in shortest.items()), overlap, measured)
 
 
 def run_campaign(
@@ -194,7 +215,7 @@ def _measure_communication(campaign: Campaign) -> dict[str, Any]:
 
 def _run_unit(campaign: Campaign, unit: UnitWork, folder: Path, number: int) -> dict[str, Any]:
     measured = execute_rounds(unit.jobs, rounds=1, device=campaign.device, timeout_s=TIMEOUT_S)[0]
-    first_report = len(unit.jobs) - len(unit.report)
+    first_report = unit.first_report
     if number == 1:
         for position, each in enumerate(measured[first_report:]):
             _save_history(folder, unit.report[position][0].name, each)

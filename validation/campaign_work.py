@@ -15,12 +15,15 @@ from validation.calibration import CalibrationJobs
 from validation.campaign import Campaign, CampaignPlan
 from validation.executor import Job
 from validation.jobs import plan_job
-from validation.profiler import operator_jobs
+from validation.profiler import MICROBATCHES, OperatorJob, operator_jobs
 
 LAUNCH_S = {"cpu": 8.0, "cuda": 25.0}
 """Start of processes with torch, and of what comes with it: an order of magnitude, for the estimate of minutes."""
 BUILD_S = 0.5
 """To make a plan's parameters and groups: likewise."""
+
+SPLIT_SCHEDULES = ("zb-h1",)
+"""Schedules that compute the gradients of inputs and of weights apart."""
 
 SizeAndDegree = tuple[int, int]
 """Samples per rank and microbatch, and tensor-parallel degree."""
@@ -34,24 +37,42 @@ class UnitWork:
         name: Of the unit.
         problem: Model, hardware and runtime; its batch does not matter.
         profiling: Profiling runs.
+        halves: Profiling runs whose backward is split in two, where a plan's schedule splits it: the halves take
+            more than the whole.
         calibration, report: Plans with their jobs.
     """
 
     name: str
     problem: Problem
     profiling: CalibrationJobs
+    halves: tuple[OperatorJob, ...]
     calibration: tuple[tuple[CampaignPlan, Job], ...]
     report: tuple[tuple[CampaignPlan, Job], ...]
 
     @cached_property
     def jobs(self) -> list[Job]:
-        """All of them: profiling, calibration, report."""
-        return [*self.profiling.jobs, *(job for _, job in self.calibration), *(job for _, job in self.report)]
+        """All of them: profiling, in halves, calibration, report."""
+        return [
+            *self.profiling.jobs,
+            *(run.job for run in self.halves),
+            *(job for _, job in self.calibration),
+            *(job for _, job in self.report),
+        ]
 
     @property
-    def num_profiling(self) -> int:
-        """Jobs that profile."""
+    def first_half(self) -> int:
+        """Position of the first profiling run in halves."""
         return len(self.profiling.jobs)
+
+    @property
+    def first_calibration(self) -> int:
+        """Position of the first calibration plan."""
+        return self.first_half + len(self.halves)
+
+    @property
+    def first_report(self) -> int:
+        """Position of the first report plan."""
+        return self.first_calibration + len(self.calibration)
 
 
 def campaign_work(campaign: Campaign, *, with_profiling: bool = True) -> list[UnitWork]:
@@ -73,6 +94,10 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
     options, device = campaign.options, campaign.device
     problem = (calibration + report)[0].problem
     sizes = profiled_sizes(calibration, report)
+
+    def copies(degree: int) -> int:
+        return max(1, problem.num_devices // degree) if device == "cpu" else 1
+
     operators = [
         run
         for samples, degree in sizes
@@ -80,10 +105,21 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
             problem,
             (samples,),
             (degree,),
-            copies=max(1, problem.num_devices // degree) if device == "cpu" else 1,
+            copies=copies(degree),
             iterations=options.iterations,
             device=device,
         )
+    ]
+    split = {
+        size
+        for each in (*calibration, *report)
+        if each.plan.schedule in SPLIT_SCHEDULES
+        for size in sizes_of(each.plan, each.problem)
+    }
+    halves = [
+        _halves(problem, samples, degree, copies(degree), options.iterations, device)
+        for samples, degree in sizes
+        if (samples, degree) in split
     ]
     alone = replace(problem, global_batch=sizes[0][0])
     step = plan_job(
@@ -102,7 +138,7 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
             records_memory=options.records_memory and traced > 0,
         )
 
-    for run in operators:
+    for run in (*operators, *halves):
         for each in report:
             workload = each.problem.workload
             if run.job.plan.canonical_hash(workload) == each.plan.canonical_hash(workload):
@@ -113,8 +149,18 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
         name,
         problem,
         profiling,
+        tuple(halves) if with_profiling else (),
         tuple((each, job(each, traced=0)) for each in calibration) if with_profiling else (),
         tuple((each, job(each, traced=1)) for each in report),
+    )
+
+
+def _halves(problem: Problem, samples: int, degree: int, copies: int, iterations: int, device: str) -> OperatorJob:
+    """Return a profiling run of one stage whose backward is split, as ZB-H1 with one stage has it."""
+    own = replace(problem, global_batch=samples * copies * MICROBATCHES)
+    plan = uniform_plan(own, tp=degree, dp=copies, microbatch=samples, schedule=SPLIT_SCHEDULES[0])
+    return OperatorJob(
+        plan_job(plan, own, iterations=iterations, device=device, measure_operators=True), samples, degree, copies
     )
 
 

@@ -20,7 +20,8 @@ from simulator.lowering.program import GRADIENTS, ProgramBuilder, StageView
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
-from validation.campaign_fit import Calibration
+from validation.campaign_fit import EXPOSED_COLLECTIVES, Calibration
+from validation.campaign_work import SPLIT_SCHEDULES
 from validation.measurement import Measurement
 from workloads.kinds.base import FORWARD
 
@@ -53,11 +54,6 @@ CAUSES = ("forward", "backward", "recompute", COLLECTIVES, WAITING, OPTIMIZER, O
 
 _PHASES_OF_ACTION = {"F": (), "B": GRADIENTS, "I": GRADIENTS[:1], "W": GRADIENTS[1:]}
 _ACTION_OF_PHASE = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
-_EXPOSED = (
-    "exposed_tensor_parallel_s", "exposed_resharding_s", "exposed_parameter_gather_s", "exposed_embedding_sync_s",
-    "exposed_gradient_sync_s", "exposed_other_s",
-)  # fmt: skip
-
 Cell = tuple[str, str]
 """Operator class and cause; outside operators both are the same word."""
 
@@ -156,7 +152,7 @@ def _predicted(
     table = result.breakdown()
     members = [position for position, own in enumerate(result.graph.device_members) if device in own]
     row = table.iloc[members[0]]
-    cells[COLLECTIVES, COLLECTIVES] = float(sum(row[name] for name in _EXPOSED))
+    cells[COLLECTIVES, COLLECTIVES] = float(sum(row[name] for name in EXPOSED_COLLECTIVES))
     cells[WAITING, WAITING] = float(row["exposed_transfer_s"] + row["bubble_s"])
     cells[OPTIMIZER, OPTIMIZER] = float(row["optimizer_s"])
     cells[OTHER, OTHER] = result.iteration_time_s - sum(cells.values())
@@ -186,6 +182,8 @@ def _operator_s(view: StageView, index: int, phase: str, calibration: Calibratio
     if raw is None or whole <= 0:
         return seconds
     alone = raw[phase != FORWARD] * calibration.factor(view.plan)
+    if phase != FORWARD and view.plan.schedule in SPLIT_SCHEDULES:
+        alone *= calibration.halves.get(op.role, 1.0)
     return seconds * min(1.0, alone / whole)
 
 

@@ -108,7 +108,9 @@ def replay_history(history: Mapping[str, Any], capacity_bytes: int) -> Allocator
 
     Frees of what was allocated before the history began are left out.
     """
-    sizes, tensors, allocates = [], [], []
+    sizes: list[int] = []
+    tensors: list[int] = []
+    allocates: list[bool] = []
     alive: dict[int, int] = {}
     for action, address, size, _ in history["events"]:
         if action == "alloc":
