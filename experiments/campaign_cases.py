@@ -1,7 +1,7 @@
 """A campaign's measured results as a file of accuracy cases, written where torch is and read where it is not.
 
-The file holds everything a prediction needs: model, runtime, plan, and the hardware with the machine's profile
-applied, as the campaign predicted with it; and what was measured.
+The file holds everything a prediction needs: model, runtime, plan, the machine's profile and what the plan makes of it,
+as the campaign predicted; and what was measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hardware_models.profile_file import profile_mapping
 from simulator.plan import plan_to_mapping
 
 if TYPE_CHECKING:
+    from hardware_models.profile import OperatorProfile
     from simulator.problem import Problem
     from validation.campaign_result import CampaignResult
 
@@ -31,14 +32,16 @@ def write_case_file(result: CampaignResult, path: Path) -> None:
 
 
 def case_document(result: CampaignResult) -> dict[str, Any]:
-    """Return what a case file holds, as plain data; equal hardware is there once."""
+    """Return what a case file holds, as plain data."""
     campaign = result.campaign
-    hardware: list[dict[str, Any]] = []
+    hardware: dict[str, dict[str, Any]] = {}
     plans: list[dict[str, Any]] = []
     for each in result.outcomes:
-        own = hardware_mapping(each.problem, f"windtunnel validate {campaign.name}")
-        if own not in hardware:
-            hardware.append(own)
+        calibration = result.calibrations[each.plan.unit]
+        if each.plan.unit not in hardware:
+            source = f"windtunnel validate {campaign.name}"
+            hardware[each.plan.unit] = hardware_mapping(each.problem, calibration.profile.operators, source)
+        scaling = calibration.scaling(each.plan.problem, each.plan.plan)
         plan = plan_to_mapping(each.plan.plan)
         if plan["warmup"] is None:
             del plan["warmup"]
@@ -55,9 +58,14 @@ def case_document(result: CampaignResult) -> dict[str, Any]:
                 "unit": each.plan.unit,
                 "model": str(each.plan.entry.model),
                 "runtime": str(each.plan.entry.runtime or runtimes[0]),
-                "hardware": hardware.index(own),
                 "global_batch": each.plan.problem.global_batch,
                 "measured": measured,
+                "scaling": {
+                    "factor": _rounded(scaling.factor),
+                    "extra_forward_s": _rounded(scaling.extra_forward_s),
+                    "extra_backward_s": _rounded(scaling.extra_backward_s),
+                    "backward_factors": {role: _rounded(value) for role, value in scaling.backward_factors.items()},
+                },
                 "plan": plan,
             }
         )
@@ -78,18 +86,22 @@ def case_document(result: CampaignResult) -> dict[str, Any]:
     }
 
 
-def hardware_mapping(problem: Problem, source: str) -> dict[str, Any]:
-    """Return what a calibration made of a problem's hardware: operators, communication, device type."""
+def hardware_mapping(problem: Problem, operators: OperatorProfile, source: str) -> dict[str, Any]:
+    """Return what was measured of a unit's hardware: operators as profiled, communication, device type.
+
+    Args:
+        problem: A plan's, with the calibration applied.
+        operators: Profiled times, before what a plan makes of them.
+        source: In words.
+    """
     hardware = problem.hardware
-    profile = hardware.operator_profile
-    assert profile is not None
     rows = tuple(
         replace(row, source=source, forward_s=_rounded(row.forward_s), backward_s=_rounded(row.backward_s))
-        for row in profile.rows
+        for row in operators.rows
     )
     table = hardware.collective_table
     series = {} if table is None else table.series
-    gpu = hardware.gpu(profile.gpu_type)
+    gpu = hardware.gpu(operators.gpu_type)
     return {
         "gpu": {name: _rounded(float(getattr(gpu, name))) for name in GPU_FIELDS},
         "communication": [
@@ -97,7 +109,7 @@ def hardware_mapping(problem: Problem, source: str) -> dict[str, Any]:
             for (kind, size), points in series.items()
             for num_bytes, seconds in points
         ],
-        "operators": profile_mapping(replace(profile, rows=rows, source=source)),
+        "operators": profile_mapping(replace(operators, rows=rows, source=source)),
     }
 
 

@@ -19,7 +19,7 @@ BAND = 0.10
 
 def write_campaign(result: CampaignResult, folder: Path) -> list[Path]:
     """Write everything; return the files that a reader opens first."""
-    from validation.campaign_fit import save_calibration
+    from validation.campaign_profiles import save_calibration
 
     for unit, calibration in result.calibrations.items():
         save_calibration(calibration, folder / "profiles", unit)

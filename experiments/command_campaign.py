@@ -94,7 +94,8 @@ def _run(
     campaign: Campaign, work: Sequence[UnitWork], folder: Path, rounds: int, seconds: float, profile: Path | None
 ) -> CampaignResult | None:
     """Run what is missing and return what finished rounds say; None if there is none."""
-    from validation.campaign_fit import fit_campaign, load_calibrations
+    from validation.campaign_fit import fit_campaign
+    from validation.campaign_profiles import load_calibrations
     from validation.campaign_result import evaluate
     from validation.campaign_run import finished_rounds, load_rounds, prepare_folder, run_campaign
     from validation.launch import WorkerError

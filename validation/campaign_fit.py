@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
 
-from pydantic import Field
+import numpy as np
 
-from datafiles.loader import load_mapping
-from datafiles.schema import FileModel, validated
-from datafiles.writer import dump_json, write_text_atomically
-from hardware_models.schema import Text
-from simulator.breakdown import device_tasks
+from hardware_models.profile_scaling import ProfileScaling
+from simulator.breakdown import coalesce, device_tasks
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
-from simulator.taskgraph import COMMUNICATION
-from validation.calibration import fit, fit_factor, fit_overhead_s
+from simulator.taskgraph import COMMUNICATION, COMPUTATION
+from validation.calibration import fit
 from validation.campaign_run import RoundResult, fastest_round
 from validation.campaign_work import SPLIT_SCHEDULES, UnitWork
-from validation.machine_profile import MachineProfile, load_machine_profile, save_machine_profile
+from validation.executor import Job
+from validation.machine_profile import MachineProfile
 from validation.measurement import Measurement
 from validation.profiler import OperatorJob
+from validation.stage_times import stage_times
+
+ENGINE = "compiled"
+MAX_CONTENTION = 0.9
 
 EXPOSED_COLLECTIVES = (
     "exposed_tensor_parallel_s", "exposed_resharding_s", "exposed_parameter_gather_s", "exposed_embedding_sync_s",
@@ -41,9 +41,12 @@ class Calibration:
     """What a campaign knows of a machine for one unit.
 
     Attributes:
-        profile: Operators, communication, and what was fitted on pipelines.
-        single_factor: What operators take in a plan of one stage, as a multiple of the profiling run; fitted on
-            the calibration plans of one stage, 1 without any.
+        profile: Operators and communication; what was fitted on pipelines: factor on operators, overhead of a pass.
+        single_factor: What operators take in a plan of one device, as a multiple of the profiling run; fitted on
+            the calibration plans of one device, 1 without any.
+        contention: Share of an operator's time that is gone when no other process computes: processes share
+            memory, caches, perhaps a core. 0 on GPUs.
+        num_profiled: Processes that ran while operators were profiled.
         overlap: Slowdown of computation and of communication while both run; None keeps the device type's.
         halves: By role, how much longer the two halves of a split backward take than the whole.
         collective_overhead_s: What a collective between computations takes beyond one in a row of collectives:
@@ -53,37 +56,45 @@ class Calibration:
     """
 
     profile: MachineProfile
-    single_factor: float
-    overlap: tuple[float, float] | None
-    halves: Mapping[str, float]
-    collective_overhead_s: float
-    raw_s: Mapping[RawKey, tuple[float, float]]
+    single_factor: float = 1.0
+    contention: float = 0.0
+    num_profiled: int = 1
+    overlap: tuple[float, float] | None = None
+    halves: Mapping[str, float] = field(default_factory=dict)
+    collective_overhead_s: float = 0.0
+    raw_s: Mapping[RawKey, tuple[float, float]] = field(default_factory=dict)
 
-    def apply(self, problem: Problem, plan: Plan) -> Problem:
-        """Return the problem with what was measured in the place of the model.
+    def scaling(self, problem: Problem, plan: Plan) -> ProfileScaling:
+        """Return what a plan makes of the profiled times.
 
         A pass of weight gradients alone is a pass more, so a split backward has the overhead of a pass twice.
         """
-        splits = plan.schedule in SPLIT_SCHEDULES
-        factor = self.single_factor if len(plan.stages) == 1 else 1.0
+        factor = self.single_factor if len(plan.devices) == 1 else 1.0
+        halves = self.halves if plan.schedule in SPLIT_SCHEDULES else {}
+        if self.contention:
+            company = company_share(plan, self._on_hardware(problem, plan, ProfileScaling()), self.num_profiled)
+            factor *= 1.0 - self.contention * (1.0 - company)
+        if len(plan.stages) == 1:
+            return ProfileScaling(factor, halves)
         share_s = self.profile.pass_overhead_s * len(plan.stages) / len(problem.workload)
-        again_s = max(0.0, share_s) if splits and len(plan.stages) > 1 else 0.0
-        rows = tuple(
-            replace(
-                row,
-                forward_s=row.forward_s * factor,
-                backward_s=max(
-                    0.0, row.backward_s * factor * (self.halves.get(row.role, 1.0) if splits else 1.0) + again_s
-                ),
-            )
-            for row in self.profile.operators.rows
-        )
+        again_s = max(0.0, share_s) if plan.schedule in SPLIT_SCHEDULES else 0.0
+        return ProfileScaling(factor * self.profile.operator_factor, halves, share_s, share_s + again_s)
+
+    def apply(self, problem: Problem, plan: Plan) -> Problem:
+        """Return the problem with what was measured in the place of the model."""
+        return self._on_hardware(problem, plan, self.scaling(problem, plan))
+
+    def _on_hardware(self, problem: Problem, plan: Plan, scaling: ProfileScaling) -> Problem:
         communication = tuple(
             (kind, size, num_bytes, alone_s + (0.0 if kind.startswith("transfer") else self.collective_overhead_s))
             for kind, size, num_bytes, alone_s in self.profile.communication
         )
         profile = replace(
-            self.profile, operators=replace(self.profile.operators, rows=rows), communication=communication
+            self.profile,
+            operators=scaling.apply(self.profile.operators),
+            communication=communication,
+            operator_factor=1.0,
+            pass_overhead_s=0.0,
         )
         applied = profile.apply(problem, plan)
         if self.overlap is None:
@@ -96,10 +107,6 @@ class Calibration:
         nodes = tuple(replace(node, gpu=node.gpu.model_copy(update=update)) for node in cluster.nodes)
         return replace(applied, hardware=replace(applied.hardware, cluster=replace(cluster, nodes=nodes)))
 
-    def factor(self, plan: Plan) -> float:
-        """Return the factor on operators that holds for a plan."""
-        return self.single_factor if len(plan.stages) == 1 else self.profile.operator_factor
-
     def raw(self, role: str, samples: int, degree: int) -> tuple[float, float] | None:
         """Return raw seconds of a role at the nearest number of samples, scaled to ``samples``; None if unknown."""
         sizes = [size for name, size, tensor in self.raw_s if (name, tensor) == (role, degree)]
@@ -108,6 +115,37 @@ class Calibration:
         nearest = min(sizes, key=lambda size: abs(size - samples))
         forward_s, backward_s = self.raw_s[role, nearest, degree]
         return forward_s * samples / nearest, backward_s * samples / nearest
+
+
+def company_share(plan: Plan, problem: Problem, num_processes: int) -> float:
+    """Return which share of a device's computing time the other processes compute as well.
+
+    Args:
+        plan: Canonical plan.
+        problem: What it is for.
+        num_processes: Processes that would keep each other company all the time: 1 share.
+    """
+    if num_processes < 2:
+        return 1.0
+    result = simulate(plan, problem, engine=ENGINE)
+    graph, schedule = result.graph, result.schedule
+    busy = []
+    for device in range(graph.num_devices):
+        tasks = device_tasks(graph, device)
+        tasks = tasks[graph.kind[tasks] == COMPUTATION]
+        busy.append(coalesce(schedule.start_s[tasks], schedule.end_s[tasks]))
+    lengths = [float((end - start).sum()) for start, end in busy]
+    together = total = 0.0
+    for own, members in enumerate(graph.device_members):
+        weight = len(members)
+        total += weight * lengths[own] * (num_processes - 1)
+        together += weight * (weight - 1) * lengths[own]
+        for other, others in enumerate(graph.device_members):
+            if other != own:
+                union = coalesce(*(np.concatenate(pair) for pair in zip(busy[own], busy[other], strict=True)))
+                both_s = lengths[own] + lengths[other] - float((union[1] - union[0]).sum())
+                together += weight * len(others) * both_s
+    return min(1.0, together / total) if total > 0 else 1.0
 
 
 def fit_campaign(
@@ -139,32 +177,74 @@ def fit_campaign(
 def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     measured = [turn.measured[unit.name] for turn in rounds]
     communication = [row for turn in rounds for row in turn.communication]
-    base = fit(unit.problem, unit.profiling, [turn[: unit.first_half] for turn in measured], _medians(communication))
+    base = fit(unit.problem, unit.profiling, [turn[: unit.first_alone] for turn in measured], _medians(communication))
     pairs = [(row.computation_factor, row.communication_factor) for turn in rounds for row in turn.overlap]
-    overlap = (statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)) if pairs else None
     raw = _raw(unit.problem, unit.profiling.operators, measured, 0)
-    halves = _raw(unit.problem, unit.halves, measured, unit.first_half)
-    calibration = Calibration(base, 1.0, overlap, _ratios(raw, halves), 0.0, raw)
-    jobs = list(enumerate((job for _, job in unit.calibration), unit.first_calibration))
-    alone = [
-        fit_factor(base, job, [turn[position] for turn in measured if not turn[position].out_of_memory])
+    calibration = Calibration(
+        base,
+        contention=_contention(unit, measured),
+        num_profiled=max((run.copies * run.tensor_size for run in unit.profiling.operators), default=1),
+        overlap=(statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)) if pairs else None,
+        halves=_ratios(raw, _raw(unit.problem, unit.halves, measured, unit.first_half)),
+        raw_s=raw,
+    )
+    found = [(position, job) for position, (_, job) in enumerate(unit.calibration, unit.first_calibration)]
+    jobs = [(position, job) for position, job in found if not any(turn[position].out_of_memory for turn in measured)]
+    singles = [
+        _stage_ratio(calibration, job, [turn[position] for turn in measured])
         for position, job in jobs
-        if len(job.plan.devices) == 1 and not any(turn[position].out_of_memory for turn in measured)
+        if len(job.plan.devices) == 1
     ]
-    if alone:
-        calibration = replace(calibration, single_factor=statistics.median(alone))
+    if singles:
+        calibration = replace(calibration, single_factor=statistics.median(singles))
     pipelines = [(position, job) for position, job in jobs if len(job.plan.stages) > 1]
     if not pipelines:
         return calibration
-    factors = [fit_factor(base, job, [turn[position] for turn in measured]) for position, job in pipelines]
-    profile = replace(base, operator_factor=statistics.median(factors))
+    factors = [_stage_ratio(calibration, job, [turn[position] for turn in measured]) for position, job in pipelines]
+    calibration = replace(calibration, profile=replace(base, operator_factor=statistics.median(factors)))
     overheads = [
-        fit_overhead_s(profile, job, statistics.median(turn[position].iteration_time_s for turn in measured))
+        _overhead_s(calibration, job, statistics.median(turn[position].iteration_time_s for turn in measured))
         for position, job in pipelines
     ]
-    words = "; ".join([profile.fitted_on, *(each.name for each, _ in unit.calibration)])
-    profile = replace(profile, pass_overhead_s=statistics.median(overheads), fitted_on=words)
+    words = "; ".join([base.fitted_on, *(each.name for each, _ in unit.calibration)])
+    profile = replace(calibration.profile, pass_overhead_s=statistics.median(overheads), fitted_on=words)
     return replace(calibration, profile=profile)
+
+
+def _contention(unit: UnitWork, measured: Sequence[Sequence[Measurement]]) -> float:
+    """Return by which share a pass is shorter when the process has no company; 0 where noise says longer."""
+    shares = []
+    for position, run in enumerate(unit.alone, unit.first_alone):
+        for number, other in enumerate(unit.profiling.operators):
+            if (other.samples, other.tensor_size) == (run.samples, run.tensor_size):
+                alone_s, together_s = (
+                    statistics.median(
+                        turn[place].stage_forward_s[0] + turn[place].stage_backward_s[0] for turn in measured
+                    )
+                    for place in (position, number)
+                )
+                shares.append(1.0 - alone_s / together_s)
+    return min(MAX_CONTENTION, max(0.0, statistics.median(shares))) if shares else 0.0
+
+
+def _stage_ratio(calibration: Calibration, job: Job, measured: Sequence[Measurement]) -> float:
+    """Return measured over simulated time of one forward and one backward on every stage of a job."""
+    result = simulate(job.plan, calibration.apply(job.problem, job.plan), engine=ENGINE)
+    simulated_s = sum(map(sum, stage_times(result, len(job.plan.stages))))
+    measured_s = statistics.median(sum(each.stage_forward_s) + sum(each.stage_backward_s) for each in measured)
+    return measured_s / simulated_s
+
+
+def _overhead_s(calibration: Calibration, job: Job, measured_s: float) -> float:
+    """Return the overhead per pass with which the simulation of a job takes what was measured."""
+
+    def simulated_s(overhead_s: float) -> float:
+        own = replace(calibration, profile=replace(calibration.profile, pass_overhead_s=overhead_s))
+        return simulate(job.plan, own.apply(job.problem, job.plan), engine=ENGINE).iteration_time_s
+
+    without, step = simulated_s(0.0), 0.01 * measured_s
+    slope = (simulated_s(step) - without) / step
+    return (measured_s - without) / slope if slope > 0 else 0.0
 
 
 def _ratios(
@@ -234,70 +314,3 @@ def _raw(
                 )
             found[role, run.samples, run.tensor_size] = statistics.median(forward), statistics.median(backward)
     return found
-
-
-class _File(FileModel):
-    format: Literal["windtunnel-campaign-calibration-1"]
-    single_factor: Annotated[float, Field(gt=0, le=100)]
-    overlap: tuple[Annotated[float, Field(ge=1, le=100)], Annotated[float, Field(ge=1, le=100)]] | None
-    halves: Mapping[Text, Annotated[float, Field(ge=1, le=100)]]
-    collective_overhead_s: Annotated[float, Field(ge=0, le=10)]
-    raw_s: tuple[tuple[Text, int, int, float, float], ...]
-
-
-def save_calibration(calibration: Calibration, folder: Path, unit: str) -> None:
-    """Write ``UNIT.json``, the machine profile, and ``UNIT.calibration.json`` beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = unit.replace(" ", "_")
-    save_machine_profile(calibration.profile, folder / f"{stem}.json")
-    mapping: dict[str, Any] = {
-        "format": "windtunnel-campaign-calibration-1",
-        "single_factor": calibration.single_factor,
-        "overlap": list(calibration.overlap) if calibration.overlap is not None else None,
-        "halves": dict(calibration.halves),
-        "collective_overhead_s": calibration.collective_overhead_s,
-        "raw_s": [[*key, *seconds] for key, seconds in calibration.raw_s.items()],
-    }
-    write_text_atomically(folder / f"{stem}.calibration.json", dump_json(mapping))
-
-
-def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Calibration]:
-    """Return the calibrations that an earlier run of a campaign wrote on this machine.
-
-    Raises:
-        ValueError: If the folder lacks a unit, or a profile is of another machine, model or dtype.
-        DataFileError: If a file is damaged.
-    """
-    found = {}
-    for unit in units:
-        stem = unit.name.replace(" ", "_")
-        path = folder / f"{stem}.json"
-        if not path.is_file():
-            raise ValueError(
-                f"the profile must be a folder with {path.name}, such as profiles/ of an earlier campaign's output, "
-                f"got {folder}"
-            )
-        profile = load_machine_profile(path)
-        profile.check_machine()
-        _check_unit(profile, unit, path)
-        calibration = Calibration(profile, 1.0, None, {}, 0.0, {})
-        beside = folder / f"{stem}.calibration.json"
-        if beside.is_file():
-            file = validated(_File, load_mapping(beside), str(beside))
-            raw = {(role, samples, degree): (fwd, bwd) for role, samples, degree, fwd, bwd in file.raw_s}
-            calibration = Calibration(
-                profile, file.single_factor, file.overlap, file.halves, file.collective_overhead_s, raw
-            )
-        found[unit.name] = calibration
-    return found
-
-
-def _check_unit(profile: MachineProfile, unit: UnitWork, path: Path) -> None:
-    problem, rows = unit.problem, profile.operators
-    for what, own, theirs in (
-        ("model", problem.workload.name, rows.model),
-        ("device type", problem.gpu_types[0], rows.gpu_type),
-        ("dtype", problem.runtime.implementation.dtype, rows.dtype),
-    ):
-        if own != theirs:
-            raise ValueError(f"{path}: the profile's {what} must be {own}, got {theirs}; profile this campaign anew")

@@ -273,5 +273,5 @@ def _outcome(
         ):
             taken = statistics.median(getattr(each, attribute)[stage] for each in measured)
             quantities.append(Quantity(f"stage {stage} {word}", predicted[stage], taken))
-    splits = split_errors(plan.plan, problem, result, calibration, measured)
+    splits = split_errors(plan.plan, plan.problem, problem, result, calibration, measured)
     return PlanOutcome(plan, problem, result, tuple(quantities), samples, tuple(splits), memory, measured)

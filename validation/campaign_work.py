@@ -15,12 +15,15 @@ from validation.calibration import CalibrationJobs
 from validation.campaign import Campaign, CampaignPlan
 from validation.executor import Job
 from validation.jobs import plan_job
-from validation.profiler import MICROBATCHES, OperatorJob, operator_jobs
+from validation.profiler import MICROBATCHES, OperatorJob
 
 LAUNCH_S = {"cpu": 8.0, "cuda": 25.0}
 """Start of processes with torch, and of what comes with it: an order of magnitude, for the estimate of minutes."""
 BUILD_S = 0.5
 """To make a plan's parameters and groups: likewise."""
+
+PROFILING_SCHEDULE = {"cpu": "gpipe", "cuda": "1f1b"}
+"""On a GPU one microbatch at a time, so that what fits once fits."""
 
 SPLIT_SCHEDULES = ("zb-h1",)
 """Schedules that compute the gradients of inputs and of weights apart."""
@@ -37,6 +40,8 @@ class UnitWork:
         name: Of the unit.
         problem: Model, hardware and runtime; its batch does not matter.
         profiling: Profiling runs.
+        alone: A profiling run of one process, where the others ran with several: on the CPU they share memory and
+            caches, and perhaps a core.
         halves: Profiling runs whose backward is split in two, where a plan's schedule splits it: the halves take
             more than the whole.
         calibration, report: Plans with their jobs.
@@ -45,24 +50,31 @@ class UnitWork:
     name: str
     problem: Problem
     profiling: CalibrationJobs
+    alone: tuple[OperatorJob, ...]
     halves: tuple[OperatorJob, ...]
     calibration: tuple[tuple[CampaignPlan, Job], ...]
     report: tuple[tuple[CampaignPlan, Job], ...]
 
     @cached_property
     def jobs(self) -> list[Job]:
-        """All of them: profiling, in halves, calibration, report."""
+        """All of them: profiling, alone, in halves, calibration, report."""
         return [
             *self.profiling.jobs,
+            *(run.job for run in self.alone),
             *(run.job for run in self.halves),
             *(job for _, job in self.calibration),
             *(job for _, job in self.report),
         ]
 
     @property
+    def first_alone(self) -> int:
+        """Position of the profiling run of one process."""
+        return len(self.profiling.jobs)
+
+    @property
     def first_half(self) -> int:
         """Position of the first profiling run in halves."""
-        return len(self.profiling.jobs)
+        return self.first_alone + len(self.alone)
 
     @property
     def first_calibration(self) -> int:
@@ -98,18 +110,20 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
     def copies(degree: int) -> int:
         return max(1, problem.num_devices // degree) if device == "cpu" else 1
 
+    def profiling_run(samples: int, degree: int, number: int, schedule: str) -> OperatorJob:
+        own = replace(problem, global_batch=samples * number * MICROBATCHES)
+        plan = uniform_plan(own, tp=degree, dp=number, microbatch=samples, schedule=schedule)
+        job = plan_job(plan, own, iterations=options.iterations, device=device, measure_operators=True)
+        return OperatorJob(job, samples, degree, number)
+
     operators = [
-        run
-        for samples, degree in sizes
-        for run in operator_jobs(
-            problem,
-            (samples,),
-            (degree,),
-            copies=copies(degree),
-            iterations=options.iterations,
-            device=device,
-        )
+        profiling_run(samples, degree, copies(degree), PROFILING_SCHEDULE[device]) for samples, degree in sizes
     ]
+    alone = [
+        profiling_run(run.samples, run.tensor_size, 1, PROFILING_SCHEDULE[device])
+        for run in operators
+        if run.copies > 1
+    ][:1]
     split = {
         size
         for each in (*calibration, *report)
@@ -117,14 +131,12 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
         for size in sizes_of(each.plan, each.problem)
     }
     halves = [
-        _halves(problem, samples, degree, copies(degree), options.iterations, device)
+        profiling_run(samples, degree, copies(degree), SPLIT_SCHEDULES[0])
         for samples, degree in sizes
         if (samples, degree) in split
     ]
-    alone = replace(problem, global_batch=sizes[0][0])
-    step = plan_job(
-        uniform_plan(alone, microbatch=alone.global_batch), alone, iterations=options.iterations, device=device
-    )
+    one = replace(problem, global_batch=sizes[0][0])
+    step = plan_job(uniform_plan(one, microbatch=one.global_batch), one, iterations=options.iterations, device=device)
     profiling = CalibrationJobs(tuple(operators) if with_profiling else (), step, None)
 
     def job(each: CampaignPlan, *, traced: int) -> Job:
@@ -138,7 +150,7 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
             records_memory=options.records_memory and traced > 0,
         )
 
-    for run in (*operators, *halves):
+    for run in (*operators, *alone, *halves):
         for each in report:
             workload = each.problem.workload
             if run.job.plan.canonical_hash(workload) == each.plan.canonical_hash(workload):
@@ -149,18 +161,10 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
         name,
         problem,
         profiling,
+        tuple(alone) if with_profiling else (),
         tuple(halves) if with_profiling else (),
         tuple((each, job(each, traced=0)) for each in calibration) if with_profiling else (),
         tuple((each, job(each, traced=1)) for each in report),
-    )
-
-
-def _halves(problem: Problem, samples: int, degree: int, copies: int, iterations: int, device: str) -> OperatorJob:
-    """Return a profiling run of one stage whose backward is split, as ZB-H1 with one stage has it."""
-    own = replace(problem, global_batch=samples * copies * MICROBATCHES)
-    plan = uniform_plan(own, tp=degree, dp=copies, microbatch=samples, schedule=SPLIT_SCHEDULES[0])
-    return OperatorJob(
-        plan_job(plan, own, iterations=iterations, device=device, measure_operators=True), samples, degree, copies
     )
 
 

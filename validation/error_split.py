@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from hardware_models.profile_scaling import ProfileScaling
 from simulator.costs import CostTables, OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
@@ -21,7 +22,6 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
 from validation.campaign_fit import EXPOSED_COLLECTIVES, Calibration
-from validation.campaign_work import SPLIT_SCHEDULES
 from validation.measurement import Measurement
 from workloads.kinds.base import FORWARD
 
@@ -97,6 +97,7 @@ class DeviceSplit:
 
 def split_errors(
     plan: Plan,
+    modelled: Problem,
     problem: Problem,
     result: SimulationResult,
     calibration: Calibration,
@@ -106,12 +107,13 @@ def split_errors(
 
     Args:
         plan: Canonical plan.
-        problem: With the calibration applied.
+        modelled, problem: Without, and with, the calibration applied.
         result: Its simulation.
         calibration: What was applied.
         measured: One per round; the first has a traced iteration.
     """
     devices = sorted(plan.devices)
+    scaling = calibration.scaling(modelled, plan)
     views = stage_views(plan, CostTables(problem))
     actions = Counter((action.rank, action.kind, action.stage) for action in measured[0].traced[0])
     busy = {
@@ -125,7 +127,7 @@ def split_errors(
         found.append(
             DeviceSplit(
                 device,
-                _predicted(device, own, counts, result, calibration),
+                _predicted(device, own, counts, result, calibration, scaling),
                 _measured(device, own, counts, measured),
             )
         )
@@ -138,6 +140,7 @@ def _predicted(
     counts: Mapping[tuple[str, int], int],
     result: SimulationResult,
     calibration: Calibration,
+    scaling: ProfileScaling,
 ) -> dict[Cell, float]:
     cells: dict[Cell, float] = {}
     for view in views:
@@ -147,7 +150,7 @@ def _predicted(
                 continue
             for index, phase, cause in _parts(view, phases):
                 kind_class = CLASS_OF_KIND[view.costs.problem.workload.operators[index].kind]
-                seconds = count * _operator_s(view, index, phase, calibration)
+                seconds = count * _operator_s(view, index, phase, calibration, scaling)
                 cells[kind_class, cause] = cells.get((kind_class, cause), 0.0) + seconds
     table = result.breakdown()
     members = [position for position, own in enumerate(result.graph.device_members) if device in own]
@@ -168,7 +171,7 @@ def _parts(view: StageView, phases: tuple[str, ...]) -> Iterator[tuple[int, str,
             yield index, phase, "backward" if item.cause.startswith("backward") else item.cause
 
 
-def _operator_s(view: StageView, index: int, phase: str, calibration: Calibration) -> float:
+def _operator_s(view: StageView, index: int, phase: str, calibration: Calibration, scaling: ProfileScaling) -> float:
     """Return seconds of an operator's phase without what profile rows add to make up a whole pass."""
     op, sharding = view.costs.problem.workload.operators[index], view.shardings[index]
     samples = view.samples(index)
@@ -181,9 +184,9 @@ def _operator_s(view: StageView, index: int, phase: str, calibration: Calibratio
     whole = cost.forward.device_s if phase == FORWARD else cost.backward.device_s
     if raw is None or whole <= 0:
         return seconds
-    alone = raw[phase != FORWARD] * calibration.factor(view.plan)
-    if phase != FORWARD and view.plan.schedule in SPLIT_SCHEDULES:
-        alone *= calibration.halves.get(op.role, 1.0)
+    alone = raw[phase != FORWARD] * scaling.factor
+    if phase != FORWARD:
+        alone *= scaling.backward_factors.get(op.role, 1.0)
     return seconds * min(1.0, alone / whole)
 
 

@@ -122,7 +122,7 @@ def _on_cpu(worker: Worker, repeats: int) -> list[OverlapRow]:
 
     communication_alone_s = _median(sampled(communicate))
     one_s = _median(sampled(lambda: compute(1)))
-    agreed = torch.tensor([max(2.0, round(2 * communication_alone_s / one_s))])
+    agreed = torch.tensor([float(max(2, round(2 * communication_alone_s / one_s)))])
     dist.broadcast(agreed, 0)
     count = int(agreed)
     computation_alone_s = _median(sampled(lambda: compute(count)))

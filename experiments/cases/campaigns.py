@@ -15,10 +15,12 @@ from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from experiments.accuracy_groups import CAMPAIGN_GROUP
 from experiments.cases.case import PRINTED, Case, Measured, Skipped
-from hardware_models.cluster import parse_cluster
+from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.model import HardwareModel
+from hardware_models.profile import OperatorProfile
 from hardware_models.profile_file import profile_from_mapping
+from hardware_models.profile_scaling import ProfileScaling
 from hardware_models.runtime import load_runtime
 from simulator.plan import Plan
 from simulator.plan_file import plan_from_mapping
@@ -53,14 +55,21 @@ class _Hardware(FileModel):
     operators: Mapping[str, Any]
 
 
+class _Scaling(FileModel):
+    factor: Positive
+    extra_forward_s: Annotated[float, Field(ge=-10, le=10)]
+    extra_backward_s: Annotated[float, Field(ge=-10, le=10)]
+    backward_factors: Mapping[Text, Positive]
+
+
 class _Plan(FileModel):
     name: Text
     unit: Text
     model: Text
     runtime: Text
-    hardware: Annotated[int, Field(ge=0, le=10_000)]
     global_batch: Annotated[int, Field(ge=1, le=10**9)]
     measured: _Measured
+    scaling: _Scaling
     plan: Mapping[str, Any]
 
 
@@ -76,7 +85,7 @@ class CaseFile(FileModel):
     cluster: Text
     models: Mapping[str, Mapping[str, Any]]
     runtimes: Mapping[str, _Runtime]
-    hardware: tuple[_Hardware, ...]
+    hardware: Mapping[Text, _Hardware]
     plans: Annotated[tuple[_Plan, ...], Field(min_length=1)]
 
 
@@ -94,11 +103,13 @@ def cases_of(path: Path) -> Iterator[Case]:
     """
     file = validated(CaseFile, load_mapping(path), path.name)
     for number, row in enumerate(file.plans):
-        for what, word, known in (("model", row.model, file.models), ("runtime", row.runtime, file.runtimes)):
+        for what, word, known in (
+            ("model", row.model, file.models),
+            ("runtime", row.runtime, file.runtimes),
+            ("unit", row.unit, file.hardware),
+        ):
             if word not in known:
                 raise DataFileError(path.name, f"plans.{number}: {what} must be one of {', '.join(known)}, got {word}")
-        if row.hardware >= len(file.hardware):
-            raise DataFileError(path.name, f"plans.{number}: hardware must be below {len(file.hardware)}")
         measured = row.measured
         yield Case(
             row_id=f"{path.name}#{row.name}",
@@ -127,19 +138,20 @@ def _file(path: Path) -> CaseFile:
     return validated(CaseFile, load_mapping(path), path.name)
 
 
-@lru_cache(maxsize=128)
-def _hardware(path: Path, number: int) -> HardwareModel:
-    """Return hardware with a measured profile, shared so that prices are computed once."""
+@lru_cache(maxsize=64)
+def _unit(path: Path, unit: str) -> tuple[Cluster, OperatorProfile, CollectiveTable | None]:
+    """Return what was measured of a unit: devices, operators, communication."""
     file = _file(path)
-    own = file.hardware[number]
+    own = file.hardware[unit]
     operators = profile_from_mapping(own.operators, path.name)
     cluster = parse_cluster(file.cluster)
+    update = {str(word): value for word, value in own.gpu.items()}
     nodes = tuple(
-        replace(node, gpu=node.gpu.model_copy(update={str(word): value for word, value in own.gpu.items()})) if node.gpu.name == operators.gpu_type else node
+        replace(node, gpu=node.gpu.model_copy(update=update)) if node.gpu.name == operators.gpu_type else node
         for node in cluster.nodes
     )
     table = CollectiveTable.from_rows(own.communication, path.name) if own.communication else None
-    return HardwareModel(cluster=replace(cluster, nodes=nodes), operator_profile=operators, collective_table=table)
+    return replace(cluster, nodes=nodes), operators, table
 
 
 def _problem(path: Path, number: int) -> Problem:
@@ -151,7 +163,10 @@ def _problem(path: Path, number: int) -> Problem:
         runtime = replace(runtime, attention=chosen.attention)
     spec = spec_from_mapping(file.models[row.model], f"{path.name}: {row.model}")
     workload = build_from_spec(spec, runtime.attention)
-    return Problem(workload, _hardware(path, row.hardware), runtime, row.global_batch)
+    cluster, operators, table = _unit(path, row.unit)
+    scaling = ProfileScaling(**row.scaling.model_dump())
+    hardware = HardwareModel(cluster=cluster, operator_profile=scaling.apply(operators), collective_table=table)
+    return Problem(workload, hardware, runtime, row.global_batch)
 
 
 def _plan(path: Path, number: int, problem: Problem) -> Plan:
