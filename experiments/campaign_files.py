@@ -96,6 +96,8 @@ def headline(result: CampaignResult) -> str:
         f"{summary['plans']} plans, {summary['rounds']} rounds: iteration time off by {errors}, "
         f"bias {percent(summary['bias'])}; {summary['ranked_right']} of {summary['ranked_pairs']} pairs ranked right"
     )
+    if result.campaign.device == "cpu":
+        text += f"; passes took {summary['disturbance']:.2f} times their processor time"
     if summary["mean_absolute_allocated_error"] is not None:
         text += (
             f"; peak allocated off by {percent(summary['mean_absolute_allocated_error'])}, reserved by "

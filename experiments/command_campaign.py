@@ -56,16 +56,16 @@ def validate_campaign(
     campaign = load_campaign(name, cluster=cluster)
     work = campaign_work(campaign, with_profiling=profile is None)
     turns = rounds or campaign.options.rounds
-    seconds = estimated_s(work, campaign.device, turns)
-    if dry_run:
-        show_plans(campaign, work, seconds, turns, as_json=as_json)
-        return
     missing = missing_devices(campaign)
-    if missing:
+    if missing and not dry_run:
         messages().print(f"skipped: {missing}; --dry-run lists its plans")
         if limit is not None:
             messages().print("no plan ran, so the limit was not met")
             raise typer.Exit(1)
+        return
+    seconds = estimated_s(work, campaign.device, turns)
+    if dry_run:
+        show_plans(campaign, work, seconds, turns, as_json=as_json)
         return
     folder = output or Path("out") / f"validate-{campaign.name}"
     result = _run(campaign, work, folder, turns, seconds, profile)

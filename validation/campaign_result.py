@@ -89,6 +89,20 @@ class PlanOutcome:
             return 0.0
         return (max(self.samples_s) - min(self.samples_s)) / statistics.median(self.samples_s)
 
+    @property
+    def disturbance(self) -> float:
+        """Time that passes took over what the processor worked on them, median of rounds: 1 on a calm machine.
+
+        Says nothing of collectives in passes, and nothing on GPUs.
+        """
+        ratios = [
+            (each.passes_s - each.collectives_s)
+            / max(1e-9, each.processor_s - (each.tail_s - each.collectives_after_s))
+            for turn in self.measured
+            for each in turn.devices
+        ]
+        return statistics.median(ratios) if ratios else 1.0
+
     def part(self, word: str) -> tuple[float, float]:
         """Return predicted and measured seconds of a class on the busiest device."""
         for name, predicted, measured in self.splits[0].by_class() if self.splits else []:
@@ -109,6 +123,7 @@ class PlanOutcome:
             "quantities": [each.to_mapping() for each in self.quantities],
             "round_samples_s": list(self.samples_s),
             "spread": self.spread,
+            "disturbance": self.disturbance,
             "exposed_collectives_s": {"predicted": collectives[0], "measured": collectives[1]},
             "waiting_s": {"predicted": waiting[0], "measured": waiting[1]},
             "memory": self.memory.to_mapping(),
@@ -156,6 +171,11 @@ class CampaignResult:
         """Median over plans of the absolute error of the iteration time."""
         return statistics.median(map(abs, self.errors()))
 
+    @property
+    def disturbance(self) -> float:
+        """Median over plans: above 1 other load took the processor away, and times say less."""
+        return statistics.median(each.disturbance for each in self.outcomes)
+
     def summary(self) -> dict[str, Any]:
         """Return the figures over all plans."""
         errors = self.errors()
@@ -171,6 +191,7 @@ class CampaignResult:
             "mean_absolute_error": statistics.fmean(absolute) if absolute else None,
             "worst_absolute_error": max(absolute, default=None),
             "bias": statistics.fmean(errors) if errors else None,
+            "disturbance": self.disturbance,
             "ranked_pairs": self.ranking.pairs,
             "ranked_right": self.ranking.right,
             "ranked_wrong": [list(pair) for pair in self.ranking.wrong],

@@ -70,6 +70,8 @@ class DeviceTime:
         collectives_after_s: The same after the last pass.
         optimizer_s: Optimizer step.
         tail_s: From the last pass to the end of the iteration, the two before included.
+        processor_s: Processor time of the thread that runs all this. On the CPU passes and tail take no more, unless
+            they wait for collectives or other load takes the processor away.
     """
 
     device: int
@@ -79,6 +81,7 @@ class DeviceTime:
     collectives_after_s: float
     optimizer_s: float
     tail_s: float
+    processor_s: float
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,13 @@ class IterationRecord:
         actions: Timed.
         spans: Collectives, the optimizer step, and operators where they are timed.
         tail_s: From the last action's end to the end of the iteration.
+        processor_s: Of the thread.
     """
 
     actions: list[TimedAction]
     spans: list[TimedSpan]
     tail_s: float
+    processor_s: float
 
     def device_time(self, device: int) -> DeviceTime:
         """Return where the time went."""
@@ -205,6 +210,7 @@ class IterationRecord:
             collectives_after_s=sum(span.end_s - span.start_s for span in collectives) - inside,
             optimizer_s=sum(span.end_s - span.start_s for span in self.spans if span.phase == OPTIMIZER),
             tail_s=self.tail_s,
+            processor_s=self.processor_s,
         )
 
 

@@ -38,6 +38,7 @@ class _Device(FileModel):
     collectives_after_s: float
     optimizer_s: float
     tail_s: float
+    processor_s: float
 
 
 class _Measurement(FileModel):

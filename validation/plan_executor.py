@@ -7,6 +7,7 @@ reductions, tied tensors, optimizer, refresh of sharded parameters (``simulator.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -144,6 +145,7 @@ class PlanExecutor:
         """Run one iteration and return when what happened."""
         self.run_state.iteration = iteration
         self.worker.pool.timer = self.collective_times.measure
+        processor_start_s = time.thread_time()
         for runner in self.runners.values():
             runner.gradients.begin()
             runner.loss_total.zero_()
@@ -174,7 +176,8 @@ class PlanExecutor:
         spans = self.collective_times.drain(self.worker.rank, start)
         if self.times is not None:
             spans += self.times.spans(self.worker.rank, start)
-        return IterationRecord(timed, spans, since(marks[-1][3], end) if marks else 0.0)
+        tail_s = since(marks[-1][3], end) if marks else 0.0
+        return IterationRecord(timed, spans, tail_s, time.thread_time() - processor_start_s)
 
     def _receive_queues(self) -> dict[tuple[int, int], list[Action]]:
         """Return, by boundary and direction, the actions that receive, in order."""
