@@ -51,6 +51,7 @@ def validate_campaign(
         typer.Exit: With 1 above the limit, 130 when interrupted.
     """
     from validation.campaign import load_campaign
+    from validation.campaign_run import missing_devices
     from validation.campaign_work import campaign_work, estimated_s
 
     campaign = load_campaign(name, cluster=cluster)
@@ -78,16 +79,6 @@ def validate_campaign(
     if limit is not None and not result.median_absolute <= limit:
         messages().print(f"the median error is {100 * result.median_absolute:.1f} %, the limit is {100 * limit:g} %")
         raise typer.Exit(1)
-
-
-def missing_devices(campaign: Campaign) -> str:
-    """Return what this machine lacks to run a campaign, or nothing."""
-    import torch
-
-    there = torch.cuda.device_count() if campaign.device == "cuda" else campaign.num_devices
-    if there >= campaign.num_devices:
-        return ""
-    return f"the campaign {campaign.name} needs {campaign.num_devices} CUDA GPUs, this machine has {there}"
 
 
 def _run(
@@ -153,6 +144,7 @@ def campaign_progress(title: str) -> Iterator[Listener]:
 def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rounds: int, *, as_json: bool) -> None:
     """Print what would run: every plan with its predicted time on modelled hardware, and whether it is said to fit."""
     from simulator.simulate import simulate
+    from validation.campaign_run import missing_devices
 
     rows = []
     for unit in work:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
@@ -125,6 +127,14 @@ def run_campaign(
                 )
                 write_text_atomically(path, json.dumps({"format": FORMAT, **mapping}, allow_nan=False) + "\n")
             done += 1
+
+
+def missing_devices(campaign: Campaign) -> str:
+    """Return, in words, what this machine lacks to run a campaign; nothing if it can."""
+    there = torch.cuda.device_count() if campaign.device == "cuda" else campaign.num_devices
+    if there >= campaign.num_devices:
+        return ""
+    return f"the campaign {campaign.name} needs {campaign.num_devices} CUDA GPUs, this machine has {there}"
 
 
 def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) -> None:
