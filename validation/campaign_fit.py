@@ -162,6 +162,7 @@ def fit_campaign(
     """
     if not rounds:
         raise ValueError("a campaign must have at least one finished round to be fitted")
+    _check_profiling(work, rounds)
     if statistic == "fastest":
         rounds = [fastest_round(rounds)]
     found = {unit.name: _fit_unit(unit, rounds) for unit in work}
@@ -172,6 +173,17 @@ def fit_campaign(
         if count:
             found[name] = replace(found[name], collective_overhead_s=max(0.0, excess_s / count))
     return found
+
+
+def _check_profiling(work: Sequence[UnitWork], rounds: Sequence[RoundResult]) -> None:
+    for unit in work:
+        for turn in rounds:
+            for job, measured in zip(unit.jobs[: unit.first_calibration], turn.measured[unit.name], strict=False):
+                if measured.out_of_memory:
+                    raise ValueError(
+                        f"profiling runs must fit into memory, but {unit.name} at {job.plan.microbatch_size} samples did "
+                        "not; give the campaign smaller microbatches"
+                    )
 
 
 def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:

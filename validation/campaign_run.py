@@ -33,6 +33,8 @@ Listener = Callable[[int, str, int, int], None]
 """Told ``(round, part, parts done, parts of all rounds)`` before each part."""
 
 TIMEOUT_S = 3600.0
+MAX_ROUND_BYTES = 128 << 20
+"""Of one unit's share of a round; that of the first holds traces."""
 COMMUNICATION = "communication"
 
 
@@ -209,7 +211,7 @@ def _path(folder: Path, number: int, name: str) -> Path:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    mapping = load_mapping(path)
+    mapping = load_mapping(path, max_bytes=MAX_ROUND_BYTES)
     if mapping.pop("format", None) != FORMAT:
         raise ValueError(f"{path} must be a round of a campaign ({FORMAT}); remove it to measure again")
     return mapping

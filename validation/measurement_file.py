@@ -11,6 +11,9 @@ from pydantic import Field
 from datafiles.schema import FileModel, validated
 from validation.measurement import DeviceTime, Measurement, RankMemory, TimedAction, TimedSpan
 
+MAX_SPANS = 20_000
+"""Of a plan; more than a reader of a timeline looks at."""
+
 Text = Annotated[str, Field(max_length=10_000)]
 
 
@@ -70,7 +73,7 @@ def measurement_mapping(measured: Measurement, *, with_trace: bool) -> dict[str,
 
     Args:
         measured: The measurement.
-        with_trace: Keep single actions and spans as well.
+        with_trace: Keep single actions and the first MAX_SPANS spans as well.
     """
     mapping = {each.name: getattr(measured, each.name) for each in fields(Measurement)}
     actions, spans = mapping.pop("traced")
@@ -88,7 +91,7 @@ def measurement_mapping(measured: Measurement, *, with_trace: bool) -> dict[str,
         "notes": list(measured.notes),
         "devices": [asdict(each) for each in measured.devices],
         "traced_actions": [asdict(each) for each in actions] if with_trace else [],
-        "traced_spans": [list(astuple(each)) for each in spans] if with_trace else [],
+        "traced_spans": [list(astuple(each)) for each in spans[:MAX_SPANS]] if with_trace else [],
     }
 
 
