@@ -181,8 +181,8 @@ def _check_profiling(work: Sequence[UnitWork], rounds: Sequence[RoundResult]) ->
             for job, measured in zip(unit.jobs[: unit.first_calibration], turn.measured[unit.name], strict=False):
                 if measured.out_of_memory:
                     raise ValueError(
-                        f"profiling runs must fit into memory, but {unit.name} at {job.plan.microbatch_size} samples did "
-                        "not; give the campaign smaller microbatches"
+                        f"profiling runs must fit into memory, but {unit.name} at {job.plan.microbatch_size} samples "
+                        "did not; give the campaign smaller microbatches"
                     )
 
 

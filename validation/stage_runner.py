@@ -20,15 +20,12 @@ from validation.operator_context import DTYPES, OperatorContext, RunState, make_
 from validation.parameters import InputSpec
 from validation.samples import load_samples
 from validation.stage_parameters import Held, LayerGathers, StageParameters
-from validation.torch_kinds import build
+from validation.torch_kinds import SHARED_BACKWARD, build
 from validation.wiring import GRAPH, CopyKey, StageWiring, Wire, internal_axes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
 
 _UNTIMED: AbstractContextManager[None] = nullcontext()
-
-SHARED_BACKWARD = ("lm_loss", "classifier_loss", "pooler")
-"""Kinds with work before the gradients of inputs and weights part: the halves of a split backward share it."""
 
 
 class StageRunner:
