@@ -153,6 +153,7 @@ class CampaignResult:
         outcomes: Per report plan.
         calibrations: By unit.
         ranking: Of report plans.
+        overlap: Kind of communication to the slowdown of computation and of communication; medians over rounds.
     """
 
     campaign: Campaign
@@ -161,6 +162,7 @@ class CampaignResult:
     outcomes: tuple[PlanOutcome, ...]
     calibrations: Mapping[str, Calibration]
     ranking: Ranking
+    overlap: Mapping[str, tuple[float, float]]
 
     def errors(self) -> list[float]:
         """Return signed errors of the iteration time of all plans that ran."""
@@ -194,6 +196,10 @@ class CampaignResult:
             "disturbance": self.disturbance,
             "ranked_pairs": self.ranking.pairs,
             "ranked_right": self.ranking.right,
+            "overlap_slowdown": {
+                kind: {"computation": computation, "communication": communication}
+                for kind, (computation, communication) in self.overlap.items()
+            },
             "ranked_wrong": [list(pair) for pair in self.ranking.wrong],
             "out_of_memory": sum(each.out_of_memory for each in self.outcomes),
             "predicted_to_fit_but_did_not": wrong,
@@ -234,7 +240,19 @@ def evaluate(
         [(each.plan.unit, each.plan.name, *_per_sample(each)) for each in outcomes if not each.out_of_memory],
         campaign.options.ranking_margin,
     )
-    return CampaignResult(campaign, machine, len(rounds), tuple(outcomes), dict(calibrations), ranking)
+    return CampaignResult(
+        campaign, machine, len(rounds), tuple(outcomes), dict(calibrations), ranking, _overlap(rounds)
+    )
+
+
+def _overlap(rounds: Sequence[RoundResult]) -> dict[str, tuple[float, float]]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in (row for turn in rounds for row in turn.overlap):
+        found.setdefault(row.kind, []).append((row.computation_factor, row.communication_factor))
+    return {
+        kind: (statistics.median(own for own, _ in pairs), statistics.median(own for _, own in pairs))
+        for kind, pairs in found.items()
+    }
 
 
 def _samples(work: Sequence[UnitWork], rounds: Sequence[RoundResult]) -> dict[str, tuple[float, ...]]:

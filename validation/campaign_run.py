@@ -59,7 +59,7 @@ class RoundResult:
 
     Attributes:
         communication: Transfers and collectives; empty where one device is used.
-        overlap: Slowdown of computation and communication; likewise.
+        overlap: Slowdown of computation and communication; empty on one process of the CPU.
         measured: By unit, in the order of its jobs.
     """
 
@@ -203,7 +203,8 @@ def load_rounds(
 
 
 def _communicates(campaign: Campaign, with_profiling: bool) -> bool:
-    return with_profiling and campaign.num_devices > 1
+    # On one GPU there is no communication, but copies and reductions slow its computation all the same.
+    return with_profiling and (campaign.num_devices > 1 or campaign.device == "cuda")
 
 
 def _path(folder: Path, number: int, name: str) -> Path:
@@ -219,7 +220,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _measure_communication(campaign: Campaign) -> dict[str, Any]:
     rows: list[Row] = []
-    for size in sorted({2, campaign.num_devices}):
+    for size in sorted({2, campaign.num_devices} - {1}) if campaign.num_devices > 1 else ():
         rows += [row for row in measure_communication(size, device=campaign.device) if row not in rows]
     overlap = measure_overlap(device=campaign.device)
     return {"rows": [list(row) for row in rows], "overlap": [list(each.to_mapping().values()) for each in overlap]}
