@@ -50,11 +50,14 @@ def validate_campaign(
         ValueError: If the campaign, a profile or the folder is not what it must be.
         typer.Exit: With 1 above the limit, 130 when interrupted.
     """
-    from validation.campaign import load_campaign
+    from validation.campaign import campaign_names, load_campaign
     from validation.campaign_run import missing_devices
     from validation.campaign_work import campaign_work, estimated_s
 
     campaign = load_campaign(name, cluster=cluster)
+    if write_cases is not None and campaign.name not in campaign_names():
+        known = ", ".join(campaign_names())
+        raise ValueError(f"accuracy cases are of the campaigns {known}, got {campaign.name!r}; leave --write-cases out")
     work = campaign_work(campaign, with_profiling=profile is None)
     turns = rounds or campaign.options.rounds
     missing = missing_devices(campaign)

@@ -42,10 +42,8 @@ def measured_problem() -> tuple[Problem, OperatorProfile]:
         for number, role in enumerate(dict.fromkeys(op.role for op in workload.operators), 1)
     )
     profile = OperatorProfile("gpt", "local-cpu-process", "fp32", rows, "test")
-    table = CollectiveTable.from_rows(
-        [("transfer_intra_node", 2, 256.0, 1e-4), ("transfer_intra_node", 2, 1e6, 1e-3), ("all_reduce", 2, 256.0, 1e-4)],
-        "test",
-    )
+    transfers = [("transfer_intra_node", 2, 256.0, 1e-4), ("transfer_intra_node", 2, 1e6, 1e-3)]
+    table = CollectiveTable.from_rows([*transfers, ("all_reduce", 2, 256.0, 1e-4)], "test")
     hardware = HardwareModel(parse_cluster("local-cpu:1x2"), profile, table)
     return Problem(workload, hardware, runtime, 8), profile
 

@@ -138,3 +138,10 @@ def test_campaign_options_are_refused_for_a_plan_file(tmp_path: Path) -> None:
     path.write_text("windtunnel_plan: 1\n")
     with pytest.raises(ValueError, match=r"--dry-run is for campaigns, got the plan .*; shipped ones are cpu-gloo"):
         validate_file(str(path), dry_run=True)
+
+
+def test_cases_are_of_campaigns_that_have_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml(mapping()))
+    with pytest.raises(ValueError, match=r"accuracy cases are of the campaigns cpu-gloo, .* got 'mine'"):
+        run_command(path, write_cases=tmp_path / "cases.yaml")
