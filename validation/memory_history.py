@@ -23,7 +23,7 @@ MAX_EVENTS = 200_000
 
 ACTIONS = (
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
-    "snapshot", "oom",
+    "snapshot", "oom", "user_defined",
 )  # fmt: skip
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _REQUESTS = {"alloc": 1, "free_requested": -1}
