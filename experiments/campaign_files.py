@@ -139,7 +139,7 @@ def summary_text(result: CampaignResult) -> str:
         lines.append(
             f"- {unit}: {len(profile.operators.rows)} rows; operators x {profile.operator_factor:.3f} in a pipeline, "
             f"{1e3 * profile.pass_overhead_s:+.2f} ms per pass, {1e3 * calibration.collective_overhead_s:.2f} ms per "
-            f"collective, {percent(calibration.contention)} of an operator's time due to company. "
+            f"collective, {percent(calibration.company_cost)} of an operator's time due to company. "
             f"Fitted on: {profile.fitted_on}."
         )
     for kind, (computation, communication) in result.overlap.items():

@@ -24,7 +24,7 @@ from validation.profiler import OperatorJob
 from validation.stage_times import stage_times
 
 ENGINE = "compiled"
-MAX_CONTENTION = 0.9
+MAX_COMPANY_COST = 0.9
 
 EXPOSED_COLLECTIVES = (
     "exposed_tensor_parallel_s", "exposed_resharding_s", "exposed_parameter_gather_s", "exposed_embedding_sync_s",
@@ -44,7 +44,7 @@ class Calibration:
         profile: Operators and communication; what was fitted on pipelines: factor on operators, overhead of a pass.
         single_factor: What operators take in a plan of one device, as a multiple of the profiling run; fitted on
             the calibration plans of one device, 1 without any.
-        contention: Share of an operator's time that is gone when no other process computes: processes share
+        company_cost: Share of an operator's time that is gone when no other process computes: processes share
             memory, caches, perhaps a core. 0 on GPUs.
         num_profiled: Processes that ran while operators were profiled.
         overlap: Slowdown of computation and of communication while both run; None keeps the device type's.
@@ -57,7 +57,7 @@ class Calibration:
 
     profile: MachineProfile
     single_factor: float = 1.0
-    contention: float = 0.0
+    company_cost: float = 0.0
     num_profiled: int = 1
     overlap: tuple[float, float] | None = None
     halves: Mapping[str, float] = field(default_factory=dict)
@@ -71,9 +71,9 @@ class Calibration:
         """
         factor = self.single_factor if len(plan.devices) == 1 else 1.0
         halves = self.halves if plan.schedule in SPLIT_SCHEDULES else {}
-        if self.contention:
+        if self.company_cost:
             company = company_share(plan, self._on_hardware(problem, plan, ProfileScaling()), self.num_profiled)
-            factor *= 1.0 - self.contention * (1.0 - company)
+            factor *= 1.0 - self.company_cost * (1.0 - company)
         if len(plan.stages) == 1:
             return ProfileScaling(factor, halves)
         share_s = self.profile.pass_overhead_s * len(plan.stages) / len(problem.workload)
@@ -194,7 +194,7 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     raw = _raw(unit.problem, unit.profiling.operators, measured, 0)
     calibration = Calibration(
         base,
-        contention=_contention(unit, measured),
+        company_cost=_company_cost(unit, measured),
         num_profiled=max((run.copies * run.tensor_size for run in unit.profiling.operators), default=1),
         overlap=(statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)) if pairs else None,
         halves=_ratios(raw, _raw(unit.problem, unit.halves, measured, unit.first_half)),
@@ -223,7 +223,7 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     return replace(calibration, profile=profile)
 
 
-def _contention(unit: UnitWork, measured: Sequence[Sequence[Measurement]]) -> float:
+def _company_cost(unit: UnitWork, measured: Sequence[Sequence[Measurement]]) -> float:
     """Return by which share a pass is shorter when the process has no company; 0 where noise says longer."""
     shares = []
     for position, run in enumerate(unit.alone, unit.first_alone):
@@ -236,7 +236,7 @@ def _contention(unit: UnitWork, measured: Sequence[Sequence[Measurement]]) -> fl
                     for place in (position, number)
                 )
                 shares.append(1.0 - alone_s / together_s)
-    return min(MAX_CONTENTION, max(0.0, statistics.median(shares))) if shares else 0.0
+    return min(MAX_COMPANY_COST, max(0.0, statistics.median(shares))) if shares else 0.0
 
 
 def _stage_ratio(calibration: Calibration, job: Job, measured: Sequence[Measurement]) -> float:

@@ -20,7 +20,7 @@ from validation.machine_profile import MachineProfile, load_machine_profile, sav
 class _File(FileModel):
     format: Literal["windtunnel-campaign-calibration-1"]
     single_factor: Annotated[float, Field(gt=0, le=100)]
-    contention: Annotated[float, Field(ge=0, lt=1)]
+    company_cost: Annotated[float, Field(ge=0, lt=1)]
     num_profiled: Annotated[int, Field(ge=1, le=10_000)]
     overlap: tuple[Annotated[float, Field(ge=1, le=100)], Annotated[float, Field(ge=1, le=100)]] | None
     halves: Mapping[Text, Annotated[float, Field(ge=1, le=100)]]
@@ -36,7 +36,7 @@ def save_calibration(calibration: Calibration, folder: Path, unit: str) -> None:
     mapping: dict[str, Any] = {
         "format": "windtunnel-campaign-calibration-1",
         "single_factor": calibration.single_factor,
-        "contention": calibration.contention,
+        "company_cost": calibration.company_cost,
         "num_profiled": calibration.num_profiled,
         "overlap": list(calibration.overlap) if calibration.overlap is not None else None,
         "halves": dict(calibration.halves),
@@ -73,7 +73,7 @@ def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Cali
             calibration = Calibration(
                 profile,
                 file.single_factor,
-                file.contention,
+                file.company_cost,
                 file.num_profiled,
                 file.overlap,
                 file.halves,
