@@ -169,6 +169,18 @@ class Measurement:
         """Largest less smallest iteration time, as a share of the median."""
         return (max(self.iteration_samples_s) - min(self.iteration_samples_s)) / self.iteration_time_s
 
+    @property
+    def disturbance(self) -> float:
+        """Time that passes took over what the processor worked on them: 1 where nothing else kept it busy.
+
+        Mean over devices; says nothing of collectives in passes, and nothing on GPUs.
+        """
+        ratios = []
+        for each in self.devices:
+            worked_s = each.processor_s - (each.tail_s - each.collectives_after_s)
+            ratios.append((each.passes_s - each.collectives_s) / max(1e-9, worked_s))
+        return statistics.fmean(ratios) if ratios else 1.0
+
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data with units in the keys."""
         mapping = {key: value for key, value in asdict(self).items() if key not in ("traced", "memory_history")}
