@@ -151,7 +151,7 @@ def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rou
 
     rows = []
     for unit in work:
-        profiling = [*(run.job for run in unit.profiling.operators), *(run.job for run in unit.halves)]
+        profiling = [run.job for run in (*unit.profiling.operators, *unit.alone, *unit.halves)]
         named = [("profiling", f"{unit.name} {_profiling_words(job.plan)}", job) for job in profiling]
         named += [("profiling", f"{unit.name} optimizer step", unit.profiling.optimizer)]
         named += [("calibration", plan.name, job) for plan, job in unit.calibration]
