@@ -13,6 +13,7 @@ from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 
 FILE = Path(__file__).parent / "accuracy_data" / "groups.yaml"
+CAMPAIGN_GROUP = "campaign-"
 Share = Annotated[float, Field(ge=0, le=10)]
 Text = Annotated[str, Field(min_length=1, max_length=600)]
 
@@ -64,5 +65,11 @@ class GroupsFile(FileModel):
 
 @cache
 def groups() -> Mapping[str, Group]:
-    """Return all groups by name, in file order."""
-    return validated(GroupsFile, load_mapping(FILE), "groups.yaml").groups
+    """Return all groups by name, in file order; those of campaigns where a measured file of theirs is committed."""
+    found = validated(GroupsFile, load_mapping(FILE), "groups.yaml").groups
+    return {name: group for name, group in found.items() if _is_there(name)}
+
+
+def _is_there(name: str) -> bool:
+    campaign = name.removeprefix(CAMPAIGN_GROUP)
+    return campaign == name or (FILE.parent / "campaigns" / f"{campaign}.yaml").is_file()

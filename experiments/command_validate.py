@@ -30,32 +30,76 @@ def require_torch() -> None:
 
 
 def validate_file(
-    plan_file: Annotated[Path, typer.Argument(help="Plan file (YAML or JSON).")],
+    target: Annotated[
+        str, typer.Argument(help="Plan file, campaign file, or a shipped campaign: cpu-gloo, single-gpu, multi-gpu.")
+    ],
     profile: Annotated[
         Path | None,
-        typer.Option(help="Machine profile (windtunnel profile); default: measured now.", show_default=False),
+        typer.Option(help="Machine profile (windtunnel profile), for a campaign its folder of profiles; default: "
+                     "measured now.", show_default=False),
     ] = None,
     limit: Annotated[
         str | None,
-        typer.Option(help="Exit with 1 if the iteration time is further off than this, such as 20%.",
-                     show_default=False),
+        typer.Option(help="Exit with 1 if the iteration time (of a campaign: its median error) is further off than "
+                     "this, such as 20%.", show_default=False),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Executions; their median counts.", min=1)] = 5,
+    rounds: Annotated[
+        int | None, typer.Option(help="Executions; their median counts. Default: 5, or the campaign's.", min=1,
+                                 show_default=False)
+    ] = None,
     device: Device = "cpu",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of a campaign's results; the same one goes on.",
+                                  show_default=False)
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Of a campaign, instead of its own.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List a campaign's plans and run nothing.")] = False,
+    write_cases: Annotated[
+        Path | None, typer.Option(help="Write a campaign's results as accuracy cases.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a plan with this machine's calibration, execute it, and show the signed errors.
+    """Simulate a plan with this machine's calibration, execute it, and show the signed errors; or a campaign of many.
 
     Example: windtunnel validate plan.yaml --profile machine.json --limit 20%
+
+    Example: windtunnel validate cpu-gloo -o out/cpu-gloo --limit 10%
     """
     require_torch()
+    from validation.campaign import is_campaign
+
+    largest = parse_share(limit) if limit is not None else None
+    if is_campaign(target):
+        from experiments.command_campaign import validate_campaign
+
+        validate_campaign(
+            target, profile=profile, limit=largest, rounds=rounds, output=output, cluster=cluster, dry_run=dry_run,
+            write_cases=write_cases, as_json=as_json,
+        )  # fmt: skip
+        return
+    for word, given in (("-o", output), ("--cluster", cluster), ("--dry-run", dry_run), ("--write-cases", write_cases)):
+        if given:
+            raise ValueError(f"{word} is for campaigns, got the plan {target}; {_campaigns()}")
+    _validate_plan(Path(target), profile, largest, rounds or 5, device, as_json=as_json)
+
+
+def _campaigns() -> str:
+    from validation.campaign import campaign_names
+
+    return f"shipped ones are {', '.join(campaign_names())}"
+
+
+def _validate_plan(
+    plan_file: Path, profile: Path | None, largest: float | None, rounds: int, device: str, *, as_json: bool
+) -> None:
     from simulator.plan_file import load_plan
     from validation.calibration import profile_machine
     from validation.compare import validate_plan
     from validation.launch import WorkerError
     from validation.machine_profile import load_machine_profile
 
-    largest = parse_share(limit) if limit is not None else None
     spec, plan = load_plan(plan_file)
     problem = spec.load()
     try:
@@ -72,7 +116,8 @@ def validate_file(
     else:
         show(report)
     if largest is not None and abs(report.iteration.error) > largest:
-        messages().print(f"the iteration time is {100 * report.iteration.error:+.1f} % off, the limit is {limit}")
+        off = f"{100 * report.iteration.error:+.1f} % off"
+        messages().print(f"the iteration time is {off}, the limit is {100 * largest:g} %")
         raise typer.Exit(1)
 
 

@@ -20,7 +20,7 @@ from validation.operator_context import DTYPES, OperatorContext, RunState, make_
 from validation.parameters import InputSpec
 from validation.samples import load_samples
 from validation.stage_parameters import Held, LayerGathers, StageParameters
-from validation.torch_kinds import build
+from validation.torch_kinds import SHARED_BACKWARD, build
 from validation.wiring import GRAPH, CopyKey, StageWiring, Wire, internal_axes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
@@ -305,7 +305,9 @@ class StageRunner:
             for parameter in held:
                 self.gradients.make_room(parameter)
         with self._timed(phase, index):
-            of_inputs, of_parameters = record.backward(of_outputs, inputs=inputs, weights=weights)
+            of_inputs, of_parameters = record.backward(
+                of_outputs, inputs=inputs, weights=weights, shares=op.kind in SHARED_BACKWARD
+            )
         if inputs and not weights and held:
             record.gradients = of_outputs
         else:

@@ -11,6 +11,7 @@ from validation.operator_context import BUILDERS, Forward, OperatorContext
 __all__ = [
     "BUILDERS",
     "NOT_EXECUTABLE",
+    "SHARED_BACKWARD",
     "build",
     "kind_attention",
     "kind_dense",
@@ -22,6 +23,9 @@ __all__ = [
 ]
 
 NOT_EXECUTABLE = {"opaque": "it is a row of somebody's profile: times and sizes without a definition"}
+
+SHARED_BACKWARD = ("lm_loss", "classifier_loss", "pooler")
+"""Kinds with work before the gradients of inputs and weights part: the halves of a split backward share it."""
 
 
 def build(context: OperatorContext) -> Forward:

@@ -10,6 +10,7 @@ from experiments.cases import (
     aceso,
     alpa,
     amp,
+    campaigns,
     dapple_table5,
     galvatron_table2,
     llm_foundry,
@@ -29,6 +30,7 @@ SOURCES: tuple[CaseSource, ...] = (
     megatron_dgx2.cases,
     alpa.cases,
     amp.cases,
+    campaigns.cases,
 )
 ENVIRONMENT = "WINDTUNNEL_DATA"
 BESIDE_REPOSITORY = Path(__file__).resolve().parents[3] / "shared" / "data"

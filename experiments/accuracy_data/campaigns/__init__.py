@@ -1,0 +1,1 @@
+"""Measured results of our own campaigns, as ``windtunnel validate CAMPAIGN --write-cases`` writes them."""

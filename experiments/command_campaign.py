@@ -1,0 +1,220 @@
+"""``windtunnel validate CAMPAIGN``: many plans, calibrated and run in interleaved rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from experiments.console import console, messages, print_json, print_lines, table
+
+if TYPE_CHECKING:
+    from simulator.plan import Plan
+    from validation.campaign import Campaign
+    from validation.campaign_result import CampaignResult
+    from validation.campaign_run import Listener
+    from validation.campaign_work import UnitWork
+
+INTERRUPTED = 130
+
+
+def validate_campaign(
+    name: str,
+    *,
+    profile: Path | None,
+    limit: float | None,
+    rounds: int | None,
+    output: Path | None,
+    cluster: str | None,
+    dry_run: bool,
+    write_cases: Path | None,
+    as_json: bool,
+) -> None:
+    """Run a campaign, or say what would run.
+
+    Args:
+        name: Shipped campaign or file.
+        profile: Folder of profiles of an earlier run; None measures.
+        limit: Exit with 1 if the median absolute error of the iteration time is above.
+        rounds: Instead of the campaign's.
+        output: Folder; None for ``out/validate-NAME``.
+        cluster: Instead of the campaign's.
+        dry_run: List plans and predicted times only.
+        write_cases: File of accuracy cases to write.
+        as_json: Print JSON.
+
+    Raises:
+        ValueError: If the campaign, a profile or the folder is not what it must be.
+        typer.Exit: With 1 above the limit, 130 when interrupted.
+    """
+    from validation.campaign import campaign_names, load_campaign
+    from validation.campaign_run import missing_devices
+    from validation.campaign_work import campaign_work, estimated_s
+
+    campaign = load_campaign(name, cluster=cluster)
+    if write_cases is not None and campaign.name not in campaign_names():
+        known = ", ".join(campaign_names())
+        raise ValueError(f"accuracy cases are of the campaigns {known}, got {campaign.name!r}; leave --write-cases out")
+    work = campaign_work(campaign, with_profiling=profile is None)
+    turns = rounds or campaign.options.rounds
+    missing = missing_devices(campaign)
+    if missing and not dry_run:
+        messages().print(f"skipped: {missing}; --dry-run lists its plans")
+        if limit is not None:
+            messages().print("no plan ran, so the limit was not met")
+            raise typer.Exit(1)
+        return
+    seconds = estimated_s(work, campaign.device, turns)
+    if dry_run:
+        show_plans(campaign, work, seconds, turns, as_json=as_json)
+        return
+    folder = output or Path("out") / f"validate-{campaign.name}"
+    result = _run(campaign, work, folder, turns, seconds, profile)
+    if result is None:
+        raise typer.Exit(INTERRUPTED)
+    _report(result, folder, write_cases, as_json=as_json)
+    if result.rounds < turns:
+        messages().print(f"interrupted after {result.rounds} of {turns} rounds; the same command goes on")
+        raise typer.Exit(INTERRUPTED)
+    if limit is not None and not result.median_absolute <= limit:
+        messages().print(f"the median error is {100 * result.median_absolute:.1f} %, the limit is {100 * limit:g} %")
+        raise typer.Exit(1)
+
+
+def _run(
+    campaign: Campaign, work: Sequence[UnitWork], folder: Path, rounds: int, seconds: float, profile: Path | None
+) -> CampaignResult | None:
+    """Run what is missing and return what finished rounds say; None if there is none."""
+    from validation.campaign_fit import fit_campaign
+    from validation.campaign_profiles import load_calibrations
+    from validation.campaign_result import evaluate
+    from validation.campaign_run import finished_rounds, load_rounds, prepare_folder, run_campaign
+    from validation.launch import WorkerError
+    from validation.machine_profile import machine_name
+
+    fresh, statistic = profile is None, campaign.options.statistic
+    known = None if profile is None else load_calibrations(profile, work)
+    prepare_folder(campaign, folder, with_profiling=fresh)
+    before = finished_rounds(campaign, work, folder, with_profiling=fresh)
+    left_s = seconds * max(0, rounds - before) / rounds
+    jobs = sum(len(unit.jobs) for unit in work)
+    messages().print(
+        f"{campaign.name}: {jobs} runs a round, {rounds} rounds"
+        + (f", {before} of them kept from an earlier call" if before else "")
+        + f"; about {left_s / 60:.1f} minutes. Results: {folder}"
+    )
+    try:
+        with campaign_progress(campaign.name) as listener:
+            run_campaign(campaign, work, folder, rounds=rounds, with_profiling=fresh, listener=listener)
+    except KeyboardInterrupt:
+        if not finished_rounds(campaign, work, folder, with_profiling=fresh):
+            messages().print("interrupted before a round was finished; the same command goes on where this one stopped")
+            return None
+    except WorkerError as error:
+        raise ValueError(f"the campaign stopped: {error}; what is finished is kept in {folder}") from None
+    turns = list(load_rounds(campaign, work, folder, with_profiling=fresh, limit=rounds))
+    return evaluate(campaign, work, turns, known or fit_campaign(work, turns, statistic=statistic), machine_name())
+
+
+@contextmanager
+def campaign_progress(title: str) -> Iterator[Listener]:
+    """Show which part runs and how long it may take; yields a listener for ``run_campaign``."""
+    from rich.markup import escape
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=messages(), transient=True, disable=not messages().is_terminal) as bar:
+        task = bar.add_task(escape(title), total=None)
+
+        def listen(number: int, part: str, done: int, total: int) -> None:
+            bar.update(task, description=escape(f"round {number}: {part}"), completed=done, total=total)
+
+        yield listen
+
+
+def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rounds: int, *, as_json: bool) -> None:
+    """Print what would run: every plan with its predicted time on modelled hardware, and whether it is said to fit."""
+    from simulator.simulate import simulate
+    from validation.campaign_run import missing_devices
+
+    rows = []
+    for unit in work:
+        profiling = [run.job for run in (*unit.profiling.operators, *unit.alone, *unit.halves)]
+        named = [("profiling", f"{unit.name} {_profiling_words(job.plan)}", job) for job in profiling]
+        named += [("profiling", f"{unit.name} optimizer step", unit.profiling.optimizer)]
+        named += [("calibration", plan.name, job) for plan, job in unit.calibration]
+        named += [("report", plan.name, job) for plan, job in unit.report]
+        for part, name, job in named:
+            result = simulate(job.plan, job.problem, engine="compiled")
+            peak = result.peak_allocated_bytes
+            rows.append((part, name, len(job.plan.devices), result.iteration_time_s, peak, result.fits))
+    if as_json:
+        keys = ("part", "plan", "devices", "predicted_s", "predicted_allocated_bytes", "predicted_fits")
+        print_json(
+            {
+                "campaign": campaign.name,
+                "rounds": rounds,
+                "estimated_s": seconds,
+                "runs": [dict(zip(keys, row, strict=True)) for row in rows],
+            }
+        )
+        return
+    cells = [
+        (part, name, str(devices), f"{1e3 * time_s:.1f}", f"{peak / 2**30:.2f}", "yes" if fits else "NO")
+        for part, name, devices, time_s, peak, fits in rows
+    ]
+    columns = [("", "left"), ("run", "left"), ("devices", "right"), ("predicted (ms)", "right"),
+               ("peak (GiB)", "right"), ("fits", "left")]  # fmt: skip
+    title = f"{campaign.name} on {campaign.cluster}, modelled hardware; nothing is run"
+    console().print(table(title, columns, cells))
+    missing = missing_devices(campaign)
+    print_lines(
+        f"{len(rows)} runs a round, {rounds} rounds, about {seconds / 60:.1f} minutes"
+        + (f"\nhere it would be skipped: {missing}" if missing else "")
+    )
+
+
+def _profiling_words(plan: Plan) -> str:
+    words = "in halves " if plan.schedule in ("zb-h1",) else ""
+    return f"operators {words}{plan.num_microbatches}x{plan.microbatch_size} on {len(plan.devices)}"
+
+
+def _report(result: CampaignResult, folder: Path, write_cases: Path | None, *, as_json: bool) -> None:
+    from experiments.campaign_files import headline, misses, write_campaign
+
+    written = write_campaign(result, folder)
+    if write_cases is not None:
+        from experiments.campaign_cases import write_case_file
+
+        write_case_file(result, write_cases)
+        written.append(write_cases)
+    if as_json:
+        print_json({"summary": result.summary(), "plans": [each.to_mapping() for each in result.outcomes]})
+        return
+    rows = []
+    for each in result.outcomes:
+        if each.out_of_memory:
+            rows.append((each.plan.name, f"{1e3 * each.iteration.predicted_s:.1f}", "out of memory", "", "", ""))
+            continue
+        time = each.iteration
+        rows.append(
+            (each.plan.name, f"{1e3 * time.predicted_s:.1f}", f"{1e3 * time.measured_s:.1f}",
+             f"{100 * time.error:+.1f} %", f"{100 * each.spread:.0f} %", misses(each))
+        )  # fmt: skip
+    columns = [("plan", "left"), ("predicted (ms)", "right"), ("measured (ms)", "right"), ("error", "right"),
+               ("spread", "right"), ("largest misses (ms)", "left")]  # fmt: skip
+    console().print(table(f"{result.campaign.name} on {result.machine}", columns, rows))
+    print_lines(headline(result))
+    messages().print("written: " + ", ".join(str(path) for path in written), soft_wrap=True)

@@ -1,0 +1,72 @@
+"""What a campaign computes from measurements, against closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
+
+from simulator.uniform import uniform_plan  # noqa: E402
+from tests.validation.tiny import problem  # noqa: E402
+from validation.campaign_fit import company_share  # noqa: E402
+from validation.campaign_result import rank  # noqa: E402
+from validation.measurement import DeviceTime, IterationRecord, TimedAction, TimedSpan  # noqa: E402
+from validation.overlap import overlap_row  # noqa: E402
+
+
+def test_only_pairs_of_one_unit_beyond_the_margin_are_ranked() -> None:
+    plans = [
+        ("gpt", "a", 1.0, 1.0),
+        ("gpt", "b", 0.9, 1.14),  # 14 % from a: does not count
+        ("gpt", "c", 0.8, 2.0),  # predicted faster than a and b, is slower
+        ("bert", "d", 9.0, 5.0),
+    ]
+    ranking = rank(plans, 0.15)
+    assert (ranking.pairs, ranking.right) == (2, 0)
+    assert ranking.wrong == (("a", "c"), ("b", "c"))
+    assert rank([("gpt", "a", 1.0, 1.0), ("gpt", "b", 1.2, 2.0)], 0.15).right == 1
+
+
+@pytest.mark.parametrize("computation", [1.0, 1.3, 2.0])
+@pytest.mark.parametrize("communication", [1.0, 1.5])
+@pytest.mark.parametrize("alone", [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)])
+def test_overlap_factors_come_back_from_the_times_they_make(
+    computation: float, communication: float, alone: tuple[float, float]
+) -> None:
+    # Both run until one ends; what is left of the other then runs at full speed.
+    shared = min(alone[0] * computation, alone[1] * communication)
+    ends = [
+        shared + (own - shared / factor) for own, factor in zip(alone, (computation, communication), strict=True)
+    ]
+    row = overlap_row("copy", alone[0], alone[1], ends[0], ends[1])
+    assert row.computation_factor == pytest.approx(computation)
+    assert row.communication_factor == pytest.approx(communication)
+
+
+def test_company_is_all_the_time_in_data_parallel_and_never_alone() -> None:
+    of = problem("gpt")
+    assert company_share(uniform_plan(of, dp=2).canonical(of.workload), of, 2) == pytest.approx(1.0)
+    assert company_share(uniform_plan(of).canonical(of.workload), of, 2) == 0.0
+    assert company_share(uniform_plan(of).canonical(of.workload), of, 1) == 1.0
+
+
+def test_less_bubble_is_more_company() -> None:
+    shares = []
+    for batch in (2, 4, 8, 16):
+        of = replace(problem("gpt"), global_batch=batch)
+        shares.append(company_share(uniform_plan(of, pp=2).canonical(of.workload), of, 2))
+    assert shares == sorted(shares) and 0.0 < shares[0] < shares[-1] < 1.0
+
+
+def test_where_a_devices_time_went_adds_up() -> None:
+    actions = [TimedAction(0, "F", 0, 0, 0.0, 1.0, 0.0), TimedAction(0, "B", 0, 0, 1.5, 3.0, 0.5)]
+    spans = [
+        TimedSpan(0, "collective", -1, "all_reduce", 0.2, 0.3),
+        TimedSpan(0, "collective", -1, "all_reduce", 3.1, 3.5),
+        TimedSpan(0, "optimizer", -1, "step", 3.5, 3.9),
+    ]
+    found = IterationRecord(actions, spans, 1.0, 3.2).device_time(7)
+    expected = DeviceTime(7, 2.5, 0.5, 0.1, 0.4, 0.4, 1.0, 3.2)
+    assert asdict(found) == pytest.approx(asdict(expected))
