@@ -10,6 +10,7 @@ import sys
 import typer
 
 from experiments import (
+    command_calibrate,
     command_compare,
     command_diff,
     command_list,
@@ -54,6 +55,7 @@ app.command("simulate")(command_simulate.simulate_file)
 app.command("diff")(command_diff.diff)
 app.command("compare")(command_compare.compare_searchers)
 app.command("sweep")(command_sweep.sweep_spec)
+app.add_typer(command_calibrate.app, name="calibrate")
 app.command("profile")(command_profile.profile_machine_file)
 app.command("validate")(command_validate.validate_file)
 register_accuracy(app)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hardware_models.cluster import Cluster
 
@@ -53,11 +54,24 @@ def shape_of(cluster: Cluster, devices: Sequence[int]) -> GroupShape | None:
     '4 ranks, on 2 nodes, stride 2'
     """
     slots = slots_by_node(cluster, devices)
-    counts = {len(own) for own in slots.values()}
+    return shape_from_slots(slots.values()) if len({len(own) for own in slots.values()}) == 1 else None
+
+
+def shape_from_slots(slots: Collection[Sequence[int]], groups_per_node: int = 1) -> GroupShape:
+    """Return the shape of a group from its GPUs inside each of its nodes.
+
+    Raises:
+        ValueError: If its nodes hold unequal numbers of ranks, or there is one rank only.
+
+    >>> shape_from_slots([[0, 4], [0, 4]])
+    GroupShape(size=4, num_nodes=2, stride=4, groups_per_node=1)
+    """
+    counts = {len(own) for own in slots}
     if len(counts) != 1:
-        return None
-    gaps = {own[i + 1] - own[i] for own in slots.values() for i in range(len(own) - 1)}
-    return GroupShape(len(devices), len(slots), gaps.pop() if len(gaps) == 1 else None)
+        raise ValueError(f"a group must have equally many ranks on each of its nodes, got {sorted(counts)}")
+    gaps = {after - before for own in slots for before, after in pairwise(sorted(own))}
+    stride = gaps.pop() if len(gaps) == 1 else None
+    return GroupShape(counts.pop() * len(slots), len(slots), stride or None, groups_per_node)
 
 
 def slots_by_node(cluster: Cluster, devices: Sequence[int]) -> dict[int, list[int]]:
