@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from validation.groups import all_gather_flat, reduce_scatter_flat
 from validation.launch import Worker, launch
 
 SIZES = (256, 4096, 65536, 524288, 4194304, 16777216)
@@ -36,7 +37,7 @@ def measure_communication(
     device: str = "cpu",
     timeout_s: float = 300.0,
 ) -> list[Row]:
-    """Measure transfers between two processes and all-reduces over all of them.
+    """Measure transfers between two processes and collectives over all of them.
 
     Args:
         num_processes: At least 2.
@@ -78,8 +79,18 @@ def _measure(worker: Worker, request: _Request) -> list[Row]:
                 dist.recv(data, 0)
                 dist.send(data, 0)
 
+        part = torch.zeros(max(1, size // 4 // worker.world_size), device=worker.device)
+        whole = part.new_zeros(part.numel() * worker.world_size)
+
+        def gather(part: torch.Tensor = part, whole: torch.Tensor = whole) -> None:
+            all_gather_flat(whole, part)
+
+        def scatter(part: torch.Tensor = part, whole: torch.Tensor = whole) -> None:
+            reduce_scatter_flat(part, whole)
+
         repeats = request.repeats * (1 if size >= LARGE else 4)
-        rows.append(("all_reduce", worker.world_size, float(size), _median_s(reduce, repeats, worker)))
+        for kind, work in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):
+            rows.append((kind, worker.world_size, float(size), _median_s(work, repeats, worker)))
         rows.append(("transfer_intra_node", 2, float(size), _median_s(round_trip, repeats, worker) / 2))
     return rows
 

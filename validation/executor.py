@@ -16,6 +16,7 @@ from simulator.problem import Problem
 from validation.executable import check_executable
 from validation.launch import Worker, backend_of, launch
 from validation.measurement import Clock, Measurement, RankRecord, combine
+from validation.memory_history import recorded_history, release_cuda_memory
 from validation.plan_executor import PlanExecutor
 
 
@@ -28,10 +29,34 @@ class Job:
     iterations: int
     warmup: int
     measure_operators: bool = False
+    traced_iterations: int = 0
+    """Iterations after those that count, in which every operator is timed."""
+    records_memory: bool = False
+    """On CUDA, return the allocator's history as well."""
 
 
 def run_rank(worker: Worker, job: Job) -> RankRecord:
-    """Run a job on this process and return what it measured."""
+    """Run a job on this process and return what it measured.
+
+    A process alone that runs out of GPU memory says so in its record; among others it is an error, as they wait.
+    """
+    if worker.device.type != "cuda":
+        return _run_rank(worker, job)
+    release_cuda_memory()
+    try:
+        if not job.records_memory:
+            return _run_rank(worker, job)
+        with recorded_history(worker.device) as history:
+            record = _run_rank(worker, job)
+            record.memory_history = history()
+        return record
+    except torch.cuda.OutOfMemoryError:
+        if worker.world_size > 1:
+            raise
+        return RankRecord(worker.rank, sorted(job.plan.devices)[worker.rank], out_of_memory=True)
+
+
+def _run_rank(worker: Worker, job: Job) -> RankRecord:
     executor = PlanExecutor(job.plan, job.problem, worker, measure_operators=job.measure_operators)
     record = RankRecord(worker.rank, executor.device_id)
     on_cuda = worker.device.type == "cuda"
@@ -45,17 +70,24 @@ def run_rank(worker: Worker, job: Job) -> RankRecord:
             dist.barrier()
         clock = Clock(torch.device("cpu"))
         start = clock.mark()
-        actions, tail_s = executor.run_iteration(iteration)
+        done = executor.run_iteration(iteration)
         record.iterations_s.append(clock.seconds(start, clock.mark()))
         record.losses.append(executor.loss())
         if iteration >= job.warmup:
-            record.actions.append(actions)
-            record.tails_s.append(tail_s)
+            record.actions.append(done.actions)
+            record.tails_s.append(done.tail_s)
+            record.times.append(done.device_time(executor.device_id))
     if on_cuda:
         record.memory = (
             torch.cuda.max_memory_allocated(worker.device),
             torch.cuda.max_memory_reserved(worker.device),
         )
+    for extra in range(job.traced_iterations):
+        if extra == 0:
+            executor.time_operators()
+        if worker.world_size > 1:
+            dist.barrier()
+        record.traced = executor.run_iteration(job.warmup + job.iterations + extra)
     if executor.times is not None:
         record.operator_s = executor.times.drain()
     record.notes = executor.notes()
@@ -112,13 +144,15 @@ def make_job(
     device: str,
     *,
     measure_operators: bool = False,
+    traced_iterations: int = 0,
+    records_memory: bool = False,
     num_processes: int | None = None,
 ) -> Job:
     """Return what processes are given, once it is checked; arguments and errors as for :func:`execute`."""
     if iterations < 1 or warmup < 0:
         raise ValueError(f"iterations must be at least 1 and warmup at least 0, got {iterations} and {warmup}")
     canonical = check_executable(plan, problem, device=device, num_processes=num_processes)
-    return Job(canonical, problem, iterations, warmup, measure_operators)
+    return Job(canonical, problem, iterations, warmup, measure_operators, traced_iterations, records_memory)
 
 
 def execute_here(
@@ -159,6 +193,8 @@ def execute_here(
 def measurement_of(records: list[RankRecord], job: Job, device: str) -> Measurement:
     """Return the measurement that the records of all ranks make up."""
     working = [record for record in records if record.device >= 0]
+    if any(record.out_of_memory for record in working):
+        return ran_out_of_memory(job, device)
     versions = {"torch": str(torch.__version__)}
     if device == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name(0)}
@@ -173,4 +209,28 @@ def measurement_of(records: list[RankRecord], job: Job, device: str) -> Measurem
         device_type=device,
         backend=backend_of(device) if len(working) > 1 else "none",
         versions=versions,
+    )
+
+
+def ran_out_of_memory(job: Job, device: str) -> Measurement:
+    """Return the measurement of a run that a device had no memory for."""
+    stages = len(job.plan.stages)
+    return Measurement(
+        iteration_time_s=0.0,
+        iteration_samples_s=(),
+        global_batch=job.problem.global_batch,
+        tokens_per_sample=job.problem.workload.tokens_per_sample,
+        num_devices=len(job.plan.devices),
+        stage_forward_s=(0.0,) * stages,
+        stage_backward_s=(0.0,) * stages,
+        optimizer_s=0.0,
+        losses=(),
+        memory=(),
+        actions=(),
+        operator_s={},
+        plan_hash=job.plan.canonical_hash(job.problem.workload),
+        device_type=device,
+        backend="none",
+        versions={"torch": str(torch.__version__)},
+        out_of_memory=True,
     )

@@ -6,6 +6,7 @@ A pool outlives a plan, so that many plans can share one set of processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -23,14 +24,37 @@ ROLES = ("tensor", "gather", "reduce", "forward", "backward")
 """What has communicators of its own: activations, gathered parameters, gradients, transfers each way."""
 
 # Renamed in torch 2.13.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def _no_note(collective: str, size: int, num_bytes: int) -> None:
     """Forget it."""
+
+
+Timer = Callable[[str], AbstractContextManager[None]]
+"""Given a collective's name, returns a context that times the wait for it."""
+
+
+def untimed(name: str) -> AbstractContextManager[None]:
+    """Time nothing."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class _TimedWork:
+    """A collective under way, the wait for which is timed."""
+
+    work: Any
+    name: str
+    timer: Timer
+
+    def wait(self) -> None:
+        """Wait until it is done."""
+        with self.timer(self.name):
+            self.work.wait()
 
 
 @dataclass(frozen=True)
@@ -42,12 +66,14 @@ class Group:
         handle: The process group, whose own order is ascending; None for a group of one.
         rank: This process.
         note: Told of every collective: name and bytes, as ``MeshCollective`` counts them.
+        timer: Times the wait for every collective.
     """
 
     ranks: tuple[int, ...]
     handle: Any
     rank: int
     note: Callable[[str, int, int], None] = _no_note
+    timer: Timer = untimed
 
     @property
     def size(self) -> int:
@@ -70,7 +96,18 @@ class Group:
         if self.size == 1:
             return None
         self.note("all_reduce", self.size, tensor.nbytes)
-        return dist.all_reduce(tensor, _OPERATIONS[operation], self.handle, async_op=not wait)
+        return self._run(
+            "all_reduce",
+            lambda: dist.all_reduce(tensor, _OPERATIONS[operation], self.handle, async_op=not wait),
+            wait=wait,
+        )
+
+    def _run(self, name: str, start: Callable[[], Any], *, wait: bool) -> Any:
+        """Start a collective; return the work, or None once it was waited for."""
+        if not wait:
+            return _TimedWork(start(), name, self.timer)
+        with self.timer(name):
+            return start()
 
     def all_gather(self, tensor: torch.Tensor, *, wait: bool = True) -> tuple[torch.Tensor, Any]:
         """Return ``(size, *shape)`` with the ranks' tensors in mesh order, and the work if ``wait`` is false.
@@ -82,7 +119,11 @@ class Group:
             out[0].copy_(tensor)
             return out, None
         self.note("all_gather", self.size, out.nbytes)
-        work = _all_gather_flat(out.view(-1), tensor.view(-1), self.handle, async_op=not wait)
+        work = self._run(
+            "all_gather",
+            lambda: all_gather_flat(out.view(-1), tensor.view(-1), self.handle, async_op=not wait),
+            wait=wait,
+        )
         if self._order is None:
             return out, work
         if work is not None:
@@ -103,7 +144,11 @@ class Group:
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor[0])
         self.note("reduce_scatter", self.size, tensor.nbytes)
-        work = _reduce_scatter_flat(out.view(-1), tensor.view(-1), group=self.handle, async_op=not wait)
+        work = self._run(
+            "reduce_scatter",
+            lambda: reduce_scatter_flat(out.view(-1), tensor.view(-1), group=self.handle, async_op=not wait),
+            wait=wait,
+        )
         return out, work
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +160,7 @@ class Group:
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
         self.note("all_to_all", self.size, tensor.nbytes)
-        dist.all_to_all_single(out, tensor, group=self.handle)
+        self._run("all_to_all", lambda: dist.all_to_all_single(out, tensor, group=self.handle), wait=True)
         if self._order is None:
             return out
         ordered = torch.empty_like(out)
@@ -140,6 +185,8 @@ class GroupPool:
         self.timeout_s = timeout_s
         self.note: Callable[[str, int, int], None] = _no_note
         """Told of every collective of this process: its name, ranks and bytes."""
+        self.timer: Timer = untimed
+        """Times the wait for every collective of this process."""
         self._handles: dict[GroupKey, Any] = {}
 
     @property
@@ -160,7 +207,7 @@ class GroupPool:
     def group(self, role: str, ranks: Sequence[int]) -> Group:
         """Return the communicator of ``ranks`` (mesh order), which must have been prepared."""
         handle = None if len(ranks) < 2 else self._handles[role, tuple(sorted(ranks))]
-        return Group(tuple(ranks), handle, self.rank, self.note)
+        return Group(tuple(ranks), handle, self.rank, self.note, self.timer)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,18 @@ def plan_job(
     warmup: int = 1,
     device: str = "cpu",
     measure_operators: bool = False,
+    traced_iterations: int = 0,
+    records_memory: bool = False,
 ) -> Job:
     """Return a checked job; arguments and errors as for ``executor.execute``."""
-    return make_job(plan, problem, iterations, warmup, device, measure_operators=measure_operators)
+    return make_job(
+        plan,
+        problem,
+        iterations,
+        warmup,
+        device,
+        measure_operators=measure_operators,
+        traced_iterations=traced_iterations,
+        records_memory=records_memory,
+    )
 

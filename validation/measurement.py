@@ -6,10 +6,14 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+
+
+COLLECTIVE, OPTIMIZER = "collective", "optimizer"
+"""Phases of spans that are no operator's."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,51 @@ class TimedAction:
     start_s: float
     end_s: float
     wait_s: float
+
+
+@dataclass(frozen=True)
+class TimedSpan:
+    """One operator or collective on one rank, inside an action or after the last.
+
+    Attributes:
+        rank: Process.
+        phase: ``forward``, ``backward``, ``backward input``, ``backward weight``, ``recompute``, ``collective`` or
+            ``optimizer``.
+        operator: Index of the operator; -1 for collectives and the optimizer step.
+        name: Of the collective; empty for operators.
+        start_s, end_s: Seconds since the iteration's start. A collective's span is what the rank (on CUDA its
+            compute stream) waited for it.
+    """
+
+    rank: int
+    phase: str
+    operator: int
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """Where one device's time went; medians over the measured iterations.
+
+    Attributes:
+        device: Device id of the plan.
+        passes_s: Forward and backward passes, collectives in them included.
+        waiting_s: Waits for transfers between stages.
+        collectives_s: Exposed collectives in passes: the rank waited for them.
+        collectives_after_s: The same after the last pass.
+        optimizer_s: Optimizer step.
+        tail_s: From the last pass to the end of the iteration, the two before included.
+    """
+
+    device: int
+    passes_s: float
+    waiting_s: float
+    collectives_s: float
+    collectives_after_s: float
+    optimizer_s: float
+    tail_s: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +111,10 @@ class Measurement:
         memory: Per device.
         actions: Of the last iteration.
         operator_s: ``(phase, operator)`` to median seconds, where operator times were asked for.
+        devices: Where each device's time went.
+        traced: Actions of an iteration whose operators were timed, and spans of those and of its collectives.
+        out_of_memory: A device ran out of memory; times are then zero.
+        memory_history: Of the allocator, per device, where it was asked for (``validation.memory_history``).
         plan_hash: Canonical hash of the plan.
         device_type, backend, versions: What it ran on.
         notes: Where execution does more than the plan's derivation says, and other things to know.
@@ -84,6 +137,10 @@ class Measurement:
     backend: str
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    devices: tuple[DeviceTime, ...] = ()
+    traced: tuple[tuple[TimedAction, ...], tuple[TimedSpan, ...]] = field(default=((), ()), repr=False)
+    out_of_memory: bool = False
+    memory_history: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def samples_per_s(self) -> float:
@@ -112,7 +169,7 @@ class Measurement:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data with units in the keys."""
-        mapping = asdict(self)
+        mapping = {key: value for key, value in asdict(self).items() if key not in ("traced", "memory_history")}
         mapping["operator_s"] = [
             {"phase": phase, "operator": index, "seconds": seconds}
             for (phase, index), seconds in sorted(self.operator_s.items())
@@ -120,6 +177,36 @@ class Measurement:
         mapping["peak_allocated_bytes"] = self.peak_allocated_bytes
         mapping["peak_reserved_bytes"] = self.peak_reserved_bytes
         return mapping
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """One iteration on one rank.
+
+    Attributes:
+        actions: Timed.
+        spans: Collectives, the optimizer step, and operators where they are timed.
+        tail_s: From the last action's end to the end of the iteration.
+    """
+
+    actions: list[TimedAction]
+    spans: list[TimedSpan]
+    tail_s: float
+
+    def device_time(self, device: int) -> DeviceTime:
+        """Return where the time went."""
+        passes_end = max((action.end_s for action in self.actions), default=0.0)
+        collectives = [span for span in self.spans if span.phase == COLLECTIVE]
+        inside = sum(span.end_s - span.start_s for span in collectives if span.start_s < passes_end)
+        return DeviceTime(
+            device=device,
+            passes_s=sum(action.end_s - action.start_s for action in self.actions),
+            waiting_s=sum(action.wait_s for action in self.actions),
+            collectives_s=inside,
+            collectives_after_s=sum(span.end_s - span.start_s for span in collectives) - inside,
+            optimizer_s=sum(span.end_s - span.start_s for span in self.spans if span.phase == OPTIMIZER),
+            tail_s=self.tail_s,
+        )
 
 
 @dataclass
@@ -131,10 +218,14 @@ class RankRecord:
         iterations_s: Seconds of every iteration, warm-up included.
         actions: Of every measured iteration.
         tails_s: From the last action's end to the end of the iteration.
+        times: Where the time went, per measured iteration.
+        traced: An iteration whose operators were timed.
         losses: This rank's share of the loss, per iteration.
         memory: Peaks.
         operator_s: Samples by phase and operator.
         notes: Things to know.
+        out_of_memory: The device ran out of memory.
+        memory_history: Of the allocator.
     """
 
     rank: int
@@ -142,10 +233,14 @@ class RankRecord:
     iterations_s: list[float] = field(default_factory=list)
     actions: list[list[TimedAction]] = field(default_factory=list)
     tails_s: list[float] = field(default_factory=list)
+    times: list[DeviceTime] = field(default_factory=list)
+    traced: IterationRecord | None = None
     losses: list[float] = field(default_factory=list)
     memory: tuple[int, int] = (0, 0)
     operator_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    out_of_memory: bool = False
+    memory_history: Mapping[str, Any] | None = None
 
 
 class Clock:
@@ -182,11 +277,44 @@ class OperatorTimes:
         yield
         self._marks.append((phase, index, start, self.clock.mark()))
 
+    def spans(self, rank: int, start: Any) -> list[TimedSpan]:
+        """Return what was timed since the mark ``start``, without forgetting it."""
+        since = self.clock.seconds
+        return [
+            TimedSpan(rank, phase, index, "", since(start, began), since(start, ended))
+            for phase, index, began, ended in self._marks
+        ]
+
     def drain(self) -> dict[tuple[str, int], list[float]]:
         """Return the samples since the last call, in seconds."""
         found: dict[tuple[str, int], list[float]] = {}
         for phase, index, start, end in self._marks:
             found.setdefault((phase, index), []).append(self.clock.seconds(start, end))
+        self._marks.clear()
+        return found
+
+
+class CollectiveTimes:
+    """What a rank waits for its collectives (on CUDA: its compute stream)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._marks: list[tuple[str, str, Any, Any]] = []
+
+    @contextmanager
+    def measure(self, name: str, phase: str = COLLECTIVE) -> Iterator[None]:
+        """Time the body."""
+        start = self.clock.mark()
+        yield
+        self._marks.append((phase, name, start, self.clock.mark()))
+
+    def drain(self, rank: int, start: Any) -> list[TimedSpan]:
+        """Return what was timed since the mark ``start``, and forget it."""
+        since = self.clock.seconds
+        found = [
+            TimedSpan(rank, phase, -1, name, since(start, began), since(start, ended))
+            for phase, name, began, ended in self._marks
+        ]
         self._marks.clear()
         return found
 
@@ -230,5 +358,20 @@ def combine(records: list[RankRecord], *, warmup: int, num_stages: int, **known:
         actions=tuple(action for record in records for action in (record.actions or [[]])[-1]),
         operator_s={key: max(values) for key, values in operators.items()},
         notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
+        devices=tuple(_median_time(record.times) for record in records),
+        traced=(
+            tuple(action for record in records if record.traced for action in record.traced.actions),
+            tuple(span for record in records if record.traced for span in record.traced.spans),
+        ),
+        memory_history={
+            record.device: record.memory_history for record in records if record.memory_history is not None
+        },
         **known,
+    )
+
+
+def _median_time(times: list[DeviceTime]) -> DeviceTime:
+    names = [each.name for each in fields(DeviceTime) if each.name != "device"]
+    return DeviceTime(
+        device=times[0].device, **{name: statistics.median(getattr(each, name) for each in times) for name in names}
     )

@@ -101,6 +101,7 @@ class Call:
         gradients: Gradients of the outputs, kept between the two halves of a split backward.
         slots: The recompute segment it is in.
         own_slots: Its part of the segment's slots.
+        partings: Where a split backward goes on for the weights; None where it starts again at the outputs.
     """
 
     outputs: tuple[GradientEdge, ...]
@@ -109,33 +110,102 @@ class Call:
     gradients: tuple[torch.Tensor, ...] | None = None
     slots: Slots | None = None
     own_slots: tuple[int, int] = (0, 0)
+    partings: list[Parting] | None = None
 
     def release(self) -> None:
         """Let go of what was kept for backward outside the graph."""
-        self.gradients = None
+        self.gradients = self.partings = None
         if self.slots is not None:
             self.slots.release(*self.own_slots)
 
     def backward(
-        self, gradients: Sequence[torch.Tensor], *, inputs: bool, weights: bool
+        self, gradients: Sequence[torch.Tensor], *, inputs: bool, weights: bool, shares: bool = False
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Return gradients of inputs and of parameters, None where not asked for or not needed.
 
         Args:
             gradients: One per output.
             inputs, weights: Which gradients to compute. Without ``weights`` the graph stays for them.
+            shares: Work before inputs and weights part (a loss before its projection) is not repeated for the
+                second half of a split backward.
         """
+        if self.partings and weights and not inputs:
+            return [None] * len(self.inputs), self._from_partings(self.partings)
         edges = [edge for edge in self.inputs if edge is not None] if inputs else []
         leaves = list(self.parameters) if weights else []
         wanted = [*edges, *leaves]
         if not wanted:
             return [None] * len(self.inputs), [None] * len(self.parameters)
         keeps = inputs and not weights and bool(self.parameters)
+        if keeps and shares:
+            self.partings = find_partings(self.outputs, edges, self.parameters)
         grad: Any = torch.autograd.grad  # its annotation knows no edges
         found = grad(self.outputs, wanted, gradients, retain_graph=keeps, allow_unused=True)
         of_edges = iter(found[: len(edges)])
         of_inputs = [None if edge is None or not inputs else next(of_edges) for edge in self.inputs]
         return of_inputs, list(found[len(edges) :]) if weights else [None] * len(self.parameters)
+
+    def _from_partings(self, partings: Sequence[Parting]) -> list[torch.Tensor | None]:
+        grad: Any = torch.autograd.grad
+        found: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for parting in partings:
+            edges = [GradientEdge(parting.node, number) for number in parting.gradients]
+            wanted = [self.parameters[number] for number in parting.parameters]
+            given = grad(edges, wanted, list(parting.gradients.values()), allow_unused=True)
+            for number, gradient in zip(parting.parameters, given, strict=True):
+                found[number] = gradient
+        return found
+
+
+@dataclass
+class Parting:
+    """A node of the graph behind which the gradients of inputs and of weights part.
+
+    Attributes:
+        node: Of autograd.
+        parameters: Numbers of the parameters whose gradients leave it.
+        gradients: What reached it in the first half, by output.
+    """
+
+    node: Any
+    parameters: list[int]
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Keep what reaches the node; a hook of it."""
+        self.gradients = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+
+
+def find_partings(
+    outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge], parameters: Sequence[torch.Tensor | GradientEdge]
+) -> list[Parting] | None:
+    """Return where inputs and parameters part, with hooks that keep what arrives; None if a parameter is reached
+    otherwise, and the second half must start at the outputs."""
+    goals = [x.node if isinstance(x, GradientEdge) else get_gradient_edge(x).node for x in parameters]
+    ends = {edge.node for edge in inputs}
+    reached: dict[Any, tuple[bool, frozenset[int]]] = {}
+
+    def visit(node: Any) -> tuple[bool, frozenset[int]]:
+        if node not in reached:
+            below = [visit(child) for child, _ in node.next_functions if child is not None]
+            own = frozenset(number for number, goal in enumerate(goals) if goal is node)
+            reached[node] = node in ends or any(to for to, _ in below), own.union(*(numbers for _, numbers in below))
+        return reached[node]
+
+    for edge in outputs:
+        visit(edge.node)
+    partings = []
+    for node, (to_inputs, _) in reached.items():
+        children = [reached[child] for child, _ in node.next_functions if child is not None]
+        own = sorted({number for to, numbers in children if not to for number in numbers})
+        if to_inputs and own:
+            partings.append(Parting(node, own))
+    numbers = sorted(number for parting in partings for number in parting.parameters)
+    if numbers != list(range(len(parameters))):
+        return None
+    for parting in partings:
+        parting.node.register_prehook(parting.keep)
+    return partings
 
 
 def call(

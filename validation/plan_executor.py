@@ -24,7 +24,7 @@ from validation.gradients import gradient_group_keys
 from validation.groups import GroupKey, StageGroups
 from validation.in_flight import InFlight
 from validation.launch import Worker
-from validation.measurement import Clock, OperatorTimes, TimedAction
+from validation.measurement import OPTIMIZER, Clock, CollectiveTimes, IterationRecord, OperatorTimes, TimedAction
 from validation.operator_context import RunState
 from validation.parameters import input_specs
 from validation.reference import terminal_tensors
@@ -55,6 +55,7 @@ class PlanExecutor:
             torch.backends.cuda.matmul.allow_tf32 = problem.runtime.implementation.dtype == "tf32"
         self.clock = Clock(worker.device)
         self.times = OperatorTimes(self.clock) if measure_operators else None
+        self.collective_times = CollectiveTimes(self.clock)
         self.run_state = RunState()
         views = stage_views(plan, CostTables(problem))
         devices = sorted(plan.devices)
@@ -133,9 +134,16 @@ class PlanExecutor:
 
     # One iteration
 
-    def run_iteration(self, iteration: int) -> tuple[list[TimedAction], float]:
-        """Run one iteration; return its actions, timed, and the seconds after the last of them."""
+    def time_operators(self) -> None:
+        """Time every operator from now on."""
+        self.times = OperatorTimes(self.clock)
+        for runner in self.runners.values():
+            runner.times = self.times
+
+    def run_iteration(self, iteration: int) -> IterationRecord:
+        """Run one iteration and return when what happened."""
         self.run_state.iteration = iteration
+        self.worker.pool.timer = self.collective_times.measure
         for runner in self.runners.values():
             runner.gradients.begin()
             runner.loss_total.zero_()
@@ -163,7 +171,10 @@ class PlanExecutor:
             TimedAction(self.worker.rank, *action, since(start, ready), since(start, done), since(before, ready))
             for action, before, ready, done in marks
         ]
-        return timed, since(marks[-1][3], end) if marks else 0.0
+        spans = self.collective_times.drain(self.worker.rank, start)
+        if self.times is not None:
+            spans += self.times.spans(self.worker.rank, start)
+        return IterationRecord(timed, spans, since(marks[-1][3], end) if marks else 0.0)
 
     def _receive_queues(self) -> dict[tuple[int, int], list[Action]]:
         """Return, by boundary and direction, the actions that receive, in order."""
@@ -233,7 +244,8 @@ class PlanExecutor:
             for runner in self.runners.values():
                 for each in runner.parameters.held:
                     each.trained.grad = each.gradient
-            self.optimizer.step()
+            with self.collective_times.measure("step", OPTIMIZER):
+                self.optimizer.step()
             for runner in self.runners.values():
                 for each in runner.parameters.held:
                     each.trained.grad = each.gradient = None

@@ -27,6 +27,9 @@ from workloads.placements import Replicate
 
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
+SHARED_BACKWARD = ("lm_loss", "classifier_loss", "pooler")
+"""Kinds with work before the gradients of inputs and weights part: the halves of a split backward share it."""
+
 
 class StageRunner:
     """Runs one stage.
@@ -305,7 +308,9 @@ class StageRunner:
             for parameter in held:
                 self.gradients.make_room(parameter)
         with self._timed(phase, index):
-            of_inputs, of_parameters = record.backward(of_outputs, inputs=inputs, weights=weights)
+            of_inputs, of_parameters = record.backward(
+                of_outputs, inputs=inputs, weights=weights, shares=op.kind in SHARED_BACKWARD
+            )
         if inputs and not weights and held:
             record.gradients = of_outputs
         else:

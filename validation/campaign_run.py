@@ -1,0 +1,213 @@
+"""Runs a campaign in interleaved rounds; every model's share of a round is on disk as soon as it is finished.
+
+The folder belongs to one campaign on one machine: ``campaign.json`` says which, and results of another are refused.
+A round that was interrupted goes on with the models it lacks.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from datafiles.loader import load_mapping
+from datafiles.schema import FileModel, validated
+from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
+from hardware_models.schema import Text
+from validation.campaign import Campaign
+from validation.campaign_work import UnitWork
+from validation.communication_times import Row, measure_communication
+from validation.jobs import execute_rounds
+from validation.machine_profile import machine_name, now, versions
+from validation.measurement import Measurement
+from validation.measurement_file import measurement_from_mapping, measurement_mapping
+from validation.overlap import OverlapRow, measure_overlap
+
+FORMAT = "windtunnel-campaign-round-1"
+Listener = Callable[[int, str, int, int], None]
+"""Told ``(round, part, parts done, parts of all rounds)`` before each part."""
+
+TIMEOUT_S = 3600.0
+COMMUNICATION = "communication"
+
+
+class _Identity(FileModel):
+    format: Literal["windtunnel-campaign-results-1"]
+    campaign: Text
+    fingerprint: Text
+    machine: Text
+    date: Text
+    versions: Mapping[Text, Text]
+    with_profiling: bool
+
+
+class _Communication(FileModel):
+    rows: tuple[tuple[Text, int, float, float], ...]
+    overlap: tuple[tuple[Text, float, float, float, float, float, float], ...]
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What one round measured.
+
+    Attributes:
+        communication: Transfers and collectives; empty where one device is used.
+        overlap: Slowdown of computation and communication; likewise.
+        measured: By unit, in the order of its jobs.
+    """
+
+    communication: tuple[Row, ...]
+    overlap: tuple[OverlapRow, ...]
+    measured: Mapping[str, tuple[Measurement, ...]]
+
+
+def run_campaign(
+    campaign: Campaign,
+    work: Sequence[UnitWork],
+    folder: Path,
+    *,
+    rounds: int,
+    with_profiling: bool = True,
+    listener: Listener | None = None,
+) -> None:
+    """Execute what the folder does not hold yet.
+
+    Args:
+        campaign: The campaign.
+        work: From ``campaign_work``.
+        folder: Where results go; made if it is not there.
+        rounds: Interleaved rounds in all.
+        with_profiling: As given to ``campaign_work``.
+        listener: Told what comes next.
+
+    Raises:
+        ValueError: If the folder holds results of another campaign or machine.
+        launch.WorkerError: If a process fails; finished parts stay.
+    """
+    prepare_folder(campaign, folder, with_profiling=with_profiling)
+    names = ([COMMUNICATION] if _communicates(campaign, with_profiling) else []) + [unit.name for unit in work]
+    by_name = {unit.name: unit for unit in work}
+    done, total = 0, rounds * len(names)
+    for number in range(1, rounds + 1):
+        for name in names:
+            if listener is not None:
+                listener(number, name, done, total)
+            path = _path(folder, number, name)
+            if not path.exists():
+                mapping = (
+                    _measure_communication(campaign)
+                    if name == COMMUNICATION
+                    else _run_unit(campaign, by_name[name], folder, number)
+                )
+                write_text_atomically(path, json.dumps({"format": FORMAT, **mapping}, allow_nan=False) + "\n")
+            done += 1
+
+
+def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) -> None:
+    """Make the folder, or check that its results are of this campaign and machine."""
+    path = folder / "campaign.json"
+    if not path.exists():
+        (folder / "rounds").mkdir(parents=True, exist_ok=True)
+        identity = {
+            "format": "windtunnel-campaign-results-1",
+            "campaign": campaign.name,
+            "fingerprint": campaign.fingerprint,
+            "machine": machine_name(),
+            "date": now(),
+            "versions": versions(),
+            "with_profiling": with_profiling,
+        }
+        write_text_atomically(path, dump_json(identity))
+        return
+    found = validated(_Identity, load_mapping(path), str(path))
+    for what, own, theirs in (
+        ("campaign", f"{campaign.name} {campaign.fingerprint}", f"{found.campaign} {found.fingerprint}"),
+        ("machine", machine_name(), found.machine),
+        ("use of a profile", not with_profiling, not found.with_profiling),
+    ):
+        if own != theirs:
+            raise ValueError(
+                f"the folder {folder} has results of another {what} ({theirs}; this is {own}); give another -o"
+            )
+
+
+def finished_rounds(campaign: Campaign, work: Sequence[UnitWork], folder: Path, *, with_profiling: bool = True) -> int:
+    """Return how many rounds the folder holds in full."""
+    names = ([COMMUNICATION] if _communicates(campaign, with_profiling) else []) + [unit.name for unit in work]
+    number = 0
+    while names and all(_path(folder, number + 1, name).exists() for name in names):
+        number += 1
+    return number
+
+
+def load_rounds(
+    campaign: Campaign, work: Sequence[UnitWork], folder: Path, *, with_profiling: bool = True, limit: int | None = None
+) -> Iterator[RoundResult]:
+    """Yield the finished rounds of a folder.
+
+    Raises:
+        DataFileError: If a file is damaged.
+        ValueError: If a file does not hold what the campaign runs.
+    """
+    count = finished_rounds(campaign, work, folder, with_profiling=with_profiling)
+    for number in range(1, min(count, limit or count) + 1):
+        communication = _Communication(rows=(), overlap=())
+        if _communicates(campaign, with_profiling):
+            path = _path(folder, number, COMMUNICATION)
+            communication = validated(_Communication, _content(path), str(path))
+        measured = {}
+        for unit in work:
+            path = _path(folder, number, unit.name)
+            found = tuple(measurement_from_mapping(each, str(path)) for each in _content(path)["jobs"])
+            hashes = [job.plan.canonical_hash(job.problem.workload) for job in unit.jobs]
+            if [each.plan_hash for each in found] != hashes:
+                raise ValueError(f"{path} does not hold what the campaign runs; remove it to measure again")
+            measured[unit.name] = found
+        yield RoundResult(communication.rows, tuple(OverlapRow(*row) for row in communication.overlap), measured)
+
+
+def _communicates(campaign: Campaign, with_profiling: bool) -> bool:
+    return with_profiling and campaign.num_devices > 1
+
+
+def _path(folder: Path, number: int, name: str) -> Path:
+    return folder / "rounds" / f"{number:03d}-{name.replace(' ', '_')}.json"
+
+
+def _content(path: Path) -> dict[str, Any]:
+    mapping = load_mapping(path)
+    if mapping.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} must be a round of a campaign ({FORMAT}); remove it to measure again")
+    return mapping
+
+
+def _measure_communication(campaign: Campaign) -> dict[str, Any]:
+    rows: list[Row] = []
+    for size in sorted({2, campaign.num_devices}):
+        rows += [row for row in measure_communication(size, device=campaign.device) if row not in rows]
+    overlap = measure_overlap(device=campaign.device)
+    return {"rows": [list(row) for row in rows], "overlap": [list(each.to_mapping().values()) for each in overlap]}
+
+
+def _run_unit(campaign: Campaign, unit: UnitWork, folder: Path, number: int) -> dict[str, Any]:
+    measured = execute_rounds(unit.jobs, rounds=1, device=campaign.device, timeout_s=TIMEOUT_S)[0]
+    first_report = len(unit.jobs) - len(unit.report)
+    if number == 1:
+        for position, each in enumerate(measured[first_report:]):
+            _save_history(folder, unit.report[position][0].name, each)
+    return {
+        "jobs": [
+            measurement_mapping(each, with_trace=number == 1 and position >= first_report)
+            for position, each in enumerate(measured)
+        ]
+    }
+
+
+def _save_history(folder: Path, name: str, measured: Measurement) -> None:
+    for device, history in measured.memory_history.items():
+        (folder / "memory").mkdir(exist_ok=True)
+        path = folder / "memory" / f"{name.replace(' ', '_')}-{device}.json.gz"
+        write_bytes_atomically(path, gzip.compress(json.dumps(history, separators=(",", ":")).encode(), mtime=0))

@@ -1,0 +1,155 @@
+"""What a campaign executes: per model and runtime the profiling runs, the calibration plans and the report plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from simulator.plan import Plan, resolve
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from validation.calibration import CalibrationJobs
+from validation.campaign import Campaign, CampaignPlan
+from validation.executor import Job
+from validation.jobs import plan_job
+from validation.profiler import operator_jobs
+
+LAUNCH_S = {"cpu": 8.0, "cuda": 25.0}
+"""Start of processes with torch, and of what comes with it: an order of magnitude, for the estimate of minutes."""
+BUILD_S = 0.5
+"""To make a plan's parameters and groups: likewise."""
+
+SizeAndDegree = tuple[int, int]
+"""Samples per rank and microbatch, and tensor-parallel degree."""
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """One model under one runtime.
+
+    Attributes:
+        name: Of the unit.
+        problem: Model, hardware and runtime; its batch does not matter.
+        profiling: Profiling runs.
+        calibration, report: Plans with their jobs.
+    """
+
+    name: str
+    problem: Problem
+    profiling: CalibrationJobs
+    calibration: tuple[tuple[CampaignPlan, Job], ...]
+    report: tuple[tuple[CampaignPlan, Job], ...]
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """All of them: profiling, calibration, report."""
+        return [*self.profiling.jobs, *(job for _, job in self.calibration), *(job for _, job in self.report)]
+
+    @property
+    def num_profiling(self) -> int:
+        """Jobs that profile."""
+        return len(self.profiling.jobs)
+
+
+def campaign_work(campaign: Campaign, *, with_profiling: bool = True) -> list[UnitWork]:
+    """Return the work of a campaign, checked to be executable.
+
+    Args:
+        campaign: The campaign.
+        with_profiling: Leave profiling runs and calibration plans out where profiles are there already.
+
+    Raises:
+        ValueError: If a plan cannot be executed, or a report plan is also a profiling run.
+    """
+    return [_unit(campaign, name, with_profiling=with_profiling) for name in campaign.units]
+
+
+def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
+    calibration = [each for each in campaign.calibration if each.unit == name]
+    report = [each for each in campaign.report if each.unit == name]
+    options, device = campaign.options, campaign.device
+    problem = (calibration + report)[0].problem
+    sizes = profiled_sizes(calibration, report)
+    operators = [
+        run
+        for samples, degree in sizes
+        for run in operator_jobs(
+            problem,
+            (samples,),
+            (degree,),
+            copies=max(1, problem.num_devices // degree) if device == "cpu" else 1,
+            iterations=options.iterations,
+            device=device,
+        )
+    ]
+    alone = replace(problem, global_batch=sizes[0][0])
+    step = plan_job(
+        uniform_plan(alone, microbatch=alone.global_batch), alone, iterations=options.iterations, device=device
+    )
+    profiling = CalibrationJobs(tuple(operators) if with_profiling else (), step, None)
+
+    def job(each: CampaignPlan, *, traced: int) -> Job:
+        return plan_job(
+            each.plan,
+            each.problem,
+            iterations=options.iterations,
+            warmup=options.warmup,
+            device=device,
+            traced_iterations=traced,
+            records_memory=options.records_memory and traced > 0,
+        )
+
+    for run in operators:
+        for each in report:
+            workload = each.problem.workload
+            if run.job.plan.canonical_hash(workload) == each.plan.canonical_hash(workload):
+                raise ValueError(
+                    f"report plan {each.name!r} is also a profiling run; change its schedule or microbatches"
+                )
+    return UnitWork(
+        name,
+        problem,
+        profiling,
+        tuple((each, job(each, traced=0)) for each in calibration) if with_profiling else (),
+        tuple((each, job(each, traced=1)) for each in report),
+    )
+
+
+def profiled_sizes(calibration: Sequence[CampaignPlan], report: Sequence[CampaignPlan]) -> list[SizeAndDegree]:
+    """Return the sizes at which operators are profiled: those of the calibration plans, and those of report plans
+    that no two of them enclose (which are interpolated)."""
+    found = {size for each in calibration for size in sizes_of(each.plan, each.problem)}
+    known = sorted(found)
+    for each in report:
+        for samples, degree in sizes_of(each.plan, each.problem):
+            own = [other for other, tensor in known if tensor == degree]
+            if not own or not min(own) <= samples <= max(own):
+                found.add((samples, degree))
+    return sorted(found)
+
+
+def sizes_of(plan: Plan, problem: Problem) -> set[SizeAndDegree]:
+    """Return samples per rank and tensor-parallel degree of every operator of a plan."""
+    found = set()
+    for stage in plan.stages:
+        for index, word in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
+            axes = resolve(word, problem.workload.operators[index])
+            replicas = prod(axis.size for axis in axes if axis.split == "batch")
+            degree = prod(axis.size for axis in axes if axis.split != "batch")
+            found.add((-(-plan.microbatch_size // replicas), degree))
+    # Operators that a tensor-parallel plan does not split are measured at degree 1.
+    return found
+
+
+def estimated_s(work: Sequence[UnitWork], device: str, rounds: int) -> float:
+    """Return seconds that a campaign takes, from simulations on modelled hardware: an order of magnitude."""
+    total = 0.0
+    for unit in work:
+        total += LAUNCH_S[device]
+        for job in unit.jobs:
+            iterations = job.warmup + job.iterations + job.traced_iterations
+            total += BUILD_S + iterations * simulate(job.plan, job.problem).iteration_time_s
+    return total * rounds

@@ -1,0 +1,1 @@
+"""Shipped campaigns: which plans are run to calibrate, and which to report."""
