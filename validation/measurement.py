@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-
 COLLECTIVE, OPTIMIZER = "collective", "optimizer"
 """Phases of spans that are no operator's."""
 
