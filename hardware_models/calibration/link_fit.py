@@ -96,7 +96,7 @@ def fit_links(preset: str, rows: Iterable[Sample], source: str) -> LinkFit:
         x_scale=[parameter.high for parameter in parameters],
         loss="soft_l1",
         f_scale=0.1,
-        max_nfev=30,
+        max_nfev=60,
     )
     constants = {parameter.name: float(value) for parameter, value in zip(parameters, found.x, strict=True)}
     node = _changed(cluster, constants, source).nodes[0]

@@ -198,6 +198,24 @@ class Converter:
         return found
 
 
+def answer(data: bytes) -> dict[str, Any]:
+    """Return the content of a pickle, or what was wrong with it."""
+    try:
+        found = Unpickler(io.BytesIO(data)).load()
+        if not isinstance(found, dict):
+            raise RefusedError(f"a database must be a mapping, got {type(found).__name__}")
+        converter = Converter()
+        return {"meshes": [converter.mesh(key, value) for key, value in found.items()]}
+    except RefusedError as error:
+        return {"refused": str(error)}
+    except MemoryError:
+        return {"refused": "it needs more memory than a database may"}
+    except RecursionError:
+        return {"refused": "it is nested too deeply"}
+    except Exception as error:  # a broken pickle may raise anything
+        return {"refused": f"it is no valid pickle of a database ({type(error).__name__}: {str(error)[:120]})"}
+
+
 def main() -> int:
     """Read a pickle from standard input and print its content, or what was wrong, as JSON."""
     memory, seconds = int(sys.argv[1]), int(sys.argv[2])
@@ -206,23 +224,7 @@ def main() -> int:
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
         resource.setrlimit(limit, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-    data = sys.stdin.buffer.read()
-    try:
-        found = Unpickler(io.BytesIO(data)).load()
-        del data
-        if not isinstance(found, dict):
-            raise RefusedError(f"a database must be a mapping, got {type(found).__name__}")
-        converter = Converter()
-        answer: dict[str, Any] = {"meshes": [converter.mesh(key, value) for key, value in found.items()]}
-    except RefusedError as error:
-        answer = {"refused": str(error)}
-    except MemoryError:
-        answer = {"refused": "it needs more memory than a database may"}
-    except RecursionError:
-        answer = {"refused": "it is nested too deeply"}
-    except Exception as error:  # a broken pickle may raise anything
-        answer = {"refused": f"it is no valid pickle of a database ({type(error).__name__}: {str(error)[:120]})"}
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.write(json.dumps(answer(sys.stdin.buffer.read())))
     sys.stdout.flush()
     return 0
 

@@ -27,6 +27,8 @@ PROGRAMS = {
 }  # fmt: skip
 """Program names (``..._perf``) and the collectives they measure."""
 
+TYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16", "f8e4m3",
+         "f8e5m2")  # fmt: skip
 MICROSECONDS = 1e-6
 FACTOR_TOLERANCE = 0.02
 """Rates are printed with two decimals, so only large ones say their factor."""
@@ -132,6 +134,8 @@ def _row(words: list[str], header: list[str], source: str, number: int) -> _Line
         names = [name for name in header if name != "redop"]
     if len(words) != len(names):
         raise DataFileError(source, f"a row must have {len(header)} cells, got {len(words)}", line=number)
+    if "type" in names and words[names.index("type")] not in TYPES:
+        raise DataFileError(source, f"type must be one of {', '.join(TYPES)}, got {short(words[2])!r}", line=number)
     cells: dict[str, list[str]] = {}
     for name, word in zip(names, words, strict=True):
         cells.setdefault(name, []).append(word)
