@@ -93,7 +93,7 @@ def fit_links(preset: str, rows: Iterable[Sample], source: str) -> LinkFit:
         residuals,
         [parameter.start for parameter in parameters],
         bounds=([parameter.low for parameter in parameters], [parameter.high for parameter in parameters]),
-        x_scale=[parameter.high for parameter in parameters],
+        x_scale=[max(parameter.start, 0.01 * parameter.high) for parameter in parameters],
         loss="soft_l1",
         f_scale=0.1,
         max_nfev=60,

@@ -262,5 +262,5 @@ def _memory(mapping: Mapping[str, Any], source: str) -> list[LayerMemory]:
             size = _number(part["parameter_size"], f"{key}.parameter_size", source) * MIB
             found.append(LayerMemory(int(match[1]), size, saved, match[2] is not None, str(length)))
     if not found:
-        raise DataFileError(source, "a memory profile must hold parameter_size and tp_activation_per_bsz_dict of a layer")
+        raise DataFileError(source, "a memory profile must hold the parameter_size and activations of a layer")
     return found
