@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.calibrate_layers import LayerCalibration, calibrate_layers
+from experiments.calibrate_layers import calibrate_layers
 from experiments.calibrate_sources import with_communication
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants
 from hardware_models.calibration.communication_fit import LINKS, communication_parts
@@ -19,6 +19,12 @@ from hardware_models.importers.galvatron import MIB, Bandwidth, GalvatronFile, r
 
 AVERAGE_BYTES = 64 * MIB
 """Bandwidths are averages over large messages (16 to 256 MiB in the later releases); they are fitted at this size."""
+
+
+LAYERS_NOTE = (
+    "a layer's time is shared out over its operators as the model has it, and backward is twice forward: the files "
+    "hold forward times of whole layers only"
+)
 
 
 @dataclass(frozen=True)
@@ -60,17 +66,9 @@ def galvatron(files: Sequence[Path], *, preset: str | None, model: str | None, r
         found = calibrate_layers([each for _, each in layers], model, f"{preset}:1x1", runtime, source)
         calibration = replace(calibration, operators=found.operators)
         fits, points = [*fits, *found.fits], [*points, *found.points]
-        notes += _layer_notes(found)
+        if found.operators is not None:
+            notes.append(LAYERS_NOTE)
     return _with_links(parts, calibration, fits, points, notes, source)
-
-
-def _layer_notes(found: LayerCalibration) -> Iterable[str]:
-    if found.operators is not None:
-        yield (
-            "a layer's time is shared out over its operators as the model has it, and backward is twice forward: the "
-            "files hold forward times of whole layers only"
-        )
-    yield from found.notes
 
 
 def _with_links(

@@ -26,13 +26,12 @@ class LayerCalibration:
 
     Attributes:
         operators: Rows, or None where there are only memory files.
-        fits, points, notes: For the summary.
+        fits, points: For the summary.
     """
 
     operators: OperatorProfile | None
     fits: tuple[FitRecord, ...]
     points: tuple[Point, ...]
-    notes: tuple[str, ...]
 
 
 def calibrate_layers(
@@ -45,13 +44,13 @@ def calibrate_layers(
     """
     problem = ProblemSpec(model, cluster, runtime, 1).load()
     kinds = layer_kinds(problem)
+    times = [time for file in files for time in file.layers]
+    _check_length(times, problem, kinds)
     points: list[Point] = []
     fits: list[FitRecord] = []
     rows: dict[tuple[str, int], ProfileRow] = {}
-    notes = []
     costs = CostTables(problem)
     tables = {}
-    times = [time for file in files for time in file.layers]
     for time in times:
         if time.layer_type >= len(kinds):
             raise ValueError(
@@ -67,10 +66,6 @@ def calibrate_layers(
                             time.seconds, modelled))  # fmt: skip
         for row in _rows(problem, costs, members, time, time.seconds / modelled, source):
             rows[row.role, row.samples] = row
-    lengths = {time.seq_len for time in times} - {""}
-    own = str(problem.workload.tokens_per_sample)
-    if lengths and own not in lengths:
-        notes.append(f"the files say sequences of {', '.join(sorted(lengths))}, {model} has {own} tokens a sample")
     for group in dict.fromkeys(point.group for point in points):
         members_of = [point for point in points if point.group == group]
         fits.append(fit_record(f"{group}: forward, shipped model against measured", "checked", members_of))
@@ -87,7 +82,17 @@ def calibrate_layers(
     )
     if rows:
         fits.append(FitRecord(f"operators of {operators.model}", "fitted", len(times)))
-    return LayerCalibration(operators if rows else None, tuple(fits), (*points, *memory), tuple(notes))
+    return LayerCalibration(operators if rows else None, tuple(fits), (*points, *memory))
+
+
+def _check_length(times: Sequence[LayerTime], problem: Problem, kinds: Sequence[Sequence[int]]) -> None:
+    """Refuse times of other sequences than the model's, where both have one length."""
+    lengths, own = {time.seq_len for time in times} - {""}, str(problem.workload.tokens_per_sample)
+    if len(kinds) == 1 and lengths and own not in lengths:
+        raise ValueError(
+            f"the model must have the files' sequences of {', '.join(sorted(lengths))} tokens, "
+            f"{problem.workload.name} has {own}; name a model file with that seq_len"
+        )
 
 
 def layer_kinds(problem: Problem) -> list[list[int]]:
@@ -160,6 +165,8 @@ def _memory_points(
         if each.layer_type >= len(kinds):
             continue
         members = kinds[each.layer_type]
+        if len(kinds) == 1 and each.seq_len not in ("", str(problem.workload.tokens_per_sample)):
+            continue  # of other sequences
         for degree, size in each.saved_bytes.items():
             if size <= 0 or (each.sequence_parallel and degree > 1):
                 continue

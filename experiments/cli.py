@@ -38,6 +38,8 @@ app = typer.Typer(
 
     Why one is faster:  windtunnel diff out/plans/ddp.yaml out/plans/megatron-grid.yaml
 
+    Your hardware:      windtunnel calibrate nccl-tests logs/*.txt -c a100-80g-dgx -o measured.json
+
     Is it so, here:     windtunnel validate plan.yaml --limit 20%
 
     Exit codes: 0 done, 1 a limit was not met, 2 wrong input (one message says what and how to mend it),

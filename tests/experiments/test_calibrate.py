@@ -89,7 +89,14 @@ def test_a_plan_that_names_a_calibration_is_simulated_from_the_command_line(
     save_plan(tmp_path / "plan.yaml", spec, uniform_plan(spec.load(), tp=8, microbatch=2))
     code, out, err = run(capsys, monkeypatch, "simulate", tmp_path / "plan.yaml", "--engine", "compiled", "--json")
     assert code == 0, err
-    assert json.loads(out)["iteration_time_s"] > 0
+    with_table = json.loads(out)["iteration_time_s"]
+    plain = ProblemSpec("gpt3-350m", "a100-80g-dgx:1x8", "megatron-lm-2021", 16)
+    save_plan(tmp_path / "plain.yaml", plain, uniform_plan(plain.load(), tp=8, microbatch=2))
+    words = ("simulate", tmp_path / "plain.yaml", "--engine", "compiled", "--json")
+    assert json.loads(run(capsys, monkeypatch, *words)[1])["iteration_time_s"] != with_table
+    code, out, err = run(capsys, monkeypatch, *words, "--profile", tmp_path / "out" / "c.json")
+    assert code == 0, err
+    assert json.loads(out)["iteration_time_s"] == with_table
 
 
 def test_alpas_pickle_gives_collectives_and_matmul_constants(calibrate: Any, tmp_path: Path) -> None:
@@ -176,6 +183,19 @@ def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_p
     assert whats["layer kind 0: activations of a sample"]["how"] == "checked"
     assert whats["layer kind 0: activations of a sample"]["worst"] < 0.05  # the published constants of BERT-Huge
     assert whats["layer kind 0: parameters"]["worst"] < 0.05
+
+
+def test_layer_times_of_other_sequences_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({f"layernum[{n}]_bsz1_seq2048": 1.0 + n for n in (2, 4)}))
+    words = ("calibrate", "galvatron", tmp_path / "t.json", "-c", "a100-40g-dgx", "-r", "composer-fsdp")
+    code, _, err = run(capsys, monkeypatch, *words, "-m", "llama2-7b")
+    assert code == 2
+    assert "sequences of 2048 tokens, llama2-7b has 4096" in err.replace("\n", " ")
+    code, _, err = run(capsys, monkeypatch, *words)
+    assert code == 2
+    assert "--model must name" in err
 
 
 def test_acesos_folder_gives_operators_and_collectives(calibrate: Any, tmp_path: Path) -> None:
