@@ -17,7 +17,7 @@ from validation.groups import all_gather_flat, reduce_scatter_flat
 from validation.launch import Worker, launch
 from validation.sampling import is_enough
 
-SIZES = (1024, 16384, 262144, 1048576, 4194304, 16777216)
+SIZES = (1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216)
 """Bytes, as the collective counts them."""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "transfer_intra_node")

@@ -24,7 +24,7 @@ Sample = tuple[str, GroupShape, float, float]
 MAX_POINTS = 6
 """Of a series: more sizes say the same, and every residual prices all groups that ran at once."""
 
-OTHERS = ("all_gather", "reduce_scatter", "all_to_all")
+OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
 @dataclass(frozen=True)
