@@ -111,6 +111,8 @@ def _title(outcome: Outcome) -> str:
 
 
 def _draw(left: Any, right: Any, points: list[Point], unit: str) -> None:
+    from matplotlib.ticker import FuncFormatter
+
     groups = list(dict.fromkeys(point.group for point in points))
     low = min(min(point.measured, point.predicted) for point in points)
     high = max(max(point.measured, point.predicted) for point in points)
@@ -128,12 +130,25 @@ def _draw(left: Any, right: Any, points: list[Point], unit: str) -> None:
     words = {"s": "seconds", "B": "bytes", "x": "factor"}
     for axes in (left, right):
         axes.set_xscale("log")
+        _ticks(axes.xaxis, high / low)
         axes.set_xlabel(f"measured, {words.get(unit, unit)}")
         axes.grid(color=GRID, linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
     left.set_yscale("log")
+    _ticks(left.yaxis, high / low)
     left.set_ylabel(f"model, {words.get(unit, unit)}; band: 10 %")
     right.axhline(0, color=MUTED, linewidth=1)
     right.set_yscale("symlog", linthresh=10)
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     right.set_ylabel("error of the model, %")
     left.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def _ticks(axis: Any, ratio: float) -> None:
+    """Label powers of ten, and 2 and 5 between them where the axis is short."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if ratio < 200:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:.3g}"))
+    axis.set_minor_formatter(NullFormatter())

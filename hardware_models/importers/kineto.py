@@ -9,6 +9,7 @@ Source:
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -18,11 +19,9 @@ from typing import Any
 
 from datafiles.content import read_text
 from datafiles.errors import DataFileError
-from datafiles.json_reader import parse_json
-from datafiles.values import MAX_DEPTH
 from workloads.kernels import Kernel, Matmul, MemoryBound
 
-MAX_TRACE_BYTES = 512 * 2**20
+MAX_TRACE_BYTES = 256 * 2**20
 """Traces are far larger than other data files; a step of a large model takes tens of MB."""
 
 CLASSES = ("collective", "attention", "matmul", "reduction", "elementwise", "copy", "other")
@@ -136,7 +135,7 @@ def read_trace(path: str | Path) -> Trace:
         DataFileError: If the file is no trace, or holds no GPU kernel.
     """
     source = str(path)
-    document = parse_json(read_text(path, MAX_TRACE_BYTES), source, MAX_DEPTH)
+    document = _parsed(read_text(path, MAX_TRACE_BYTES), source)
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise DataFileError(source, "must be a chrome trace: an object with traceEvents, or a list of events")
@@ -166,6 +165,18 @@ def read_trace(path: str | Path) -> Trace:
     gpu = str(_mapping(first).get("name", ""))
     kernels.sort(key=lambda kernel: kernel.start_s)
     return Trace(gpu, tuple(kernels), tuple(collectives), unsized)
+
+
+def _parsed(text: str, source: str) -> Any:
+    """Return the document; traces hold more values than other data files may, and every value is checked where used."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataFileError(source, f"malformed JSON: {error.msg}", line=error.lineno) from None
+    except RecursionError:
+        raise DataFileError(source, "is nested too deeply for a trace") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise DataFileError(source, "holds an integer of too many digits for a trace") from None
 
 
 def _times(event: Mapping[str, Any], source: str) -> tuple[float, float]:

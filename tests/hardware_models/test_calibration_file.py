@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants, PipelineConstants, Quantity
 from hardware_models.calibration_file import calibration_mapping, load_calibration, save_calibration
@@ -145,3 +147,36 @@ def test_a_truncated_file_is_refused_with_its_line(tmp_path: Path) -> None:
 def test_a_calibration_replaced_in_one_part_keeps_the_others(tmp_path: Path) -> None:
     save_calibration(replace(full(), operators=None), tmp_path / "c.yaml")
     assert load_calibration(tmp_path / "c.yaml").collectives == full().collectives
+
+
+PLACES = [
+    ("gpus",), ("gpus", "v100-sxm2-32gb", "curves"), ("links", "v100-32g-dgx1", "protocols"), ("pipeline",),
+    ("fits", 0), ("collectives", "rows", 0, 0), ("collectives", "rows", 0, 3), ("collectives", "rows", 1, 5),
+    ("operators", "rows", 0, 4), ("operators", "columns"), ("machine",), ("measurements", 0, "value"),
+]  # fmt: skip
+junk = st.one_of(st.none(), st.booleans(), st.integers(-3, 2**40), st.floats(allow_nan=False, allow_infinity=False),
+                 st.text(max_size=5), st.just([]), st.just({}), st.just([[1, 2]]))  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.one_of(st.binary(max_size=80), st.tuples(st.sampled_from(PLACES), junk)))
+def test_any_bytes_end_in_success_or_a_clear_error(
+    tmp_path_factory: pytest.TempPathFactory, case: bytes | tuple[tuple[str | int, ...], object]
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "c.json"
+    if isinstance(case, bytes):
+        path.write_bytes(case)
+    else:
+        mapping = json.loads(json.dumps(calibration_mapping(full())))
+        target = mapping
+        for part in case[0][:-1]:
+            target = target[part]
+        target[case[0][-1]] = case[1]
+        path.write_text(json.dumps(mapping))
+    try:
+        found = load_calibration(path)
+    except ValueError as error:
+        assert "c.json" in str(error)
+    else:
+        save_calibration(found, path)
+        assert load_calibration(path) == found

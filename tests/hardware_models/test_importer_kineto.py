@@ -182,6 +182,9 @@ def test_overlap_is_the_ratio_of_covered_to_lonely_kernels_of_equal_work(tmp_pat
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x", "ts": 1}]}', "ts and dur"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x", "ts": 1, "dur": -1}]}', "must not be negative"),
         ('{"traceEvents": [{"ph": "X"', "malformed JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" + "1" * 5000 + "]", "too many digits"),
+        ('[{"ph": "X", "cat": "kernel", "ts": NaN, "dur": 1}]', "ts and dur"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
