@@ -18,6 +18,9 @@ MIN_SECONDS = 20e-6
 ENOUGH = 6
 """Rows of a kind below which its shape parameters keep their values and only the limit is fitted."""
 
+ABOVE_PEAK = 1.02
+"""Times the peak: above, the row is of another number format or GPU."""
+
 COVERED, FREE = 0.95, 0.0
 """Shares of a kernel's time beside a communication, for it to count as overlapped and as alone."""
 
@@ -33,9 +36,10 @@ def fit_curves(
         source: For the curves.
 
     Returns:
-        None where no row can be used: too short, or of a dtype without a curve.
+        None where no row can be used: too short, of a dtype without a curve, or faster than the GPU's peak.
     """
     curves = load_curves(gpu.curves)
+    rows = _possible(gpu, curves, rows)
     moved: dict[str, float] = {}
     points: list[Point] = []
     dtypes = {dtype for kernel, dtype, _ in rows if isinstance(kernel, Matmul)}
@@ -56,6 +60,21 @@ def fit_curves(
         moved |= {f"{name}.{p.place}" if kind is Matmul else p.place: values[p.place] for p in parameters}
         points += [Point(row.group, row.seconds, predict_s(gpu, curves, name, row.kernels)) for row in own]
     return (curves, moved, points) if points else None
+
+
+def _possible(
+    gpu: GpuType, curves: EfficiencyCurves, rows: Sequence[tuple[Kernel, str, float]]
+) -> list[tuple[Kernel, str, float]]:
+    """Return the rows without matmuls above the GPU's peak; fp32 ones above its fp32 peak were TF32, all of them."""
+
+    def is_above(kernel: Kernel, dtype: str, seconds: float) -> bool:
+        peak = gpu.peak_flop_per_s.get(dtype)
+        return isinstance(kernel, Matmul) and peak is not None and kernel.flop > ABOVE_PEAK * peak * seconds
+
+    has_tf32 = "tf32" in curves.matmul and "tf32" in gpu.peak_flop_per_s
+    if has_tf32 and any(dtype == "fp32" and is_above(kernel, dtype, seconds) for kernel, dtype, seconds in rows):
+        rows = [(kernel, "tf32" if dtype == "fp32" else dtype, seconds) for kernel, dtype, seconds in rows]
+    return [row for row in rows if not is_above(*row)]
 
 
 def _values(curves: EfficiencyCurves, dtype: str) -> dict[str, float]:

@@ -10,15 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from datafiles.tables import load_table
 from hardware_models.calibration.communication_fit import communication_parts
+from hardware_models.calibration.kernel_calibration import fit_curves
 from hardware_models.calibration.link_fit import fit_links
 from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import SeriesLaw, fit_series
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import Row
+from hardware_models.gpus import load_gpu
 from hardware_models.group_shapes import GroupShape, groups_at_once
 from hardware_models.importers.aceso_folder import collectives_in, models_in
 from hardware_models.model import HardwareModel
+from tests.hardware_models.data_folder import data_folder
+from workloads.kernels import Kernel, Matmul, MemoryBound
 
 SIZES = [2.0**power for power in range(10, 31, 2)]
 
@@ -155,3 +160,24 @@ def test_a_bad_row_of_acesos_files_is_refused_with_its_line(tmp_path: Path, text
     (tmp_path / "p2p_intra_node.csv").write_text(text)
     with pytest.raises(ValueError, match=r"p2p_intra_node\.csv:2"):
         collectives_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpu"), [("p3_16xlarge_osdi22", "v100-sxm2-16gb"), ("a100_8gpu", "a100-sxm4-80gb")]
+)
+def test_published_square_matmuls_and_copies_are_fitted_within_five_percent(machine: str, gpu: str) -> None:
+    words = {"f16": "fp16", "f32": "fp32"}
+    rows: list[tuple[Kernel, str, float]] = []
+    for row in load_table(data_folder("alpa_v100") / "device_ops.csv", floats=("seconds",), integers=("n_or_bytes",)):
+        n = row["n_or_bytes"]
+        if row["source"] == machine and row["op"] == "dot_nxnxn" and n >= 64:
+            rows.append((Matmul(n, n, n), words[row["dtype"]], row["seconds"]))
+        elif row["source"] == machine and row["op"] == "local-copy" and n >= 2**20:
+            rows.append((MemoryBound(float(n), float(n)), "", row["seconds"]))
+    found = fit_curves(load_gpu(gpu), rows, "test")
+    assert found is not None
+    for group in {point.group for point in found[2]}:
+        record = fit_record(group, "fitted", [point for point in found[2] if point.group == group])
+        print(f"{machine} {group}: {record.num_points} points, median {100 * (record.median or 0):.1f} %")
+        assert record.median is not None
+        assert record.median < 0.05

@@ -157,6 +157,17 @@ def test_curves_are_fitted_back_from_kernels_that_follow_them() -> None:
     assert kernel_time_s(calibrated, kernels[0], "bf16") > 1.5 * kernel_time_s(gpu, kernels[0], "bf16")
 
 
+def test_matmuls_above_the_fp32_peak_were_tf32_and_those_above_any_peak_are_left_out() -> None:
+    gpu = load_gpu("a100-sxm4-80gb")
+    kernels = [Matmul(4096, n, 4096) for n in (1024, 2048, 4096, 8192)]
+    rows = [(kernel, "fp32", kernel.flop / 100e12) for kernel in kernels]
+    assert all(kernel.flop / 100e12 >= 20e-6 for kernel in kernels)
+    found = fit_curves(gpu, rows, "test")
+    assert found is not None
+    assert {name.split(".")[0] for name in found[1]} == {"tf32"}
+    assert fit_curves(gpu, [(kernel, "bf16", kernel.flop / 1e15) for kernel in kernels], "test") is None
+
+
 def test_overlap_is_the_ratio_of_covered_to_lonely_kernels_of_equal_work(tmp_path: Path) -> None:
     maker = Maker()
     for _ in range(3):
