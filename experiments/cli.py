@@ -10,6 +10,7 @@ import sys
 import typer
 
 from experiments import (
+    command_calibrate,
     command_compare,
     command_diff,
     command_import_plan,
@@ -39,6 +40,8 @@ app = typer.Typer(
 
     Why one is faster:  windtunnel diff out/plans/ddp.yaml out/plans/megatron-grid.yaml
 
+    Your hardware:      windtunnel calibrate nccl-tests logs/*.txt -c a100-80g-dgx -o measured.json
+
     Is it so, here:     windtunnel validate plan.yaml --limit 20%
 
     A paper's table:    windtunnel reproduce mpe-counts
@@ -59,6 +62,7 @@ app.command("diff")(command_diff.diff)
 app.command("compare")(command_compare.compare_searchers)
 app.command("import-plan")(command_import_plan.import_plan)
 app.command("sweep")(command_sweep.sweep_spec)
+app.add_typer(command_calibrate.app, name="calibrate")
 app.command("profile")(command_profile.profile_machine_file)
 app.command("reproduce")(command_reproduce.reproduce)
 app.command("validate")(command_validate.validate_file)

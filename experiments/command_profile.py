@@ -1,55 +1,139 @@
-"""``windtunnel profile``: times of operators, transfers and collectives on this machine."""
+"""``windtunnel profile``: what this machine takes for operators, collectives, launches; resumable."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.command_validate import Device, require_torch
+from experiments.command_validate import Device, parse_share, require_torch
 from experiments.console import Cluster, Model, RuntimeName, comma_separated, messages, print_lines, writable
+
+if TYPE_CHECKING:
+    from validation.machine_profile import MachineProfile
+    from validation.profile_run import Listener, ProfileWork
+
+INTERRUPTED = 130
 
 
 def profile_machine_file(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Machine profile (.json or .yaml).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Profile (.json or .yaml).")],
     cluster: Cluster = "local-cpu:1x2",
     runtime: RuntimeName = "windtunnel-executor-fp32",
     microbatches: Annotated[str, typer.Option(help="Samples per rank, comma-separated.")] = "1",
     tensor_degrees: Annotated[str, typer.Option(help="Tensor-parallel degrees, comma-separated.")] = "1",
-    rounds: Annotated[int, typer.Option(help="Rounds; medians count.", min=1)] = 5,
+    groups: Annotated[
+        str | None,
+        typer.Option(help="Ranks of the groups whose collectives are measured; default: 2 and all.",
+                     show_default=False),
+    ] = None,
+    skip: Annotated[
+        str, typer.Option(help="Parts to leave out: host, memory, groups, overlap.", show_default=False)
+    ] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds at most; medians count.", min=1)] = 9,
+    spread: Annotated[
+        str, typer.Option(help="Repeat (3 times at least) until half the middle half's range is below this.")
+    ] = "5%",
+    restart: Annotated[bool, typer.Option("--restart", help="Drop what an interrupted profile has measured.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and measure nothing.")] = False,
     device: Device = "cpu",
 ) -> None:
-    """Measure this machine with a model, inside the executor, and write what windtunnel validate predicts from.
+    """Measure this machine with a model, inside the executor: operators, memory, collectives, overlap, launches.
+
+    It says first what it costs. An interrupt (Ctrl-C) loses the part at work; the same command goes on from there.
 
     Example: windtunnel profile -m model.yaml -c local-cpu:1x2 --microbatches 1,2 -o machine.json
     """
     require_torch()
     from simulator.problem import ProblemSpec
-    from validation.calibration import profile_machine
     from validation.launch import WorkerError
-    from validation.machine_profile import save_machine_profile
+    from validation.machine_profile import now, save_machine_profile
+    from validation.profile_journal import Journal
+    from validation.profile_run import ProfileOptions, profile_work, run_profile
 
     sizes = counts(microbatches, "microbatches")
-    degrees = counts(tensor_degrees, "tensor-degrees")
     problem = ProblemSpec(model, cluster, runtime, max(sizes)).load()
-    runs = len(sizes) * len(degrees)
-    messages().print(f"measuring {runs} runs in {rounds} rounds on {problem.num_devices} processes")
+    everyone = problem.num_devices
+    default = tuple(sorted({2, everyone})) if everyone > 1 else ()
+    options = ProfileOptions(
+        microbatch_sizes=sizes,
+        tensor_sizes=counts(tensor_degrees, "tensor-degrees"),
+        group_sizes=counts(groups, "groups") if groups is not None else default,
+        max_rounds=rounds,
+        skip=comma_separated(skip),
+        spread=parse_share(spread),
+        device=device,
+    )
+    work = profile_work(problem, options)
+    least, most = work.estimate_s()
+    messages().print(
+        f"{len(work.parts)} parts and {len(work.job_s)} plans in {min(3, rounds)} to {rounds} rounds on {everyone} "
+        f"processes: about {least / 60:.1f} to {most / 60:.1f} minutes"
+    )
+    if dry_run:
+        return
+    partial = writable(output).with_name(f"{output.name}.partial")
+    if restart:
+        partial.unlink(missing_ok=True)
+    journal = Journal(partial, work.identity, now())
+    if journal.results:
+        messages().print(f"going on from {partial}: {len(journal.results)} parts are there", markup=False)
     try:
-        profile = profile_machine(problem, sizes, degrees, rounds=rounds, device=device)
+        with _progress(work) as listener:
+            profile = run_profile(work, journal, listener)
     except WorkerError as error:
-        raise ValueError(f"the machine was not measured: {error}") from None
-    save_machine_profile(profile, writable(output))
+        raise ValueError(f"the machine was not measured: {error}\nfinished parts are in {partial}") from None
+    except KeyboardInterrupt:
+        messages().print(
+            f"interrupted; {len(journal.results)} parts are in {partial}: the same command goes on", markup=False
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    save_machine_profile(profile, output)
+    journal.remove()
+    _show(profile)
+    messages().print(f"profile: {output}", markup=False)
+
+
+@contextmanager
+def _progress(work: ProfileWork) -> Iterator[Listener]:
+    """Show a bar of estimated seconds while the block runs; without a terminal, one line per part."""
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = messages()
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left at most"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=work.estimate_s()[1])
+
+        def listen(words: str, done: float, total: float) -> None:
+            bar.update(task, description=escape(words), completed=done, total=total)
+            if not console.is_terminal:
+                console.print(f"next: {words}", markup=False)
+
+        yield listen
+
+
+def _show(profile: MachineProfile) -> None:
+    overlap = "not measured" if profile.overlap is None else "{:.2f} and {:.2f}".format(*profile.overlap)
     print_lines(
         f"machine           {profile.machine}\n"
         f"operators         {len(profile.operators.rows)} rows\n"
         f"communication     {len(profile.communication)} rows\n"
         f"operator factor   {profile.operator_factor:.3f} in a pipeline\n"
         f"overhead of pass  {1e3 * profile.pass_overhead_s:.3f} ms\n"
+        f"overlap slowdown  {overlap} (computation, communication)\n"
         f"fitted on         {profile.fitted_on}"
     )
-    messages().print(f"profile: {output}")
+    for each in profile.measurements:
+        spread = f", spread {100 * each.spread:.1f} % of {each.repeats}" if each.repeats > 1 else ""
+        print_lines(f"{each.name}: {each.value:.4g} {each.unit}{spread}")
 
 
 def counts(text: str, what: str) -> tuple[int, ...]:

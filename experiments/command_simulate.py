@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from experiments.console import (
     AsJson,
     Engine,
+    Profile,
     Without,
     comma_separated,
     messages,
@@ -23,6 +25,7 @@ def simulate_file(
     plan_file: Annotated[Path, typer.Argument(help="Plan file (YAML or JSON).")],
     engine: Engine = "simpy",
     without: Without = "",
+    profile: Profile = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write a trace (.json.gz) that opens in Perfetto.", show_default=False),
@@ -43,7 +46,7 @@ def simulate_file(
 
     fidelity = Fidelity().without(*comma_separated(without))
     spec, plan = load_plan(plan_file)
-    problem = spec.load()
+    problem = (replace(spec, profile=profile) if profile is not None else spec).load()
     with simulation_progress(f"simulating {plan_file.name}") as progress:
         result = simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress)
     if trace is not None:

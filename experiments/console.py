@@ -60,7 +60,10 @@ MemoryLimit = Annotated[
 Profile = Annotated[
     str | None,
     typer.Option(
-        "--profile", help="Measured operator times (a file).", show_default=False, rich_help_panel=PROBLEM
+        "--profile",
+        help="What was measured: a file from windtunnel calibrate or profile.",
+        show_default=False,
+        rich_help_panel=PROBLEM,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else.")]

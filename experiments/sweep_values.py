@@ -119,12 +119,12 @@ class ValueChecker:
         return checked
 
     def _profile(self, value: str | None) -> Checked:
-        from hardware_models.profile import OperatorProfile
+        from hardware_models.calibration_file import load_calibration
 
         if value is None:
             return Checked({"profile": None})
         checked = self._with_files("profile", [(value, "")])
-        OperatorProfile.load(checked.paths["profile"])
+        load_calibration(checked.paths["profile"])
         return checked
 
     def _memory_limit(self, value: Any) -> Checked:

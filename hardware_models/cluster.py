@@ -150,6 +150,15 @@ def cluster_description(preset: str) -> str:
     return _load_preset(preset).description
 
 
+def cluster_gpus_per_node(preset: str) -> int:
+    """Return the GPUs of a full node of a preset (a name or a path).
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    return _load_preset(preset).gpus_per_node
+
+
 def parse_cluster(text: str) -> Cluster:
     """Build the cluster that a string names.
 

@@ -3,73 +3,163 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from typing import Literal
 
 from hardware_models.communication import Communication
+from hardware_models.group_shapes import GroupShape
 
 MAX_LATENCY_SHARE = 0.9
 """A measured time below the modelled latency still leaves some work, so that shares mean something."""
 
+Row = tuple[str, int | GroupShape, float, float]
+"""``(collective, group size or shape, bytes, seconds)``."""
+
+TRANSFERS = ("transfer_intra_node", "transfer_inter_node")
+"""Sends from one rank to another, beside the collectives of ``hardware_models.links``."""
+
+Points = tuple[tuple[float, float], ...]
+"""``(bytes, seconds)`` of ascending size."""
+
+Origin = Literal["measured", "interpolated"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """An answer of the table.
+
+    Attributes:
+        seconds: While ``shape.groups_per_node`` groups ran at once.
+        origin: ``"measured"``, or ``"interpolated"`` between (or above) measured sizes.
+        shape: As it was measured.
+    """
+
+    seconds: float
+    origin: Origin
+    shape: GroupShape
+
+    def replace(self, modelled: Communication, crowding: float) -> Communication:
+        """Return the modelled cost with its time replaced by what the group takes alone.
+
+        Args:
+            modelled: From the link model; its shares stay.
+            crowding: Load of the fullest link while the measured groups ran at once, at least 1. The engine
+                slows work by it when they do, so alone the work is that much shorter.
+        """
+        latency = min(modelled.latency_s, MAX_LATENCY_SHARE * self.seconds)
+        work = (self.seconds - latency) / max(1.0, crowding)
+        return Communication(latency_s=latency, work_s=work, shares=modelled.shares, source=self.origin)
+
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """Times by collective, group size and message size.
+    """Times by collective, group shape and message size.
 
     Attributes:
-        series: ``(collective, group size)`` to ``(bytes, seconds)`` points of ascending size. Collectives
-            as in ``HardwareModel.collective``, and ``transfer_intra_node`` / ``transfer_inter_node``.
+        series: ``(collective, shape)`` to points. Collectives and sizes as in ``HardwareModel.collective``, and
+            ``transfer_intra_node`` / ``transfer_inter_node``.
         source: Where it was measured.
     """
 
-    series: Mapping[tuple[str, int], tuple[tuple[float, float], ...]]
+    series: Mapping[tuple[str, GroupShape], Points]
     source: str
 
     def __hash__(self) -> int:
         return hash((self.source, len(self.series)))
 
     @classmethod
-    def from_rows(cls, rows: Iterable[tuple[str, int, float, float]], source: str) -> CollectiveTable:
-        """Build a table from ``(collective, group size, bytes, seconds)``; repeated keys keep the minimum."""
-        best: dict[tuple[str, int], dict[float, float]] = {}
-        for kind, group_size, num_bytes, seconds in rows:
-            if not (num_bytes > 0 and 0 < seconds < float("inf")):
+    def from_rows(cls, rows: Iterable[Row], source: str) -> CollectiveTable:
+        """Build a table; repeated keys keep the minimum. A size stands for a group in one node, alone.
+
+        Raises:
+            ValueError: If a row has no positive size, no finite time, or an impossible group.
+        """
+        best: dict[tuple[str, GroupShape], dict[float, float]] = {}
+        for kind, group, num_bytes, seconds in rows:
+            shape = _shape(kind, group)
+            if not (0 < num_bytes < float("inf") and 0 < seconds < float("inf")):
                 raise ValueError(
-                    f"{source}: {kind} over {group_size} must have positive size and finite time, "
+                    f"{source}: {kind} over {shape} must have positive size and finite time, "
                     f"got {num_bytes} bytes and {seconds} s; remove the row"
                 )
-            points = best.setdefault((kind, group_size), {})
+            points = best.setdefault((kind, shape), {})
             points[num_bytes] = min(seconds, points.get(num_bytes, seconds))
         return cls({key: tuple(sorted(points.items())) for key, points in best.items()}, source)
 
-    def lookup(self, kind: str, group_size: int, num_bytes: float) -> tuple[float, str] | None:
-        """Return ``(seconds, "measured" or "interpolated")``, or None where the table says nothing.
+    def rows(self) -> list[tuple[str, GroupShape, float, float]]:
+        """Return all points."""
+        return [
+            (kind, shape, size, seconds) for (kind, shape), points in self.series.items() for size, seconds in points
+        ]
 
-        Between sizes the time is interpolated in logarithms. Above the largest size the last bandwidth
-        holds; below the smallest, its time is an upper bound and nothing is said.
+    def find(self, kind: str, group: int | GroupShape, num_bytes: float, *, any_stride: bool = False) -> Found | None:
+        """Return what is known about a group; of several series the one with fewest groups at once.
+
+        Args:
+            kind: Collective or transfer.
+            group: Size of a group in one node, or a shape (how many groups ran at once is not compared).
+            num_bytes: Size as in ``HardwareModel.collective``.
+            any_stride: Strides do not matter: all pairs of the node are joined alike.
+
+        Returns:
+            None where the table says nothing: another group, or a size below the smallest, whose time is only an
+            upper bound. Between sizes time is linear in bytes, as a latency and a bandwidth between neighbours
+            would have it; above the largest size its bandwidth holds.
         """
-        points = self.series.get((kind, group_size))
-        if not points or num_bytes < points[0][0]:
+        wanted = _shape(kind, group)
+        found = [
+            (shape.groups_per_node, shape.stride != wanted.stride, shape.stride or 0, shape)
+            for each, shape in self.series
+            if each == kind
+            and (shape.size, shape.num_nodes) == (wanted.size, wanted.num_nodes)
+            and (any_stride or shape.stride in (None, wanted.stride))
+        ]
+        if not found:
             return None
-        index = bisect_left(points, (num_bytes, 0.0))
-        if index == len(points):
-            size, seconds = points[-1]
-            return seconds * num_bytes / size, "interpolated"
-        size, seconds = points[index]
-        if size == num_bytes:
-            return seconds, "measured"
-        size_below, seconds_below = points[index - 1]
-        part = log(num_bytes / size_below) / log(size / size_below)
-        return exp(log(seconds_below) + part * log(seconds / seconds_below)), "interpolated"
+        shape = min(found, key=lambda each: each[:-1])[-1]
+        answer = interpolated(self.series[kind, shape], num_bytes)
+        return Found(*answer, shape) if answer is not None else None
 
-    def refine(self, kind: str, group_size: int, num_bytes: float, modelled: Communication) -> Communication:
-        """Return the modelled cost with its time replaced by the measured one, if there is one."""
-        found = self.lookup(kind, group_size, num_bytes)
-        if found is None:
-            return modelled
-        seconds, source = found
-        latency = min(modelled.latency_s, MAX_LATENCY_SHARE * seconds)
-        return Communication(
-            latency_s=latency, work_s=seconds - latency, shares=modelled.shares, source=source
-        )
+    def lookup(self, kind: str, group_size: int, num_bytes: float) -> tuple[float, Origin] | None:
+        """Return ``(seconds, origin)`` for a group in one node as measured, or None (see :meth:`find`)."""
+        found = self.find(kind, group_size, num_bytes, any_stride=True)
+        return (found.seconds, found.origin) if found is not None else None
+
+
+def _shape(kind: str, group: int | GroupShape) -> GroupShape:
+    if not isinstance(group, int):
+        return group
+    return GroupShape(group, 2 if kind == TRANSFERS[1] else 1)
+
+
+def interpolated(points: Sequence[tuple[float, float]], num_bytes: float) -> tuple[float, Origin] | None:
+    """Return seconds at a size, and whether it was measured; None below the smallest size.
+
+    >>> interpolated(((1024.0, 1.0), (4096.0, 4.0)), 2048)
+    (2.0, 'interpolated')
+    """
+    if not points or num_bytes < points[0][0]:
+        return None
+    index = bisect_left(points, (num_bytes, 0.0))
+    if index == len(points):
+        size, seconds = points[-1]
+        return seconds * num_bytes / size, "interpolated"
+    size, seconds = points[index]
+    if size == num_bytes:
+        return seconds, "measured"
+    size_below, seconds_below = points[index - 1]
+    part = (num_bytes - size_below) / (size - size_below)
+    return seconds_below + part * (seconds - seconds_below), "interpolated"
+
+
+def leave_one_size_out(table: CollectiveTable) -> list[tuple[str, GroupShape, float, float, float]]:
+    """Return ``(collective, shape, bytes, measured s, interpolated s)`` of every inner size, left out in turn."""
+    found = []
+    for (kind, shape), points in table.series.items():
+        for index in range(1, len(points) - 1):
+            size, seconds = points[index]
+            answer = interpolated(points[:index] + points[index + 1 :], size)
+            assert answer is not None
+            found.append((kind, shape, size, seconds, answer[0]))
+    return found

@@ -13,7 +13,7 @@ from hardware_models.gpus import (
     GpuType,
     MatmulCurve,
     MemoryCurve,
-    load_curves,
+    curves_of,
 )
 from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul, MemoryBound
 from workloads.kinds.base import DTYPE_BYTES
@@ -30,7 +30,7 @@ def kernel_time_s(gpu: GpuType, kernel: Kernel, dtype: str) -> float:
     Raises:
         ValueError: If the GPU or its curves do not know the dtype.
     """
-    curves = load_curves(gpu.curves)
+    curves = curves_of(gpu)
     if isinstance(kernel, MemoryBound):
         seconds = memory_bound_s(gpu, curves.memory, kernel)
     elif isinstance(kernel, Matmul):

@@ -82,6 +82,7 @@ class GpuType(FileModel):
         launch_s: Host seconds per kernel launch from PyTorch.
         optimizer_bandwidth_fraction: Share of the bandwidth of fused multi-tensor optimizer kernels.
         overlap_slowdown_computation, overlap_slowdown_communication: Factors while both run.
+        calibrated_curves: A calibration's curves, in the place of the entry that ``curves`` names.
         source: Of the peaks; the others have ``*_source``.
     """
 
@@ -99,6 +100,7 @@ class GpuType(FileModel):
     overlap_slowdown_communication: Slowdown
     overlap_source: Text
     source: Text
+    calibrated_curves: EfficiencyCurves | None = None
 
     def peak(self, dtype: str) -> float:
         """Return the peak of ``dtype`` in flop/s.
@@ -143,6 +145,11 @@ def load_gpu(name: str) -> GpuType:
     if name not in table:
         raise ValueError(f"GPU type must be a known one, got {name!r}; {nearest(name, table)}")
     return validated(GpuType, {"name": name, **table[name]}, f"gpu_types.yaml: {name}")
+
+
+def curves_of(gpu: GpuType) -> EfficiencyCurves:
+    """Return the efficiency curves of a GPU: calibrated ones, else those shipped for its architecture."""
+    return gpu.calibrated_curves if gpu.calibrated_curves is not None else load_curves(gpu.curves)
 
 
 @cache

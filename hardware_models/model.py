@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hardware_models.cluster import Cluster, parse_cluster
-from hardware_models.collective_table import CollectiveTable
+from hardware_models.collective_table import TRANSFERS, CollectiveTable
 from hardware_models.collectives import Flow, collective_flows, transfer_flow
 from hardware_models.communication import Communication
 from hardware_models.compute import kernel_time_s
 from hardware_models.gpus import GpuType
+from hardware_models.group_shapes import GroupShape, full_nodes, groups_at_once, shape_of, slots_by_node
 from hardware_models.profile import OperatorProfile
 from workloads.kernels import Kernel
 
@@ -26,7 +27,7 @@ class HardwareModel:
         cluster: Nodes, GPUs, links.
         operator_profile: Measured operator times; where present they come before the efficiency curves
             (the cost tables decide, from ``lookup``).
-        collective_table: Measured collectives inside one node; where present they come before the link model.
+        collective_table: Measured collectives and transfers; where present they come before the link model.
     """
 
     cluster: Cluster
@@ -130,10 +131,33 @@ class HardwareModel:
         if num_bytes == 0:
             return NOTHING
         modelled = min((flow.price(num_bytes) for flow in self._flows[key]), key=lambda cost: cost.alone_s)
-        one_node = self.cluster.node_of(group[0]) == self.cluster.node_of(group[-1])
-        if self.collective_table is None or not one_node:
+        return self._refined(kind, num_bytes, group, modelled) if self.collective_table is not None else modelled
+
+    def _refined(self, kind: str, num_bytes: float, group: tuple[int, ...], modelled: Communication) -> Communication:
+        """Return the measured cost of a collective, if there is one."""
+        assert self.collective_table is not None
+        shape = shape_of(self.cluster, group)
+        if shape is None:
             return modelled
-        return self.collective_table.refine(kind, len(group), num_bytes, modelled)
+        nodes = tuple(slots_by_node(self.cluster, group))
+        alike = all(self.cluster.nodes[node].links.kind != "mesh" for node in nodes)
+        found = self.collective_table.find(kind, shape, num_bytes, any_stride=alike)
+        if found is None:
+            return modelled
+        return found.replace(modelled, self._crowding(kind, num_bytes, nodes, found.shape))
+
+    def _crowding(self, kind: str, num_bytes: float, nodes: tuple[int, ...], shape: GroupShape) -> float:
+        """Return the load of the fullest resource while all groups of a shape run at once, by the link model."""
+        if shape.groups_per_node == 1:
+            return 1.0
+        whole = full_nodes(self.cluster)
+        loads: dict[str, float] = {}
+        for group in groups_at_once(whole, nodes, shape):
+            is_transfer = kind in TRANSFERS
+            flows = (transfer_flow(whole, *group),) if is_transfer else collective_flows(whole, kind, group)
+            for name, share in min((flow.price(num_bytes) for flow in flows), key=lambda cost: cost.alone_s).shares:
+                loads[name] = loads.get(name, 0.0) + share
+        return max([1.0, *loads.values()])
 
     def _price_transfer(self, num_bytes: float, source: int, destination: int) -> Communication:
         _check_size(num_bytes)
@@ -144,7 +168,11 @@ class HardwareModel:
         if self.collective_table is None:
             return modelled
         kind = "transfer_intra_node" if a == b else "transfer_inter_node"
-        return self.collective_table.refine(kind, 2, num_bytes, modelled)
+        found = self.collective_table.find(kind, 2, num_bytes, any_stride=True)
+        if found is None:
+            return modelled
+        nodes = (a,) if a == b else (a, b)
+        return found.replace(modelled, self._crowding(kind, num_bytes, nodes, found.shape))
 
 
 def _check_size(num_bytes: float) -> None:

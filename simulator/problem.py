@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
-from hardware_models.profile import OperatorProfile
 from hardware_models.runtime import Runtime, load_runtime
 from workloads.operators import Workload
 from workloads.registry import build_workload
@@ -24,7 +24,7 @@ class ProblemSpec:
         runtime: Name or path.
         global_batch: Samples per iteration.
         memory_limit_bytes: Per device; None for the device's own memory.
-        profile: Optional path of an operator profile.
+        profile: Optional path of a calibration or operator profile.
     """
 
     model: str
@@ -45,10 +45,11 @@ class ProblemSpec:
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
             raise ValueError(f"memory_limit_bytes must be positive, got {self.memory_limit_bytes}")
         runtime = load_runtime(self.runtime)
-        profile = OperatorProfile.load(self.profile) if self.profile else None
+        cluster = parse_cluster(self.cluster)
+        hardware = load_calibration(self.profile).hardware(cluster) if self.profile else HardwareModel(cluster)
         return Problem(
             workload=build_workload(self.model, attention=runtime.attention),
-            hardware=HardwareModel(cluster=parse_cluster(self.cluster), operator_profile=profile),
+            hardware=hardware,
             runtime=runtime,
             global_batch=self.global_batch,
             memory_limit_bytes=self.memory_limit_bytes,

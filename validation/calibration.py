@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hardware_models.collective_table import CollectiveTable, Row
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
-from validation.communication_times import Row, measure_communication
+from validation.communication_times import measure_communication
 from validation.executor import Job
 from validation.jobs import execute_rounds, plan_job
 from validation.machine_profile import MachineProfile, machine_name, now, versions
@@ -97,7 +98,7 @@ def fit(
     operators = make_profile(problem, median_rows(rows), source)
     profile = MachineProfile(
         operators=operators,
-        communication=tuple(communication),
+        communication=tuple(CollectiveTable.from_rows(communication, source).rows()),
         operator_factor=1.0,
         pass_overhead_s=0.0,
         optimizer_bandwidth_fraction=problem.hardware.gpu(operators.gpu_type).optimizer_bandwidth_fraction,
@@ -105,6 +106,7 @@ def fit(
         date=now(),
         versions=versions(),
         fitted_on=_in_words(work),
+        preset=problem.hardware.cluster.nodes[0].preset,
     )
     step_s = float(np.median([turn[len(work.operators)].optimizer_s for turn in measured]))
     profile = replace(profile, optimizer_bandwidth_fraction=fit_optimizer_fraction(profile, work.optimizer, step_s))

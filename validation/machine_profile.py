@@ -7,24 +7,16 @@ import platform
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from datafiles.loader import load_mapping
-from datafiles.schema import FileModel, validated
-from datafiles.writer import dump_json, dump_yaml, write_text_atomically
-from hardware_models.collective_table import CollectiveTable
-from hardware_models.model import HardwareModel
+from datafiles.errors import DataFileError
+from hardware_models.calibrated import Calibration, GpuConstants, PipelineConstants, Quantity
+from hardware_models.calibration_file import load_calibration, save_calibration
+from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.profile import OperatorProfile
-from hardware_models.profile_file import profile_from_mapping, profile_mapping
-from hardware_models.schema import Count, Positive, Text
 from simulator.plan import Plan
 from simulator.problem import Problem
-from validation.communication_times import Row
-
-FORMAT = "windtunnel-machine-profile-1"
-UNITS = {"seconds": "s", "bytes": "B", "times": "wall clock of one rank", "sizes": "bytes of a message"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +34,10 @@ class MachineProfile:
             at; above 1 where the states of a small model stay in caches.
         machine, date, versions: Where and when it was measured, with what.
         fitted_on: The calibration plans in words.
+        overlap: Slowdown of computation and of communication while both run; None keeps the device type's.
+        launch_s: Host seconds per kernel launch; None keeps the device type's.
+        measurements: What else was measured.
+        preset: Cluster preset that the communication is of; None for any.
     """
 
     operators: OperatorProfile
@@ -53,6 +49,35 @@ class MachineProfile:
     date: str
     versions: dict[str, str]
     fitted_on: str
+    overlap: tuple[float, float] | None = None
+    launch_s: float | None = None
+    measurements: tuple[Quantity, ...] = ()
+    preset: str | None = None
+
+    def constants(self) -> GpuConstants:
+        """Return what was measured of the device type."""
+        computation, communication = self.overlap if self.overlap is not None else (None, None)
+        return GpuConstants(
+            launch_s=self.launch_s,
+            optimizer_bandwidth_fraction=self.optimizer_bandwidth_fraction,
+            overlap_slowdown_computation=computation,
+            overlap_slowdown_communication=communication,
+        )
+
+    def calibration(self) -> Calibration:
+        """Return the same as a calibration: what a file holds, and what ``--profile`` reads."""
+        return Calibration(
+            source=self.operators.source,
+            operators=self.operators,
+            collectives=CollectiveTable.from_rows(self.communication, self.machine) if self.communication else None,
+            collectives_of=self.preset if self.communication else None,
+            gpus={self.operators.gpu_type: self.constants()},
+            pipeline=PipelineConstants(self.operator_factor, self.pass_overhead_s, self.fitted_on),
+            measurements=self.measurements,
+            machine=self.machine,
+            date=self.date,
+            versions=self.versions,
+        )
 
     def apply(self, problem: Problem, plan: Plan) -> Problem:
         """Return the problem with these measurements in the place of the model.
@@ -72,22 +97,8 @@ class MachineProfile:
             )
             for row in self.operators.rows
         )
-        table = CollectiveTable.from_rows(self.communication, self.machine) if self.communication else None
-        cluster = problem.hardware.cluster
-        nodes = tuple(
-            replace(
-                node,
-                gpu=node.gpu.model_copy(update={"optimizer_bandwidth_fraction": self.optimizer_bandwidth_fraction})
-                if node.gpu.name == self.operators.gpu_type
-                else node.gpu,
-            )
-            for node in cluster.nodes
-        )
-        hardware = HardwareModel(
-            cluster=replace(cluster, nodes=nodes),
-            operator_profile=replace(self.operators, rows=rows),
-            collective_table=table,
-        )
+        own = replace(self.calibration(), operators=replace(self.operators, rows=rows))
+        hardware = own.hardware(problem.hardware.cluster)
         return replace(problem, hardware=hardware)
 
     def check_machine(self) -> None:
@@ -104,56 +115,37 @@ class MachineProfile:
             )
 
 
-class _File(FileModel):
-    format: Literal["windtunnel-machine-profile-1"]
-    machine: Text
-    date: Text
-    versions: dict[str, Text]
-    units: dict[str, Text]
-    fitted_on: Text
-    operator_factor: Positive
-    pass_overhead_s: float
-    optimizer_bandwidth_fraction: Positive
-    communication: tuple[tuple[Text, Count, Positive, Positive], ...]
-    operators: dict[str, object]
-
-
 def save_machine_profile(profile: MachineProfile, path: str | Path) -> None:
-    """Write a profile atomically: JSON if the name ends in ``.json``, else YAML."""
-    mapping = {
-        "format": FORMAT,
-        "machine": profile.machine,
-        "date": profile.date,
-        "versions": profile.versions,
-        "units": UNITS,
-        "fitted_on": profile.fitted_on,
-        "operator_factor": profile.operator_factor,
-        "pass_overhead_s": profile.pass_overhead_s,
-        "optimizer_bandwidth_fraction": profile.optimizer_bandwidth_fraction,
-        "communication": [list(row) for row in profile.communication],
-        "operators": profile_mapping(profile.operators),
-    }
-    write_text_atomically(path, dump_json(mapping) if str(path).endswith(".json") else dump_yaml(mapping))
+    """Write a profile atomically, as a calibration file: JSON if the name ends in ``.json``, else YAML."""
+    save_calibration(profile.calibration(), path)
 
 
 def load_machine_profile(path: str | Path) -> MachineProfile:
-    """Read a profile.
+    """Read a profile: a calibration file that says which machine it is from, and holds its operators.
 
     Raises:
-        DataFileError: If the file breaks a rule.
+        DataFileError: If the file breaks a rule, or is another's calibration.
     """
-    file = validated(_File, load_mapping(path), str(path))
-    operators = profile_from_mapping(file.operators, str(path))
+    found = load_calibration(path)
+    if found.operators is None or not found.machine:
+        raise DataFileError(path, "must be a profile of a machine with its operators; make one with windtunnel profile")
+    constants = found.gpus.get(found.operators.gpu_type, GpuConstants())
+    pipeline = found.pipeline or PipelineConstants(1.0, 0.0, "no plan")
+    overlap = constants.overlap_slowdown_computation, constants.overlap_slowdown_communication
     return MachineProfile(
-        operators=operators,
-        communication=tuple((kind, size, float(count), float(time)) for kind, size, count, time in file.communication),
-        operator_factor=file.operator_factor,
-        pass_overhead_s=file.pass_overhead_s,
-        optimizer_bandwidth_fraction=file.optimizer_bandwidth_fraction,
-        machine=file.machine,
-        date=file.date,
-        versions=file.versions,
-        fitted_on=file.fitted_on,
+        operators=found.operators,
+        communication=tuple(found.collectives.rows()) if found.collectives is not None else (),
+        operator_factor=pipeline.operator_factor,
+        pass_overhead_s=pipeline.pass_overhead_s,
+        optimizer_bandwidth_fraction=constants.optimizer_bandwidth_fraction or 1.0,
+        machine=found.machine,
+        date=found.date,
+        versions=dict(found.versions),
+        fitted_on=pipeline.fitted_on,
+        overlap=(overlap[0], overlap[1]) if overlap[0] is not None and overlap[1] is not None else None,
+        launch_s=constants.launch_s,
+        measurements=found.measurements,
+        preset=found.collectives_of,
     )
 
 

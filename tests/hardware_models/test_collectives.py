@@ -51,9 +51,7 @@ def test_two_nodes_reduce_in_a_tree_and_four_in_a_ring() -> None:
     assert P3.collective("all_reduce", 1e9, range(16)).work_s == pytest.approx((1e9 + fill) / NIC)
     assert P3.collective("all_reduce", 1e9, range(32)).work_s == pytest.approx(2 * 31 / 32 * 1e9 / NIC)
     efficiency = P3.cluster.nodes[0].network.efficiency["all_gather"]
-    assert P3.collective("all_gather", 1e9, range(32)).work_s == pytest.approx(
-        31 / 32 * 1e9 / NIC / efficiency
-    )
+    assert P3.collective("all_gather", 1e9, range(32)).work_s == pytest.approx(31 / 32 * 1e9 / NIC / efficiency)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
@@ -68,9 +66,7 @@ def test_strided_groups_that_run_at_once_load_one_nic_in_equal_parts(stride: int
 
 def test_eight_nics_serve_eight_rails_apart() -> None:
     hardware = HardwareModel(parse_cluster("a100-80g-dgx:2x8"))
-    resources = [
-        {name for name, _ in hardware.collective("all_reduce", 1e9, (g, g + 8)).shares} for g in range(8)
-    ]
+    resources = [{name for name, _ in hardware.collective("all_reduce", 1e9, (g, g + 8)).shares} for g in range(8)]
     assert len(set.union(*resources)) == sum(len(names) for names in resources) == 32
 
 

@@ -18,9 +18,7 @@ sizes = st.integers(1, 20000)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    m=sizes, n=sizes, k=sizes, batch=st.integers(1, 64), role=st.sampled_from(["forward", "data_gradient"])
-)
+@given(m=sizes, n=sizes, k=sizes, batch=st.integers(1, 64), role=st.sampled_from(["forward", "data_gradient"]))
 def test_no_matmul_beats_the_peak_of_the_gpu(m: int, n: int, k: int, batch: int, role: str) -> None:
     kernel = Matmul(m, n, k, batch, role)
     seconds = V100.kernel_time_s(GPU, kernel, "fp16")
@@ -65,9 +63,7 @@ def test_an_unknown_dtype_pattern_or_gpu_is_refused() -> None:
 
 def test_a100_matmuls_that_no_fit_saw_are_predicted_within_a_tenth() -> None:
     folder = data_folder("gpu_efficiency")
-    table = load_table(
-        folder / "gemm_vidur_a100_h100.csv", floats=("time_ms_median",), integers=("m_tokens", "n", "k")
-    )
+    table = load_table(folder / "gemm_vidur_a100_h100.csv", floats=("time_ms_median",), integers=("m_tokens", "n", "k"))
     errors = [
         abs(A100.kernel_time_s(A100_GPU, Matmul(row["m_tokens"], row["n"], row["k"]), "bf16")
             / (row["time_ms_median"] / 1e3) - 1)

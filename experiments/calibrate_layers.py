@@ -1,0 +1,184 @@
+"""Layer times of a profiler as operator rows of a model, and layer memory against what the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hardware_models.calibrated import FitRecord
+from hardware_models.calibration.outcome import Point, fit_record
+from hardware_models.calibration.series_fit import fit_series
+from hardware_models.importers.galvatron import GalvatronFile, LayerTime
+from hardware_models.profile import OperatorProfile, ProfileRow
+from simulator.costs import CostTables
+from simulator.plan import Axis
+from simulator.problem import Problem, ProblemSpec
+
+BACKWARD = 2.0
+"""Backward over forward time, as Galvatron's cost model has it."""
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """Operators from layers.
+
+    Attributes:
+        operators: Rows, or None where there are only memory files.
+        fits, points: For the summary.
+    """
+
+    operators: OperatorProfile | None
+    fits: tuple[FitRecord, ...]
+    points: tuple[Point, ...]
+
+
+def calibrate_layers(
+    files: Sequence[GalvatronFile], model: str, cluster: str, runtime: str, source: str
+) -> LayerCalibration:
+    """Return operators whose sums are the measured layers, in the proportions of the model.
+
+    Raises:
+        ValueError: If the model has another number of kinds of layers than the files.
+    """
+    problem = ProblemSpec(model, cluster, runtime, 1).load()
+    kinds = layer_kinds(problem)
+    times = [time for file in files for time in file.layers]
+    _check_length(times, problem, kinds)
+    points: list[Point] = []
+    fits: list[FitRecord] = []
+    rows: dict[tuple[str, int], ProfileRow] = {}
+    costs = CostTables(problem)
+    tables = {}
+    for time in times:
+        if time.layer_type >= len(kinds):
+            raise ValueError(
+                f"the files have layers of kind {time.layer_type}, {model} has {len(kinds)} kinds; name another model"
+            )
+        if time.samples not in tables:
+            tables[time.samples] = costs.table((), time.samples, problem.gpu_types[0])
+        members = kinds[time.layer_type] if time.layer_type >= 0 else _outside(problem, kinds)
+        modelled = sum(float(tables[time.samples].forward_s[index]) for index in members)
+        if time.seconds <= 0 or modelled <= 0:
+            continue
+        points.append(Point(f"layer kind {time.layer_type}" if time.layer_type >= 0 else "outside layers",
+                            time.seconds, modelled))  # fmt: skip
+        for row in _rows(problem, costs, members, time, time.seconds / modelled, source):
+            rows[row.role, row.samples] = row
+    for group in dict.fromkeys(point.group for point in points):
+        members_of = [point for point in points if point.group == group]
+        fits.append(fit_record(f"{group}: forward, shipped model against measured", "checked", members_of))
+    fits += _across_batches(times)
+    memory = _memory_points(files, problem, costs, kinds)
+    for group in dict.fromkeys(point.group for point in memory):
+        fits.append(fit_record(group, "checked", [point for point in memory if point.group == group]))
+    operators = OperatorProfile(
+        model=problem.workload.name,
+        gpu_type=problem.gpu_types[0],
+        dtype=problem.runtime.implementation.dtype,
+        rows=tuple(rows.values()),
+        source=source,
+    )
+    if rows:
+        fits.append(FitRecord(f"operators of {operators.model}", "fitted", len(times)))
+    return LayerCalibration(operators if rows else None, tuple(fits), (*points, *memory))
+
+
+def _check_length(times: Sequence[LayerTime], problem: Problem, kinds: Sequence[Sequence[int]]) -> None:
+    """Refuse times of other sequences than the model's, where both have one length."""
+    lengths, own = {time.seq_len for time in times} - {""}, str(problem.workload.tokens_per_sample)
+    if len(kinds) == 1 and lengths and own not in lengths:
+        raise ValueError(
+            f"the model must have the files' sequences of {', '.join(sorted(lengths))} tokens, "
+            f"{problem.workload.name} has {own}; name a model file with that seq_len"
+        )
+
+
+def layer_kinds(problem: Problem) -> list[list[int]]:
+    """Return operators of the first layer of each repeated kind, kinds in order of appearance."""
+    workload = problem.workload
+    by_layer: dict[int, list[int]] = {}
+    for index, op in enumerate(workload.operators):
+        by_layer.setdefault(op.layer, []).append(index)
+    seen: dict[tuple[int, ...], list[list[int]]] = {}
+    for members in by_layer.values():
+        seen.setdefault(tuple(workload.signatures[index] for index in members), []).append(members)
+    return [layers[0] for layers in seen.values() if len(layers) > 1]
+
+
+def _outside(problem: Problem, kinds: Sequence[Sequence[int]]) -> list[int]:
+    signatures = problem.workload.signatures
+    inside = {signatures[index] for members in kinds for index in members}
+    return [index for index in range(len(problem.workload)) if signatures[index] not in inside]
+
+
+def _rows(
+    problem: Problem, costs: CostTables, members: Sequence[int], time: LayerTime, factor: float, source: str
+) -> list[ProfileRow]:
+    found: dict[str, ProfileRow] = {}
+    counts: dict[str, int] = {}
+    for index in members:
+        op = problem.workload.operators[index]
+        cost = costs.operator(index, (), time.samples, problem.gpu_types[0])
+        row = ProfileRow(
+            role=op.role, samples=time.samples, tensor_size=1, split="default",
+            forward_s=cost.forward.device_s * factor, backward_s=BACKWARD * cost.forward.device_s * factor,
+            saved_bytes=float(sum(size for _, size in cost.saved)),
+            forward_workspace_bytes=cost.workspace_forward_bytes,
+            backward_workspace_bytes=cost.workspace_backward_bytes,
+            input_bytes=float(sum(cost.input_bytes)), output_bytes=float(sum(cost.output_bytes)),
+            parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
+            includes_collectives=False, num_groups=1, source=source,
+        )  # fmt: skip
+        if op.role in found:  # operators of equal role share one row: their mean
+            old, n = found[op.role], counts[op.role]
+            row = replace(
+                row,
+                forward_s=(old.forward_s * n + row.forward_s) / (n + 1),
+                backward_s=(old.backward_s * n + row.backward_s) / (n + 1),
+            )
+        found[op.role], counts[op.role] = row, counts.get(op.role, 0) + 1
+    return list(found.values())
+
+
+def _across_batches(times: Sequence[LayerTime]) -> list[FitRecord]:
+    """Return how a layer's time grows with the batch: a constant (launches) and a rate."""
+    found = []
+    for kind in sorted({time.layer_type for time in times if time.layer_type >= 0}):
+        series = sorted({time.samples: time.seconds for time in times if time.layer_type == kind}.items())
+        if len(series) < 3:
+            continue
+        law = fit_series([(float(samples), seconds) for samples, seconds in series])
+        predicted = law.seconds(np.array([float(samples) for samples, _ in series]))
+        own = [Point("", seconds, float(p)) for (_, seconds), p in zip(series, predicted, strict=True)]
+        constants = {"constant_s": law.large_latency_s, "seconds_per_sample": 1 / law.large_bytes_per_s}
+        found.append(fit_record(f"layer kind {kind}: time over batch", "fitted", own, constants))
+    return found
+
+
+def _memory_points(
+    files: Sequence[GalvatronFile], problem: Problem, costs: CostTables, kinds: Sequence[Sequence[int]]
+) -> list[Point]:
+    points = []
+    for each in (memory for file in files for memory in file.memory):
+        if each.layer_type >= len(kinds):
+            continue
+        members = kinds[each.layer_type]
+        if len(kinds) == 1 and each.seq_len not in ("", str(problem.workload.tokens_per_sample)):
+            continue  # of other sequences
+        for degree, size in each.saved_bytes.items():
+            if size <= 0 or (each.sequence_parallel and degree > 1):
+                continue
+            sharding = (Axis("tensor", degree),) if degree > 1 else ()
+            try:
+                table = costs.table(sharding, 1, problem.gpu_types[0])
+            except ValueError:
+                continue  # a degree that the model cannot be split by
+            saved = float(sum(table.saved_bytes[index] for index in members))
+            points.append(Point(f"layer kind {each.layer_type}: activations of a sample", size, saved, "B"))
+        table = costs.table((), 1, problem.gpu_types[0])
+        parameters = 4.0 * float(sum(table.parameter_elements[index] for index in members))
+        if each.parameter_bytes > 0 and parameters > 0:
+            points.append(Point(f"layer kind {each.layer_type}: parameters", each.parameter_bytes, parameters, "B"))
+    return points

@@ -1,0 +1,154 @@
+"""What a calibration shows: a table of fits and residuals, JSON, and measured against model as a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datafiles.writer import write_bytes_atomically
+from experiments.console import console, messages, table
+from hardware_models.calibrated import FitRecord
+from hardware_models.calibration.outcome import Outcome, Point
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
+MAX_ROWS = 60
+"""Lines of the printed table; all are in the file and in the JSON."""
+
+
+def show(outcome: Outcome) -> None:
+    """Print the summary."""
+    found = outcome.calibration
+    columns = [("", "left"), ("", "left"), ("points", "right"), ("median", "right"), ("90 %", "right"),
+               ("worst", "right"), ("constants", "left")]  # fmt: skip
+    rows = [
+        (
+            each.what, each.how, str(each.num_points), *map(_percent, (each.median, each.p90, each.worst)),
+            _words(each.constants),
+        )
+        for each in _shortened(found.fits)
+    ]  # fmt: skip
+    console().print(table(found.source, columns, rows))
+    parts = {
+        "operators": f"{len(found.operators.rows)} rows of {found.operators.model}" if found.operators else "",
+        "collectives": f"{len(found.collectives.rows())} points in {len(found.collectives.series)} series"
+        if found.collectives
+        else "",
+        "GPU constants": ", ".join(found.gpus),
+        "links": ", ".join(found.links),
+        "networks": ", ".join(found.networks),
+    }
+    for name, text in parts.items():
+        if text:
+            console().print(f"{name:<14}{text}", markup=False)
+    left_out = len(found.fits) - len(rows)
+    notes = [*outcome.notes, f"{left_out} more lines are in the file"] if left_out else outcome.notes
+    for note in notes:
+        messages().print(f"note: {note}", markup=False)
+
+
+def _shortened(fits: tuple[FitRecord, ...]) -> list[FitRecord]:
+    """Return the lines to print: where there are too many, those of single series are left out first."""
+    if len(fits) <= MAX_ROWS:
+        return list(fits)
+    return [fit for fit in fits if " ranks" not in fit.what][:MAX_ROWS]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _words(constants: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
+
+
+def outcome_mapping(outcome: Outcome, output: Path | None) -> dict[str, Any]:
+    """Return the summary as plain data; residuals are absolute relative."""
+    found = outcome.calibration
+    return {
+        "source": found.source,
+        "output": str(output) if output is not None else None,
+        "fits": [dict(fit.__dict__) for fit in found.fits],
+        "operators": len(found.operators.rows) if found.operators is not None else 0,
+        "collective_points": len(found.collectives.rows()) if found.collectives is not None else 0,
+        "gpus": {name: list(part.given()) for name, part in found.gpus.items()},
+        "links": list(found.links),
+        "networks": list(found.networks),
+        "notes": list(outcome.notes),
+    }
+
+
+def plot(outcome: Outcome, path: Path) -> None:
+    """Draw every measured point against what the model says, and the residuals beside it.
+
+    Raises:
+        ValueError: If the calibration has no point to compare.
+    """
+    if not outcome.points:
+        raise ValueError("a plot needs measured points that the model says something about, got none; leave --plot out")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    units = list(dict.fromkeys(point.unit for point in outcome.points))
+    figure = Figure(figsize=(12.5, 0.6 + 5.2 * len(units)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(units), 2, squeeze=False, width_ratios=(1.0, 1.0))
+    for row, unit in enumerate(units):
+        _draw(axes[row][0], axes[row][1], [point for point in outcome.points if point.unit == unit], unit)
+    figure.suptitle(_title(outcome), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_bytes_atomically(path, buffer.getvalue())
+
+
+def _title(outcome: Outcome) -> str:
+    text = outcome.calibration.source
+    return text if len(text) < 110 else f"{text[:107]}..."
+
+
+def _draw(left: Any, right: Any, points: list[Point], unit: str) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    groups = list(dict.fromkeys(point.group for point in points))
+    low = min(min(point.measured, point.predicted) for point in points)
+    high = max(max(point.measured, point.predicted) for point in points)
+    low = max(low, 1e-12 * high)
+    left.plot([low, high], [low, high], color=MUTED, linewidth=1)
+    left.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color=GRID, zorder=0)
+    for number, group in enumerate(groups):
+        own = [point for point in points if point.group == group]
+        measured = np.array([point.measured for point in own])
+        predicted = np.array([point.predicted for point in own])
+        colour = COLOURS[number % len(COLOURS)]
+        name = f"{group} ({len(own)})"
+        left.scatter(measured, predicted, s=14, color=colour, alpha=0.6, linewidths=0, label=name)
+        right.scatter(measured, 100 * (predicted / measured - 1), s=14, color=colour, alpha=0.6, linewidths=0)
+    words = {"s": "seconds", "B": "bytes", "x": "factor"}
+    for axes in (left, right):
+        axes.set_xscale("log")
+        _ticks(axes.xaxis, high / low)
+        axes.set_xlabel(f"measured, {words.get(unit, unit)}")
+        axes.grid(color=GRID, linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set_yscale("log")
+    _ticks(left.yaxis, high / low)
+    left.set_ylabel(f"model, {words.get(unit, unit)}; band: 10 %")
+    right.axhline(0, color=MUTED, linewidth=1)
+    right.set_yscale("symlog", linthresh=10)
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    right.set_ylabel("error of the model, %")
+    left.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def _ticks(axis: Any, ratio: float) -> None:
+    """Label powers of ten, and 2 and 5 between them where the axis is short."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if ratio < 200:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:.3g}"))
+    axis.set_minor_formatter(NullFormatter())

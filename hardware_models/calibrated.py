@@ -1,0 +1,155 @@
+"""What was calibrated, as one object with optional parts, and a hardware model that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from hardware_models.cluster import Cluster, Node
+from hardware_models.collective_table import CollectiveTable
+from hardware_models.gpus import EfficiencyCurves
+from hardware_models.links import LinkType, NetworkType
+from hardware_models.model import HardwareModel
+from hardware_models.profile import OperatorProfile
+
+
+@dataclass(frozen=True)
+class GpuConstants:
+    """Measured constants of a GPU type; None keeps the shipped one. As in ``hardware_models.gpus.GpuType``."""
+
+    curves: EfficiencyCurves | None = None
+    kernel_floor_s: float | None = None
+    launch_s: float | None = None
+    optimizer_bandwidth_fraction: float | None = None
+    overlap_slowdown_computation: float | None = None
+    overlap_slowdown_communication: float | None = None
+
+    def given(self) -> dict[str, object]:
+        """Return what is not None."""
+        return {name: value for name, value in self.__dict__.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PipelineConstants:
+    """What passes of a pipeline take beyond operators that were measured outside one (``windtunnel validate``).
+
+    Attributes:
+        operator_factor: What operators take in a pipeline over what they took in the profiling run.
+        pass_overhead_s: What a pass of one microbatch takes beyond its operators.
+        fitted_on: The calibration plans in words.
+    """
+
+    operator_factor: float
+    pass_overhead_s: float
+    fitted_on: str
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One thing that was measured and that nothing but a reader (or a later fit) uses.
+
+    Attributes:
+        name: What, e.g. ``overlap: computation alone``.
+        value: In ``unit``.
+        unit: SI.
+        repeats: Samples behind the value.
+        spread: Half the range of the middle half of them, as a share of the value.
+    """
+
+    name: str
+    value: float
+    unit: str
+    repeats: int = 1
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class FitRecord:
+    """One line of a calibration's summary.
+
+    Attributes:
+        what: Of what, e.g. ``all_reduce, 8 ranks``.
+        how: ``fitted`` (constants below), ``interpolated`` (measured points; the residual leaves one out),
+            ``imported`` (taken as it is) or ``checked`` (compared with the model, nothing taken).
+        num_points: Measured points.
+        constants: By name with unit.
+        median, p90, worst: Absolute relative residuals; None where there is nothing to compare.
+    """
+
+    what: str
+    how: str
+    num_points: int
+    constants: Mapping[str, float] = field(default_factory=dict)
+    median: float | None = None
+    p90: float | None = None
+    worst: float | None = None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Everything one calibration found; every part may be missing.
+
+    Attributes:
+        source: Whose data, in words, with the files.
+        operators: Measured operators.
+        collectives: Measured collectives and transfers, of ``collectives_of`` (a cluster preset; None: any).
+        gpus: Constants by GPU type.
+        links, networks: By cluster preset.
+        pipeline: Of this machine's own executor.
+        measurements: What else was measured.
+        fits: The summary.
+        machine, date, versions: Where and when it was measured, with what; empty where the source does not say.
+    """
+
+    source: str
+    operators: OperatorProfile | None = None
+    collectives: CollectiveTable | None = None
+    collectives_of: str | None = None
+    gpus: Mapping[str, GpuConstants] = field(default_factory=dict)
+    links: Mapping[str, LinkType] = field(default_factory=dict)
+    networks: Mapping[str, NetworkType] = field(default_factory=dict)
+    pipeline: PipelineConstants | None = None
+    measurements: tuple[Quantity, ...] = ()
+    fits: tuple[FitRecord, ...] = ()
+    machine: str = ""
+    date: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def hardware(self, cluster: Cluster) -> HardwareModel:
+        """Return the hardware model of a cluster with the parts that are about it.
+
+        Raises:
+            ValueError: If none is: a calibration of other hardware would change nothing, without a word.
+        """
+        presets, types = {node.preset for node in cluster.nodes}, set(cluster.gpu_types)
+        operators = self.operators if self.operators is not None and self.operators.gpu_type in types else None
+        table = self.collectives if self.collectives_of is None or self.collectives_of in presets else None
+        constants = types & set(self.gpus) or presets & (set(self.links) | set(self.networks))
+        if operators is None and table is None and not constants:
+            raise ValueError(
+                f"the calibration must be about the cluster: {cluster.name} has {', '.join(sorted(types))} in "
+                f"{', '.join(sorted(presets))}, got one of {self.about}; calibrate for this cluster, or leave "
+                "--profile out"
+            )
+        nodes = tuple(self._node(node) for node in cluster.nodes)
+        return HardwareModel(replace(cluster, nodes=nodes), operator_profile=operators, collective_table=table)
+
+    def _node(self, node: Node) -> Node:
+        constants = self.gpus.get(node.gpu.name)
+        given = constants.given() if constants is not None else {}
+        if "curves" in given:
+            given["calibrated_curves"] = given.pop("curves")
+        return replace(
+            node,
+            gpu=node.gpu.model_copy(update=given) if given else node.gpu,
+            links=self.links.get(node.preset, node.links),
+            network=self.networks.get(node.preset, node.network),
+        )
+
+    @property
+    def about(self) -> str:
+        """GPU types and cluster presets this is about, in words."""
+        found = [self.operators.gpu_type] if self.operators is not None else []
+        found += [self.collectives_of] if self.collectives_of is not None else []
+        found += [*self.gpus, *self.links, *self.networks]
+        return ", ".join(dict.fromkeys(found)) or "nothing in particular"

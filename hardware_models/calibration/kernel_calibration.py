@@ -1,0 +1,174 @@
+"""From measured kernels to the efficiency curves of a GPU type, and from overlapping kernels to its slowdown."""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from hardware_models.calibration.kernel_fit import ROLES, KernelRow, Parameter, fit, predict_s
+from hardware_models.calibration.outcome import Point
+from hardware_models.gpus import EfficiencyCurves, GpuType, load_curves
+from hardware_models.importers.kineto import Collective, GpuKernel
+from workloads.kernels import Kernel, Matmul, MemoryBound
+
+MIN_SECONDS = 20e-6
+"""Shorter kernels are mostly start and end; they say nothing about rates."""
+
+ENOUGH = 6
+"""Rows of a kind below which its shape parameters keep their values and only the limit is fitted."""
+
+ABOVE_PEAK = 1.02
+"""Times the peak: above, the row is of another number format or GPU."""
+
+COVERED, FREE = 0.95, 0.0
+"""Shares of a kernel's time beside a communication, for it to count as overlapped and as alone."""
+
+
+def fit_curves(
+    gpu: GpuType, rows: Sequence[tuple[Kernel, str, float]], source: str
+) -> tuple[EfficiencyCurves, dict[str, float], list[Point]] | None:
+    """Return curves fitted to kernels, the constants that moved, and the points.
+
+    Args:
+        gpu: Whose peaks and shipped curves are the start.
+        rows: ``(kernel, dtype of a matmul, seconds)``.
+        source: For the curves.
+
+    Returns:
+        None where no row can be used: too short, of a dtype without a curve, or faster than the GPU's peak.
+    """
+    curves = load_curves(gpu.curves)
+    rows = _possible(gpu, curves, rows)
+    moved: dict[str, float] = {}
+    points: list[Point] = []
+    dtypes = {dtype for kernel, dtype, _ in rows if isinstance(kernel, Matmul)}
+    jobs = [(dtype, Matmul) for dtype in sorted(dtypes) if dtype in curves.matmul and dtype in gpu.peak_flop_per_s]
+    for dtype, kind in [*jobs, ("", MemoryBound)]:
+        own = [
+            KernelRow(f"{kind.__name__} {dtype}".strip(), (kernel,), seconds, "")
+            for kernel, word, seconds in rows
+            if isinstance(kernel, kind) and (kind is MemoryBound or word == dtype) and seconds >= MIN_SECONDS
+        ]
+        if not own:
+            continue
+        name = dtype or next(iter(curves.matmul))
+        parameters = _parameters(curves, name, own)
+        fitted = fit(gpu, curves, name, parameters, own, source, progress=lambda text: None)
+        curves = _same_for_unseen_roles(curves, fitted, name, {p.place for p in parameters})
+        values = _values(curves, name)
+        moved |= {f"{name}.{p.place}" if kind is Matmul else p.place: values[p.place] for p in parameters}
+        points += [Point(row.group, row.seconds, predict_s(gpu, curves, name, row.kernels)) for row in own]
+    return (curves, moved, points) if points else None
+
+
+def _possible(
+    gpu: GpuType, curves: EfficiencyCurves, rows: Sequence[tuple[Kernel, str, float]]
+) -> list[tuple[Kernel, str, float]]:
+    """Return the rows without matmuls above the GPU's peak; fp32 ones above its fp32 peak were TF32, all of them."""
+
+    def is_above(kernel: Kernel, dtype: str, seconds: float) -> bool:
+        peak = gpu.peak_flop_per_s.get(dtype)
+        return isinstance(kernel, Matmul) and peak is not None and kernel.flop > ABOVE_PEAK * peak * seconds
+
+    has_tf32 = "tf32" in curves.matmul and "tf32" in gpu.peak_flop_per_s
+    if has_tf32 and any(dtype == "fp32" and is_above(kernel, dtype, seconds) for kernel, dtype, seconds in rows):
+        rows = [(kernel, "tf32" if dtype == "fp32" else dtype, seconds) for kernel, dtype, seconds in rows]
+    return [row for row in rows if not is_above(*row)]
+
+
+def _values(curves: EfficiencyCurves, dtype: str) -> dict[str, float]:
+    matmul, memory = curves.matmul[dtype], curves.memory
+    found = {f"limit.{role}": share for role, share in matmul.limit.items()}
+    found |= {"half_waves": matmul.half_waves, "half_k": matmul.half_k, "bandwidth_fraction": matmul.bandwidth_fraction}
+    return (
+        found
+        | {f"fraction.{name}": share for name, share in memory.fraction.items()}
+        | {"ramp_bytes": memory.ramp_bytes}
+    )
+
+
+def _parameters(curves: EfficiencyCurves, dtype: str, rows: Sequence[KernelRow]) -> list[Parameter]:
+    values = _values(curves, dtype)
+    kernels = [row.kernels[0] for row in rows]
+    if isinstance(kernels[0], Matmul):
+        roles = [role for role in ROLES if any(isinstance(each, Matmul) and each.role == role for each in kernels)]
+        names = [(f"limit.{role}", 0.02, 1.0) for role in roles]
+        if len(set(kernels)) >= ENOUGH:
+            names += [("half_waves", 0.0, 5.0), ("half_k", 0.0, 2000.0)]
+    else:
+        names = [("fraction.elementwise", 0.02, 1.0)]
+        if len(set(kernels)) >= ENOUGH:
+            names.append(("ramp_bytes", 0.0, 1e8))
+    return [Parameter(name, max(values[name], low + 1e-6, 1e-6), low, high) for name, low, high in names]
+
+
+def _same_for_unseen_roles(
+    old: EfficiencyCurves, new: EfficiencyCurves, dtype: str, fitted: set[str]
+) -> EfficiencyCurves:
+    """Return the new curves with limits of roles that no row is about moved by as much as a fitted one's."""
+    seen = [role for role in ROLES if f"limit.{role}" in fitted]
+    if not seen:
+        return new
+    # Of the two gradients only one is recorded; it is the better guide to the other.
+    guide = seen[-1]
+    factor = new.matmul[dtype].limit[guide] / old.matmul[dtype].limit[guide]
+    limit = {
+        role: new.matmul[dtype].limit[role] if role in seen else min(1.0, old.matmul[dtype].limit[role] * factor)
+        for role in ROLES
+    }
+    changed = new.matmul[dtype].model_copy(update={"limit": limit})
+    return new.model_copy(update={"matmul": {**new.matmul, dtype: changed}})
+
+
+def overlap_slowdowns(
+    kernels: Sequence[GpuKernel], collectives: Sequence[Collective]
+) -> tuple[list[float], list[float]]:
+    """Return slowdowns of computation and of communication while both run, one per kind of equal work.
+
+    Work that was seen both covered by the other side and alone is compared, median with median.
+    """
+    computing = [kernel for kernel in kernels if kernel.kind not in ("collective", "copy")]
+    talking = [kernel for kernel in kernels if kernel.kind == "collective"]
+    beside_talk, beside_work = _Cover(talking), _Cover(computing)
+    return (
+        _ratios([(each.key, each.seconds, beside_talk.share(each.start_s, each.seconds)) for each in computing]),
+        _ratios(
+            [
+                ((each.kind, each.num_bytes, each.ranks, each.group_size), each.seconds,
+                 beside_work.share(each.start_s, each.seconds))
+                for each in collectives
+            ]
+        ),
+    )  # fmt: skip
+
+
+def _ratios(rows: Sequence[tuple[tuple[object, ...], float, float]]) -> list[float]:
+    by_key: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
+    for key, seconds, share in rows:
+        if seconds >= MIN_SECONDS and (share >= COVERED or share <= FREE):
+            by_key.setdefault(key, ([], []))[share >= COVERED].append(seconds)
+    return [
+        statistics.median(covered) / statistics.median(alone) for alone, covered in by_key.values() if alone and covered
+    ]
+
+
+class _Cover:
+    """How much of a span lies within the spans of some kernels."""
+
+    def __init__(self, kernels: Sequence[GpuKernel]) -> None:
+        self.spans: list[tuple[float, float]] = []
+        for kernel in sorted(kernels, key=lambda each: each.start_s):
+            start, end = kernel.start_s, kernel.start_s + kernel.seconds
+            if self.spans and start <= self.spans[-1][1]:
+                self.spans[-1] = (self.spans[-1][0], max(end, self.spans[-1][1]))
+            else:
+                self.spans.append((start, end))
+
+    def share(self, start_s: float, seconds: float) -> float:
+        end_s, covered = start_s + seconds, 0.0
+        place = max(0, bisect_left(self.spans, (start_s, 0.0)) - 1)
+        while place < len(self.spans) and self.spans[place][0] < end_s:
+            covered += max(0.0, min(end_s, self.spans[place][1]) - max(start_s, self.spans[place][0]))
+            place += 1
+        return covered / seconds if seconds > 0 else 0.0

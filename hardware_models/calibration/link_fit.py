@@ -1,0 +1,237 @@
+"""Fits a preset's links and network to measured collectives and transfers, through the same flows that price plans.
+
+What the rows hold is fitted, the rest keeps the preset's values: links from groups in one node, the network from
+groups over several. Groups that ran at once are priced with the load they put on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+
+from hardware_models.cluster import Cluster, cluster_gpus_per_node, parse_cluster
+from hardware_models.collective_table import TRANSFERS
+from hardware_models.collectives import collective_flows, transfer_flow
+from hardware_models.group_shapes import GroupShape, groups_at_once
+from hardware_models.links import LinkType, NetworkType, Protocol
+
+Vector = npt.NDArray[np.float64]
+Sample = tuple[str, GroupShape, float, float]
+MAX_POINTS = 6
+"""Of a series: more sizes say the same, and every residual prices all groups that ran at once."""
+
+OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """What was fitted.
+
+    Attributes:
+        links, network: None where no row is about them.
+        constants: Fitted numbers by name.
+        used: Rows that the fit was made on.
+        predicted_s: Of those, in order.
+    """
+
+    links: LinkType | None
+    network: NetworkType | None
+    constants: Mapping[str, float]
+    used: tuple[Sample, ...]
+    predicted_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    name: str
+    start: float
+    low: float
+    high: float
+
+
+def fit_links(preset: str, rows: Iterable[Sample], source: str) -> LinkFit:
+    """Return the constants with which the link model comes closest to measured rows.
+
+    Args:
+        preset: Cluster preset that the rows were measured on; it says how GPUs are joined.
+        rows: ``(collective, shape, bytes, seconds)``.
+        source: For the fitted types.
+
+    Raises:
+        ValueError: If the preset is unknown or smaller than the groups, or nothing is left to fit on.
+    """
+    gpus = cluster_gpus_per_node(preset)
+    samples = _thinned(rows)
+    num_nodes = max((shape.num_nodes for _, shape, _, _ in samples), default=1)
+    cluster = parse_cluster(f"{preset}:{num_nodes}x{gpus}")
+    fitting = [sample for sample in samples if _fits(cluster, sample[1])]
+    if not fitting:
+        raise ValueError(
+            f"measured groups must fit on {preset} with {gpus} GPUs a node, and on a mesh of links say which GPUs they "
+            "are, got none that does; name another preset"
+        )
+    parameters = _parameters(cluster, fitting)
+    groups = [groups_at_once(cluster, range(shape.num_nodes), shape) for _, shape, _, _ in fitting]
+    measured = np.array([seconds for *_, seconds in fitting])
+
+    def predicted(vector: Vector) -> Vector:
+        values = dict(zip((parameter.name for parameter in parameters), map(float, vector), strict=True))
+        changed = _changed(cluster, values, source)
+        return np.array(
+            [_at_once_s(changed, kind, num_bytes, each)
+             for (kind, _, num_bytes, _), each in zip(fitting, groups, strict=True)]
+        )  # fmt: skip
+
+    def residuals(vector: Vector) -> Vector:
+        return np.asarray(np.log(predicted(vector) / measured), dtype=np.float64)
+
+    found = least_squares(
+        residuals,
+        [parameter.start for parameter in parameters],
+        bounds=([parameter.low for parameter in parameters], [parameter.high for parameter in parameters]),
+        x_scale=[max(parameter.start, 0.01 * parameter.high) for parameter in parameters],
+        loss="soft_l1",
+        f_scale=0.1,
+        max_nfev=60,
+    )
+    constants = {parameter.name: float(value) for parameter, value in zip(parameters, found.x, strict=True)}
+    node = _changed(cluster, constants, source).nodes[0]
+    inside = any(shape.num_nodes == 1 for _, shape, _, _ in fitting)
+    return LinkFit(
+        links=node.links if inside else None,
+        network=node.network if num_nodes > 1 else None,
+        constants=constants,
+        used=tuple(fitting),
+        predicted_s=tuple(map(float, predicted(found.x))),
+    )
+
+
+def _thinned(rows: Iterable[Sample]) -> list[Sample]:
+    """Return at most MAX_POINTS sizes of every series, evenly over its range, first and last among them."""
+    series: dict[tuple[str, GroupShape], list[Sample]] = {}
+    for row in rows:
+        series.setdefault((row[0], row[1]), []).append(row)
+    found = []
+    for points in series.values():
+        points.sort(key=lambda row: row[2])
+        chosen = sorted({round(place) for place in np.linspace(0, len(points) - 1, MAX_POINTS)})
+        found += [points[place] for place in chosen]
+    return found
+
+
+def _fits(cluster: Cluster, shape: GroupShape) -> bool:
+    """Return whether a group can be placed: on a mesh of links its GPUs must be known, unless it takes them all."""
+    node = cluster.nodes[0]
+    on_mesh = node.links.kind == "mesh" and shape.num_nodes == 1
+    if on_mesh and shape.stride is None and shape.size < node.num_slots:
+        return False
+    return bool(groups_at_once(cluster, range(shape.num_nodes), shape))
+
+
+def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
+    links, network = cluster.nodes[0].links, cluster.nodes[0].network
+    found: list[_Parameter] = []
+
+    def add(name: str, start: float, low: float, high: float) -> None:
+        found.append(_Parameter(name, min(max(start, low), high), low, high))
+
+    inside = [row for row in rows if row[1].num_nodes == 1 and row[0] not in TRANSFERS]
+    across = [row for row in rows if row[1].num_nodes > 1 and row[0] not in TRANSFERS]
+    for where, own, protocols in (("links", inside, links.protocols), ("network", across, network.protocols)):
+        if not own:
+            continue
+        if where == "links":
+            add("links.rate", 1.0, 0.05, 20.0)
+            if links.kind != "mesh" and len({row[1].size == 2 for row in own}) == 2:
+                add("links.pair_fraction", links.pair_fraction, 0.2, 1.0)
+        else:
+            add("network.collective_fraction", network.collective_fraction, 0.02, 1.0)
+        if len({row[2] for row in own}) > 1:
+            for protocol in protocols:
+                add(f"{where}.{protocol.name}.launch_s", protocol.launch_s, 0.0, 1e-3)
+                add(f"{where}.{protocol.name}.step_s", protocol.step_s, 0.0, 2e-4)
+                if protocol.bandwidth_fraction < 1:
+                    add(f"{where}.{protocol.name}.fraction", protocol.bandwidth_fraction, 0.02, 1.0)
+        efficiency = (links if where == "links" else network).efficiency
+        # The rate is the all-reduce's; without one, that of the first collective there is.
+        kinds = {row[0] for row in own}
+        reference = "all_reduce" if "all_reduce" in kinds else next((k for k in OTHERS if k in kinds), "")
+        for kind in OTHERS:
+            if kind in kinds and kind != reference:
+                add(f"{where}.efficiency.{kind}", efficiency[kind], 0.02, 1.0)
+    sends = {row[0] for row in rows if row[0] in TRANSFERS}
+    for kind, where in zip(TRANSFERS, ("links", "network"), strict=True):
+        if kind in sends:
+            latency_s = (links if where == "links" else network).point_to_point_latency_s
+            add(f"{where}.point_to_point_rate", 1.0, 0.02, 50.0)
+            if len({row[2] for row in rows if row[0] == kind}) > 1:
+                add(f"{where}.point_to_point_latency_s", latency_s, 0.0, 5e-3)
+    return found
+
+
+def _changed(cluster: Cluster, values: Mapping[str, float], source: str) -> Cluster:
+    node = cluster.nodes[0]
+    links, network = node.links, node.network
+    scale = values.get("links.rate", 1.0)
+    send = values.get("links.point_to_point_rate", 1.0)
+    new_links = links.model_copy(
+        update={
+            "link_bytes_per_s": links.link_bytes_per_s * scale,
+            "bridge_bytes_per_s": links.bridge_bytes_per_s * scale,
+            "fallback_bytes_per_s": links.fallback_bytes_per_s * scale,
+            "pair_fraction": values.get("links.pair_fraction", links.pair_fraction),
+            "point_to_point_bytes_per_s": links.point_to_point_bytes_per_s * send,
+            "point_to_point_latency_s": values.get("links.point_to_point_latency_s", links.point_to_point_latency_s),
+            "efficiency": _efficiency("links", links.efficiency, values),
+            "protocols": _protocols("links", links.protocols, values),
+            "source": source,
+        }
+    )
+    latency_s = values.get("network.point_to_point_latency_s", network.point_to_point_latency_s)
+    fraction = network.point_to_point_fraction * values.get("network.point_to_point_rate", 1.0)
+    new_network = network.model_copy(
+        update={
+            "collective_fraction": values.get("network.collective_fraction", network.collective_fraction),
+            "point_to_point_fraction": min(1.0, fraction),
+            "point_to_point_latency_s": latency_s,
+            "efficiency": _efficiency("network", network.efficiency, values),
+            "protocols": _protocols("network", network.protocols, values),
+            "source": source,
+        }
+    )
+    nodes = tuple(replace(each, links=new_links, network=new_network) for each in cluster.nodes)
+    return Cluster(name=cluster.name, nodes=nodes)
+
+
+def _efficiency(where: str, old: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
+    return {kind: values.get(f"{where}.efficiency.{kind}", share) for kind, share in old.items()}
+
+
+def _protocols(where: str, old: Sequence[Protocol], values: Mapping[str, float]) -> tuple[Protocol, ...]:
+    return tuple(
+        Protocol(
+            name=protocol.name,
+            launch_s=values.get(f"{where}.{protocol.name}.launch_s", protocol.launch_s),
+            step_s=values.get(f"{where}.{protocol.name}.step_s", protocol.step_s),
+            bandwidth_fraction=values.get(f"{where}.{protocol.name}.fraction", protocol.bandwidth_fraction),
+        )
+        for protocol in old
+    )
+
+
+def _at_once_s(cluster: Cluster, kind: str, num_bytes: float, groups: Sequence[tuple[int, ...]]) -> float:
+    """Return what the first of the groups takes while all of them run."""
+    prices = []
+    for group in groups:
+        is_transfer = kind in TRANSFERS
+        flows = (transfer_flow(cluster, *group),) if is_transfer else collective_flows(cluster, kind, group)
+        prices.append(min((flow.price(num_bytes) for flow in flows), key=lambda cost: cost.alone_s))
+    loads: dict[str, float] = {}
+    for price in prices:
+        for name, share in price.shares:
+            loads[name] = loads.get(name, 0.0) + share
+    return prices[0].latency_s + prices[0].work_s * max([1.0, *(loads[name] for name, _ in prices[0].shares)])

@@ -1,0 +1,294 @@
+"""``windtunnel calibrate``: one command per source, a file that --profile takes, a summary, a picture."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.cli import main
+from hardware_models.calibration_file import load_calibration
+from simulator.plan_file import save_plan
+from simulator.problem import ProblemSpec
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.hardware_models.data_folder import data_folder
+from tests.hardware_models.test_importer_kineto import GEMM, REDUCE, Maker, collective
+from tests.hardware_models.test_importer_nccl import log
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> tuple[int, str, str]:
+    """Return exit code, output and messages of a command."""
+    monkeypatch.setattr(sys, "argv", ["windtunnel", *map(str, words)])
+    code = 0
+    try:
+        main()
+    except SystemExit as done:
+        code = int(done.code or 0) if not isinstance(done.code, str) else 1
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def calibrate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    def call(*words: object) -> dict[str, Any]:
+        code, out, err = run(capsys, monkeypatch, "calibrate", *words, "-o", tmp_path / "out" / "c.json",
+                             "--plot", tmp_path / "c.png", "--json")  # fmt: skip
+        assert code == 0, err
+        assert (tmp_path / "c.png").read_bytes()[:8] == PNG
+        summary: dict[str, Any] = json.loads(out)
+        assert all({"what", "how", "num_points", "median", "p90", "worst"} <= set(fit) for fit in summary["fits"])
+        return summary
+
+    return call
+
+
+def nccl_logs(tmp_path: Path) -> list[Path]:
+    found = []
+    for program, rate in (("all_reduce", 120e9), ("all_gather", 230e9), ("reduce_scatter", 220e9), ("alltoall", 150e9)):
+        found.append(tmp_path / f"{program}.txt")
+        found[-1].write_text(log(program, rate=rate))
+    return found
+
+
+def test_nccl_logs_become_a_file_that_changes_a_simulation(calibrate: Any, tmp_path: Path) -> None:
+    summary = calibrate("nccl-tests", *nccl_logs(tmp_path), "-c", "a100-80g-dgx")
+    assert summary["collective_points"] == 20
+    assert summary["links"] == ["a100-80g-dgx"]
+    hows = {fit["what"]: fit for fit in summary["fits"]}
+    assert hows["all_gather, 8 ranks"]["median"] < 0.02
+    assert hows["all_reduce, table, each size left out"]["how"] == "interpolated"
+    spec = ProblemSpec("gpt3-1.3b", "a100-80g-dgx:1x8", "megatron-lm-2021", 16)
+    plain = spec.load()
+    with_file = ProblemSpec(**{**spec.__dict__, "profile": str(tmp_path / "out" / "c.json")})
+    problem = with_file.load()
+    group = tuple(range(8))
+    assert problem.hardware.collective("all_reduce", 2**26, group).alone_s == pytest.approx(
+        19e-6 + 2**26 / 120e9, rel=1e-3
+    )
+    assert problem.hardware.collective("all_to_all", 2**20, group).source == "measured"
+    assert plain.hardware.collective("all_reduce", 2**26, group).source == "modelled"
+    plan = uniform_plan(plain, tp=8, microbatch=2)
+    assert simulate(plan, problem).iteration_time_s != simulate(plan, plain).iteration_time_s
+
+
+def test_a_plan_that_names_a_calibration_is_simulated_from_the_command_line(
+    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate("nccl-tests", *nccl_logs(tmp_path), "-c", "a100-80g-dgx")
+    spec = ProblemSpec(
+        "gpt3-350m", "a100-80g-dgx:1x8", "megatron-lm-2021", 16, profile=str(tmp_path / "out" / "c.json")
+    )
+    save_plan(tmp_path / "plan.yaml", spec, uniform_plan(spec.load(), tp=8, microbatch=2))
+    code, out, err = run(capsys, monkeypatch, "simulate", tmp_path / "plan.yaml", "--engine", "compiled", "--json")
+    assert code == 0, err
+    with_table = json.loads(out)["iteration_time_s"]
+    plain = ProblemSpec("gpt3-350m", "a100-80g-dgx:1x8", "megatron-lm-2021", 16)
+    save_plan(tmp_path / "plain.yaml", plain, uniform_plan(plain.load(), tp=8, microbatch=2))
+    words = ("simulate", tmp_path / "plain.yaml", "--engine", "compiled", "--json")
+    assert json.loads(run(capsys, monkeypatch, *words)[1])["iteration_time_s"] != with_table
+    code, out, err = run(capsys, monkeypatch, *words, "--profile", tmp_path / "out" / "c.json")
+    assert code == 0, err
+    assert json.loads(out)["iteration_time_s"] == with_table
+
+
+def test_alpas_pickle_gives_collectives_and_matmul_constants(calibrate: Any, tmp_path: Path) -> None:
+    module = types.ModuleType("alpa.mesh_profiling")
+    result_class = type("MeshProfilingResult", (), {"__module__": "alpa.mesh_profiling"})
+    vars(module)["MeshProfilingResult"] = result_class
+    saved = {name: sys.modules.get(name) for name in ("alpa", "alpa.mesh_profiling")}
+    sys.modules |= {"alpa": types.ModuleType("alpa"), "alpa.mesh_profiling": module}
+    try:
+        result = result_class()
+        pair = ((0, 1), (2, 3), (4, 5), (6, 7))
+        vars(result).update(
+            all_reduce_cost_dict={(pair, "f16"): [(2.0**p, 2e-5 + 2.0**p * 2 / 20e9) for p in range(8, 28, 2)]},
+            dot_cost_dict={((), "f16"): [(2.0 * n**3, 2.0 * n**3 / 90e12) for n in (1024, 2048, 4096, 8192)]},
+        )
+        data = pickle.dumps({("default", (1, 8)): result})
+    finally:
+        for name, old in saved.items():
+            if old is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = old
+    (tmp_path / "db.pkl").write_bytes(data)
+    summary = calibrate("alpa", tmp_path / "db.pkl", "-c", "p3.16xlarge", "--gpu", "v100-sxm2-16gb")
+    assert summary["gpus"] == {"v100-sxm2-16gb": ["curves"]}
+    found = load_calibration(tmp_path / "out" / "c.json")
+    assert found.collectives is not None
+    ((_, shape),) = found.collectives.series
+    assert (shape.size, shape.groups_per_node) == (2, 4)  # how many ran at once is declared
+    (matmuls,) = [fit for fit in found.fits if fit.what == "matmuls on v100-sxm2-16gb"]
+    assert matmuls.median is not None and matmuls.median < 0.1
+
+
+def test_a_trace_gives_constants_of_a_gpu(calibrate: Any, tmp_path: Path) -> None:
+    maker = Maker()
+    for n in (1024, 2048, 3072, 4096, 5120, 6144, 8192):
+        number = maker.operator("aten::mm", [[4096, n], [n, 4096]], "c10::BFloat16")
+        maker.kernel(GEMM, 2 * 4096 * 4096 * n / 150e12, **{"External id": number})
+    for size in (1, 4, 16):
+        maker.kernel(
+            "Memcpy DtoD (Device -> Device)", 2 * size * 2**20 / 1.0e12 + 30e-6, cat="gpu_memcpy", bytes=size * 2**20
+        )
+        maker.kernel(REDUCE, 50e-6 + size * 2**21 / 1e11, **collective("allreduce", size * 2**20, size * 2**20))
+    summary = calibrate("kineto", maker.write(tmp_path / "t.json.gz"), "--gpu", "a100-sxm4-80gb", "-c", "a100-80g-dgx")
+    assert summary["gpus"] == {"a100-sxm4-80gb": ["curves"]}
+    assert summary["collective_points"] == 3
+    whats = {fit["what"]: fit for fit in summary["fits"]}
+    assert whats["kernels: matmul"]["constants"]["seconds"] > 0
+    assert whats["Matmul bf16 on a100-sxm4-80gb"]["median"] < 0.1
+
+
+def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_path: Path) -> None:
+    files = {
+        "bandwidth.json": {"1_8_1": 0.2153, "1_4_1": 0.2265, "1_2_1": 0.2780, "2_2_0": 0.2242},
+        "overlap.json": {"overlap_coe": 1.3},
+        "layers.json": {
+            f"layernum[{n}]_bsz{b}_seq512": 5.0 + n * (0.5 + 2.0 * b) for n in (2, 4) for b in (1, 2, 4, 8)
+        },
+        "memory.json": {
+            "layertype_0": {"parameter_size": 76.98, "tp_activation_per_bsz_dict": {"1": 94.07, "2": 52.5}}
+        },
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    paths = [tmp_path / name for name in files]
+    summary = calibrate("galvatron", *paths, "-c", "titan-rtx-pcie", "-m", "bert-huge-32")
+    assert summary["links"] == ["titan-rtx-pcie"]
+    found = load_calibration(tmp_path / "out" / "c.json")
+    assert found.gpus["titan-rtx-24gb"].overlap_slowdown_computation == 1.3
+    assert found.operators is not None
+    spec = ProblemSpec(
+        "bert-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", 8, profile=str(tmp_path / "out" / "c.json")
+    )
+    problem = spec.load()
+    from experiments.calibrate_layers import layer_kinds
+    from simulator.costs import CostTables
+
+    table = CostTables(problem).table((), 4, problem.gpu_types[0])
+    (members,) = layer_kinds(problem)
+    assert sum(table.forward_s[index] for index in members) == pytest.approx(8.5e-3, rel=1e-6)
+    assert sum(table.backward_s[index] for index in members) == pytest.approx(17e-3, rel=1e-6)
+    whats = {fit["what"]: fit for fit in summary["fits"]}
+    assert whats["layer kind 0: time over batch"]["constants"]["seconds_per_sample"] == pytest.approx(2e-3, rel=0.02)
+    assert whats["layer kind 0: activations of a sample"]["how"] == "checked"
+    assert whats["layer kind 0: activations of a sample"]["worst"] < 0.05  # the published constants of BERT-Huge
+    assert whats["layer kind 0: parameters"]["worst"] < 0.05
+
+
+def test_layer_times_of_other_sequences_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({f"layernum[{n}]_bsz1_seq2048": 1.0 + n for n in (2, 4)}))
+    words = ("calibrate", "galvatron", tmp_path / "t.json", "-c", "a100-40g-dgx", "-r", "composer-fsdp")
+    code, _, err = run(capsys, monkeypatch, *words, "-m", "llama2-7b")
+    assert code == 2
+    assert "sequences of 2048 tokens, llama2-7b has 4096" in err.replace("\n", " ")
+    code, _, err = run(capsys, monkeypatch, *words)
+    assert code == 2
+    assert "--model must name" in err
+
+
+def test_acesos_folder_gives_operators_and_collectives(calibrate: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    header = "op_name,forward-compute,backward-compute,input_size,output_size,weights,activations,"
+    header += "fwd_reserved,bwd_reserved\n"
+    for samples in (1, 2, 4):
+        row = f"enc-attention-qkv,{100 + 900 * samples},{2000 * samples},8,24,6,12,4,5\n"
+        (folder / f"gpt_1_3B_mbs{samples}_tp1_algo0.csv").write_text(header + row)
+    (folder / "prim_gpt_1_3B_all_reduce_8gpus.csv").write_text("size,ms\n1,0.1\n4,0.16\n64,1.36\n1024,20.56\n")
+    summary = calibrate("aceso", folder, "-c", "v100-32g-dgx1")
+    assert (summary["operators"], summary["collective_points"]) == (3, 4)
+    whats = {fit["what"]: fit for fit in summary["fits"]}
+    left_out = whats["operators forward, each microbatch size left out"]
+    assert (left_out["num_points"], left_out["worst"]) == (1, pytest.approx(0, abs=1e-6))
+
+
+def test_a_machine_profile_gets_its_links_fitted(calibrate: Any, tmp_path: Path) -> None:
+    from hardware_models.calibrated import Calibration, GpuConstants
+    from hardware_models.calibration_file import save_calibration
+    from hardware_models.collective_table import CollectiveTable
+
+    rows = [
+        (kind, 2, 4.0**power, 1e-4 + 4.0**power / 2e9)
+        for kind in ("all_reduce", "transfer_intra_node")
+        for power in range(5, 13)
+    ]
+    save_calibration(
+        Calibration(
+            "windtunnel profile", collectives=CollectiveTable.from_rows(rows, "here"), collectives_of="local-cpu",
+            gpus={"local-cpu-process": GpuConstants(overlap_slowdown_computation=1.5)}, machine="here", date="2024",
+            versions={"torch": "2"},
+        ),
+        tmp_path / "machine.json",
+    )  # fmt: skip
+    summary = calibrate("machine", tmp_path / "machine.json", "-c", "local-cpu")
+    assert summary["links"] == ["local-cpu"]
+    found = load_calibration(tmp_path / "out" / "c.json")
+    assert (found.machine, found.gpus["local-cpu-process"].overlap_slowdown_computation) == ("here", 1.5)
+    assert found.links["local-cpu"].point_to_point_bytes_per_s == pytest.approx(2e9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("aceso", "nowhere"), "must be a folder"),
+        (("alpa", "nowhere.pkl"), "cannot be read"),
+        (("nccl-tests", "nowhere.txt"), "no such file"),
+        (("kineto", "nowhere.json"), "no such file"),
+        (("galvatron", "nowhere.json", "-c", "titan-rtx-pcie"), "no such file"),
+        (("machine", "nowhere.json"), "no such file"),
+    ],
+)
+def test_a_missing_file_ends_with_exit_code_two_and_one_message(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run(capsys, monkeypatch, "calibrate", *words)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in out + err
+
+
+def test_a_malicious_pickle_ends_with_exit_code_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch mark'\ntR.")
+    code, _, err = run(capsys, monkeypatch, "calibrate", "alpa", tmp_path / "evil.pkl")
+    assert code == 2
+    assert "refused: the pickle names 'os.system'" in err
+
+
+def test_an_unknown_preset_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = run(capsys, monkeypatch, "calibrate", "nccl-tests", *nccl_logs(tmp_path), "-c", "a100-80g-dgz")
+    assert code == 2
+    assert "a100-80g-dgx" in err
+
+
+def test_the_text_summary_names_fits_points_and_residuals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run(capsys, monkeypatch, "calibrate", "nccl-tests", *nccl_logs(tmp_path))
+    assert code == 0
+    for word in ("points", "median", "90 %", "worst", "all_reduce, 8 ranks", "latency_s"):
+        assert word in out
+    assert "nothing was written" in err
+
+
+def test_published_tables_calibrate(calibrate: Any) -> None:
+    folder = data_folder("alpa_v100")
+    summary = calibrate("alpa", folder / "collectives_a100_8gpu.csv", "-c", "a100-80g-dgx")
+    tables = [fit for fit in summary["fits"] if fit["what"].endswith("each size left out")]
+    assert len(tables) == 4
+    assert all(fit["median"] <= 0.03 for fit in tables)

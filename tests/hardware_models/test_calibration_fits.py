@@ -1,0 +1,183 @@
+"""Fits find back what data were made from, and say how far off they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datafiles.tables import load_table
+from hardware_models.calibration.communication_fit import communication_parts
+from hardware_models.calibration.kernel_calibration import fit_curves
+from hardware_models.calibration.link_fit import fit_links
+from hardware_models.calibration.outcome import Point, fit_record
+from hardware_models.calibration.series_fit import SeriesLaw, fit_series
+from hardware_models.cluster import Cluster, parse_cluster
+from hardware_models.collective_table import Row
+from hardware_models.gpus import load_gpu
+from hardware_models.group_shapes import GroupShape, groups_at_once
+from hardware_models.importers.aceso_folder import collectives_in, models_in
+from hardware_models.model import HardwareModel
+from tests.hardware_models.data_folder import data_folder
+from workloads.kernels import Kernel, Matmul, MemoryBound
+
+SIZES = [2.0**power for power in range(10, 31, 2)]
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.floats(5e-6, 2e-4), st.floats(1e8, 5e11))
+def test_one_latency_and_bandwidth_are_found_back(latency_s: float, rate: float) -> None:
+    law = fit_series([(size, latency_s + size / rate) for size in SIZES])
+    predicted = law.seconds(np.array(SIZES))
+    measured = np.array([latency_s + size / rate for size in SIZES])
+    assert np.abs(predicted / measured - 1).max() < 0.01
+
+
+def test_two_regimes_are_found_back() -> None:
+    true = SeriesLaw(20e-6, 5e9, 120e-6, 100e9)
+    sizes = np.array([2.0**power for power in range(8, 31)])
+    law = fit_series(list(zip(sizes, true.seconds(sizes), strict=True)))
+    assert np.abs(law.seconds(sizes) / true.seconds(sizes) - 1).max() < 0.02
+    assert law.latency_s == pytest.approx(20e-6, rel=0.05)
+    assert law.large_bytes_per_s == pytest.approx(100e9, rel=0.02)
+
+
+def test_a_law_of_one_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 sizes"):
+        fit_series([(1024.0, 1e-5)])
+
+
+def slower(name: str, factor: float) -> Cluster:
+    """Return a cluster whose links and network have a fraction of their rate and twice their latencies."""
+    cluster = parse_cluster(name)
+    node = cluster.nodes[0]
+    links = node.links.model_copy(
+        update={
+            "link_bytes_per_s": node.links.link_bytes_per_s * factor,
+            "bridge_bytes_per_s": node.links.bridge_bytes_per_s * factor,
+            "fallback_bytes_per_s": node.links.fallback_bytes_per_s * factor,
+            "efficiency": {**node.links.efficiency, "all_gather": 0.6},
+            "protocols": tuple(p.model_copy(update={"launch_s": 2 * p.launch_s}) for p in node.links.protocols),
+        }
+    )
+    network = node.network.model_copy(update={"collective_fraction": node.network.collective_fraction * factor})
+    return Cluster(name, tuple(replace(each, links=links, network=network) for each in cluster.nodes))
+
+
+def at_once_s(cluster: Cluster, kind: str, shape: GroupShape, size: float) -> float:
+    """Return what a group takes while all of its shape run, by the engine's rule: work times its fullest link."""
+    hardware = HardwareModel(cluster)
+    prices = [
+        hardware.collective(kind, size, group) for group in groups_at_once(cluster, range(shape.num_nodes), shape)
+    ]
+    loads: dict[str, float] = {}
+    for name, share in (pair for price in prices for pair in price.shares):
+        loads[name] = loads.get(name, 0.0) + share
+    return prices[0].latency_s + prices[0].work_s * max([1.0, *(loads[name] for name, _ in prices[0].shares)])
+
+
+@pytest.mark.parametrize("preset", ["a100-80g-dgx", "p3.16xlarge", "titan-rtx-pcie"])
+def test_links_are_found_back_through_groups_that_ran_at_once(preset: str) -> None:
+    true = slower(f"{preset}:2x8", 0.7)
+    rows = [
+        (kind, shape, size, at_once_s(true, kind, shape, size))
+        for shape in (GroupShape(8, 1, 1), GroupShape(4, 1, 1, 2), GroupShape(2, 1, 1, 4), GroupShape(16, 2, 1),
+                      GroupShape(2, 2, None, 8))
+        for kind in ("all_reduce", "all_gather")
+        for size in (2.0**14, 2.0**20, 2.0**26, 2.0**30)
+    ]  # fmt: skip
+    found = fit_links(preset, rows, "test")
+    assert found.links is not None
+    assert found.network is not None
+    errors = np.abs(np.array(found.predicted_s) / np.array([row[3] for row in found.used]) - 1)
+    assert np.median(errors) < 0.05
+    large = [error for error, row in zip(errors, found.used, strict=True) if row[2] >= 2.0**26]
+    assert max(large) < 0.08  # two protocols of nearly equal rate are not told apart for every group
+    rate = true.nodes[0].links.link_bytes_per_s
+    assert found.links.link_bytes_per_s == pytest.approx(rate, rel=0.1)
+    assert found.links.source == "test"
+
+
+def test_on_a_mesh_groups_that_do_not_say_which_gpus_are_not_fitted() -> None:
+    with pytest.raises(ValueError, match="say which GPUs they are"):
+        fit_links("v100-32g-dgx1", [("all_reduce", GroupShape(2), 1e6, 1e-3)], "test")
+
+
+def test_communication_gives_a_table_a_law_for_each_series_and_links() -> None:
+    rows: list[Row] = [("all_reduce", GroupShape(8, 1, 1), size, 2e-5 + size / 1e11) for size in SIZES]
+    found = communication_parts(rows, "test", "a100-80g-dgx")
+    words = [(fit.what, fit.how, fit.num_points) for fit in found.fits]
+    assert words[:2] == [
+        ("all_reduce, table, each size left out", "interpolated", len(SIZES) - 2),
+        ("all_reduce, 8 ranks", "fitted", len(SIZES)),
+    ]
+    assert all(fit.median is not None and fit.median < 0.02 for fit in found.fits[:2])
+    assert found.fits[0].worst == pytest.approx(0, abs=1e-6)
+    assert found.links is not None
+    assert found.network is None
+    assert communication_parts(rows, "test", None).links is None
+
+
+def test_residuals_are_median_ninety_percent_and_worst() -> None:
+    points = [Point("x", 1.0, 1.0 + 0.01 * step) for step in range(11)]
+    record = fit_record("x", "fitted", points, {"a": 1.0})
+    assert (record.median, record.p90, record.worst, record.num_points) == (0.05, 0.09, 0.1, 11)
+
+
+def test_acesos_folder_holds_models_and_collectives(tmp_path: Path) -> None:
+    for name in ("gpt_1_3B_mbs1_tp2_algo0.csv", "gpt_350M_mbs1_tp1_algo0.csv", "t5_3B_mbs1_tp1_algo0.csv"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "prim_gpt_1_3B_all_reduce_4gpus.csv").write_text("data_size,time\n0,0.05\n1,0.1\n1024,1000000000\n")
+    (tmp_path / "prim_gpt_1_3B_all_gather_4gpus.csv").write_text("data_size,time\n1,0.2\n")
+    (tmp_path / "p2p_inter_node.csv").write_text("size,bandwidth\n1,4\n1024,5.44\n")
+    assert models_in(tmp_path) == [("gpt", "1_3B"), ("gpt", "350M"), ("t5", "3B")]
+    assert collectives_in(tmp_path) == [
+        ("transfer_inter_node", 2, 2.0**20, pytest.approx(1 / 4096)),
+        ("transfer_inter_node", 2, 2.0**30, pytest.approx(1 / 5.44)),
+        ("all_gather", 4, 4 * 2.0**20, pytest.approx(2e-4)),
+        ("all_reduce", 4, 2.0**20, pytest.approx(1e-4)),
+    ]
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_in_acesos_files_end_in_success_or_a_clear_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    (folder / "prim_gpt_1_3B_all_reduce_4gpus.csv").write_bytes(b"size,time\n" + data)
+    try:
+        collectives_in(folder)
+    except ValueError as error:
+        assert "prim_gpt" in str(error)
+
+
+@pytest.mark.parametrize("text", ["a,b\n1\n", "a,b\n1,x\n", "a,b\n1,0\n", "a,b\n-1,1\n", "a,b\n1,.nan\n"])
+def test_a_bad_row_of_acesos_files_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p2p_intra_node.csv").write_text(text)
+    with pytest.raises(ValueError, match=r"p2p_intra_node\.csv:2"):
+        collectives_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpu"), [("p3_16xlarge_osdi22", "v100-sxm2-16gb"), ("a100_8gpu", "a100-sxm4-80gb")]
+)
+def test_published_square_matmuls_and_copies_are_fitted_within_five_percent(machine: str, gpu: str) -> None:
+    words = {"f16": "fp16", "f32": "fp32"}
+    rows: list[tuple[Kernel, str, float]] = []
+    for row in load_table(data_folder("alpa_v100") / "device_ops.csv", floats=("seconds",), integers=("n_or_bytes",)):
+        n = row["n_or_bytes"]
+        if row["source"] == machine and row["op"] == "dot_nxnxn" and n >= 64:
+            rows.append((Matmul(n, n, n), words[row["dtype"]], row["seconds"]))
+        elif row["source"] == machine and row["op"] == "local-copy" and n >= 2**20:
+            rows.append((MemoryBound(float(n), float(n)), "", row["seconds"]))
+    found = fit_curves(load_gpu(gpu), rows, "test")
+    assert found is not None
+    for group in {point.group for point in found[2]}:
+        record = fit_record(group, "fitted", [point for point in found[2] if point.group == group])
+        print(f"{machine} {group}: {record.num_points} points, median {100 * (record.median or 0):.1f} %")
+        assert record.median is not None
+        assert record.median < 0.05
