@@ -15,7 +15,7 @@ from hardware_models.gpus import (
     MemoryCurve,
     load_curves,
 )
-from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul, MemoryBound
 from workloads.kinds.base import DTYPE_BYTES
 
 
@@ -35,6 +35,8 @@ def kernel_time_s(gpu: GpuType, kernel: Kernel, dtype: str) -> float:
         seconds = memory_bound_s(gpu, curves.memory, kernel)
     elif isinstance(kernel, Matmul):
         seconds = matmul_s(gpu, _matmul_curve(curves, gpu, dtype), kernel, dtype)
+    elif isinstance(kernel, Convolution):
+        seconds = convolution_s(gpu, _matmul_curve(curves, gpu, dtype), kernel, dtype)
     else:
         seconds = attention_s(gpu, curves.attention, kernel, dtype)
     return max(gpu.kernel_floor_s, seconds)
@@ -57,6 +59,26 @@ def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> fl
     arithmetic = 2.0 * kernel.batch * rows * columns * kernel.k / (gpu.peak(dtype) * efficiency)
     num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
     return max(arithmetic, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
+
+
+CONVOLUTION_SLOWNESS = {"forward": 1.23, "data_gradient": 1.09, "weight_gradient": 1.09}
+"""Time of a convolution over that of the matrix product it amounts to. Median over the 1x1 convolutions of Aceso's
+profile (aceso_v100/ops.csv.gz, db eurosys, resnet 500M, tp 1, fp32, over 100 us); backward as measured together."""
+
+WINOGRAD_SPEEDUP = {"forward": 2.31, "data_gradient": 2.68, "weight_gradient": 2.68}
+"""The product's time over that of an fp32 3x3 convolution with stride 1, for which cuDNN has Winograd's algorithm
+(2.25 times fewer multiplications on 2x2 tiles, 4 times on 4x4). Median over the same profile's 3x3 convolutions."""
+
+
+def convolution_s(gpu: GpuType, curve: MatmulCurve, kernel: Convolution, dtype: str) -> float:
+    """Return seconds of a convolution: relative to its matrix product, or the images' traffic if that is longer."""
+    product = matmul_s(gpu, curve, kernel.product, dtype)
+    if kernel.kernel == 3 and kernel.stride == 1 and dtype == "fp32":
+        product /= WINOGRAD_SPEEDUP[kernel.role]
+    else:
+        product *= CONVOLUTION_SLOWNESS[kernel.role]
+    num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
+    return max(product, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
 
 
 def _matmul_curve(curves: EfficiencyCurves, gpu: GpuType, dtype: str) -> MatmulCurve:

@@ -13,7 +13,7 @@ from workloads.kinds.attributes import integer
 from workloads.kinds.base import Parameter, Shape
 from workloads.operators import Workload
 
-NORMS = ("layer_norm", "rms_norm")
+NORMS = ("layer_norm", "rms_norm", "batch_norm", "shortcut")
 SPREAD = 0.02
 """Standard deviation of weights: Radford et al. 2019 and most models after."""
 

@@ -5,7 +5,7 @@ Importing this module makes all builders known. ``NOT_EXECUTABLE`` names the kin
 
 from __future__ import annotations
 
-from validation import kind_attention, kind_dense, kind_elementwise, kind_losses
+from validation import kind_attention, kind_dense, kind_elementwise, kind_images, kind_losses
 from validation.operator_context import BUILDERS, Forward, OperatorContext
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "kind_attention",
     "kind_dense",
     "kind_elementwise",
+    "kind_images",
     "kind_losses",
     "why_not",
 ]

@@ -1,4 +1,4 @@
-"""What one GPU kernel does, without saying how fast: matmuls and memory-bound passes.
+"""What one GPU kernel does, without saying how fast: matmuls, convolutions and memory-bound passes.
 
 Operator kinds describe their work as lists of these; ``hardware_models`` turns each into seconds.
 One entry is one kernel launch.
@@ -34,6 +34,47 @@ class Matmul:
     def num_elements(self) -> float:
         """Elements read and written once: both operands and the product."""
         return float(self.batch) * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A two-dimensional convolution as libraries run it: an implicit matrix product, or Winograd's.
+
+    Attributes:
+        samples, in_channels, out_channels: Elements.
+        in_pixels, out_pixels: Pixels of one channel before and after.
+        kernel, stride: Side and step of the window.
+        role: ``"forward"``, ``"data_gradient"`` or ``"weight_gradient"``.
+    """
+
+    samples: int
+    in_channels: int
+    out_channels: int
+    in_pixels: int
+    out_pixels: int
+    kernel: int
+    stride: int = 1
+    role: str = "forward"
+
+    @property
+    def flop(self) -> float:
+        """Floating point operations of the direct algorithm; the same in all three roles."""
+        return 2.0 * self.samples * self.out_pixels * self.out_channels * self.in_channels * self.kernel**2
+
+    @property
+    def product(self) -> Matmul:
+        """The matrix product with that many operations, in the role's layout."""
+        rows, window = self.samples * self.out_pixels, self.in_channels * self.kernel**2
+        if self.role == "forward":
+            return Matmul(m=rows, n=self.out_channels, k=window)
+        if self.role == "data_gradient":
+            return Matmul(m=rows, n=window, k=self.out_channels, role=self.role)
+        return Matmul(m=self.out_channels, n=window, k=rows, role=self.role)
+
+    def num_elements(self) -> float:
+        """Elements read and written once: both images and the weight."""
+        images = self.in_channels * self.in_pixels + self.out_channels * self.out_pixels
+        return float(self.samples) * images + float(self.in_channels) * self.out_channels * self.kernel**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +124,4 @@ class MemoryBound:
         return self.read_bytes + self.write_bytes
 
 
-Kernel = Matmul | FlashAttention | MemoryBound
+Kernel = Matmul | Convolution | FlashAttention | MemoryBound

@@ -10,8 +10,8 @@ Example::
     seq_len: 1024
     vocab: 50257
 
-Fields of each family are those of ``GPTSpec``, ``BertSpec``, ``T5Spec``, ``ViTSpec`` and ``LlamaSpec`` in
-``workloads/models``; unknown ones are refused.
+Fields of each family are those of ``GPTSpec``, ``BertSpec``, ``T5Spec``, ``ViTSpec``, ``LlamaSpec`` and
+``ResNetSpec`` in ``workloads/models``; unknown ones are refused.
 """
 
 from __future__ import annotations

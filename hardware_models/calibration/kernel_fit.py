@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from hardware_models.compute import attention_s, matmul_s, memory_bound_s
+from hardware_models.compute import attention_s, convolution_s, matmul_s, memory_bound_s
 from hardware_models.gpus import AttentionCurve, EfficiencyCurves, GpuType, MatmulCurve, MemoryCurve
-from workloads.kernels import FlashAttention, Kernel, Matmul
+from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul
 
 Vector = npt.NDArray[np.float64]
 ROLES = ("forward", "data_gradient", "weight_gradient")
@@ -64,6 +64,8 @@ def predict_s(gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Itera
             seconds = matmul_s(gpu, curves.matmul[dtype], kernel, dtype)
         elif isinstance(kernel, FlashAttention):
             seconds = attention_s(gpu, curves.attention, kernel, dtype)
+        elif isinstance(kernel, Convolution):
+            seconds = convolution_s(gpu, curves.matmul[dtype], kernel, dtype)
         else:
             seconds = memory_bound_s(gpu, curves.memory, kernel)
         total += max(gpu.kernel_floor_s, seconds)

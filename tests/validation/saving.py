@@ -12,6 +12,7 @@ from hardware_models.runtime import load_runtime
 from tests.validation.tiny import SPECS
 from validation.operator_context import DTYPES, OperatorContext, make_context
 from validation.torch_kinds import build
+from workloads.graph_builder import GraphBuilder
 from workloads.kinds.base import Implementation
 from workloads.local import saved_tensors, splits_of
 from workloads.operators import Workload
@@ -40,9 +41,30 @@ class Example:
 def workloads() -> Iterator[Workload]:
     """Yield the tiny models, with dropout, plain and flash."""
     for name, spec in SPECS.items():
+        if spec.family_name == "resnet":
+            yield build_from_spec(spec, "plain")
+            continue
         dropping = spec.model_copy(update={"dropout": 0.1, "attention_dropout": 0.1, "name": f"{spec.name}-dropout"})
         yield build_from_spec(dropping, "plain")
         yield build_from_spec(spec, "plain" if name == "t5" else "flash")
+    yield flattening_network()
+
+
+def flattening_network() -> Workload:
+    """Return a convolution with a bias and what no model file here has: an image flattened for a linear."""
+    graph = GraphBuilder(name="flattening", family="example", tokens_per_sample=0)
+    images, labels = graph.input("images", (3, 8, 8)), graph.input("labels", ())
+    graph.layer("features")
+    conv = {"in": 3, "out": 4, "kernel": 3, "padding": 1, "bias": True, "reads_data": True}
+    x = graph.add("conv1", "conv2d", [images], conv)
+    inner = {"in": 4, "out": 4, "kernel": 3, "padding": 1, "bias": True}
+    x = graph.add("relu", "relu", [graph.add("conv2", "conv2d", [x], inner)], {"image": True, "groups": 4})
+    x = graph.add("pool", "max_pool", [x], {"kernel": 2, "stride": 2, "channels": 4})
+    graph.layer("classifier")
+    x = graph.add("flatten", "flatten", [x], {"channels": 4})
+    x = graph.add("linear", "linear", [x], {"in": 64, "out": 8, "bias": True})
+    graph.add("loss", "classifier_loss", [x, labels], {"hidden": 8, "classes": 4})
+    return graph.build()
 
 
 def examples() -> list[Example]:

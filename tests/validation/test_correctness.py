@@ -18,6 +18,8 @@ from validation.reference import Reference, run_reference  # noqa: E402
 TOLERANCE = 1e-5
 FLOOR = 1e-6
 """Of the global gradient norm: some true gradients are zero (a key's bias)."""
+FLOOR_OF_IMAGES = 1e-3
+"""The same where batch norms are: they amplify rounding, and a bias between two of them has no true gradient."""
 
 DERIVED_OTHERWISE = {
     "gpt tp2, opposite splits": "attention_score reads one packed tensor twice; the derivation moves it twice",
@@ -30,7 +32,7 @@ def test_there_are_at_least_25_plans_and_every_family() -> None:
     cases = [case for found in CASES.values() for case in found]
     assert len(cases) >= 25
     assert len({case.name for case in cases}) == len(cases)
-    assert {case.problem.workload.family for case in cases} == {"gpt", "bert", "llama", "t5", "vit"}
+    assert {case.problem.workload.family for case in cases} == {"gpt", "bert", "llama", "t5", "vit", "resnet"}
 
 
 @pytest.mark.parametrize("world_size", CASES)
@@ -45,7 +47,7 @@ def test_planned_runs_equal_the_single_process_run(world_size: int, capsys: pyte
     lines, wrong = [], []
     for number, case in enumerate(cases):
         found = problem_with(case, references[case.name], [rank[number] for rank in ranks])
-        error = worst_error(references[case.name], [rank[number] for rank in ranks])
+        error = worst_error(references[case.name], [rank[number] for rank in ranks], floor_of(case))
         lines.append(f"{world_size} processes, {case.name}: worst gradient error {error:.1e}")
         if found:
             wrong.append(f"{case.name}: {found}")
@@ -71,16 +73,21 @@ def problem_with(case: Case, reference: Reference, ranks: list[Outcome]) -> str:
     unlike = [outcome.unlike for outcome in ranks if outcome.unlike and not outcome.notes]
     if unlike and case.name not in DERIVED_OTHERWISE:
         return f"collectives run more (or, below zero, less) often than derived: {unlike[0]}"
-    error = worst_error(reference, ranks)
+    error = worst_error(reference, ranks, floor_of(case))
     return f"worst gradient error {error:.1e}, allowed {TOLERANCE:.0e}" if not error <= TOLERANCE else ""
 
 
-def worst_error(reference: Reference, ranks: list[Outcome]) -> float:
+def floor_of(case: Case) -> float:
+    """Return the share of the gradient norm below which a gradient counts as rounding."""
+    return FLOOR_OF_IMAGES if case.problem.workload.family == "resnet" else FLOOR
+
+
+def worst_error(reference: Reference, ranks: list[Outcome], floor: float) -> float:
     """Return the largest difference over the largest gradient of its tensor (or the floor)."""
     norm = torch.stack([gradient.norm() for gradient in reference.gradients.values()]).norm()
     largest = {key: float(gradient.abs().max()) for key, gradient in reference.gradients.items()}
     errors = [
-        difference / max(largest[key], FLOOR * float(norm))
+        difference / max(largest[key], floor * float(norm))
         for outcome in ranks
         for key, difference in outcome.differences
     ]

@@ -36,7 +36,7 @@ def test_every_kind_has_a_builder_or_is_refused_by_name() -> None:
 def test_the_examples_cover_every_builder_and_split() -> None:
     assert {example.workload.operators[example.index].kind for example in EXAMPLES} >= set(BUILDERS) - {"add"}
     assert {example.split for example in EXAMPLES} == {
-        "batch", "replicate", "column", "row", "head", "sequence", "vocab"
+        "batch", "replicate", "column", "row", "head", "sequence", "vocab", "in_channel", "out_channel", "channel"
     }  # fmt: skip
 
 
@@ -86,6 +86,8 @@ def allowed(context: OperatorContext, example: Example, dtype: str) -> tuple[int
         return (stated + queries, stated + queries) if grouped else (stated, stated)
     if kind == "rms_norm":
         return stated, 4 * stated  # a chain of kernels on the CPU; one kernel on CUDA
+    if kind in ("batch_norm", "shortcut") and dtype == "bf16":
+        return stated - 4 * context.local.outputs[0][1], stated  # as layer_norm's
     if kind == "layer_norm" and dtype == "bf16":
         return stated - 4 * tokens(context), stated  # statistics are bf16 on the CPU, fp32 on CUDA
     return stated, stated

@@ -17,6 +17,7 @@ from workloads.models.bert import BertSpec
 from workloads.models.fields import ModelSpec
 from workloads.models.gpt import GPTSpec
 from workloads.models.llama import LlamaSpec
+from workloads.models.resnet import ResNetSpec
 from workloads.models.t5 import T5Spec
 from workloads.models.vit import ViTSpec
 from workloads.operators import Workload
@@ -36,6 +37,10 @@ SPECS: dict[str, ModelSpec] = {
         {**TEXT, "name": "tiny-t5-megatron", "decoder_seq_len": 4, "style": "megatron", "activation": "gelu"}
     ),
     "vit": ViTSpec.model_validate({**COMMON, "name": "tiny-vit", "image": 12, "patch": 4, "classes": 10}),
+    "resnet": ResNetSpec(name="tiny-resnet", blocks=(1, 1), channels=8, image=16, classes=10),
+    "resnet-wide": ResNetSpec(
+        name="tiny-wide-resnet", blocks=(2, 1), channels=8, width_factor=2, image=16, classes=10, style="aceso"
+    ),
 }
 BUCKET_BYTES = 20_000
 """Small, so that a tiny model has several buckets."""
@@ -216,6 +221,14 @@ def two_processes() -> list[Case]:
     add("vit tp2, selective", vit, uniform_plan(vit, tp=2, microbatch=4, recompute="selective"))
     bert = problem("bert")
     add("bert pp2, zb-h1", bert, uniform_plan(bert, pp=2, microbatch=2, schedule="zb-h1"))
+    for model in ("resnet", "resnet-wide"):  # batch norm: the global batch is one microbatch, not split over samples
+        of = problem(model)
+        images = len(of.workload)
+        add(f"{model} tp2", of, uniform_plan(of, tp=2, microbatch=8))
+        opposite = Plan((stage((0, images), [0, 1], axes(("tensor_alternative", 2)), [(2, 9), (10, 14)]),), 8, 1)
+        add(f"{model} tp2, input channels, recomputation", of, opposite)
+        parts = [(images // 2, [0], ALONE), (-1, [1], ALONE)]
+        add(f"{model} pp2", of, pipeline(of, parts, microbatch=8))
     llama = problem("llama", attention="flash")
     add("llama dp2, flash, ZeRO-3", llama, uniform_plan(llama, dp=2, microbatch=2, zero=3))
     return cases

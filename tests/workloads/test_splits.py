@@ -53,6 +53,18 @@ def example(
         "lm_loss": ({"vocab": 64, "hidden": hidden, "bias": True}, [features, ids]),
         "classifier_loss": ({"hidden": hidden, "classes": 10}, [features, (samples,)]),
         "loss_sum": ({}, [(samples,), (samples,)]),
+        "conv2d": (
+            {"in": hidden, "out": 2 * hidden, "kernel": 3, "stride": 2, "padding": 1, "bias": True},
+            [(samples, hidden, tokens, tokens)],
+        ),
+        "batch_norm": ({"channels": hidden, "relu": True}, [(samples, hidden, tokens, tokens)]),
+        "shortcut": (
+            {"in": hidden, "out": 2 * hidden, "stride": 2},
+            [(samples, 2 * hidden, tokens // 2, tokens // 2), (samples, hidden, tokens, tokens)],
+        ),
+        "max_pool": ({"kernel": 2, "stride": 2, "channels": hidden}, [(samples, hidden, tokens, tokens)]),
+        "global_average_pool": ({"channels": hidden}, [(samples, hidden, tokens, tokens)]),
+        "flatten": ({"channels": hidden}, [(samples, hidden, tokens, tokens)]),
         "opaque": (
             {
                 "forward_s": 1e-3,

@@ -25,13 +25,17 @@ from workloads.placements import Shard
 class _Elementwise(Kind):
     """One input, one output of the same shape ``(B, S, F)``, no parameters.
 
-    Attributes of the operator: ``groups`` (optional), what a column split must divide.
+    Attributes of the operator: ``groups`` (optional), what a column split must divide; ``image``, true for
+    ``(B, C, Y, X)``, which splits by ``channel``, ``groups`` dividing it.
     """
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         return (inputs[0],)
 
     def splits(self, attributes: Attributes) -> Mapping[str, Split]:
+        if flag(attributes, "image"):
+            channel = Split((Shard(1),) * self.num_inputs, (Shard(1),))
+            return SplitTable(self.num_inputs, 1, 0, {"channel": channel}).build()
         own = {
             "column": Split((Shard(2),) * self.num_inputs, (Shard(2),)),
             "sequence": Split((Shard(1),) * self.num_inputs, (Shard(1),)),
@@ -39,7 +43,8 @@ class _Elementwise(Kind):
         return SplitTable(self.num_inputs, 1, 0, own).build()
 
     def split_limit(self, attributes: Attributes, split: str) -> int | None:
-        return integer(attributes, "groups") if split == "column" and "groups" in attributes else None
+        cuts = split in ("column", "channel")
+        return integer(attributes, "groups") if cuts and "groups" in attributes else None
 
 
 @register
