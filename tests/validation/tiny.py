@@ -198,7 +198,7 @@ def two_processes() -> list[Case]:
     shared = stage((0, end), [0, 1], by_layer(gpt.workload, [axes(("batch", 2, 1)), TP2, SP2, DP2]))
     add("gpt, embeddings tied in one stage under dp2 with ZeRO-1 and tp2", gpt, Plan((shared,), 4, 2))
     t5 = problem("t5")
-    middle = cut(t5.workload, "cross_attention_softmax", 5)
+    middle = cut(t5.workload, "decoder_cross_attention_softmax", 5)
     plan = pipeline(t5, [(middle, [1], ALONE), (-1, [0], ALONE)], microbatch=2)
     add("t5 pp2, cut inside the decoder, devices swapped", t5, plan)
     for model in ("bert", "llama", "t5", "t5-megatron", "gpt-neox"):
