@@ -50,15 +50,20 @@ class StageChoice:
         """All operators are cut alike."""
         return len(self.runs) == 1
 
-    def resized(self, front: int, back: int) -> StageChoice:
-        """Return the stage with operators added (or, below zero, removed) at its two ends.
+    def moved(self, old: tuple[int, int], new: tuple[int, int]) -> StageChoice:
+        """Return the stage with operators ``new`` instead of ``old``, both ``[start, stop)``.
 
         What is added takes the degrees of the operator it is added to.
         """
+        first = self.runs[0]
+        size = new[1] - new[0]
+        if self.is_uniform or new[0] >= old[1] or new[1] <= old[0]:
+            return StageChoice(self.gpus, (Run(size, first.tp, first.partition),))
         values = [(run.tp, run.partition) for run in self.runs for _ in range(run.count)]
-        values = [values[0]] * front + values if front > 0 else values[-front:]
-        values = values + [values[-1]] * back if back > 0 else values[: len(values) + back]
-        return StageChoice(self.gpus, runs_of(values))
+        front = [values[0]] * (old[0] - new[0])
+        back = [values[-1]] * (new[1] - old[1])
+        kept = values[max(0, new[0] - old[0]) : len(values) - max(0, old[1] - new[1])]
+        return StageChoice(self.gpus, runs_of([*front, *kept, *back]))
 
     def with_degree(self, tp: int, gpus: int | None = None) -> StageChoice:
         """Return the stage with one tensor degree for all operators."""
@@ -104,21 +109,12 @@ class Configuration:
 
     def with_cuts(self, cuts: Sequence[int]) -> Configuration:
         """Return the configuration with the stages' borders at other operators."""
-        old = self.cuts
-        stages = []
-        for position, stage in enumerate(self.stages):
-            front, back = old[position] - cuts[position], cuts[position + 1] - old[position + 1]
-            size = cuts[position + 1] - cuts[position]
-            if size < 1:
-                raise ValueError(f"every stage must keep an operator, got cuts {list(cuts)}")
-            if stage.is_uniform:
-                run = stage.runs[0]
-                stages.append(StageChoice(stage.gpus, (Run(size, run.tp, run.partition),)))
-            elif cuts[position] < old[position + 1] and cuts[position + 1] > old[position]:
-                stages.append(stage.resized(front, back))
-            else:  # none of its operators stay
-                run = stage.runs[0]
-                stages.append(StageChoice(stage.gpus, (Run(size, run.tp, run.partition),)))
+        if any(later <= earlier for earlier, later in pairwise(cuts)):
+            raise ValueError(f"every stage must keep an operator, got cuts {list(cuts)}")
+        stages = [
+            stage.moved(old, new)
+            for stage, old, new in zip(self.stages, pairwise(self.cuts), pairwise(cuts), strict=True)
+        ]
         return Configuration(self.microbatch, tuple(stages))
 
 

@@ -306,3 +306,217 @@ def stage_figures(
     figures[TIME_RESHARD] = reshard
     figures[TIME_SYNC] = sync
     figures[MEMORY] = fixed + (kept - freed) * in_flight + largest
+
+
+@compiled
+def balanced_cuts(
+    arrays: Arrays,
+    stage_cells: Int32s,
+    gpus: Int32s,
+    in_flight: Int32s,
+    links: Int32s,
+    weight: float,
+    limit: float,
+    recompute: int,
+    cuts: Int32s,
+    window: int,
+) -> int:
+    """Move the borders of stages of one cell each to where the pipeline is fastest; return stages priced.
+
+    The least time of the slowest stage is found by bisection: the stages take as many operators as fit, one after
+    the other. Then every border may move by up to ``window`` operators, all together, by dynamic programming over
+    ``weight * slowest + sum``. Where nothing fits the borders stay.
+
+    Args:
+        arrays: Costs.
+        stage_cells, gpus, in_flight, links: int32[num_stages], as in ``stage_figures``.
+        weight: Microbatches less one.
+        limit: Bytes.
+        recompute: As in ``stage_figures``.
+        cuts: int32[num_stages + 1]; borders, moved in place.
+        window: Operators.
+    """
+    num_stages, count = len(stage_cells), cuts[-1]
+    figures = np.zeros(NUM_FIGURES)
+    flags = np.zeros(count, np.uint8)
+    cells = np.zeros((num_stages, count), np.int32)
+    priced = 0
+    total = 0.0
+    for stage in range(num_stages):
+        cells[stage, :] = stage_cells[stage]
+    for index in range(count):
+        least = np.inf
+        for stage in range(num_stages):
+            cell = stage_cells[stage]
+            least = min(least, arrays.columns[cell, FORWARD, index] + arrays.columns[cell, BACKWARD, index])
+        total += least
+    low, high = total / num_stages, 0.0
+    for stage in range(num_stages):
+        start, stop = cuts[stage], cuts[stage + 1]
+        stage_figures(
+            arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
+            recompute, flags[: stop - start], figures,
+        )
+        priced += 1
+        fits = figures[MEMORY] <= limit
+        high = max(high, _microbatch_time(figures)) if fits else np.inf
+        if not fits:
+            break
+    found = np.zeros(num_stages + 1, np.int32)
+    found[:] = cuts
+    trial = np.zeros(num_stages + 1, np.int32)
+    if high == np.inf:
+        high = low * 1.5
+        for _ in range(8):
+            priced += _greedy_cuts(
+                arrays, cells, gpus, in_flight, links, high, limit, recompute, count, trial, flags, figures
+            )
+            if trial[0] == 0:
+                found[:] = trial
+                break
+            low, high = high, high * 1.6
+        if trial[0] != 0:
+            return priced
+    while high - low > 1e-3 * high:
+        middle = 0.5 * (low + high)
+        priced += _greedy_cuts(
+            arrays, cells, gpus, in_flight, links, middle, limit, recompute, count, trial, flags, figures
+        )
+        if trial[0] == 0:
+            high = middle
+            found[:] = trial
+        else:
+            low = middle
+    if window > 0 and num_stages > 1:
+        priced += _polish(
+            arrays, cells, gpus, in_flight, links, weight, limit, recompute, found, window, flags, figures
+        )
+    cuts[:] = found
+    return priced
+
+
+@compiled
+def _microbatch_time(figures: Floats) -> float:
+    return (
+        figures[TIME_FORWARD]
+        + figures[TIME_BACKWARD]
+        + figures[TIME_RECOMPUTE]
+        + figures[TIME_TRANSFER]
+        + figures[TIME_RESHARD]
+    )
+
+
+@compiled
+def _greedy_cuts(
+    arrays: Arrays,
+    cells: Int32s,
+    gpus: Int32s,
+    in_flight: Int32s,
+    links: Int32s,
+    goal: float,
+    limit: float,
+    recompute: int,
+    count: int,
+    cuts: Int32s,
+    flags: Bytes,
+    figures: Floats,
+) -> int:
+    """Give each stage as many operators as it does within ``goal`` seconds; ``cuts[0]`` is -1 where some remain."""
+    num_stages = len(gpus)
+    priced = 0
+    start = 0
+    cuts[0] = 0
+    for stage in range(num_stages):
+        most = count - (num_stages - 1 - stage)
+        low, high = start, most  # low fits (nothing), high is the largest that may
+        if stage == num_stages - 1:
+            low = most - 1
+        while low < high:
+            stop = (low + high + 1) // 2
+            stage_figures(
+                arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
+                recompute, flags[: stop - start], figures,
+            )
+            priced += 1
+            steady = _microbatch_time(figures) - figures[TIME_TRANSFER]
+            if steady <= goal and figures[MEMORY] <= limit:
+                low = stop
+            else:
+                high = stop - 1
+        stop = low
+        reached = False
+        for _ in range(14):
+            if stop <= start or (stage == num_stages - 1 and stop < most):
+                break
+            stage_figures(
+                arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
+                recompute, flags[: stop - start], figures,
+            )
+            priced += 1
+            if _microbatch_time(figures) <= goal and figures[MEMORY] <= limit:
+                reached = True
+                break
+            stop -= 1
+        if not reached:
+            cuts[0] = -1
+            return priced
+        start = stop
+        cuts[stage + 1] = stop
+    return priced
+
+
+@compiled
+def _polish(
+    arrays: Arrays,
+    cells: Int32s,
+    gpus: Int32s,
+    in_flight: Int32s,
+    links: Int32s,
+    weight: float,
+    limit: float,
+    recompute: int,
+    cuts: Int32s,
+    window: int,
+    flags: Bytes,
+    figures: Floats,
+) -> int:
+    """Move all borders within a window so that ``weight * slowest + sum`` is least."""
+    num_stages, count = len(gpus), cuts[-1]
+    width = 2 * window + 1
+    slowest = np.full((num_stages + 1, width), np.inf)
+    summed = np.full((num_stages + 1, width), np.inf)
+    before = np.zeros((num_stages + 1, width), np.int32)
+    slowest[0, window] = 0.0
+    summed[0, window] = 0.0
+    priced = 0
+    for stage in range(num_stages):
+        for place in range(width):
+            stop = cuts[stage + 1] + place - window
+            if stop > count or stop < 1 or (stage == num_stages - 1 and stop != count):
+                continue
+            for from_place in range(width):
+                if summed[stage, from_place] == np.inf:
+                    continue
+                start = cuts[stage] + from_place - window
+                if start >= stop or start < 0:
+                    continue
+                stage_figures(
+                    arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage],
+                    limit, recompute, flags[: stop - start], figures,
+                )
+                priced += 1
+                if figures[MEMORY] > limit:
+                    continue
+                seconds = _microbatch_time(figures)
+                worst, all_of_them = max(slowest[stage, from_place], seconds), summed[stage, from_place] + seconds
+                old = weight * slowest[stage + 1, place] + summed[stage + 1, place]
+                if weight * worst + all_of_them < old:
+                    slowest[stage + 1, place], summed[stage + 1, place] = worst, all_of_them
+                    before[stage + 1, place] = from_place
+    if summed[num_stages, window] == np.inf:
+        return priced
+    place = window
+    for stage in range(num_stages, 0, -1):
+        cuts[stage] += place - window
+        place = before[stage, place]
+    return priced

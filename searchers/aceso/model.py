@@ -133,8 +133,15 @@ class PerformanceModel:
         else:
             self.limit_bytes = float(min(problem.capacity_bytes(device) for device in range(self.num_devices)))
         self.evaluations = 0
+        self.stages_priced = 0
+        passes = tables.arrays.columns[:, :2, :].sum(axis=(1, 2))
+        self._whole_s = [float(seconds) for seconds in passes]
         self._known: dict[tuple[object, ...], StagePrice] = {}
         self._cells: dict[tuple[object, ...], NDArray[np.int32]] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what another process needs: the arrays, without what was remembered."""
+        return {**self.__dict__, "_known": {}, "_cells": {}}
 
     @classmethod
     def of(
@@ -233,6 +240,7 @@ class PerformanceModel:
     def _priced(
         self, choice: StageChoice, start: int, links: int, in_flight: int, microbatch: int, given: bytes | None
     ) -> StagePrice:
+        self.stages_priced += 1
         cells = self.cells(choice, microbatch)
         if cells is None:
             inf = float("inf")
@@ -275,6 +283,15 @@ class PerformanceModel:
         """Return the iteration time of stages, Equation 2."""
         fill = sum(stage.time_s for stage in stages)
         return max((num_microbatches - 1) * stage.time_s + stage.sync_s for stage in stages) + fill
+
+    def rough_s(self, configuration: Configuration) -> float:
+        """Return a quick lower estimate: every stage works at the speed it would have on the whole model."""
+        rate = 0.0
+        for stage in configuration.stages:
+            run = stage.runs[0]
+            samples = configuration.microbatch // (stage.gpus // run.tp)
+            rate += 1.0 / self._whole_s[self.space.cell(run.tp, samples, run.partition)]
+        return self.microbatches(configuration) / rate
 
     def ideal_s(self, choice: StageChoice, start: int, microbatch: int) -> float:
         """Return what a stage would take if its GPUs shared the work of one without loss."""
