@@ -60,7 +60,7 @@ def relayed(model: PerformanceModel, configuration: Configuration, price: Price,
     current, known = configuration, price
     for _ in range(MIGRATIONS):
         moved = migrated(model, current, known, stage)
-        if moved is None:
+        if moved is None or not model.may_price():
             break
         found = model.price(moved)
         if not found.better_than(known):

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from searchers.aceso.tables import PARTITIONS
-from simulator.plan import Axis, Plan, Stage, run_lengths
+from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from workloads.operators import Workload
 

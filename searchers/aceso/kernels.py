@@ -69,23 +69,26 @@ def transfer_time(arrays: Arrays, between_nodes: int, num_bytes: float) -> float
         place += 1
     if arrays.rules[0]:
         place = max(place - 1, 0)
-        return num_bytes * seconds[place] / sizes[place]
+        return float(num_bytes * seconds[place] / sizes[place])
     if num_bytes <= sizes[0]:
-        return seconds[0]
+        return float(seconds[0])
     if place == last:
-        return num_bytes * seconds[last] / sizes[last]
+        return float(num_bytes * seconds[last] / sizes[last])
     part = (num_bytes - sizes[place]) / (sizes[place + 1] - sizes[place])
-    return seconds[place] + part * (seconds[place + 1] - seconds[place])
+    return float(seconds[place] + part * (seconds[place + 1] - seconds[place]))
 
 
 @compiled
 def _run_kept(
     arrays: Arrays, cells: Int32s, flags: Bytes, first: int, last: int, start: int, stop: int
 ) -> float:
-    """Return bytes that the recomputed run ``[first, last]`` brings back at once."""
+    """Return bytes that the recomputed run ``[first, last]`` brings back at once.
+
+    The release counts the last operator too where the next layer's first is recomputed.
+    """
     total = 0.0
     for index in range(first, last + 1):
-        if index + 1 < stop and flags[index + 1 - start]:
+        if index < last or (arrays.rules[1] and index + 1 < stop and flags[index + 1 - start]):
             total += arrays.columns[cells[index - start], KEPT, index]
     return total
 
@@ -215,7 +218,7 @@ def reshard_time(arrays: Arrays, before: int, after: int, index: int) -> float:
     if shift == 0:
         return 0.0
     num_bytes = max(arrays.columns[before, INPUT, index], arrays.columns[after, INPUT, index])
-    return arrays.gather[shift, 0] + arrays.gather[shift, 1] * num_bytes
+    return float(arrays.gather[shift, 0] + arrays.gather[shift, 1] * num_bytes)
 
 
 @compiled
@@ -397,7 +400,7 @@ def balanced_cuts(
 
 @compiled
 def _microbatch_time(figures: Floats) -> float:
-    return (
+    return float(
         figures[TIME_FORWARD]
         + figures[TIME_BACKWARD]
         + figures[TIME_RECOMPUTE]
@@ -520,3 +523,27 @@ def _polish(
         cuts[stage] += place - window
         place = before[stage, place]
     return priced
+
+
+@compiled
+def price_stops(
+    arrays: Arrays,
+    cells: Int32s,
+    start: int,
+    stops: Int32s,
+    gpus: int,
+    in_flight: int,
+    links: int,
+    limit: float,
+    recompute: int,
+    seconds: Floats,
+) -> None:
+    """Write the microbatch seconds of the stages ``[start, stop)``, infinity where one does not fit."""
+    figures = np.zeros(NUM_FIGURES)
+    flags = np.zeros(len(cells), np.uint8)
+    for place in range(len(stops)):
+        size = stops[place] - start
+        stage_figures(
+            arrays, cells[:size], start, stops[place], gpus, in_flight, links, limit, recompute, flags[:size], figures
+        )
+        seconds[place] = _microbatch_time(figures) if figures[MEMORY] <= limit else np.inf

@@ -134,6 +134,7 @@ class PerformanceModel:
             self.limit_bytes = float(min(problem.capacity_bytes(device) for device in range(self.num_devices)))
         self.evaluations = 0
         self.stages_priced = 0
+        self.last_evaluation: int | None = None
         passes = tables.arrays.columns[:, :2, :].sum(axis=(1, 2))
         self._whole_s = [float(seconds) for seconds in passes]
         self._known: dict[tuple[object, ...], StagePrice] = {}
@@ -145,7 +146,13 @@ class PerformanceModel:
 
     @classmethod
     def of(
-        cls, problem: Problem, costs: CostTables, *, compat: str = "paper", recompute: str = "cheapest", samples: int = 8
+        cls,
+        problem: Problem,
+        costs: CostTables,
+        *,
+        compat: str = "paper",
+        recompute: str = "cheapest",
+        samples: int = 8,
     ) -> PerformanceModel:
         """Return the model of a problem.
 
@@ -277,6 +284,10 @@ class PerformanceModel:
             for position, choice in enumerate(configuration.stages)
         )  # fmt: skip
         return Price(self.iteration_s(stages, self.microbatches(configuration)), stages, self.limit_bytes)
+
+    def may_price(self) -> bool:
+        """Return whether the search that uses the model may price another configuration."""
+        return self.last_evaluation is None or self.evaluations < self.last_evaluation
 
     @staticmethod
     def iteration_s(stages: Sequence[StagePrice], num_microbatches: int) -> float:

@@ -103,6 +103,7 @@ class StageCountSearch:
         self._before = self.evaluations
         self._priced_before = model.stages_priced
         self._end_evaluations = None if limits.evaluations is None else model.evaluations + limits.evaluations
+        model.last_evaluation = self._end_evaluations
         self._began = time.perf_counter()
         self._end = None if limits.seconds is None else self._began + limits.seconds
         while not self._spent() and not self.is_exhausted:
@@ -228,7 +229,7 @@ class StageCountSearch:
         candidates = list(dict.fromkeys(primitive.apply(move)))
         if primitive.moves_load and balances:
             candidates.sort(key=self._model.rough_s)
-        children = []
+        children: list[tuple[Configuration, Price]] = []
         for candidate in candidates:
             if len(children) >= self.options.breadth or self._spent():
                 break

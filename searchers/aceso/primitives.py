@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from searchers.aceso.balance import balanced, load_order, migrated, relayed
 from searchers.aceso.configuration import Configuration, StageChoice, respects_nodes
@@ -101,7 +101,7 @@ def _take_operators(move: Move) -> Iterator[Configuration]:
             continue
         changed = list(cuts)
         changed[border] += shift
-        if all(later > earlier for earlier, later in zip(changed, changed[1:], strict=False)):
+        if all(later > earlier for earlier, later in pairwise(changed)):
             yield move.configuration.with_cuts(changed)
 
 
@@ -126,7 +126,7 @@ def _change_microbatch(factor: float) -> Apply:
                 min(
                     options,
                     key=lambda option: _stage_cost(
-                        model, option, start, position, len(configuration.stages), first, microbatch  # noqa: B023
+                        model, option, start, position, len(configuration.stages), first, microbatch
                     ),
                 )
             )

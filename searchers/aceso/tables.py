@@ -343,7 +343,7 @@ def _fill_class(
         return costs.operator(which, sharding_of(which), samples, gpu_type)
 
     cost = cost_of(index)
-    seconds = [cost.forward.device_s, cost.backward.device_s]
+    seconds = [max(part.device_s, part.host_s) for part in (cost.forward, cost.backward)]
     for phase, item, owner, _ in costs.input_collectives(index, sharding_of, samples, gpu_type):
         if not cost_of(owner).includes_collectives:
             seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
