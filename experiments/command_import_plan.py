@@ -22,7 +22,7 @@ from experiments.console import (
     writable,
 )
 
-IMPORTERS: dict[str, str] = {}
+IMPORTERS: dict[str, str] = {"aceso": "searchers.aceso.import_plan:import_plan"}
 """System to ``module:function``; the function takes the file and the problem and returns the plan."""
 
 

@@ -8,6 +8,8 @@ the relay is to a single migration.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from searchers.aceso.configuration import Configuration, prefix_gpus
@@ -50,7 +52,7 @@ def balanced(model: PerformanceModel, configuration: Configuration, window: int 
         model.limit_bytes,
         model.order,
         cuts,
-        window,
+        0 if model.is_large else window,
     )
     return configuration.with_cuts([int(cut) for cut in cuts])
 
@@ -120,6 +122,8 @@ def _relay(
         if low == 0 and position == stage:
             low = 1
         cuts[border] -= step * low
+    if any(later <= earlier for earlier, later in pairwise(cuts)):
+        return None
     load = _load(model, configuration, cuts, partner, partner, 0, by_memory)
     return cuts if load <= goal and cuts != list(configuration.cuts) else None
 

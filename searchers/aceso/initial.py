@@ -93,6 +93,20 @@ def _counts(num_operators: int, num_stages: int, kind: str) -> list[int]:
     return [each] * (num_stages - 1) + [num_operators - each * (num_stages - 1)]
 
 
+def uniform_relatives(model: PerformanceModel, start: Configuration) -> list[Configuration]:
+    """Return the same stages with every tensor degree and microbatch that suits all, fastest by a rough estimate first.
+
+    A stage with fewer GPUs than the degree takes all of its own.
+    """
+    found: dict[Configuration, None] = {}
+    for microbatch in _microbatches(model):
+        for degree in model.space.degrees:
+            stages = [stage.with_degree(min(degree, stage.gpus)) for stage in start.stages]
+            if all(model.allows(stage.gpus, stage.runs[0].tp, microbatch) for stage in stages):
+                found[Configuration(microbatch, tuple(stages))] = None
+    return sorted(found, key=model.rough_s)
+
+
 def _microbatches(model: PerformanceModel) -> list[int]:
     largest = max(model.space.samples) * model.per_node
     return [size for size in range(1, largest + 1) if model.problem.global_batch % size == 0]

@@ -34,6 +34,8 @@ from simulator.problem import Problem
 
 COMPATIBILITIES = ("paper", "release")
 GIVEN, LARGEST_FIRST, WORTH_FIRST, CHEAPEST = range(4)
+LARGE = 4000
+"""Operators from which on a price is taken more cheaply: one order of recomputation, no polishing of borders."""
 RECOMPUTE_ORDERS = {"largest": LARGEST_FIRST, "worth": WORTH_FIRST, "cheapest": CHEAPEST}
 
 
@@ -124,6 +126,9 @@ class PerformanceModel:
         self.compat = compat
         self.order = RECOMPUTE_ORDERS[recompute]
         self.num_operators = len(problem.workload)
+        self.is_large = self.num_operators > LARGE
+        if self.is_large and self.order == CHEAPEST:
+            self.order = WORTH_FIRST
         cluster = problem.hardware.cluster
         self.num_devices = problem.num_devices
         self.per_node = min(cluster.devices_per_node, problem.num_devices)

@@ -15,7 +15,7 @@ from searchers.aceso.balance import balanced
 from searchers.aceso.configuration import Configuration
 from searchers.aceso.finetune import fine_tuned
 from searchers.aceso.heuristics import load_order, primitive_groups, random_groups
-from searchers.aceso.initial import initial_configuration
+from searchers.aceso.initial import initial_configuration, uniform_relatives
 from searchers.aceso.model import PerformanceModel, Price
 from searchers.aceso.primitives import Move, Primitive
 
@@ -35,6 +35,7 @@ class SearchOptions:
         breadth: Argument choices of one primitive that are priced in full.
         initial: See ``searchers.aceso.initial``.
         fine_tunes: Degrees and partitions inside stages are tuned after each success.
+        uniform_starts: The pool begins with the same stages at every uniform degree and microbatch (ours).
         max_evaluations_per_iteration: After that an iteration counts as failed.
     """
 
@@ -44,6 +45,7 @@ class SearchOptions:
     breadth: int = 3
     initial: str = "balanced"
     fine_tunes: bool = True
+    uniform_starts: bool = True
     max_evaluations_per_iteration: int = 120
 
 
@@ -92,6 +94,7 @@ class StageCountSearch:
         self.seen: set[Configuration] = set()
         self.current: Configuration | None = None
         self.is_exhausted = False
+        self._opened: list[Configuration] = []
         self.evaluations = 0
         self.stages_priced = 0
         self.seconds = 0.0
@@ -121,18 +124,9 @@ class StageCountSearch:
 
     def _iterate(self) -> None:
         """One iteration of Algorithm 1."""
-        if self.current is None and not self.found and not self.started:
-            first = initial_configuration(self._model, self.num_stages, self.options.initial)
-            if first is None:
-                self.is_exhausted = True
-                return
-            self._price(first)
-            self.current = first
-            if self.options.balances and not self._spent():
-                moved = balanced(self._model, first)
-                if moved != first:
-                    self._price(moved)
-                    self.current = moved
+        if self.current is None and not self.found and not self.started and not self._begin():
+            self.is_exhausted = True
+            return
         if self.current is None:
             self.current = self._from_pool()
             if self.current is None:
@@ -140,6 +134,7 @@ class StageCountSearch:
                 return
         start, self.current = self.current, None
         price = self.found[start]
+        self._opened = []
         self._iteration_end = self._model.evaluations + self.options.max_evaluations_per_iteration
         for tried, bottleneck in enumerate(load_order(price), 1):
             result = self._multi_hop(start, price, bottleneck, 0, price)
@@ -149,9 +144,39 @@ class StageCountSearch:
                 self.statistics.hops.append(hops)
                 self.current = self._tuned(configuration)
                 return
+            if self._spent():  # to be taken up again where it was begun
+                for configuration in self._opened:
+                    self.started.discard(configuration)
+                    self.pool[configuration] = self.found.get(configuration, price)
+                self.current = start
+                return
             if self._stops():
                 break
         self.statistics.failures += 1
+
+    def _begin(self) -> bool:
+        """Price the initial configuration and, to go back to, its uniform relatives; return whether there is one."""
+        first = initial_configuration(self._model, self.num_stages, self.options.initial)
+        if first is None:
+            return False
+        self._price(first)
+        self.current = first
+        if not self.options.balances:
+            return True
+        moved = balanced(self._model, first)
+        if moved != first and not self._spent():
+            self._price(moved)
+            self.current = moved
+        if self.options.uniform_starts:
+            for relative in uniform_relatives(self._model, first):
+                if self._spent():
+                    break
+                relative = balanced(self._model, relative)
+                if relative not in self.seen:
+                    self._price(relative)
+            if self.best is not None and self.best[0] not in self.started:
+                self.current = self.best[0]
+        return True
 
     def _stops(self) -> bool:
         return self._spent() or self._model.evaluations >= self._iteration_end
@@ -192,6 +217,7 @@ class StageCountSearch:
     ) -> tuple[Configuration, int] | None:
         """Return a configuration better than ``initial`` and how many hops it took, or None (Algorithm 2)."""
         self.started.add(configuration)
+        self._opened.append(configuration)
         self.pool.pop(configuration, None)
         if hop == self.options.max_hops:
             return None

@@ -149,7 +149,7 @@ class Aceso(Searcher):
         self.searches, rounds = search_stage_counts(
             model, counts, self.options, left, seed=seed, workers=self._processes(budget), races=self.races
         )
-        return self._result(problem, model, rounds, began, seed)
+        return self._result(problem, model, rounds, began, seed, budget)
 
     def _processes(self, budget: Budget) -> int:
         if self.workers is not None:
@@ -158,11 +158,17 @@ class Aceso(Searcher):
         return (os.cpu_count() or 1) if long else 1
 
     def _result(
-        self, problem: Problem, model: PerformanceModel, rounds: list[Round], began: float, seed: int
+        self,
+        problem: Problem,
+        model: PerformanceModel,
+        rounds: list[Round],
+        began: float,
+        seed: int,
+        budget: Budget,
     ) -> SearchResult:
         evaluations = sum(search.evaluations for search in self.searches)
         counters = {**self._counters(), "evaluations": evaluations, "rounds": len(rounds)}
-        ranked = self._ranked(problem, model)
+        ranked = self._ranked(problem, model, None if budget.seconds is None else began + budget.seconds)
         if not ranked:
             raise self._nothing(problem, evaluations)
         if self.judge and len(ranked) > 1:
@@ -171,14 +177,15 @@ class Aceso(Searcher):
         history = self._history(rounds, began, evaluations, min(plan.objective for plan in ranked))
         return SearchResult(tuple(ranked), history, counters, self.name, seed, time.perf_counter() - began)
 
-    def _ranked(self, problem: Problem, model: PerformanceModel) -> list[RankedPlan]:
-        """Return the best plans that are legal and fit, by the objective."""
+    def _ranked(self, problem: Problem, model: PerformanceModel, end_s: float | None) -> list[RankedPlan]:
+        """Return the best plans that are legal and fit, by the objective; after ``end_s`` the first is enough."""
         wanted = max(self.keep, JUDGED_FACTOR * self.judge)
         configurations = [item for search in self.searches for item in search.top(4 * wanted)]
         configurations.sort(key=lambda item: item[1].iteration_s)
         ranked: dict[Plan, RankedPlan] = {}
         for configuration, price in configurations:
-            if len(ranked) >= wanted:
+            late = end_s is not None and time.perf_counter() > end_s
+            if len(ranked) >= wanted or (late and ranked):
                 break
             plan = validate(to_plan(configuration, price.flags, problem), problem)
             if plan in ranked:

@@ -16,8 +16,10 @@ from searchers.budget import Budget
 
 MAX_STAGES = 16
 SURVIVORS = 0.5
-RESERVED_S = 0.1
-"""Share of a time budget left for turning configurations into plans."""
+RESERVED = 0.1
+"""Share of a time budget left for turning configurations into plans, at least."""
+PLAN_S_PER_OPERATOR = 5e-4
+"""What checking one plan takes."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ def search_stage_counts(
     rounds: list[Round] = []
     active = list(range(len(searches)))
     number = max(1, ceil(log2(len(searches) + 1))) if races else 1
-    seconds = None if budget.seconds is None else budget.seconds * (1 - RESERVED_S)
+    seconds = None
+    if budget.seconds is not None:
+        reserved = max(RESERVED * budget.seconds, PLAN_S_PER_OPERATOR * model.num_operators)
+        seconds = budget.seconds - min(reserved, budget.seconds / 2)
     for position in range(number):
         if not active:
             break
