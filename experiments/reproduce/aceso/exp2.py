@@ -26,9 +26,8 @@ def run(context: Context) -> Report:
     for setting in settings:
         context.say(setting.label)
         problem = problem_of(setting, context)
-        searcher = Aceso(
-            judge=0, workers=context.workers, largest_samples=64 if setting.family == "resnet" else 8
-        )
+        compat = "release" if setting.family == "resnet" else "paper"
+        searcher = Aceso(judge=0, workers=context.workers, compat=compat)
         found = searcher.search(problem, Budget(seconds=seconds), seed=context.seed)
         within = [entry for entry in found.history if entry.best_objective <= found.plans[0].objective * 1.01]
         rows.append(
