@@ -1,4 +1,4 @@
-"""Wide-ResNet in Aceso's evaluation: Megatron-LM's runs, whose plans are the grid's best that reproduce its estimates."""
+"""Wide-ResNet in Aceso's evaluation: Megatron-LM's runs, with the uniform plans that reproduce their estimates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Aceso's released plan files (JSON) as plans.
 
-Two spellings are read: the public search's output, with one list per stage (``model_parallel_size_of_each_op``, ...), and the
-compact one of collected plans (``stages`` with run lengths ``VALUExCOUNT``).
+Two spellings are read: the public search's output, with one list per stage (``model_parallel_size_of_each_op``,
+...), and the compact one of collected plans (``stages`` with run lengths ``VALUExCOUNT``).
 
 Source:
     microsoft/SuperScaler, branch Aceso, the configuration files that ``aceso_search.py`` writes and the runtime reads.
@@ -56,7 +56,7 @@ def import_plan(path: str | Path, problem: Problem) -> Plan:
     for number, stage in enumerate(stages):
         sizes = {tp * dp for tp, dp in zip(stage["tp"], stage["dp"], strict=True)}
         if len(sizes) != 1 or min(sizes) < 1:
-            raise DataFileError(path, f"stage {number}: tp x dp must be the same for all operators, got {sorted(sizes)}")
+            raise DataFileError(path, f"stage {number}: tp x dp must be equal for all operators, got {sorted(sizes)}")
         choices.append(StageChoice(sizes.pop(), runs_of(zip(stage["tp"], stage["algo"], strict=True))))
         flags += bytes(1 if flag else 0 for flag in stage["recompute"])
     return to_plan(Configuration(microbatch, tuple(choices)), bytes(flags), problem)
