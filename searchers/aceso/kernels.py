@@ -18,10 +18,13 @@ Floats = NDArray[np.float64]
 Int32s = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 
-FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT = range(10)
+FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT, ALWAYS, ENTRY = range(
+    12
+)
 """Columns: seconds; bytes that enter and leave; model states; weights; kept for backward; the allocator's extra of
-each pass; gradients that data-parallel ranks sum."""
-NUM_COLUMNS = 10
+each pass; gradients that data-parallel ranks sum; kept even if recomputed, for an operator farther on; kept besides
+if a recomputed run begins here: inputs that nobody keeps otherwise."""
+NUM_COLUMNS = 12
 
 TIME_FORWARD, TIME_BACKWARD, TIME_RECOMPUTE, TIME_TRANSFER, TIME_RESHARD, TIME_SYNC, MEMORY = range(7)
 """Figures of a stage: seconds per microbatch (synchronisation: per iteration), bytes."""
@@ -107,6 +110,7 @@ def _freed_and_largest(
         last = index
         while last + 1 < stop and flags[last + 1 - start] and arrays.layer[last + 1] == arrays.layer[index]:
             last += 1
+        freed -= arrays.columns[cells[index - start], ENTRY, index]
         for inner in range(index, last + 1):
             seconds += arrays.columns[cells[inner - start], FORWARD, inner]
             if inner < last:
@@ -160,6 +164,17 @@ def _choose(
                 arrays.layer[index + 2] == arrays.layer[index]
             ):
                 gain += arrays.columns[cells[offset + 1], KEPT, index + 1]
+            before_flagged = offset > 0 and flags[offset - 1] and arrays.layer[index - 1] == arrays.layer[index]
+            after_flagged = offset + 2 < count and flags[offset + 2] and (
+                arrays.layer[index + 2] == arrays.layer[index]
+            )
+            if not flags[offset]:
+                if not before_flagged:
+                    gain -= arrays.columns[cells[offset], ENTRY, index]
+                if flags[offset + 1]:
+                    gain += arrays.columns[cells[offset + 1], ENTRY, index + 1]
+            if not flags[offset + 1] and after_flagged:
+                gain += arrays.columns[cells[offset + 2], ENTRY, index + 2]
             if gain <= 0.0:
                 continue
             if by_time:
@@ -191,10 +206,13 @@ def _choose(
                         arrays.layer[start + flagged - 1] == arrays.layer[start + flagged]
                     ):
                         freed += arrays.columns[cells[flagged - 1], KEPT, start + flagged - 1]
+                    else:
+                        freed -= arrays.columns[cells[flagged], ENTRY, start + flagged]
                     if flagged + 1 < count and flags[flagged + 1] and (
                         arrays.layer[start + flagged + 1] == arrays.layer[start + flagged]
                     ):
                         freed += arrays.columns[cells[flagged], KEPT, start + flagged]
+                        freed += arrays.columns[cells[flagged + 1], ENTRY, start + flagged + 1]
             first = last = offset
             while first > 0 and flags[first - 1] and arrays.layer[start + first - 1] == arrays.layer[index]:
                 first -= 1
@@ -259,7 +277,7 @@ def stage_figures(
         backward += arrays.columns[cell, BACKWARD, index]
         states += arrays.columns[cell, STATE, index]
         weights += arrays.columns[cell, WEIGHT, index]
-        kept += arrays.columns[cell, KEPT, index]
+        kept += arrays.columns[cell, KEPT, index] + arrays.columns[cell, ALWAYS, index]
         gradients += arrays.columns[cell, GRADIENT, index]
         if index + 1 < stop or not release or stop - start == 1:
             extra_forward = max(extra_forward, arrays.columns[cell, EXTRA_FORWARD, index])

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from hardware_models.profile import ProfileRow, Split
 from searchers.aceso.kernels import (
+    ALWAYS,
     BACKWARD,
+    ENTRY,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
     FORWARD,
@@ -41,6 +43,8 @@ GIB_AS_1000_MIB = 1.024
 PARTITIONS = ("tensor", "tensor_alternative")
 NEVER_RECOMPUTED = ("embedding", "patch_embedding", "lm_loss", "classifier_loss", "loss_sum", "relu")
 """Kinds with which no recomputed run begins: Aceso's public code names embedding, logits, first convolution, ReLU."""
+READERS = 8
+"""Readers of a tensor that are looked at; T5's decoder layers all read one."""
 KNOTS_BYTES = tuple(float(2**power) for power in range(10, 33))
 
 
@@ -353,17 +357,38 @@ def _fill_class(
     values[FORWARD], values[BACKWARD] = seconds
     values[GRADIENT] = cost.num_parameter_elements
     values[EXTRA_FORWARD], values[EXTRA_BACKWARD] = _working_bytes(cost)
-    own = set(workload.operators[index].outputs)
-    kept = {name: size for name, size in saved_tensors(workload, index, cost) if "/" in name or name in own}
-    for number, name in enumerate(workload.operators[index].outputs):
+    near, far = 0.0, 0.0
+    own = dict(saved_tensors(workload, index, cost))
+    near += sum(size for name, size in own.items() if "/" in name)
+    for name in workload.operators[index].outputs:
         # A tensor that any reader keeps stays, whoever made it; its bytes are those it has as the reader sees it.
-        for reader in workload.consumers.get(name, ())[:8]:
-            found = dict(saved_tensors(workload, reader, cost_of(reader)))
-            if name in found:
-                kept[name] = max(kept.get(name, 0.0), found[name])
-        if number == 0:
-            produced[0] = sum(cost.output_bytes)
-    values[KEPT] = sum(kept.values())
+        sizes = {index: own.get(name, 0.0)}
+        for reader in workload.consumers.get(name, ())[:READERS]:
+            sizes[reader] = dict(saved_tensors(workload, reader, cost_of(reader))).get(name, 0.0)
+        size = max(sizes.values())
+        if any(found and reader > index + 1 for reader, found in sizes.items()):
+            far += size
+        else:
+            near += size
+    values[KEPT], values[ALWAYS] = near, far
+    values[ENTRY] = sum(
+        size
+        for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True)
+        if name in workload.producer and not _is_kept(costs, name, sharding_of, samples, gpu_type)
+    )
+    produced[0] = sum(cost.output_bytes)
+
+
+def _is_kept(
+    costs: CostTables, name: str, sharding_of: Callable[[int], Sharding], samples: int, gpu_type: str
+) -> bool:
+    """Return whether the maker or a reader of a tensor keeps it for backward."""
+    workload = costs.problem.workload
+    users = (workload.producer[name], *workload.consumers[name][:READERS])
+    return any(
+        name in dict(saved_tensors(workload, user, costs.operator(user, sharding_of(user), samples, gpu_type)))
+        for user in users
+    )
 
 
 def _working_bytes(cost) -> tuple[float, float]:  # type: ignore[no-untyped-def]
