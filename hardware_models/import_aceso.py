@@ -10,8 +10,7 @@ Source:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,16 @@ _LAYER_ROLES = {
     "MLP-gelu": "mlp_activation",
     "MLP-GEMM-2": "mlp_linear_2",
     "post-MLP-dropout": "post_mlp_dropout",
-    "final-layernorm": "final_norm",
 }
 _WHOLE_NAMES = {
     "encoder-embedding": "embedding",
     "decoder-embedding": "decoder_embedding",
+    "enc-final-layernorm": "encoder_final_norm",
+    "dec-final-layernorm": "final_norm",
     "final-layernorm": "final_norm",
     "gpt-post-process": "lm_loss",
     "t5-post-process": "lm_loss",
 }
-CROSS_KEY_VALUE = "decoder_cross_attention_key_value"
-CROSS_QUERY = "decoder_cross_attention_query"
 
 
 def aceso_role(name: str) -> str:
@@ -72,8 +70,6 @@ def aceso_role(name: str) -> str:
         base, attention = rest[:-2], rest[-2:]
         if attention == "-1" and base in _LAYER_ROLES:
             return f"decoder_{_LAYER_ROLES[base]}"
-        if attention == "-2" and base == "attention-qkv":
-            return CROSS_KEY_VALUE
         if attention == "-2" and base in _LAYER_ROLES:
             return "decoder_" + _LAYER_ROLES[base].replace("attention", "cross_attention")
     return name
@@ -211,24 +207,11 @@ def _row(
 
 
 def _profile(rows: Iterable[ProfileRow], model: str, size: str, database: str, path: str) -> OperatorProfile:
-    complete: list[ProfileRow] = []
-    for row in rows:
-        complete.append(row)
-        if row.role == CROSS_KEY_VALUE:
-            # Aceso times both projections of cross attention as one operator; our graph has two.
-            complete.append(_empty(row, CROSS_QUERY))
     return OperatorProfile(
         model=f"{model} {size}",
         gpu_type=GPU_TYPES.get(database, database),
         dtype="fp32" if model == "resnet" else "fp16",
-        rows=tuple(complete),
+        rows=tuple(rows),
         source=f"Aceso profile {database}, {path}",
     )
 
-
-def _empty(row: ProfileRow, role: str) -> ProfileRow:
-    zeros: Mapping[str, float] = dict.fromkeys(
-        ("forward_s", "backward_s", "saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes",
-         "input_bytes", "output_bytes", "parameter_bytes"), 0.0
-    )  # fmt: skip
-    return replace(row, role=role, source=f"{row.source} (inside {CROSS_KEY_VALUE})", **zeros)  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ ENTRY_POINT_GROUP = "windtunnel.searchers"
 
 BUILT_IN = {
     "megatron-grid": "searchers.megatron_grid:MegatronGrid",
+    "aceso": "searchers.aceso.searcher:Aceso",
+    "aceso-dp": "searchers.aceso.dynamic_program:AcesoDynamicProgram",
     "ddp": "searchers.pure:DistributedDataParallel",
     "megatron-tp": "searchers.pure:MegatronTensorParallel",
     "gpipe": "searchers.pure:GPipe",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.cases import (
     aceso,
+    aceso_wide_resnet,
     alpa,
     amp,
     campaigns,
@@ -25,6 +26,7 @@ SOURCES: tuple[CaseSource, ...] = (
     megatron_sc21.cases,
     dapple_table5.cases,
     aceso.cases,
+    aceso_wide_resnet.cases,
     vtrain.cases,
     llm_foundry.cases,
     megatron_dgx2.cases,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
@@ -13,6 +15,7 @@ from searchers.base import Searcher
 from searchers.dapple.searcher import Dapple
 from searchers.pipedream.searcher import PipeDream
 from simulator.plan import Axis, Plan, Sharding, Stage, run_lengths
+from simulator.plan_file import plan_from_mapping
 from simulator.problem import Problem
 from simulator.schedules.one_f_one_b import warmup_p_b
 from simulator.uniform import even_layer_cuts, recompute_segments, uniform_plan
@@ -56,6 +59,8 @@ SPECS: dict[str, ModelSpec] = {
         name="tiny-wide-resnet", blocks=(2, 1), channels=8, width_factor=2, image=16, classes=10, style="aceso"
     ),
 }
+ACESO_PLANS = Path(__file__).parent / "aceso_plans.json"
+"""What Aceso's search returns for the tiny GPT under tight memory; ``tests/searchers/aceso`` searches them again."""
 BUCKET_BYTES = 20_000
 """Small, so that a tiny model has several buckets."""
 
@@ -218,7 +223,7 @@ def two_processes() -> list[Case]:
     shared = stage((0, end), [0, 1], by_layer(gpt.workload, [axes(("batch", 2, 1)), TP2, SP2, DP2]))
     add("gpt, embeddings tied in one stage under dp2 with ZeRO-1 and tp2", gpt, Plan((shared,), 4, 2))
     t5 = problem("t5")
-    middle = cut(t5.workload, "cross_attention_softmax", 5)
+    middle = cut(t5.workload, "decoder_cross_attention_softmax", 5)
     plan = pipeline(t5, [(middle, [1], ALONE), (-1, [0], ALONE)], microbatch=2)
     add("t5 pp2, cut inside the decoder, devices swapped", t5, plan)
     for model in ("bert", "llama", "t5", "t5-megatron", "gpt-neox"):
@@ -350,4 +355,6 @@ def four_processes() -> list[Case]:
     segments = recompute_segments(gpt.workload, 0, end, "selective")
     plan = Plan((stage((0, end), range(4), axes(("batch", 2), ("tensor_sequence", 2)), segments),), 4, 2)
     add("gpt dp2 tp2, sequence parallel, selective", gpt, plan)
+    for name, mapping in json.loads(ACESO_PLANS.read_text()).items():
+        add(f"gpt, found by Aceso: {name}", gpt, plan_from_mapping(mapping))
     return cases

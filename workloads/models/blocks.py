@@ -41,6 +41,7 @@ class Blocks:
         position_buckets: Buckets of a learned relative position bias (T5), 0: none.
         rotary: Rotary position embedding.
         residual_role: Word for the residual operators: ``post_attention_<word>``.
+        prefix: Put before every role, where two stacks of one model differ in shape (T5's decoder).
     """
 
     graph: GraphBuilder
@@ -60,6 +61,7 @@ class Blocks:
     position_buckets: int = 0
     rotary: bool = False
     residual_role: str = "dropout"
+    prefix: str = ""
 
     @cached_property
     def _attributes(self) -> dict[str, Attributes]:
@@ -112,12 +114,12 @@ class Blocks:
 
     def add_norm(self, role: str, x: str) -> str:
         """Add a norm of ``x``."""
-        return self.graph.add(role, self.norm, [x], self._attributes["norm"], sequence="sequence")
+        return self.graph.add(self.prefix + role, self.norm, [x], self._attributes["norm"], sequence="sequence")
 
     def add_residual(self, role: str, x: str, residual: str) -> str:
         """Add dropout of ``x`` and its sum with ``residual``; ``role`` is ``attention`` or ``mlp``."""
         return self.graph.add(
-            f"post_{role}_{self.residual_role}",
+            f"{self.prefix}post_{role}_{self.residual_role}",
             "dropout_add",
             [x, residual],
             self._attributes["residual"],
@@ -135,13 +137,13 @@ class Blocks:
         qkv = self._add_column("attention_qkv", "qkv", x)
         if self.rotary:
             attributes = self._attributes["self_causal" if causal else "self"]
-            qkv = self.graph.add("attention_rotary", "rotary", [qkv], attributes, tensor="head")
+            qkv = self.graph.add(f"{self.prefix}attention_rotary", "rotary", [qkv], attributes, tensor="head")
         return self._add_attention("attention", qkv, qkv, "self_causal" if causal else "self", tie)
 
     def add_cross_attention(self, x: str, memory: str) -> str:
         """Add attention of ``x`` to ``memory`` (an encoder's output)."""
         query, key_value = self.graph.add_with_outputs(
-            "cross_attention_qkv",
+            f"{self.prefix}cross_attention_qkv",
             "cross_projection",
             [x, memory],
             self._attributes["cross_qkv"],
@@ -151,10 +153,12 @@ class Blocks:
         return self._add_attention("cross_attention", query, key_value, "cross", None)
 
     def _add_column(self, role: str, key: str, x: str) -> str:
-        return self.graph.add(role, "linear", [x], self._attributes[key], tensor="column", alternative="row")
+        attributes = self._attributes[key]
+        return self.graph.add(self.prefix + role, "linear", [x], attributes, tensor="column", alternative="row")
 
     def _add_attention(self, prefix: str, query: str, key: str, which: str, tie: str | None) -> str:
         graph, attributes = self.graph, self._attributes
+        prefix = self.prefix + prefix
         if self.attention == "flash":
             context = graph.add(
                 f"{prefix}_flash", "flash_attention", [query, key], attributes[which], tensor="head"
@@ -181,11 +185,11 @@ class Blocks:
         """Add projection, activation (dropout) and projection back."""
         graph, attributes = self.graph, self._attributes
         x = self._add_column("mlp_linear_1", "linear_1", x)
-        x = graph.add("mlp_activation", self.activation, [x], attributes["activation"], tensor="column")
+        x = graph.add(f"{self.prefix}mlp_activation", self.activation, [x], attributes["activation"], tensor="column")
         if self.mlp_dropout and self.dropout > 0:
-            x = graph.add("mlp_dropout", "dropout", [x], attributes["mlp_dropout"], tensor="column")
+            x = graph.add(f"{self.prefix}mlp_dropout", "dropout", [x], attributes["mlp_dropout"], tensor="column")
         return graph.add(
-            "mlp_linear_2", "linear", [x], attributes["linear_2"], tensor="row", alternative="column"
+            f"{self.prefix}mlp_linear_2", "linear", [x], attributes["linear_2"], tensor="row", alternative="column"
         )
 
     def add_pre_norm_layer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -116,10 +117,13 @@ def build(spec: T5Spec, attention: str) -> Workload:
         x = blocks.add_pre_norm_layer(x, causal=False, tie="encoder.relative_bias")
     graph.layer("decoder_embedding")
     memory = blocks.add_norm("encoder_final_norm", x)
-    x = graph.add("embedding", "embedding", [decoder_tokens], embedding, tensor="vocab", ties=embedding_ties)
+    x = graph.add(
+        "decoder_embedding", "embedding", [decoder_tokens], embedding, tensor="vocab", ties=embedding_ties
+    )
+    decoder = replace(blocks, prefix="decoder_")
     for index in range(1, (spec.decoder_layers or spec.layers) + 1):
         graph.layer(f"decoder{index}")
-        x = blocks.add_decoder_layer(x, memory, tie="decoder.relative_bias")
+        x = decoder.add_decoder_layer(x, memory, tie="decoder.relative_bias")
     graph.layer("head")
     x = blocks.add_norm("final_norm", x)
     head = {"vocab": vocab, "hidden": spec.hidden, "bias": megatron}

@@ -1,0 +1,114 @@
+"""Aceso's released plan files (JSON) as plans.
+
+Two spellings are read: the public search's output, with one list per stage (``model_parallel_size_of_each_op``,
+...), and the compact one of collected plans (``stages`` with run lengths ``VALUExCOUNT``).
+
+Source:
+    microsoft/SuperScaler, branch Aceso, the configuration files that ``aceso_search.py`` writes and the runtime reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datafiles.errors import DataFileError
+from datafiles.loader import load_mapping
+from searchers.aceso.configuration import Configuration, StageChoice, runs_of, to_plan
+from simulator.plan import Plan
+from simulator.problem import Problem
+
+MAX_RUN = 100_000
+TENSOR_KEYS = ("model_parallel_size_of_each_op", "tensor_parallel_size_of_each_op")
+PUBLIC_KEYS = ("micro_batch_size", TENSOR_KEYS[0], "data_parallel_size_of_each_op")
+
+
+def import_plan(path: str | Path, problem: Problem) -> Plan:
+    """Read a plan of Aceso.
+
+    Args:
+        path: The JSON file.
+        problem: What it was made for; operators are counted as in its workload.
+
+    Raises:
+        DataFileError: If a key is missing or the lists do not agree with each other or the problem.
+    """
+    content = load_mapping(Path(path))
+    if "stages" in content:
+        microbatch, stages = _compact(content, path)
+    elif any(key in content for key in TENSOR_KEYS) and all(key in content for key in PUBLIC_KEYS[::2]):
+        microbatch, stages = _public(content, path)
+    else:
+        raise DataFileError(
+            path, f"an Aceso plan must have {', '.join(PUBLIC_KEYS)}, or stages; got {', '.join(sorted(content)[:12])}"
+        )
+    total = sum(len(stage["tp"]) for stage in stages)
+    if total != len(problem.workload):
+        raise DataFileError(
+            path, f"the plan must have the {len(problem.workload)} operators of {problem.workload.name}, got {total}"
+        )
+    if not isinstance(microbatch, int) or microbatch < 1 or problem.global_batch % microbatch:
+        raise DataFileError(
+            path, f"the microbatch must divide the global batch {problem.global_batch}, got {microbatch!r}"
+        )
+    choices, flags = [], bytearray()
+    for number, stage in enumerate(stages):
+        sizes = {tp * dp for tp, dp in zip(stage["tp"], stage["dp"], strict=True)}
+        if len(sizes) != 1 or min(sizes) < 1:
+            raise DataFileError(path, f"stage {number}: tp x dp must be equal for all operators, got {sorted(sizes)}")
+        choices.append(StageChoice(sizes.pop(), runs_of(zip(stage["tp"], stage["algo"], strict=True))))
+        flags += bytes(1 if flag else 0 for flag in stage["recompute"])
+    return to_plan(Configuration(microbatch, tuple(choices)), bytes(flags), problem)
+
+
+def _compact(content: Mapping[str, Any], path: str | Path) -> tuple[Any, list[dict[str, list[int]]]]:
+    stages = []
+    for number, stage in enumerate(content["stages"]):
+        found = {}
+        for name in ("tp", "dp", "algo", "recompute"):
+            if name not in stage:
+                raise DataFileError(path, f"stage {number} must have tp, dp, algo and recompute, {name} is missing")
+            found[name] = decoded(str(stage[name]), path)
+        _check_lengths(found, number, path)
+        stages.append(found)
+    return content.get("aggregate_micro_batch"), stages
+
+
+def _public(content: Mapping[str, Any], path: str | Path) -> tuple[Any, list[dict[str, list[int]]]]:
+    tp = next(content[key] for key in TENSOR_KEYS if key in content)
+    dp = content["data_parallel_size_of_each_op"]
+    zeros = [[0] * len(stage) for stage in tp]
+    algorithms = content.get("algo_of_each_op", zeros)
+    recompute = content.get("recompute_ops", zeros)
+    if not len(tp) == len(dp) == len(algorithms) == len(recompute):
+        raise DataFileError(path, f"every list must have one entry per stage, got {len(tp)} and {len(dp)}")
+    stages = []
+    for number, columns in enumerate(zip(tp, dp, algorithms, recompute, strict=True)):
+        found = dict(zip(("tp", "dp", "algo", "recompute"), (list(column) for column in columns), strict=True))
+        _check_lengths(found, number, path)
+        stages.append(found)
+    return content["micro_batch_size"], stages
+
+
+def _check_lengths(columns: Mapping[str, Sequence[int]], number: int, path: str | Path) -> None:
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) != 1:
+        raise DataFileError(path, f"stage {number}: all lists must have one entry per operator, got {lengths}")
+    if not all(type(value) is int and value >= 0 for values in columns.values() for value in values):
+        raise DataFileError(path, f"stage {number}: entries must be whole numbers from 0 on")
+
+
+def decoded(text: str, path: str | Path) -> list[int]:
+    """Return the values of ``VALUExCOUNT`` runs.
+
+    >>> decoded("0x3 1x2", "plan.json")
+    [0, 0, 0, 1, 1]
+    """
+    values: list[int] = []
+    for run in text.split():
+        value, _, count = run.partition("x")
+        if not value.isdigit() or not count.isdigit() or len(values) + int(count) > MAX_RUN:
+            raise DataFileError(path, f"a list must be runs VALUExCOUNT of at most {MAX_RUN} entries, got {run[:40]!r}")
+        values += [int(value)] * int(count)
+    return values

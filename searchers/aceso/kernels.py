@@ -1,0 +1,567 @@
+"""Aceso's performance model of one pipeline stage, compiled: time, memory and greedy recomputation.
+
+Everything is an array: ``columns[cell, column, operator]`` holds what an operator costs at a cell, that is, at a
+tensor degree, a number of samples per GPU and a partition choice. A stage is a range of operators and the cell of
+each. Bytes are per GPU, times are seconds per microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.compiled_cache import compiled
+
+Floats = NDArray[np.float64]
+Int32s = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
+
+FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT, ALWAYS, ENTRY = range(
+    12
+)
+"""Columns: seconds; bytes that enter and leave; model states; weights; kept for backward; the allocator's extra of
+each pass; gradients that data-parallel ranks sum; kept even if recomputed, for an operator farther on; kept besides
+if a recomputed run begins here: inputs that nobody keeps otherwise."""
+NUM_COLUMNS = 12
+
+TIME_FORWARD, TIME_BACKWARD, TIME_RECOMPUTE, TIME_TRANSFER, TIME_RESHARD, TIME_SYNC, MEMORY = range(7)
+"""Figures of a stage: seconds per microbatch (synchronisation: per iteration), bytes."""
+NUM_FIGURES = 7
+
+
+class Arrays(NamedTuple):
+    """What the compiled functions read; see ``searchers.aceso.tables``.
+
+    Attributes:
+        columns: float64[num_cells, NUM_COLUMNS, num_operators]; a forward time of infinity is no such cell.
+        group: int32[num_operators]: operators of one name.
+        layer: int32[num_operators].
+        may_free: uint8[num_operators]: a recomputed run may begin here.
+        transfer_bytes, transfer_s: float64[2, num_knots]: message sizes and seconds, inside a node and between nodes.
+        sync: float64[num_degrees, num_degrees, 2]: latency and seconds per byte of a gradient all-reduce over 2**j
+            replicas that are 2**i ranks apart.
+        gather: float64[num_degrees, 2]: the same of an all-gather over 2**i neighbours, for resharding.
+        degrees: int32[num_cells, 3]: log2 of tensor degree, samples per GPU, partition.
+        rules: int64[3]: steps of the transfer table taken as they are (release) instead of interpolated; the last
+            operator's extra left out and the weights its least (release); the input of the first stage counts.
+    """
+
+    columns: Floats
+    group: Int32s
+    layer: Int32s
+    may_free: Bytes
+    transfer_bytes: Floats
+    transfer_s: Floats
+    sync: Floats
+    gather: Floats
+    degrees: Int32s
+    rules: NDArray[np.int64]
+
+
+@compiled
+def transfer_time(arrays: Arrays, between_nodes: int, num_bytes: float) -> float:
+    """Return seconds of one message."""
+    sizes, seconds = arrays.transfer_bytes[between_nodes], arrays.transfer_s[between_nodes]
+    if num_bytes <= 0.0:
+        return 0.0
+    last = len(sizes) - 1
+    place = 0
+    while place < last and sizes[place + 1] <= num_bytes:
+        place += 1
+    if arrays.rules[0]:
+        place = max(place - 1, 0)
+        return float(num_bytes * seconds[place] / sizes[place])
+    if num_bytes <= sizes[0]:
+        return float(seconds[0])
+    if place == last:
+        return float(num_bytes * seconds[last] / sizes[last])
+    part = (num_bytes - sizes[place]) / (sizes[place + 1] - sizes[place])
+    return float(seconds[place] + part * (seconds[place + 1] - seconds[place]))
+
+
+@compiled
+def _run_kept(
+    arrays: Arrays, cells: Int32s, flags: Bytes, first: int, last: int, start: int, stop: int
+) -> float:
+    """Return bytes that the recomputed run ``[first, last]`` brings back at once.
+
+    The release counts the last operator too where the next layer's first is recomputed.
+    """
+    total = 0.0
+    for index in range(first, last + 1):
+        if index < last or (arrays.rules[1] and index + 1 < stop and flags[index + 1 - start]):
+            total += arrays.columns[cells[index - start], KEPT, index]
+    return total
+
+
+@compiled
+def _freed_and_largest(
+    arrays: Arrays, cells: Int32s, flags: Bytes, start: int, stop: int
+) -> tuple[float, float, float]:
+    """Return bytes per microbatch that recomputation frees, the largest run, and its extra forward seconds."""
+    freed = largest = seconds = 0.0
+    index = start
+    while index < stop:
+        if not flags[index - start]:
+            index += 1
+            continue
+        last = index
+        while last + 1 < stop and flags[last + 1 - start] and arrays.layer[last + 1] == arrays.layer[index]:
+            last += 1
+        freed -= arrays.columns[cells[index - start], ENTRY, index]
+        for inner in range(index, last + 1):
+            seconds += arrays.columns[cells[inner - start], FORWARD, inner]
+            if inner < last:
+                freed += arrays.columns[cells[inner - start], KEPT, inner]
+        largest = max(largest, _run_kept(arrays, cells, flags, index, last, start, stop))
+        index = last + 1
+    return freed, largest, seconds
+
+
+@compiled
+def _choose(
+    arrays: Arrays,
+    cells: Int32s,
+    flags: Bytes,
+    start: int,
+    stop: int,
+    in_flight: int,
+    fixed: float,
+    kept: float,
+    limit: float,
+    by_time: bool,
+) -> tuple[float, float, float]:
+    """Flag operators until the stage fits: largest activation first, or most bytes freed per second first.
+
+    Returns bytes freed per microbatch, the largest run and the extra seconds.
+    """
+    count = stop - start
+    freed = largest = seconds = 0.0
+    while fixed + (kept - freed) * in_flight + largest > limit:
+        chosen, best, worth_bytes = -1, -1.0, 0.0
+        covering, cheapest = -1, np.inf
+        missing = fixed + (kept - freed) * in_flight + largest - limit
+        for offset in range(count - 1):
+            index = start + offset
+            if not arrays.may_free[index] or arrays.layer[index + 1] != arrays.layer[index]:
+                continue
+            if flags[offset] and flags[offset + 1]:
+                continue
+            gain = arrays.columns[cells[offset], KEPT, index]
+            cost = 0.0
+            if not flags[offset]:
+                cost += arrays.columns[cells[offset], FORWARD, index]
+            if not flags[offset + 1]:
+                cost += arrays.columns[cells[offset + 1], FORWARD, index + 1]
+            # Neighbours that are flagged already are freed as well.
+            if offset > 0 and flags[offset - 1] and not flags[offset] and (
+                arrays.layer[index - 1] == arrays.layer[index]
+            ):
+                gain += arrays.columns[cells[offset - 1], KEPT, index - 1]
+            if offset + 2 < count and flags[offset + 2] and not flags[offset + 1] and (
+                arrays.layer[index + 2] == arrays.layer[index]
+            ):
+                gain += arrays.columns[cells[offset + 1], KEPT, index + 1]
+            before_flagged = offset > 0 and flags[offset - 1] and arrays.layer[index - 1] == arrays.layer[index]
+            after_flagged = offset + 2 < count and flags[offset + 2] and (
+                arrays.layer[index + 2] == arrays.layer[index]
+            )
+            if not flags[offset]:
+                if not before_flagged:
+                    gain -= arrays.columns[cells[offset], ENTRY, index]
+                if flags[offset + 1]:
+                    gain += arrays.columns[cells[offset + 1], ENTRY, index + 1]
+            if not flags[offset + 1] and after_flagged:
+                gain += arrays.columns[cells[offset + 2], ENTRY, index + 2]
+            if gain <= 0.0:
+                continue
+            if by_time:
+                if gain * in_flight >= missing and cost < cheapest:
+                    covering, cheapest = offset, cost
+                worth = gain / max(cost, 1e-12)
+            else:
+                worth = gain
+            if worth > best * (1 + 1e-12):
+                chosen, best, worth_bytes = offset, worth, gain
+        if chosen < 0:
+            return freed, largest, seconds
+        gained = worth_bytes
+        if covering >= 0:
+            chosen = covering
+        # The rest of the group from the front, as many layers as are needed.
+        name = arrays.group[start + chosen]
+        for offset in range(chosen, count - 1):
+            index = start + offset
+            if arrays.group[index] != name or (flags[offset] and flags[offset + 1]):
+                continue
+            if arrays.layer[index + 1] != arrays.layer[index] or not arrays.may_free[index]:
+                continue
+            for flagged in (offset, offset + 1):
+                if not flags[flagged]:
+                    flags[flagged] = 1
+                    seconds += arrays.columns[cells[flagged], FORWARD, start + flagged]
+                    if flagged > 0 and flags[flagged - 1] and (
+                        arrays.layer[start + flagged - 1] == arrays.layer[start + flagged]
+                    ):
+                        freed += arrays.columns[cells[flagged - 1], KEPT, start + flagged - 1]
+                    else:
+                        freed -= arrays.columns[cells[flagged], ENTRY, start + flagged]
+                    if flagged + 1 < count and flags[flagged + 1] and (
+                        arrays.layer[start + flagged + 1] == arrays.layer[start + flagged]
+                    ):
+                        freed += arrays.columns[cells[flagged], KEPT, start + flagged]
+                        freed += arrays.columns[cells[flagged + 1], ENTRY, start + flagged + 1]
+            first = last = offset
+            while first > 0 and flags[first - 1] and arrays.layer[start + first - 1] == arrays.layer[index]:
+                first -= 1
+            while last + 1 < count and flags[last + 1] and arrays.layer[start + last + 1] == arrays.layer[index]:
+                last += 1
+            largest = max(largest, _run_kept(arrays, cells, flags, start + first, start + last, start, stop))
+            missing = fixed + (kept - freed) * in_flight + largest - limit
+            if missing <= 0.0 or (by_time and missing <= gained * in_flight):
+                break
+    return freed, largest, seconds
+
+
+@compiled
+def reshard_time(arrays: Arrays, before: int, after: int, index: int) -> float:
+    """Return seconds to move what enters operator ``index`` from one cell's layout to another's, both passes.
+
+    Where the tensor degree grows, samples are gathered forward and cut backward; where it shrinks, the other way
+    round: one all-gather over as many neighbours as the degrees differ by.
+    """
+    shift = abs(arrays.degrees[after, 0] - arrays.degrees[before, 0])
+    if shift == 0:
+        return 0.0
+    num_bytes = max(arrays.columns[before, INPUT, index], arrays.columns[after, INPUT, index])
+    return float(arrays.gather[shift, 0] + arrays.gather[shift, 1] * num_bytes)
+
+
+@compiled
+def stage_figures(
+    arrays: Arrays,
+    cells: Int32s,
+    start: int,
+    stop: int,
+    gpus: int,
+    in_flight: int,
+    links: int,
+    limit: float,
+    recompute: int,
+    flags: Bytes,
+    figures: Floats,
+) -> None:
+    """Write the figures of one stage.
+
+    Args:
+        arrays: Costs.
+        cells: Per operator of the stage.
+        start, stop: Operators of the stage.
+        gpus: GPUs of the stage.
+        in_flight: Microbatches whose activations it keeps at once.
+        links: Bit 0: a stage comes before; bit 1: one comes after; bits 2 and 3: it is on another node.
+        limit: Bytes to stay below, for the choice of recomputed operators.
+        recompute: 0: ``flags`` are given; 1: choose the largest activations first; 2: the most bytes per second
+            first; 3: whichever of the two takes less time.
+        flags: uint8[stop - start]; recomputed operators, written if chosen.
+        figures: float64[NUM_FIGURES].
+    """
+    forward = backward = states = weights = kept = gradients = reshard = 0.0
+    extra_forward = extra_backward = extra = 0.0
+    release = arrays.rules[1] != 0
+    for offset in range(stop - start):
+        index, cell = start + offset, cells[offset]
+        forward += arrays.columns[cell, FORWARD, index]
+        backward += arrays.columns[cell, BACKWARD, index]
+        states += arrays.columns[cell, STATE, index]
+        weights += arrays.columns[cell, WEIGHT, index]
+        kept += arrays.columns[cell, KEPT, index] + arrays.columns[cell, ALWAYS, index]
+        gradients += arrays.columns[cell, GRADIENT, index]
+        if index + 1 < stop or not release or stop - start == 1:
+            extra_forward = max(extra_forward, arrays.columns[cell, EXTRA_FORWARD, index])
+            extra_backward = max(extra_backward, arrays.columns[cell, EXTRA_BACKWARD, index])
+        if offset > 0 and cells[offset - 1] != cell:
+            reshard += reshard_time(arrays, cells[offset - 1], cell, index)
+    extra = max(extra_forward + extra_backward, weights) if release else max(extra_forward, extra_backward)
+    entering = arrays.columns[cells[0], INPUT, start] if links & 1 or arrays.rules[2] else 0.0
+    kept += entering
+    fixed = states + extra
+    freed = largest = seconds = 0.0
+    if recompute == 0:
+        freed, largest, seconds = _freed_and_largest(arrays, cells, flags, start, stop)
+    elif fixed + kept * in_flight > limit:
+        flags[:] = 0
+        freed, largest, seconds = _choose(
+            arrays, cells, flags, start, stop, in_flight, fixed, kept, limit, recompute == 2
+        )
+        if recompute == 3:
+            other = np.zeros(stop - start, np.uint8)
+            found = _choose(arrays, cells, other, start, stop, in_flight, fixed, kept, limit, True)
+            first = fixed + (kept - freed) * in_flight + largest <= limit
+            second = fixed + (kept - found[0]) * in_flight + found[1] <= limit
+            if second and (not first or found[2] < seconds):
+                flags[:] = other
+        freed, largest, seconds = _freed_and_largest(arrays, cells, flags, start, stop)
+    else:
+        flags[:] = 0
+    transfer = 0.0
+    if links & 1:
+        transfer += transfer_time(arrays, (links >> 2) & 1, arrays.columns[cells[0], INPUT, start])
+    if links & 2:
+        transfer += transfer_time(
+            arrays, (links >> 3) & 1, arrays.columns[cells[stop - start - 1], OUTPUT, stop - 1]
+        )
+    tensor_log = arrays.degrees[cells[0], 0]
+    replicas_log = 0
+    while (1 << (replicas_log + tensor_log)) < gpus:
+        replicas_log += 1
+    sync = 0.0
+    if replicas_log > 0:
+        sync = arrays.sync[tensor_log, replicas_log, 0] + arrays.sync[tensor_log, replicas_log, 1] * gradients
+    figures[TIME_FORWARD] = forward
+    figures[TIME_BACKWARD] = backward
+    figures[TIME_RECOMPUTE] = seconds
+    figures[TIME_TRANSFER] = transfer
+    figures[TIME_RESHARD] = reshard
+    figures[TIME_SYNC] = sync
+    figures[MEMORY] = fixed + (kept - freed) * in_flight + largest
+
+
+@compiled
+def balanced_cuts(
+    arrays: Arrays,
+    stage_cells: Int32s,
+    gpus: Int32s,
+    in_flight: Int32s,
+    links: Int32s,
+    weight: float,
+    limit: float,
+    recompute: int,
+    cuts: Int32s,
+    window: int,
+) -> int:
+    """Move the borders of stages of one cell each to where the pipeline is fastest; return stages priced.
+
+    The least time of the slowest stage is found by bisection: the stages take as many operators as fit, one after
+    the other. Then every border may move by up to ``window`` operators, all together, by dynamic programming over
+    ``weight * slowest + sum``. Where nothing fits the borders stay.
+
+    Args:
+        arrays: Costs.
+        stage_cells, gpus, in_flight, links: int32[num_stages], as in ``stage_figures``.
+        weight: Microbatches less one.
+        limit: Bytes.
+        recompute: As in ``stage_figures``.
+        cuts: int32[num_stages + 1]; borders, moved in place.
+        window: Operators.
+    """
+    num_stages, count = len(stage_cells), cuts[-1]
+    figures = np.zeros(NUM_FIGURES)
+    flags = np.zeros(count, np.uint8)
+    cells = np.zeros((num_stages, count), np.int32)
+    priced = 0
+    total = 0.0
+    for stage in range(num_stages):
+        cells[stage, :] = stage_cells[stage]
+    for index in range(count):
+        least = np.inf
+        for stage in range(num_stages):
+            cell = stage_cells[stage]
+            least = min(least, arrays.columns[cell, FORWARD, index] + arrays.columns[cell, BACKWARD, index])
+        total += least
+    low, high = total / num_stages, 0.0
+    for stage in range(num_stages):
+        start, stop = cuts[stage], cuts[stage + 1]
+        stage_figures(
+            arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
+            recompute, flags[: stop - start], figures,
+        )
+        priced += 1
+        fits = figures[MEMORY] <= limit
+        high = max(high, _microbatch_time(figures)) if fits else np.inf
+        if not fits:
+            break
+    found = np.zeros(num_stages + 1, np.int32)
+    found[:] = cuts
+    trial = np.zeros(num_stages + 1, np.int32)
+    if high == np.inf:
+        high = low * 1.5
+        for _ in range(8):
+            priced += _greedy_cuts(
+                arrays, cells, gpus, in_flight, links, high, limit, recompute, count, trial, flags, figures
+            )
+            if trial[0] == 0:
+                found[:] = trial
+                break
+            low, high = high, high * 1.6
+        if trial[0] != 0:
+            return priced
+    while high - low > 1e-3 * high:
+        middle = 0.5 * (low + high)
+        priced += _greedy_cuts(
+            arrays, cells, gpus, in_flight, links, middle, limit, recompute, count, trial, flags, figures
+        )
+        if trial[0] == 0:
+            high = middle
+            found[:] = trial
+        else:
+            low = middle
+    if window > 0 and num_stages > 1:
+        priced += _polish(
+            arrays, cells, gpus, in_flight, links, weight, limit, recompute, found, window, flags, figures
+        )
+    cuts[:] = found
+    return priced
+
+
+@compiled
+def _microbatch_time(figures: Floats) -> float:
+    return float(
+        figures[TIME_FORWARD]
+        + figures[TIME_BACKWARD]
+        + figures[TIME_RECOMPUTE]
+        + figures[TIME_TRANSFER]
+        + figures[TIME_RESHARD]
+    )
+
+
+@compiled
+def _greedy_cuts(
+    arrays: Arrays,
+    cells: Int32s,
+    gpus: Int32s,
+    in_flight: Int32s,
+    links: Int32s,
+    goal: float,
+    limit: float,
+    recompute: int,
+    count: int,
+    cuts: Int32s,
+    flags: Bytes,
+    figures: Floats,
+) -> int:
+    """Give each stage as many operators as it does within ``goal`` seconds; ``cuts[0]`` is -1 where some remain."""
+    num_stages = len(gpus)
+    priced = 0
+    start = 0
+    cuts[0] = 0
+    for stage in range(num_stages):
+        most = count - (num_stages - 1 - stage)
+        low, high = start, most  # low fits (nothing), high is the largest that may
+        if stage == num_stages - 1:
+            low = most - 1
+        while low < high:
+            stop = (low + high + 1) // 2
+            stage_figures(
+                arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
+                recompute, flags[: stop - start], figures,
+            )
+            priced += 1
+            steady = _microbatch_time(figures) - figures[TIME_TRANSFER]
+            if steady <= goal and figures[MEMORY] <= limit:
+                low = stop
+            else:
+                high = stop - 1
+        stop = low
+        reached = False
+        for _ in range(14):
+            if stop <= start or (stage == num_stages - 1 and stop < most):
+                break
+            stage_figures(
+                arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
+                recompute, flags[: stop - start], figures,
+            )
+            priced += 1
+            if _microbatch_time(figures) <= goal and figures[MEMORY] <= limit:
+                reached = True
+                break
+            stop -= 1
+        if not reached:
+            cuts[0] = -1
+            return priced
+        start = stop
+        cuts[stage + 1] = stop
+    return priced
+
+
+@compiled
+def _polish(
+    arrays: Arrays,
+    cells: Int32s,
+    gpus: Int32s,
+    in_flight: Int32s,
+    links: Int32s,
+    weight: float,
+    limit: float,
+    recompute: int,
+    cuts: Int32s,
+    window: int,
+    flags: Bytes,
+    figures: Floats,
+) -> int:
+    """Move all borders within a window so that ``weight * slowest + sum`` is least."""
+    num_stages, count = len(gpus), cuts[-1]
+    width = 2 * window + 1
+    slowest = np.full((num_stages + 1, width), np.inf)
+    summed = np.full((num_stages + 1, width), np.inf)
+    before = np.zeros((num_stages + 1, width), np.int32)
+    slowest[0, window] = 0.0
+    summed[0, window] = 0.0
+    priced = 0
+    for stage in range(num_stages):
+        for place in range(width):
+            stop = cuts[stage + 1] + place - window
+            if stop > count or stop < 1 or (stage == num_stages - 1 and stop != count):
+                continue
+            for from_place in range(width):
+                if summed[stage, from_place] == np.inf:
+                    continue
+                start = cuts[stage] + from_place - window
+                if start >= stop or start < 0:
+                    continue
+                stage_figures(
+                    arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage],
+                    limit, recompute, flags[: stop - start], figures,
+                )
+                priced += 1
+                if figures[MEMORY] > limit:
+                    continue
+                seconds = _microbatch_time(figures)
+                worst, all_of_them = max(slowest[stage, from_place], seconds), summed[stage, from_place] + seconds
+                old = weight * slowest[stage + 1, place] + summed[stage + 1, place]
+                if weight * worst + all_of_them < old:
+                    slowest[stage + 1, place], summed[stage + 1, place] = worst, all_of_them
+                    before[stage + 1, place] = from_place
+    if summed[num_stages, window] == np.inf:
+        return priced
+    place = window
+    for stage in range(num_stages, 0, -1):
+        cuts[stage] += place - window
+        place = before[stage, place]
+    return priced
+
+
+@compiled
+def price_stops(
+    arrays: Arrays,
+    cells: Int32s,
+    start: int,
+    stops: Int32s,
+    gpus: int,
+    in_flight: int,
+    links: int,
+    limit: float,
+    recompute: int,
+    seconds: Floats,
+) -> None:
+    """Write the microbatch seconds of the stages ``[start, stop)``, infinity where one does not fit."""
+    figures = np.zeros(NUM_FIGURES)
+    flags = np.zeros(len(cells), np.uint8)
+    for place in range(len(stops)):
+        size = stops[place] - start
+        stage_figures(
+            arrays, cells[:size], start, stops[place], gpus, in_flight, links, limit, recompute, flags[:size], figures
+        )
+        seconds[place] = _microbatch_time(figures) if figures[MEMORY] <= limit else np.inf

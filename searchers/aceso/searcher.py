@@ -1,0 +1,271 @@
+"""Aceso as a searcher."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import ClassVar
+
+from searchers.aceso.configuration import from_plan, to_plan
+from searchers.aceso.model import PerformanceModel, Price
+from searchers.aceso.multihop import SearchOptions, StageCountSearch
+from searchers.aceso.stage_counts import Round, search_stage_counts, stage_counts_of
+from searchers.aceso.warm_up import warm_up
+from searchers.base import (
+    GIB,
+    HistoryEntry,
+    NoFeasiblePlan,
+    Objective,
+    RankedPlan,
+    Score,
+    Searcher,
+    SearchResult,
+    cost_tables,
+    estimated,
+)
+from searchers.budget import Budget
+from searchers.plan_words import describe_plan
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.validate import validate
+
+DEFAULT_BUDGET = Budget(evaluations=2000)
+JUDGED_FACTOR = 3
+WORTH_PROCESSES_S = 2.0
+"""From this budget on, starting processes pays."""
+
+
+class Aceso(Searcher):
+    """Aceso: alleviates one bottleneck at a time by primitives that trade resources, for every stage count.
+
+    Args:
+        compat: ``paper`` for the paper's performance model on the shared cost tables; ``release`` for what the
+            public code computes from its profile.
+        max_hops: Longest chain of primitives in one iteration.
+        heuristic_2: Order primitives by Heuristic 2; else at random.
+        borders: How inc/dec-op# choose their arguments: ``all`` borders at once to where the pipeline is fastest,
+            attached to every primitive, or ``relay``: the paper's.
+        recompute: How recomputed operators are chosen: ``cheapest``, ``largest`` (the paper's) or ``worth``.
+        initial: Start configuration: ``balanced``, ``imbalance-op`` or ``imbalance-gpu``.
+        fine_tunes: Tune degrees and partitions inside stages.
+        breadth: Argument choices of one primitive priced in full.
+        largest_samples: Largest samples per GPU and microbatch (the paper's model).
+        stage_counts: Pipeline depths; all by default.
+        races: Drop the worse half of the stage counts round by round.
+        judge: The best so many plans are simulated (after the budget), and the fastest comes first; 0: none.
+        workers: Processes; None for all cores where the budget is long enough.
+        objective, keep: As every searcher.
+    """
+
+    name: ClassVar[str] = "aceso"
+    paper: ClassVar[str] = (
+        "Liu et al., Aceso: Efficient Parallel DNN Training through Iterative Bottleneck Alleviation, EuroSys 2024"
+    )
+
+    def __init__(
+        self,
+        *,
+        compat: str = "paper",
+        max_hops: int = 7,
+        heuristic_2: bool = True,
+        borders: str = "all",
+        recompute: str = "cheapest",
+        initial: str = "balanced",
+        fine_tunes: bool = True,
+        breadth: int = 3,
+        largest_samples: int = 8,
+        stage_counts: tuple[int, ...] | None = None,
+        races: bool = True,
+        judge: int = 3,
+        workers: int | None = None,
+        objective: str | Objective = "paper",
+        keep: int = 5,
+    ) -> None:
+        super().__init__(objective=objective, keep=keep)
+        if borders not in ("all", "relay"):
+            raise ValueError(f"borders must be all or relay, got {borders!r}")
+        if max_hops < 1:
+            raise ValueError(f"max_hops must be at least 1, got {max_hops}")
+        self.compat = compat
+        self.recompute = recompute
+        self.largest_samples = largest_samples
+        self.stage_counts = stage_counts
+        self.races = races
+        self.judge = judge
+        self.workers = workers
+        self.options = SearchOptions(
+            max_hops=max_hops,
+            heuristic_2=heuristic_2,
+            balances=borders == "all",
+            breadth=breadth,
+            initial=initial,
+            fine_tunes=fine_tunes,
+        )
+        self._models: dict[int, tuple[Problem, PerformanceModel]] = {}
+        self.searches: list[StageCountSearch] = []
+
+    def model(self, problem: Problem) -> PerformanceModel:
+        """Return the performance model of a problem (remembered).
+
+        Raises:
+            ValueError: If an option is unknown or the release's model lacks its profile.
+        """
+        known = self._models.get(id(problem))
+        if known is None or known[0] is not problem:
+            made = PerformanceModel.of(
+                problem, cost_tables(problem), compat=self.compat, recompute=self.recompute,
+                samples=self.largest_samples,
+            )  # fmt: skip
+            self._models = {id(problem): (problem, made)}
+            return made
+        return known[1]
+
+    def paper_objective(self, plan: Plan, problem: Problem) -> Score:
+        """Score a plan by Equations 1 and 2."""
+        return score_of(self.model(problem).price(from_plan(plan.canonical(problem.workload), problem)))
+
+    def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
+        """Search every stage count within the budget (2,000 evaluations if None) and return the best plans.
+
+        Raises:
+            NoFeasiblePlan: If no configuration was found that fits.
+            ValueError: If an option does not suit the problem.
+        """
+        warm_up()
+        began = time.perf_counter()
+        budget = budget or DEFAULT_BUDGET
+        model = self.model(problem)
+        counts = stage_counts_of(model)
+        if self.stage_counts is not None:
+            counts = [count for count in counts if count in self.stage_counts]
+        if not counts:
+            raise NoFeasiblePlan(self.name, f"no legal plan; {problem.num_devices} devices cannot be dealt to stages")
+        if budget.evaluations is not None:
+            counts = sorted(counts, key=lambda count: (count != min(counts), count))
+        left = budget
+        if budget.seconds is not None:
+            left = Budget(max(1e-9, budget.seconds - (time.perf_counter() - began)), budget.evaluations)
+        self.searches, rounds = search_stage_counts(
+            model, counts, self.options, left, seed=seed, workers=self._processes(budget), races=self.races
+        )
+        return self._result(problem, model, rounds, began, seed, budget)
+
+    def _processes(self, budget: Budget) -> int:
+        if self.workers is not None:
+            return self.workers
+        long = budget.seconds is not None and budget.seconds >= WORTH_PROCESSES_S
+        return (os.cpu_count() or 1) if long else 1
+
+    def _result(
+        self,
+        problem: Problem,
+        model: PerformanceModel,
+        rounds: list[Round],
+        began: float,
+        seed: int,
+        budget: Budget,
+    ) -> SearchResult:
+        evaluations = sum(search.evaluations for search in self.searches)
+        counters = {**self._counters(), "evaluations": evaluations, "rounds": len(rounds)}
+        ranked = self._ranked(problem, model, None if budget.seconds is None else began + budget.seconds)
+        if not ranked:
+            raise self._nothing(problem, evaluations)
+        if self.judge and len(ranked) > 1:
+            ranked = self._judged(ranked, problem)
+        ranked = ranked[: self.keep]
+        history = self._history(rounds, began, evaluations, min(plan.objective for plan in ranked))
+        return SearchResult(tuple(ranked), history, counters, self.name, seed, time.perf_counter() - began)
+
+    def _ranked(self, problem: Problem, model: PerformanceModel, end_s: float | None) -> list[RankedPlan]:
+        """Return the best plans that are legal and fit, by the objective; after ``end_s`` the first is enough."""
+        wanted = max(self.keep, JUDGED_FACTOR * self.judge)
+        configurations = [item for search in self.searches for item in search.top(4 * wanted)]
+        configurations.sort(key=lambda item: item[1].iteration_s)
+        ranked: dict[Plan, RankedPlan] = {}
+        for configuration, price in configurations:
+            late = end_s is not None and time.perf_counter() > end_s
+            if len(ranked) >= wanted or (late and ranked):
+                break
+            plan = validate(to_plan(configuration, price.flags, problem), problem)
+            if plan in ranked:
+                continue
+            score = self.score(plan, problem)
+            if not score.fits or (self.compat == "paper" and not estimated(plan, problem).fits):
+                continue
+            ranked[plan] = RankedPlan(plan, score.objective)
+        return sorted(ranked.values(), key=lambda each: each.objective)[:wanted]
+
+    def _judged(self, ranked: list[RankedPlan], problem: Problem) -> list[RankedPlan]:
+        """Return the plans with the one first that simulates fastest, of those that fit there.
+
+        Plans are simulated in order until ``judge`` fit, at most three times as many.
+        """
+        verdicts: list[tuple[bool, float, int]] = []
+        for place, each in enumerate(ranked[: JUDGED_FACTOR * self.judge]):
+            found = simulate(each.plan, problem, costs=cost_tables(problem), engine="compiled")
+            verdicts.append((not found.fits, found.iteration_time_s, place))
+            if sum(not misses for misses, _, _ in verdicts) == self.judge:
+                break
+        best = min(verdicts)[2]
+        return [ranked[best], *(each for place, each in enumerate(ranked) if place != best)]
+
+    def _history(
+        self, rounds: list[Round], began: float, evaluations: int, best: float
+    ) -> tuple[HistoryEntry, ...]:
+        """Return the best iteration time over time: the searches' own clocks side by side."""
+        merged = sorted(
+            (seconds, spent, found)
+            for search in self.searches
+            for seconds, spent, found in search.statistics.improvements
+        )
+        share = len(self.searches)
+        entries: list[HistoryEntry] = []
+        for seconds, spent, found in merged:
+            if entries and found >= entries[-1].best_objective:
+                continue
+            past = entries[-1].evaluations if entries else 0
+            entries.append(HistoryEntry(seconds, max(past, min(evaluations, spent * share)), max(found, best)))
+        ended = max(time.perf_counter() - began, entries[-1].wall_s if entries else 0.0)
+        return (*entries, HistoryEntry(ended, evaluations, best))
+
+    def _counters(self) -> dict[str, int | float]:
+        statistics = [search.statistics for search in self.searches]
+        tried = [number for each in statistics for number in each.bottlenecks_tried]
+        hops = [number for each in statistics for number in each.hops]
+        counters: dict[str, int | float] = {
+            "stage_counts": len(self.searches),
+            "stages_priced": sum(search.stages_priced for search in self.searches),
+            "iterations_improved": len(tried),
+            "iterations_failed": sum(each.failures for each in statistics),
+            "first_bottleneck_right": sum(number == 1 for number in tried),
+            "more_than_one_hop": sum(number > 1 for number in hops),
+        }
+        return counters
+
+    def _nothing(self, problem: Problem, evaluations: int) -> NoFeasiblePlan:
+        closest = min(
+            (search.best for search in self.searches if search.best is not None),
+            key=lambda found: found[1].memory_bytes - found[1].limit_bytes,
+            default=None,
+        )
+        if closest is None:
+            return NoFeasiblePlan(self.name, "no legal plan; the budget ended first")
+        configuration, price = closest
+        plan = to_plan(configuration, price.flags, problem)
+        return NoFeasiblePlan(
+            self.name,
+            f"out of memory: none of {evaluations} configurations fits in memory; the closest needs "
+            f"{price.memory_bytes / GIB:.1f} of {max(0.0, price.limit_bytes) / GIB:.1f} GiB ({describe_plan(plan)})",
+            closest=score_of(price),
+            closest_plan=plan,
+        )
+
+
+def score_of(price: Price) -> Score:
+    """Return a price in the words of every searcher."""
+    memory = [stage.memory_bytes for stage in price.stages]
+    worst = memory.index(max(memory))
+    return Score(price.iteration_s, price.fits, memory[worst], price.limit_bytes, f"stage {worst}")
+
+

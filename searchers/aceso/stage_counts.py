@@ -1,0 +1,141 @@
+"""The search over stage counts: independent searches side by side, the worse half dropped after each round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+from joblib import Parallel, delayed
+
+from searchers.aceso.initial import initial_configuration
+from searchers.aceso.model import PerformanceModel
+from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
+from searchers.budget import Budget
+
+MAX_STAGES = 16
+SURVIVORS = 0.5
+RESERVED = 0.1
+"""Share of a time budget left for turning configurations into plans, at least."""
+PLAN_S_PER_OPERATOR = 5e-4
+"""What checking one plan takes."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What was spent by the end of a round: wall seconds, evaluations, and the best iteration time."""
+
+    seconds: float
+    evaluations: int
+    best_s: float
+
+
+def stage_counts_of(model: PerformanceModel, largest: int = MAX_STAGES) -> list[int]:
+    """Return the stage counts that devices and operators can be dealt to."""
+    counts = range(1, min(model.num_devices, largest, model.num_operators) + 1)
+    return [count for count in counts if initial_configuration(model, count) is not None]
+
+
+def search_stage_counts(
+    model: PerformanceModel,
+    counts: Sequence[int],
+    options: SearchOptions,
+    budget: Budget,
+    *,
+    seed: int = 0,
+    workers: int = 1,
+    races: bool = True,
+) -> tuple[list[StageCountSearch], list[Round]]:
+    """Search every stage count and return the searches, with the state of all at the end of each round.
+
+    With ``races``, the budget is spent in rounds; after each, the half of the stage counts with the slowest best
+    configurations is dropped. Without, every stage count gets an equal share of the budget in one round.
+
+    Args:
+        model: Prices.
+        counts: Stage counts.
+        options: How each search goes.
+        budget: Over all stage counts: wall time, or evaluations.
+        seed: For random choices.
+        workers: Processes.
+        races: See above.
+    """
+    began = time.perf_counter()
+    searches = [StageCountSearch(count, options, seed) for count in counts]
+    rounds: list[Round] = []
+    active = list(range(len(searches)))
+    number = max(1, ceil(log2(len(searches) + 1))) if races else 1
+    seconds = None
+    if budget.seconds is not None:
+        reserved = max(RESERVED * budget.seconds, PLAN_S_PER_OPERATOR * model.num_operators)
+        seconds = budget.seconds - min(reserved, budget.seconds / 2)
+    for position in range(number):
+        if not active:
+            break
+        left_evaluations = None
+        if budget.evaluations is not None:
+            left_evaluations = budget.evaluations - sum(search.evaluations for search in searches)
+            if left_evaluations < 1:
+                break
+        left_s = None if seconds is None else seconds - (time.perf_counter() - began)
+        if left_s is not None and left_s <= 0 and rounds:
+            break
+        limits = _shares(left_evaluations, left_s, len(active), number - position, min(workers, len(active)))
+        continued = _run([searches[place] for place in active], model, limits, workers)
+        for place, search in zip(active, continued, strict=True):
+            searches[place] = search
+        rounds.append(
+            Round(
+                time.perf_counter() - began,
+                sum(search.evaluations for search in searches),
+                min((_standing(search)[1] for search in searches if _is_feasible(search)), default=float("inf")),
+            )
+        )
+        open_ones = [place for place in active if not searches[place].is_exhausted]
+        order = sorted(active, key=lambda place: _standing(searches[place]))
+        survivors = set(order[: max(1, ceil(len(order) * SURVIVORS))])
+        active = [place for place in open_ones if place in survivors]
+    return searches, rounds
+
+
+def _shares(
+    evaluations: int | None, seconds: float | None, searches: int, rounds: int, workers: int
+) -> list[Limits]:
+    """Return each search's limits of this round: an equal part of what the remaining rounds have."""
+    own_seconds = None if seconds is None else max(0.0, seconds) / rounds * workers / searches
+    if evaluations is None:
+        return [Limits(None, own_seconds)] * searches
+    now = max(1, evaluations // rounds) if evaluations >= searches * rounds else evaluations
+    base, extra = divmod(now, searches)
+    return [Limits(base + (position < extra), own_seconds) for position in range(searches)]
+
+
+def _run(
+    searches: Sequence[StageCountSearch], model: PerformanceModel, limits: Sequence[Limits], workers: int
+) -> list[StageCountSearch]:
+    work = [(search, limit) for search, limit in zip(searches, limits, strict=True)]
+    if workers <= 1 or len(work) <= 1:
+        return [search.run(model, limit) if limit.evaluations != 0 else search for search, limit in work]
+    # Arrays mapped into memory are read-only, for which numba would compile everything once more.
+    pool = Parallel(n_jobs=min(workers, len(work)), backend="multiprocessing", max_nbytes=None)
+    found: list[StageCountSearch] = pool(
+        delayed(StageCountSearch.run)(search, model, limit) for search, limit in work if limit.evaluations != 0
+    )
+    places = [place for place, (_, limit) in enumerate(work) if limit.evaluations != 0]
+    result = list(searches)
+    for place, search in zip(places, found, strict=True):
+        result[place] = search
+    return result
+
+
+def _is_feasible(search: StageCountSearch) -> bool:
+    return search.best is not None and search.best[1].fits
+
+
+def _standing(search: StageCountSearch) -> tuple[bool, float]:
+    """Return how a search stands: feasible first, then by time, else by memory."""
+    if search.best is None:
+        return True, float("inf")
+    price = search.best[1]
+    return not price.fits, price.iteration_s if price.fits else price.memory_bytes

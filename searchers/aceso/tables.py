@@ -1,0 +1,402 @@
+"""What an operator costs at every tensor degree, microbatch size and partition choice, as arrays.
+
+Two sources. ``cost_arrays`` reads the shared cost tables (profile rows where the hardware has them, kernels
+otherwise): the model of the paper. ``release_arrays`` reads the rows of a profile as the public code does, sizes
+included, and its roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hardware_models.profile import ProfileRow, Split
+from searchers.aceso.kernels import (
+    ALWAYS,
+    BACKWARD,
+    ENTRY,
+    EXTRA_BACKWARD,
+    EXTRA_FORWARD,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    KEPT,
+    NUM_COLUMNS,
+    OUTPUT,
+    STATE,
+    WEIGHT,
+    Arrays,
+)
+from simulator.costs import CostTables, saved_tensors
+from simulator.lowering.mesh import MeshCollective, groups
+from simulator.plan import Axis, Sharding, resolve
+from simulator.problem import Problem
+from workloads.kinds.base import FORWARD as FORWARD_PHASE
+from workloads.operators import Workload
+
+MIB = float(2**20)
+GIB_AS_1000_MIB = 1.024
+"""The public code divides MiB by 1000 times the measured GiB/s."""
+PARTITIONS = ("tensor", "tensor_alternative")
+NEVER_RECOMPUTED = ("embedding", "patch_embedding", "lm_loss", "classifier_loss", "loss_sum", "relu")
+"""Kinds with which no recomputed run begins: Aceso's public code names embedding, logits, first convolution, ReLU."""
+READERS = 8
+"""Readers of a tensor that are looked at; T5's decoder layers all read one."""
+KNOTS_BYTES = tuple(float(2**power) for power in range(10, 33))
+
+
+@dataclass(frozen=True)
+class Space:
+    """The choices there are.
+
+    Attributes:
+        degrees: Tensor degrees, powers of two.
+        samples: Samples per GPU and microbatch.
+        partitions: 1 or 2 partition choices per operator.
+        flexible: bool[num_operators]: operators whose other partition moves no data at its borders.
+    """
+
+    degrees: tuple[int, ...]
+    samples: tuple[int, ...]
+    partitions: int
+    flexible: NDArray[np.bool_]
+
+    def cell(self, degree: int, samples: int, partition: int = 0) -> int:
+        """Return the row of the columns."""
+        place = self.degrees.index(degree) * len(self.samples) + self.samples.index(samples)
+        return place * self.partitions + partition
+
+    @property
+    def num_cells(self) -> int:
+        """Rows."""
+        return len(self.degrees) * len(self.samples) * self.partitions
+
+    def degree_table(self) -> NDArray[np.int32]:
+        """Return int32[num_cells, 3]: log2 of the degree, samples, partition."""
+        rows = [
+            (degree.bit_length() - 1, samples, partition)
+            for degree in self.degrees
+            for samples in self.samples
+            for partition in range(self.partitions)
+        ]
+        return np.array(rows, np.int32)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Arrays and the space they cover."""
+
+    arrays: Arrays
+    space: Space
+
+
+def powers_of_two(largest: int) -> tuple[int, ...]:
+    """Return the powers of two up to ``largest``.
+
+    >>> powers_of_two(6)
+    (1, 2, 4)
+    """
+    return tuple(2**power for power in range(largest.bit_length()))
+
+
+def operator_marks(workload: Workload) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
+    """Return group (operators of one name), layer, and where a recomputed run may begin."""
+    names: dict[str, int] = {}
+    group = [names.setdefault(block_role(op.role), len(names)) for op in workload.operators]
+    layer = [op.layer for op in workload.operators]
+    first = {start for start, _ in workload.layers}
+    may = [op.kind not in NEVER_RECOMPUTED and index not in first for index, op in enumerate(workload.operators)]
+    return np.array(group, np.int32), np.array(layer, np.int32), np.array(may, np.uint8)
+
+
+def block_role(role: str) -> str:
+    """Return a role without the numbers of its block.
+
+    >>> block_role("block-1-0-conv2"), block_role("mlp_linear_1")
+    ('conv2', 'mlp_linear_1')
+    """
+    return role.rsplit("-", 1)[-1] if role.startswith("block-") else role
+
+
+def release_arrays(problem: Problem) -> Tables:
+    """Return what the public code computes with: a profile's rows, 16 bytes a parameter, bandwidth by size class.
+
+    Raises:
+        ValueError: If the hardware has no profile with sizes, or no measured transfers.
+    """
+    hardware, workload = problem.hardware, problem.workload
+    profile = hardware.operator_profile
+    if profile is None or hardware.collective_table is None:
+        raise ValueError(
+            "the release's model reads Aceso's profile of operators and collectives, got hardware without; give both "
+            "(hardware_models.import_aceso), or use the paper's model"
+        )
+    rows = {(row.role, row.samples, row.tensor_size, row.split): row for row in profile.rows}
+    degrees = tuple(
+        degree
+        for degree in sorted({row.tensor_size for row in profile.rows})
+        if degree <= hardware.cluster.devices_per_node
+    )
+    samples = tuple(
+        sorted({row.samples for row in profile.rows if problem.global_batch % row.samples == 0})
+    )
+    both = any(row.split == "alternative" for row in profile.rows)
+    flexible = np.array([op.kind == "conv2d" and both for op in workload.operators])
+    space = Space(degrees, samples, 2 if both else 1, flexible)
+    per_byte = problem.runtime.state_bytes_per_parameter / problem.runtime.parameter_bytes
+    columns = np.full((space.num_cells, NUM_COLUMNS, len(workload)), np.inf)
+    splits: tuple[Split, ...] = ("default", "alternative")
+    roles = [op.role for op in workload.operators]
+    for degree in degrees:
+        for count in samples:
+            for partition in range(space.partitions):
+                cell = space.cell(degree, count, partition)
+                known: dict[str, list[float]] = {}
+                for index, role in enumerate(roles):
+                    if role not in known:
+                        row = rows.get((role, count, degree, splits[partition]))
+                        known[role] = [np.inf] * NUM_COLUMNS if row is None else _release_row(row, per_byte)
+                    columns[cell, :, index] = known[role]
+    table = hardware.collective_table
+    knots = np.array([float(2**power) for power in range(20, 31)])
+    seconds = []
+    for kind in ("transfer_intra_node", "transfer_inter_node"):
+        measured = dict(table.series.get((kind, 2), ()))
+        if any(size not in measured for size in knots):
+            raise ValueError(f"the release's model needs {kind} for 1 MiB to 1 GiB in powers of two; import comm.csv")
+        seconds.append([measured[size] * GIB_AS_1000_MIB for size in knots])
+    num_degrees = len(powers_of_two(hardware.cluster.devices_per_node))
+    gather = np.zeros((num_degrees, 2))
+    for shift in range(1, num_degrees):
+        gather[shift] = _line(hardware.collective, "all_gather", range(2**shift))
+    arrays = Arrays(
+        columns,
+        *operator_marks(workload),
+        np.array([knots, knots]),
+        np.array(seconds),
+        np.zeros((num_degrees, num_degrees, 2)),
+        gather,
+        space.degree_table(),
+        np.array([1, 1, 1], np.int64),
+    )
+    return Tables(arrays, space)
+
+
+def _release_row(row: ProfileRow, per_byte: float) -> list[float]:
+    values = [0.0] * NUM_COLUMNS
+    kept = row.saved_bytes
+    role = block_role(row.role)
+    if role.endswith("attention_softmax") or role in ("bn1", "bn3", "downsample"):
+        kept = 0.0  # overwritten in place by what follows
+    elif role.endswith("attention_dropout") and not role.startswith(("post", "decoder_post")):
+        kept *= 1.5
+    values[FORWARD], values[BACKWARD] = row.forward_s, row.backward_s
+    values[INPUT], values[OUTPUT] = row.input_bytes, row.output_bytes
+    values[STATE], values[WEIGHT] = row.parameter_bytes * per_byte, row.parameter_bytes
+    values[KEPT] = kept
+    values[EXTRA_FORWARD], values[EXTRA_BACKWARD] = row.forward_workspace_bytes, row.backward_workspace_bytes
+    values[GRADIENT] = row.parameter_bytes
+    return values
+
+
+def _line(collective: Callable[..., object], kind: str, members: Sequence[int]) -> tuple[float, float]:
+    """Return latency and seconds per byte of a collective between 16 and 256 MiB."""
+    low, high = (float(collective(kind, size * MIB, tuple(members)).alone_s) for size in (16, 256))  # type: ignore[attr-defined]
+    slope = (high - low) / (240 * MIB)
+    return max(0.0, low - slope * 16 * MIB), slope
+
+
+def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -> Tables:
+    """Return the paper's model on the shared cost tables.
+
+    Args:
+        problem: The problem; its devices are taken to be of one type.
+        costs: Shared tables.
+        largest_samples: Samples per GPU and microbatch go up to this, in powers of two that divide the batch.
+    """
+    workload, hardware = problem.workload, problem.hardware
+    per_node = min(hardware.cluster.devices_per_node, problem.num_devices)
+    degrees = powers_of_two(per_node)
+    samples = tuple(size for size in powers_of_two(largest_samples) if problem.global_batch % size == 0)
+    flexible = np.array([op.kind == "conv2d" and op.tensor_split != op.alternative_split for op in workload.operators])
+    space = Space(degrees, samples, 2 if flexible.any() else 1, flexible)
+    columns = np.full((space.num_cells, NUM_COLUMNS, len(workload)), np.inf)
+    kinds = _operator_classes(workload)
+    tensors = _tensor_spans(workload)
+    for degree in degrees:
+        for count in samples:
+            for partition in range(space.partitions):
+                sharding = (Axis(PARTITIONS[partition], degree),)
+                _fill(columns[space.cell(degree, count, partition)], costs, sharding, count, kinds, tensors)
+    num_degrees = len(degrees)
+    gather, sync = np.zeros((num_degrees, 2)), np.zeros((num_degrees, num_degrees, 2))
+    for shift in range(1, num_degrees):
+        gather[shift] = _line(hardware.collective, "all_gather", range(2**shift))
+        for tensor in range(num_degrees - shift):
+            members = [replica << tensor for replica in range(2**shift)]
+            sync[tensor, shift] = _line(hardware.collective, "all_reduce", members)
+    pairs = [(0, 1 % problem.num_devices), (per_node - 1, min(per_node, problem.num_devices - 1))]
+    seconds = [[hardware.transfer(size, *pair).alone_s for size in KNOTS_BYTES] for pair in pairs]
+    arrays = Arrays(
+        columns,
+        *operator_marks(workload),
+        np.array([KNOTS_BYTES, KNOTS_BYTES]),
+        np.array(seconds),
+        sync,
+        gather,
+        space.degree_table(),
+        np.array([0, 0, 0], np.int64),
+    )
+    return Tables(arrays, space)
+
+
+def _operator_classes(workload: Workload) -> tuple[NDArray[np.int64], list[int]]:
+    """Return a class per operator (same kind, same neighbours) and an operator of each class."""
+    ids: dict[object, int] = {}
+    examples: list[int] = []
+    found = np.zeros(len(workload), np.int64)
+    signatures, consumers = workload.signatures, workload.consumers
+    for index, op in enumerate(workload.operators):
+        around: list[object] = [signatures[index]]
+        for name in op.inputs:
+            producer = workload.producer.get(name)
+            around.append(-1 if producer is None else signatures[producer])
+            around.append(tuple(signatures[reader] for reader in consumers[name] if index - 64 < reader < index))
+        key = tuple(around)
+        if key not in ids:
+            ids[key] = len(ids)
+            examples.append(index)
+        found[index] = ids[key]
+    return found, examples
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Where each tensor is made and last read: int64[num_tensors] each; ``number`` among its maker's outputs."""
+
+    maker: NDArray[np.int64]
+    number: NDArray[np.int64]
+    last_reader: NDArray[np.int64]
+    is_saved: NDArray[np.bool_]
+
+
+def _tensor_spans(workload: Workload) -> _Spans:
+    rows = [
+        (index, number, workload.consumers[name][-1])
+        for index, op in enumerate(workload.operators)
+        for number, name in enumerate(op.outputs)
+        if name in workload.consumers
+    ]
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return _Spans(table[:, 0], table[:, 1], table[:, 2], np.ones(len(rows), bool))
+
+
+def _fill(
+    columns: NDArray[np.float64],
+    costs: CostTables,
+    sharding: Sharding,
+    samples: int,
+    classes: tuple[NDArray[np.int64], list[int]],
+    spans: _Spans,
+) -> None:
+    """Write one cell; it stays infinite where an operator cannot be split so."""
+    problem = costs.problem
+    workload, runtime = problem.workload, problem.runtime
+    gpu_type = problem.gpu_types[0]
+    of_class, examples = classes
+    values = np.zeros((NUM_COLUMNS, len(examples)))
+    produced = np.zeros((2, len(examples)))
+    try:
+        for place, index in enumerate(examples):
+            _fill_class(values[:, place], produced[:, place], costs, sharding, samples, gpu_type, index)
+    except ValueError:  # this degree does not divide the model
+        return
+    per_parameter = runtime.state_bytes_per_parameter
+    values[STATE] = values[GRADIENT] * per_parameter
+    values[WEIGHT] = values[GRADIENT] * runtime.parameter_bytes
+    values[GRADIENT] *= runtime.gradient_accumulation_bytes
+    columns[:] = values[:, of_class]
+    sizes = produced[0][of_class][spans.maker] if len(spans.maker) else np.zeros(0)
+    change = np.zeros(len(workload) + 1)
+    np.add.at(change, spans.maker, sizes)
+    np.add.at(change, spans.last_reader, -sizes)
+    open_bytes = np.maximum(np.cumsum(change)[:-1], 0.0)
+    columns[OUTPUT] = open_bytes
+    columns[INPUT] = np.concatenate([[0.0], open_bytes[:-1]])
+
+
+def _fill_class(
+    values: NDArray[np.float64],
+    produced: NDArray[np.float64],
+    costs: CostTables,
+    sharding: Sharding,
+    samples: int,
+    gpu_type: str,
+    index: int,
+) -> None:
+    """Write what one operator costs, collectives with equally split neighbours included."""
+    workload = costs.problem.workload
+
+    def sharding_of(which: int) -> Sharding:
+        return resolve(sharding, workload.operators[which])
+
+    def cost_of(which: int):  # type: ignore[no-untyped-def]
+        return costs.operator(which, sharding_of(which), samples, gpu_type)
+
+    cost = cost_of(index)
+    seconds = [max(part.device_s, part.host_s) for part in (cost.forward, cost.backward)]
+    for phase, item, owner, _ in costs.input_collectives(index, sharding_of, samples, gpu_type):
+        if not cost_of(owner).includes_collectives:
+            seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
+    if not cost.includes_collectives:
+        for phase, item in cost.internal:
+            seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
+    values[FORWARD], values[BACKWARD] = seconds
+    values[GRADIENT] = cost.num_parameter_elements
+    values[EXTRA_FORWARD], values[EXTRA_BACKWARD] = _working_bytes(cost)
+    near, far = 0.0, 0.0
+    own = dict(saved_tensors(workload, index, cost))
+    near += sum(size for name, size in own.items() if "/" in name)
+    for name in workload.operators[index].outputs:
+        # A tensor that any reader keeps stays, whoever made it; its bytes are those it has as the reader sees it.
+        sizes = {index: own.get(name, 0.0)}
+        for reader in workload.consumers.get(name, ())[:READERS]:
+            sizes[reader] = dict(saved_tensors(workload, reader, cost_of(reader))).get(name, 0.0)
+        size = max(sizes.values())
+        if any(found and reader > index + 1 for reader, found in sizes.items()):
+            far += size
+        else:
+            near += size
+    values[KEPT], values[ALWAYS] = near, far
+    values[ENTRY] = sum(
+        size
+        for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True)
+        if name in workload.producer and not _is_kept(costs, name, sharding_of, samples, gpu_type)
+    )
+    produced[0] = sum(cost.output_bytes)
+
+
+def _is_kept(
+    costs: CostTables, name: str, sharding_of: Callable[[int], Sharding], samples: int, gpu_type: str
+) -> bool:
+    """Return whether the maker or a reader of a tensor keeps it for backward."""
+    workload = costs.problem.workload
+    users = (workload.producer[name], *workload.consumers[name][:READERS])
+    return any(
+        name in dict(saved_tensors(workload, user, costs.operator(user, sharding_of(user), samples, gpu_type)))
+        for user in users
+    )
+
+
+def _working_bytes(cost) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+    """Return what is alive only while an operator works: its tensors, their gradients, buffers."""
+    tensors = sum(cost.input_bytes) + sum(cost.output_bytes)
+    return tensors + cost.workspace_forward_bytes, 2 * tensors + cost.workspace_backward_bytes
+
+
+def _alone_s(costs: CostTables, item: MeshCollective) -> float:
+    members = groups(item.sizes, item.axes)[0]
+    return costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s

@@ -1,0 +1,199 @@
+"""Aceso's performance model: the published plans' own figures, closed forms, and what an evaluation costs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.cases.aceso import _plan
+from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan, to_plan
+from searchers.aceso.initial import even_gpus, initial_configuration
+from searchers.aceso.kernels import transfer_time
+from searchers.aceso.model import PerformanceModel
+from searchers.base import estimated
+from simulator.costs import CostTables
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
+from tests.searchers.aceso.problems import FOLDER, ideal_model, needs_profile, profiled_problem, shared_model
+from tests.searchers.tiny import tiny_problem
+
+MODELS: dict[tuple[str, int], PerformanceModel] = {}
+
+
+def release_model(size: str, gpus: int) -> PerformanceModel:
+    if (size, gpus) not in MODELS:
+        problem = profiled_problem(size, gpus)
+        MODELS[size, gpus] = PerformanceModel.of(problem, CostTables(problem), compat="release")
+    return MODELS[size, gpus]
+
+
+def published_plans() -> Iterator[dict[str, Any]]:
+    yield from json.loads((FOLDER / "reference_plans.json").read_text())
+
+
+@needs_profile
+def test_all_38_published_plans_get_their_time_and_memory() -> None:
+    """Each within 0.1 % of the iteration time and 1 % of the memory that the public code computed."""
+    checked = 0
+    for entry in published_plans():
+        model = release_model(entry["size"], entry["gpus"])
+        found = model.price(from_plan(_plan(entry, model.problem), model.problem))
+        assert found.iteration_s == pytest.approx(entry["est_iter_s"], rel=1e-3), entry["num_stages"]
+        assert found.memory_bytes / 2**20 == pytest.approx(entry["est_peak_mem_mib"], rel=0.01)
+        checked += 1
+    assert checked == 38
+
+
+@needs_profile
+def test_the_papers_model_differs_from_the_release_by_less_than_two_percent_in_time() -> None:
+    """They differ in bandwidth by size, gradient sums and memory; the 38 plans' times stay close."""
+    for entry in list(published_plans())[::6]:
+        model = release_model(entry["size"], entry["gpus"])
+        configuration = from_plan(_plan(entry, model.problem), model.problem)
+        own = shared_model(model.problem).price(configuration)
+        assert own.iteration_s == pytest.approx(model.price(configuration).iteration_s, rel=0.02)
+
+
+@needs_profile
+def test_chosen_recomputation_is_never_slower_than_the_published_choice() -> None:
+    for entry in published_plans():
+        model = release_model(entry["size"], entry["gpus"])
+        given = from_plan(_plan(entry, model.problem), model.problem)
+        chosen = model.price(Configuration(given.microbatch, given.stages))
+        assert chosen.fits
+        assert chosen.iteration_s <= model.price(given).iteration_s * (1 + 2e-4)
+
+
+@needs_profile
+def test_an_evaluation_costs_far_less_than_a_millisecond() -> None:
+    """Two stages change, the others are remembered: median of 200, process time."""
+    model = release_model("6_7B", 16)
+    entry = next(each for each in published_plans() if each["size"] == "6_7B" and each["num_stages"] == 7)
+    given = from_plan(_plan(entry, model.problem), model.problem)
+    start = Configuration(given.microbatch, given.stages)
+    model.price(start)
+    seconds = []
+    for shift in range(1, 21):
+        for border in range(1, 7):
+            cuts = list(start.cuts)
+            cuts[border] += shift
+            changed = start.with_cuts(cuts)
+            began = time.process_time()
+            model.price(changed)
+            seconds.append(time.process_time() - began)
+    assert sorted(seconds)[len(seconds) // 2] < 5e-4
+
+
+def test_equal_stages_take_n_plus_p_minus_one_microbatches() -> None:
+    """Equation 2 of p equal stages of time t: (N - 1) t + p t."""
+    model = ideal_model(4)
+    count = model.num_operators // 4
+    model.tables.arrays.transfer_s[:] = 0.0
+    stages = tuple(StageChoice(1, (Run(count, 1),)) for _ in range(4))
+    rest = model.num_operators - 4 * count
+    assert rest < 4
+    found = model.price(Configuration(1, (*stages[:-1], StageChoice(1, (Run(count + rest, 1),)))))
+    t = 3e-3 * (count + rest)
+    fill = 3 * 3e-3 * count + t
+    assert found.iteration_s == pytest.approx((16 - 1) * t + fill)
+
+
+def test_memory_is_equation_1() -> None:
+    """States, activations times stages behind, and the largest operator's extra."""
+    model = ideal_model(4)
+    arrays = model.tables.arrays
+    start = initial_configuration(model, 4)
+    assert start is not None
+    found = model.price(start)
+    for position, stage in enumerate(found.stages):
+        first, stop = start.cuts[position : position + 2]
+        columns = arrays.columns[model.space.cell(1, 1)]
+        entering = columns[2, first] if position else 0.0
+        kept = entering + columns[6, first:stop].sum()
+        expected = columns[4, first:stop].sum() + kept * (4 - position) + columns[7, first:stop].max()
+        assert stage.memory_bytes == pytest.approx(expected)
+        assert not any(stage.flags)
+
+
+@pytest.mark.parametrize("order", ["largest", "worth", "cheapest"])
+def test_recomputation_makes_a_stage_fit_if_anything_does(order: str) -> None:
+    model = ideal_model(4)
+    model.order = {"largest": 1, "worth": 2, "cheapest": 3}[order]
+    start = initial_configuration(model, 2)
+    assert start is not None
+    free = model.price(start)
+    model.limit_bytes = free.memory_bytes * 0.92
+    model._known.clear()
+    tight = model.price(start)
+    assert tight.fits
+    assert any(tight.flags)
+    assert tight.iteration_s > free.iteration_s
+    # Given as flags, the same choice has the same price.
+    given = model.price(Configuration(start.microbatch, start.stages, tight.flags))
+    assert given.iteration_s == pytest.approx(tight.iteration_s)
+    assert given.memory_bytes == pytest.approx(tight.memory_bytes)
+
+
+def test_resharding_is_charged_where_degrees_change_inside_a_stage() -> None:
+    model = ideal_model(4)
+    count = model.num_operators
+    whole = StageChoice(4, (Run(count, 2),))
+    mixed = StageChoice(4, (Run(count // 2, 2), Run(count - count // 2, 4)))
+    assert model.price(Configuration(4, (whole,))).stages[0].reshard_s == 0.0
+    # One all-gather over two neighbours of what crosses: the larger of both layouts, 2 samples of 1 MB.
+    assert model.price(Configuration(4, (mixed,))).stages[0].reshard_s == pytest.approx(1e-10 * 4e6)
+
+
+def test_transfers_are_interpolated_or_taken_by_size_class() -> None:
+    arrays = ideal_model(4).tables.arrays
+    sizes = np.array([[1e6, 2e6, 4e6]] * 2)
+    seconds = np.array([[1.0, 1.5, 2.5]] * 2)
+    smooth = arrays._replace(transfer_bytes=sizes, transfer_s=seconds)
+    assert transfer_time(smooth, 0, 3e6) == pytest.approx(2.0)
+    assert transfer_time(smooth, 0, 8e6) == pytest.approx(5.0)
+    stepped = smooth._replace(rules=np.array([1, 1, 1], np.int64))
+    # The bandwidth of one class below: 3 MB at the 1 MB message's rate.
+    assert transfer_time(stepped, 0, 3e6) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 2), (2, 1, 1), (1, 2, 1)])
+def test_the_papers_model_agrees_with_the_shared_closed_form(tp: int, pp: int, dp: int) -> None:
+    """Both are 1F1B's closed form on the same cost tables; they differ in transfers and host time."""
+    problem = tiny_problem(2)
+    plan = uniform_plan(problem, tp=tp, pp=pp, dp=dp)
+    configuration = from_plan(plan, problem)
+    found = shared_model(problem).price(replace(configuration, recompute=None))
+    assert found.iteration_s == pytest.approx(estimated(plan, problem).objective, rel=0.15)
+
+
+def test_a_configuration_and_its_plan_are_the_same_thing() -> None:
+    problem = tiny_problem(4)
+    model = shared_model(problem)
+    start = initial_configuration(model, 2)
+    assert start is not None
+    flags = bytearray(model.num_operators)
+    flags[4:9] = b"\1" * 5
+    plan = validate(to_plan(start, bytes(flags), problem), problem)
+    back = from_plan(plan, problem)
+    assert back.stages == start.stages
+    assert back.recompute == bytes(flags)
+
+
+def test_plans_outside_the_space_are_refused_with_the_reason() -> None:
+    problem = tiny_problem(2)
+    with pytest.raises(ValueError, match="1F1B"):
+        from_plan(uniform_plan(problem, pp=2, schedule="gpipe"), problem)
+    with pytest.raises(ValueError, match="cuts by batch and one tensor axis"):
+        from_plan(uniform_plan(problem, dp=2, zero=3), problem)
+
+
+def test_devices_are_dealt_without_crossing_nodes() -> None:
+    assert even_gpus(4, 3, 8) == [2, 1, 1]
+    assert even_gpus(16, 2, 8) == [8, 8]
+    assert even_gpus(32, 3, 8) is None

@@ -1,0 +1,187 @@
+"""What Aceso finds: the published targets within evaluation budgets, options, and the dynamic program's optimum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from searchers.aceso.dynamic_program import AcesoDynamicProgram
+from searchers.aceso.import_plan import import_plan
+from searchers.aceso.initial import INITIALS, initial_configuration
+from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
+from searchers.aceso.searcher import Aceso
+from searchers.base import estimated
+from searchers.budget import Budget
+from searchers.megatron_grid import MegatronGrid
+from simulator.plan import Plan
+from simulator.problem import ProblemSpec
+from simulator.validate import validate
+from tests.searchers.aceso.problems import FOLDER, ideal_model, needs_profile, profiled_problem, shared_model
+from tests.searchers.tiny import tiny_problem
+
+# Best of the public code on its own profile, with 60 to 200 s for each stage count.
+TARGETS_S = {("1_3B", 4): 101.2, ("2_6B", 8): 87.2, ("6_7B", 16): 87.0, ("13B", 32): 84.7}
+
+
+@needs_profile
+@pytest.mark.parametrize(("size", "gpus"), TARGETS_S)
+def test_a_hundred_evaluations_beat_the_public_codes_best(size: str, gpus: int) -> None:
+    searcher = Aceso(compat="release", judge=0)
+    found = searcher.search(profiled_problem(size, gpus), Budget(evaluations=100))
+    assert found.plans[0].objective <= TARGETS_S[size, gpus]
+    assert found.counters["evaluations"] <= 100
+
+
+@needs_profile
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("size", "gpus"), TARGETS_S)
+def test_twenty_seconds_beat_the_public_codes_best_from_every_seed(size: str, gpus: int, seed: int) -> None:
+    searcher = Aceso(compat="release", judge=0, workers=2)
+    found = searcher.search(profiled_problem(size, gpus), Budget(seconds=20), seed=seed)
+    assert found.plans[0].objective <= TARGETS_S[size, gpus]
+
+
+@pytest.mark.slow
+def test_1024_layers_on_8_gpus_are_planned_in_ten_seconds_at_least_as_well_as_by_the_grid() -> None:
+    spec = ProblemSpec(
+        model="gpt-scale-1024", cluster="v100-32g-dgx1:1x8", runtime="megatron-lm-2021", global_batch=1024
+    )
+    problem = spec.load()
+    found = Aceso(judge=0).search(problem, Budget(seconds=10))
+    assert found.wall_s < 15
+    grid = MegatronGrid(max_microbatch=4).search(problem)
+    assert estimated(found.best, problem).objective <= grid.plans[0].objective
+
+
+@pytest.mark.parametrize("options", [
+    {"borders": "relay", "recompute": "largest", "breadth": 1, "fine_tunes": False},
+    {"heuristic_2": False},
+    {"max_hops": 1},
+    {"initial": "imbalance-op"},
+    {"initial": "imbalance-gpu"},
+    {"objective": "simulator"},
+    {"races": False},
+])  # fmt: skip
+def test_every_variant_finds_legal_plans_and_is_repeatable(options: dict[str, object]) -> None:
+    problem = tiny_problem(4, 16)
+    plans = []
+    for _ in range(2):
+        found = Aceso(**options).search(problem, Budget(evaluations=40), seed=3)  # type: ignore[arg-type]
+        validate(found.best, problem)
+        plans.append([each.plan for each in found.plans])
+    assert plans[0] == plans[1]
+
+
+def test_the_judged_plan_is_the_fastest_simulated_of_those_returned() -> None:
+    problem = tiny_problem(4, 16)
+    by_model = Aceso(judge=0, keep=6).search(problem, Budget(evaluations=60))
+    judged = Aceso(judge=3, keep=6).search(problem, Budget(evaluations=60))
+    assert {each.plan for each in judged.plans} <= {each.plan for each in by_model.plans} | set(_plans(judged.plans))
+    assert judged.best in _plans(judged.plans)
+
+
+def _plans(ranked: object) -> list[Plan]:
+    return [each.plan for each in ranked]  # type: ignore[attr-defined]
+
+
+def test_the_search_reaches_the_dynamic_programs_optimum_with_a_hundredth_of_its_states() -> None:
+    """Uniform stages only, so that both search one space."""
+    problem = tiny_problem(4, 16)
+    optimum = AcesoDynamicProgram(slack=4.0).search(problem)
+    found = Aceso(fine_tunes=False, judge=0).search(problem, Budget(evaluations=60))
+    assert found.plans[0].objective <= optimum.plans[0].objective * 1.01
+    assert found.counters["evaluations"] <= 0.01 * optimum.counters["explored"]
+
+
+def test_the_dynamic_program_is_never_beaten_by_any_uniform_configuration_of_two_stages() -> None:
+    problem = tiny_problem(2, 8)
+    model = shared_model(problem)
+    program = AcesoDynamicProgram(slack=2.0)
+    best = program.search(problem).plans[0].objective
+    start = initial_configuration(model, 2)
+    assert start is not None
+    for cut in range(1, model.num_operators):
+        assert model.price(start.with_cuts([0, cut, model.num_operators])).iteration_s >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("kind", INITIALS)
+def test_initial_configurations_use_every_device_and_operator(kind: str) -> None:
+    model = ideal_model(8)
+    for stages in range(1, 9):
+        found = initial_configuration(model, stages, kind)
+        if found is None:
+            continue
+        assert sum(each.gpus for each in found.stages) == 8
+        assert found.cuts[-1] == model.num_operators
+        model.price(found)
+
+
+def test_a_search_can_be_continued_and_counts_what_it_spent() -> None:
+    model = ideal_model(8)
+    once = StageCountSearch(4, SearchOptions()).run(model, Limits(60, None))
+    twice = StageCountSearch(4, SearchOptions())
+    for _ in range(2):
+        twice.run(model, Limits(30, None))
+    assert once.best is not None
+    assert twice.best is not None
+    assert twice.evaluations <= 60
+    assert twice.best[1].iteration_s <= once.best[1].iteration_s * 1.05
+    assert len(once.statistics.hops) == len(once.statistics.bottlenecks_tried)
+
+
+@needs_profile
+def test_collected_and_public_plan_files_are_read(tmp_path: Path) -> None:
+    import json
+
+    from experiments.cases.aceso import _plan
+
+    problem = profiled_problem("1_3B", 4)
+    entries = json.loads((FOLDER / "reference_plans.json").read_text())
+    entry = next(each for each in entries if each["size"] == "1_3B" and each["num_stages"] == 4)
+    collected = tmp_path / "collected.json"
+    collected.write_text(json.dumps(entry))
+    expected = validate(_plan(entry, problem), problem)
+    found = import_plan(collected, problem)
+    assert validate(found, problem).stages == expected.stages
+    public = {
+        "micro_batch_size": entry["aggregate_micro_batch"],
+        "model_parallel_size_of_each_op": [_decoded(stage["tp"]) for stage in entry["stages"]],
+        "data_parallel_size_of_each_op": [_decoded(stage["dp"]) for stage in entry["stages"]],
+        "recompute_ops": [_decoded(stage["recompute"]) for stage in entry["stages"]],
+        "algo_of_each_op": [_decoded(stage["algo"]) for stage in entry["stages"]],
+    }
+    file = tmp_path / "public.json"
+    file.write_text(json.dumps(public))
+    assert import_plan(file, problem) == found
+
+
+def _decoded(text: str) -> list[int]:
+    return [int(value) for run in text.split() for value, _, count in [run.partition("x")] for _ in range(int(count))]
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ('{"a": 1}', "must have micro_batch_size"),
+    ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x3", "dp": "1x3", "algo": "0x3"}]}', "recompute is missing"),
+    ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x3", "dp": "1x3", "algo": "0x3", "recompute": "0x2"}]}',
+     "one entry per operator"),
+    ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x9999999", "dp": "1x3", "algo": "0x3", "recompute": "0x3"}]}',
+     "at most 100000 entries"),
+    ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x3", "dp": "1x3", "algo": "0x3", "recompute": "0x3"}]}',
+     "must have the 29 operators"),
+])  # fmt: skip
+def test_a_wrong_plan_file_is_refused_with_the_reason(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        import_plan(file, tiny_problem(2))
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="borders must be all or relay"):
+        Aceso(borders="some")
+    with pytest.raises(ValueError, match="compat must be one of"):
+        Aceso(compat="other").search(tiny_problem(2))
+    with pytest.raises(ValueError, match="the release's model reads Aceso's profile"):
+        Aceso(compat="release").search(tiny_problem(2))
