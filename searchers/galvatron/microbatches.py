@@ -4,7 +4,7 @@ Rules by name (B samples, P stages, b = B P / N samples per device group of one 
 
 - ``released``: one for a single stage; else the release's formula for more than eight devices, which its
   later versions use everywhere: ceil(b / 4) for text, ceil(b / 16) for images;
-- ``table``: one for a single stage; else the release's hand tables for eight devices;
+- ``table``: one for a single stage; else the release's hand tables on eight devices, ``released`` on others;
 - ``free``: every number that divides the batch, gradients accumulated on a single stage too;
 - ``divisors``: the same, at least P (the third release).
 
@@ -20,6 +20,7 @@ from math import ceil, log
 from searchers.degrees import divisors
 
 RULES = ("released", "table", "free", "divisors")
+TABLE_DEVICES = 8
 IMAGE_FAMILIES = ("vit", "swin")
 
 
@@ -49,7 +50,7 @@ def microbatch_counts(rule: str, family: str, batch: int, num_stages: int, num_d
     samples = batch * num_stages / num_devices
     wanted = (
         released_count(family, samples, num_stages)
-        if rule == "released"
+        if rule == "released" or num_devices != TABLE_DEVICES
         else table_count(family, samples, num_stages)
     )
     return [nearest_divisor(batch, wanted)]

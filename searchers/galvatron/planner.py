@@ -74,6 +74,10 @@ class Planner:
         }
         self.num_partitions = 0
 
+    def degree_search(self, num_stages: int) -> DegreeSearch | None:
+        """Return the search of a pipeline degree, None if the variant does not try it."""
+        return self.searches.get(num_stages)
+
     def best(self, batch: int) -> PipelinePlan | None:
         """Return the best plan of one batch size over pipeline degrees, microbatches and partitions."""
         return min(self.plans(batch), key=lambda plan: plan.iteration_time_s, default=None)

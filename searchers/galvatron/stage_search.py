@@ -112,7 +112,9 @@ class DegreeSearch:
         self.options = options
         self.layers = profiles.layers
         size = problem.num_devices // num_stages
-        self.estimator = Estimator(problem, profiles, size, overlap_slowdown=options.overlap_slowdown)
+        self.estimator = Estimator(
+            problem, profiles, size, overlap_slowdown=options.overlap_slowdown, paper=options.paper
+        )
         self.budget_bytes = self.estimator.capacity_bytes() if budget_bytes is None else budget_bytes
         self.strategies = strategies(
             size,
