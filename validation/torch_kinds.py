@@ -5,7 +5,7 @@ Importing this module makes all builders known. ``NOT_EXECUTABLE`` names the kin
 
 from __future__ import annotations
 
-from validation import kind_attention, kind_dense, kind_elementwise, kind_losses
+from validation import kind_attention, kind_dense, kind_elementwise, kind_losses, kind_windows
 from validation.operator_context import BUILDERS, Forward, OperatorContext
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "kind_dense",
     "kind_elementwise",
     "kind_losses",
+    "kind_windows",
     "why_not",
 ]
 

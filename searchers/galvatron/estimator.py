@@ -65,7 +65,13 @@ class Estimator:
     """
 
     def __init__(
-        self, problem: Problem, profiles: LayerProfiles, num_devices: int, *, overlap_slowdown: bool = True, paper: bool = False
+        self,
+        problem: Problem,
+        profiles: LayerProfiles,
+        num_devices: int,
+        *,
+        overlap_slowdown: bool = True,
+        paper: bool = False,
     ) -> None:
         self.problem = problem
         self.profiles = profiles
@@ -122,9 +128,7 @@ class Estimator:
         profile = self.profiles.profile(kind, strategy.tensor, local)
         moved = self.profiles.collectives(kind, strategy.tensor)
         elements = sum(
-            count
-            for tie, count in self.profiles.parameters(kind, strategy.tensor).items()
-            if tie not in held_ties
+            count for tie, count in self.profiles.parameters(kind, strategy.tensor).items() if tie not in held_ties
         )
         runtime = self.problem.runtime
         parameter_bytes, gradient_bytes = elements * runtime.parameter_bytes, elements * runtime.gradient_bytes

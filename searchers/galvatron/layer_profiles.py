@@ -147,18 +147,14 @@ class LayerProfiles:
         entering = {name for name in saved if self._comes_from(name, layer) == "before"}
         borrowed = {name for name in saved if self._comes_from(name, layer) == "far"}
         kept = {name: value for name, value in saved.items() if name not in borrowed}
-        core_input = {
-            name for name in kept if "/" not in name and not layer.core[0] <= workload.producer.get(name, -1)
-        }
+        core_input = {name for name in kept if "/" not in name and not layer.core[0] <= workload.producer.get(name, -1)}
         return LayerProfile(
             forward_s=float(max(device[0], host[0])),
             backward_s=float(max(device[1], host[1])),
             core_forward_s=max(core_device, core_host),
             saved_bytes=sum(size for size, _ in kept.values()),
             input_bytes=sum(kept[name][0] for name in entering),
-            core_saved_bytes=sum(
-                size for name, (size, inside) in kept.items() if inside and name not in core_input
-            ),
+            core_saved_bytes=sum(size for name, (size, inside) in kept.items() if inside and name not in core_input),
             workspace_bytes=workspace,
             output_bytes=output,
         )

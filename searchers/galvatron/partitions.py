@@ -101,7 +101,9 @@ def initial_strategy(search: DegreeSearch, samples: int) -> Strategy | None:
     )
 
 
-def weigh(search: DegreeSearch, batch: int, num_microbatches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+def weigh(
+    search: DegreeSearch, batch: int, num_microbatches: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """Return what layers weigh in memory (float64[P, L], bytes) and in time (float64[P, L], seconds)."""
     samples = batch // num_microbatches
     strategy = initial_strategy(search, samples)
@@ -110,9 +112,7 @@ def weigh(search: DegreeSearch, batch: int, num_microbatches: int) -> tuple[NDAr
     memory = np.zeros((search.num_stages, len(search.layers)))
     seconds = np.zeros_like(memory)
     for layer in search.layers:
-        cost = search.estimator.layer(
-            layer, strategy, samples, accumulates=num_microbatches > 1, held_ties=frozenset()
-        )
+        cost = search.estimator.layer(layer, strategy, samples, accumulates=num_microbatches > 1, held_ties=frozenset())
         assert cost is not None, "checked for every kind"
         seconds[:, layer.number] = cost.step_s
         for stage in range(search.num_stages):

@@ -178,9 +178,7 @@ class Planner:
         ]
         return min(found, key=lambda plan: plan.peak_bytes, default=None)
 
-    def explore(
-        self, batches: Iterable[int] | None = None, *, step: int = 8, growth: float = 0.0
-    ) -> Exploration:
+    def explore(self, batches: Iterable[int] | None = None, *, step: int = 8, growth: float = 0.0) -> Exploration:
         """Return the best plan of every batch size, in growing steps of samples until nothing fits.
 
         A 1F1B pipeline fits any batch, so exploration also ends where the batch has doubled and throughput has
@@ -215,7 +213,7 @@ def around(centre: int, radius: int = RADIUS, step: int = 8, growth: float = 0.0
     [8, 16, 24, 32]
     """
     low = max(0, centre - radius)
-    sizes = []
+    sizes: list[int] = []
     for batch in _steps(step, growth):
         if batch > centre + radius:
             return sizes

@@ -189,9 +189,7 @@ class DegreeSearch:
         total_s = pipeline_s(
             steps, [stage.sync_s for stage in found], num_microbatches, paper=self.options.paper
         ) + self.estimator.tie_sync_s(stages)
-        return PipelinePlan(
-            batch, num_microbatches, self.options.schedule, tuple(found), total_s, self.budget_bytes
-        )
+        return PipelinePlan(batch, num_microbatches, self.options.schedule, tuple(found), total_s, self.budget_bytes)
 
     def _costs_of(
         self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool
@@ -237,9 +235,7 @@ class DegreeSearch:
                 groups.append((layer,))
         return groups
 
-    def table(
-        self, groups: Sequence[tuple[Layer, ...]], held: int, samples: int, num_microbatches: int
-    ) -> LayerTable:
+    def table(self, groups: Sequence[tuple[Layer, ...]], held: int, samples: int, num_microbatches: int) -> LayerTable:
         """Return what the search of a stage works on.
 
         Args:
@@ -267,9 +263,7 @@ class DegreeSearch:
             transition[number] = weight * self._transition(groups[number - 1][0], samples, num_microbatches > 1)
         return LayerTable(cost, kept, backward, forward, self._layout_of, transition)
 
-    def _row(
-        self, layer: Layer, samples: int, accumulates: bool, ties: frozenset[str]
-    ) -> list[LayerCost | None]:
+    def _row(self, layer: Layer, samples: int, accumulates: bool, ties: frozenset[str]) -> list[LayerCost | None]:
         key = (layer.kind, samples, accumulates, ties & self._ties(layer))
         if key not in self._rows:
             self._rows[key] = [

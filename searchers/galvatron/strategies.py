@@ -181,8 +181,6 @@ def decision_trees(
     (68, 44, 22)
     """
     return {
-        degree: strategies(
-            num_devices // degree, checkpoint=checkpoint, mix_data_and_sharded=mix_data_and_sharded
-        )
+        degree: strategies(num_devices // degree, checkpoint=checkpoint, mix_data_and_sharded=mix_data_and_sharded)
         for degree in pipeline_degrees(num_devices)
     }

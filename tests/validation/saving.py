@@ -42,7 +42,7 @@ def workloads() -> Iterator[Workload]:
     for name, spec in SPECS.items():
         dropping = spec.model_copy(update={"dropout": 0.1, "attention_dropout": 0.1, "name": f"{spec.name}-dropout"})
         yield build_from_spec(dropping, "plain")
-        yield build_from_spec(spec, "plain" if name == "t5" else "flash")
+        yield build_from_spec(spec, "plain" if name in ("t5", "swin") else "flash")
 
 
 def examples() -> list[Example]:

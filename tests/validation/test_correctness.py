@@ -30,7 +30,7 @@ def test_there_are_at_least_25_plans_and_every_family() -> None:
     cases = [case for found in CASES.values() for case in found]
     assert len(cases) >= 25
     assert len({case.name for case in cases}) == len(cases)
-    assert {case.problem.workload.family for case in cases} == {"gpt", "bert", "llama", "t5", "vit"}
+    assert {case.problem.workload.family for case in cases} == {"gpt", "bert", "llama", "t5", "vit", "swin"}
 
 
 @pytest.mark.parametrize("world_size", CASES)

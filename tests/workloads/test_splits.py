@@ -53,6 +53,9 @@ def example(
         "lm_loss": ({"vocab": 64, "hidden": hidden, "bias": True}, [features, ids]),
         "classifier_loss": ({"hidden": hidden, "classes": 10}, [features, (samples,)]),
         "loss_sum": ({}, [(samples,), (samples,)]),
+        "window_order": ({"side": 4, "window": 2, "shift": 1, "reverse": True}, [(samples, 16, hidden)]),
+        "patch_merge": ({"side": 4}, [(samples, 16, hidden)]),
+        "token_mean": ({}, [features]),
         "opaque": (
             {
                 "forward_s": 1e-3,

@@ -1,6 +1,6 @@
 """Operator kinds. Importing this package registers all of them."""
 
-from workloads.kinds import activations, attention, embeddings, linear, losses, norms, opaque
+from workloads.kinds import activations, attention, embeddings, linear, losses, norms, opaque, windows
 from workloads.kinds.registry import all_kinds, kind_named, register
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "norms",
     "opaque",
     "register",
+    "windows",
 ]

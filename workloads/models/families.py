@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workloads.models import bert, gpt, llama, t5, vit
+from workloads.models import bert, gpt, llama, swin, t5, vit
 from workloads.models.fields import ModelSpec
 from workloads.operators import Workload
 
@@ -32,4 +32,5 @@ FAMILIES: Mapping[str, Family] = {
     "bert": Family(bert.BertSpec, bert.build, bert.PRESETS),
     "t5": Family(t5.T5Spec, t5.build, t5.PRESETS),
     "vit": Family(vit.ViTSpec, vit.build, vit.PRESETS),
+    "swin": Family(swin.SwinSpec, swin.build, swin.PRESETS),
 }
