@@ -8,7 +8,8 @@ Rules by name (B samples, P stages, b = B P / N samples per device group of one 
 - ``free``: every number that divides the batch, gradients accumulated on a single stage too;
 - ``divisors``: the same, at least P (the third release).
 
-A rule's number is moved to the nearest that divides the batch, since a plan's microbatches are equal.
+A plan's microbatches are equal, so a rule's number is moved to the nearest that divides the batch, or the batch is
+padded: the release lets PyTorch cut a replica's b samples into m parts of ceil(b / m), the last one smaller.
 
 Source: Galvatron data README (``titan_v1``), Hetu-Galvatron releases 1 to 3.
 """
@@ -16,6 +17,7 @@ Source: Galvatron data README (``titan_v1``), Hetu-Galvatron releases 1 to 3.
 from __future__ import annotations
 
 from math import ceil, log
+from typing import NamedTuple
 
 from searchers.degrees import divisors
 
@@ -24,14 +26,39 @@ TABLE_DEVICES = 8
 IMAGE_FAMILIES = ("vit", "swin")
 
 
-def microbatch_counts(rule: str, family: str, batch: int, num_stages: int, num_devices: int) -> list[int]:
-    """Return the numbers of microbatches to try, ascending; each divides the batch.
+class Cut(NamedTuple):
+    """How a batch is cut: ``parts`` microbatches of ``samples`` each, the batch or a little more."""
+
+    parts: int
+    samples: int
+
+
+def cuts(
+    rule: str, family: str, batch: int, num_stages: int, num_devices: int, *, pads: bool = False
+) -> list[Cut]:
+    """Return the ways to cut a batch under a rule, fewest microbatches first.
 
     Args:
         rule: One of RULES.
         family: The workload's family.
         batch: Samples per iteration.
         num_stages, num_devices: P and N.
+        pads: Let the last microbatch be padded as above, rather than moving the rule's number.
+
+    >>> cuts("table", "bert", 8, 8, 8), cuts("table", "bert", 8, 8, 8, pads=True)
+    ([Cut(parts=4, samples=2)], [Cut(parts=3, samples=3)])
+    """
+    counts = microbatch_counts(rule, family, batch, num_stages, num_devices)
+    if not pads or num_stages == 1 or rule in ("free", "divisors"):
+        return [Cut(count, batch // count) for count in counts]
+    width = num_devices // num_stages
+    samples = ceil(batch / width)
+    each = ceil(samples / max(1, ceil(_wanted(rule, family, batch, num_stages, num_devices))))
+    return [Cut(ceil(samples / each), width * each)]
+
+
+def microbatch_counts(rule: str, family: str, batch: int, num_stages: int, num_devices: int) -> list[int]:
+    """Return the numbers of microbatches to try, ascending; each divides the batch. Arguments as for `cuts`.
 
     Raises:
         ValueError: If the rule is unknown.
@@ -47,13 +74,14 @@ def microbatch_counts(rule: str, family: str, batch: int, num_stages: int, num_d
         return [count for count in divisors(batch) if count >= num_stages]
     if num_stages == 1:
         return [1]
+    return [nearest_divisor(batch, _wanted(rule, family, batch, num_stages, num_devices))]
+
+
+def _wanted(rule: str, family: str, batch: int, num_stages: int, num_devices: int) -> float:
     samples = batch * num_stages / num_devices
-    wanted = (
-        released_count(family, samples, num_stages)
-        if rule == "released" or num_devices != TABLE_DEVICES
-        else table_count(family, samples, num_stages)
-    )
-    return [nearest_divisor(batch, wanted)]
+    if rule == "released" or num_devices != TABLE_DEVICES:
+        return released_count(family, samples, num_stages)
+    return table_count(family, samples, num_stages)
 
 
 def released_count(family: str, samples: float, num_stages: int) -> float:

@@ -24,6 +24,7 @@ class Options:
             ``bi-objective`` (Algorithm 2).
         schedule: ``gpipe`` or ``1f1b``.
         microbatches: Rule of `searchers.galvatron.microbatches`.
+        pads_batch: Microbatches that do not divide the batch are padded, not avoided.
         granularity_bytes: Memory step of the dynamic programming.
         fused_layers: Consecutive equal layers that share a strategy (section IV-A3); 1: every layer alone.
         overlap_slowdown: Whether overlap slows both sides.
@@ -38,6 +39,7 @@ class Options:
     partition: str = "bi-objective"
     schedule: str = "1f1b"
     microbatches: str = "released"
+    pads_batch: bool = False
     granularity_bytes: int = 16 << 20
     fused_layers: int = 1
     overlap_slowdown: bool = True

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from searchers.galvatron.estimator import in_flight
 from searchers.galvatron.layer_profiles import Layer
+from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.stage_search import DegreeSearch, Partition
 from searchers.galvatron.strategies import SHARDED, TENSOR, Strategy
 
@@ -102,10 +103,10 @@ def initial_strategy(search: DegreeSearch, samples: int) -> Strategy | None:
 
 
 def weigh(
-    search: DegreeSearch, batch: int, num_microbatches: int
+    search: DegreeSearch, cut: Cut
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """Return what layers weigh in memory (float64[P, L], bytes) and in time (float64[P, L], seconds)."""
-    samples = batch // num_microbatches
+    samples, num_microbatches = cut.samples, cut.parts
     strategy = initial_strategy(search, samples)
     if strategy is None:
         return None
@@ -121,12 +122,12 @@ def weigh(
     return memory, seconds
 
 
-def base_partition(search: DegreeSearch, batch: int, num_microbatches: int) -> Partition:
+def base_partition(search: DegreeSearch, cut: Cut) -> Partition:
     """Return the release's: equal layers evenly, others filled from the back by memory.
 
     What stands before the first and behind the last repeated layer does not count, as in the release.
     """
-    weighed = weigh(search, batch, num_microbatches)
+    weighed = weigh(search, cut)
     if weighed is None:
         return even(len(search.layers), search.num_stages)
     memory = weighed[0][0]

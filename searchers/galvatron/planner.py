@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import microbatch_counts
+from searchers.galvatron.microbatches import Cut, cuts
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import base_partition, least_maximum, neighbours, weigh
 from searchers.galvatron.stage_search import DegreeSearch, Partition, PipelinePlan, split
@@ -85,47 +85,52 @@ class Planner:
     def plans(self, batch: int) -> Iterator[PipelinePlan]:
         """Yield the plans that fit, one per pipeline degree, number of microbatches and partition tried."""
         for degree, search in self.searches.items():
-            for parts in self.counts(batch, degree):
+            for cut in self.cuts(batch, degree):
                 if degree == 1:
                     partitions: Iterator[Partition] = iter([(len(search.layers),)])
                 elif self.options.partition == "base":
-                    partitions = iter([base_partition(search, batch, parts)])
+                    partitions = iter([base_partition(search, cut)])
                 else:
-                    yield from self._balanced(search, batch, parts)
+                    yield from self._balanced(search, batch, cut)
                     continue
                 for partition in partitions:
-                    plan = self._plan(search, partition, batch, parts)
+                    plan = self._plan(search, partition, batch, cut)
                     if plan is not None:
                         yield plan
 
-    def counts(self, batch: int, degree: int) -> list[int]:
-        """Return the numbers of microbatches of a batch under the rule."""
-        return microbatch_counts(
-            self.options.microbatches, self.problem.workload.family, batch, degree, self.problem.num_devices
+    def cuts(self, batch: int, degree: int) -> list[Cut]:
+        """Return how the batch may be cut under the rule."""
+        return cuts(
+            self.options.microbatches,
+            self.problem.workload.family,
+            batch,
+            degree,
+            self.problem.num_devices,
+            pads=self.options.pads_batch,
         )
 
-    def _plan(self, search: DegreeSearch, partition: Partition, batch: int, parts: int) -> PipelinePlan | None:
+    def _plan(self, search: DegreeSearch, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         self.num_partitions += 1
-        return search.plan(partition, batch, parts)
+        return search.plan(partition, batch, cut)
 
-    def _balanced(self, search: DegreeSearch, batch: int, parts: int) -> Iterator[PipelinePlan]:
+    def _balanced(self, search: DegreeSearch, batch: int, cut: Cut) -> Iterator[PipelinePlan]:
         """Yield plans of the balanced partitions of one pipeline degree.
 
         Bi-objective: Base's partition is the incumbent, then Algorithm 2 walks from the memory-balanced one
         towards the time-balanced one, which is tried as well.
         """
-        weighed = weigh(search, batch, parts)
+        weighed = weigh(search, cut)
         if weighed is None:
             return
         by_memory, by_time = (least_maximum(loads) for loads in weighed)
         if self.options.partition != "bi-objective":
             only = by_memory if self.options.partition == "memory" else by_time
-            plan = self._plan(search, only, batch, parts)
+            plan = self._plan(search, only, batch, cut)
             if plan is not None:
                 yield plan
             return
         queue = deque([by_memory])
-        extra = deque([base_partition(search, batch, parts), by_time])
+        extra = deque([base_partition(search, cut), by_time])
         seen: set[Partition] = set()
         while queue or extra:
             walks = bool(queue)
@@ -133,7 +138,7 @@ class Planner:
             if partition in seen:
                 continue
             seen.add(partition)
-            plan = self._plan(search, partition, batch, parts)
+            plan = self._plan(search, partition, batch, cut)
             if plan is None:
                 continue
             yield plan
@@ -166,15 +171,15 @@ class Planner:
         stages = split(search.layers, partition)
         ordered = iter(strategies)
         chosen = [[strategy for _, strategy in zip(stage, ordered, strict=False)] for stage in stages]
-        return search.assess(stages, chosen, like.batch, like.num_microbatches)
+        return search.assess(stages, chosen, like.batch, like.cut)
 
     def leanest(self, batch: int) -> PipelinePlan | None:
         """Return the plan of one strategy that needs the least memory; it need not fit."""
         found = [
             plan
             for degree, search in self.searches.items()
-            for parts in self.counts(batch, degree)
-            if (plan := search.leanest(base_partition(search, batch, parts), batch, parts))
+            for cut in self.cuts(batch, degree)
+            if (plan := search.leanest(base_partition(search, cut), batch, cut))
         ]
         return min(found, key=lambda plan: plan.peak_bytes, default=None)
 

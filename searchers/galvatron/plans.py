@@ -17,11 +17,11 @@ def to_plan(found: PipelinePlan, problem: Problem) -> Plan:
     Raises:
         ValueError: If the problem has another batch.
     """
-    if found.batch != problem.global_batch:
-        raise ValueError(f"the problem's global batch must be {found.batch}, got {problem.global_batch}")
+    if found.padded_batch != problem.global_batch:
+        raise ValueError(f"the problem's global batch must be {found.padded_batch}, got {problem.global_batch}")
     return plan_of_layers(
         [(stage.layers, stage.chosen) for stage in found.stages],
-        microbatch_size=found.batch // found.num_microbatches,
+        microbatch_size=found.cut.samples,
         num_microbatches=found.num_microbatches,
         schedule=found.schedule,
     )

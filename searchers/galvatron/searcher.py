@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
 from searchers.budget import Budget
-from searchers.galvatron.options import Options
+from searchers.galvatron.microbatches import Cut
+from searchers.galvatron.options import SCHEDULES, Options
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
 from searchers.galvatron.stage_search import PipelinePlan
@@ -44,6 +45,8 @@ class Galvatron(Searcher):
             known = ", ".join(Options.__dataclass_fields__)
             raise ValueError(f"options of {self.name} are {known}, got {min(unknown)!r}")
         self.options = replace(self.variant, **choices)
+        if self.options.pads_batch:
+            raise ValueError("pads_batch must be false here: a searcher plans for the problem's own batch")
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
         """Return the best plans over pipeline degrees, microbatches and partitions. Nothing is random."""
@@ -97,10 +100,9 @@ class Galvatron(Searcher):
 
 def assess(plan: Plan, problem: Problem, options: Options | None = None) -> PipelinePlan | None:
     """Return what Galvatron's estimator says of a plan, or None where it has no words for it."""
-    chosen = replace(options or Options(), schedule=plan.schedule) if plan.schedule in ("gpipe", "1f1b") else None
-    if chosen is None or plan.rotates:
+    if plan.schedule not in SCHEDULES or plan.rotates:
         return None
-    planner = planner_for(problem, chosen)
+    planner = planner_for(problem, replace(options or Options(), schedule=plan.schedule))
     stages = from_plan(plan, planner.profiles.layers)
     if stages is None:
         return None
@@ -108,8 +110,9 @@ def assess(plan: Plan, problem: Problem, options: Options | None = None) -> Pipe
     devices = problem.num_devices // len(stages)
     if search is None or any(strategy.num_devices != devices for _, chosen in stages for strategy in chosen):
         return None
+    cut = Cut(plan.num_microbatches, plan.microbatch_size)
     return search.assess(
-        [layers for layers, _ in stages], [chosen for _, chosen in stages], plan.global_batch, plan.num_microbatches
+        [layers for layers, _ in stages], [chosen for _, chosen in stages], plan.global_batch, cut
     )
 
 
@@ -166,3 +169,27 @@ class GalvatronBiObjective(Galvatron):
 
     name = "galvatron-1f1b-bi"
     variant = Options(checkpoint=False)
+
+
+VARIANTS: dict[str, type[Galvatron]] = {
+    each.name: each
+    for each in (
+        GalvatronBMW,
+        GalvatronBase,
+        GalvatronPlain,
+        GalvatronDataTensor,
+        GalvatronDataPipeline,
+        GalvatronMemoryBalanced,
+        GalvatronTimeBalanced,
+        GalvatronBiObjective,
+    )
+}
+
+
+def variant_options(name: str) -> Options:
+    """Return the options of a variant by its searcher's name.
+
+    >>> variant_options("galvatron-dp-pp").kinds
+    ('dp',)
+    """
+    return VARIANTS[name].variant

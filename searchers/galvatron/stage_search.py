@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
 from searchers.galvatron.estimator import Estimator, LayerCost, in_flight, peak_bytes, pipeline_s
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
+from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.strategies import Strategy, strategies
 from simulator.problem import Problem
@@ -44,7 +45,8 @@ class PipelinePlan:
     """A whole plan in the planner's words.
 
     Attributes:
-        batch, num_microbatches: Samples per iteration and the parts they are cut into.
+        batch: Samples per iteration that count.
+        cut: Microbatches; their samples are the batch, or more where it was padded.
         schedule: ``gpipe`` or ``1f1b``.
         stages: In order.
         iteration_time_s: Eq. 9.
@@ -52,7 +54,7 @@ class PipelinePlan:
     """
 
     batch: int
-    num_microbatches: int
+    cut: Cut
     schedule: str
     stages: tuple[StagePlan, ...]
     iteration_time_s: float
@@ -62,6 +64,16 @@ class PipelinePlan:
     def partition(self) -> Partition:
         """Layers of each stage."""
         return tuple(len(stage.layers) for stage in self.stages)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per iteration."""
+        return self.cut.parts
+
+    @property
+    def padded_batch(self) -> int:
+        """Samples that are computed: the plan's batch."""
+        return self.cut.parts * self.cut.samples
 
     @property
     def throughput(self) -> float:
@@ -129,30 +141,28 @@ class DegreeSearch:
         self._moves: dict[object, NDArray[np.float64]] = {}
         self.num_searches = 0
 
-    def plan(self, partition: Partition, batch: int, num_microbatches: int) -> PipelinePlan | None:
+    def plan(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         """Return the best plan found with this partition, or None if nothing fits (Galvatron_Search).
 
         Every stage is searched alone, its steps weighted by the microbatches; plans with one strategy for all
         layers compete too, so that none of them is ever better.
         """
-        if batch % num_microbatches:
-            raise ValueError(f"microbatches must divide the batch {batch}, got {num_microbatches}")
         stages = split(self.layers, partition)
         candidates = []
-        chosen = [self._search(stage, place, batch, num_microbatches) for place, stage in enumerate(stages)]
+        chosen = [self._search(stage, place, cut) for place, stage in enumerate(stages)]
         if all(found is not None for found in chosen):
             candidates.append([[self.strategies[s] for s in found] for found in chosen if found is not None])
         if not self.options.paper:
             candidates += [[[strategy] * len(stage) for stage in stages] for strategy in self.strategies]
-        plans = [self.assess(stages, choice, batch, num_microbatches) for choice in candidates]
+        plans = [self.assess(stages, choice, batch, cut) for choice in candidates]
         fitting = [plan for plan in plans if plan is not None and plan.fits]
         return min(fitting, key=lambda plan: plan.iteration_time_s, default=None)
 
-    def leanest(self, partition: Partition, batch: int, num_microbatches: int) -> PipelinePlan | None:
+    def leanest(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         """Return the plan of one strategy that needs the least memory, whether it fits or not."""
         stages = split(self.layers, partition)
         plans = [
-            self.assess(stages, [[strategy] * len(stage) for stage in stages], batch, num_microbatches)
+            self.assess(stages, [[strategy] * len(stage) for stage in stages], batch, cut)
             for strategy in self.strategies
         ]
         return min((plan for plan in plans if plan), key=lambda plan: plan.peak_bytes, default=None)
@@ -162,10 +172,10 @@ class DegreeSearch:
         stages: Sequence[Sequence[Layer]],
         chosen: Sequence[Sequence[Strategy]],
         batch: int,
-        num_microbatches: int,
+        cut: Cut,
     ) -> PipelinePlan | None:
         """Return the plan of given strategies with its costs, or None if one cannot be used."""
-        samples = batch // num_microbatches
+        samples, num_microbatches = cut.samples, cut.parts
         found: list[StagePlan] = []
         outputs: list[tuple[LayerCost, Strategy]] = []
         for place, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
@@ -189,7 +199,7 @@ class DegreeSearch:
         total_s = pipeline_s(
             steps, [stage.sync_s for stage in found], num_microbatches, paper=self.options.paper
         ) + self.estimator.tie_sync_s(stages)
-        return PipelinePlan(batch, num_microbatches, self.options.schedule, tuple(found), total_s, self.budget_bytes)
+        return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
 
     def _costs_of(
         self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool
@@ -208,11 +218,11 @@ class DegreeSearch:
         return frozenset(self.estimator.profiles.parameters(layer.kind, 1)) - {""}
 
     def _search(
-        self, layers: tuple[Layer, ...], place: int, batch: int, num_microbatches: int
+        self, layers: tuple[Layer, ...], place: int, cut: Cut
     ) -> NDArray[np.int64] | None:
         """Return a strategy number per layer."""
+        samples, num_microbatches = cut.samples, cut.parts
         held = in_flight(self.options.schedule, place, self.num_stages, num_microbatches)
-        samples = batch // num_microbatches
         key = (tuple(layer.kind for layer in layers), held, samples, num_microbatches)
         if key not in self._found:
             self.num_searches += 1

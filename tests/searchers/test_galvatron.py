@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from searchers.base import NoFeasiblePlan
 from searchers.degrees import compositions
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import RULES, microbatch_counts
+from searchers.galvatron.microbatches import RULES, Cut, cuts, microbatch_counts
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import filled_from_the_back, least_maximum, neighbours
 from searchers.galvatron.planner import Planner, around
@@ -117,7 +118,7 @@ def tables(draw: st.DrawFn) -> LayerTable:
     layers, options, layouts = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = (layers, options)
-    forward = UNIT * random.integers(0, 6, shape)
+    forward: NDArray[np.float64] = UNIT * random.integers(0, 6, shape).astype(np.float64)
     cost = random.uniform(1, 9, shape)
     cost[random.random(shape) < 0.1] = np.inf
     transition = random.uniform(0, 4, (layers, layouts, layouts))
@@ -127,7 +128,7 @@ def tables(draw: st.DrawFn) -> LayerTable:
     return LayerTable(
         cost_s=cost,
         kept_bytes=forward + UNIT * random.integers(0, 4, shape),
-        backward_bytes=UNIT * random.integers(0, 5, shape) * draw(st.integers(0, 1)),
+        backward_bytes=(UNIT * draw(st.integers(0, 1))) * random.integers(0, 5, shape).astype(np.float64),
         forward_bytes=forward,
         layout=random.integers(0, layouts, options),
         transition_s=transition,
@@ -238,6 +239,16 @@ def test_microbatches_divide_the_batch(rule: str) -> None:
                     assert batch % count == 0 and (stages > 1 or rule in ("free", "divisors") or count == 1)
 
 
+def test_padded_microbatches_are_those_of_pytorch() -> None:
+    """ceil(b / m) of a replica's b samples in each of ceil(b / ceil(b / m)) parts."""
+    for batch in range(8, 200, 8):
+        for stages in (2, 4, 8):
+            (cut,) = cuts("released", "bert", batch, stages, 8, pads=True)
+            width = 8 // stages
+            assert cut.samples % width == 0
+            assert batch <= cut.parts * cut.samples < batch + cut.samples
+
+
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="released, table, free, divisors, got 'some'"):
         Options(microbatches="some")
@@ -248,10 +259,10 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
 # Whole plans
 
 
-def pure_plans(search: DegreeSearch, partition: tuple[int, ...], batch: int, count: int) -> list[PipelinePlan]:
+def pure_plans(search: DegreeSearch, partition: tuple[int, ...], batch: int, cut: Cut) -> list[PipelinePlan]:
     stages = split(search.layers, partition)
     found = [
-        search.assess(stages, [[strategy] * len(stage) for stage in stages], batch, count)
+        search.assess(stages, [[strategy] * len(stage) for stage in stages], batch, cut)
         for strategy in search.strategies
     ]
     return [plan for plan in found if plan is not None and plan.fits]
@@ -263,9 +274,9 @@ def test_no_pure_strategy_of_the_space_is_better_and_the_budget_is_kept(model: s
     own = planner(model, memory_gb, Options(microbatches="free"))
     for degree, stages in own.searches.items():
         partition = (32 // degree,) * degree
-        for count in (1, 2):
-            found = stages.plan(partition, 32, count)
-            pure = pure_plans(stages, partition, 32, count)
+        for cut in (Cut(1, 32), Cut(2, 16)):
+            found = stages.plan(partition, 32, cut)
+            pure = pure_plans(stages, partition, 32, cut)
             if not pure:
                 continue
             assert found is not None
