@@ -91,7 +91,7 @@ class Planner:
                 elif self.options.partition == "base":
                     partitions = iter([base_partition(search, cut)])
                 else:
-                    yield from self._balanced(search, batch, cut)
+                    yield from self.balanced(search, batch, cut)
                     continue
                 for partition in partitions:
                     plan = self._plan(search, partition, batch, cut)
@@ -113,7 +113,7 @@ class Planner:
         self.num_partitions += 1
         return search.plan(partition, batch, cut)
 
-    def _balanced(self, search: DegreeSearch, batch: int, cut: Cut) -> Iterator[PipelinePlan]:
+    def balanced(self, search: DegreeSearch, batch: int, cut: Cut) -> Iterator[PipelinePlan]:
         """Yield plans of the balanced partitions of one pipeline degree.
 
         Bi-objective: Base's partition is the incumbent, then Algorithm 2 walks from the memory-balanced one
