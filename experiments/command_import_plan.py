@@ -22,7 +22,9 @@ from experiments.console import (
     writable,
 )
 
-IMPORTERS: dict[str, str] = {}
+IMPORTERS: dict[str, str] = {
+    "galvatron": "searchers.galvatron.import_plan:import_plan",
+}
 """System to ``module:function``; the function takes the file and the problem and returns the plan."""
 
 
