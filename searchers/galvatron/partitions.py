@@ -159,3 +159,18 @@ def neighbours(partition: Partition, slowest: int) -> Iterator[Partition]:
             changed[slowest] -= 1
             changed[other] += 1
             yield tuple(changed)
+
+
+def between(first: Partition, last: Partition, count: int) -> Iterator[Partition]:
+    """Yield partitions evenly spaced between two: every cut moves a share of its way.
+
+    >>> list(between((2, 4, 6), (4, 4, 4), 1))
+    [(3, 4, 5)]
+    """
+    start, stop = np.cumsum(first)[:-1], np.cumsum(last)[:-1]
+    total = sum(first)
+    for number in range(1, count + 1):
+        cuts = np.rint(start + (stop - start) * number / (count + 1)).astype(int)
+        found = tuple(int(size) for size in np.diff([0, *cuts, total]))
+        if min(found) >= 1 and found not in (first, last):
+            yield found

@@ -10,7 +10,7 @@ from itertools import chain
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import Cut, cuts
 from searchers.galvatron.options import Options
-from searchers.galvatron.partitions import base_partition, least_maximum, neighbours, weigh
+from searchers.galvatron.partitions import base_partition, between, least_maximum, neighbours, weigh
 from searchers.galvatron.stage_search import DegreeSearch, Partition, PipelinePlan, split
 from searchers.galvatron.strategies import Strategy, pipeline_degrees
 from simulator.costs import CostTables
@@ -21,6 +21,9 @@ PATIENCE = 3
 
 SATURATED = 0.01
 """Rise of throughput below which a doubled batch is not worth exploring further."""
+
+WAYPOINTS = 3
+"""Partitions between the memory- and the time-balanced one from which Algorithm 2 walks besides."""
 
 RADIUS = 96
 """Algorithm 2's r, which the paper does not print: its BMW batches for BERT are 56 to 120 above Base's."""
@@ -117,7 +120,8 @@ class Planner:
         """Yield plans of the balanced partitions of one pipeline degree.
 
         Bi-objective: Base's partition is the incumbent, then Algorithm 2 walks from the memory-balanced one
-        towards the time-balanced one, which is tried as well.
+        towards the time-balanced one. Its greedy step can stick at once (the neighbour of the slowest stage is
+        nearly as slow), so some partitions between the two ends, and the end, start walks as well.
         """
         weighed = weigh(search, cut)
         if weighed is None:
@@ -130,7 +134,9 @@ class Planner:
                 yield plan
             return
         queue = deque([by_memory])
-        extra = deque([base_partition(search, cut), by_time])
+        extra = deque([base_partition(search, cut)])
+        if not self.options.paper:
+            extra.extend((*between(by_memory, by_time, WAYPOINTS), by_time))
         seen: set[Partition] = set()
         while queue or extra:
             walks = bool(queue)
