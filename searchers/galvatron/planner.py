@@ -16,8 +16,8 @@ from searchers.galvatron.strategies import Strategy, pipeline_degrees
 from simulator.costs import CostTables
 from simulator.problem import Problem
 
-PATIENCE = 3
-"""Batch sizes in a row that fit nowhere before exploration ends (microbatch rules make single gaps)."""
+PATIENCE = 8
+"""Batch sizes in a row that fit nowhere before exploration ends: a microbatch rule can let a larger one fit again."""
 
 SATURATED = 0.01
 """Rise of throughput below which a doubled batch is not worth exploring further."""
