@@ -8,7 +8,6 @@ from typing import Any
 from experiments.cases.galvatron_table2 import PURE, Run, profiles_of
 from searchers.galvatron.judged import Judged, judged_exploration, judged_plan
 from searchers.galvatron.options import Options
-from searchers.galvatron.planner import around
 from searchers.galvatron.searcher import variant_options
 from searchers.plan_words import describe_plan
 from simulator.simulate import simulate
@@ -106,19 +105,11 @@ def _fixed(run: Run, strategy: str, batch: int) -> Cell | None:
     )
 
 
-def searched_cell(run: Run, strategy: str, centre: int | None = None) -> tuple[Cell, Judged | None]:
-    """Return the best batch of a searched strategy.
-
-    Args:
-        run: Model, cluster, memory.
-        strategy: A variant's name.
-        centre: Base's best batch, around which Algorithm 2 searches; None: from the smallest on.
-    """
-    batches = around(centre, growth=GROWTH) if centre else None
+def searched_cell(run: Run, strategy: str) -> tuple[Cell, Judged | None]:
+    """Return the best batch of a searched strategy, and its plan."""
     judged = judged_exploration(
         run.problem,
         options_of(strategy),
-        batches,
         growth=GROWTH,
         profiles=profiles_of(run.model, run.cluster, run.runtime),
     )

@@ -17,9 +17,6 @@ from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron.cells import FIXED, TITLES, Cell, at_batch, fixed_cell, searched_cell
 
-BASED = ("galvatron-bmw",)
-"""Variants that explore around Base's best batch (Algorithm 2's B0)."""
-
 FORMAT = 1
 
 
@@ -56,49 +53,54 @@ class Column:
         return f"{self.run.cluster.replace(':', '-')}-{self.run.model}-{self.run.memory_gb}"
 
 
-def cells_of(column: Column) -> dict[str, Any]:
-    """Return a column's cells as plain data: the best ones, and those at the paper's batches."""
-    best: dict[str, Cell] = {}
+def cells_of(column: Column, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a column's cells as plain data: the best ones, and those at the paper's batches.
+
+    Algorithm 2's range of batches around Base's best one is not printed, so every variant explores all batches.
+
+    Args:
+        column: The column.
+        kept: Cells of an earlier run, which are taken over.
+    """
+    best: dict[str, Any] = dict(kept["best"]) if kept else {}
+    same: dict[str, Any] = dict(kept["at_printed_batch"]) if kept else {}
     for strategy in column.strategies:
-        if strategy in FIXED:
-            best[strategy] = fixed_cell(column.run, strategy)
-            continue
-        base = best.get("galvatron-base")
-        centre = base.batch if strategy in BASED and base is not None else None
-        best[strategy], _ = searched_cell(column.run, strategy, centre)
-    same = {strategy: at_batch(column.run, strategy, batch) for strategy, batch in column.batches.items()}
-    return {
-        "format": FORMAT,
-        "best": {strategy: cell.to_mapping() for strategy, cell in best.items()},
-        "at_printed_batch": {strategy: cell.to_mapping() for strategy, cell in same.items()},
-    }
+        if strategy not in best:
+            cell = fixed_cell(column.run, strategy) if strategy in FIXED else searched_cell(column.run, strategy)[0]
+            best[strategy] = cell.to_mapping()
+    for strategy, batch in column.batches.items():
+        if strategy not in same:
+            same[strategy] = at_batch(column.run, strategy, batch).to_mapping()
+    return {"format": FORMAT, "best": best, "at_printed_batch": same}
 
 
 def compute(context: Context, columns: Sequence[Column]) -> dict[str, dict[str, Any]]:
     """Return the cells of every column by its name; those kept in the scratch folder are not computed again."""
     found: dict[str, dict[str, Any]] = {}
-    missing = []
+    missing: dict[str, Mapping[str, Any] | None] = {}
+    by_name = {column.name: column for column in columns}
     for column in columns:
         path = _path(context, column)
-        kept = load_mapping(path) if path.exists() else {}
-        complete = kept.get("format") == FORMAT and set(kept["best"]) == set(column.strategies)
-        if complete and set(kept["at_printed_batch"]) >= set(column.batches):
-            found[column.name] = kept
+        kept: Mapping[str, Any] | None = load_mapping(path) if path.exists() else None
+        kept = kept if kept and kept.get("format") == FORMAT else None
+        complete = kept and set(kept["best"]) >= set(column.strategies)
+        if kept and complete and set(kept["at_printed_batch"]) >= set(column.batches):
+            found[column.name] = dict(kept)
         else:
-            missing.append(column)
+            missing[column.name] = kept
     workers = max(1, min(context.workers, len(missing)))
     if workers == 1:
-        for number, column in enumerate(missing):
-            context.say(f"{column.name}, column {number + 1} of {len(missing)}")
-            found[column.name] = _kept(context, column, cells_of(column))
+        for number, (name, kept) in enumerate(missing.items()):
+            context.say(f"{name}, column {number + 1} of {len(missing)}")
+            found[name] = _kept(context, by_name[name], cells_of(by_name[name], kept))
         return found
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=workers, mp_context=spawn) as pool:
-        waiting = {pool.submit(cells_of, column): column for column in missing}
+        waiting = {pool.submit(cells_of, by_name[name], kept): name for name, kept in missing.items()}
         for number, done in enumerate(as_completed(waiting)):
-            column = waiting[done]
-            context.say(f"{column.name}, column {number + 1} of {len(missing)}")
-            found[column.name] = _kept(context, column, done.result())
+            name = waiting[done]
+            context.say(f"{name}, column {number + 1} of {len(missing)}")
+            found[name] = _kept(context, by_name[name], done.result())
     return found
 
 

@@ -73,7 +73,7 @@ def _without_figures(context: Context, runs: Sequence[Run], notes: Sequence[str]
     }
     verdict = Verdict(
         "Galvatron-BMW is the fastest strategy",
-        "in every column, within 2 % (it explores batches around Base's best only)",
+        "in every column, within 2 %",
         f"{best} of {len(groups)} columns",
         best == len(groups),
     )
