@@ -19,7 +19,7 @@ from simulator.problem import Problem
 PATIENCE = 8
 """Batch sizes in a row that fit nowhere before exploration ends: a microbatch rule can let a larger one fit again."""
 
-SATURATED = 0.01
+SATURATED = 0.03
 """Rise of throughput below which a doubled batch is not worth exploring further."""
 
 WAYPOINTS = 3
@@ -193,7 +193,7 @@ class Planner:
         """Return the best plan of every batch size, in growing steps of samples until nothing fits.
 
         A 1F1B pipeline fits any batch, so exploration also ends where the batch has doubled and throughput has
-        risen by less than one per cent.
+        risen by less than three per cent.
 
         Args:
             batches: Batch sizes to try instead, all of them.
