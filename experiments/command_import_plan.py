@@ -25,6 +25,7 @@ from experiments.console import (
 IMPORTERS: dict[str, str] = {
     "aceso": "searchers.aceso.import_plan:import_plan",
     "alpa": "searchers.alpa.import_plan:import_plan",
+    "galvatron": "searchers.galvatron.import_plan:import_plan",
 }
 """System to ``module:function``; the function takes the file and the problem and returns the plan."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from experiments.console import AsJson, console, print_json, table
+from experiments.console import AsJson, console, print_json, table, writable
 
 
 class What(StrEnum):
@@ -19,18 +20,38 @@ class What(StrEnum):
     SEARCHERS = "searchers"
     EXPERIMENTS = "experiments"
     EFFECTS = "effects"
+    STRATEGIES = "strategies"
 
 
-def list_names(what: Annotated[What, typer.Argument(help="What to list.")], as_json: AsJson = False) -> None:
-    """List models, clusters, runtimes, searchers, experiments, or the effects one can switch off.
+def list_names(
+    what: Annotated[What, typer.Argument(help="What to list.")],
+    as_json: AsJson = False,
+    gpus: Annotated[int, typer.Option(help="strategies: devices, a power of two.", min=1, max=1024)] = 8,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="strategies: draw them into this PNG.", show_default=False)
+    ] = None,
+) -> None:
+    """List models, clusters, runtimes, searchers, experiments, effects one can switch off, or Galvatron's strategies.
 
-    Example: windtunnel list clusters
+    Example: windtunnel list strategies --gpus 8 -o trees.png
     """
-    rows = _ROWS[what]()
+    if what is What.STRATEGIES:
+        rows = _strategies(gpus)
+        if output is not None:
+            from experiments.strategy_trees import save_trees
+
+            save_trees(writable(output), gpus)
+    else:
+        rows = _ROWS[what]()
     if as_json:
         print_json([dict(zip(_COLUMNS[what], row, strict=True)) for row in rows])
         return
     console().print(table(None, [(column.replace("_", " "), "left") for column in _COLUMNS[what]], rows))
+    if what is What.STRATEGIES:
+        console().print(f"each with and without activation checkpointing: {2 * len(rows)} strategies")
+        if output is not None:
+            console().print(f"written: {output}", markup=False)
+
 
 
 def _models() -> list[tuple[str, ...]]:
@@ -90,6 +111,16 @@ def _effects() -> list[tuple[str, ...]]:
     return [(name, words.get(name, "")) for name in Fidelity.names()]
 
 
+def _strategies(gpus: int) -> list[tuple[str, ...]]:
+    from searchers.galvatron.strategies import decision_trees
+
+    rows: list[tuple[str, ...]] = []
+    for degree, found in decision_trees(gpus).items():
+        plain = [strategy for strategy in found if not strategy.checkpoint]
+        rows += [(str(degree), str(number + 1), str(strategy)) for number, strategy in enumerate(plain)]
+    return rows
+
+
 _ROWS = {
     What.MODELS: _models,
     What.CLUSTERS: _clusters,
@@ -105,4 +136,5 @@ _COLUMNS = {
     What.SEARCHERS: ("searcher", "what_it_does", "source"),
     What.EXPERIMENTS: ("experiment", "what_it_shows", "source"),
     What.EFFECTS: ("effect", "what_it_is"),
+    What.STRATEGIES: ("pipeline_degree", "number", "levels_outermost_first"),
 }

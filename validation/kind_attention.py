@@ -38,12 +38,40 @@ def _pair(attributes: Attributes, source: torch.Tensor, number: int) -> torch.Te
 def build_attention_score(context: OperatorContext) -> Forward:
     """Queries times keys; the scale is the softmax's."""
     attributes = context.local.attributes
+    window = integer(attributes, "window", 0)
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
-        keys = _pair(attributes, inputs[1], 0).unsqueeze(2).transpose(-1, -2)
-        return (torch.matmul(_queries(attributes, inputs[0]), keys).flatten(1, 2),)
+        keys = _pair(attributes, inputs[1], 0).unsqueeze(2)
+        queries = _queries(attributes, inputs[0])
+        if window:
+            queries, keys = (unpacked(source, 3, (-1, window)) for source in (queries, keys))
+        scores = torch.matmul(queries, keys.transpose(-1, -2))
+        return ((scores.flatten(3, 4) if window else scores).flatten(1, 2),)
 
     return forward
+
+
+@lru_cache(maxsize=32)
+def _window_mask(side: int, window: int, shift: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what is added to scores ``(side^2, window)`` in window order: nothing passes the image's old border."""
+    width = math.isqrt(window)
+    bounds = torch.tensor([side - width, side - shift], device=device)
+    bands = torch.bucketize(torch.arange(side, device=device), bounds, right=True)
+    regions = 3 * bands[:, None] + bands[None, :]
+    regions = unpacked(unpacked(regions, 0, (-1, width)), 2, (-1, width))
+    regions = regions.permute(0, 2, 1, 3).reshape(-1, window)
+    apart = (regions[:, :, None] != regions[:, None, :]).flatten(0, 1)
+    return torch.zeros(apart.shape, dtype=dtype, device=device).masked_fill_(apart, float("-inf"))
+
+
+@lru_cache(maxsize=32)
+def _window_buckets(window: int, device: torch.device) -> torch.Tensor:
+    """Return the bucket of each pair of tokens of a window: rows apart, columns apart (Liu et al. 2021)."""
+    width = math.isqrt(window)
+    places = torch.arange(width, device=device)
+    apart = places[:, None] - places[None, :] + width - 1
+    pairs = apart[:, None, :, None] * (2 * width - 1) + apart[None, :, None, :]
+    return pairs.reshape(window, window)
 
 
 @lru_cache(maxsize=32)
@@ -90,14 +118,25 @@ def build_softmax(context: OperatorContext) -> Forward:
     _, _, queries, keys = context.local.inputs[0]
     scale = integer(maker.attributes, "head_dim") ** -0.5
     causal = flag(maker.attributes, "causal")
-    mask = _mask(queries, keys, causal, context.dtype, context.device)
-    count = integer(context.local.attributes, "position_buckets", 0)
-    buckets = _buckets(queries, keys, count, causal, context.device) if count else None
+    attributes = context.local.attributes
+    count = integer(attributes, "position_buckets", 0)
+    window, shift = integer(attributes, "window", 0), integer(attributes, "shift", 0)
+    if shift:
+        side = integer(attributes, "side")
+        mask = _window_mask(side, window, shift, context.dtype, context.device)
+    else:
+        mask = _mask(queries, keys, causal, context.dtype, context.device)
+    if count and window:
+        buckets: torch.Tensor | None = _window_buckets(window, context.device)
+    else:
+        buckets = _buckets(queries, keys, count, causal, context.device) if count else None
+    repeats = queries // window if window else 1
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         scores = inputs[0] * scale
         if buckets is not None:
-            scores = scores + F.embedding(buckets, parameters[0]).permute(2, 0, 1)
+            bias = F.embedding(buckets, parameters[0]).permute(2, 0, 1)
+            scores = scores + (bias.repeat(1, repeats, 1) if repeats > 1 else bias)
         scores = scores + mask
         return (torch.softmax(scores, dim=-1, dtype=torch.float32).to(inputs[0].dtype),)
 
@@ -109,10 +148,15 @@ def build_attention_context(context: OperatorContext) -> Forward:
     """Probabilities times values."""
     attributes = context.local.attributes
     repeats = _repeats(attributes)
+    window = integer(attributes, "window", 0)
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         values = _pair(attributes, inputs[1], 1).unsqueeze(2)
-        mixed = torch.matmul(unpacked(inputs[0], 1, (-1, repeats)), values)
+        weights = unpacked(inputs[0], 1, (-1, repeats))
+        if window:
+            values, weights = (unpacked(source, 3, (-1, window)) for source in (values, weights))
+        mixed = torch.matmul(weights, values)
+        mixed = mixed.flatten(3, 4) if window else mixed
         return (mixed.permute(0, 3, 1, 2, 4).flatten(2),)
 
     return forward

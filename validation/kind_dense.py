@@ -116,7 +116,7 @@ def build_patch_embedding(context: OperatorContext) -> Forward:
     """Image patches through a linear, a class token in front, positions added."""
     attributes = context.local.attributes
     patch = integer(attributes, "patch")
-    class_token = flag(attributes, "class_token", True)
+    class_token, positions = flag(attributes, "class_token", True), flag(attributes, "positions", True)
     probability = real(attributes, "dropout", 0.0)
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
@@ -126,8 +126,9 @@ def build_patch_embedding(context: OperatorContext) -> Forward:
         patches = grid.permute(0, 2, 4, 1, 3, 5).reshape(samples, (side // patch) ** 2, channels * patch * patch)
         found = F.linear(patches, parameters[0], parameters[1])
         if class_token:
-            found = torch.cat([parameters[3].expand(samples, 1, -1), found], dim=1)
-        found = found + parameters[2]
+            found = torch.cat([parameters[-1].expand(samples, 1, -1), found], dim=1)
+        if positions:
+            found = found + parameters[2]
         return (drop(context, found, probability) if probability > 0 else found,)
 
     return forward

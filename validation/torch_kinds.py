@@ -5,7 +5,15 @@ Importing this module makes all builders known. ``NOT_EXECUTABLE`` names the kin
 
 from __future__ import annotations
 
-from validation import kind_attention, kind_dense, kind_elementwise, kind_images, kind_losses, kind_recurrent
+from validation import (
+    kind_attention,
+    kind_dense,
+    kind_elementwise,
+    kind_images,
+    kind_losses,
+    kind_recurrent,
+    kind_windows,
+)
 from validation.operator_context import BUILDERS, Forward, OperatorContext
 
 __all__ = [
@@ -19,6 +27,7 @@ __all__ = [
     "kind_images",
     "kind_losses",
     "kind_recurrent",
+    "kind_windows",
     "why_not",
 ]
 

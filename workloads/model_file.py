@@ -10,7 +10,7 @@ Example::
     seq_len: 1024
     vocab: 50257
 
-Fields of each family are those of ``GPTSpec``, ``BertSpec``, ``T5Spec``, ``ViTSpec``, ``LlamaSpec``,
+Fields of each family are those of ``GPTSpec``, ``BertSpec``, ``T5Spec``, ``ViTSpec``, ``SwinSpec``, ``LlamaSpec``,
 ``ResNetSpec``, ``VggSpec``, ``GnmtSpec`` and ``XLNetSpec`` in ``workloads/models``; unknown ones are refused.
 """
 

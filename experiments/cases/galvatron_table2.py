@@ -1,4 +1,7 @@
-"""Galvatron-BMW's Table II: pure strategies on eight RTX TITANs, throughput and out-of-memory cells.
+"""Galvatron-BMW's Table II on eight RTX TITANs, throughput and out-of-memory cells.
+
+Cells of pure strategies say what the plan is. Cells of searched ones print no plan: there our searcher's plan for
+the printed batch, in the variant's own space, stands for the paper's.
 
 The cards have 24 GB; the 8 to 20 GB of the table are budgets of Galvatron's planner, which adds up model states,
 activations and 1 GiB of context: its released constants give the printed largest batch in 125 of 128 cells of the
@@ -8,6 +11,8 @@ pure strategies. So a cell is compared with live bytes; the allocator replay wou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from math import ceil
 from pathlib import Path
 
@@ -17,12 +22,22 @@ from experiments.cases.case import (
     Case,
     Measured,
     Skipped,
+    hardware,
     problem_of,
     stages_of_layers,
     uniform,
 )
+from searchers.galvatron.judged import judged_plan
+from searchers.galvatron.layer_profiles import LayerProfiles
+from searchers.galvatron.microbatches import microbatch_counts, released_count, table_count
+from searchers.galvatron.partitions import even, filled_from_the_back
+from searchers.galvatron.planner import Planner
+from searchers.galvatron.plans import to_plan
+from searchers.galvatron.searcher import variant_options
+from simulator.costs import CostTables, saved_tensors
 from simulator.plan import Plan
 from simulator.problem import Problem
+from simulator.uniform import repeated_layers
 
 GROUP = "galvatron-table2"
 SOURCE = "Galvatron-BMW (TKDE), Table II"
@@ -30,8 +45,12 @@ NUM_GPUS = 8
 SMALLEST_BATCH = 8
 """The paper steps the batch by eight: a cell that says OOM did not fit eight samples."""
 
-HALF_LAYER, CAP = 0.5, 1.3
-"""Tolerance and cap of the memory-balanced pipeline split in Galvatron's released code."""
+PURE = ("ddp", "megatron-tp", "gpipe", "fsdp")
+DEEPSPEED = "deepspeed-3d"
+SEARCHED = (
+    "galvatron-dp-tp", "galvatron-dp-pp", "galvatron", "galvatron-base", "galvatron-1f1b-bi", "galvatron-bmw"
+)  # fmt: skip
+"""Searchers of those names."""
 
 
 def cases(data: Path | None) -> Iterator[Case | Skipped]:
@@ -45,26 +64,20 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
         throughput = row["throughput_samples_per_s"]
         batch = row["global_batch"] or SMALLEST_BATCH
         strategy, model = row["strategy"], row["model"]
-        microbatches = num_microbatches(model, batch) if strategy == "gpipe" else 1
-        whole_batch = microbatches * ceil(batch / microbatches)
+        run = Run(model=model, cluster=f"titan-rtx-pcie:1x{NUM_GPUS}", memory_gb=row["memory_gb"])
+        problem, plan = run.searched(strategy, batch) if strategy in SEARCHED else run.fixed(strategy, batch)
         yield Case(
             row_id=f"galvatron_table2.csv#{row['row']}",
-            groups=(GROUP, f"{GROUP}-{strategy}"),
-            problem=problem_of(
-                model=model,
-                cluster=f"titan-rtx-pcie:1x{NUM_GPUS}",
-                runtime="galvatron-v1",
-                global_batch=whole_batch,
-                memory_limit_bytes=row["memory_gb"] << 30,
-            ),
-            plan=_plan(strategy, whole_batch, microbatches),
+            groups=groups_of(strategy, model),
+            problem=problem,
+            plan=plan,
             measured=Measured(
                 iteration_time_s=batch / throughput if throughput else None,
                 out_of_memory=throughput is None,
                 limits_live_bytes=True,
             ),
             source=SOURCE,
-            rivals=f"{model} in {row['memory_gb']} GB" if throughput else None,
+            rivals=f"{model} in {row['memory_gb']} GB" if throughput and strategy in PURE else None,
             rival_samples=batch,
             features={
                 "strategy": strategy, "model": model, "memory GB": row["memory_gb"], "batch": batch,
@@ -72,54 +85,129 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
         )  # fmt: skip
 
 
-def num_microbatches(model: str, batch: int) -> int:
-    """Return how many microbatches the release's hand tables give eight pipeline stages.
+def groups_of(strategy: str, model: str) -> tuple[str, ...]:
+    """Return the groups of a cell: pure strategies of the uniform models, of Swin, DeepSpeed 3D, each searched one."""
+    if strategy not in PURE:
+        return (f"{GROUP}-{strategy}",)
+    return (f"{GROUP}-swin",) if model.startswith("swin") else (GROUP, f"{GROUP}-{strategy}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a cell of the paper's tables is about.
+
+    Attributes:
+        model, cluster: Preset names.
+        memory_gb: Memory budget of a device, GiB.
+        runtime: Name.
+    """
+
+    model: str
+    cluster: str
+    memory_gb: int
+    runtime: str = "galvatron-v1"
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices of the cluster."""
+        return hardware(self.cluster).cluster.num_devices
+
+    def problem(self, batch: int) -> Problem:
+        """Return the problem of a batch."""
+        return problem_of(
+            model=self.model,
+            cluster=self.cluster,
+            runtime=self.runtime,
+            global_batch=batch,
+            memory_limit_bytes=self.memory_gb << 30,
+        )()
+
+    def fixed(self, strategy: str, batch: int) -> tuple[Callable[[], Problem], Callable[[Problem], Plan]]:
+        """Return problem and plan of a strategy with fixed degrees; the batch is rounded up to whole microbatches.
+
+        Raises:
+            ValueError: If the strategy is unknown.
+        """
+        num_gpus = self.num_gpus
+        parts = 1
+        if strategy in ("gpipe", DEEPSPEED):
+            parts = num_microbatches(self.model, batch, strategy, num_gpus)
+        samples = ceil(batch / parts)
+
+        def pipeline(problem: Problem) -> Plan:
+            return Plan(
+                stages=stages_of_layers(problem, memory_balanced(problem, num_gpus), [()] * num_gpus),
+                microbatch_size=samples,
+                num_microbatches=parts,
+                schedule="gpipe",
+            )
+
+        plans = {
+            "ddp": uniform(dp=num_gpus, microbatch=max(1, samples // num_gpus)),
+            "fsdp": uniform(dp=num_gpus, microbatch=max(1, samples // num_gpus), zero=3),
+            "megatron-tp": uniform(tp=num_gpus, microbatch=samples),
+            "gpipe": pipeline,
+            DEEPSPEED: uniform(
+                tp=2, pp=2, dp=num_gpus // 4, microbatch=max(1, samples * 4 // num_gpus), schedule="gpipe"
+            ),
+        }
+        if strategy not in plans:
+            raise ValueError(f"strategy must be one of {', '.join((*plans, *SEARCHED))}, got {strategy!r}")
+        return (lambda: self.problem(samples * parts)), plans[strategy]
+
+    def searched(self, strategy: str, batch: int) -> tuple[Callable[[], Problem], Callable[[Problem], Plan]]:
+        """Return problem and plan of a searched strategy; both wait for the search, which happens once.
+
+        The plan is the variant's that the simulator lets fit, else its leanest.
+        """
+
+        @cache
+        def found() -> tuple[Plan, int]:
+            options = replace(variant_options(strategy), pads_batch=True)
+            profiles = profiles_of(self.model, self.cluster, self.runtime)
+            judged = judged_plan(self.problem, options, lambda planner: planner.best(batch), profiles)
+            if judged is not None:
+                return judged.plan, judged.found.padded_batch
+            leanest = Planner(self.problem(batch), options, profiles=profiles).leanest(batch)
+            if leanest is None:
+                raise ValueError(f"{strategy} has no plan for {batch} samples of {self.model}")
+            return to_plan(leanest, self.problem(leanest.padded_batch)), leanest.padded_batch
+
+        return (lambda: self.problem(found()[1])), (lambda _: found()[0])
+
+
+@lru_cache(maxsize=8)
+def profiles_of(model: str, cluster: str, runtime: str) -> LayerProfiles:
+    """Return layer costs, shared by searches for one model and cluster."""
+    return LayerProfiles(CostTables(Run(model=model, cluster=cluster, memory_gb=1, runtime=runtime).problem(1)))
+
+
+def num_microbatches(model: str, batch: int, strategy: str = "gpipe", num_gpus: int = NUM_GPUS) -> int:
+    """Return how many microbatches the release's tables give a pipeline of one device, or of two, a stage.
 
     The tables have fractions (b/8 + 2 for BERT); b is a multiple of eight here, so none arise. Where they do
     not divide the batch, PyTorch cuts unequal microbatches; the plan here has the larger size for all.
+    DeepSpeed 3D (two stages, b = half the batch on eight devices) has no table: a number that divides the batch.
 
     Source:
-        Galvatron data README (titan_v1): BERT b/8 + 2; ViT 1 if b = 8 else 2; T5 3 for eight stages.
+        Galvatron data README (titan_v1): BERT b/8 + 2; ViT 1 if b = 8 else 2; T5 3 for eight stages; Swin 1, 2, 3.
 
-    >>> num_microbatches("bert-huge-32", 24), num_microbatches("vit-huge-48", 8)
-    (5, 1)
+    >>> num_microbatches("bert-huge-32", 24), num_microbatches("vit-huge-48", 8), num_microbatches("swin-huge-32", 40)
+    (5, 1, 3)
     """
-    if model.startswith("bert"):
-        return batch // 8 + 2
-    if model.startswith("vit"):
-        return 1 if batch == 8 else 2
-    return 3
+    family = model.split("-")[0]
+    if strategy == DEEPSPEED:
+        dp = num_gpus // 4
+        return microbatch_counts("table", family, batch // dp, 1 if batch < 2 * dp else 2, num_gpus)[0]
+    rule = table_count if num_gpus == NUM_GPUS else released_count
+    return max(1, ceil(rule(family, batch, num_gpus)))
 
 
-def _plan(strategy: str, batch: int, microbatches: int) -> Callable[[Problem], Plan]:
-    if strategy == "ddp":
-        return uniform(dp=NUM_GPUS, microbatch=batch // NUM_GPUS)
-    if strategy == "fsdp":
-        return uniform(dp=NUM_GPUS, microbatch=batch // NUM_GPUS, zero=3)
-    if strategy == "megatron-tp":
-        return uniform(tp=NUM_GPUS, microbatch=batch)
-    if strategy != "gpipe":
-        raise ValueError(f"strategy must be ddp, fsdp, megatron-tp or gpipe, got {strategy!r}")
-
-    def pipeline(problem: Problem) -> Plan:
-        return Plan(
-            stages=stages_of_layers(problem, memory_balanced(problem), [()] * NUM_GPUS),
-            microbatch_size=batch // microbatches,
-            num_microbatches=microbatches,
-            schedule="gpipe",
-        )
-
-    return pipeline
-
-
-def memory_balanced(problem: Problem) -> list[int]:
+def memory_balanced(problem: Problem, num_stages: int = NUM_GPUS) -> list[int]:
     """Return layers per stage as the release splits them: filled from the back up to the mean memory.
 
     Encoder and decoder layers of T5 weigh differently, so its split is uneven; equal layers split evenly.
     """
-    from simulator.costs import CostTables, saved_tensors
-    from simulator.uniform import repeated_layers
-
     costs = CostTables(problem)
     workload = problem.workload
     state_bytes = problem.runtime.state_bytes_per_parameter
@@ -135,23 +223,5 @@ def memory_balanced(problem: Problem) -> list[int]:
                     total += size
         weights.append(total)
     if max(weights) - min(weights) < 1e-3 * max(weights):
-        base, extra = divmod(len(weights), NUM_GPUS)
-        return [base] * (NUM_GPUS - 1) + [base + extra]
-    return _filled_from_the_back(weights, NUM_GPUS)
-
-
-def _filled_from_the_back(weights: list[float], num_stages: int) -> list[int]:
-    mean = sum(weights) / num_stages
-    counts = [0] * num_stages
-    left = len(weights)
-    for stage in range(num_stages - 1, 0, -1):
-        filled = 0.0
-        while left > stage:
-            weight = weights[left - 1]
-            if counts[stage] and (filled + HALF_LAYER * weight > mean or filled + weight > CAP * mean):
-                break
-            filled += weight
-            counts[stage] += 1
-            left -= 1
-    counts[0] = left
-    return counts
+        return list(even(len(weights), num_stages))
+    return list(filled_from_the_back(weights, num_stages))

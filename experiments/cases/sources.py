@@ -13,6 +13,7 @@ from experiments.cases import (
     amp,
     campaigns,
     dapple_table5,
+    galvatron_plans,
     galvatron_table2,
     llm_foundry,
     megatron_dgx2,
@@ -23,6 +24,7 @@ from experiments.cases.case import Case, CaseSource, Skipped
 
 SOURCES: tuple[CaseSource, ...] = (
     galvatron_table2.cases,
+    galvatron_plans.cases,
     megatron_sc21.cases,
     dapple_table5.cases,
     aceso.cases,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware_models.group_shapes import GroupShape
 from hardware_models.profile import ProfileRow, Split
 from searchers.aceso.kernels import (
     ALWAYS,
@@ -163,8 +164,8 @@ def release_arrays(problem: Problem) -> Tables:
     table = hardware.collective_table
     knots = np.array([float(2**power) for power in range(20, 31)])
     seconds = []
-    for kind in ("transfer_intra_node", "transfer_inter_node"):
-        measured = dict(table.series.get((kind, 2), ()))
+    for num_nodes, kind in enumerate(("transfer_intra_node", "transfer_inter_node"), start=1):
+        measured = dict(table.series.get((kind, GroupShape(2, num_nodes)), ()))
         if any(size not in measured for size in knots):
             raise ValueError(f"the release's model needs {kind} for 1 MiB to 1 GiB in powers of two; import comm.csv")
         seconds.append([measured[size] * GIB_AS_1000_MIB for size in knots])

@@ -57,6 +57,8 @@ def test_every_printed_case_has_a_plan_that_is_legal(printed: list[Case]) -> Non
     from simulator.validate import validate
 
     for case in printed:
+        if case.features.get("strategy") in galvatron_table2.SEARCHED and case.features["model"] != "vit-huge-32":
+            continue  # each is a search
         if case.row_id.startswith("megatron") and int(case.row_id.partition("#")[2]) > 6:
             continue  # thousands of GPUs: simulated by the gate
         problem = case.problem()

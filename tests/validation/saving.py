@@ -46,7 +46,7 @@ def workloads() -> Iterator[Workload]:
             continue
         fields = {"dropout": 0.1, "attention_dropout": 0.1} if hasattr(spec, "attention_dropout") else {"dropout": 0.1}
         yield build_from_spec(spec.model_copy(update={**fields, "name": f"{spec.name}-dropout"}), "plain")
-        yield build_from_spec(spec, "plain" if name in ("t5", "xlnet") else "flash")
+        yield build_from_spec(spec, "plain" if name in ("t5", "xlnet", "swin") else "flash")
     yield flattening_network()
 
 

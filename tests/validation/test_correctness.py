@@ -35,7 +35,7 @@ def test_there_are_at_least_25_plans_and_every_family() -> None:
     cases = [case for found in CASES.values() for case in found]
     assert len(cases) >= 25
     assert len({case.name for case in cases}) == len(cases)
-    families = {"gpt", "bert", "llama", "t5", "vit", "resnet", "vgg", "gnmt", "xlnet"}
+    families = {"gpt", "bert", "llama", "t5", "vit", "resnet", "vgg", "gnmt", "xlnet", "swin"}
     assert {case.problem.workload.family for case in cases} == families
 
 

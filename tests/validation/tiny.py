@@ -13,6 +13,9 @@ from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
 from searchers.base import Searcher
 from searchers.dapple.searcher import Dapple
+from searchers.galvatron.options import Options
+from searchers.galvatron.planner import Planner
+from searchers.galvatron.plans import to_plan
 from searchers.pipedream.searcher import PipeDream
 from simulator.plan import Axis, Plan, Sharding, Stage, run_lengths
 from simulator.plan_file import plan_from_mapping
@@ -25,6 +28,7 @@ from workloads.models.gnmt import GnmtSpec
 from workloads.models.gpt import GPTSpec
 from workloads.models.llama import LlamaSpec
 from workloads.models.resnet import ResNetSpec
+from workloads.models.swin import SwinSpec
 from workloads.models.t5 import T5Spec
 from workloads.models.vgg import VggSpec
 from workloads.models.vit import ViTSpec
@@ -44,6 +48,10 @@ SPECS: dict[str, ModelSpec] = {
     "t5": T5Spec.model_validate({**TEXT, "name": "tiny-t5", "decoder_seq_len": 4, "position_buckets": 8}),
     "t5-megatron": T5Spec.model_validate(
         {**TEXT, "name": "tiny-t5-megatron", "decoder_seq_len": 4, "style": "megatron", "activation": "gelu"}
+    ),
+    "swin": SwinSpec.model_validate(
+        {"name": "tiny-swin", "depths": (2, 2), "hidden": 16, "heads": (2, 4), "image": 16, "patch": 2, "window": 4,
+         "classes": 10}
     ),
     "vit": ViTSpec.model_validate({**COMMON, "name": "tiny-vit", "image": 12, "patch": 4, "classes": 10}),
     "vgg": VggSpec(name="tiny-vgg", groups=((4,), (8, 8)), image=8, linear=16, classes=10, dropout=0.0),
@@ -146,6 +154,18 @@ DP2, TP2, SP2 = axes(("batch", 2)), axes(("tensor", 2)), axes(("tensor_sequence"
 ALONE = axes(("batch", 1))
 
 
+def searched(of: Problem, share: float, **choices: object) -> Plan:
+    """Return Galvatron's plan where memory lies between what its leanest and its quickest plan need."""
+    options = Options(granularity_bytes=512, **choices)  # type: ignore[arg-type]
+    planner = Planner(of, options)
+    quickest, leanest = planner.best(of.global_batch), planner.leanest(of.global_batch)
+    assert quickest is not None and leanest is not None, "a tiny model fits"
+    budget = leanest.peak_bytes + share * (quickest.peak_bytes - leanest.peak_bytes)
+    found = Planner(of, options, budget_bytes=budget).best(of.global_batch)
+    assert found is not None, "the leanest plan fits"
+    return to_plan(found, of)
+
+
 def one_process() -> list[Case]:
     """Return cases for a single process."""
     cases = []
@@ -166,7 +186,7 @@ def one_process() -> list[Case]:
     add("gpt, two stages on one device, breadth first", gpt, Plan(tuple(chunks), 2, 4, schedule="gpipe"))
     flash = problem("llama", attention="flash")
     add("llama, flash attention, recomputation", flash, uniform_plan(flash, microbatch=4, recompute="full"))
-    for model in ("bert", "t5", "vit", "t5-megatron", "gpt-neox"):
+    for model in ("bert", "t5", "vit", "swin", "t5-megatron", "gpt-neox"):
         of = problem(model)
         add(f"{model}, full recomputation", of, uniform_plan(of, microbatch=4, recompute="full"))
     return cases
@@ -242,6 +262,9 @@ def two_processes() -> list[Case]:
     for words in (TP2, SP2):
         plan = Plan((stage((0, end), [0, 1], words, odd),), 4, 2)
         add(f"gpt {words[0].split} 2, odd recompute segments", gpt, plan)
+    swin = problem("swin")
+    add("swin tp2, shifted windows", swin, uniform_plan(swin, tp=2, microbatch=4))
+    add("swin pp2, gpipe", swin, uniform_plan(swin, pp=2, microbatch=2, schedule="gpipe"))
     vit = problem("vit")
     add("vit tp2, selective", vit, uniform_plan(vit, tp=2, microbatch=4, recompute="selective"))
     bert = problem("bert")
@@ -342,6 +365,10 @@ def four_processes() -> list[Case]:
     add("bert dp2 tp2, overlapped every microbatch", bert, every)
     vit = problem("vit")
     add("vit pp2 dp2, ZeRO-2", vit, uniform_plan(vit, pp=2, dp=2, microbatch=2, zero=2))
+    add("gpt, found by Galvatron: pipeline, dp, sdp, recomputation", gpt, searched(gpt, 0.7))
+    add("t5, found by Galvatron: pipeline, dp, sdp, recomputation", t5, searched(t5, 0.7))
+    within = {"kinds": ("dp", "tp"), "pipeline": False}
+    add("gpt, found by Galvatron: dp, tp, recomputation in one stage", gpt, searched(gpt, 0.8, **within))
     cuts = even_layer_cuts(gpt.workload, 3)
     parts = [(cuts[0][1], [0, 1], DP2), (cuts[1][1], [2], ALONE), (-1, [3], ALONE)]
     add("gpt dp2, 1, 1: replicas of the first stage only", gpt, pipeline(gpt, parts, microbatch=2))

@@ -72,6 +72,9 @@ def example(
             {"heads": heads, "head_dim": dim, "hidden": hidden},
             [(samples, tokens, packed)],
         ),
+        "window_order": ({"side": 4, "window": 2, "shift": 1, "reverse": True}, [(samples, 16, hidden)]),
+        "patch_merge": ({"side": 4}, [(samples, 16, hidden)]),
+        "token_mean": ({}, [features]),
         "opaque": (
             {
                 "forward_s": 1e-3,

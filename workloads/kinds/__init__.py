@@ -12,6 +12,7 @@ from workloads.kinds import (
     pooling,
     recurrent,
     relative,
+    windows,
 )
 from workloads.kinds.registry import all_kinds, kind_named, register
 
@@ -30,4 +31,5 @@ __all__ = [
     "recurrent",
     "register",
     "relative",
+    "windows",
 ]

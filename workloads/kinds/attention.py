@@ -5,13 +5,13 @@ key-value heads and head dimension D, interleaved by head, so that a head split 
 last dimension. Cross attention reads ``(B, Sq, A D)`` and ``(B, Sk, 2 G D)``.
 
 Attributes of the operators: ``heads`` (A), ``kv_heads`` (G, default A), ``head_dim`` (D), ``cross`` (default
-false), ``causal``.
+false), ``causal``; ``window`` (default 0: none), tokens that attend to each other: tokens lie window after window
+(``window_order``), and scores are ``(B, A, S, window)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
 from workloads.kinds import elementary
@@ -71,6 +71,11 @@ def _transposes(local: Local, *elements: int) -> list[Kernel]:
     if not local.implementation.elementary:
         return []
     return [kernel for count in elements for kernel in elementary.chain((elementary.MAP,), count * local.element_bytes)]
+def _products(attributes: Attributes, scores: Shape) -> tuple[int, int, int]:
+    """Return the batch, rows and columns of the products that make scores ``(B, A, Sq, Sk)``, by window."""
+    samples, heads, queries, keys = scores
+    windows = queries // integer(attributes, "window") if integer(attributes, "window", 0) else 1
+    return samples * heads * windows, queries // windows, keys
 
 
 class _ByHead(Kind):
@@ -102,14 +107,17 @@ class AttentionScore(_ByHead):
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         _check_sources(self.name, attributes, inputs, _source_features(attributes))
-        return ((inputs[0][0], integer(attributes, "heads"), inputs[0][1], inputs[1][1]),)
+        window = integer(attributes, "window", 0)
+        if window and (inputs[0][1] != inputs[1][1] or inputs[0][1] % window):
+            raise ValueError(f"attention_score with window={window} needs whole windows, got {inputs[0][1]} tokens")
+        return ((inputs[0][0], integer(attributes, "heads"), inputs[0][1], window or inputs[1][1]),)
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
         return Saved("input:0"), Saved("input:1")
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
-        samples, heads, queries, keys = local.outputs[0]
-        dim, batch = integer(local.attributes, "head_dim"), samples * heads
+        batch, queries, keys = _products(local.attributes, local.outputs[0])
+        dim = integer(local.attributes, "head_dim")
         transposes = _transposes(local, batch * queries * dim, batch * keys * dim)
         if phase == FORWARD:
             return [*transposes, Matmul(m=queries, n=keys, k=dim, batch=batch)]
@@ -137,7 +145,8 @@ class Softmax(_ByHead):
     upper-triangular masked softmax): Aceso's V100 times would else need more than the memory's bandwidth.
 
     Attributes of the operator: ``heads``, ``causal`` (optional), ``position_buckets`` (optional: adds a learned
-    relative position bias per head and bucket, as in T5).
+    relative position bias per head and bucket, as in T5), ``window`` (optional: the bias is of one window, and
+    Swin's buckets are two-dimensional).
     """
 
     name = "softmax"
@@ -217,7 +226,9 @@ class Softmax(_ByHead):
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size = size_bytes(local, local.inputs)
         fused = self._is_fused(local)
-        bias = float(local.element_bytes * prod(local.inputs[0][1:])) if local.parameters else 0.0
+        rows = _products(local.attributes, local.inputs[0])[1]  # of one window, or all
+        _, heads, _, keys = local.inputs[0]
+        bias = float(local.element_bytes * heads * rows * keys) if local.parameters else 0.0
         read = 0.5 if fused and flag(local.attributes, "causal") else 1.0
         if phase == FORWARD:
             found: list[Kernel] = [MemoryBound(read * size, size, "reduction")]
@@ -251,8 +262,8 @@ class AttentionContext(_ByHead):
         return Saved("input:0"), Saved("input:1")
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
-        samples, heads, queries, keys = local.inputs[0]
-        dim, batch = integer(local.attributes, "head_dim"), samples * heads
+        batch, queries, keys = _products(local.attributes, local.inputs[0])
+        dim = integer(local.attributes, "head_dim")
         if phase == FORWARD:
             # The product is laid out by head; the projection wants it by token: one copy.
             size = size_bytes(local, local.outputs)

@@ -119,7 +119,7 @@ class PatchEmbedding(Kind):
     """Image patches through a linear, with a class token and positions: ``(B, C, Y, X) -> (B, P + 1, H)``.
 
     Attributes of the operator: ``patch`` (side, pixels), ``channels``, ``image`` (side, pixels), ``hidden``,
-    ``class_token``, ``dropout``.
+    ``class_token``, ``positions`` (learned, default true), ``dropout``.
     """
 
     name = "patch_embedding"
@@ -145,17 +145,18 @@ class PatchEmbedding(Kind):
         found = [
             Parameter("weight", (hidden, integer(attributes, "channels") * patch * patch)),
             Parameter("bias", (hidden,)),
-            Parameter("positions", (self._num_tokens(attributes), hidden)),
         ]
+        if flag(attributes, "positions", True):
+            found.append(Parameter("positions", (self._num_tokens(attributes), hidden)))
         if flag(attributes, "class_token", True):
             found.append(Parameter("class_token", (1, hidden)))
         return tuple(found)
 
     def splits(self, attributes: Attributes) -> Mapping[str, Split]:
-        class_token = flag(attributes, "class_token", True)
-        parameters = (Shard(0), Shard(0), Shard(1), Shard(1))[: 3 + class_token]
+        extra = flag(attributes, "positions", True) + flag(attributes, "class_token", True)
+        parameters = (Shard(0), Shard(0), Shard(1), Shard(1))[: 2 + extra]
         own = {"column": Split((REPLICATE,), (Shard(2),), parameters)}
-        return SplitTable(1, 1, 3 + class_token, own).build()
+        return SplitTable(1, 1, 2 + extra, own).build()
 
     def split_limit(self, attributes: Attributes, split: str) -> int | None:
         return integer(attributes, "hidden") if split == "column" else None
@@ -175,17 +176,18 @@ class PatchEmbedding(Kind):
         drops = real(local.attributes, "dropout", 0.0) > 0
         if phase == FORWARD:
             # Patches gathered, product, class token put in front, positions added.
+            passes = flag(local.attributes, "class_token", True) + flag(local.attributes, "positions", True)
             found: list[Kernel] = [
                 MemoryBound(image, image),
                 Matmul(m=rows, n=hidden, k=window),
-                MemoryBound(size, size),
-                MemoryBound(size, size),
+                *(MemoryBound(size, size) for _ in range(passes)),
             ]
             return [*found, MemoryBound(size, size + mask, "random")] if drops else found
         if phase == BACKWARD_INPUT:
             return [MemoryBound(size + mask, size)] if drops else []
+        positions = [MemoryBound(size, size / samples, "reduction")]
         return [
-            MemoryBound(size, size / samples, "reduction"),
+            *(positions if flag(local.attributes, "positions", True) else []),
             Matmul(m=hidden, n=window, k=rows, role="weight_gradient"),
             MemoryBound(size, float(hidden * local.element_bytes), "reduction"),
         ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workloads.models import bert, gnmt, gpt, llama, resnet, t5, vgg, vit, xlnet
+from workloads.models import bert, gnmt, gpt, llama, resnet, swin, t5, vgg, vit, xlnet
 from workloads.models.fields import ModelSpec
 from workloads.operators import Workload
 
@@ -36,4 +36,5 @@ FAMILIES: Mapping[str, Family] = {
     "vgg": Family(vgg.VggSpec, vgg.build, vgg.PRESETS),
     "gnmt": Family(gnmt.GnmtSpec, gnmt.build, gnmt.PRESETS),
     "xlnet": Family(xlnet.XLNetSpec, xlnet.build, xlnet.PRESETS),
+    "swin": Family(swin.SwinSpec, swin.build, swin.PRESETS),
 }

@@ -1,0 +1,103 @@
+"""Galvatron-BMW's Figure 6: optimal plans of three cases, one rectangle per run of equally planned layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from experiments.cases.galvatron_table2 import Run, profiles_of
+from experiments.reproduce.experiment import Context, Report, Verdict
+from experiments.reproduce.galvatron.cells import searched_cell
+from experiments.reproduce.galvatron.figures import new_figure
+from experiments.reproduce.galvatron.other_tables import A100_RUNTIME, A100S_16, TITANS_16
+from searchers.galvatron.layer_profiles import Layer, LayerProfiles
+from searchers.galvatron.stage_search import PipelinePlan
+from searchers.galvatron.strategies import Strategy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CASES = {
+    "A: BERT-Huge-32, 8 TITAN": Run(model="bert-huge-32", cluster="titan-rtx-pcie:1x8", memory_gb=8),
+    "B: Swin-Huge-32, 8 TITAN": Run(model="swin-huge-32", cluster="titan-rtx-pcie:1x8", memory_gb=8),
+    "C: T5-512/4-32, 16 TITAN": Run(model="t5-512-4-32", cluster=TITANS_16, memory_gb=8),
+    "C: T5-512/4-32, 16 A100": Run(model="t5-512-4-32", cluster=A100S_16, memory_gb=8, runtime=A100_RUNTIME),
+}
+MIB = 2**20
+
+
+def run(context: Context) -> Report:
+    """Return the plans, run by run."""
+    cases = dict(list(CASES.items())[:2]) if context.quick else CASES
+    rows, plans = [], {}
+    for title, own in cases.items():
+        context.say(title)
+        _, judged = searched_cell(own, "galvatron-bmw")
+        if judged is None:
+            continue
+        plans[title] = (judged.found, profiles_of(own.model, own.cluster, own.runtime))
+        for stage, layers, strategy in runs_of(judged.found):
+            rows.append(
+                {
+                    "case": title,
+                    "samples_per_s": judged.throughput,
+                    "batch": judged.found.batch,
+                    "microbatches": judged.found.num_microbatches,
+                    "stage": stage,
+                    "layers": len(layers),
+                    "first_layer": layers[0].number,
+                    "strategy": str(strategy),
+                }
+            )
+    frame = pd.DataFrame(rows)
+    mixed = {title: frame[frame["case"] == title]["strategy"].nunique() for title in plans}
+    swin = next((count for title, count in mixed.items() if title.startswith("B")), 0)
+    verdict = Verdict(
+        "optimal plans mix strategies between layers",
+        "every case within 8 GB uses at least two",
+        ", ".join(f"{title}: {count}" for title, count in mixed.items()),
+        min(mixed.values(), default=0) >= 2 and swin >= 2,
+    )
+    return Report({"plans": frame}, {"plans": draw(plans)}, [verdict])
+
+
+def runs_of(plan: PipelinePlan) -> Iterator[tuple[int, list[Layer], Strategy]]:
+    """Yield stage, layers and strategy of each run of layers that cost and are planned alike."""
+    for number, stage in enumerate(plan.stages):
+        pairs = zip(stage.layers, stage.chosen, strict=True)
+        for (_, strategy), members in groupby(pairs, key=lambda pair: (pair[0].kind, pair[1])):
+            yield number + 1, [layer for layer, _ in members], strategy
+
+
+def draw(plans: dict[str, tuple[PipelinePlan, LayerProfiles]]) -> Figure:
+    """Draw a rectangle per run: height is the layer's parameters, width its activations; xN counts layers."""
+    from matplotlib.patches import Rectangle
+
+    figure, axes = new_figure(len(plans), 1, width=11.0, height=2.6)
+    for place, (title, (plan, profiles)) in zip(axes, plans.items(), strict=True):
+        x, tallest = 0.0, 0.0
+        strategies = list(dict.fromkeys(str(strategy) for _, _, strategy in runs_of(plan)))
+        for stage, layers, strategy in runs_of(plan):
+            kind = layers[0].kind
+            height = sum(profiles.parameters(kind, 1).values()) * 4 / MIB
+            width = profiles.profile(kind, 1, 1).saved_bytes / MIB
+            colour = f"C{strategies.index(str(strategy))}"
+            place.add_patch(Rectangle((x, 0), width, height, facecolor=colour, edgecolor="black"))
+            place.text(x + width / 2, height, f"x{len(layers)}", ha="center", va="bottom", fontsize=8)
+            place.text(x + width / 2, 0, f"{stage}", ha="center", va="bottom", fontsize=7)
+            x += 1.15 * width
+            tallest = max(tallest, height)
+        for number, word in enumerate(strategies):
+            place.plot([], [], color=f"C{number}", linewidth=6, label=word)
+        place.set_xlim(0, x)
+        place.set_ylim(0, 1.25 * tallest)
+        place.set_title(
+            f"{title}: batch {plan.batch}, {plan.num_microbatches} microbatches, {len(plan.stages)} stages", fontsize=9
+        )
+        place.set_xlabel("activations of a layer, MiB a sample; the number at the bottom is the stage", fontsize=7)
+        place.set_ylabel("parameters, MiB", fontsize=8)
+        place.legend(fontsize=7, loc="upper right")
+    return figure

@@ -1,0 +1,46 @@
+"""Figures that several of Galvatron's experiments share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OURS, PAPER = "#2b6cb0", "#a0aec0"
+
+
+def new_figure(
+    rows: int = 1, columns: int = 1, *, width: float = 5.0, height: float = 3.2
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure without a window, and its axes in reading order."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, [axes[row][column] for row in range(rows) for column in range(columns)]
+
+
+def throughput_bars(frame: pd.DataFrame) -> Figure:
+    """Return bars of every strategy, one panel per model; the paper's beside ours where there are any."""
+    models = list(dict.fromkeys(frame["model"]))
+    columns = min(2, len(models))
+    figure, axes = new_figure(-(-len(models) // columns), columns, width=7.0)
+    for place, model in zip(axes, models, strict=False):
+        own = frame[frame["model"] == model]
+        positions = np.arange(len(own))
+        place.barh(positions + 0.2, own["samples_per_s"].fillna(0.0), 0.4, color=OURS, label="ours (simulated)")
+        if "paper_samples_per_s" in own:
+            place.barh(positions - 0.2, own["paper_samples_per_s"].fillna(0.0), 0.4, color=PAPER, label="paper")
+        place.set_yticks(positions, list(own["strategy"]), fontsize=7)
+        place.invert_yaxis()
+        place.set_title(f"{model}, {own['memory_gb'].iloc[0]} GB", fontsize=9)
+        place.set_xlabel("samples/s (nothing: out of memory)", fontsize=8)
+    for place in axes[len(models) :]:
+        place.set_visible(False)
+    axes[0].legend(fontsize=7)
+    return figure

@@ -1,0 +1,154 @@
+"""Tables of cells: columns of one model and memory budget, computed side by side and kept between runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from datafiles.loader import load_mapping
+from datafiles.writer import dump_json, write_text_atomically
+from experiments.cases.galvatron_table2 import Run
+from experiments.reproduce.experiment import Context
+from experiments.reproduce.galvatron.cells import FIXED, TITLES, Cell, at_batch, fixed_cell, searched_cell
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the paper prints in a cell; no throughput where it says OOM."""
+
+    throughput: float | None
+    batch: int | None
+    partition: str = ""
+
+
+Key = tuple[int, str, str]
+"""Memory budget (GiB), model, strategy."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One model and memory budget.
+
+    Attributes:
+        run: What it is about.
+        strategies: Rows, in order.
+        batches: Strategy to the paper's batch, where known: computed besides.
+    """
+
+    run: Run
+    strategies: tuple[str, ...]
+    batches: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        """For files and progress."""
+        return f"{self.run.cluster.replace(':', '-')}-{self.run.model}-{self.run.memory_gb}"
+
+
+def cells_of(column: Column, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a column's cells as plain data: the best ones, and those at the paper's batches.
+
+    Algorithm 2's range of batches around Base's best one is not printed, so every variant explores all batches.
+
+    Args:
+        column: The column.
+        kept: Cells of an earlier run, which are taken over.
+    """
+    best: dict[str, Any] = dict(kept["best"]) if kept else {}
+    same: dict[str, Any] = dict(kept["at_printed_batch"]) if kept else {}
+    for strategy in column.strategies:
+        if strategy not in best:
+            cell = fixed_cell(column.run, strategy) if strategy in FIXED else searched_cell(column.run, strategy)[0]
+            best[strategy] = cell.to_mapping()
+    for strategy, batch in column.batches.items():
+        if strategy not in same:
+            same[strategy] = at_batch(column.run, strategy, batch).to_mapping()
+    return {"format": FORMAT, "best": best, "at_printed_batch": same}
+
+
+def compute(context: Context, columns: Sequence[Column]) -> dict[str, dict[str, Any]]:
+    """Return the cells of every column by its name; those kept in the scratch folder are not computed again."""
+    found: dict[str, dict[str, Any]] = {}
+    missing: dict[str, Mapping[str, Any] | None] = {}
+    by_name = {column.name: column for column in columns}
+    for column in columns:
+        path = _path(context, column)
+        kept: Mapping[str, Any] | None = load_mapping(path) if path.exists() else None
+        kept = kept if kept and kept.get("format") == FORMAT else None
+        complete = kept and set(kept["best"]) >= set(column.strategies)
+        if kept and complete and set(kept["at_printed_batch"]) >= set(column.batches):
+            found[column.name] = dict(kept)
+        else:
+            missing[column.name] = kept
+    workers = max(1, min(context.workers, len(missing)))
+    if workers == 1:
+        for number, (name, kept) in enumerate(missing.items()):
+            context.say(f"{name}, column {number + 1} of {len(missing)}")
+            found[name] = _kept(context, by_name[name], cells_of(by_name[name], kept))
+        return found
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=workers, mp_context=spawn) as pool:
+        waiting = {pool.submit(cells_of, by_name[name], kept): name for name, kept in missing.items()}
+        for number, done in enumerate(as_completed(waiting)):
+            name = waiting[done]
+            context.say(f"{name}, column {number + 1} of {len(missing)}")
+            found[name] = _kept(context, by_name[name], done.result())
+    return found
+
+
+def _path(context: Context, column: Column) -> Path:
+    return context.scratch / f"{column.name}.json"
+
+
+def _kept(context: Context, column: Column, cells: dict[str, Any]) -> dict[str, Any]:
+    write_text_atomically(_path(context, column), dump_json(cells))
+    return cells
+
+
+def frame_of(
+    columns: Sequence[Column], cells: Mapping[str, Mapping[str, Any]], printed: Mapping[Key, Printed]
+) -> pd.DataFrame:
+    """Return one row per cell: ours, the paper's where known, and how they differ."""
+    rows = []
+    for column in columns:
+        for strategy in column.strategies:
+            cell = Cell(**cells[column.name]["best"][strategy])
+            same = cells[column.name]["at_printed_batch"].get(strategy)
+            paper = printed.get((column.run.memory_gb, column.run.model, strategy))
+            row: dict[str, Any] = {
+                "memory_gb": column.run.memory_gb,
+                "strategy": TITLES[strategy],
+                "model": column.run.model,
+                "samples_per_s": cell.throughput,
+                "batch": cell.batch,
+                "microbatches": cell.microbatches,
+                "partition": cell.partition,
+                "estimated_samples_per_s": cell.estimated,
+                "plan": cell.plan if cell.throughput else "OOM",
+            }
+            if printed:
+                theirs = paper.throughput if paper else None
+                own = Cell(**same) if same else None
+                row |= {
+                    "paper_samples_per_s": theirs,
+                    "paper_batch": paper.batch if paper else None,
+                    "paper_partition": paper.partition if paper else "",
+                    "relative_difference": _ratio(cell.throughput, theirs),
+                    "at_paper_batch_samples_per_s": own.throughput if own else None,
+                    "at_paper_batch_difference": _ratio(own.throughput if own else None, theirs),
+                    "oom_agrees": (cell.throughput is None) == (theirs is None) if paper else None,
+                }
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    return ours / theirs - 1 if ours and theirs else None

@@ -1,0 +1,213 @@
+"""Layer-level dynamic programming: the cheapest strategy of every layer of a stage within a memory budget.
+
+Source: Galvatron-BMW (TKDE 2024), Eq. 4, section IV-A2 and Algorithm 3. The state is the layer, the memory
+spent so far and how the layer's activations lie: moving them costs the same whatever else two strategies
+differ in, so this is as exact as a state that holds the previous layer's whole strategy. The printed Eq. 4
+keeps one strategy per memory state instead; `search_as_printed` does that, with Algorithm 3's early break.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.compiled_cache import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_RESERVES = 8
+"""Levels of backward memory that are tried for one stage."""
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """What the search of one stage works on: L layers, S strategies, K layouts.
+
+    Attributes:
+        cost_s: float64[L, S], infinity where a strategy cannot be used.
+        kept_bytes: float64[L, S]: forward memory of all microbatches in flight, and model states.
+        backward_bytes: float64[L, S]: needed on top during the layer's own backward pass.
+        forward_bytes: float64[L, S]: forward memory of one microbatch, for the full check.
+        layout: int64[S]: layout of each strategy.
+        transition_s: float64[L, K, K]: before layer l, from layout to layout; zero for l = 0.
+    """
+
+    cost_s: Floats
+    kept_bytes: Floats
+    backward_bytes: Floats
+    forward_bytes: Floats
+    layout: Ints
+    transition_s: Floats
+
+    def peak_bytes(self, chosen: Ints) -> float:
+        """Return Eq. 2 for a strategy per layer: what is kept, plus the largest backward need over what is held."""
+        rows = np.arange(len(chosen))
+        forward = self.forward_bytes[rows, chosen]
+        later = forward[::-1].cumsum()[::-1] - forward
+        kept = float(self.kept_bytes[rows, chosen].sum())
+        return kept + max(0.0, float((self.backward_bytes[rows, chosen] - later).max()))
+
+    def total_s(self, chosen: Ints) -> float:
+        """Return seconds of a strategy per layer, transitions included."""
+        rows = np.arange(len(chosen))
+        lies = self.layout[chosen]
+        moved = self.transition_s[rows[1:], lies[:-1], lies[1:]].sum()
+        return float(self.cost_s[rows, chosen].sum() + moved)
+
+
+def search(
+    table: LayerTable, budget_bytes: float, granularity_bytes: float, max_reserves: int | None = MAX_RESERVES
+) -> Ints | None:
+    """Return the cheapest strategy per layer whose peak is within the budget, or None.
+
+    Backward memory is set aside: for each level X of it, strategies that need at most X share the rest. What
+    is found obeys Eq. 2, which is never more than this bound; so does the best of all levels.
+
+    Args:
+        table: Costs.
+        budget_bytes: E, a device's memory.
+        granularity_bytes: Memory step. What a layer needs beyond its cheapest-in-memory strategy is rounded up
+            to it, so a coarse step wastes some memory and never breaks the budget.
+        max_reserves: Levels of X at most, None for every distinct one.
+    """
+    best: Ints | None = None
+    best_s = np.inf
+    for reserve in _reserves(table, max_reserves):
+        allowed = np.isfinite(table.cost_s) & (table.backward_bytes <= reserve)
+        if not allowed.any(axis=1).all():
+            continue
+        kept = np.where(allowed, table.kept_bytes, np.inf)
+        least = kept.min(axis=1)
+        left = budget_bytes - reserve - float(least.sum())
+        if left < 0:
+            continue
+        extra = np.where(allowed, kept - least[:, None], 0.0)
+        most = float(extra.max(axis=1).sum())
+        steps = int(min(left, most + len(least) * granularity_bytes) // granularity_bytes)
+        need = np.ceil(extra / granularity_bytes - 1e-9).astype(np.int64)
+        cost = np.where(allowed, table.cost_s, np.inf)
+        found, seconds = _solve(cost, need, table.layout, table.transition_s, steps)
+        if seconds < best_s:
+            best, best_s = found, seconds
+    return best
+
+
+def _reserves(table: LayerTable, most: int | None) -> list[float]:
+    levels = np.unique(table.backward_bytes[np.isfinite(table.cost_s)])
+    if most is not None and len(levels) > most:
+        places = np.unique(np.linspace(0, len(levels) - 1, most).round().astype(int))
+        levels = levels[places]
+    return [float(level) for level in levels]
+
+
+@compiled
+def _solve(cost: Floats, need: Ints, layout: Ints, transition: Floats, steps: int) -> tuple[Ints, float]:
+    """Return strategies and seconds of the optimum within ``steps`` units of memory.
+
+    ``value[k, e]`` is the least cost of the layers so far that end in layout k and spend at most e.
+    """
+    num_layers, num_strategies = cost.shape
+    num_layouts = transition.shape[1]
+    width = steps + 1
+    value = np.zeros((num_layouts, width))
+    arrived = np.zeros((num_layouts, width))
+    chosen = np.zeros((num_layers, num_layouts, width), dtype=np.int16)
+    came_from = np.zeros((num_layers, num_layouts, width), dtype=np.int16)
+    for layer in range(num_layers):
+        if layer == 0:
+            arrived[:] = 0.0
+        else:
+            for target in range(num_layouts):
+                for e in range(width):
+                    arrived[target, e] = np.inf
+                for source in range(num_layouts):
+                    moved = transition[layer, source, target]
+                    for e in range(width):
+                        seconds = value[source, e] + moved
+                        if seconds < arrived[target, e]:
+                            arrived[target, e] = seconds
+                            came_from[layer, target, e] = source
+        value[:] = np.inf
+        for strategy in range(num_strategies):
+            own = cost[layer, strategy]
+            if own == np.inf:
+                continue
+            memory = need[layer, strategy]
+            target = layout[strategy]
+            for e in range(memory, width):
+                seconds = arrived[target, e - memory] + own
+                if seconds < value[target, e]:
+                    value[target, e] = seconds
+                    chosen[layer, target, e] = strategy
+    found = np.zeros(num_layers, dtype=np.int64)
+    last = 0
+    for target in range(num_layouts):
+        if value[target, steps] < value[last, steps]:
+            last = target
+    best = value[last, steps]
+    if best == np.inf:
+        return found, best
+    e = steps
+    for layer in range(num_layers - 1, -1, -1):
+        strategy = chosen[layer, last, e]
+        found[layer] = strategy
+        e -= need[layer, strategy]
+        last = came_from[layer, last, e]
+    return found, best
+
+
+def search_as_printed(table: LayerTable, budget_bytes: float, granularity_bytes: float) -> Ints | None:
+    """Return what Algorithm 3 finds with Eq. 4 as printed, or None.
+
+    One strategy per layer and memory state is kept, so a transition is judged against the previous layer's
+    single best; memory is rounded up per layer; forward budgets grow until the first that fails Eq. 2.
+    """
+    usable = np.isfinite(table.cost_s)
+    steps = int(budget_bytes // granularity_bytes)
+    need = np.ceil(np.where(usable, table.kept_bytes, 0.0) / granularity_bytes).astype(np.int64)
+    cost = np.where(usable, table.cost_s, np.inf)
+    value, chosen = _printed(cost, need, table.layout, table.transition_s, steps)
+    safe = int((budget_bytes - float(table.backward_bytes[usable].max())) // granularity_bytes)
+    best: Ints | None = None
+    for forward in range(max(0, safe), steps + 1):
+        if not np.isfinite(value[forward]):
+            continue
+        found = _walk_back(chosen, need, forward)
+        if table.peak_bytes(found) > budget_bytes:
+            break
+        best = found
+    return best
+
+
+@compiled
+def _printed(cost: Floats, need: Ints, layout: Ints, transition: Floats, steps: int) -> tuple[Floats, Ints]:
+    """Return the last layer's costs, float64[E + 1], and the strategies kept, int64[L, E + 1]."""
+    num_layers, num_strategies = cost.shape
+    width = steps + 1
+    before = np.zeros(width)
+    chosen = np.zeros((num_layers, width), dtype=np.int64)
+    for layer in range(num_layers):
+        value = np.full(width, np.inf)
+        for strategy in range(num_strategies):
+            own = cost[layer, strategy]
+            memory = need[layer, strategy]
+            for e in range(memory, width):
+                seconds = before[e - memory] + own
+                if layer > 0:
+                    seconds += transition[layer, layout[chosen[layer - 1, e - memory]], layout[strategy]]
+                if seconds < value[e]:
+                    value[e] = seconds
+                    chosen[layer, e] = strategy
+        before = value
+    return before, chosen
+
+
+def _walk_back(chosen: Ints, need: Ints, steps: int) -> Ints:
+    found = np.zeros(len(chosen), dtype=np.int64)
+    for layer in range(len(chosen) - 1, -1, -1):
+        found[layer] = chosen[layer, steps]
+        steps -= int(need[layer, found[layer]])
+    return found

@@ -1,0 +1,260 @@
+"""The cost estimator: time and memory of a layer under a strategy, of a stage, and of a pipeline (Eq. 9).
+
+Source: Galvatron-BMW (TKDE 2024), section V and Appendix C. Computation comes from the shared cost tables,
+communication from the hardware model. While gradients are synchronised behind a backward pass both are
+slower by the device's overlap factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from searchers.galvatron.communication import CollectiveTimes, transfer_s
+from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
+from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
+from simulator.lowering.epilogue import OPTIMIZER_STATE_BYTES, PER_TENSOR_ADAM_ACCESSES
+from simulator.problem import Problem
+
+FUSED_ACCESSES = 2
+"""A fused optimizer reads and writes each of its states once."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer, one strategy, one microbatch.
+
+    Attributes:
+        step_s: Forward and backward without gradient synchronisation (Eq. 9's no_grad_sync).
+        sync_s: What the last microbatch takes longer: gradients behind its backward pass, and the optimizer.
+        forward_bytes: O_f: kept per microbatch in flight.
+        backward_bytes: O_b: needed on top during the layer's own backward pass.
+        state_bytes: O_ms: parameters, gradients, optimizer states.
+        output_bytes: What one rank hands to the next layer.
+    """
+
+    step_s: float
+    sync_s: float
+    forward_bytes: float
+    backward_bytes: float
+    state_bytes: float
+    output_bytes: float
+
+
+def overlapped_s(computation_s: float, communication_s: float, factors: tuple[float, float]) -> float:
+    """Return seconds of two streams that slow each other while both run.
+
+    >>> overlapped_s(2.0, 1.0, (1.3, 1.3)), overlapped_s(1.0, 2.0, (1.0, 1.0))
+    (2.3, 2.0)
+    """
+    slow_computation, slow_communication = computation_s * factors[0], communication_s * factors[1]
+    if slow_computation >= slow_communication:
+        return slow_communication + (computation_s - slow_communication / factors[0])
+    return slow_computation + (communication_s - slow_computation / factors[1])
+
+
+class Estimator:
+    """Costs of layers and pipelines of one problem, memoised.
+
+    Args:
+        problem: Gives hardware and runtime.
+        profiles: Costs of its layers.
+        num_devices: Devices of a stage; all stages are taken to be alike.
+        overlap_slowdown: Whether overlapping slows both sides (section V); off for Fig. 7's comparison.
+        paper: Backward gathers of SDP hide behind computation, whatever the runtime does.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        profiles: LayerProfiles,
+        num_devices: int,
+        *,
+        overlap_slowdown: bool = True,
+        paper: bool = False,
+    ) -> None:
+        self.problem = problem
+        self.profiles = profiles
+        self.num_devices = num_devices
+        self.num_stages = problem.num_devices // num_devices
+        gpu_type = problem.gpu_types[0]
+        self.factors = problem.hardware.overlap_slowdown(gpu_type) if overlap_slowdown else (1.0, 1.0)
+        self.times = CollectiveTimes(problem.hardware, range(num_devices))
+        runtime = problem.runtime
+        self.gathers_ahead = paper or runtime.prefetches_gathers
+        touched = (
+            runtime.gradient_accumulation_bytes
+            + FUSED_ACCESSES * runtime.optimizer_bytes
+            + FUSED_ACCESSES * runtime.parameter_bytes
+            if runtime.optimizer_kernels == "fused"
+            else PER_TENSOR_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
+        )
+        self._optimizer_s = problem.hardware.optimizer_step_s(gpu_type, float(touched))
+        self._costs: dict[tuple[object, ...], LayerCost | None] = {}
+        self._transfers: dict[tuple[int, float], float] = {}
+        self._ties: dict[str, float] = {}
+
+    def capacity_bytes(self) -> float:
+        """Return the memory budget E of a device."""
+        return float(min(map(self.problem.capacity_bytes, range(self.problem.num_devices))))
+
+    def layer(
+        self, layer: Layer, strategy: Strategy, samples: int, *, accumulates: bool, held_ties: frozenset[str]
+    ) -> LayerCost | None:
+        """Return what a layer costs, or None where the strategy cannot cut it or the microbatch.
+
+        Args:
+            layer: The layer.
+            strategy: On the stage's devices.
+            samples: Samples of a microbatch over the whole stage.
+            accumulates: More than one microbatch: sharded gradients stay whole until the last.
+            held_ties: Tied parameters that an earlier layer of the stage holds already.
+        """
+        if samples % strategy.data:
+            return None
+        own = held_ties & frozenset(self.profiles.parameters(layer.kind, 1))
+        key = (layer.kind, strategy, samples, accumulates, own)
+        if key not in self._costs:
+            try:
+                self._costs[key] = self._layer(layer.kind, strategy, samples, accumulates, own)
+            except ValueError:  # heads or features do not divide: no strategy for this layer
+                self._costs[key] = None
+        return self._costs[key]
+
+    def _layer(
+        self, kind: int, strategy: Strategy, samples: int, accumulates: bool, held_ties: frozenset[str]
+    ) -> LayerCost:
+        local = samples // strategy.data
+        profile = self.profiles.profile(kind, strategy.tensor, local)
+        moved = self.profiles.collectives(kind, strategy.tensor)
+        elements = sum(
+            count for tie, count in self.profiles.parameters(kind, strategy.tensor).items() if tie not in held_ties
+        )
+        runtime = self.problem.runtime
+        parameter_bytes, gradient_bytes = elements * runtime.parameter_bytes, elements * runtime.gradient_bytes
+        sizes = tuple(degree for _, degree in strategy.levels)
+        gather_s = self._axis_s("all_gather", parameter_bytes, strategy, sizes, SHARDED)
+        reduce_s = self._axis_s("reduce_scatter", gradient_bytes, strategy, sizes, SHARDED)
+        reduce_s += self._axis_s("all_reduce", gradient_bytes / strategy.sharded, strategy, sizes, DATA)
+        forward_s = profile.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
+        behind_s, exposed_s = profile.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
+        if strategy.checkpoint:
+            behind_s += profile.core_forward_s
+            exposed_s += self._collectives_s(moved.core_forward, local, strategy, sizes)
+        prefetched_s = gather_s if self.gathers_ahead else 0.0
+        exposed_s += gather_s - prefetched_s
+        plain_s = overlapped_s(behind_s, prefetched_s, self.factors)
+        synced_s = overlapped_s(behind_s, prefetched_s + reduce_s, self.factors)
+        released = profile.core_saved_bytes if strategy.checkpoint else 0.0
+        shards = strategy.sharded
+        whole_gradients = 1 if accumulates else shards
+        return LayerCost(
+            step_s=forward_s + plain_s + exposed_s,
+            sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
+            forward_bytes=profile.saved_bytes - released,
+            backward_bytes=released + profile.workspace_bytes + (parameter_bytes if shards > 1 else 0.0),
+            state_bytes=parameter_bytes / shards
+            + gradient_bytes / whole_gradients
+            + elements * runtime.optimizer_bytes / shards,
+            output_bytes=profile.output_bytes,
+        )
+
+    def _axis_s(
+        self, collective: str, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...], kind: str
+    ) -> float:
+        position = strategy.axis_position(kind)
+        return 0.0 if position is None else self.times.seconds(collective, num_bytes, sizes, (position,))
+
+    def _collectives_s(
+        self, items: Sequence[Collective], samples: int, strategy: Strategy, sizes: tuple[int, ...]
+    ) -> float:
+        position = strategy.axis_position(TENSOR)
+        if position is None:
+            return 0.0
+        return sum(self.times.seconds(name, size * samples, sizes, (position,)) for name, size in items)
+
+    def transition_s(self, before: LayerCost, first: Strategy, second: Strategy) -> float:
+        """Return seconds of moving activations and gradients between two layers of a stage."""
+        if first.layout == second.layout:
+            return 0.0
+        arriving = before.output_bytes * first.data / second.data
+        return self.times.transition(first.layout, second.layout, before.output_bytes, arriving)
+
+    def transfer_s(self, boundary: int, num_bytes: float) -> float:
+        """Return seconds of one transfer behind stage ``boundary``, one direction."""
+        key = (boundary, num_bytes)
+        if key not in self._transfers:
+            start, count = boundary * self.num_devices, self.num_devices
+            self._transfers[key] = transfer_s(
+                self.problem.hardware,
+                range(start, start + count),
+                range(start + count, start + 2 * count),
+                num_bytes,
+            )
+        return self._transfers[key]
+
+    def tie_sync_s(self, stages: Sequence[Sequence[Layer]]) -> float:
+        """Return seconds of summing tied gradients that several stages hold, once an iteration."""
+        holders: dict[str, list[int]] = {}
+        sizes: dict[str, int] = {}
+        for position, layers in enumerate(stages):
+            for layer in layers:
+                for tie, count in self.profiles.parameters(layer.kind, 1).items():
+                    if tie and position not in holders.setdefault(tie, []):
+                        holders[tie].append(position)
+                        sizes[tie] = count
+        total = 0.0
+        for tie, positions in holders.items():
+            if len(positions) > 1:
+                num_bytes = sizes[tie] * self.problem.runtime.gradient_bytes
+                devices = [position * self.num_devices for position in positions]
+                total += self.problem.hardware.collective("all_reduce", num_bytes, devices).alone_s
+        return total
+
+
+def in_flight(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
+    """Return how many microbatches a stage holds at once.
+
+    >>> [in_flight("1f1b", stage, 4, 8) for stage in range(4)], in_flight("gpipe", 0, 4, 8)
+    ([4, 3, 2, 1], 8)
+    """
+    return num_microbatches if schedule == "gpipe" else min(num_stages - stage, num_microbatches)
+
+
+def pipeline_s(
+    step_s: Sequence[float], sync_s: Sequence[float], num_microbatches: int, *, paper: bool = False
+) -> float:
+    """Return Eq. 9: ``(m - 1) max(step) + sum(step + sync)``, seconds per iteration.
+
+    The printed sum counts every stage's synchronisation, though stages synchronise side by side; here the
+    longest counts once, unless ``paper``.
+
+    >>> pipeline_s([2.0, 3.0], [1.0, 0.5], 4), pipeline_s([2.0, 3.0], [1.0, 0.5], 4, paper=True)
+    (15.0, 15.5)
+    """
+    synced_s = sum(sync_s) if paper else max(sync_s)
+    return (num_microbatches - 1) * max(step_s) + sum(step_s) + synced_s
+
+
+def peak_bytes(costs: Sequence[LayerCost], held: int) -> float:
+    """Return Eq. 2 of a stage: the largest of what is kept up to a layer plus its backward need, and all states.
+
+    Args:
+        costs: Layers of the stage in order.
+        held: Microbatches in flight; the others of them keep every layer's forward memory.
+    """
+    whole = sum(cost.forward_bytes for cost in costs)
+    running = peak = 0.0
+    for cost in costs:
+        running += cost.forward_bytes
+        peak = max(peak, running + cost.backward_bytes)
+    return (held - 1) * whole + peak + sum(cost.state_bytes for cost in costs)
+
+
+def balance_degree(loads: Sequence[float]) -> float:
+    """Return Eq. 6: ``1 - max / sum``, at most ``1 - 1 / P``.
+
+    >>> balance_degree([1.0, 1.0, 1.0, 1.0]), balance_degree([3.0, 1.0])
+    (0.75, 0.25)
+    """
+    return 1.0 - max(loads) / sum(loads)

@@ -1,0 +1,229 @@
+"""What the layers of a workload cost under tensor parallelism, by distinct layer, from the shared cost tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from searchers.layers import blocks
+from simulator.costs import CostTables, saved_tensors
+from simulator.plan import Axis, Sharding, resolve
+from simulator.uniform import repeated_layers
+from workloads.kinds.base import FORWARD
+
+Collective = tuple[str, float]
+"""Name of a collective and its bytes for one sample of a rank."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer as the planner counts: a repeated layer with what lies before the first and behind others.
+
+    Attributes:
+        number: Place in the model.
+        kind: Equal for layers that cost the same.
+        span: Operators ``[start, stop)``.
+        core: The repeated layer itself: what activation checkpointing computes again.
+    """
+
+    number: int
+    kind: int
+    span: tuple[int, int]
+    core: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer for one microbatch on one rank under a tensor degree.
+
+    Attributes:
+        forward_s, backward_s: Computation, no collective.
+        core_forward_s: Of that, what is computed again under checkpointing.
+        saved_bytes: Kept for backward, the input included.
+        input_bytes: Of that, the layer's input.
+        core_saved_bytes: Of that, what checkpointing lets go: the core's, without the input.
+        workspace_bytes: Largest buffer of one operator.
+        output_bytes: What leaves the layer.
+    """
+
+    forward_s: float
+    backward_s: float
+    core_forward_s: float
+    saved_bytes: float
+    input_bytes: float
+    core_saved_bytes: float
+    workspace_bytes: float
+    output_bytes: float
+
+
+@dataclass(frozen=True)
+class LayerCollectives:
+    """Tensor-parallel collectives of a layer, bytes per sample: forward, of the core alone, backward."""
+
+    forward: tuple[Collective, ...]
+    core_forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+
+
+class LayerProfiles:
+    """Layers of one problem and what they cost, memoised per kind, tensor degree and samples.
+
+    Args:
+        costs: Shared cost tables.
+    """
+
+    def __init__(self, costs: CostTables) -> None:
+        self.costs = costs
+        self.gpu_type = costs.problem.gpu_types[0]
+        self._profiles: dict[tuple[int, int, int], LayerProfile] = {}
+        self._collectives: dict[tuple[int, int], LayerCollectives] = {}
+        self._parameters: dict[tuple[int, int], Mapping[str, int]] = {}
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The model's layers in order."""
+        workload = self.costs.problem.workload
+        known: dict[object, int] = {}
+        found = []
+        pairs = zip(blocks(workload), repeated_layers(workload), strict=True)
+        for number, (span, core) in enumerate(pairs):
+            signature = (tuple(workload.signatures[span[0] : span[1]]), core[0] - span[0], core[1] - span[0])
+            found.append(Layer(number, known.setdefault(signature, len(known)), span, core))
+        return tuple(found)
+
+    @cached_property
+    def examples(self) -> tuple[Layer, ...]:
+        """The first layer of every kind."""
+        first: dict[int, Layer] = {}
+        for layer in self.layers:
+            first.setdefault(layer.kind, layer)
+        return tuple(first[kind] for kind in sorted(first))
+
+    def profile(self, kind: int, tensor: int, samples: int) -> LayerProfile:
+        """Return the costs of a layer kind for that many samples on a rank.
+
+        Raises:
+            ValueError: If the layer cannot be split so.
+        """
+        low, high = _neighbours(samples)
+        first = self._exact(kind, tensor, low)
+        if high == low:
+            return first
+        second = self._exact(kind, tensor, high)
+        share = (samples - low) / (high - low)
+        fields = LayerProfile.__dataclass_fields__
+        return LayerProfile(
+            **{name: (1 - share) * getattr(first, name) + share * getattr(second, name) for name in fields}
+        )
+
+    def _exact(self, kind: int, tensor: int, samples: int) -> LayerProfile:
+        key = (kind, tensor, samples)
+        if key not in self._profiles:
+            self._profiles[key] = self._build(*key)
+        return self._profiles[key]
+
+    def _build(self, kind: int, tensor: int, samples: int) -> LayerProfile:
+        layer = self.examples[kind]
+        workload = self.costs.problem.workload
+        device, host, core_device, core_host = np.zeros(2), np.zeros(2), 0.0, 0.0
+        saved: dict[str, tuple[float, bool]] = {}
+        workspace = output = 0.0
+        for index in range(*layer.span):
+            cost = self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
+            inside = layer.core[0] <= index < layer.core[1]
+            device += cost.forward.device_s, cost.backward.device_s
+            host += cost.forward.host_s, cost.backward.host_s
+            if inside:
+                core_device += cost.forward.device_s
+                core_host += cost.forward.host_s
+            for name, size in saved_tensors(workload, index, cost):
+                saved.setdefault(name, (size, inside))
+            workspace = max(workspace, cost.workspace_forward_bytes, cost.workspace_backward_bytes)
+            if cost.output_bytes:
+                output = cost.output_bytes[0]
+        entering = {name for name in saved if self._comes_from(name, layer) == "before"}
+        borrowed = {name for name in saved if self._comes_from(name, layer) == "far"}
+        kept = {name: value for name, value in saved.items() if name not in borrowed}
+        core_input = {name for name in kept if "/" not in name and not layer.core[0] <= workload.producer.get(name, -1)}
+        return LayerProfile(
+            forward_s=float(max(device[0], host[0])),
+            backward_s=float(max(device[1], host[1])),
+            core_forward_s=max(core_device, core_host),
+            saved_bytes=sum(size for size, _ in kept.values()),
+            input_bytes=sum(kept[name][0] for name in entering),
+            core_saved_bytes=sum(size for name, (size, inside) in kept.items() if inside and name not in core_input),
+            workspace_bytes=workspace,
+            output_bytes=output,
+        )
+
+    def _comes_from(self, name: str, layer: Layer) -> str:
+        """Return whether a saved tensor is made in the layer, in the one before, or far away (an encoder's output).
+
+        What a far layer makes is held once for all that read it; graph inputs count as made here.
+        """
+        producer = self.costs.problem.workload.producer.get(name)
+        if producer is None or producer >= layer.span[0]:
+            return "here"
+        return "before" if layer.number and producer >= self.layers[layer.number - 1].span[0] else "far"
+
+    def _sharding(self, tensor: int, index: int) -> Sharding:
+        return resolve((Axis("tensor", tensor),), self.costs.problem.workload.operators[index])
+
+    def collectives(self, kind: int, tensor: int) -> LayerCollectives:
+        """Return the tensor-parallel collectives of a layer kind, bytes for one sample of a rank."""
+        key = (kind, tensor)
+        if key not in self._collectives:
+            layer = self.examples[kind]
+            forward: list[Collective] = []
+            core: list[Collective] = []
+            backward: list[Collective] = []
+
+            def sharding_of(index: int) -> Sharding:
+                return self._sharding(tensor, index)
+
+            for index in range(*layer.span) if tensor > 1 else ():
+                inside = layer.core[0] <= index < layer.core[1]
+                found = self.costs.input_collectives(index, sharding_of, 1, self.gpu_type)
+                items = [(phase, item) for phase, item, _, _ in found]
+                items += self.costs.operator(index, sharding_of(index), 1, self.gpu_type).internal
+                for phase, item in items:
+                    entry = (item.collective, item.num_bytes)
+                    if phase == FORWARD:
+                        forward.append(entry)
+                        if inside:
+                            core.append(entry)
+                    else:
+                        backward.append(entry)
+            self._collectives[key] = LayerCollectives(tuple(forward), tuple(core), tuple(backward))
+        return self._collectives[key]
+
+    def parameters(self, kind: int, tensor: int) -> Mapping[str, int]:
+        """Return local parameter elements of a layer kind by tie key; ``""`` is what is not tied."""
+        key = (kind, tensor)
+        if key not in self._parameters:
+            found: dict[str, int] = {"": 0}
+            for index in range(*self.examples[kind].span):
+                cost = self.costs.operator(index, self._sharding(tensor, index), 1, self.gpu_type)
+                for parameter, count in cost.parameters:
+                    if parameter.tie is None:
+                        found[""] += count
+                    else:
+                        found[parameter.tie] = count
+            self._parameters[key] = found
+        return self._parameters[key]
+
+
+def _neighbours(samples: int) -> tuple[int, int]:
+    """Return the grid points around a number of samples: every number to 8, then eight per octave.
+
+    >>> [_neighbours(number) for number in (7, 16, 19, 100)]
+    [(7, 7), (16, 16), (18, 20), (96, 104)]
+    """
+    if samples <= 8:
+        return samples, samples
+    step = 1 << (samples.bit_length() - 4)
+    low = samples // step * step
+    return (low, low) if low == samples else (low, low + step)

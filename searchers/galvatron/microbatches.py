@@ -1,0 +1,115 @@
+"""How many microbatches a batch is cut into: the choice that changes Galvatron's results more than any other.
+
+Rules by name (B samples, P stages, b = B P / N samples per device group of one replica):
+
+- ``released``: one for a single stage; else the release's formula for more than eight devices, which its
+  later versions use everywhere: ceil(b / 4) for text, ceil(b / 16) for images;
+- ``table``: one for a single stage; else the release's hand tables on eight devices, ``released`` on others;
+- ``free``: every number that divides the batch, gradients accumulated on a single stage too;
+- ``divisors``: the same, at least P (the third release).
+
+A plan's microbatches are equal, so a rule's number is moved to the nearest that divides the batch, or the batch is
+padded: the release lets PyTorch cut a replica's b samples into m parts of ceil(b / m), the last one smaller.
+
+Source: Galvatron data README (``titan_v1``), Hetu-Galvatron releases 1 to 3.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log
+from typing import NamedTuple
+
+from searchers.degrees import divisors
+
+RULES = ("released", "table", "free", "divisors")
+TABLE_DEVICES = 8
+IMAGE_FAMILIES = ("vit", "swin")
+
+
+class Cut(NamedTuple):
+    """How a batch is cut: ``parts`` microbatches of ``samples`` each, the batch or a little more."""
+
+    parts: int
+    samples: int
+
+
+def cuts(
+    rule: str, family: str, batch: int, num_stages: int, num_devices: int, *, pads: bool = False
+) -> list[Cut]:
+    """Return the ways to cut a batch under a rule, fewest microbatches first.
+
+    Args:
+        rule: One of RULES.
+        family: The workload's family.
+        batch: Samples per iteration.
+        num_stages, num_devices: P and N.
+        pads: Let the last microbatch be padded as above, rather than moving the rule's number.
+
+    >>> cuts("table", "bert", 8, 8, 8), cuts("table", "bert", 8, 8, 8, pads=True)
+    ([Cut(parts=4, samples=2)], [Cut(parts=3, samples=3)])
+    """
+    counts = microbatch_counts(rule, family, batch, num_stages, num_devices)
+    if not pads or num_stages == 1 or rule in ("free", "divisors"):
+        return [Cut(count, batch // count) for count in counts]
+    width = num_devices // num_stages
+    samples = ceil(batch / width)
+    each = ceil(samples / max(1, ceil(_wanted(rule, family, batch, num_stages, num_devices))))
+    return [Cut(ceil(samples / each), width * each)]
+
+
+def microbatch_counts(rule: str, family: str, batch: int, num_stages: int, num_devices: int) -> list[int]:
+    """Return the numbers of microbatches to try, ascending; each divides the batch. Arguments as for `cuts`.
+
+    Raises:
+        ValueError: If the rule is unknown.
+
+    >>> microbatch_counts("released", "bert", 64, 2, 8), microbatch_counts("divisors", "bert", 8, 4, 8)
+    ([4], [4, 8])
+    """
+    if rule not in RULES:
+        raise ValueError(f"microbatches must be one of {', '.join(RULES)}, got {rule!r}")
+    if rule == "free":
+        return divisors(batch)
+    if rule == "divisors":
+        return [count for count in divisors(batch) if count >= num_stages]
+    if num_stages == 1:
+        return [1]
+    return [nearest_divisor(batch, _wanted(rule, family, batch, num_stages, num_devices))]
+
+
+def _wanted(rule: str, family: str, batch: int, num_stages: int, num_devices: int) -> float:
+    samples = batch * num_stages / num_devices
+    if rule == "released" or num_devices != TABLE_DEVICES:
+        return released_count(family, samples, num_stages)
+    return table_count(family, samples, num_stages)
+
+
+def released_count(family: str, samples: float, num_stages: int) -> float:
+    """Return ceil(b / 4) for text, ceil(b / 16) for images (ceil(b / 32) on sixteen stages and more)."""
+    if family in IMAGE_FAMILIES:
+        return ceil(samples / (16 if num_stages <= 8 else 32))
+    return ceil(samples / 4)
+
+
+def table_count(family: str, samples: float, num_stages: int) -> float:
+    """Return the hand table's count for eight devices; fractional where the release's formula is.
+
+    >>> table_count("bert", 24, 8), table_count("swin", 40, 4), table_count("t5", 2, 2)
+    (5.0, 3, 1)
+    """
+    if family == "vit":
+        return 1 if samples <= 8 else 2
+    if family == "swin":
+        return 1 if samples <= 8 else 2 if samples < 32 else 3 if samples <= 96 else 4
+    if family == "t5":
+        return 1 if samples <= 2 else 3 if num_stages == 8 else 2
+    return samples / 2 if samples < 6 else samples / 8 + 2
+
+
+def nearest_divisor(batch: int, wanted: float) -> int:
+    """Return the divisor of a batch with the least ratio to what is wanted; of two equal ones the larger.
+
+    >>> nearest_divisor(24, 5), nearest_divisor(136, 34)
+    (6, 34)
+    """
+    return min(reversed(divisors(batch)), key=lambda count: round(abs(log(count / max(1.0, wanted))), 12))

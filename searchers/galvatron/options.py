@@ -1,0 +1,57 @@
+"""What the variants of Galvatron differ in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from searchers.galvatron.microbatches import RULES
+from searchers.galvatron.strategies import DATA, LEVELS
+
+PARTITIONS = ("base", "memory", "time", "bi-objective")
+SCHEDULES = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of one variant.
+
+    Attributes:
+        kinds: Kinds of parallelism inside a stage.
+        pipeline: Whether more than one stage is tried.
+        checkpoint: Whether activation checkpointing is a dimension.
+        mix_data_and_sharded: Whether DP and SDP may meet in one tree (takeaway 3 says no).
+        partition: ``base`` (the release's memory-balanced filling), ``memory`` (p_m), ``time`` (p_t) or
+            ``bi-objective`` (Algorithm 2).
+        schedule: ``gpipe`` or ``1f1b``.
+        microbatches: Rule of `searchers.galvatron.microbatches`.
+        pads_batch: Microbatches that do not divide the batch are padded, not avoided.
+        granularity_bytes: Memory step of the dynamic programming.
+        fused_layers: Consecutive equal layers that share a strategy (section IV-A3); 1: every layer alone.
+        overlap_slowdown: Whether overlap slows both sides.
+        paper: Eq. 4 and Algorithm 3 as printed, the sum of Eq. 9 as printed, and the batch stops at the first
+            that does not fit.
+    """
+
+    kinds: tuple[str, ...] = LEVELS
+    pipeline: bool = True
+    checkpoint: bool = True
+    mix_data_and_sharded: bool = False
+    partition: str = "bi-objective"
+    schedule: str = "1f1b"
+    microbatches: str = "released"
+    pads_batch: bool = False
+    granularity_bytes: int = 16 << 20
+    fused_layers: int = 1
+    overlap_slowdown: bool = True
+    paper: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("partition", PARTITIONS), ("schedule", SCHEDULES), ("microbatches", RULES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if not self.kinds or DATA not in self.kinds or set(self.kinds) - set(LEVELS):
+            raise ValueError(f"kinds must be of {', '.join(LEVELS)}, dp among them, got {self.kinds}")
+        for name in ("granularity_bytes", "fused_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,0 +1,176 @@
+"""Where to cut a model into pipeline stages: by memory, by time, and one layer from a slow stage to its neighbour.
+
+Source: Galvatron-BMW (TKDE 2024), section IV-B, Eq. 6 and 7. The filling from the back is the release's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from searchers.galvatron.estimator import in_flight
+from searchers.galvatron.layer_profiles import Layer
+from searchers.galvatron.microbatches import Cut
+from searchers.galvatron.stage_search import DegreeSearch, Partition
+from searchers.galvatron.strategies import SHARDED, TENSOR, Strategy
+
+HALF_LAYER, CAP = 0.5, 1.3
+"""Tolerance and cap of the release's filling."""
+
+
+def even(num_layers: int, num_stages: int) -> Partition:
+    """Return equal stages; what is left over goes to the last.
+
+    >>> even(10, 4)
+    (2, 2, 2, 4)
+    """
+    base, extra = divmod(num_layers, num_stages)
+    return (base,) * (num_stages - 1) + (base + extra,)
+
+
+def filled_from_the_back(weights: Sequence[float], num_stages: int) -> Partition:
+    """Return stages filled from the last to the mean weight: half a layer of tolerance, at most 1.3 times it.
+
+    >>> filled_from_the_back([1.0] * 4 + [2.0] * 4, 2)
+    (5, 3)
+    """
+    mean = sum(weights) / num_stages
+    counts = [0] * num_stages
+    left = len(weights)
+    for stage in range(num_stages - 1, 0, -1):
+        filled = 0.0
+        while left > stage:
+            weight = weights[left - 1]
+            if counts[stage] and (filled + HALF_LAYER * weight > mean or filled + weight > CAP * mean):
+                break
+            filled += weight
+            counts[stage] += 1
+            left -= 1
+    counts[0] = left
+    return tuple(counts)
+
+
+def least_maximum(loads: NDArray[np.float64]) -> Partition:
+    """Return the partition whose heaviest stage is lightest, exactly.
+
+    Among equals, later stages are lighter.
+
+    Args:
+        loads: float64[num_stages, num_layers]: what a layer weighs in each stage.
+
+    >>> least_maximum(np.array([[2.0] * 6, [1.0] * 6]))
+    (2, 4)
+    """
+    num_stages, num_layers = loads.shape
+    prefix = np.concatenate([np.zeros((num_stages, 1)), loads.cumsum(axis=1)], axis=1)
+    heaviest = np.full((num_stages, num_layers + 1), np.inf)
+    cut = np.zeros((num_stages, num_layers + 1), dtype=int)
+    heaviest[0] = prefix[0]
+    heaviest[0, 0] = np.inf
+    for stage in range(1, num_stages):
+        for stop in range(stage + 1, num_layers + 1):
+            own = prefix[stage, stop] - prefix[stage, stage:stop]
+            worst = np.maximum(heaviest[stage - 1, stage:stop], own)
+            place = len(worst) - 1 - int(np.argmin(worst[::-1]))
+            heaviest[stage, stop], cut[stage, stop] = worst[place], stage + place
+    counts = []
+    stop = num_layers
+    for stage in range(num_stages - 1, 0, -1):
+        counts.append(stop - int(cut[stage, stop]))
+        stop = int(cut[stage, stop])
+    return tuple(reversed([*counts, stop]))
+
+
+def initial_strategy(search: DegreeSearch, samples: int) -> Strategy | None:
+    """Return the strategy that partitions are first weighed with: sharded data parallel where samples allow.
+
+    Where a microbatch has too few samples, the one with the highest data degree; no checkpointing.
+    """
+    usable = [
+        strategy
+        for strategy in search.strategies
+        if not strategy.checkpoint
+        and all(
+            search.estimator.layer(layer, strategy, samples, accumulates=False, held_ties=frozenset())
+            for layer in search.estimator.profiles.examples
+        )
+    ]
+    return max(
+        usable, key=lambda strategy: (strategy.data, strategy.degree(SHARDED), -strategy.degree(TENSOR)), default=None
+    )
+
+
+def weigh(
+    search: DegreeSearch, cut: Cut
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Return what layers weigh in memory (float64[P, L], bytes) and in time (float64[P, L], seconds)."""
+    samples, num_microbatches = cut.samples, cut.parts
+    strategy = initial_strategy(search, samples)
+    if strategy is None:
+        return None
+    memory = np.zeros((search.num_stages, len(search.layers)))
+    seconds = np.zeros_like(memory)
+    for layer in search.layers:
+        cost = search.estimator.layer(layer, strategy, samples, accumulates=num_microbatches > 1, held_ties=frozenset())
+        assert cost is not None, "checked for every kind"
+        seconds[:, layer.number] = cost.step_s
+        for stage in range(search.num_stages):
+            held = in_flight(search.options.schedule, stage, search.num_stages, num_microbatches)
+            memory[stage, layer.number] = held * cost.forward_bytes + cost.state_bytes
+    return memory, seconds
+
+
+def base_partition(search: DegreeSearch, cut: Cut) -> Partition:
+    """Return the release's: equal layers evenly, others filled from the back by memory.
+
+    What stands before the first and behind the last repeated layer does not count, as in the release.
+    """
+    weighed = weigh(search, cut)
+    if weighed is None:
+        return even(len(search.layers), search.num_stages)
+    memory = weighed[0][0]
+    cores = [_core_signature(search, layer) for layer in search.layers]
+    lightest: dict[object, float] = {}
+    for core, weight in zip(cores, memory, strict=True):
+        lightest[core] = min(float(weight), lightest.get(core, np.inf))
+    weights = [lightest[core] for core in cores]
+    if max(weights) - min(weights) < 1e-3 * max(weights):
+        return even(len(weights), search.num_stages)
+    return filled_from_the_back(weights, search.num_stages)
+
+
+def _core_signature(search: DegreeSearch, layer: Layer) -> tuple[int, ...]:
+    return tuple(search.estimator.problem.workload.signatures[layer.core[0] : layer.core[1]])
+
+
+def neighbours(partition: Partition, slowest: int) -> Iterator[Partition]:
+    """Yield the partitions in which the slowest stage hands a boundary layer to a neighbour.
+
+    >>> list(neighbours((3, 4, 3), 1))
+    [(4, 3, 3), (3, 3, 4)]
+    """
+    if partition[slowest] < 2:
+        return
+    for other in (slowest - 1, slowest + 1):
+        if 0 <= other < len(partition):
+            changed = list(partition)
+            changed[slowest] -= 1
+            changed[other] += 1
+            yield tuple(changed)
+
+
+def between(first: Partition, last: Partition, count: int) -> Iterator[Partition]:
+    """Yield partitions evenly spaced between two: every cut moves a share of its way.
+
+    >>> list(between((2, 4, 6), (4, 4, 4), 1))
+    [(3, 4, 5)]
+    """
+    start, stop = np.cumsum(first)[:-1], np.cumsum(last)[:-1]
+    total = sum(first)
+    for number in range(1, count + 1):
+        cuts = np.rint(start + (stop - start) * number / (count + 1)).astype(int)
+        found = tuple(int(size) for size in np.diff([0, *cuts, total]))
+        if min(found) >= 1 and found not in (first, last):
+            yield found

@@ -1,0 +1,116 @@
+"""Between the planner's words and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from searchers.galvatron.layer_profiles import Layer
+from searchers.galvatron.stage_search import PipelinePlan
+from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
+from simulator.plan import Plan, Sharding, Stage
+from simulator.problem import Problem
+
+
+def to_plan(found: PipelinePlan, problem: Problem) -> Plan:
+    """Return the plan: equal consecutive device groups, ordered axes per layer, a segment per checkpointed layer.
+
+    Raises:
+        ValueError: If the problem has another batch.
+    """
+    if found.padded_batch != problem.global_batch:
+        raise ValueError(f"the problem's global batch must be {found.padded_batch}, got {problem.global_batch}")
+    return plan_of_layers(
+        [(stage.layers, stage.chosen) for stage in found.stages],
+        microbatch_size=found.cut.samples,
+        num_microbatches=found.num_microbatches,
+        schedule=found.schedule,
+    )
+
+
+def plan_of_layers(
+    stages: Sequence[tuple[Sequence[Layer], Sequence[Strategy]]],
+    *,
+    microbatch_size: int,
+    num_microbatches: int,
+    schedule: str,
+) -> Plan:
+    """Return the plan of strategies per layer, stages on consecutive devices."""
+    built: list[Stage] = []
+    device = 0
+    for layers, chosen in stages:
+        size = chosen[0].num_devices
+        built.append(
+            Stage(
+                operators=((layers[0].span[0], layers[-1].span[1]),),
+                devices=tuple(range(device, device + size)),
+                shardings=_runs(layers, chosen),
+                recompute=tuple(
+                    layer.core for layer, strategy in zip(layers, chosen, strict=True) if strategy.checkpoint
+                ),
+            )
+        )
+        device += size
+    return Plan(
+        stages=tuple(built),
+        microbatch_size=microbatch_size,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        gradient_reduction="last",
+        overlap_gradient_sync=True,
+    )
+
+
+def _runs(layers: Sequence[Layer], chosen: Sequence[Strategy]) -> tuple[tuple[int, Sharding], ...]:
+    runs: list[tuple[int, Sharding]] = []
+    for layer, strategy in zip(layers, chosen, strict=True):
+        count = layer.span[1] - layer.span[0]
+        if runs and runs[-1][1] == strategy.sharding:
+            runs[-1] = (runs[-1][0] + count, strategy.sharding)
+        else:
+            runs.append((count, strategy.sharding))
+    return tuple(runs)
+
+
+def from_plan(plan: Plan, layers: Sequence[Layer]) -> list[tuple[tuple[Layer, ...], tuple[Strategy, ...]]] | None:
+    """Return layers and strategies of each stage, or None where a plan is not in these words.
+
+    Stages must hold whole layers on equally many devices, and a layer must be cut one way throughout.
+    """
+    found = []
+    for stage in plan.stages:
+        if len(stage.operators) != 1:
+            return None
+        start, stop = stage.operators[0]
+        own = tuple(layer for layer in layers if start <= layer.span[0] and layer.span[1] <= stop)
+        if not own or own[0].span[0] != start or own[-1].span[1] != stop:
+            return None
+        shardings = list(stage.sharding_per_operator())
+        chosen = []
+        for layer in own:
+            levels = levels_of(shardings[layer.core[0] - start])
+            if levels is None:
+                return None
+            chosen.append(Strategy(levels, layer.core in stage.recompute))
+        found.append((own, tuple(chosen)))
+    sizes = {strategy.num_devices for _, chosen in found for strategy in chosen}
+    return found if len(sizes) == 1 else None
+
+
+def levels_of(sharding: Sharding) -> tuple[Level, ...] | None:
+    """Return the tree of a sharding, None where it is not one.
+
+    >>> from simulator.plan import Axis
+    >>> levels_of((Axis("batch", 2, 3), Axis("tensor", 4)))
+    (Level(kind='sdp', degree=2), Level(kind='tp', degree=4))
+    """
+    levels: list[Level] = []
+    for split, size, zero in sharding:
+        if size == 1:
+            continue
+        if split in ("replicate", "batch") and (split == "replicate" or zero not in (0, 3)):
+            return None
+        kind = (SHARDED if zero == 3 else DATA) if split == "batch" else TENSOR
+        if any(level.kind == kind for level in levels):
+            return None
+        levels.append(Level(kind, size))
+    return tuple(levels)

@@ -1,0 +1,302 @@
+"""One pipeline degree: tables of its stages, the search within each, and Eq. 9 over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
+from searchers.galvatron.estimator import Estimator, LayerCost, in_flight, peak_bytes, pipeline_s
+from searchers.galvatron.layer_profiles import Layer, LayerProfiles
+from searchers.galvatron.microbatches import Cut
+from searchers.galvatron.options import Options
+from searchers.galvatron.strategies import Strategy, strategies
+from simulator.problem import Problem
+
+Partition = tuple[int, ...]
+"""Layers of each stage."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Strategies of one stage's layers, and what they cost.
+
+    Attributes:
+        layers: Its layers.
+        chosen: A strategy per layer.
+        step_s: One microbatch, forward and backward, without gradient synchronisation.
+        sync_s: What the last microbatch takes longer.
+        peak_bytes: Eq. 2.
+    """
+
+    layers: tuple[Layer, ...]
+    chosen: tuple[Strategy, ...]
+    step_s: float
+    sync_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A whole plan in the planner's words.
+
+    Attributes:
+        batch: Samples per iteration that count.
+        cut: Microbatches; their samples are the batch, or more where it was padded.
+        schedule: ``gpipe`` or ``1f1b``.
+        stages: In order.
+        iteration_time_s: Eq. 9.
+        capacity_bytes: The memory budget.
+    """
+
+    batch: int
+    cut: Cut
+    schedule: str
+    stages: tuple[StagePlan, ...]
+    iteration_time_s: float
+    capacity_bytes: float
+
+    @property
+    def partition(self) -> Partition:
+        """Layers of each stage."""
+        return tuple(len(stage.layers) for stage in self.stages)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per iteration."""
+        return self.cut.parts
+
+    @property
+    def padded_batch(self) -> int:
+        """Samples that are computed: the plan's batch."""
+        return self.cut.parts * self.cut.samples
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second."""
+        return self.batch / self.iteration_time_s
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest stage."""
+        return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Every stage is within the budget."""
+        return self.peak_bytes <= self.capacity_bytes
+
+
+def split(layers: Sequence[Layer], partition: Partition) -> list[tuple[Layer, ...]]:
+    """Return the layers of each stage."""
+    stages, start = [], 0
+    for count in partition:
+        stages.append(tuple(layers[start : start + count]))
+        start += count
+    assert start == len(layers), (partition, len(layers))
+    return stages
+
+
+class DegreeSearch:
+    """Plans of one pipeline degree, for any batch.
+
+    Args:
+        problem: Gives workload, hardware, runtime and memory limit; its batch is not read.
+        profiles: Layer costs, shared by all degrees.
+        num_stages: P.
+        options: The variant.
+        budget_bytes: E; None for the problem's own.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        profiles: LayerProfiles,
+        num_stages: int,
+        options: Options,
+        budget_bytes: float | None = None,
+    ) -> None:
+        self.num_stages = num_stages
+        self.options = options
+        self.layers = profiles.layers
+        size = problem.num_devices // num_stages
+        self.estimator = Estimator(
+            problem, profiles, size, overlap_slowdown=options.overlap_slowdown, paper=options.paper
+        )
+        self.budget_bytes = self.estimator.capacity_bytes() if budget_bytes is None else budget_bytes
+        self.strategies = strategies(
+            size,
+            kinds=options.kinds,
+            checkpoint=options.checkpoint,
+            mix_data_and_sharded=options.mix_data_and_sharded,
+        )
+        self.layouts = tuple(dict.fromkeys(strategy.layout for strategy in self.strategies))
+        self._layout_of = np.array([self.layouts.index(strategy.layout) for strategy in self.strategies])
+        self._found: dict[object, NDArray[np.int64] | None] = {}
+        self._rows: dict[object, list[LayerCost | None]] = {}
+        self._moves: dict[object, NDArray[np.float64]] = {}
+        self.num_searches = 0
+
+    def plan(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
+        """Return the best plan found with this partition, or None if nothing fits (Galvatron_Search).
+
+        Every stage is searched alone, its steps weighted by the microbatches; plans with one strategy for all
+        layers compete too, so that none of them is ever better.
+        """
+        stages = split(self.layers, partition)
+        candidates = []
+        chosen = [self._search(stage, place, cut) for place, stage in enumerate(stages)]
+        if all(found is not None for found in chosen):
+            candidates.append([[self.strategies[s] for s in found] for found in chosen if found is not None])
+        if not self.options.paper:
+            candidates += [[[strategy] * len(stage) for stage in stages] for strategy in self.strategies]
+        plans = [self.assess(stages, choice, batch, cut) for choice in candidates]
+        fitting = [plan for plan in plans if plan is not None and plan.fits]
+        return min(fitting, key=lambda plan: plan.iteration_time_s, default=None)
+
+    def leanest(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
+        """Return the plan of one strategy that needs the least memory, whether it fits or not."""
+        stages = split(self.layers, partition)
+        plans = [
+            self.assess(stages, [[strategy] * len(stage) for stage in stages], batch, cut)
+            for strategy in self.strategies
+        ]
+        return min((plan for plan in plans if plan), key=lambda plan: plan.peak_bytes, default=None)
+
+    def assess(
+        self,
+        stages: Sequence[Sequence[Layer]],
+        chosen: Sequence[Sequence[Strategy]],
+        batch: int,
+        cut: Cut,
+    ) -> PipelinePlan | None:
+        """Return the plan of given strategies with its costs, or None if one cannot be used."""
+        samples, num_microbatches = cut.samples, cut.parts
+        found: list[StagePlan] = []
+        outputs: list[tuple[LayerCost, Strategy]] = []
+        for place, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
+            costs = self._costs_of(layers, choice, samples, num_microbatches > 1)
+            if costs is None:
+                return None
+            step_s = sum(cost.step_s for cost in costs)
+            for (cost, first), (_, second) in pairwise(zip(costs, choice, strict=True)):
+                step_s += self.estimator.transition_s(cost, first, second)
+            held = in_flight(self.options.schedule, place, self.num_stages, num_microbatches)
+            sync_s = sum(cost.sync_s for cost in costs)
+            found.append(StagePlan(tuple(layers), tuple(choice), step_s, sync_s, peak_bytes(costs, held)))
+            outputs.append((costs[-1], choice[-1]))
+        steps = [stage.step_s for stage in found]
+        for boundary, (cost, sender) in enumerate(outputs[:-1]):
+            receiver = chosen[boundary + 1][0]
+            num_bytes = cost.output_bytes * max(1.0, sender.data / receiver.data)
+            both_ways_s = 2 * self.estimator.transfer_s(boundary, num_bytes)
+            steps[boundary] += both_ways_s
+            steps[boundary + 1] += both_ways_s
+        total_s = pipeline_s(
+            steps, [stage.sync_s for stage in found], num_microbatches, paper=self.options.paper
+        ) + self.estimator.tie_sync_s(stages)
+        return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
+
+    def _costs_of(
+        self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool
+    ) -> list[LayerCost] | None:
+        costs = []
+        held: frozenset[str] = frozenset()
+        for layer, strategy in zip(layers, chosen, strict=True):
+            cost = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=held)
+            if cost is None:
+                return None
+            costs.append(cost)
+            held |= self._ties(layer)
+        return costs
+
+    def _ties(self, layer: Layer) -> frozenset[str]:
+        return frozenset(self.estimator.profiles.parameters(layer.kind, 1)) - {""}
+
+    def _search(
+        self, layers: tuple[Layer, ...], place: int, cut: Cut
+    ) -> NDArray[np.int64] | None:
+        """Return a strategy number per layer."""
+        samples, num_microbatches = cut.samples, cut.parts
+        held = in_flight(self.options.schedule, place, self.num_stages, num_microbatches)
+        key = (tuple(layer.kind for layer in layers), held, samples, num_microbatches)
+        if key not in self._found:
+            self.num_searches += 1
+            groups = self._groups(layers)
+            table = self.table(groups, held, samples, num_microbatches)
+            find = search_as_printed if self.options.paper else search
+            found = find(table, self.budget_bytes, float(self.options.granularity_bytes))
+            if found is not None:
+                found = np.repeat(found, [len(group) for group in groups])
+            self._found[key] = found
+        return self._found[key]
+
+    def _groups(self, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
+        """Return runs of equal layers, at most ``fused_layers`` each."""
+        groups: list[tuple[Layer, ...]] = []
+        for layer in layers:
+            if groups and groups[-1][-1].kind == layer.kind and len(groups[-1]) < self.options.fused_layers:
+                groups[-1] = (*groups[-1], layer)
+            else:
+                groups.append((layer,))
+        return groups
+
+    def table(self, groups: Sequence[tuple[Layer, ...]], held: int, samples: int, num_microbatches: int) -> LayerTable:
+        """Return what the search of a stage works on.
+
+        Args:
+            groups: Layers of the stage; those of a group share a strategy.
+            held: Microbatches in flight.
+            samples: Samples of a microbatch.
+            num_microbatches: Weighs a layer's step against its synchronisation.
+        """
+        shape = (len(groups), len(self.strategies))
+        cost, kept, backward, forward = (np.full(shape, np.inf) for _ in range(4))
+        weight = 1 if self.options.paper else num_microbatches
+        ties: frozenset[str] = frozenset()
+        for number, group in enumerate(groups):
+            row = self._row(group[0], samples, num_microbatches > 1, ties)
+            size = len(group)
+            for place, found in enumerate(row):
+                if found is not None:
+                    cost[number, place] = size * (weight * found.step_s + found.sync_s)
+                    kept[number, place] = size * (held * found.forward_bytes + found.state_bytes)
+                    backward[number, place] = found.backward_bytes
+                    forward[number, place] = size * found.forward_bytes
+            ties |= self._ties(group[0])
+        transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
+        for number in range(1, len(groups)):
+            transition[number] = weight * self._transition(groups[number - 1][0], samples, num_microbatches > 1)
+        return LayerTable(cost, kept, backward, forward, self._layout_of, transition)
+
+    def _row(self, layer: Layer, samples: int, accumulates: bool, ties: frozenset[str]) -> list[LayerCost | None]:
+        key = (layer.kind, samples, accumulates, ties & self._ties(layer))
+        if key not in self._rows:
+            self._rows[key] = [
+                self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=ties)
+                for strategy in self.strategies
+            ]
+        return self._rows[key]
+
+    def _transition(self, layer: Layer, samples: int, accumulates: bool) -> NDArray[np.float64]:
+        """Return seconds from layout to layout behind a layer: float64[K, K]."""
+        key = (layer.kind, samples)
+        if key not in self._moves:
+            seconds = np.zeros((len(self.layouts),) * 2)
+            row = self._row(layer, samples, accumulates, frozenset())
+            lying = {
+                strategy.layout: (cost, strategy)
+                for cost, strategy in zip(row, self.strategies, strict=True)
+                if cost is not None
+            }
+            for first, source in enumerate(self.layouts):
+                for second, target in enumerate(self.layouts):
+                    if first != second and source in lying and target in lying:
+                        cost, strategy = lying[source]
+                        seconds[first, second] = self.estimator.transition_s(cost, strategy, lying[target][1])
+            self._moves[key] = seconds
+        return self._moves[key]

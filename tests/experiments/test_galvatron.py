@@ -1,0 +1,115 @@
+"""Galvatron's experiments: what they compute from cells, and the quick ones whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments.cases.galvatron_table2 import SEARCHED, Run, num_microbatches
+from experiments.reproduce.experiment import Context
+from experiments.reproduce.galvatron import EXPERIMENTS, fig4, table1
+from experiments.reproduce.galvatron.agreement import calibrated, ordered_pairs, summary, winners
+from experiments.reproduce.galvatron.cells import at_batch, fixed_cell
+from experiments.reproduce.galvatron.grid import Column, compute, frame_of
+from experiments.reproduce.galvatron.other_tables import printed_table5
+from experiments.reproduce.galvatron.table2 import MEMORIES, MODELS, STRATEGIES, printed_cells
+from experiments.strategy_trees import draw_trees, save_trees
+from searchers.registry import searcher_names
+
+VIT = Run(model="vit-huge-32", cluster="titan-rtx-pcie:1x8", memory_gb=8)
+
+
+def context(folder: Path) -> Context:
+    return Context(data=None, scratch=folder, quick=True, say=lambda line: None)
+
+
+def cells() -> pd.DataFrame:
+    rows = [
+        (8, "a", "x", 10.0, 8, 10.0, 8), (8, "b", "x", 20.0, 16, 25.0, 8), (8, "c", "x", None, None, None, None),
+        (12, "a", "x", 30.0, 8, 10.0, 8), (12, "b", "x", 20.0, 16, 25.0, 16),
+    ]  # fmt: skip
+    frame = pd.DataFrame(
+        rows,
+        columns=[
+            "memory_gb", "strategy", "model", "samples_per_s", "batch", "paper_samples_per_s", "paper_batch"
+        ],
+    )  # fmt: skip
+    frame["relative_difference"] = frame["samples_per_s"] / frame["paper_samples_per_s"] - 1
+    frame["at_paper_batch_difference"] = frame["relative_difference"]
+    frame["oom_agrees"] = frame["samples_per_s"].isna() == frame["paper_samples_per_s"].isna()
+    return frame
+
+
+def test_every_experiment_of_the_paper_is_there() -> None:
+    names = {experiment.name for experiment in EXPERIMENTS}
+    assert names == {f"galvatron-table{number}" for number in range(1, 7)} | {
+        f"galvatron-fig{number}" for number in range(4, 8)
+    }
+
+
+def test_the_paper_has_352_cells_of_which_47_are_out_of_memory() -> None:
+    printed = printed_cells()
+    assert set(printed) == {(gb, model, name) for gb in MEMORIES for model in MODELS for name in STRATEGIES}
+    assert len(printed) == 352
+    assert sum(cell.throughput is None for cell in printed.values()) == 47
+    assert len(printed_table5()) == 24
+    assert set(SEARCHED) <= set(searcher_names())
+
+
+def test_pairs_and_winners_count_what_differs_clearly() -> None:
+    """Column 8: a-b right, both against the OOM of c right. Column 12: a-b wrong, and the wrong winner."""
+    frame = cells()
+    assert ordered_pairs(frame) == (3, 4)
+    assert winners(frame) == (1, 2)
+    lines = summary(frame).set_index("strategy")
+    assert lines.loc["a", "mean_absolute_difference"] == pytest.approx(1.0)
+    assert (lines.loc["c", "oom_right"], lines.loc["b", "batch_equal"], lines.loc["c", "batch_equal"]) == (1, 1, 1)
+
+
+def test_a_factor_per_strategy_is_learnt_on_one_budget_only() -> None:
+    frame = cells()
+    frame.loc[3, ["relative_difference", "at_paper_batch_difference"]] = 0.0
+    found = calibrated(frame, 12).set_index("strategy")
+    assert found.loc["a", "calibrated"] == pytest.approx(0.0, abs=1e-9)
+    assert found.loc["b", "calibrated"] == pytest.approx(0.0, abs=1e-9)
+    assert found.loc["b", "uncalibrated"] == pytest.approx(0.2)
+
+
+def test_microbatches_of_the_pipelines_are_the_release_tables() -> None:
+    assert [num_microbatches("bert-huge-32", batch) for batch in (8, 16, 24)] == [3, 4, 5]
+    assert [num_microbatches("swin-huge-32", batch) for batch in (8, 24, 96, 104)] == [1, 2, 3, 4]
+
+
+def test_the_largest_batch_of_a_fixed_strategy_is_found() -> None:
+    cell = fixed_cell(VIT, "fsdp")
+    assert cell.batch is not None and cell.throughput is not None
+    assert at_batch(VIT, "fsdp", cell.batch).throughput == cell.throughput
+    assert at_batch(VIT, "fsdp", 2 * cell.batch).throughput is None
+    assert fixed_cell(VIT, "ddp").throughput is None, "the paper prints OOM"
+
+
+def test_cells_are_kept_between_runs(tmp_path: Path) -> None:
+    column = Column(run=VIT, strategies=("megatron-tp",), batches={"galvatron-dp-tp": 32})
+    first = compute(context(tmp_path), [column])
+    path = next(tmp_path.glob("*.json"))
+    stamp = path.stat().st_mtime_ns
+    assert compute(context(tmp_path), [column]) == first
+    assert path.stat().st_mtime_ns == stamp
+    frame = frame_of([column], first, {})
+    assert list(frame["strategy"]) == ["Megatron (TP)"] and frame["samples_per_s"].iloc[0] > 0
+
+
+def test_table_1_and_figure_4_hold(tmp_path: Path) -> None:
+    for module in (table1, fig4):
+        report = module.run(context(tmp_path))
+        assert all(verdict.holds for verdict in report.verdicts), [verdict.found for verdict in report.verdicts]
+
+
+def test_trees_are_drawn(tmp_path: Path) -> None:
+    save_trees(tmp_path / "trees.png", 8)
+    assert (tmp_path / "trees.png").read_bytes().startswith(b"\x89PNG")
+    figure = draw_trees(4)
+    drawn = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert len(drawn) == 7 + 3 + 1 and "dp 2 > tp 2" in drawn

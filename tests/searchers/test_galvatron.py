@@ -1,0 +1,389 @@
+"""Galvatron: strategy counts, the dynamic programming against exhaustive search, balanced pipelines, plans."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from searchers.base import NoFeasiblePlan
+from searchers.degrees import compositions
+from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
+from searchers.galvatron.layer_profiles import LayerProfiles
+from searchers.galvatron.microbatches import RULES, Cut, cuts, microbatch_counts
+from searchers.galvatron.options import Options
+from searchers.galvatron.partitions import filled_from_the_back, least_maximum, neighbours
+from searchers.galvatron.planner import Planner, around
+from searchers.galvatron.plans import from_plan, to_plan
+from searchers.galvatron.searcher import GalvatronBMW, assess
+from searchers.galvatron.stage_search import DegreeSearch, PipelinePlan, split
+from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
+from simulator.costs import CostTables
+from simulator.estimate import estimate
+from simulator.lowering.mesh import groups
+from simulator.problem import Problem, ProblemSpec
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
+from tests.searchers.tiny import tiny_problem
+
+GIB = 2**30
+
+
+def titan(model: str, batch: int, memory_gb: int = 24, num_gpus: int = 8) -> Problem:
+    return ProblemSpec(
+        model=model,
+        cluster=f"titan-rtx-pcie:1x{num_gpus}",
+        runtime="galvatron-v1",
+        global_batch=batch,
+        memory_limit_bytes=memory_gb << 30,
+    ).load()
+
+
+@cache
+def bert(memory_gb: int, batch: int = 64) -> Problem:
+    return titan("bert-huge-32", batch, memory_gb)
+
+
+@cache
+def profiles(model: str) -> LayerProfiles:
+    return LayerProfiles(CostTables(titan(model, 8)))
+
+
+def planner(model: str, memory_gb: int, options: Options, batch: int = 8) -> Planner:
+    return Planner(titan(model, batch, memory_gb), options, profiles=profiles(model))
+
+
+# Strategies
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "whole", "pruned"), [(8, 68, 44), (16, 146, 74), (32, 272, 112), (64, 458, 158)]
+)
+def test_trees_are_as_many_as_the_paper_counts(num_devices: int, whole: int, pruned: int) -> None:
+    """68 and 44 are printed (section III-B); the others follow from the same rules."""
+
+    def count(**options: bool) -> int:
+        return sum(len(found) for found in decision_trees(num_devices, **options).values())
+
+    assert (count(mix_data_and_sharded=True), count()) == (whole, pruned)
+    assert 2 * count(checkpoint=False) == pruned
+
+
+def test_no_strategy_occurs_twice_and_every_one_uses_all_devices() -> None:
+    for num_devices in (1, 2, 4, 8, 16):
+        found = strategies(num_devices, mix_data_and_sharded=True)
+        assert len(set(found)) == len(found)
+        assert {each.num_devices for each in found} == {num_devices}
+        assert all(level.degree >= 2 for each in found for level in each.levels)
+
+
+def test_the_order_of_a_tree_says_which_ranks_form_a_group() -> None:
+    inner, outer = Strategy((Level(DATA, 2), Level(TENSOR, 4))), Strategy((Level(TENSOR, 4), Level(DATA, 2)))
+    assert inner.layout != outer.layout and (inner.data, inner.tensor) == (outer.data, outer.tensor)
+    position = inner.axis_position(TENSOR)
+    assert position is not None and groups((2, 4), (position,))[0] == (0, 1, 2, 3)
+    position = outer.axis_position(TENSOR)
+    assert position is not None and groups((4, 2), (position,))[0] == (0, 2, 4, 6)
+    assert Strategy((Level(SHARDED, 2), Level(TENSOR, 4))).layout == inner.layout, "activations of DP and SDP lie alike"
+
+
+def test_data_and_pipeline_parallelism_alone_give_four_strategies() -> None:
+    found = [strategies(8 // degree, kinds=(DATA,), checkpoint=False) for degree in (1, 2, 4, 8)]
+    assert [len(each) for each in found] == [1, 1, 1, 1]
+    assert len(strategies(8, kinds=(DATA, TENSOR), checkpoint=False)) == 6
+
+
+@pytest.mark.parametrize("num_devices", [0, 3, 12])
+def test_devices_of_a_stage_are_a_power_of_two(num_devices: int) -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        strategies(num_devices)
+
+
+# Dynamic programming
+
+UNIT = 4.0
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> LayerTable:
+    """Small tables whose memory needs are whole units, so that rounding loses nothing."""
+    layers, options, layouts = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (layers, options)
+    forward: NDArray[np.float64] = UNIT * random.integers(0, 6, shape).astype(np.float64)
+    cost = random.uniform(1, 9, shape)
+    cost[random.random(shape) < 0.1] = np.inf
+    transition = random.uniform(0, 4, (layers, layouts, layouts))
+    for layer in transition:
+        np.fill_diagonal(layer, 0.0)
+    transition[0] = 0.0
+    return LayerTable(
+        cost_s=cost,
+        kept_bytes=forward + UNIT * random.integers(0, 4, shape),
+        backward_bytes=(UNIT * draw(st.integers(0, 1))) * random.integers(0, 5, shape).astype(np.float64),
+        forward_bytes=forward,
+        layout=random.integers(0, layouts, options),
+        transition_s=transition,
+    )
+
+
+def exhaustive(table: LayerTable, budget: float, *, simple_peak: bool) -> float:
+    """Return the least seconds over all strategies of all layers; infinity if none fits.
+
+    ``simple_peak``: what is kept plus the largest backward need, the bound that the search keeps; else Eq. 2.
+    """
+    layers, options = table.cost_s.shape
+    best = np.inf
+    for choice in itertools.product(range(options), repeat=layers):
+        chosen = np.array(choice)
+        rows = np.arange(layers)
+        if simple_peak:
+            peak = table.kept_bytes[rows, chosen].sum() + table.backward_bytes[rows, chosen].max()
+        else:
+            peak = table.peak_bytes(chosen)
+        if peak <= budget:
+            best = min(best, table.total_s(chosen))
+    return float(best)
+
+
+@settings(max_examples=150, deadline=None)
+@given(table=tables(), units=st.integers(0, 30))
+def test_the_search_is_exact_and_within_the_budget(table: LayerTable, units: int) -> None:
+    budget = units * UNIT
+    found = search(table, budget, UNIT, max_reserves=None)
+    wanted = exhaustive(table, budget, simple_peak=True)
+    if found is None:
+        assert wanted == np.inf
+        return
+    assert table.total_s(found) == pytest.approx(wanted)
+    assert table.peak_bytes(found) <= budget
+    assert table.total_s(found) >= exhaustive(table, budget, simple_peak=False) - 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=tables(), units=st.integers(0, 30), step=st.sampled_from([1.0, 3.0, 10.0]))
+def test_a_coarse_step_costs_time_but_never_memory(table: LayerTable, units: int, step: float) -> None:
+    budget = units * UNIT
+    found = search(table, budget, step * UNIT, max_reserves=2)
+    if found is not None:
+        assert table.peak_bytes(found) <= budget
+        assert table.total_s(found) >= exhaustive(table, budget, simple_peak=False) - 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=tables(), units=st.integers(0, 30))
+def test_the_printed_recurrence_is_never_better(table: LayerTable, units: int) -> None:
+    budget = units * UNIT
+    printed = search_as_printed(table, budget, UNIT) if np.isfinite(table.cost_s).any(axis=1).all() else None
+    if printed is not None and np.isfinite(table.total_s(printed)):
+        assert table.peak_bytes(printed) <= budget
+        assert table.total_s(printed) >= exhaustive(table, budget, simple_peak=False) - 1e-9
+
+
+def test_the_printed_recurrence_can_miss_the_optimum() -> None:
+    """It keeps the cheapest first layer, whose transition then costs more than it saved."""
+    table = LayerTable(
+        cost_s=np.array([[1.0, 2.0], [9.0, 1.0]]),
+        kept_bytes=np.ones((2, 2)),
+        backward_bytes=np.zeros((2, 2)),
+        forward_bytes=np.ones((2, 2)),
+        layout=np.array([0, 1]),
+        transition_s=np.array([[[0.0, 0.0], [0.0, 0.0]], [[0.0, 5.0], [5.0, 0.0]]]),
+    )
+    found, printed = search(table, 8.0, 1.0), search_as_printed(table, 8.0, 1.0)
+    assert found is not None and table.total_s(found) == 3.0
+    assert printed is not None and table.total_s(printed) == 7.0
+
+
+# Partitions and microbatches
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_stages=st.integers(1, 4), num_layers=st.integers(4, 8))
+def test_balanced_partitions_are_the_best_of_all(seed: int, num_stages: int, num_layers: int) -> None:
+    loads = np.random.default_rng(seed).uniform(0.1, 3, (num_stages, num_layers))
+
+    def heaviest(partition: Sequence[int]) -> float:
+        cuts = np.cumsum([0, *partition])
+        return max(float(loads[stage, cuts[stage] : cuts[stage + 1]].sum()) for stage in range(num_stages))
+
+    best = min(heaviest(partition) for partition in compositions(num_layers, num_stages))
+    assert heaviest(least_maximum(loads)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+def test_filling_from_the_back_keeps_every_layer_and_stage(num_stages: int) -> None:
+    found = filled_from_the_back([1.0] * 16 + [1.7] * 16, num_stages)
+    assert sum(found) == 32 and min(found) >= 1 and found[0] > found[-1]
+
+
+def test_a_stage_hands_over_one_boundary_layer() -> None:
+    assert list(neighbours((5, 3), 0)) == [(4, 4)]
+    assert list(neighbours((1, 7), 0)) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_microbatches_divide_the_batch(rule: str) -> None:
+    for family in ("bert", "vit", "t5", "swin"):
+        for batch in (8, 24, 56, 136):
+            for stages in (1, 2, 8):
+                for count in microbatch_counts(rule, family, batch, stages, 8):
+                    assert batch % count == 0 and (stages > 1 or rule in ("free", "divisors") or count == 1)
+
+
+def test_padded_microbatches_are_those_of_pytorch() -> None:
+    """ceil(b / m) of a replica's b samples in each of ceil(b / ceil(b / m)) parts."""
+    for batch in range(8, 200, 8):
+        for stages in (2, 4, 8):
+            (cut,) = cuts("released", "bert", batch, stages, 8, pads=True)
+            width = 8 // stages
+            assert cut.samples % width == 0
+            assert batch <= cut.parts * cut.samples < batch + cut.samples
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="released, table, free, divisors, got 'some'"):
+        Options(microbatches="some")
+    with pytest.raises(ValueError, match=r"options of galvatron-bmw are .*got 'granularty'"):
+        GalvatronBMW(granularty=3)
+
+
+# Whole plans
+
+
+def pure_plans(search: DegreeSearch, partition: tuple[int, ...], batch: int, cut: Cut) -> list[PipelinePlan]:
+    stages = split(search.layers, partition)
+    found = [
+        search.assess(stages, [[strategy] * len(stage) for stage in stages], batch, cut)
+        for strategy in search.strategies
+    ]
+    return [plan for plan in found if plan is not None and plan.fits]
+
+
+@pytest.mark.parametrize("memory_gb", [8, 12, 20])
+@pytest.mark.parametrize("model", ["bert-huge-32", "t5-large-32", "swin-huge-32"])
+def test_no_pure_strategy_of_the_space_is_better_and_the_budget_is_kept(model: str, memory_gb: int) -> None:
+    own = planner(model, memory_gb, Options(microbatches="free"))
+    for degree, stages in own.searches.items():
+        partition = (32 // degree,) * degree
+        for cut in (Cut(1, 32), Cut(2, 16)):
+            found = stages.plan(partition, 32, cut)
+            pure = pure_plans(stages, partition, 32, cut)
+            if not pure:
+                continue
+            assert found is not None
+            assert found.peak_bytes <= stages.budget_bytes
+            assert found.iteration_time_s <= min(plan.iteration_time_s for plan in pure) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("model", ["bert-huge-32", "t5-512-4-32"])
+def test_bmw_is_never_worse_than_base_with_the_same_options(model: str, checkpoint: bool) -> None:
+    for memory_gb in (8, 16):
+        bmw = Options(checkpoint=checkpoint)
+        base = replace(bmw, partition="base")
+        for batch in (8, 32, 96):
+            plain, balanced = (planner(model, memory_gb, options).best(batch) for options in (base, bmw))
+            if plain is not None:
+                assert balanced is not None
+                assert balanced.iteration_time_s <= plain.iteration_time_s * (1 + 1e-12)
+
+
+def test_more_memory_and_a_larger_space_never_hurt() -> None:
+    times = []
+    for memory_gb in (8, 12, 16, 20):
+        found = planner("bert-huge-32", memory_gb, Options()).best(32)
+        assert found is not None
+        times.append(found.iteration_time_s)
+        plain = planner("bert-huge-32", memory_gb, Options(checkpoint=False)).best(32)
+        assert plain is None or found.iteration_time_s <= plain.iteration_time_s * 1.02
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_memory_balanced_1f1b_pipeline_gives_early_stages_fewer_layers() -> None:
+    own = planner("bert-huge-32", 20, Options(checkpoint=False, partition="memory"))
+    pipelines = [plan for plan in own.plans(64) if len(plan.stages) > 1 and plan.num_microbatches > 1]
+    assert pipelines
+    for plan in pipelines:
+        assert list(plan.partition) == sorted(plan.partition)
+        assert plan.partition[0] < plan.partition[-1]
+
+
+@pytest.mark.parametrize("model", ["bert-huge-32", "t5-large-32", "swin-huge-32"])
+def test_a_plan_says_the_same_as_the_planner(model: str) -> None:
+    problem = titan(model, 32, 12)
+    own = Planner(problem, Options(), profiles=profiles(model))
+    for found in own.plans(32):
+        plan = to_plan(found, problem)
+        validate(plan, problem)
+        assert from_plan(plan, own.profiles.layers) == [(stage.layers, stage.chosen) for stage in found.stages]
+        again = assess(plan, problem)
+        assert again is not None
+        assert again.iteration_time_s == pytest.approx(found.iteration_time_s)
+        assert again.peak_bytes == pytest.approx(found.peak_bytes)
+
+
+def test_a_plan_in_other_words_has_no_assessment() -> None:
+    problem = tiny_problem(2, 4)
+    assert assess(uniform_plan(problem, dp=2, microbatch=1, zero=1), problem) is None
+    assert assess(uniform_plan(problem, pp=2, microbatch=1, schedule="zb-h1"), problem) is None
+
+
+@pytest.mark.parametrize(
+    ("degrees", "tolerance"),
+    [({"dp": 8, "microbatch": 2}, 0.05), ({"dp": 8, "microbatch": 2, "zero": 3}, 0.08),
+     ({"dp": 4, "tp": 2, "microbatch": 4}, 0.08), ({"dp": 4, "pp": 2, "microbatch": 1}, 0.05),
+     ({"dp": 8, "microbatch": 2, "recompute": "full"}, 0.05)],
+)  # fmt: skip
+def test_the_estimator_agrees_with_the_simulator_on_pure_strategies(
+    degrees: dict[str, int | str], tolerance: float
+) -> None:
+    problem = bert(24, 16)
+    plan = uniform_plan(problem, overlap_gradient_sync=True, **degrees)  # type: ignore[arg-type]
+    own, simulated = assess(plan, problem), simulate(plan, problem, engine="compiled")
+    assert own is not None
+    assert own.iteration_time_s == pytest.approx(simulated.iteration_time_s, rel=tolerance)
+    peak = max(memory.peak_allocated_bytes for memory in simulated.memory)
+    assert own.peak_bytes == pytest.approx(peak, rel=0.03)
+
+
+def test_fused_layers_share_a_strategy_and_are_never_better() -> None:
+    fine = planner("bert-huge-32", 8, Options()).best(32)
+    coarse = planner("bert-huge-32", 8, Options(fused_layers=8)).best(32)
+    assert fine is not None and coarse is not None
+    assert coarse.iteration_time_s >= fine.iteration_time_s * (1 - 0.02)
+
+
+def test_without_the_overlap_slowdown_nothing_is_slower() -> None:
+    problem = bert(24, 16)
+    plan = uniform_plan(problem, dp=8, microbatch=2, overlap_gradient_sync=True)
+    slowed, ideal = assess(plan, problem), assess(plan, problem, Options(overlap_slowdown=False))
+    assert slowed is not None and ideal is not None and ideal.iteration_time_s < slowed.iteration_time_s
+
+
+def test_exploration_ends_and_finds_the_best_throughput() -> None:
+    own = planner("bert-huge-32", 16, Options(partition="base", schedule="gpipe", microbatches="table"))
+    found = own.explore(growth=0.1)
+    assert found.best is not None and found.num_batches < 60
+    assert found.best.throughput == max(plan.throughput for plan in found.plans)
+    assert [plan.batch for plan in found.plans] == sorted(plan.batch for plan in found.plans)
+    assert around(64, radius=8) == [56, 64, 72]
+
+
+def test_every_searched_plan_passes_the_shared_memory_estimate() -> None:
+    problem = bert(12)
+    for ranked in GalvatronBMW().search(problem).plans:
+        assert estimate(ranked.plan, problem).fits
+
+
+def test_no_plan_names_the_leanest() -> None:
+    with pytest.raises(NoFeasiblePlan, match="out of memory"):
+        GalvatronBMW().search(titan("bert-huge-48", 8, 2))
