@@ -95,7 +95,7 @@ def test_a_model_file_needs_six_lines(tmp_path: Path) -> None:
     [
         (YAML + "head: 3\n", "head: unknown key, did you mean 'heads'"),
         (YAML.replace("family: gpt", "family: gtp"), "unknown family 'gtp', did you mean 'gpt'"),
-        (YAML.replace("family: gpt\n", ""), "family must be one of gpt, llama, bert, t5, vit, swin"),
+        (YAML.replace("family: gpt\n", ""), "family must be one of gpt, llama, bert, t5, vit"),
         (YAML.replace("hidden: 64", "hidden: 62"), "heads must divide hidden=62, got heads=4"),
         (YAML.replace("layers: 2", "layers: 1e12"), "layers: must be less than or equal to 16384"),
         (YAML + "layers: 3\n", "duplicate key 'layers'"),
