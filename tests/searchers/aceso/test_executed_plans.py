@@ -37,6 +37,7 @@ def returned() -> dict[str, Plan]:
     return found
 
 
+@pytest.mark.slow
 def test_the_executed_plans_are_returned_by_the_search() -> None:
     stored = json.loads(ACESO_PLANS.read_text())
     assert {name: plan_to_mapping(plan) for name, plan in returned().items()} == stored
