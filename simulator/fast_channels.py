@@ -7,11 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from hardware_models.collectives import collective_flows
+from hardware_models.group_shapes import shape_of, slots_by_node
 from simulator.fast_time import price_s
 from simulator.problem import Problem
 
 _PROBES = (1e3, 1e6, 1e9)
 """Sizes at which the lines are held against the hardware model, so that a change there is noticed here."""
+
+
+_ANY_SIZE = 1e18
+"""Bytes above what any table measures: it answers for every group that it has a series of."""
+
+
+class CrowdedSeriesError(ValueError):
+    """The only measured series of a group ran with others at once, so its time is no function of bytes here."""
 
 
 class Interner:
@@ -39,11 +48,16 @@ class Channels:
         self.points: list[tuple[tuple[float, float], ...]] = []
 
     def number(self, collective: str, devices: Sequence[int]) -> int:
-        """Return the channel of a collective over devices."""
+        """Return the channel of a collective over devices.
+
+        Raises:
+            CrowdedSeriesError: If it was only measured with several groups at once.
+        """
         members = tuple(sorted(devices))
         key = (collective, members)
         if key not in self._numbers:
             hardware = self.problem.hardware
+            points = self._measured(collective, members)
             self._numbers[key] = len(self.lines)
             found = []
             for flow in collective_flows(hardware.cluster, collective, members):
@@ -51,15 +65,30 @@ class Channels:
                     s_per_byte = flow.work_s_per_byte / protocol.bandwidth_fraction
                     found.append((protocol.latency_s + flow.fill_bytes * s_per_byte, s_per_byte))
             self.lines.append(found)
-            table = hardware.collective_table
-            one_node = hardware.cluster.node_of(members[0]) == hardware.cluster.node_of(members[-1])
-            known = table.series.get((collective, len(members)), ()) if table is not None and one_node else ()
-            self.points.append(tuple(known))
+            self.points.append(points)
             for num_bytes in _PROBES:
                 expected_s = hardware.collective(collective, num_bytes, members).alone_s
                 own_s = self.price_s(self._numbers[key], num_bytes)
                 assert abs(own_s - expected_s) <= 1e-9 * expected_s, "a collective is the quickest of straight lines"
         return self._numbers[key]
+
+    def _measured(self, collective: str, members: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
+        """Return the measured points that the hardware model would use, chosen by the table itself."""
+        hardware = self.problem.hardware
+        table, shape = hardware.collective_table, shape_of(hardware.cluster, members)
+        if table is None or shape is None or len(members) < 2:
+            return ()
+        nodes = slots_by_node(hardware.cluster, members)
+        alike = all(hardware.cluster.nodes[node].links.kind != "mesh" for node in nodes)
+        found = table.find(collective, shape, _ANY_SIZE, any_stride=alike)
+        if found is None:
+            return ()
+        if found.shape.groups_per_node > 1:
+            raise CrowdedSeriesError(
+                f"collectives must have been measured one group at a time, got {collective} over {found.shape} "
+                f"({table.source}); use estimate for plans that need it"
+            )
+        return tuple(table.series[collective, found.shape])
 
     def price_s(self, channel: int, num_bytes: float) -> float:
         """Return the seconds of a collective of that size alone."""

@@ -178,6 +178,7 @@ class FastEstimator:
                     plan.schedule,
                     reduces_every=plan.gradient_reduction == "every",
                     reshards=plan.reshard_after_forward,
+                    overlaps=plan.overlap_gradient_sync,
                 )
             )
         return PlanArrays.joined(found)
@@ -199,6 +200,7 @@ class FastEstimator:
             warmup=tuple(warmups) if any(warmups) else None,
             gradient_reduction="every" if columns.reduces_every[index] else "last",
             reshard_after_forward=bool(columns.reshards[index]),
+            overlap_gradient_sync=bool(columns.overlaps[index]),
         )
 
     # Evaluation
@@ -231,6 +233,7 @@ class FastEstimator:
                 chosen,
                 runtime.recompute_stops_early,
                 float(runtime.parameter_bytes),
+                float(runtime.gathered_parameter_bytes),
                 float(runtime.gradient_accumulation_bytes),
                 iteration_s,
                 stage_s,

@@ -107,7 +107,7 @@ def estimate_peaks(
             continue
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m = plans.num_microbatches[plan]
-        sharded = plans.reduces_every[plan] != 0 or m == 1
+        sharded = plans.reduces_every[plan] != 0 or (m == 1 and plans.overlaps[plan] != 0)
         column = STATES + 2 * sharded + (plans.reshards[plan] != 0)
         first = 0
         for stage in range(low, high):

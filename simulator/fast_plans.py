@@ -64,6 +64,7 @@ class PlanArrays:
         schedule: [P]. ``SCHEDULES``.
         reduces_every: [P]. Gradients are reduced every microbatch.
         reshards: [P]. ZeRO-3 parameters are freed after forward.
+        overlaps: [P]. Gradients are reduced while the last backward pass still runs.
     """
 
     stage_offsets: Ints
@@ -80,6 +81,7 @@ class PlanArrays:
     schedule: Ints
     reduces_every: Ints
     reshards: Ints
+    overlaps: Ints
 
     def __len__(self) -> int:
         return len(self.microbatch_size)
@@ -97,6 +99,7 @@ class PlanArrays:
         *,
         reduces_every: bool = False,
         reshards: bool = True,
+        overlaps: bool = True,
     ) -> PlanArrays:
         """Return one plan."""
         runs, stops, strategies, ends, firsts, lasts = [0], list[int](), list[int](), [0], list[int](), list[int]()
@@ -123,6 +126,7 @@ class PlanArrays:
             np.array([SCHEDULES[schedule]]),
             np.array([int(reduces_every)]),
             np.array([int(reshards)]),
+            np.array([int(overlaps)]),
         )
 
     @staticmethod
@@ -191,6 +195,7 @@ class PlanArrays:
             schedule=np.zeros(count, dtype=np.int64) if schedule is None else schedule,
             reduces_every=np.zeros(count, dtype=np.int64),
             reshards=np.ones(count, dtype=np.int64),
+            overlaps=np.ones(count, dtype=np.int64),
         )
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.costs import CostTables
 from simulator.estimate import collective_s, items_s, transfers_s
-from simulator.fast_channels import Channels, Interner
+from simulator.fast_channels import Channels, CrowdedSeriesError, Interner
 from simulator.fast_memory import KEPT, LOSS, MEMORY_COLUMNS, STATES, WEIGHTED, Savings
 from simulator.fast_structure import Ints, Names, saved_by
 from simulator.fast_time import (
@@ -165,6 +165,8 @@ class TableBuilder:
             if key not in own:
                 try:
                     own[key] = self._own(index, resolved[index], devices, microbatch_size, family_of, families)
+                except CrowdedSeriesError:
+                    raise
                 except ValueError:
                     own[key] = self._nothing(index)
             found = own[key]
@@ -220,6 +222,8 @@ class TableBuilder:
         real = [name for name in saved if "/" not in name]
         expected = [name for name in saved_by(self.costs, index, (), 1, view.gpu_type) if "/" not in name]
         assert real == expected, "which tensors are saved does not depend on the sharding"
+        gradient_bytes = problem.runtime.implementation.activation_bytes
+        temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
         private = sum(size for name, size in saved.items() if "/" in name)
         op = problem.workload.operators[index]
         has_parameters = bool(problem.workload.parameters(index))
@@ -232,7 +236,12 @@ class TableBuilder:
             number += 1
             family = self._family(group, devices, family_of, families)
             own_states = [
-                float(sum(held.parameters) + sum(held.gradients) + sum(held.optimizer))
+                float(
+                    sum(held.parameters)
+                    + sum(held.gradients)
+                    + sum(held.gradients_anew.values())
+                    + sum(held.optimizer)
+                )
                 for sharded in (False, True)
                 for reshards in (False, True)
                 for held in [static_bytes([group], problem, sharded_gradients=sharded, reshards=reshards)]
@@ -250,7 +259,7 @@ class TableBuilder:
             private=private,
             loss=private if op.kind == "lm_loss" else 0.0,
             weighted=sum(size for ref, size in cost.saved if ref.startswith("input:")) if has_parameters else 0.0,
-            workspace=max(cost.workspace_forward_bytes, cost.workspace_backward_bytes),
+            workspace=max(cost.workspace_forward_bytes, temporary),
             states=states,
             elements=elements,
             tied_bytes=tied_bytes,
@@ -307,7 +316,7 @@ class TableBuilder:
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
         """Fill the seconds of gathering whole layers; layers with tied parameters are added up plan by plan."""
-        structure, parameter_bytes = self.structure, self.problem.runtime.parameter_bytes
+        structure, gathered_bytes = self.structure, self.problem.runtime.gathered_parameter_bytes
         known: dict[tuple[float, ...], float] = {}
         tied_layers = set(structure.layer_of[structure.tied].tolist())
         total = 0.0
@@ -320,7 +329,7 @@ class TableBuilder:
                 for family in range(MAX_FAMILIES):
                     if families[family, GATHER] >= 0 and elements[family] > 0:
                         own = int(families[family, GATHER])
-                        num_bytes[own] = num_bytes.get(own, 0.0) + float(elements[family]) * parameter_bytes
+                        num_bytes[own] = num_bytes.get(own, 0.0) + float(elements[family]) * gathered_bytes
                         channel_of[own] = int(families[family, GATHER_CHANNEL])
                 known[key] = sum(self.channels.price_s(channel_of[own], size) for own, size in num_bytes.items())
             if layer not in tied_layers:

@@ -145,6 +145,7 @@ class PlanColumns(NamedTuple):
     schedule: Ints
     reduces_every: Ints
     reshards: Ints
+    overlaps: Ints
 
 
 @inlined
@@ -164,17 +165,18 @@ def _price(
         return float(points[point - 1, 1] * num_bytes / points[point - 1, 0])
     if points[point, 0] == num_bytes:
         return float(points[point, 1])
-    share = np.log(num_bytes / points[point - 1, 0]) / np.log(points[point, 0] / points[point - 1, 0])
-    return float(np.exp(np.log(points[point - 1, 1]) + share * np.log(points[point, 1] / points[point - 1, 1])))
+    part = (num_bytes - points[point - 1, 0]) / (points[point, 0] - points[point - 1, 0])
+    return float(points[point - 1, 1] + part * (points[point, 1] - points[point - 1, 1]))
 
 
 @compiled
 def price_s(lines: Floats, points: Floats, num_bytes: float) -> float:
-    """Return the seconds of a collective alone: its quickest straight line, or between measured points.
+    """Return the seconds of a collective alone: its quickest straight line, or linear between measured points.
 
     Args:
         lines: float64[., 2]. Latency and seconds per byte.
-        points: float64[., 2]. Bytes and seconds, ascending; below the first, the lines hold.
+        points: float64[., 2]. Bytes and seconds, ascending; below the first the lines hold, above the last its
+            bandwidth.
         num_bytes: Its size.
     """
     return float(_price(lines, 0, len(lines), points, 0, len(points), num_bytes))
@@ -221,6 +223,7 @@ def estimate_times(
     chosen: Ints,
     stops_early: bool,
     parameter_bytes: float,
+    gathered_bytes: float,
     gradient_bytes: float,
     iteration_s: Floats,
     stage_s: Floats,
@@ -376,7 +379,7 @@ def estimate_times(
                         if layer != pending_layer:
                             for at in range(num_pending):
                                 channel = pend_channel[at]
-                                gather_s += _channel_s(tables, channel, pend_elements[at] * parameter_bytes)
+                                gather_s += _channel_s(tables, channel, pend_elements[at] * gathered_bytes)
                             num_pending, pending_layer = 0, layer
                         a, b = max(start, shape.layer_first[layer]), min(ends, shape.layer_stop[layer])
                         for family in range(MAX_FAMILIES):
@@ -414,7 +417,7 @@ def estimate_times(
                 break
             for at in range(num_pending):
                 channel = pend_channel[at]
-                gather_s += _channel_s(tables, channel, pend_elements[at] * parameter_bytes)
+                gather_s += _channel_s(tables, channel, pend_elements[at] * gathered_bytes)
             seconds += 2.0 * gather_s
 
             # Outputs that nothing in the stage reads.

@@ -84,4 +84,5 @@ class RandomPlans:
             schedule=ints(SCHEDULES[schedule] for *_, schedule in drawn),
             reduces_every=np.zeros(count, dtype=np.int64),
             reshards=np.ones(count, dtype=np.int64),
+            overlaps=np.ones(count, dtype=np.int64),
         )

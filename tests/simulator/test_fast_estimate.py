@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware_models.collective_table import CollectiveTable
+from hardware_models.collective_table import CollectiveTable, Row
+from hardware_models.group_shapes import GroupShape
 from simulator.engine_compiled import run_compiled
 from simulator.estimate import estimate
 from simulator.fast_estimate import FastEstimator, PlanArrays, StageColumns
@@ -25,6 +26,7 @@ from tests.simulator.problems import SMALL, chain_of_opaque, chain_problem, smal
 SETTINGS = [
     ("v100-32g-dgx1:2x4", "megatron-lm-2021"),  # a mesh of unequal links; transfers in parts
     ("a100-80g-dgx:2x4", "composer-fsdp"),  # a switch; bf16; gathers
+    ("a100-80g-dgx:1x8", "pytorch-fsdp2"),  # parameters are cast before they are gathered
     ("v100-1gpu-25g:6x1", "galvatron-v1"),  # only the network; whole transfers; recomputation does not stop early
     ("v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "megatron-deepspeed"),  # unequal nodes
 ]
@@ -71,7 +73,7 @@ def plans(draw: st.DrawFn, problem: Problem) -> Plan:
         bounds = sorted(draw(st.sets(st.integers(first, stop), max_size=8)))
         segments = tuple(zip(bounds[::2], bounds[1::2], strict=False))
         stages.append(Stage(((first, stop),), own, tuple(runs), segments))
-    size = draw(st.sampled_from([4, 6, 12]))
+    size = draw(st.sampled_from([4, 6, 12, 24]))
     m = 24 // size
     warmup = None
     if schedule == "1f1b" and draw(st.booleans()):
@@ -84,6 +86,7 @@ def plans(draw: st.DrawFn, problem: Problem) -> Plan:
         warmup=warmup,
         gradient_reduction=draw(st.sampled_from(["last", "every"])),
         reshard_after_forward=draw(st.booleans()),
+        overlap_gradient_sync=draw(st.booleans()),
     )
 
 
@@ -125,6 +128,35 @@ def test_measured_collectives_are_interpolated_as_in_the_hardware_model() -> Non
     found = FastEstimator(replace(problem, hardware=replace(problem.hardware, collective_table=table)))
     for tp, dp, zero in ((1, 4, 0), (1, 4, 1), (1, 4, 3), (2, 2, 2), (2, 2, 0)):
         assert_equal(uniform_plan(found.problem, tp=tp, dp=dp, zero=zero), found)
+
+
+def test_series_are_chosen_by_the_shape_of_a_group() -> None:
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:2x4", global_batch=24)
+    shapes = (GroupShape(2, 1, 1), GroupShape(2, 1, 2), GroupShape(2, 2), GroupShape(4, 2, 2), GroupShape(8, 2, 1))
+    rows: list[Row] = [
+        ("all_reduce", shape, num_bytes, 1e-5 * (number + 1) + num_bytes / (1e10 + 3e9 * number))
+        for number, shape in enumerate(shapes)
+        for num_bytes in (1e4, 3e6, 5e7)
+    ]
+    table = CollectiveTable.from_rows(rows, "made up")
+    found = FastEstimator(replace(problem, hardware=replace(problem.hardware, collective_table=table)))
+    modelled = FastEstimator(problem)
+    for tp, dp in ((2, 4), (4, 2), (1, 8)):
+        plan = uniform_plan(found.problem, tp=tp, dp=dp)
+        assert_equal(plan, found)
+        assert found.estimate(plan).iteration_time_s != modelled.estimate(plan).iteration_time_s
+
+
+def test_series_of_several_groups_at_once_are_refused() -> None:
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=24)
+    rows: list[Row] = [("all_reduce", GroupShape(2, 1, 2, groups_per_node=2), size, size / 1e10) for size in (1e4, 1e7)]
+    table = CollectiveTable.from_rows(rows, "made up")
+    found = FastEstimator(replace(problem, hardware=replace(problem.hardware, collective_table=table)))
+    plan = uniform_plan(found.problem, tp=2, dp=2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="measured one group at a time.*use estimate"):
+            found.estimate(plan)
+    assert_equal(uniform_plan(found.problem, tp=1, dp=4), found)
 
 
 def test_many_plans_at_once_give_what_each_gives_alone() -> None:
