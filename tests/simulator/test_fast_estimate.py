@@ -154,7 +154,7 @@ def test_series_of_several_groups_at_once_are_refused() -> None:
     found = FastEstimator(replace(problem, hardware=replace(problem.hardware, collective_table=table)))
     plan = uniform_plan(found.problem, tp=2, dp=2)
     for _ in range(2):
-        with pytest.raises(ValueError, match="measured one group at a time.*use estimate"):
+        with pytest.raises(ValueError, match=r"measured one group at a time.*use estimate"):
             found.estimate(plan)
     assert_equal(uniform_plan(found.problem, tp=1, dp=4), found)
 
