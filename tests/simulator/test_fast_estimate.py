@@ -130,6 +130,13 @@ def test_measured_collectives_are_interpolated_as_in_the_hardware_model() -> Non
         assert_equal(uniform_plan(found.problem, tp=tp, dp=dp, zero=zero), found)
 
 
+@pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp"])
+def test_whole_layers_are_gathered_in_the_type_that_travels(runtime) -> None:
+    found = estimator("gpt", "a100-80g-dgx:1x8", runtime)
+    for dp, pp in ((8, 1), (4, 2)):
+        assert_equal(uniform_plan(found.problem, dp=dp, pp=pp, zero=3), found)
+
+
 def test_series_are_chosen_by_the_shape_of_a_group() -> None:
     problem = small_problem("gpt", cluster="v100-32g-dgx1:2x4", global_batch=24)
     shapes = (GroupShape(2, 1, 1), GroupShape(2, 1, 2), GroupShape(2, 2), GroupShape(4, 2, 2), GroupShape(8, 2, 1))
