@@ -105,8 +105,8 @@ def hardware_mapping(problem: Problem, operators: OperatorProfile, source: str) 
     return {
         "gpu": {name: _rounded(float(getattr(gpu, name))) for name in GPU_FIELDS},
         "communication": [
-            [kind, size, num_bytes, _rounded(seconds)]
-            for (kind, size), points in series.items()
+            [kind, shape.size, num_bytes, _rounded(seconds)]
+            for (kind, shape), points in series.items()
             for num_bytes, seconds in points
         ],
         "operators": profile_mapping(replace(operators, rows=rows, source=source)),

@@ -37,6 +37,8 @@ def test_the_example_runs_and_has_eight_lines() -> None:
 def test_every_command_shown_exists_with_its_options(page: str, line: str) -> None:
     words = shlex.split(line, comments=True)
     command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
+    if len(words) > 2 and words[2] in getattr(command, "commands", ()):
+        command = command.commands[words[2]]
     known = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
     for word in words[2:]:
         assert not word.startswith("-") or word in known, f"{page}: {word} is no option of {words[1]}"

@@ -106,7 +106,7 @@ def fit(
         date=now(),
         versions=versions(),
         fitted_on=_in_words(work),
-        preset=problem.hardware.cluster.nodes[0].preset,
+        preset=problem.hardware.cluster.nodes[0].preset if communication else None,
     )
     step_s = float(np.median([turn[len(work.operators)].optimizer_s for turn in measured]))
     profile = replace(profile, optimizer_bandwidth_fraction=fit_optimizer_fraction(profile, work.optimizer, step_s))
