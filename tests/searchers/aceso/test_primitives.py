@@ -183,11 +183,11 @@ def test_inc_rc_and_dec_rc_undo_each_other() -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(configurations())
-def test_moving_all_borders_is_as_good_as_the_papers_relay(configuration: Configuration) -> None:
+def test_moving_all_borders_is_within_one_percent_of_the_papers_relay_or_better(configuration: Configuration) -> None:
     price = MODEL.price(configuration)
     relay = MODEL.price(relayed(MODEL, configuration, price, load_order(price)[0]))
     best = MODEL.price(balanced(MODEL, configuration, window=MODEL.num_operators))
-    assert best.iteration_s <= relay.iteration_s * 1.002
+    assert best.iteration_s <= relay.iteration_s * 1.01
     assert relay.iteration_s <= price.iteration_s * (1 + 1e-9)
 
 
