@@ -345,8 +345,8 @@ def balanced_cuts(
     """Move the borders of stages of one cell each to where the pipeline is fastest; return stages priced.
 
     The least time of the slowest stage is found by bisection: the stages take as many operators as fit, one after
-    the other. Then every border may move by up to ``window`` operators, all together, by dynamic programming over
-    ``weight * slowest + sum``. Where nothing fits the borders stay.
+    the other. Then every border may move by up to ``window`` operators, all together, to where Equation 2 is least.
+    Where nothing fits the borders stay.
 
     Args:
         arrays: Costs.
@@ -501,45 +501,66 @@ def _polish(
     flags: Bytes,
     figures: Floats,
 ) -> int:
-    """Move all borders within a window so that ``weight * slowest + sum`` is least."""
+    """Move all borders within a window so that Equation 2, ``max(weight * time + sync) + sum(time)``, is least.
+
+    Exact: the least sum with every stage's load below a bound has its own largest load; nothing between that and the
+    bound is better, so it is the next bound. Only the trade-offs between sum and largest load are visited.
+    """
     num_stages, count = len(gpus), cuts[-1]
     width = 2 * window + 1
-    slowest = np.full((num_stages + 1, width), np.inf)
-    summed = np.full((num_stages + 1, width), np.inf)
-    before = np.zeros((num_stages + 1, width), np.int32)
-    slowest[0, window] = 0.0
-    summed[0, window] = 0.0
+    seconds = np.full((num_stages, width, width), np.inf)
+    load = np.full((num_stages, width, width), np.inf)
     priced = 0
+    reachable = np.zeros((num_stages + 1, width), np.uint8)
+    reachable[0, window] = 1
     for stage in range(num_stages):
         for place in range(width):
             stop = cuts[stage + 1] + place - window
             if stop > count or stop < 1 or (stage == num_stages - 1 and stop != count):
                 continue
             for from_place in range(width):
-                if summed[stage, from_place] == np.inf:
-                    continue
                 start = cuts[stage] + from_place - window
-                if start >= stop or start < 0:
+                if reachable[stage, from_place] == 0 or start >= stop or start < 0:
                     continue
                 stage_figures(
                     arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage],
                     limit, recompute, flags[: stop - start], figures,
                 )
                 priced += 1
-                if figures[MEMORY] > limit:
-                    continue
-                seconds = _microbatch_time(figures)
-                worst, all_of_them = max(slowest[stage, from_place], seconds), summed[stage, from_place] + seconds
-                old = weight * slowest[stage + 1, place] + summed[stage + 1, place]
-                if weight * worst + all_of_them < old:
-                    slowest[stage + 1, place], summed[stage + 1, place] = worst, all_of_them
-                    before[stage + 1, place] = from_place
-    if summed[num_stages, window] == np.inf:
-        return priced
-    place = window
-    for stage in range(num_stages, 0, -1):
-        cuts[stage] += place - window
-        place = before[stage, place]
+                if figures[MEMORY] <= limit:
+                    own = _microbatch_time(figures)
+                    seconds[stage, from_place, place] = own
+                    load[stage, from_place, place] = weight * own + figures[TIME_SYNC]
+                    reachable[stage + 1, place] = 1
+    summed = np.zeros((num_stages + 1, width))
+    before = np.zeros((num_stages + 1, width), np.int32)
+    path = np.full(num_stages + 1, window, np.int32)
+    chosen = np.full(num_stages + 1, window, np.int32)
+    bound, best = np.inf, np.inf
+    while True:
+        summed[:] = np.inf
+        summed[0, window] = 0.0
+        for stage in range(num_stages):
+            for place in range(width):
+                for from_place in range(width):
+                    own = seconds[stage, from_place, place]
+                    if load[stage, from_place, place] < bound and summed[stage, from_place] + own < summed[stage + 1, place]:
+                        summed[stage + 1, place] = summed[stage, from_place] + own
+                        before[stage + 1, place] = from_place
+        total = summed[num_stages, window]
+        # The largest load is at least that of the mean time.
+        if total == np.inf or total * (1.0 + weight / num_stages) >= best:
+            break
+        largest = 0.0
+        for stage in range(num_stages, 0, -1):
+            path[stage - 1] = before[stage, path[stage]]
+            largest = max(largest, load[stage - 1, path[stage - 1], path[stage]])
+        if largest + total < best:
+            best = largest + total
+            chosen[:] = path
+        bound = largest
+    for stage in range(num_stages):
+        cuts[stage] += chosen[stage] - window
     return priced
 
 

@@ -243,7 +243,6 @@ def test_importing_the_simulator_does_not_import_numba() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.slow
 def test_the_cache_goes_elsewhere_where_package_and_home_cannot_be_written(tmp_path) -> None:
     package = tmp_path / "package"
     package.mkdir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from searchers.aceso.balance import balanced, load_order, relayed
@@ -183,11 +183,23 @@ def test_inc_rc_and_dec_rc_undo_each_other() -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(configurations())
-def test_moving_all_borders_is_within_one_percent_of_the_papers_relay_or_better(configuration: Configuration) -> None:
+@example(
+    Configuration(
+        microbatch=2,
+        stages=(
+            StageChoice(gpus=1, runs=(Run(count=1, tp=1, partition=0),)),
+            StageChoice(gpus=1, runs=(Run(count=1, tp=1, partition=0),)),
+            StageChoice(gpus=2, runs=(Run(count=1, tp=1, partition=0),)),
+            StageChoice(gpus=4, runs=(Run(count=26, tp=2, partition=0),)),
+        ),
+        recompute=None,
+    )
+)
+def test_moving_all_borders_is_as_good_as_the_papers_relay(configuration: Configuration) -> None:
     price = MODEL.price(configuration)
     relay = MODEL.price(relayed(MODEL, configuration, price, load_order(price)[0]))
     best = MODEL.price(balanced(MODEL, configuration, window=MODEL.num_operators))
-    assert best.iteration_s <= relay.iteration_s * 1.01
+    assert best.iteration_s <= relay.iteration_s * (1 + 1e-9)
     assert relay.iteration_s <= price.iteration_s * (1 + 1e-9)
 
 
