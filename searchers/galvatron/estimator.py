@@ -148,11 +148,13 @@ class Estimator:
         released = profile.core_saved_bytes if strategy.checkpoint else 0.0
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
+        # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
+        gathered_bytes = parameter_bytes + (0.0 if accumulates else gradient_bytes) if shards > 1 else 0.0
         return LayerCost(
             step_s=forward_s + plain_s + exposed_s,
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
             forward_bytes=profile.saved_bytes - released,
-            backward_bytes=released + profile.workspace_bytes + (parameter_bytes if shards > 1 else 0.0),
+            backward_bytes=released + profile.workspace_bytes + gathered_bytes,
             state_bytes=parameter_bytes / shards
             + gradient_bytes / whole_gradients
             + elements * runtime.optimizer_bytes / shards,
