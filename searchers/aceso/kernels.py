@@ -543,9 +543,9 @@ def _polish(
         for stage in range(num_stages):
             for place in range(width):
                 for from_place in range(width):
-                    own = seconds[stage, from_place, place]
-                    if load[stage, from_place, place] < bound and summed[stage, from_place] + own < summed[stage + 1, place]:
-                        summed[stage + 1, place] = summed[stage, from_place] + own
+                    through = summed[stage, from_place] + seconds[stage, from_place, place]
+                    if load[stage, from_place, place] < bound and through < summed[stage + 1, place]:
+                        summed[stage + 1, place] = through
                         before[stage + 1, place] = from_place
         total = summed[num_stages, window]
         # The largest load is at least that of the mean time.
