@@ -51,13 +51,12 @@ def case_document(result: CampaignResult) -> dict[str, Any]:
         if each.memory.measured_allocated is not None:
             measured["peak_allocated_bytes"] = each.memory.measured_allocated
             measured["peak_reserved_bytes"] = each.memory.measured_reserved
-        runtimes = list(campaign.runtimes)
         plans.append(
             {
                 "name": each.plan.name,
                 "unit": each.plan.unit,
-                "model": str(each.plan.entry.model),
-                "runtime": str(each.plan.entry.runtime or runtimes[0]),
+                "model": each.plan.model,
+                "runtime": each.plan.runtime,
                 "global_batch": each.plan.problem.global_batch,
                 "measured": measured,
                 "scaling": {

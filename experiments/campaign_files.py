@@ -91,11 +91,15 @@ def percent(value: float | None, digits: int = 1) -> str:
 def headline(result: CampaignResult) -> str:
     """Return the campaign's figures in one line."""
     summary = result.summary()
-    errors = ", ".join(f"{percent(summary[f'{word}_absolute_error'])} ({word})" for word in ("median", "mean", "worst"))
-    text = (
-        f"{summary['plans']} plans, {summary['rounds']} rounds: iteration time off by {errors}, "
-        f"bias {percent(summary['bias'])}; {summary['ranked_right']} of {summary['ranked_pairs']} pairs ranked right"
-    )
+    if summary["plans"] == 1:
+        text = f"{summary['rounds']} rounds: iteration time off by {percent(summary['bias'])}"
+    else:
+        words = ("median", "mean", "worst")
+        errors = ", ".join(f"{percent(summary[f'{word}_absolute_error'])} ({word})" for word in words)
+        text = (
+            f"{summary['plans']} plans, {summary['rounds']} rounds: iteration time off by {errors}, bias "
+            f"{percent(summary['bias'])}; {summary['ranked_right']} of {summary['ranked_pairs']} pairs ranked right"
+        )
     if result.campaign.device == "cpu":
         text += f"; passes took {summary['disturbance']:.2f} times their processor time"
     if summary["mean_absolute_allocated_error"] is not None:

@@ -14,7 +14,7 @@ from experiments.console import console, messages, print_json, print_lines, tabl
 if TYPE_CHECKING:
     from simulator.plan import Plan
     from validation.campaign import Campaign
-    from validation.campaign_result import CampaignResult
+    from validation.campaign_result import CampaignResult, PlanOutcome
     from validation.campaign_run import Listener
     from validation.campaign_work import UnitWork
 
@@ -22,13 +22,12 @@ INTERRUPTED = 130
 
 
 def validate_campaign(
-    name: str,
+    campaign: Campaign,
     *,
     profile: Path | None,
     limit: float | None,
     rounds: int | None,
     output: Path | None,
-    cluster: str | None,
     dry_run: bool,
     write_cases: Path | None,
     as_json: bool,
@@ -36,25 +35,23 @@ def validate_campaign(
     """Run a campaign, or say what would run.
 
     Args:
-        name: Shipped campaign or file.
-        profile: Folder of profiles of an earlier run; None measures.
+        campaign: Which.
+        profile: Of an earlier run, as ``load_calibrations`` takes it; None measures.
         limit: Exit with 1 if the median absolute error of the iteration time is above.
         rounds: Instead of the campaign's.
         output: Folder; None for ``out/validate-NAME``.
-        cluster: Instead of the campaign's.
         dry_run: List plans and predicted times only.
         write_cases: File of accuracy cases to write.
         as_json: Print JSON.
 
     Raises:
-        ValueError: If the campaign, a profile or the folder is not what it must be.
+        ValueError: If a profile or the folder is not what it must be.
         typer.Exit: With 1 above the limit, 130 when interrupted.
     """
-    from validation.campaign import campaign_names, load_campaign
+    from validation.campaign import campaign_names
     from validation.campaign_run import missing_devices
     from validation.campaign_work import campaign_work, estimated_s
 
-    campaign = load_campaign(name, cluster=cluster)
     if write_cases is not None and campaign.name not in campaign_names():
         known = ", ".join(campaign_names())
         raise ValueError(f"accuracy cases are of the campaigns {known}, got {campaign.name!r}; leave --write-cases out")
@@ -62,7 +59,7 @@ def validate_campaign(
     turns = rounds or campaign.options.rounds
     missing = missing_devices(campaign)
     if missing and not dry_run:
-        messages().print(f"skipped: {missing}; --dry-run lists its plans")
+        messages().print(f"skipped: the campaign {missing}; --dry-run lists its plans")
         if limit is not None:
             messages().print("no plan ran, so the limit was not met")
             raise typer.Exit(1)
@@ -216,5 +213,23 @@ def _report(result: CampaignResult, folder: Path, write_cases: Path | None, *, a
     columns = [("plan", "left"), ("predicted (ms)", "right"), ("measured (ms)", "right"), ("error", "right"),
                ("spread", "right"), ("largest misses (ms)", "left")]  # fmt: skip
     console().print(table(f"{result.campaign.name} on {result.machine}", columns, rows))
+    if len(result.outcomes) == 1:
+        _show_parts(result.outcomes[0])
     print_lines(headline(result))
     messages().print("written: " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def _show_parts(outcome: PlanOutcome) -> None:
+    """Print what one plan's time is made of: passes of every stage; classes and causes of the busiest device."""
+    rows = [(each.name, each.predicted_s, each.measured_s) for each in outcome.quantities[1:]]
+    if outcome.splits:
+        busiest = outcome.splits[0]
+        for title, parts in (("", busiest.by_class()), ("cause ", busiest.by_cause())):
+            rows += [(f"device {busiest.device}: {title}{word}", old, new) for word, old, new in parts]
+    cells = [
+        (name, f"{1e3 * predicted:.2f}", f"{1e3 * measured:.2f}", f"{1e3 * (predicted - measured):+.2f}")
+        for name, predicted, measured in rows
+        if predicted or measured
+    ]
+    columns = [("", "left"), ("predicted (ms)", "right"), ("measured (ms)", "right"), ("difference", "right")]
+    console().print(table(None, columns, cells))

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from hardware_models.collective_table import CollectiveTable, Row
+from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
-from validation.communication_times import measure_communication
 from validation.executor import Job
-from validation.jobs import execute_rounds, plan_job
+from validation.jobs import plan_job
 from validation.machine_profile import MachineProfile, machine_name, now, versions
 from validation.measurement import Measurement
 from validation.profiler import OperatorJob, make_profile, median_rows, operator_jobs, profile_rows
 from validation.stage_times import stage_times
 
+ENGINE = "compiled"
 CALIBRATION_MICROBATCHES = 4
+MAX_MADE_UP = 0.02
+"""Share of a pass."""
+
+
+class Calibrated(Protocol):
+    """What predicts from measurements: a machine's profile, or a campaign's calibration."""
+
+    def apply(self, problem: Problem, plan: Plan) -> Problem:
+        """Return the problem with what was measured in the place of the model."""
 
 
 @dataclass(frozen=True)
@@ -114,30 +125,37 @@ def fit(
         return profile
     profile = replace(profile, operator_factor=fit_factor(profile, work.pipeline, [turn[-1] for turn in measured]))
     measured_s = float(np.median([turn[-1].iteration_time_s for turn in measured]))
-    return replace(profile, pass_overhead_s=fit_overhead_s(profile, work.pipeline, measured_s))
+    overhead_s = fit_overhead_s(lambda own: replace(profile, pass_overhead_s=own), work.pipeline, measured_s)
+    return replace(profile, pass_overhead_s=overhead_s)
 
 
-def fit_factor(profile: MachineProfile, job: Job, measured: Sequence[Measurement]) -> float:
+def fit_factor(calibrated: Calibrated, job: Job, measured: Sequence[Measurement]) -> float:
     """Return measured over simulated time of one forward and one backward on every stage of a job."""
-    result = simulate(job.plan, profile.apply(job.problem, job.plan))
+    result = simulate(job.plan, calibrated.apply(job.problem, job.plan), engine=ENGINE)
     simulated_s = sum(map(sum, stage_times(result, len(job.plan.stages))))
     measured_s = np.median([sum(each.stage_forward_s) + sum(each.stage_backward_s) for each in measured])
     return float(measured_s) / simulated_s
 
 
-def fit_overhead_s(profile: MachineProfile, job: Job, measured_s: float) -> float:
-    """Return the overhead per pass with which the simulation of a job takes what was measured.
+def fit_overhead_s(with_overhead: Callable[[float], Calibrated], job: Job, measured_s: float) -> float:
+    """Return the overhead per pass, in seconds, with which the simulation of a job takes what was measured.
 
-    It may be slightly negative, where noise in the operator times has to be made up for.
+    Noise in the operator times may make it negative, but by no more than a small share of a pass.
+
+    Args:
+        with_overhead: Returns the calibration with an overhead of so many seconds.
+        job: What was executed.
+        measured_s: Its iteration time.
     """
 
     def simulated_s(overhead_s: float) -> float:
-        problem = replace(profile, pass_overhead_s=overhead_s).apply(job.problem, job.plan)
-        return simulate(job.plan, problem).iteration_time_s
+        problem = with_overhead(overhead_s).apply(job.problem, job.plan)
+        return simulate(job.plan, problem, engine=ENGINE).iteration_time_s
 
     without, step = simulated_s(0.0), 0.01 * measured_s
     slope = (simulated_s(step) - without) / step
-    return (measured_s - without) / slope if slope > 0 else 0.0
+    lowest = -MAX_MADE_UP * measured_s / (2 * job.plan.num_microbatches)
+    return max(lowest, (measured_s - without) / slope) if slope > 0 else 0.0
 
 
 def fit_optimizer_fraction(profile: MachineProfile, job: Job, measured_s: float) -> float:
@@ -157,30 +175,3 @@ def _in_words(work: CalibrationJobs) -> str:
         plan = work.pipeline.plan
         words.append(f"gpipe of 2 stages, {plan.num_microbatches} microbatches of {plan.microbatch_size}")
     return "; ".join(words)
-
-
-def profile_machine(
-    problem: Problem,
-    microbatch_sizes: Sequence[int],
-    tensor_sizes: Sequence[int] = (1,),
-    *,
-    rounds: int = 5,
-    device: str = "cpu",
-) -> MachineProfile:
-    """Measure operators, communication, optimizer and the overhead of a pass on this machine.
-
-    Args:
-        problem: Model, cluster and runtime.
-        microbatch_sizes: Samples per rank and microbatch.
-        tensor_sizes: Tensor-parallel degrees.
-        rounds: Interleaved rounds of all calibration plans; medians count.
-        device: ``cpu`` or ``cuda``.
-
-    Raises:
-        ValueError: If the executor cannot run the problem.
-        launch.WorkerError: If a process fails.
-    """
-    work = calibration_jobs(problem, microbatch_sizes, tensor_sizes, device=device)
-    measured = execute_rounds(work.jobs, rounds=rounds, device=device)
-    communication = measure_communication(problem.num_devices, device=device) if problem.num_devices > 1 else []
-    return fit(problem, work, measured, communication)

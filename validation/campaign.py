@@ -145,14 +145,15 @@ class CampaignPlan:
     Attributes:
         name: Model, runtime and what is special.
         unit: Model and runtime: what shares a machine profile.
-        entry: What the file says.
+        model, runtime: Names of the campaign.
         plan: Canonical.
         problem: What it is for, on modelled hardware.
     """
 
     name: str
     unit: str
-    entry: PlanEntry
+    model: str
+    runtime: str
     plan: Plan
     problem: Problem
 
@@ -289,7 +290,7 @@ def _plan(
     )
     plan = validate(plan_of_entry(entry, problem), problem)
     unit = model if len(runtimes) == 1 else f"{model} {runtime}"
-    return CampaignPlan(f"{unit} {entry.words()}", unit, entry, plan, problem)
+    return CampaignPlan(f"{unit} {entry.words()}", unit, model, runtime, plan, problem)
 
 
 def plan_of_entry(entry: PlanEntry, problem: Problem) -> Plan:

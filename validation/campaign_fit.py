@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -14,19 +15,14 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
-from validation.calibration import fit
+from validation.calibration import ENGINE, fit, fit_factor, fit_overhead_s
 from validation.campaign_run import RoundResult, fastest_round
 from validation.campaign_work import SPLIT_SCHEDULES, UnitWork
-from validation.executor import Job
 from validation.machine_profile import MachineProfile
 from validation.measurement import Measurement
 from validation.profiler import OperatorJob
-from validation.stage_times import stage_times
 
-ENGINE = "compiled"
 MAX_COMPANY_COST = 0.9
-MAX_MADE_UP = 0.02
-"""Share of a pass."""
 
 EXPOSED_COLLECTIVES = (
     "exposed_tensor_parallel_s", "exposed_resharding_s", "exposed_parameter_gather_s", "exposed_embedding_sync_s",
@@ -205,7 +201,7 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     found = [(position, job) for position, (_, job) in enumerate(unit.calibration, unit.first_calibration)]
     jobs = [(position, job) for position, job in found if not any(turn[position].out_of_memory for turn in measured)]
     singles = [
-        _stage_ratio(calibration, job, [turn[position] for turn in measured])
+        fit_factor(calibration, job, [turn[position] for turn in measured])
         for position, job in jobs
         if len(job.plan.devices) == 1
     ]
@@ -214,10 +210,14 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     pipelines = [(position, job) for position, job in jobs if len(job.plan.stages) > 1]
     if not pipelines:
         return calibration
-    factors = [_stage_ratio(calibration, job, [turn[position] for turn in measured]) for position, job in pipelines]
+    factors = [fit_factor(calibration, job, [turn[position] for turn in measured]) for position, job in pipelines]
     calibration = replace(calibration, profile=replace(base, operator_factor=statistics.median(factors)))
     overheads = [
-        _overhead_s(calibration, job, statistics.median(turn[position].iteration_time_s for turn in measured))
+        fit_overhead_s(
+            partial(_with_overhead, calibration),
+            job,
+            statistics.median(turn[position].iteration_time_s for turn in measured),
+        )
         for position, job in pipelines
     ]
     words = "; ".join([base.fitted_on, *(each.name for each, _ in unit.calibration)])
@@ -241,28 +241,8 @@ def _company_cost(unit: UnitWork, measured: Sequence[Sequence[Measurement]]) -> 
     return min(MAX_COMPANY_COST, max(0.0, statistics.median(shares))) if shares else 0.0
 
 
-def _stage_ratio(calibration: Calibration, job: Job, measured: Sequence[Measurement]) -> float:
-    """Return measured over simulated time of one forward and one backward on every stage of a job."""
-    result = simulate(job.plan, calibration.apply(job.problem, job.plan), engine=ENGINE)
-    simulated_s = sum(map(sum, stage_times(result, len(job.plan.stages))))
-    measured_s = statistics.median(sum(each.stage_forward_s) + sum(each.stage_backward_s) for each in measured)
-    return measured_s / simulated_s
-
-
-def _overhead_s(calibration: Calibration, job: Job, measured_s: float) -> float:
-    """Return the overhead per pass with which the simulation of a job takes what was measured.
-
-    Noise in the operator times may make it negative, but by no more than a small share of a pass.
-    """
-
-    def simulated_s(overhead_s: float) -> float:
-        own = replace(calibration, profile=replace(calibration.profile, pass_overhead_s=overhead_s))
-        return simulate(job.plan, own.apply(job.problem, job.plan), engine=ENGINE).iteration_time_s
-
-    without, step = simulated_s(0.0), 0.01 * measured_s
-    slope = (simulated_s(step) - without) / step
-    lowest = -MAX_MADE_UP * measured_s / (2 * job.plan.num_microbatches)
-    return max(lowest, (measured_s - without) / slope) if slope > 0 else 0.0
+def _with_overhead(calibration: Calibration, overhead_s: float) -> Calibration:
+    return replace(calibration, profile=replace(calibration.profile, pass_overhead_s=overhead_s))
 
 
 def _ratios(

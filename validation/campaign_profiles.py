@@ -49,6 +49,11 @@ def save_calibration(calibration: Calibration, folder: Path, unit: str) -> None:
 def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Calibration]:
     """Return the calibrations that an earlier run of a campaign wrote on this machine.
 
+    Args:
+        folder: What ``save_calibration`` wrote; where there is one unit, a machine profile will do, which has not
+            what a campaign fits besides.
+        units: Whose calibrations.
+
     Raises:
         ValueError: If the folder lacks a unit, or a profile is of another machine, model or dtype.
         DataFileError: If a file is damaged.
@@ -56,7 +61,7 @@ def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Cali
     found = {}
     for unit in units:
         stem = unit.name.replace(" ", "_")
-        path = folder / f"{stem}.json"
+        path = folder if folder.is_file() and len(units) == 1 else folder / f"{stem}.json"
         if not path.is_file():
             raise ValueError(
                 f"the profile must be a folder with {path.name}, such as profiles/ of an earlier campaign's output, "
@@ -66,7 +71,7 @@ def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Cali
         profile.check_machine()
         _check_unit(profile, unit, path)
         calibration = Calibration(profile)
-        beside = folder / f"{stem}.calibration.json"
+        beside = path.with_name(f"{path.stem}.calibration.json")
         if beside.is_file():
             file = validated(_File, load_mapping(beside), str(beside))
             raw = {(role, samples, degree): (fwd, bwd) for role, samples, degree, fwd, bwd in file.raw_s}
@@ -92,4 +97,4 @@ def _check_unit(profile: MachineProfile, unit: UnitWork, path: Path) -> None:
         ("dtype", problem.runtime.implementation.dtype, rows.dtype),
     ):
         if own != theirs:
-            raise ValueError(f"{path}: the profile's {what} must be {own}, got {theirs}; profile this campaign anew")
+            raise ValueError(f"{path}: the profile's {what} must be {own}, got {theirs}; measure anew")

@@ -11,16 +11,42 @@ from typing import Any
 from simulator.problem import Problem
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
+from validation.calibration import ENGINE
 from validation.campaign import Campaign, CampaignPlan
 from validation.campaign_fit import Calibration
 from validation.campaign_run import RoundResult, fastest_round
 from validation.campaign_work import UnitWork
-from validation.compare import Quantity
 from validation.error_split import COLLECTIVES, WAITING, DeviceSplit, split_errors
 from validation.measurement import Measurement
 from validation.stage_times import stage_times
 
-ENGINE = "compiled"
+
+@dataclass(frozen=True)
+class Quantity:
+    """One predicted and measured time.
+
+    Attributes:
+        name: What it is.
+        predicted_s, measured_s: Seconds.
+    """
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Signed: (predicted - measured) / measured."""
+        return (self.predicted_s - self.measured_s) / self.measured_s if self.measured_s > 0 else 0.0
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "name": self.name,
+            "predicted_s": self.predicted_s,
+            "measured_s": self.measured_s,
+            "error": self.error,
+        }
 
 
 @dataclass(frozen=True)

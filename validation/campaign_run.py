@@ -136,7 +136,7 @@ def missing_devices(campaign: Campaign) -> str:
     there = torch.cuda.device_count() if campaign.device == "cuda" else campaign.num_devices
     if there >= campaign.num_devices:
         return ""
-    return f"the campaign {campaign.name} needs {campaign.num_devices} CUDA GPUs, this machine has {there}"
+    return f"{campaign.name} needs {campaign.num_devices} CUDA GPUs, this machine has {there}"
 
 
 def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) -> None:

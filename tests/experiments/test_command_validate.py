@@ -47,11 +47,20 @@ def test_a_machine_is_profiled_and_a_plan_validated(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     spec = ProblemSpec(str(model), "local-cpu:1x2", "windtunnel-executor-fp32", 6)
     save_plan(plan, spec, uniform_plan(spec.load(), pp=2, microbatch=2))
-    done = windtunnel("validate", plan, "--profile", profile, "--rounds", "1", "--limit", "0.0000001%", "--json")
+    words = ("--profile", profile, "-o", tmp_path / "out", "--rounds", "1")
+    done = windtunnel("validate", plan, *words, "--limit", "0.0000001%", "--json")
     assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
-    assert report["quantities"][0]["name"] == "iteration"
+    (report,) = json.loads(done.stdout)["plans"]
+    names = [f"stage {stage} {word}" for stage in (0, 1) for word in ("forward", "backward")]
+    assert [each["name"] for each in report["quantities"]] == ["iteration", *names]
+    assert all(each["measured_s"] > 0 and each["predicted_s"] > 0 for each in report["quantities"])
     assert report["measured_share"] > 0.99
+    # The same folder goes on: nothing is executed again, and a person gets the split as a table.
+    done = windtunnel("validate", plan, *words)
+    assert done.returncode == 0, done.stderr
+    assert "1 of them kept from an earlier call" in done.stderr.replace("\n", " ")
+    assert "stage 1 backward" in done.stdout and "cause forward" in done.stdout
+    assert (tmp_path / "out" / "traces" / "plan.json.gz").is_file()
     stranger = tmp_path / "stranger.json"
     stranger.write_text(json.dumps({**json.loads(profile.read_text()), "machine": "Pentium"}))
     done = windtunnel("validate", plan, "--profile", stranger)

@@ -61,7 +61,7 @@ def test_an_interrupted_campaign_keeps_what_is_finished_and_goes_on(tmp_path: Pa
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 130, errors
     assert "interrupted after 1 of 50 rounds; the same command goes on" in errors
-    assert "1 plans, 1 rounds" in output
+    assert "1 rounds: iteration time off by" in output
     wait_until(lambda: not any(Path(f"/proc/{number}").exists() for number in workers), 30)
     assert (folder / "summary.md").exists()
 
@@ -105,9 +105,9 @@ def test_an_interrupted_campaign_keeps_what_is_finished_and_goes_on(tmp_path: Pa
 
 def run_command(campaign: Path, *, profile: Path | None = None, output: Path | None = None, **options: object) -> None:
     validate_campaign(
-        str(campaign),
+        load_campaign(campaign),
         **{
-            "profile": profile, "limit": None, "rounds": 1, "output": output, "cluster": None, "dry_run": False,
+            "profile": profile, "limit": None, "rounds": 1, "output": output, "dry_run": False,
             "write_cases": None, "as_json": False, **options,
         },  # type: ignore[arg-type]
     )  # fmt: skip
@@ -136,8 +136,8 @@ def test_a_dry_run_lists_every_run_and_starts_none(tmp_path: Path, capsys: pytes
 def test_campaign_options_are_refused_for_a_plan_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("windtunnel_plan: 1\n")
-    with pytest.raises(ValueError, match=r"--dry-run is for campaigns, got the plan .*; shipped ones are cpu-gloo"):
-        validate_file(str(path), dry_run=True)
+    with pytest.raises(ValueError, match=r"--cluster is for campaigns, got the plan .*; shipped ones are cpu-gloo"):
+        validate_file(str(path), cluster="local-cpu:1x2")
 
 
 def test_cases_are_of_campaigns_that_have_a_group(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""A plan file as a campaign of one plan: what calibrates it is like it, and never it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
+
+from simulator.problem import ProblemSpec
+from simulator.uniform import uniform_plan
+from validation.campaign import Campaign
+from validation.campaign_work import campaign_work
+from validation.plan_campaign import plan_campaign
+
+MODEL = (
+    "family: gpt\nname: small gpt\nlayers: 4\nhidden: 64\nheads: 4\nseq_len: 32\nvocab: 128\n"
+    "dropout: 0.0\nattention_dropout: 0.0\n"
+)
+SHAPES = {
+    "pipeline": {"pp": 2, "microbatch": 3, "schedule": "1f1b"},
+    "pipeline that is what calibrates others": {"pp": 2, "microbatch": 3, "schedule": "gpipe"},
+    "data parallel": {"dp": 2, "microbatch": 3},
+    "data parallel that is what calibrates others": {"dp": 2, "microbatch": 3, "zero": 3, "schedule": "gpipe"},
+    "tensor parallel": {"tp": 2, "microbatch": 3},
+    "data parallel as in a profiling run": {"dp": 2, "microbatch": 3, "schedule": "gpipe"},
+    "one device": {"microbatch": 3, "schedule": "gpipe"},
+}
+
+
+def campaign_of(folder: Path, shape: dict[str, Any], microbatches: int = 4) -> Campaign:
+    model = folder / "model.yaml"
+    model.write_text(MODEL)
+    samples = shape["microbatch"] * shape.get("dp", 1) * microbatches
+    spec = ProblemSpec(str(model), "local-cpu:1x2", "windtunnel-executor-fp32", samples)
+    return plan_campaign(spec, uniform_plan(spec.load(), **shape), name="mine")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_nothing_that_calibrates_is_the_plan(tmp_path: Path, name: str) -> None:
+    campaign = campaign_of(tmp_path, SHAPES[name])
+    (reported,), (calibrating,) = campaign.report, campaign.calibration
+    own = reported.plan.canonical_hash(reported.problem.workload)
+    (unit,) = campaign_work(campaign)
+    hashes = [job.plan.canonical_hash(reported.problem.workload) for job in unit.jobs]
+    assert hashes.count(own) == 1 and hashes[-1] == own
+    # A pipeline is calibrated by a pipeline, several devices by several, at the samples that a rank works on.
+    assert (len(calibrating.plan.stages) > 1) == (len(reported.plan.stages) > 1)
+    assert len(calibrating.plan.devices) == len(reported.plan.devices)
+    assert {run.samples for run in unit.profiling.operators} == {3}
+
+
+def test_another_plan_is_another_campaign(tmp_path: Path) -> None:
+    """So results of a plan that was edited since are not taken for its own."""
+    first, second = (campaign_of(tmp_path, SHAPES["pipeline"], number) for number in (4, 6))
+    assert first.fingerprint != second.fingerprint
+    assert first.fingerprint == campaign_of(tmp_path, SHAPES["pipeline"], 4).fingerprint
