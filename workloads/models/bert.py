@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
-
 from workloads.graph_builder import GraphBuilder
 from workloads.models.blocks import Blocks
-from workloads.models.fields import (
-    Count,
-    Layers,
-    Length,
-    ModelSpec,
-    Probability,
-    Width,
-    head_dim_of,
-    padded_vocab,
-)
+from workloads.models.fields import Count, Length, TextSpec, Width, padded_vocab
 from workloads.operators import Workload
 
 
-class BertSpec(ModelSpec):
+class BertSpec(TextSpec):
     """Shape of a BERT.
 
     Attributes:
@@ -38,42 +27,16 @@ class BertSpec(ModelSpec):
     family_name: ClassVar[str] = "bert"
 
     family: Literal["bert"] = "bert"
-    layers: Layers
-    hidden: Width
-    heads: Width
     seq_len: Length = 512
     vocab: Width = 30522
-    ffn: Width | None = None
-    num_positions: Length | None = None
     segments: Count = 2
     next_sentence: bool = True
-    dropout: Probability = 0.1
-    attention_dropout: Probability = 0.1
-    vocab_multiple: int = Field(default=128, ge=1, le=2**20)
-
-    @model_validator(mode="after")
-    def _check(self) -> BertSpec:
-        head_dim_of(self.hidden, self.heads)
-        if self.num_positions is not None and self.num_positions < self.seq_len:
-            raise ValueError(f"num_positions={self.num_positions} must be at least seq_len={self.seq_len}")
-        return self
-
 
 def build(spec: BertSpec, attention: str) -> Workload:
     """Return the operator graph of one training iteration."""
     vocab = padded_vocab(spec.vocab, spec.vocab_multiple)
     graph = GraphBuilder(name=spec.name, family="bert", tokens_per_sample=spec.seq_len)
-    blocks = Blocks(
-        graph=graph,
-        hidden=spec.hidden,
-        heads=spec.heads,
-        head_dim=head_dim_of(spec.hidden, spec.heads),
-        ffn=spec.ffn or 4 * spec.hidden,
-        kv_heads=spec.heads,
-        attention=attention,
-        dropout=spec.dropout,
-        attention_dropout=spec.attention_dropout,
-    )
+    blocks = Blocks.of(spec, graph, attention)
     ties = {"weight": "word_embeddings"}
     tokens = graph.input("tokens", (spec.seq_len,))
     labels = graph.input("labels", (spec.seq_len,))

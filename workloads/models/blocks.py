@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Self
 
 from workloads.graph_builder import GraphBuilder
 from workloads.kinds.base import Attributes
+from workloads.models.fields import TransformerSpec, head_dim_of
 
 ATTENTIONS = ("plain", "flash")
 
@@ -62,6 +64,22 @@ class Blocks:
     rotary: bool = False
     residual_role: str = "dropout"
     prefix: str = ""
+
+    @classmethod
+    def of(cls, spec: TransformerSpec, graph: GraphBuilder, attention: str, **more: Any) -> Self:
+        """Return the blocks of a specification; ``more`` holds further fields."""
+        return cls(
+            graph=graph,
+            hidden=spec.hidden,
+            heads=spec.heads,
+            head_dim=head_dim_of(spec.hidden, spec.heads),
+            ffn=spec.ffn or 4 * spec.hidden,
+            kv_heads=spec.heads,
+            attention=attention,
+            dropout=spec.dropout,
+            attention_dropout=spec.attention_dropout,
+            **more,
+        )
 
     @cached_property
     def _attributes(self) -> dict[str, Attributes]:

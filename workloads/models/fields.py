@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from datafiles.schema import FileModel
 
@@ -25,6 +25,49 @@ class ModelSpec(FileModel):
     family_name: ClassVar[str]
 
     name: str = Field(min_length=1, max_length=200)
+
+
+class TransformerSpec(ModelSpec):
+    """What specifications of one stack of equal transformer layers share.
+
+    Attributes:
+        layers, hidden, heads: Transformer layers, width, attention heads.
+        ffn: Width inside the MLP; four times ``hidden`` if not given.
+        dropout, attention_dropout: Probabilities.
+    """
+
+    layers: Layers
+    hidden: Width
+    heads: Width
+    ffn: Width | None = None
+    dropout: Probability = 0.1
+    attention_dropout: Probability = 0.1
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        head_dim_of(self.hidden, self.heads)
+        return self
+
+
+class TextSpec(TransformerSpec):
+    """The same over text.
+
+    Attributes:
+        vocab: Tokens known, rounded up to ``vocab_multiple``.
+        seq_len: Tokens per sample.
+        num_positions: Rows of a learned position table, at least ``seq_len``.
+    """
+
+    vocab: Width
+    seq_len: Length
+    num_positions: Length | None = None
+    vocab_multiple: int = Field(default=128, ge=1, le=2**20)
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> Self:
+        if self.num_positions is not None and self.num_positions < self.seq_len:
+            raise ValueError(f"num_positions={self.num_positions} must be at least seq_len={self.seq_len}")
+        return self
 
 
 def head_dim_of(hidden: int, heads: int) -> int:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
-
 from workloads.graph_builder import GraphBuilder
 from workloads.models.blocks import Blocks
-from workloads.models.fields import Layers, Length, ModelSpec, Probability, Width, head_dim_of, padded_vocab
+from workloads.models.fields import TextSpec, padded_vocab
 from workloads.operators import Workload
 
 
-class GPTSpec(ModelSpec):
+class GPTSpec(TextSpec):
     """Shape of a GPT.
 
     Attributes:
@@ -30,44 +28,15 @@ class GPTSpec(ModelSpec):
     family_name: ClassVar[str] = "gpt"
 
     family: Literal["gpt"] = "gpt"
-    layers: Layers
-    hidden: Width
-    heads: Width
-    seq_len: Length
-    vocab: Width
-    ffn: Width | None = None
     positions: Literal["learned", "rotary"] = "learned"
-    num_positions: Length | None = None
     parallel_residual: bool = False
     tied_embeddings: bool = True
-    dropout: Probability = 0.1
-    attention_dropout: Probability = 0.1
-    vocab_multiple: int = Field(default=128, ge=1, le=2**20)
-
-    @model_validator(mode="after")
-    def _check(self) -> GPTSpec:
-        head_dim_of(self.hidden, self.heads)
-        if self.num_positions is not None and self.num_positions < self.seq_len:
-            raise ValueError(f"num_positions={self.num_positions} must be at least seq_len={self.seq_len}")
-        return self
-
 
 def build(spec: GPTSpec, attention: str) -> Workload:
     """Return the operator graph of one training iteration."""
     vocab = padded_vocab(spec.vocab, spec.vocab_multiple)
     graph = GraphBuilder(name=spec.name, family="gpt", tokens_per_sample=spec.seq_len)
-    blocks = Blocks(
-        graph=graph,
-        hidden=spec.hidden,
-        heads=spec.heads,
-        head_dim=head_dim_of(spec.hidden, spec.heads),
-        ffn=spec.ffn or 4 * spec.hidden,
-        kv_heads=spec.heads,
-        attention=attention,
-        dropout=spec.dropout,
-        attention_dropout=spec.attention_dropout,
-        rotary=spec.positions == "rotary",
-    )
+    blocks = Blocks.of(spec, graph, attention, rotary=spec.positions == "rotary")
     ties = {"weight": "word_embeddings"} if spec.tied_embeddings else {}
     tokens = graph.input("tokens", (spec.seq_len,))
     labels = graph.input("labels", (spec.seq_len,))

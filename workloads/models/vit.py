@@ -8,11 +8,11 @@ from pydantic import model_validator
 
 from workloads.graph_builder import GraphBuilder
 from workloads.models.blocks import Blocks
-from workloads.models.fields import Layers, Length, ModelSpec, Probability, Width, head_dim_of
+from workloads.models.fields import Length, Probability, TransformerSpec, Width
 from workloads.operators import Workload
 
 
-class ViTSpec(ModelSpec):
+class ViTSpec(TransformerSpec):
     """Shape of a ViT.
 
     Attributes:
@@ -26,10 +26,6 @@ class ViTSpec(ModelSpec):
     family_name: ClassVar[str] = "vit"
 
     family: Literal["vit"] = "vit"
-    layers: Layers
-    hidden: Width
-    heads: Width
-    ffn: Width | None = None
     image: Length = 224
     patch: Length = 16
     channels: Length = 3
@@ -39,7 +35,6 @@ class ViTSpec(ModelSpec):
 
     @model_validator(mode="after")
     def _check(self) -> ViTSpec:
-        head_dim_of(self.hidden, self.heads)
         if self.image % self.patch:
             raise ValueError(f"patch must divide image={self.image}, got patch={self.patch}")
         return self
@@ -48,18 +43,7 @@ class ViTSpec(ModelSpec):
 def build(spec: ViTSpec, attention: str) -> Workload:
     """Return the operator graph of one training iteration."""
     graph = GraphBuilder(name=spec.name, family="vit", tokens_per_sample=(spec.image // spec.patch) ** 2 + 1)
-    blocks = Blocks(
-        graph=graph,
-        hidden=spec.hidden,
-        heads=spec.heads,
-        head_dim=head_dim_of(spec.hidden, spec.heads),
-        ffn=spec.ffn or 4 * spec.hidden,
-        kv_heads=spec.heads,
-        attention=attention,
-        dropout=spec.dropout,
-        attention_dropout=spec.attention_dropout,
-        residual_role="dropout" if spec.dropout > 0 else "add",
-    )
+    blocks = Blocks.of(spec, graph, attention, residual_role="dropout" if spec.dropout > 0 else "add")
     images = graph.input("images", (spec.channels, spec.image, spec.image))
     labels = graph.input("labels", ())
     graph.layer("embedding")
