@@ -25,7 +25,7 @@ nav a { margin-right: 1rem; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; font-size: .85rem; width: 100%; }
 th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 thead th { position: sticky; top: 0; background: Canvas; }
 .verdict { border-left: 6px solid; padding: .3rem .8rem; margin: .6rem 0; background: var(--soft); }
 .holds { border-color: #0072b2; } .fails { border-color: #d55e00; } .open { border-color: #8c8c8c; }
@@ -92,8 +92,11 @@ def _words(name: str) -> str:
 
 
 def _table(name: str, frame: pd.DataFrame, text_cell: Any) -> str:
-    head = "".join(f"<th scope='col'>{escape(str(column).replace('_', ' '))}</th>" for column in frame.columns)
     numeric = [frame[column].dtype.kind in "fiu" for column in frame.columns]
+    head = "".join(
+        f"<th scope='col'{' class=number' if is_number else ''}>{escape(str(column).replace('_', ' '))}</th>"
+        for column, is_number in zip(frame.columns, numeric, strict=True)
+    )
     rows = []
     for row in frame.itertuples(index=False, name=None):
         cells = "".join(
