@@ -11,6 +11,7 @@ import pytest
 
 from experiments.reproduce.experiment import Context, Report
 from experiments.reproduce.leaderboard import ablations, objective, run
+from experiments.reproduce.leaderboard.figures import best_so_far
 from experiments.reproduce.leaderboard.problems import NamedProblem, load_problems, sweep_text
 from experiments.reproduce.leaderboard.table import per_problem, ranking, with_problems
 from experiments.sweep import load_sweep
@@ -85,6 +86,22 @@ def test_it_repeats_byte_for_byte_and_resumes_with_a_users_searcher(tmp_path: Pa
     json.dumps(first.tables["runs"].to_dict("records"), default=str)
 
 
+def test_with_a_budget_of_seconds_every_searcher_still_has_its_row(tmp_path: Path) -> None:
+    report = run.run_timed(context(tmp_path / "a"))
+    assert "Budget: 2 seconds" in report.notes[0]
+    ranked = report.tables["ranking"].set_index("searcher")
+    assert set(ranked.index) == set(SEARCHERS)
+    assert ranked.loc["megatron-grid", "solved"] == 2
+    spec = (tmp_path / "a" / "leaderboard.yaml").read_text()
+    assert "budget: 2s" in spec
+    assert report.figures["convergence"].axes[0].get_xlabel() == "seconds"
+
+
+def test_the_best_so_far_never_rises_and_begins_with_the_first_improvement() -> None:
+    curve = best_so_far([(1.0, 4.0), (3.0, 2.0), (5.0, 3.0)], np.array([0.5, 1.0, 2.9, 3.0, 9.0]))
+    assert curve.tolist() == [np.inf, 4.0, 4.0, 2.0, 2.0]
+
+
 def test_ablations_judge_the_same_plans_again(tmp_path: Path) -> None:
     report = ablations.run(context(tmp_path / "a"))
     plans = report.tables["plans"]
@@ -127,7 +144,7 @@ def test_the_problem_set_is_as_wide_as_it_should_be(tmp_path: Path) -> None:
     assert any(value["model"] == "gpt-scale-1024" for value in values)
     assert sum(problem.quick for problem in problems) >= 3
     spec = tmp_path / "all.yaml"
-    spec.write_text(sweep_text(problems, ("ddp",), evaluations=1, stochastic=(), seeds=1, seed=0))
+    spec.write_text(sweep_text(problems, ("ddp",), budget="1", stochastic=(), seeds=1, seed=0))
     assert len(load_sweep(spec).jobs) == len(problems)  # every name in the file exists
 
 

@@ -14,6 +14,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         f"{_HERE}.run:run",
     ),
     Experiment(
+        "leaderboard-time",
+        "The same with a budget of wall-clock seconds.",
+        "as leaderboard",
+        f"{_HERE}.run:run_timed",
+    ),
+    Experiment(
         "leaderboard-ablations",
         "Which of the leaderboard's conclusions change when the simulator leaves an effect out.",
         "as leaderboard",

@@ -6,7 +6,7 @@ import pandas as pd
 
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.leaderboard.causes import simulated
-from experiments.reproduce.leaderboard.run import LEFT_OUT, searched
+from experiments.reproduce.leaderboard.run import LEFT_OUT, budget_of, searched
 from searchers.registry import searcher_names
 from simulator.fidelity import Fidelity
 
@@ -17,7 +17,7 @@ SAME = 1.01
 def run(context: Context) -> Report:
     """Judge every plan with all effects, and without each."""
     names = tuple(name for name in searcher_names() if name not in LEFT_OUT)
-    frame, _, folder = searched(context, names)
+    frame, _, folder = searched(context, names, budget=budget_of(context))
     found = frame[frame["plan"].notna()]
     rows = []
     for number, (_, row) in enumerate(found.iterrows()):

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from experiments.reproduce.leaderboard.table import per_problem
 
 WORST_SHOWN = 2.0
+History = list[tuple[float, float]]
+"""Improvements of one run in order: evaluations or seconds, and the value."""
 
 
 def heat_map(frame: pd.DataFrame, order: Sequence[str]) -> Figure:
@@ -59,25 +62,32 @@ def mean_times(ranking: pd.DataFrame) -> Figure:
     return figure
 
 
-def convergence(histories: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
-    """Draw the objective over evaluations, relative to where each search ended, median over problems.
+def convergence(histories: Mapping[str, Sequence[History]], unit: str) -> Figure:
+    """Draw how good the best plan so far is over evaluations or seconds: the median over runs.
 
     Args:
-        histories: Searcher to ``(evaluations, objective / last objective)`` steps, all problems.
+        histories: By searcher, of every run.
+        unit: Of the steps, for the axis.
     """
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
-    longest = max(step for steps in histories.values() for step, _ in steps)
-    grid = np.unique(np.geomspace(1, longest + 1, 60).astype(int))
+    moments = [moment for runs in histories.values() for run in runs for moment, _ in run if moment > 0]
+    grid = np.geomspace(min(moments), 1.1 * max(moments), 80)
     styles = ["-", "--", ":", "-."]
-    for number, (searcher, steps) in enumerate(histories.items()):
-        curve = []
-        for evaluations in grid:
-            seen = [value for step, value in steps if step <= evaluations]
-            curve.append(np.median(seen) if seen else np.nan)
-        axes.plot(grid, curve, styles[number // 10 % 4], label=searcher, linewidth=1.2)
+    for number, (searcher, runs) in enumerate(histories.items()):
+        curve = np.median([best_so_far(run, grid) for run in runs], axis=0)
+        axes.plot(grid, np.where(np.isfinite(curve), curve, np.nan), styles[number // 10 % 4], label=searcher,
+                  linewidth=1.2)  # fmt: skip
     axes.set_xscale("log")
-    axes.set_xlabel("evaluations")
+    axes.set_xlabel(unit)
     axes.set_ylabel("objective / objective at the end")
     axes.legend(fontsize=7, ncols=2)
     return figure
+
+
+def best_so_far(run: History, grid: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the best value of a run at each moment of a grid; infinite before the first."""
+    moments = np.array([moment for moment, _ in run])
+    values = np.minimum.accumulate([value for _, value in run])
+    seen = np.searchsorted(moments, grid, side="right")
+    return np.concatenate([[np.inf], values])[seen]

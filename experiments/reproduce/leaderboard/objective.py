@@ -9,15 +9,15 @@ from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.leaderboard.run import LEFT_OUT, searched
 from searchers.registry import searcher_names
 
-EVALUATIONS = 40
+EVALUATIONS = "40"
 """A simulation costs a hundred times a formula, so the budget is smaller, for both sides."""
 
 
 def run(context: Context) -> Report:
     """Search twice with the same budget, once per objective."""
     names = tuple(name for name in searcher_names() if name not in LEFT_OUT)
-    own, _, _ = searched(context, names, evaluations=EVALUATIONS)
-    simulator, _, _ = searched(context, names, evaluations=EVALUATIONS, objective="simulator")
+    own, _, _ = searched(context, names, budget=EVALUATIONS)
+    simulator, _, _ = searched(context, names, budget=EVALUATIONS, objective="simulator")
     key = ["problem", "searcher", "seed"]
     both = own.merge(simulator, on=key, suffixes=("_own", "_simulator"))
     good = (both["status_own"] == "ok") & (both["status_simulator"] == "ok")

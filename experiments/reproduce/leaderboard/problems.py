@@ -78,14 +78,14 @@ def sweep_text(
     problems: tuple[NamedProblem, ...],
     searchers: tuple[str, ...],
     *,
-    evaluations: int,
+    budget: str,
     stochastic: tuple[str, ...],
     seeds: int,
     seed: int,
     objective: str = "paper",
 ) -> str:
     """Return the spec of the leaderboard as a sweep: every searcher on every problem, seeds for the stochastic."""
-    shared = {"budget": evaluations, "engine": "compiled", "objective": objective}
+    shared = {"budget": budget, "engine": "compiled", "objective": objective}
     runs = [
         {**dict(problem.values), **shared, "searcher": searcher, "seed": number}
         for problem in problems
