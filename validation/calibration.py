@@ -17,7 +17,7 @@ from validation.executor import Job
 from validation.jobs import plan_job
 from validation.machine_profile import MachineProfile, machine_name, now, versions
 from validation.measurement import Measurement
-from validation.profiler import OperatorJob, make_profile, median_rows, operator_jobs, profile_rows
+from validation.profiler import OperatorJob, make_profile, median_rows, operator_job, profile_rows
 from validation.stage_times import stage_times
 
 ENGINE = "compiled"
@@ -66,18 +66,23 @@ def calibration_jobs(
 
     On the CPU as many replicas run at once as there are devices: cores share memory and caches, so an operator takes
     longer while the others work, as they do in the plans that are predicted.
+
+    Raises:
+        ValueError: If nothing is asked for, or the cluster is too small for a tensor-parallel degree.
     """
+    if not microbatch_sizes or not tensor_sizes:
+        raise ValueError("microbatch_sizes and tensor_sizes must each name at least one size")
     operators = [
-        run
-        for size in tensor_sizes
-        for run in operator_jobs(
+        operator_job(
             problem,
-            microbatch_sizes,
-            (size,),
+            samples,
+            size,
             copies=max(1, problem.num_devices // size) if device == "cpu" else 1,
             iterations=iterations,
             device=device,
         )
+        for size in tensor_sizes
+        for samples in microbatch_sizes
     ]
     pipeline = None
     if problem.num_devices > 1:

@@ -15,7 +15,7 @@ from validation.calibration import CalibrationJobs
 from validation.campaign import Campaign, CampaignPlan
 from validation.executor import Job
 from validation.jobs import plan_job
-from validation.profiler import MICROBATCHES, OperatorJob
+from validation.profiler import OperatorJob, operator_job
 
 LAUNCH_S = {"cpu": 8.0, "cuda": 25.0}
 """Start of processes with torch, and of what comes with it: an order of magnitude, for the estimate of minutes."""
@@ -113,14 +113,10 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
     reported = {each.plan.canonical_hash(problem.workload) for each in report}
 
     def profiling_run(samples: int, degree: int, number: int, schedule: str) -> OperatorJob:
-        # What is reported calibrates nothing: a run that would be a report plan has some microbatches more.
-        for microbatches in range(MICROBATCHES, MICROBATCHES + len(reported) + 1):
-            own = replace(problem, global_batch=samples * number * microbatches)
-            plan = uniform_plan(own, tp=degree, dp=number, microbatch=samples, schedule=schedule)
-            job = plan_job(plan, own, iterations=options.iterations, device=device, measure_operators=True)
-            if job.plan.canonical_hash(problem.workload) not in reported:
-                break
-        return OperatorJob(job, samples, degree, number)
+        return operator_job(
+            problem, samples, degree, copies=number, schedule=schedule, iterations=options.iterations, device=device,
+            reported=reported,
+        )  # fmt: skip
 
     operators = [
         profiling_run(samples, degree, copies(degree), PROFILING_SCHEDULE[device]) for samples, degree in sizes

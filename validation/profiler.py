@@ -8,8 +8,9 @@ evenly, in backward by parameter bytes where there are parameters, so that rows 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from math import prod
 
 from hardware_models.profile import OperatorProfile, ProfileRow
@@ -43,30 +44,37 @@ class OperatorJob:
     copies: int
 
 
-def operator_jobs(
+def operator_job(
     problem: Problem,
-    microbatch_sizes: Sequence[int],
-    tensor_sizes: Sequence[int] = (1,),
+    samples: int,
+    tensor_size: int,
     *,
     copies: int = 1,
+    schedule: str = "gpipe",
     iterations: int = 4,
     device: str = "cpu",
-) -> list[OperatorJob]:
-    """Return one profiling run per microbatch size and tensor-parallel degree.
+    reported: Container[str] = (),
+) -> OperatorJob:
+    """Return one profiling run.
+
+    Args:
+        problem: Model, cluster and runtime.
+        samples, tensor_size: Per rank and microbatch, and ranks that an operator is split over.
+        copies: Replicas that run at once.
+        schedule: Whose passes are timed.
+        iterations, device: As executed.
+        reported: Hashes of plans that must not calibrate: a run that would be one of them has more microbatches.
 
     Raises:
-        ValueError: If nothing is asked for, or the cluster is too small for ``copies`` times a degree.
+        ValueError: If the executor cannot run it, or the cluster is too small for ``copies`` times ``tensor_size``.
     """
-    if not microbatch_sizes or not tensor_sizes:
-        raise ValueError("microbatch_sizes and tensor_sizes must each name at least one size")
-    found = []
-    for samples in microbatch_sizes:
-        for size in tensor_sizes:
-            own = replace(problem, global_batch=samples * copies * MICROBATCHES)
-            plan = uniform_plan(own, tp=size, dp=copies, microbatch=samples, schedule="gpipe")
-            job = plan_job(plan, own, iterations=iterations, device=device, measure_operators=True)
-            found.append(OperatorJob(job, samples, size, copies))
-    return found
+    for microbatches in count(MICROBATCHES):
+        own = replace(problem, global_batch=samples * copies * microbatches)
+        plan = uniform_plan(own, tp=tensor_size, dp=copies, microbatch=samples, schedule=schedule)
+        job = plan_job(plan, own, iterations=iterations, device=device, measure_operators=True)
+        if job.plan.canonical_hash(problem.workload) not in reported:
+            return OperatorJob(job, samples, tensor_size, copies)
+    raise AssertionError("count has no end")
 
 
 def profile_rows(run: OperatorJob, measured: Measurement, source: str) -> list[ProfileRow]:
