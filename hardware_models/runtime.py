@@ -53,6 +53,8 @@ class Runtime:
         transfer_mode: ``overlapped`` or ``blocking`` (the compute stream waits for the send too).
         scatters_transfers: A tensor that several ranks hold alike crosses to the next stage in parts, one from each,
             and is gathered there.
+        sends_attention_mask: The mask, one activation per pair of tokens, crosses to the next stage with each
+            microbatch, whole to every rank (of models with attention in separate operators).
         host_waits: Events at which the host waits for the device.
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
@@ -114,6 +116,7 @@ class Runtime:
     gradient_clipping: bool
     loss_scaling: bool
     sources: Mapping[str, str]
+    sends_attention_mask: bool = False
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -143,6 +146,7 @@ class ImplementationFile(FileModel):
     keeps_scores: bool = False
     elementary: bool = False
     loss_keeps_logits: bool = False
+    loss_clones_logits: bool = False
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
 
 
@@ -182,11 +186,13 @@ class RuntimeFile(FileModel):
     gradient_clipping: bool
     loss_scaling: bool
     sources: Mapping[str, Text]
+    sends_attention_mask: bool = False
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:
-        needed = set(type(self).model_fields) - {"description", "sources"}
-        missing, unknown = sorted(needed - set(self.sources)), sorted(set(self.sources) - needed)
+        known = set(type(self).model_fields) - {"description", "sources"}
+        needed = known & self.model_fields_set
+        missing, unknown = sorted(needed - set(self.sources)), sorted(set(self.sources) - known)
         if missing or unknown:
             raise ValueError(
                 f"sources must have one line per field; missing: {', '.join(missing) or 'none'}; "

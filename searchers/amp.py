@@ -198,7 +198,11 @@ def _cheapest_cuts(
 
 
 def formula_s(plan: Plan, problem: Problem) -> float:
-    """Return AMP's prediction for a uniform plan: one sharding, consecutive stages."""
+    """Return AMP's prediction for a uniform plan: one sharding, consecutive stages of whole layers.
+
+    Raises:
+        ValueError: If no layer begins in a stage.
+    """
     spans = blocks(problem.workload)
     sharding = next(iter(plan.stages[0].sharding_per_operator()))
     tp = prod(axis.size for axis in sharding if axis.split != "batch")
@@ -210,6 +214,8 @@ def formula_s(plan: Plan, problem: Problem) -> float:
     for number, stage in enumerate(plan.stages):
         begin, stop = stage.operators[0][0], stage.operators[-1][1]
         own = (starts >= begin) & (starts < stop)
+        if not own.any():
+            raise ValueError(f"AMP's formula is of whole layers, but stage {number} begins none; cut between layers")
         stage_s.append(float(seconds[own].sum()))
         if number + 1 < len(plan.stages):
             last = int(np.flatnonzero(own)[-1])

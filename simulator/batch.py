@@ -69,11 +69,12 @@ class BatchEvaluator:
     """
 
     def __init__(self, problem: Problem, costs: CostTables | None = None, fidelity: Fidelity | None = None) -> None:
-        if problem.runtime.scatters_transfers:
-            raise ValueError(
-                "batch evaluation knows whole transfers between stages only, but the runtime "
-                f"{problem.runtime.name} has scatters_transfers: true; use a runtime without, or simulate"
-            )
+        for name in ("scatters_transfers", "sends_attention_mask"):
+            if getattr(problem.runtime, name):
+                raise ValueError(
+                    "batch evaluation knows whole transfers of the model's tensors only, but the runtime "
+                    f"{problem.runtime.name} has {name}: true; use a runtime without, or simulate"
+                )
         self.problem = problem
         self.costs = costs or CostTables(problem)
         self.fidelity = fidelity or Fidelity()

@@ -67,7 +67,7 @@ def _runtime(problem: Problem, device: str) -> list[str]:
             refused.append(f"runtime {runtime.name}: implementation.{name} {getattr(choice, name)}; {remedy}")
     if choice.logits_dtype != "fp32":
         refused.append(f"runtime {runtime.name}: implementation.logits_dtype {choice.logits_dtype}; {remedy}")
-    for name in ("gradient_clipping", "loss_scaling", "scatters_transfers"):
+    for name in ("gradient_clipping", "loss_scaling", "scatters_transfers", "sends_attention_mask"):
         if getattr(runtime, name):
             refused.append(f"runtime {runtime.name}: {name}; {remedy}")
     if runtime.transfer_mode != "overlapped":

@@ -157,7 +157,24 @@ def _boundary(
         for source, target, share in _route(receiver, sender, parts):
             key = (second.stage.devices[source], first.stage.devices[target])
             backward[key] = backward.get(key, 0.0) + share * size
+    _add_mask(forward, first, second)
     return _sorted(forward), _sorted(backward)
+
+
+def _add_mask(forward: dict[tuple[int, int], float], first: StageView, second: StageView) -> None:
+    """Send the attention mask, the same for all samples, along with what each receiver gets first, where it is sent."""
+    problem = first.costs.problem
+    if not problem.runtime.sends_attention_mask:
+        return
+    scores = next((op.outputs[0] for op in problem.workload.operators if op.kind == "softmax"), None)
+    if scores is None:
+        return
+    mask = float(prod(problem.workload.tensors[scores][-2:])) * problem.runtime.implementation.activation_bytes
+    served = set()
+    for source, target in sorted(forward):
+        if target not in served:
+            served.add(target)
+            forward[source, target] += mask
 
 
 def _sorted(found: dict[tuple[int, int], float]) -> list[Transfer]:

@@ -16,7 +16,7 @@ from experiments.accuracy_docs import write_docs
 from experiments.accuracy_errors import ErrorReport, rank_report
 from experiments.accuracy_groups import groups
 from experiments.accuracy_plots import plot_group
-from experiments.cases import alpa, amp, galvatron_table2, megatron_sc21, vtrain
+from experiments.cases import alpa, galvatron_table2, megatron_sc21, vtrain
 from experiments.cases.case import Case, Measured, Skipped, problem_of, uniform
 from experiments.cases.sources import all_cases, data_folder
 from workloads.models.gpt import GPTSpec
@@ -289,11 +289,6 @@ def test_the_committed_baseline_is_of_known_groups_and_covers_all_that_a_clean_c
 
 
 # Loaders on synthetic rows of the public layouts
-
-
-def test_partitions_of_amp_become_layers_per_stage() -> None:
-    assert amp.layers_per_stage("[0, 15, 30]") == [12, 12]
-    assert sum(amp.layers_per_stage("[0, 4, 6, 8, 10, 12, 14, 16, 17, 18, 19, 20, 21, 22, 23, 25, 30]")) == 24
 
 
 def test_alpa_rows_without_a_stated_split_are_skipped(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ class Implementation:
             and multiplies, and keeps its factors as numbers; GELU, layer norm and softmax are chains too, and keep
             what their gradients need.
         loss_keeps_logits: The logits outlive the loss, as an output of the model.
+        loss_clones_logits: Megatron's chain works on a copy of the logits and exponentiates into a new tensor, while
+            the logits themselves wait as the stage's output (Megatron-LM before its 2.0).
         loss_temporaries: Tensors of the size of the logits, in ``logits_dtype``, that torch's loss makes besides in
             backward: the gradient of the log-softmax and of the logits.
     """
@@ -70,6 +72,7 @@ class Implementation:
     keeps_scores: bool = False
     elementary: bool = False
     loss_keeps_logits: bool = False
+    loss_clones_logits: bool = False
     loss_temporaries: int = 2
 
     @property

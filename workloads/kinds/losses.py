@@ -33,7 +33,8 @@ class LanguageModelLoss(Kind):
     The default kernels are Megatron's vocab-parallel cross entropy (which it also runs on one GPU): cast,
     maximum, subtraction in place, exponential in place, sum, division in place. It keeps one tensor the size
     of the logits (the softmax) in ``Implementation.logits_dtype``; the logits themselves live during the
-    forward only. A vocabulary split all-reduces maximum, target logit and sum.
+    forward only; with ``loss_clones_logits`` they stay, and forward works in a copy. A vocabulary split all-reduces
+    maximum, target logit and sum.
 
     Attributes of the operator: ``vocab``, ``hidden``, ``bias``.
     """
@@ -78,7 +79,9 @@ class LanguageModelLoss(Kind):
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
         kept = [Saved("input:0"), Saved("input:1")]
-        if local.implementation.loss_keeps_logits:
+        if local.implementation.loss_clones_logits:
+            kept.append(Saved("logits", self._logits(local), local.implementation.logits_dtype))
+        elif local.implementation.loss_keeps_logits:
             kept.append(Saved("logits", self._logits(local)))
         return (*kept, Saved("softmax", self._logits(local), local.implementation.logits_dtype))
 
@@ -97,8 +100,10 @@ class LanguageModelLoss(Kind):
                 found.append(MemoryBound(low, high))
             if local.implementation.fused_loss:
                 return [*found, MemoryBound(high, high, "reduction"), MemoryBound(row, row, "gather")]
+            copies = [MemoryBound(high, high)] if local.implementation.loss_clones_logits else []
             return [
                 *found,
+                *copies,
                 MemoryBound(high, row, "reduction"),
                 MemoryBound(high, high),
                 MemoryBound(row, row, "gather"),
@@ -128,7 +133,8 @@ class LanguageModelLoss(Kind):
         choice = local.implementation
         low, high = (self._logits(local), "activation"), (self._logits(local), choice.logits_dtype)
         if not choice.fused_loss:
-            return (low,)  # Megatron works in place, in what it keeps
+            # Megatron works in place, in what it keeps; or in a copy, when the narrow logits are gone.
+            return (high,) if choice.loss_clones_logits and phase == FORWARD else (low,)
         if phase == BACKWARD_INPUT:
             return (high,) * choice.loss_temporaries
         if phase == BACKWARD_WEIGHT:

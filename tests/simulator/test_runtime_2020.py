@@ -1,0 +1,81 @@
+"""What Megatron-DeepSpeed of 2020 does besides: the mask crosses with each microbatch, the loss copies its logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.costs import CostTables
+from simulator.lowering.lower import stage_views
+from simulator.lowering.transfers import boundary, crossing_tensors
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
+from tests.simulator.problems import small_problem
+from workloads.kernels import MemoryBound
+from workloads.kinds.base import FORWARD
+from workloads.local import localize
+from workloads.registry import build_workload
+
+
+def sent_bytes(problem: Problem, tp: int, pp: int) -> list[list[float]]:
+    """Return bytes of every transfer forward and backward over the first boundary."""
+    plan = validate(uniform_plan(problem, tp=tp, pp=pp, microbatch=2), problem)
+    views = stage_views(plan, CostTables(problem))
+    ways = boundary(views[0], views[1], crossing_tensors(views)[0])
+    return [[transfer.num_bytes for transfer in way] for way in ways]
+
+
+def with_mask(sends: bool, *, scatters: bool, family: str = "gpt") -> Problem:
+    problem = small_problem(family)
+    runtime = replace(problem.runtime, sends_attention_mask=sends, scatters_transfers=scatters)
+    return replace(problem, runtime=runtime)
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_receiver_gets_one_whole_mask_forward_and_none_backward(tp: int, scatters: bool) -> None:
+    before = sent_bytes(with_mask(False, scatters=scatters), tp, 2)
+    after = sent_bytes(with_mask(True, scatters=scatters), tp, 2)
+    mask = 2 * 2048**2
+    assert [now - then for now, then in zip(after[0], before[0], strict=True)] == [mask] * tp
+    assert after[1] == before[1]
+
+
+def test_a_model_without_scores_sends_no_mask() -> None:
+    flash = with_mask(True, scatters=False)
+    problem = replace(flash, workload=build_workload("gpt3-350m", attention="flash", overrides={"layers": 4}))
+    assert sent_bytes(problem, 1, 2) == sent_bytes(
+        replace(problem, runtime=replace(problem.runtime, sends_attention_mask=False)), 1, 2
+    )
+
+
+def test_a_mask_makes_a_pipeline_slower_by_its_transfers_at_least() -> None:
+    plain, masked = (with_mask(sends, scatters=False) for sends in (False, True))
+    times = []
+    for problem in (plain, masked):
+        plan = uniform_plan(problem, pp=2, microbatch=1)
+        times.append(simulate(plan, problem).iteration_time_s)
+    assert times[1] > times[0]
+
+
+def test_cloned_logits_are_one_pass_more_and_three_tensors_at_once() -> None:
+    problem = small_problem("gpt")
+    index = len(problem.workload) - 1
+    op = problem.workload.operators[index]
+    shapes = problem.workload.input_shapes(index, 3)
+    found = {}
+    for clones in (False, True):
+        choice = replace(problem.runtime.implementation, loss_clones_logits=clones, logits_dtype="fp32")
+        local = localize(op.definition, op.attributes, shapes, [], choice)
+        saved = {saved.ref: saved for saved in op.definition.saved(local)}
+        kernels = op.definition.kernels(FORWARD, local)
+        traffic = sum(kernel.total_bytes for kernel in kernels if isinstance(kernel, MemoryBound))
+        found[clones] = (saved, traffic, op.definition.workspace(FORWARD, local))
+    logits = 3 * 2048 * 51200
+    assert found[True][1] - found[False][1] == 2 * 4 * logits
+    assert set(found[True][0]) - set(found[False][0]) == {"logits"}
+    assert found[True][0]["logits"].dtype == found[True][0]["softmax"].dtype == "fp32"
+    assert found[True][2] == ((found[True][0]["logits"].shape, "fp32"),)
