@@ -1,8 +1,15 @@
 """Fit the host's share of Megatron-DeepSpeed to vTrain's calibration rows: hidden 1024, tensor-parallel 1 and 2.
 
-Two constants: seconds per operator, and seconds per pass of a microbatch through a stage. One kernel launch is
-held at 5 us, since launches and operators rise and fall together. Rows: `experiments.cases.vtrain.is_calibration`;
-they are never reported.
+Two readings of the table (``--reading``):
+
+- ``timed``, that of the accuracy cases: operators were timed one by one. Seconds per operator forward and backward, per
+  kernel, per pass of a microbatch through a stage, and per collective; and what is left of the rate of matrix products
+  whose rows are not aligned (the unsplit vocabulary of 50257). Runtime ``megatron-deepspeed-timed``.
+- ``whole``: whole runs whose host runs ahead, everything recomputed, the vocabulary padded. Seconds per operator and
+  per pass; a kernel launch is held at 5 us, since launches and operators rise and fall together. Runtime
+  ``megatron-deepspeed``.
+
+Rows: `experiments.cases.vtrain.is_calibration`; they are never reported.
 
 Run: ``python -m experiments.fit_host --data DIR``
 """
@@ -10,8 +17,10 @@ Run: ``python -m experiments.fit_host --data DIR``
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,28 +28,75 @@ from scipy.optimize import least_squares
 
 from experiments.accuracy import fastest_engine
 from experiments.cases import vtrain
-from experiments.cases.case import Case
+from experiments.cases.case import uniform
+from hardware_models.cluster import parse_cluster
+from hardware_models.gpus import curves_of
+from hardware_models.model import HardwareModel
+from hardware_models.runtime import Runtime, load_runtime
 from simulator.problem import Problem
 from simulator.simulate import simulate
+from workloads.operators import Workload
+from workloads.registry import build_from_spec
 
 LAUNCH_S = 5e-6
-START_US = (75.0, 1300.0)
+TIMED, WHOLE = "timed", "whole"
+START: Mapping[str, Mapping[str, float]] = {
+    TIMED: {
+        "forward_s": 50e-6,
+        "backward_s": 80e-6,
+        "kernel_s": 12e-6,
+        "pass_s": 0.3e-3,
+        "collective_s": 20e-6,
+        "misaligned": 0.4,
+    },
+    WHOLE: {"operator_s": 75e-6, "pass_s": 1.3e-3},
+}
+"""Constants of each reading, and where their fit starts."""
 
 
-def log_errors(cases: list[tuple[Case, Problem]], per_operator_s: float, per_pass_s: float) -> NDArray[np.float64]:
-    """Return log(predicted / measured) of every case under given host constants."""
-    found = []
-    for case, problem in cases:
-        runtime = replace(
-            problem.runtime,
+def runtime_with(reading: str, values: Mapping[str, float]) -> Runtime:
+    """Return the runtime of a reading under given constants."""
+    if reading == WHOLE:
+        return replace(
+            load_runtime("megatron-deepspeed"),
             host_seconds_per_kernel=LAUNCH_S,
-            host_seconds_per_operator=(per_operator_s, per_operator_s),
-            host_seconds_per_pass=per_pass_s,
+            host_seconds_per_operator=(values["operator_s"], values["operator_s"]),
+            host_seconds_per_pass=values["pass_s"],
         )
-        changed = replace(problem, runtime=runtime)
-        result = simulate(case.plan(changed), changed, engine=fastest_engine())
-        assert case.measured.iteration_time_s is not None
-        found.append(np.log(result.iteration_time_s / case.measured.iteration_time_s))
+    return replace(
+        load_runtime(vtrain.RUNTIME),
+        host_seconds_per_kernel=values["kernel_s"],
+        host_seconds_per_operator=(values["forward_s"], values["backward_s"]),
+        host_seconds_per_pass=values["pass_s"],
+        host_seconds_per_collective=(values["collective_s"], 0.0),
+    )
+
+
+def hardware_with(misaligned: float | None) -> HardwareModel:
+    """Return the node with another ``misaligned_fraction``, or as it is shipped."""
+    cluster = parse_cluster(vtrain.CLUSTER)
+    if misaligned is None:
+        return HardwareModel(cluster=cluster)
+    node = cluster.nodes[0]
+    curves = curves_of(node.gpu)
+    matmul = curves.matmul["fp16"].model_copy(update={"misaligned_fraction": misaligned})
+    changed = curves.model_copy(update={"matmul": {**curves.matmul, "fp16": matmul}})
+    gpu = node.gpu.model_copy(update={"calibrated_curves": changed})
+    return HardwareModel(cluster=replace(cluster, nodes=(replace(node, gpu=gpu),)))
+
+
+def log_errors(
+    rows: list[dict[str, Any]], workloads: list[Workload], reading: str, values: Mapping[str, float]
+) -> NDArray[np.float64]:
+    """Return log(predicted / measured) of every row under given constants."""
+    runtime, hardware = runtime_with(reading, values), hardware_with(values.get("misaligned"))
+    recompute = vtrain.RECOMPUTE if reading == TIMED else "full"
+    found = []
+    for row, workload in zip(rows, workloads, strict=True):
+        problem = Problem(workload=workload, hardware=hardware, runtime=runtime, global_batch=row["global_batch"])
+        degrees = {name: row[name] for name in ("tp", "pp", "dp", "microbatch")}
+        result = simulate(uniform(**degrees, recompute=recompute)(problem), problem, engine=fastest_engine())
+        found.append(np.log(result.iteration_time_s / (row["value"] / 1e3)))
     return np.array(found)
 
 
@@ -48,18 +104,30 @@ def main() -> None:
     """Fit, then print the constants, the residual and the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds measured_runs/dev.csv")
-    rows = [row for row in vtrain.rows(parser.parse_args().data) if vtrain.is_calibration(row)]
-    cases = [(case, case.problem()) for case in map(vtrain.case_of, rows)]
+    parser.add_argument("--reading", choices=(TIMED, WHOLE), default=TIMED)
+    arguments = parser.parse_args()
+    reading = arguments.reading
+    rows = [row for row in vtrain.rows(arguments.data) if vtrain.is_calibration(row)]
+    specs = [vtrain.spec_of(row) for row in rows]
+    if reading == WHOLE:
+        specs = [spec.model_copy(update={"vocab_multiple": vtrain.PADDED_TO}) for spec in specs]
+    workloads = [build_from_spec(spec, runtime_with(reading, START[reading]).attention) for spec in specs]
+    names, start = list(START[reading]), np.array(list(START[reading].values()))
 
-    def residuals(microseconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        per_operator, per_pass = np.abs(microseconds) * 1e-6
-        return log_errors(cases, float(per_operator), float(per_pass))
+    def values_of(scaled: NDArray[np.float64]) -> dict[str, float]:
+        values = dict(zip(names, (np.abs(scaled) * start).tolist(), strict=True))
+        return {name: min(value, 1.0) for name, value in values.items()}
 
-    fitted = least_squares(residuals, START_US, diff_step=[0.05, 0.05], loss="soft_l1", f_scale=0.05, max_nfev=8)
+    def residuals(scaled: NDArray[np.float64]) -> NDArray[np.float64]:
+        return log_errors(rows, workloads, reading, values_of(scaled))
+
+    fitted = least_squares(
+        residuals, np.ones(len(names)), diff_step=[0.05] * len(names), loss="soft_l1", f_scale=0.05, max_nfev=8
+    )
     errors = np.expm1(residuals(fitted.x))
-    print(f"host_seconds_per_operator: {abs(fitted.x[0]) * 1e-6:.3g}")
-    print(f"host_seconds_per_pass: {abs(fitted.x[1]) * 1e-6:.3g}")
-    print(f"{len(cases)} fit rows: mean absolute error {np.abs(errors).mean():.1%}, bias {errors.mean():+.1%}")
+    for name, value in values_of(fitted.x).items():
+        print(f"{name}: {value:.3g}")
+    print(f"{len(rows)} fit rows: mean absolute error {np.abs(errors).mean():.1%}, bias {errors.mean():+.1%}")
     print("rows: ground_truth_single.csv#" + ",".join(str(vtrain.row_number(row["notes"])) for row in rows))
 
 

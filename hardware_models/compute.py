@@ -56,9 +56,27 @@ def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> fl
     efficiency = (
         curve.limit[kernel.role] * waves / (waves + curve.half_waves) * kernel.k / (kernel.k + curve.half_k)
     )
+    if is_misaligned(kernel, DTYPE_BYTES[dtype]):
+        efficiency *= curve.misaligned_fraction
     arithmetic = 2.0 * kernel.batch * rows * columns * kernel.k / (gpu.peak(dtype) * efficiency)
     num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
     return max(arithmetic, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
+
+
+ALIGNED_BYTES = 16
+"""Rows that tensor cores load at full width start at multiples of this (cuBLAS, "Tensor Core usage")."""
+
+
+def is_misaligned(kernel: Matmul, element_bytes: int) -> bool:
+    """Return whether rows of a 16-bit operand or of the product start anywhere but at multiples of 16 bytes.
+
+    Rows are as long as: forward, the inputs (k) and the outputs (n); data gradient, the outputs (k) and the inputs
+    (n); weight gradient, the outputs (m) and the inputs (n), since tokens are what is summed over.
+    """
+    if element_bytes != DTYPE_BYTES["fp16"]:
+        return False
+    lengths = (kernel.m, kernel.n) if kernel.role == "weight_gradient" else (kernel.k, kernel.n)
+    return any(length * element_bytes % ALIGNED_BYTES for length in lengths)
 
 
 CONVOLUTION_SLOWNESS = {"forward": 1.23, "data_gradient": 1.09, "weight_gradient": 1.09}

@@ -28,6 +28,9 @@ class MatmulCurve(FileModel):
         tile_m, tile_n: Output tile in elements.
         bandwidth_fraction: Share of the memory bandwidth that operands and product move at.
         source: Where it comes from: fit script and rows, or a paper.
+        misaligned_fraction: Share of that efficiency left to products of 16-bit matrices whose rows do not all start
+            at multiples of 16 bytes (an odd vocabulary): tensor cores then load element by element.
+        misaligned_source: Where that comes from.
     """
 
     limit: Mapping[str, Fraction]
@@ -37,6 +40,8 @@ class MatmulCurve(FileModel):
     tile_n: Count
     bandwidth_fraction: Fraction
     source: Text
+    misaligned_fraction: Fraction = 1.0
+    misaligned_source: Text = "not measured"
 
 
 class MemoryCurve(FileModel):

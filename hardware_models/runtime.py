@@ -65,6 +65,9 @@ class Runtime:
             (module calls, dispatch, autograd nodes): forward, and backward.
         host_seconds_per_pass: What the framework spends on the host before each forward or backward pass of a
             microbatch through a stage (schedule, data, bookkeeping).
+        host_runs_ahead: The host launches what comes next while the device works. Else it never does (every launch is
+            waited for, or the times are those of operators timed one by one): the forward and the backward pass of
+            an operator take the longer of its kernels and its host time, and launching a collective delays it.
         host_seconds_per_collective: What the framework spends on the host for a collective beyond one launch (Python
             of the call, events between streams): once, and for each rank of its group that the same process drives
             (0 where each rank has a process of its own).
@@ -117,6 +120,7 @@ class Runtime:
     loss_scaling: bool
     sources: Mapping[str, str]
     sends_attention_mask: bool = False
+    host_runs_ahead: bool = True
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -187,6 +191,7 @@ class RuntimeFile(FileModel):
     loss_scaling: bool
     sources: Mapping[str, Text]
     sends_attention_mask: bool = False
+    host_runs_ahead: bool = True
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

@@ -85,6 +85,8 @@ def build_curves(
         tile_n=old.tile_n,
         bandwidth_fraction=values.get("bandwidth_fraction", old.bandwidth_fraction),
         source=source,
+        misaligned_fraction=old.misaligned_fraction,
+        misaligned_source=old.misaligned_source,
     )
     memory = MemoryCurve(
         fraction={name: values.get(f"fraction.{name}", base.memory.fraction[name]) for name in PATTERNS},

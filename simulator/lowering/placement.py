@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 from simulator.lowering.mesh import batch_coordinate, batch_degree
 from simulator.lowering.program import Item, StageView
@@ -67,4 +69,21 @@ class StagePlacement:
                 index, self.view.shardings[index], self.samples(index, representative), self.gpu_type[representative]
             )
             total = total.then(getattr(cost, phase))
+        return total
+
+    def segment_apart(self, item: Item, representative: int) -> Segment:
+        """Return the computation of an item where the host never runs ahead: operator by operator, the longer of both.
+
+        Host time is in ``device_s``: nothing is left that could be launched beside it.
+        """
+        total, costs = EMPTY, self.view.costs
+        for index, parts in groupby(item.parts, key=itemgetter(0)):
+            cost = costs.operator(
+                index, self.view.shardings[index], self.samples(index, representative), self.gpu_type[representative]
+            )
+            whole = EMPTY
+            for _, phase in parts:
+                whole = whole.then(getattr(cost, phase))
+            seconds = max(whole.device_s, whole.host_s)
+            total = total.then(Segment(device_s=seconds, bound_s=seconds, recorded=whole.recorded))
         return total

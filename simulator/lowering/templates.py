@@ -64,12 +64,10 @@ class TemplateBuilder:
             tasks = []
             if item.collective is None:
                 for c in self.placement.classes:
-                    segment = self.placement.segment(item, c)
-                    if position == computed[0]:
-                        before_s = self.launch_s[c] * num_receives.get(c, 0) + pass_s
-                        segment = Segment.launch(before_s).then(segment)
-                    if position == computed[-1]:
-                        segment = segment.then(Segment.launch(self.launch_s[c] * num_sends.get(c, 0)))
+                    first, last = position == computed[0], position == computed[-1]
+                    before_s = self.launch_s[c] * num_receives.get(c, 0) + pass_s if first else 0.0
+                    after_s = self.launch_s[c] * num_sends.get(c, 0) if last else 0.0
+                    segment = self._segment(item, c, before_s, after_s)
                     tasks.append(self._add_segment(template, item, name, c, segment, tails, positions))
             else:
                 tasks = self._add_collective(template, item, name, tails, positions)
@@ -104,6 +102,21 @@ class TemplateBuilder:
         for channel_class, channel in sends:
             self._add_send(template, channel_class, channel, transfer_family, label)
         return template
+
+    def _segment(self, item: Item, c: int, before_s: float, after_s: float) -> Segment:
+        """Return the computation of an item between what the host does before and after it."""
+        if self._host_is_behind:
+            seconds = before_s + after_s
+            return Segment(device_s=seconds, bound_s=seconds).then(self.placement.segment_apart(item, c))
+        segment = self.placement.segment(item, c)
+        if before_s:
+            segment = Segment.launch(before_s).then(segment)
+        return segment.then(Segment.launch(after_s)) if after_s else segment
+
+    @property
+    def _host_is_behind(self) -> bool:
+        """Whether the device waits for every launch, and host time is device time."""
+        return self.fidelity.host and not self.placement.view.costs.problem.runtime.host_runs_ahead
 
     @property
     def _waits_for_receives(self) -> bool:
@@ -169,6 +182,8 @@ class TemplateBuilder:
             launch = 0.0
             if self.fidelity.host:
                 launch = max(self.launch_s[c] for c in members) + costs.collective_host_s(channel.members)
+            if self._host_is_behind:
+                latency, launch = latency + launch, 0.0
             before = [task for c in members for task in tails[c]] if item.chained else []
             before += [
                 task

@@ -328,6 +328,8 @@ def test_vtrain_rows_become_cases_without_calibration_rows(tmp_path: Path) -> No
     assert [case.row_id.partition("#")[2] for case in cases] == ["5", "8"]
     assert vtrain.OTHER_TENSOR in cases[1].groups and vtrain.IN_DISTRIBUTION in cases[0].groups
     assert cases[0].measured.iteration_time_s == 0.1
+    rows = vtrain.rows(tmp_path)
+    assert [vtrain.spec_of(row).vocab_multiple for row in rows] == [1, 1, 512]  # what is split is padded
     assert [entry.num_rows for entry in entries if isinstance(entry, Skipped)] == [1]
 
 

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datafiles.tables import load_table
+from hardware_models.compute import is_misaligned
+from hardware_models.gpus import curves_of
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
 from workloads.kernels import FlashAttention, Matmul, MemoryBound
@@ -50,6 +52,38 @@ def test_causal_attention_takes_half_of_full_attention() -> None:
 def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:
     gpu = V100.gpu(GPU)
     assert V100.optimizer_step_s(GPU, 9e9) == pytest.approx(9e9 / (900e9 * gpu.optimizer_bandwidth_fraction))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "misaligned"),
+    [
+        (Matmul(4096, 50257, 2048), True),  # logits: each row of the product starts two bytes further
+        (Matmul(4096, 2048, 50257, role="data_gradient"), True),
+        (Matmul(50257, 2048, 4096, role="weight_gradient"), True),
+        (Matmul(4096, 50304, 2048), False),
+        (Matmul(4095, 50304, 2048), False),  # tokens are rows, not what rows are made of
+        (Matmul(50304, 2048, 4095, role="weight_gradient"), False),
+        (Matmul(4096, 50260, 2048), True),  # 8 bytes are not enough
+        (Matmul(4096, 50264, 2048), False),
+    ],
+)
+def test_rows_that_start_off_sixteen_bytes_are_misaligned(kernel: Matmul, misaligned: bool) -> None:
+    assert is_misaligned(kernel, 2) is misaligned
+    assert not is_misaligned(kernel, 4)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("role", ["forward", "data_gradient"])
+def test_a_misaligned_product_takes_as_much_longer_as_its_curve_says(dtype: str, role: str) -> None:
+    curve = curves_of(A100.gpu(A100_GPU)).matmul[dtype]
+    even, odd = (
+        A100.kernel_time_s(A100_GPU, Matmul(8192, *sizes, role=role), dtype)
+        for sizes in (((50304, 2048), (50303, 2048)) if role == "forward" else ((2048, 50304), (2048, 50303)))
+    )
+    assert odd / even == pytest.approx(1 / curve.misaligned_fraction, rel=1e-4)
+    for sizes in ((50304, 2048), (50303, 2048)):
+        single = A100.kernel_time_s(A100_GPU, Matmul(8192, *sizes), "tf32")
+        assert single == pytest.approx(A100.kernel_time_s(A100_GPU, Matmul(8192, 50304, 2048), "tf32"), rel=1e-4)
 
 
 def test_an_unknown_dtype_pattern_or_gpu_is_refused() -> None:

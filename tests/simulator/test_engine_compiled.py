@@ -183,7 +183,9 @@ def test_plans_of_every_family_agree(family, degrees) -> None:
         assert_agree(lower(plan, costs, fidelity).graph)
 
 
-@pytest.mark.parametrize("runtime", ["galvatron-v1", "windtunnel-executor", "megatron-deepspeed", "alpa"])
+@pytest.mark.parametrize(
+    "runtime", ["galvatron-v1", "windtunnel-executor", "megatron-deepspeed", "megatron-deepspeed-timed", "alpa"]
+)
 def test_plans_of_every_runtime_agree(runtime) -> None:
     problem = small_problem(cluster="a100-80g-dgx:1x4", runtime=runtime, global_batch=8)
     for degrees in (PLANS["pp of two"], PLANS["recompute"], PLANS["zero 3"]):

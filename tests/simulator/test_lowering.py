@@ -67,6 +67,55 @@ def test_zb_h1_leaves_the_bubble_of_forward_and_input_gradient_less_the_weight_g
     assert simulate(plan, problem, fidelity=Fidelity.ideal()).iteration_time_s == 12 * 3.0 + 3 * 1.0
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_host_that_never_runs_ahead_makes_every_operator_the_longer_of_kernels_and_launches(
+    recompute: str, merge: bool
+) -> None:
+    problem = small_problem("gpt", global_batch=3)
+    slow = replace(
+        problem.runtime,
+        host_runs_ahead=False,
+        host_seconds_per_operator=(60e-6, 110e-6),
+        host_seconds_per_pass=250e-6,
+    )
+    behind = replace(problem, runtime=slow)
+    plan = uniform_plan(behind, microbatch=1, recompute=recompute)
+    costs, device = CostTables(behind), problem.hardware.gpu_type(0)
+    tables = [costs.operator(index, (), 1, device) for index in range(len(problem.workload))]
+    forward = [max(cost.forward.device_s, cost.forward.host_s) for cost in tables]
+    backward = [max(cost.backward.device_s, cost.backward.host_s) for cost in tables]
+    again = sum(forward[first] for start, stop in plan.stages[0].recompute for first in range(start, stop))
+    off = ["optimizer", "allocator", *([] if merge else ["merge"])]
+    found = simulate(plan, behind, fidelity=Fidelity().without(*off)).iteration_time_s
+    assert found == pytest.approx(3 * (sum(forward) + again + sum(backward) + 2 * 250e-6), rel=1e-9)
+    assert any(cost.forward.device_s > cost.forward.host_s for cost in tables)
+    assert any(cost.forward.device_s < cost.forward.host_s for cost in tables)
+    ahead = replace(problem, runtime=replace(slow, host_runs_ahead=True))
+    assert simulate(plan, ahead, fidelity=Fidelity().without(*off)).iteration_time_s < found
+    without_host = Fidelity().without("host", *off)
+    assert (
+        simulate(plan, ahead, fidelity=without_host).iteration_time_s
+        == simulate(plan, behind, fidelity=without_host).iteration_time_s
+    )
+
+
+def test_a_host_that_never_runs_ahead_delays_every_collective_by_its_launch() -> None:
+    problem = small_problem("gpt", global_batch=1)
+    plan = uniform_plan(problem, tp=2, microbatch=1)
+    quick, slow = (
+        simulate(plan, replace(problem, runtime=replace(behind, host_seconds_per_collective=(seconds, 0.0))))
+        for behind in [replace(problem.runtime, host_runs_ahead=False)]
+        for seconds in (0.0, 100e-6)
+    )
+    is_collective = (quick.graph.kind == COMMUNICATION) & (quick.graph.work_s > 0)
+    delay = slow.graph.latency_s - quick.graph.latency_s
+    assert is_collective.sum() == 21  # embedding, two a layer forward and backward, three in the loss, one behind it
+    np.testing.assert_allclose(delay[is_collective], 100e-6, rtol=1e-9)
+    # The three of the loss hold nothing up: the gradient of the logits is ready without them.
+    assert slow.iteration_time_s - quick.iteration_time_s == pytest.approx((21 - 3) * 100e-6, rel=1e-6)
+
+
 def _square_linears(count: int) -> Workload:
     builder = GraphBuilder(name="linears", family="test", tokens_per_sample=2048)
     x = builder.input("x", (2048, 2048))
