@@ -40,7 +40,7 @@ from simulator.lowering.mesh import groups, mesh_sizes, settled
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
 from simulator.lowering.transfers import boundary, received_gathers
-from simulator.memory import static_bytes
+from simulator.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from workloads.placements import REPLICATE, Placement, Shard
 
