@@ -140,8 +140,8 @@ def _batch(new_plans: bool) -> Callable[[], Callable[[], object]]:
             return lambda: estimator.evaluate(known)
         for _ in range(5):
             estimator.evaluate(plans.many(20_000))
-        batches = iter([plans.many(10_000) for _ in range(6)])
-        return lambda: estimator.evaluate(next(batches))
+        batches = iter([plans.operators(10_000) for _ in range(8)])
+        return lambda: estimator.evaluate(PlanArrays.from_operators(*next(batches)))
 
     return make
 
@@ -256,7 +256,7 @@ def figures() -> Iterator[Figure]:
         make, tasks = _engine(run_simpy, 8, 32, overlap)  # type: ignore[arg-type]
         yield Figure(f"SimPy engine, {words}", make, tasks, "tasks", repeats=3)
     yield Figure("fast estimate, batches of known parts", _batch(False), 20_000, "plans")
-    yield Figure("fast estimate, batches of new random plans", _batch(True), 10_000, "plans")
+    yield Figure("fast estimate, batches of new random plans", _batch(True), 10_000, "plans", repeats=7)
     yield Figure("fast estimate, one by one from numbers", _single, 2000, "plans")
     yield Figure("fast estimate, one by one from Plan objects", _single_plan_objects, 500, "plans")
     yield Figure("estimate()", _estimate, 10, "plans", repeats=3)
