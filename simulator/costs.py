@@ -97,6 +97,7 @@ class CostTables:
         stages: Stages lately lowered, with what was worked out for them.
         replays: What the allocator did with lists of events lately replayed.
         bound_plans: Programs of plans lately lowered, bound to devices.
+        forms: What stages of one form have in common, of stages lately lowered.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -108,6 +109,7 @@ class CostTables:
         self.stages = Kept(MAX_STAGES)
         self.replays = Kept(MAX_STAGES)
         self.bound_plans = Kept(MAX_PLANS)
+        self.forms = Kept(MAX_STAGES)
 
     def splits(self, index: int, sharding: Sharding) -> tuple[Split, ...]:
         """Return one Split per axis of a canonical sharding for operator ``index``.

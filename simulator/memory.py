@@ -113,11 +113,11 @@ def _representative(
         static: StaticBytes = view.kept[static_key]
         kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
         key = ("memory", placement.all_samples(c), placement.gpu_type[c], plan.reshard_after_forward, sharded, kinds)
-        if key not in view.kept:
-            view.kept[key] = _stage_passes(
+        if key not in view.shared:
+            view.shared[key] = _stage_passes(
                 c, placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
             )
-        programs[view.position] = view.kept[key]
+        programs[view.position] = view.shared[key]
         stream.add_static(static.parameters, "parameters")
         stream.add_static(static.gradients, "gradients")
         stream.add_static(static.optimizer, "optimizer states")

@@ -15,7 +15,7 @@ from simulator.lowering.channels import ChannelTable
 from simulator.lowering.epilogue import EpilogueBuilder, epilogue_collectives, tied_groups
 from simulator.lowering.mesh import MeshCollective, batch_coordinate, batch_degree
 from simulator.lowering.placement import StagePlacement
-from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
+from simulator.lowering.program import GRADIENTS, Program, ProgramBuilder, StageView
 from simulator.lowering.rows import TaskRows, Template
 from simulator.lowering.symmetry import Partition, partition
 from simulator.lowering.synchronisation import parameter_groups
@@ -150,7 +150,7 @@ class _Lowering:
 
     def run(self) -> Lowered:
         variants = [[self._variant(action) for action in actions] for actions in self._marked_orders()]
-        programs: dict[tuple[int, Variant], list[Item]] = {}
+        programs: dict[tuple[int, Variant], Program] = {}
         for order, found in zip(self.orders, variants, strict=True):
             for action, variant in zip(order, found, strict=True):
                 if (action.stage, variant) not in programs:
@@ -168,7 +168,7 @@ class _Lowering:
             recorded_s=bound.recorded_s,
         )
 
-    def _bound(self, programs: dict[tuple[int, Variant], list[Item]]) -> _Bound:
+    def _bound(self, programs: dict[tuple[int, Variant], Program]) -> _Bound:
         """Return the programs bound to representative devices."""
         channels = self._channels(programs)
         placements = self._placements(channels)
@@ -222,7 +222,7 @@ class _Lowering:
         sync = self.overlapped and makes_gradients and (last or self.plan.gradient_reduction == "every")
         return Variant(action.kind, gather, sync, action.microbatch % self.num_turns)
 
-    def _program(self, stage: int, variant: Variant) -> list[Item]:
+    def _program(self, stage: int, variant: Variant) -> Program:
         view = self.views[stage]
         received: list[MeshCollective] = []
         if variant.kind == FORWARD and stage > 0:
@@ -230,24 +230,25 @@ class _Lowering:
         elif variant.kind in (BACKWARD, BACKWARD_INPUT) and stage + 1 < len(self.views):
             received = received_gathers(view, self.views[stage + 1], self.crossing[stage])
         key = ("program", variant.kind, variant.gather, variant.sync, tuple(received), self.fidelity)
-        if key not in view.kept:
+        if key not in view.shared:
             builder = ProgramBuilder(view, self.fidelity)
             if variant.kind == FORWARD:
-                view.kept[key] = builder.forward(gather=variant.gather, received=received)
+                items = builder.forward(gather=variant.gather, received=received)
             else:
-                view.kept[key] = builder.backward(
+                items = builder.backward(
                     _PHASES[variant.kind], gather=variant.gather, sync=variant.sync, received=received
                 )
-        items: list[Item] = view.kept[key]
-        return items
+            view.shared[key] = Program(items, view.operators[0])
+        program: Program = view.shared[key]
+        return program
 
     # Channels, representatives
 
-    def _channels(self, programs: dict[tuple[int, Variant], list[Item]]) -> ChannelTable:
+    def _channels(self, programs: dict[tuple[int, Variant], Program]) -> ChannelTable:
         hardware = self.problem.hardware
         channels = ChannelTable(hardware.collective, hardware.transfer, contention=self.fidelity.contention)
-        for (stage, _), items in programs.items():
-            for item in items:
+        for (stage, _), program in programs.items():
+            for item in program.items:
                 if item.collective is not None:
                     channels.add_collective(stage, self.plan.stages[stage].devices, item.collective)
         for view in self.views:
@@ -324,20 +325,20 @@ class _Lowering:
 
     def _templates(
         self,
-        programs: dict[tuple[int, Variant], list[Item]],
+        programs: dict[tuple[int, Variant], Program],
         channels: ChannelTable,
         placements: list[StagePlacement],
         launch_s: dict[int, float],
     ) -> tuple[list[Template], dict[tuple[int, Variant], int]]:
         templates: list[Template] = []
         number_of: dict[tuple[int, Variant], int] = {}
-        for (stage, variant), items in programs.items():
+        for (stage, variant), program in programs.items():
             placement = placements[stage].taking_turn(variant.turn)
             builder = TemplateBuilder(placement, channels, self.fidelity, launch_s)
             number_of[stage, variant] = len(templates)
             templates.append(
                 builder.build(
-                    items,
+                    program,
                     self._transfer_family(stage, variant),
                     self._num_receives(stage, variant, placement),
                     f"{_WORDS[variant.kind]} of stage {stage}",

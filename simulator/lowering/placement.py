@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simulator.lowering.mesh import batch_coordinate, batch_degree
-from simulator.lowering.program import Item, StageView
+from simulator.lowering.program import Item, Program, StageView
 from simulator.segments import EMPTY, Segment
 
 
@@ -58,11 +58,19 @@ class StagePlacement:
         chosen = [c for c in self.classes if batch_coordinate(sharding, self.example[c]) == replica]
         return replace(self, classes=tuple(chosen))
 
-    def segment(self, item: Item, representative: int) -> Segment:
-        """Return the computation of an item on a representative."""
+    def segments(self, program: Program, representative: int) -> list[Segment]:
+        """Return the computation of every item of a program on a representative; nothing for collectives."""
+        key = (self.all_samples(representative), self.gpu_type[representative])
+        if key not in program.segments:
+            shift = self.view.operators[0] - program.first
+            program.segments[key] = [self._segment(item, representative, shift) for item in program.items]
+        return program.segments[key]
+
+    def _segment(self, item: Item, representative: int, shift: int) -> Segment:
         total = EMPTY
         costs = self.view.costs
-        for index, phase in item.parts:
+        for named, phase in item.parts:
+            index = named + shift
             cost = costs.operator(
                 index, self.view.shardings[index], self.samples(index, representative), self.gpu_type[representative]
             )

@@ -9,8 +9,13 @@ share.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
 
 Traffic = Hashable
 """Identifies one kind of traffic of a static channel: what, how many bytes."""
@@ -90,83 +95,66 @@ def _refine(
     uses: Sequence[Sequence[tuple[int, tuple[tuple[Traffic, float], ...]]]],
     num_resources: int,
 ) -> tuple[dict[int, int], list[int], list[int]]:
-    device_color = _number({device: roles[device] for device in devices})
-    resource_color = [0] * num_resources
-    intrinsic = _number(
-        {
-            position: (
-                channel.family,
-                tuple((traffic, round(latency, 15), round(work, 15)) for traffic, latency, work, _ in channel.costs),
-            )
-            for position, channel in enumerate(channels)
-        }
+    place_of = {device: number for number, device in enumerate(devices)}
+    device_color = _numbered(roles[device] for device in devices)
+    resource_color = np.zeros(num_resources, dtype=np.int64)
+    channel_color = _numbered(
+        (
+            channel.family,
+            tuple((traffic, round(latency, 15), round(work, 15)) for traffic, latency, work, _ in channel.costs),
+        )
+        for channel in channels
     )
-    channel_color = [intrinsic[position] for position in range(len(channels))]
-    found_ids: dict[tuple[tuple[Traffic, float], ...], int] = {}
-    memberships: dict[int, list[tuple[int, int]]] = {device: [] for device in devices}
-    for position, channel in enumerate(channels):
-        for place, device in enumerate(channel.members):
-            memberships[device].append((position, place if channel.ordered else 0))
-    users: list[list[tuple[int, tuple[tuple[Traffic, float], ...]]]] = [[] for _ in range(num_resources)]
-    for position, used in enumerate(uses):
-        for resource, found in used:
-            users[resource].append((position, found))
+    # Who is in which channel, in which place if that matters; and which channel uses which resource, and how.
+    sizes = [len(channel.members) for channel in channels]
+    member_channel = np.repeat(np.arange(len(channels)), sizes)
+    member_device = np.array([place_of[device] for channel in channels for device in channel.members], dtype=np.int64)
+    member_place = np.array(
+        [place if channel.ordered else 0 for channel in channels for place in range(len(channel.members))],
+        dtype=np.int64,
+    )
+    use_channel = np.repeat(np.arange(len(channels)), [len(used) for used in uses])
+    use_resource = np.array([resource for used in uses for resource, _ in used], dtype=np.int64)
+    use_kind = _numbered(found for used in uses for _, found in used)
+    places, kinds = int(member_place.max(initial=0)) + 1, int(use_kind.max(initial=0)) + 1
     counts = (0, 0, 0)
     while True:
-        channel_color = _renumber(
-            [
-                (
-                    channel_color[position],
-                    tuple(device_color[device] for device in channel.members)
-                    if channel.ordered
-                    else tuple(sorted(device_color[device] for device in channel.members)),
-                    tuple(
-                        sorted(
-                            (resource_color[resource], found_ids.setdefault(found, len(found_ids)))
-                            for resource, found in uses[position]
-                        )
-                    ),
-                )
-                for position, channel in enumerate(channels)
-            ]
+        members = (device_color[member_device] * places + member_place) * 2
+        used = (resource_color[use_resource] * kinds + use_kind) * 2 + 1
+        channel_color = _renumbered(
+            channel_color, np.concatenate([member_channel, use_channel]), np.concatenate([members, used])
         )
-        new_devices = _renumber(
-            [
-                (
-                    device_color[device],
-                    tuple(sorted((channel_color[position], place) for position, place in memberships[device])),
-                )
-                for device in devices
-            ]
+        device_color = _renumbered(
+            device_color, member_device, channel_color[member_channel] * places + member_place
         )
-        device_color = dict(zip(devices, new_devices, strict=True))
-        resource_color = _renumber(
-            [
-                (
-                    resource_color[resource],
-                    tuple(
-                        sorted(
-                            (channel_color[position], found_ids.setdefault(f, len(found_ids))) for position, f in found
-                        )
-                    ),
-                )
-                for resource, found in enumerate(users)
-            ]
-        )
-        now = (len(set(new_devices)), len(set(channel_color)), len(set(resource_color)))
+        resource_color = _renumbered(resource_color, use_resource, channel_color[use_channel] * kinds + use_kind)
+        now = tuple(int(colors.max(initial=-1)) + 1 for colors in (device_color, channel_color, resource_color))
         if now == counts:
-            return device_color, channel_color, resource_color
+            found = dict(zip(devices, device_color.tolist(), strict=True))
+            return found, channel_color.tolist(), resource_color.tolist()
         counts = now
 
 
-def _number(values: Mapping[int, Hashable]) -> dict[int, int]:
+def _numbered(values: Iterable[Hashable]) -> Ids:
+    """Return a number for each value, equal ones the same, counted as they first appear."""
     ids: dict[Hashable, int] = {}
-    return {key: ids.setdefault(value, len(ids)) for key, value in values.items()}
+    return np.array([ids.setdefault(value, len(ids)) for value in values], dtype=np.int64)
 
 
-def _renumber(values: Sequence[Hashable]) -> list[int]:
-    ids: dict[Hashable, int] = {}
-    return [ids.setdefault(value, len(ids)) for value in values]
+def _renumbered(own: Ids, rows: Ids, codes: Ids) -> Ids:
+    """Return a number for each own number together with the codes of its row, in any order.
+
+    Args:
+        own: int64[N].
+        rows: int64[M]. Which of the N each code belongs to.
+        codes: int64[M], >= 0.
+    """
+    width = int(codes.max(initial=0)) + 1
+    assert len(own) * width < 1 << 62, "rows and codes must fit into one number"
+    ordered = np.sort(rows * width + codes)
+    text = (ordered % width).tobytes()
+    bounds = (np.searchsorted(ordered, np.arange(len(own) + 1) * width) * 8).tolist()
+    return _numbered((color, text[a:b]) for color, a, b in zip(own.tolist(), bounds, bounds[1:], strict=False))
 
 
 def _assemble(

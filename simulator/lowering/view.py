@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from simulator.costs import CostTables
+from simulator.lowering.forms import operator_forms
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
 from simulator.plan import Plan, Sharding, Stage
 from workloads.kinds.base import FORWARD
@@ -47,6 +48,27 @@ class StageView:
     def kept(self) -> dict[Hashable, Any]:
         """What others have worked out for this stage and may need again."""
         return {}
+
+    @cached_property
+    def shared(self) -> dict[Hashable, Any]:
+        """What was worked out for any stage of this form: all that holds for one whatever its operators are called.
+
+        Operators named in it are to be counted from the stage's first one.
+        """
+        stage = self.stage
+        if len(stage.operators) != 1:
+            return {}
+        costs, ((first, stop),) = self.costs, stage.operators
+        forms = costs.forms.get("operators", lambda: operator_forms(costs.problem.workload))
+        form = (
+            forms[first:stop].tobytes(),
+            stage.shardings,
+            tuple((a - first, b - first) for a, b in stage.recompute),
+            self.plan.microbatch_size,
+            self.plan.replica_assignment,
+            self.gpu_type,
+        )
+        return costs.forms.get(form, dict[Hashable, Any])
 
     def samples(self, index: int) -> int:
         """Return the samples that the largest replica works on at once in operator ``index``."""

@@ -191,7 +191,7 @@ def _simulation(same_plan: bool) -> Callable[[], Callable[[], object]]:
 
         def call() -> object:
             if not same_plan:
-                for kept in (costs.stages, costs.bound_plans, costs.replays):
+                for kept in (costs.stages, costs.bound_plans, costs.replays, costs.forms):
                     kept.clear()
             return simulate(plan, problem, engine="compiled", costs=costs)
 
