@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,16 +70,7 @@ def partition(roles: Mapping[int, Hashable], channels: Sequence[Channel], *, mer
         merge: False keeps every device, channel and resource apart.
     """
     devices = sorted(roles)
-    resource_index: dict[str, int] = {}
-    uses: list[list[tuple[int, tuple[tuple[Traffic, float], ...]]]] = []
-    for channel in channels:
-        per_resource: dict[int, list[tuple[Traffic, float]]] = {}
-        for traffic, _, _, shares in channel.costs:
-            for name, fraction in shares:
-                number = resource_index.setdefault(name, len(resource_index))
-                per_resource.setdefault(number, []).append((traffic, round(fraction, 12)))
-        uses.append([(number, tuple(found)) for number, found in sorted(per_resource.items())])
-    names = list(resource_index)
+    uses, names = _uses(channels)
     if not merge:
         device_color = {device: position for position, device in enumerate(devices)}
         channel_color: list[int] = list(range(len(channels)))
@@ -88,11 +80,35 @@ def partition(roles: Mapping[int, Hashable], channels: Sequence[Channel], *, mer
     return _assemble(devices, channels, device_color, channel_color, resource_color, names)
 
 
+class _Uses(NamedTuple):
+    """Which channel uses which resource, and how much of it with which traffic (a number for that). int64[U]."""
+
+    channel: Ids
+    resource: Ids
+    kind: Ids
+
+
+def _uses(channels: Sequence[Channel]) -> tuple[_Uses, list[str]]:
+    """Return all uses, and the names of the resources."""
+    numbers: dict[str, int] = {}
+    kinds: dict[Hashable, int] = {}
+    rows: list[tuple[int, int, int]] = []
+    for position, channel in enumerate(channels):
+        found: dict[str, Hashable] = {}
+        for traffic, _, _, shares in channel.costs:
+            for name, fraction in shares:
+                found[name] = (found.get(name), traffic, round(fraction, 12))
+        for name, kind in found.items():
+            rows.append((position, numbers.setdefault(name, len(numbers)), kinds.setdefault(kind, len(kinds))))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return _Uses(*columns), list(numbers)
+
+
 def _refine(
     devices: Sequence[int],
     roles: Mapping[int, Hashable],
     channels: Sequence[Channel],
-    uses: Sequence[Sequence[tuple[int, tuple[tuple[Traffic, float], ...]]]],
+    uses: _Uses,
     num_resources: int,
 ) -> tuple[dict[int, int], list[int], list[int]]:
     place_of = {device: number for number, device in enumerate(devices)}
@@ -105,7 +121,7 @@ def _refine(
         )
         for channel in channels
     )
-    # Who is in which channel, in which place if that matters; and which channel uses which resource, and how.
+    # Who is in which channel, in which place if that matters.
     sizes = [len(channel.members) for channel in channels]
     member_channel = np.repeat(np.arange(len(channels)), sizes)
     member_device = np.array([place_of[device] for channel in channels for device in channel.members], dtype=np.int64)
@@ -113,21 +129,18 @@ def _refine(
         [place if channel.ordered else 0 for channel in channels for place in range(len(channel.members))],
         dtype=np.int64,
     )
-    use_channel = np.repeat(np.arange(len(channels)), [len(used) for used in uses])
-    use_resource = np.array([resource for used in uses for resource, _ in used], dtype=np.int64)
-    use_kind = _numbered(found for used in uses for _, found in used)
-    places, kinds = int(member_place.max(initial=0)) + 1, int(use_kind.max(initial=0)) + 1
+    places, kinds = int(member_place.max(initial=0)) + 1, int(uses.kind.max(initial=0)) + 1
     counts = (0, 0, 0)
     while True:
         members = (device_color[member_device] * places + member_place) * 2
-        used = (resource_color[use_resource] * kinds + use_kind) * 2 + 1
+        used = (resource_color[uses.resource] * kinds + uses.kind) * 2 + 1
         channel_color = _renumbered(
-            channel_color, np.concatenate([member_channel, use_channel]), np.concatenate([members, used])
+            channel_color, np.concatenate([member_channel, uses.channel]), np.concatenate([members, used])
         )
         device_color = _renumbered(
             device_color, member_device, channel_color[member_channel] * places + member_place
         )
-        resource_color = _renumbered(resource_color, use_resource, channel_color[use_channel] * kinds + use_kind)
+        resource_color = _renumbered(resource_color, uses.resource, channel_color[uses.channel] * kinds + uses.kind)
         now = tuple(int(colors.max(initial=-1)) + 1 for colors in (device_color, channel_color, resource_color))
         if now == counts:
             found = dict(zip(devices, device_color.tolist(), strict=True))
