@@ -12,6 +12,7 @@ from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.assemble import DeviceTraits, assemble
 from simulator.lowering.channels import ChannelTable
+from simulator.lowering.columns import TemplateColumns
 from simulator.lowering.epilogue import EpilogueBuilder, epilogue_collectives, tied_groups
 from simulator.lowering.mesh import MeshCollective, batch_coordinate, batch_degree
 from simulator.lowering.placement import StagePlacement
@@ -125,6 +126,7 @@ class _Bound:
     templates: list[Template]
     number_of: dict[tuple[int, Variant], int]
     epilogue: TaskRows
+    columns: TemplateColumns
     entry: dict[int, list[int]]
     partition: Partition
     traits: DeviceTraits
@@ -158,7 +160,7 @@ class _Lowering:
         key = (self.plan, self.fidelity, tuple(programs))
         bound = self.costs.bound_plans.get(key, lambda: self._bound(programs))
         tiling = self._tile(bound.templates, bound.number_of, variants, bound.placements)
-        graph = assemble(tiling, bound.epilogue, bound.entry, bound.partition, bound.traits)
+        graph = assemble(tiling, bound.columns, bound.epilogue, bound.entry, bound.partition, bound.traits)
         return Lowered(
             graph=graph,
             views=self.views,
@@ -184,6 +186,7 @@ class _Lowering:
             templates=templates,
             number_of=number_of,
             epilogue=rows,
+            columns=TemplateColumns([*(template.rows for template in templates), rows]),
             entry=epilogue.entry,
             partition=channels.partition,
             traits=self._traits(channels.partition),
