@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from hardware_models.model import HardwareModel
@@ -154,9 +153,9 @@ def _deep_run() -> Callable[[], object]:
 
 def _long_simulation(leaves_out: bool) -> Callable[[], Callable[[], object]]:
     def make() -> Callable[[], object]:
-        problem = replace(deep_problem(), global_batch=512)
+        problem = deep_problem(256)
         costs = CostTables(problem)
-        plan = uniform_plan(problem, tp=8, pp=64, dp=2, recompute="full")
+        plan = uniform_plan(problem, tp=8, pp=32, recompute="full")
         return lambda: simulate(plan, problem, engine="compiled", costs=costs, leave_out_periods=leaves_out)
 
     return make
@@ -209,8 +208,8 @@ def figures() -> Iterator[Figure]:
     yield Figure("simulate 1,024 layers on 1,024 GPUs", _deep_simulation, 1, "runs", repeats=3)
     yield Figure("build the task graph of the 1,024 layers", _deep_graph, 924_850, "tasks", repeats=3)
     yield Figure("run the task graph of the 1,024 layers", _deep_run, 924_850, "tasks", repeats=3)
-    yield Figure("simulate 64 stages, 256 microbatches", _long_simulation(False), 1, "runs", repeats=2)
-    yield Figure("simulate 64 stages, periods left out", _long_simulation(True), 1, "runs", repeats=2)
+    yield Figure("simulate 32 stages, 512 microbatches", _long_simulation(False), 1, "runs", repeats=3)
+    yield Figure("simulate 32 stages, 512 microbatches, periods left out", _long_simulation(True), 1, "runs", repeats=3)
     yield Figure("four cost tables of 1,024 layers", _deep_tables, 1, "runs", repeats=3)
     yield Figure("windtunnel --help", _command("--help"), 1, "runs")
     yield Figure("windtunnel simulate, SimPy engine", _command("simulate", "PLAN"), 1, "runs")

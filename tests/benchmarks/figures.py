@@ -23,7 +23,7 @@ def main() -> None:
     """Measure everything and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/performance"))
-    parser.add_argument("--only", default="", help="figures whose name holds this")
+    parser.add_argument("--only", default="", help="figures whose name holds this; the others stay as they are")
     parser.add_argument("--no-growth", action="store_true")
     parser.add_argument("--page", action="store_true", help="write the page's tables from the files that are there")
     options = parser.parse_args()
@@ -32,9 +32,15 @@ def main() -> None:
         write_tables(page, options.output)
         return
     options.output.mkdir(parents=True, exist_ok=True)
+    table = options.output / "figures.csv"
+    known: dict[str, dict[str, str]] = {}
+    if options.only and table.exists():
+        with table.open(newline="") as file:
+            known = {row["figure"]: row for row in csv.DictReader(file)}
     rows = []
     for figure in figures():
         if options.only not in figure.name:
+            rows += [known[figure.name]] if figure.name in known else []
             continue
         found = measure(figure)
         rows.append(
@@ -50,9 +56,11 @@ def main() -> None:
             }
         )
         print("  ".join(str(value) for value in rows[-1].values()), flush=True)
+    _write(table, rows)
     if options.only:
+        if page.exists():
+            write_tables(page, options.output)
         return
-    _write(options.output / "figures.csv", rows)
     memory = [{"what": what, "peak_mib": f"{peak_mebibytes(statement):.0f}"} for what, statement in MEMORY.items()]
     _write(options.output / "memory.csv", memory)
     _write(options.output / "errors.csv", list(errors()))
