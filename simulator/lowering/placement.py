@@ -29,8 +29,8 @@ class StagePlacement:
 
     def samples(self, index: int, representative: int) -> int:
         """Return the samples that the representative works on in operator ``index``."""
-        if self.view.plan.rotates:
-            return self.view.plan.microbatch_size
+        if self._even:
+            return self.view.samples(index)
         sharding = self.view.shardings[index]
         degree = batch_degree(sharding)
         base, extra = divmod(self.view.plan.microbatch_size, degree)
@@ -40,14 +40,15 @@ class StagePlacement:
 
     def all_samples(self, representative: int) -> tuple[int, ...]:
         """Return the samples of the representative in every operator; nothing where all replicas have as many."""
-        size = self.view.plan.microbatch_size
-        if self.view.plan.rotates or not any(size % degree for degree in self._batch_degrees):
+        if self._even:
             return ()
         return tuple(self.samples(index, representative) for index in self.view.operators)
 
     @cached_property
-    def _batch_degrees(self) -> set[int]:
-        return {batch_degree(sharding) for sharding in set(self.view.shardings.values())}
+    def _even(self) -> bool:
+        """Whether all replicas have as many samples."""
+        size, shardings = self.view.plan.microbatch_size, {sharding for _, sharding in self.view.stage.shardings}
+        return self.view.plan.rotates or not any(size % batch_degree(sharding) for sharding in shardings)
 
     def taking_turn(self, turn: int) -> StagePlacement:
         """Return the part of the stage that works on microbatches with this number modulo all turns."""

@@ -164,7 +164,7 @@ class ProgramBuilder:
                         self._collective(item, index)
 
     def _cost(self, index: int) -> OperatorCost:
-        return self.view.costs.operator(index, self.view.shardings[index], self.view.samples(index), self.view.gpu_type)
+        return self.view.cost(index)
 
     def _forward_collectives(self, index: int, recomputed: set[int] | None) -> Iterator[tuple[MeshCollective, int]]:
         """Yield the collectives before an operator; what was reduced on its way into a segment stays reduced."""

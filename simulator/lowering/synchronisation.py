@@ -77,7 +77,7 @@ def _parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
     seen: set[object] = set()
     for index in view.operators:
         sharding = view.shardings[index]
-        cost = view.costs.operator(index, sharding, view.samples(index), view.gpu_type)
+        cost = view.cost(index)
         if not cost.parameters:
             continue
         splits = view.costs.splits(index, sharding)
