@@ -364,7 +364,9 @@ def estimate_times(
                     if families[family, REDUCTION] < 0:
                         break
                     elements = sums[ends, ELEMENTS + family] - sums[start, ELEMENTS + family]
-                    elements += _tied_elements(shape, tables, plans, run_tables, table, family, first, begin, start, ends)
+                    elements += _tied_elements(
+                        shape, tables, plans, run_tables, table, family, first, begin, start, ends
+                    )
                     gathers = gathers or families[family, GATHER] >= 0
                     if elements > 0:
                         for way in range(2):

@@ -23,6 +23,7 @@ from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.templates import TemplateBuilder
 from simulator.lowering.tiling import Block, Ids, Tiling
 from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
+from simulator.lowering.variants import Variant, VariantChoice
 from simulator.plan import Plan
 from simulator.schedules.actions import (
     BACKWARD,
@@ -44,23 +45,6 @@ _WORDS = {
     BACKWARD_INPUT: "backward input",
     BACKWARD_WEIGHT: "backward weight",
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Which program an action runs.
-
-    Attributes:
-        kind: Phase letter.
-        gather: ZeRO-3 parameters are gathered.
-        sync: Gradients are reduced in it.
-        turn: Microbatch modulo the number of turns, where replicas take whole microbatches.
-    """
-
-    kind: str
-    gather: bool
-    sync: bool
-    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,7 +135,8 @@ class _Lowering:
         ]
 
     def run(self) -> Lowered:
-        variants = [[self._variant(action) for action in actions] for actions in self._marked_orders()]
+        chosen = VariantChoice(self.plan, self.has_zero3, self.overlapped, self.num_turns)
+        variants = [chosen.of_order(order) for order in self.orders]
         programs: dict[tuple[int, Variant], Program] = {}
         for order, found in zip(self.orders, variants, strict=True):
             for action, variant in zip(order, found, strict=True):
@@ -193,37 +178,7 @@ class _Lowering:
             recorded_s=self._recorded(placements),
         )
 
-    # Variants and programs
-
-    def _marked_orders(self) -> list[list[tuple[Action, bool, bool]]]:
-        """Return every action with: is it its stage's first forward, and its last gradient pass?"""
-        marked = []
-        for order in self.orders:
-            gradient_kind = BACKWARD_WEIGHT if any(action.kind == BACKWARD_WEIGHT for action in order) else BACKWARD
-            first: dict[int, int] = {}
-            last: dict[int, int] = {}
-            for position, action in enumerate(order):
-                if action.kind == FORWARD:
-                    first.setdefault(action.stage, position)
-                if action.kind == gradient_kind:
-                    last[action.stage] = position
-            marked.append(
-                [
-                    (action, first.get(action.stage) == position, last.get(action.stage) == position)
-                    for position, action in enumerate(order)
-                ]
-            )
-        return marked
-
-    def _variant(self, marked: tuple[Action, bool, bool]) -> Variant:
-        action, first, last = marked
-        gather = self.has_zero3[action.stage] and (
-            (action.kind == FORWARD and (self.plan.reshard_after_forward or first))
-            or (action.kind in (BACKWARD, BACKWARD_INPUT) and self.plan.reshard_after_forward)
-        )
-        makes_gradients = action.kind in (BACKWARD, BACKWARD_WEIGHT)
-        sync = self.overlapped and makes_gradients and (last or self.plan.gradient_reduction == "every")
-        return Variant(action.kind, gather, sync, action.microbatch % self.num_turns)
+    # Programs
 
     def _program(self, stage: int, variant: Variant) -> Program:
         view = self.views[stage]

@@ -129,7 +129,7 @@ def _refine(
         [place if channel.ordered else 0 for channel in channels for place in range(len(channel.members))],
         dtype=np.int64,
     )
-    places, kinds = int(member_place.max(initial=0)) + 1, int(uses.kind.max(initial=0)) + 1
+    places, kinds = _count(member_place), _count(uses.kind)
     counts = (0, 0, 0)
     while True:
         members = (device_color[member_device] * places + member_place) * 2
@@ -141,11 +141,15 @@ def _refine(
             device_color, member_device, channel_color[member_channel] * places + member_place
         )
         resource_color = _renumbered(resource_color, uses.resource, channel_color[uses.channel] * kinds + uses.kind)
-        now = tuple(int(colors.max(initial=-1)) + 1 for colors in (device_color, channel_color, resource_color))
+        now = (_count(device_color), _count(channel_color), _count(resource_color))
         if now == counts:
             found = dict(zip(devices, device_color.tolist(), strict=True))
             return found, channel_color.tolist(), resource_color.tolist()
         counts = now
+
+
+def _count(colors: Ids) -> int:
+    return int(colors.max(initial=-1)) + 1
 
 
 def _numbered(values: Iterable[Hashable]) -> Ids:
