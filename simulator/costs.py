@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
+from simulator.lowering.forms import operator_forms
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, reshard
 from simulator.operator_table import OperatorTable, operator_table
 from simulator.plan import Sharding
@@ -108,6 +113,11 @@ class CostTables:
         self.replays = Kept(MAX_STAGES)
         self.bound_plans = Kept(MAX_PLANS)
         self.forms = Kept(MAX_STAGES)
+
+    @cached_property
+    def operator_forms(self) -> NDArray[np.int64]:
+        """Which operators are alike, and stand alike, but for names; see ``lowering.forms``."""
+        return operator_forms(self.problem.workload)
 
     def splits(self, index: int, sharding: Sharding) -> tuple[Split, ...]:
         """Return one Split per axis of a canonical sharding for operator ``index``.

@@ -36,6 +36,7 @@ from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
 from simulator.estimate import Estimate
 from simulator.fast_channels import Channels, Interner
+from simulator.fast_holdings import view_of
 from simulator.fast_memory import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
 from simulator.fast_store import Store
@@ -364,7 +365,7 @@ class FastEstimator:
             runs = begin + np.searchsorted(columns.run_stops[begin:end], own, side="right")
             strategies = {i: self._strategy_list[columns.strategies[run]] for i, run in zip(own, runs, strict=True)}
             devices = self._placement_list[columns.placements[row]]
-            sides.append(self._builder.view(strategies, devices, int(columns.microbatch_size[plan])))
+            sides.append(view_of(self.costs, strategies, devices, int(columns.microbatch_size[plan])))
         return self._builder.boundary(sides[0], sides[1], tensors)
 
 

@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 from simulator.costs import CostTables, OperatorCost
-from simulator.lowering.forms import operator_forms
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
 from simulator.plan import Plan, Sharding, Stage
 from workloads.kinds.base import FORWARD
@@ -60,9 +59,8 @@ class StageView:
         if len(stage.operators) != 1:
             return {}
         costs, ((first, stop),) = self.costs, stage.operators
-        forms = costs.forms.get("operators", lambda: operator_forms(costs.problem.workload))
         form = (
-            forms[first:stop].tobytes(),
+            costs.operator_forms[first:stop].tobytes(),
             stage.shardings,
             tuple((a - first, b - first) for a, b in stage.recompute),
             self.plan.microbatch_size,
