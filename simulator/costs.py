@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
-from simulator.lowering.mesh import MeshCollective, batch_degree, groups, mesh_sizes, reshard
-from simulator.operator_table import OperatorTable
-from simulator.plan import Sharding, resolve
+from simulator.lowering.forms import operator_forms
+from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, reshard
+from simulator.operator_table import OperatorTable, operator_table
+from simulator.plan import Sharding
 from simulator.problem import Problem
+from simulator.saved import saved_tensors as saved_tensors
 from simulator.segments import EMPTY, Segment
 from workloads.kernels import Kernel, MemoryBound
 from workloads.kinds.base import (
@@ -31,7 +35,6 @@ from workloads.kinds.base import (
 )
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
-from workloads.operators import Workload
 from workloads.placements import Placement
 
 
@@ -97,6 +100,7 @@ class CostTables:
         stages: Stages lately lowered, with what was worked out for them.
         replays: What the allocator did with lists of events lately replayed.
         bound_plans: Programs of plans lately lowered, bound to devices.
+        forms: What stages of one form have in common, of stages lately lowered.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -108,6 +112,12 @@ class CostTables:
         self.stages = Kept(MAX_STAGES)
         self.replays = Kept(MAX_STAGES)
         self.bound_plans = Kept(MAX_PLANS)
+        self.forms = Kept(MAX_STAGES)
+
+    @cached_property
+    def operator_forms(self) -> NDArray[np.int64]:
+        """Which operators are alike, and stand alike, but for names; see ``lowering.forms``."""
+        return operator_forms(self.problem.workload)
 
     def splits(self, index: int, sharding: Sharding) -> tuple[Split, ...]:
         """Return one Split per axis of a canonical sharding for operator ``index``.
@@ -277,68 +287,8 @@ class CostTables:
         """
         key = (tuple(sharding), samples, gpu_type)
         if key not in self._tables:
-            self._tables[key] = self._build_table(*key)
+            self._tables[key] = operator_table(self, *key)
         return self._tables[key]
-
-    def _build_table(self, sharding: Sharding, samples: int, gpu_type: str) -> OperatorTable:
-        workload = self.problem.workload
-        count = len(workload)
-        forward, backward, parameters, saved, boundary = (np.zeros(count) for _ in range(5))
-        collective_cache: dict[object, tuple[float, float]] = {}
-        seen: set[str] = set()
-        open_bytes = 0.0
-        last_reader = {name: readers[-1] for name, readers in workload.consumers.items()}
-        closing: dict[int, float] = {}
-        resolved = [resolve(sharding, op) for op in workload.operators]
-        for index in range(count):
-            cost = self.operator(index, resolved[index], samples, gpu_type)
-            key = (workload.signatures[index], tuple(self._neighbour_signatures(index)))
-            if key not in collective_cache:
-                collective_cache[key] = self._collective_seconds(index, resolved, samples, gpu_type)
-            forward_comm, backward_comm = collective_cache[key]
-            forward[index] = cost.forward.device_s + forward_comm
-            backward[index] = cost.backward.device_s + backward_comm
-            parameters[index] = cost.num_parameter_elements
-            for name, size in saved_tensors(workload, index, cost):
-                if name not in seen:
-                    seen.add(name)
-                    saved[index] += size
-            for tensor, size in zip(workload.operators[index].outputs, cost.output_bytes, strict=True):
-                if tensor in last_reader:
-                    open_bytes += size
-                    closing[last_reader[tensor]] = closing.get(last_reader[tensor], 0.0) + size
-            open_bytes -= closing.get(index, 0.0)
-            boundary[index] = max(open_bytes, 0.0)
-        return OperatorTable(forward, backward, parameters, saved, boundary)
-
-    def _neighbour_signatures(self, index: int) -> Iterable[tuple[int, ...]]:
-        """Yield, per input, the signatures of its producer and of its earlier readers."""
-        workload = self.problem.workload
-        for name in workload.operators[index].inputs:
-            producer = workload.producer.get(name)
-            earlier = [reader for reader in workload.consumers[name] if reader < index]
-            yield (
-                -1 if producer is None else workload.signatures[producer],
-                *dict.fromkeys(workload.signatures[reader] for reader in earlier),
-            )
-
-    def _collective_seconds(
-        self, index: int, resolved: list[Sharding], samples: int, gpu_type: str
-    ) -> tuple[float, float]:
-        """Return seconds of the collectives before operator ``index``, forward and backward, alone."""
-        totals = [0.0, 0.0]
-        for phase, item, owner, _ in self.input_collectives(index, resolved.__getitem__, samples, gpu_type):
-            if not self.operator(owner, resolved[owner], samples, gpu_type).includes_collectives:
-                totals[phase != FORWARD] += self._first_group_s(item)
-        cost = self.operator(index, resolved[index], samples, gpu_type)
-        if not cost.includes_collectives:
-            for phase, item in cost.internal:
-                totals[phase != FORWARD] += self._first_group_s(item)
-        return totals[0], totals[1]
-
-    def _first_group_s(self, item: MeshCollective) -> float:
-        members = groups(item.sizes, item.axes)[0]
-        return self.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
 
     def input_collectives(
         self, index: int, sharding_of: Callable[[int], Sharding | None], samples: int, gpu_type: str
@@ -422,17 +372,3 @@ def _measured(modelled: Segment, seconds: float, source: str) -> Segment:
     host_s = min(modelled.host_s, seconds)
     recorded = (seconds, 0.0, 0.0) if source == "measured" else (0.0, seconds, 0.0)
     return Segment(seconds, host_s, seconds, 0.0, recorded)
-
-
-def saved_tensors(workload: Workload, index: int, cost: OperatorCost) -> list[tuple[str, float]]:
-    """Return ``(tensor name, bytes)`` of what operator ``index`` saves; equal names are one tensor."""
-    op = workload.operators[index]
-    named = []
-    for ref, size in cost.saved:
-        if ref.startswith("input:"):
-            named.append((op.inputs[int(ref[6:])], size))
-        elif ref.startswith("output:"):
-            named.append((op.outputs[int(ref[7:])], size))
-        else:
-            named.append((f"{op.name}/{ref}", size))
-    return named

@@ -19,7 +19,7 @@ from simulator.lowering.mesh import MeshCollective, groups
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, received_gathers
-from simulator.memory import reduces_in_backward, static_bytes
+from simulator.model_states import reduces_in_backward, static_bytes
 from simulator.plan import Plan, batch_replicas
 from simulator.problem import Problem
 

@@ -36,6 +36,7 @@ from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
 from simulator.estimate import Estimate
 from simulator.fast_channels import Channels, Interner
+from simulator.fast_holdings import view_of
 from simulator.fast_memory import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
 from simulator.fast_store import Store
@@ -52,8 +53,7 @@ from simulator.fast_time import (
     PlanColumns,
     estimate_times,
 )
-from simulator.lowering.program import StageView
-from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
+from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 
 __all__ = ["FastEstimates", "FastEstimator", "PlanArrays", "StageColumns"]
@@ -100,7 +100,6 @@ class FastEstimator:
         self._store = Store(self._builder)
         self._strategies: dict[Sharding, int] = {}
         self._strategy_list: list[Sharding] = []
-        self._resolved: dict[Sharding, list[Sharding]] = {}
         self._placements: dict[tuple[int, ...], int] = {}
         self._placement_list: list[tuple[int, ...]] = []
         self._shapes, self._forms, self._aliases = Interner(), Interner(), Interner()
@@ -189,7 +188,7 @@ class FastEstimator:
         stages, warmups = [], []
         rows = range(columns.stage_offsets[index], columns.stage_offsets[index + 1])
         for row in rows:
-            stages.append(self._stage(columns, row, rows.start, canonical=False))
+            stages.append(self._stage(columns, row, rows.start))
             warmups.append(int(columns.warmups[row]))
         word = {number: name for name, number in SCHEDULES.items()}[int(columns.schedule[index])]
         return Plan(
@@ -329,7 +328,7 @@ class FastEstimator:
         devices = self._placement_list[columns.placements[stage]]
         return self._builder.row(index, strategies, devices, int(columns.microbatch_size[plan]))
 
-    def _stage(self, columns: PlanColumns, row: int, first_row: int, *, canonical: bool) -> Stage:
+    def _stage(self, columns: PlanColumns, row: int, first_row: int) -> Stage:
         first = self._first(columns, row, first_row)
         runs, start = [], first
         for run in range(columns.run_offsets[row], columns.run_offsets[row + 1]):
@@ -337,34 +336,37 @@ class FastEstimator:
             runs.append((stop - start, self._strategy_list[columns.strategies[run]]))
             start = stop
         segments = range(columns.segment_offsets[row], columns.segment_offsets[row + 1])
-        stage = Stage(
+        return Stage(
             operators=((first, start),),
             devices=self._placement_list[columns.placements[row]],
             shardings=tuple(runs),
             recompute=tuple((int(columns.segment_firsts[g]), int(columns.segment_stops[g])) for g in segments),
         )
-        if not canonical:
-            return stage
-        resolved: list[Sharding] = []
-        for count, sharding in runs:
-            if sharding not in self._resolved:
-                self._resolved[sharding] = [resolve(sharding, op) for op in self.problem.workload.operators]
-            start = first + len(resolved)
-            resolved += self._resolved[sharding][start : start + count]
-        return replace(stage, shardings=run_lengths(resolved))
 
     def _boundary(self, columns: PlanColumns, stage: int, plan: int) -> list[float]:
-        first_row = int(columns.stage_offsets[plan])
-        stages = tuple(self._stage(columns, row, first_row, canonical=True) for row in (stage, stage + 1))
-        pair = Plan(stages, int(columns.microbatch_size[plan]), 1)
-        views = [
-            StageView(position, one, pair, self.costs, self.problem.gpu_types[one.devices[0]])
-            for position, one in enumerate(stages)
-        ]
-        cut = stages[1].operators[0][0]
-        shape = self._structure
-        tensors = shape.crossing[shape.crossing_offsets[cut] : shape.crossing_offsets[cut + 1]]
-        return self._builder.boundary(views[0], views[1], tensors.tolist())
+        """Return a row of boundaries, from the operators on either side that touch what crosses."""
+        shape, first_row = self._structure, int(columns.stage_offsets[plan])
+        firsts = [self._first(columns, row, first_row) for row in (stage, stage + 1)]
+        cut, stop = firsts[1], int(columns.run_stops[columns.run_offsets[stage + 2] - 1])
+        tensors = shape.crossing[shape.crossing_offsets[cut] : shape.crossing_offsets[cut + 1]].tolist()
+        before, behind = {firsts[0]}, {cut}
+        for tensor in tensors:
+            readers = shape.readers[shape.reader_offsets[tensor] : shape.reader_offsets[tensor + 1]]
+            maker = int(shape.producers[tensor])
+            if maker >= firsts[0]:
+                before.add(maker)
+            else:
+                before.update(readers[np.searchsorted(readers, firsts[0]) :][:1].tolist())
+            behind.update(readers[np.searchsorted(readers, cut) :][:1].tolist())
+        sides = []
+        for row, indices in ((stage, {i for i in before if i < cut}), (stage + 1, {i for i in behind if i < stop})):
+            begin, end = columns.run_offsets[row], columns.run_offsets[row + 1]
+            own = sorted(indices)
+            runs = begin + np.searchsorted(columns.run_stops[begin:end], own, side="right")
+            strategies = {i: self._strategy_list[columns.strategies[run]] for i, run in zip(own, runs, strict=True)}
+            devices = self._placement_list[columns.placements[row]]
+            sides.append(view_of(self.costs, strategies, devices, int(columns.microbatch_size[plan])))
+        return self._builder.boundary(sides[0], sides[1], tensors)
 
 
 def _in_order(stage: Stage) -> tuple[tuple[int, Sharding], ...]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.fast_memory import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1
+from simulator.fast_operators import runs_of_operators
 from simulator.fast_time import PlanColumns
 
 if TYPE_CHECKING:
@@ -159,37 +160,35 @@ class PlanArrays:
         """Return plans that say everything operator by operator.
 
         Args:
-            stage: [P, N]. Stage of each operator: 0, 1, ... without gaps, ascending.
+            stage: [P, N]. Stage of each operator: 0, 1, ... without gaps, ascending. Small integer types convert
+                fastest.
             strategy: [P, N]. Strategy of each operator.
             segment: [P, N]. 0 where an operator is not recomputed; neighbours of a stage with the same number
                 are one segment.
             placements: [S]. Of all stages of all plans, one plan after the other.
             microbatch_size, num_microbatches, schedule: [P]; 1F1B if there is no schedule.
         """
-        count, num_operators = stage.shape
-        starts_stage = np.ones((count, num_operators), dtype=np.bool_)
-        starts_stage[:, 1:] = stage[:, 1:] != stage[:, :-1]
-        starts_run = starts_stage.copy()
-        starts_run[:, 1:] |= strategy[:, 1:] != strategy[:, :-1]
-        begins = starts_stage.copy()
-        begins[:, 1:] |= segment[:, 1:] != segment[:, :-1]
-        flat_stage = np.flatnonzero(starts_stage)
-        flat_run = np.flatnonzero(starts_run)
-        ends_run = np.append(flat_run[1:], count * num_operators)
-        flat_begin = np.flatnonzero(begins)
-        recomputed = segment.ravel()[flat_begin] > 0
-        ends_segment = np.append(flat_begin[1:], count * num_operators)[recomputed]
-        first_segment = flat_begin[recomputed]
+        if not stage.shape == strategy.shape == segment.shape or stage.ndim != 2 or not stage.shape[1]:
+            raise ValueError(
+                "stage, strategy and segment must have one column for each operator and the same shape, got "
+                f"{stage.shape}, {strategy.shape} and {segment.shape}"
+            )
+        kind = np.result_type(stage, strategy, segment)
+        columns = (np.ascontiguousarray(column, dtype=kind) for column in (stage, strategy, segment))
+        stages, runs, stops, strategies, segments, firsts, lasts = runs_of_operators(*columns)
+        count = len(stage)
+        if len(placements) != stages[-1]:
+            raise ValueError(f"placements must name one for each of {stages[-1]} stages, got {len(placements)}")
         return PlanArrays(
-            stage_offsets=np.concatenate([[0], np.cumsum(starts_stage.sum(axis=1))]),
+            stage_offsets=stages,
             placements=placements,
-            warmups=np.zeros(len(flat_stage), dtype=np.int64),
-            run_offsets=np.append(np.searchsorted(flat_run, flat_stage), len(flat_run)),
-            run_stops=(ends_run - 1) % num_operators + 1,
-            strategies=strategy.ravel()[flat_run].astype(np.int64),
-            segment_offsets=np.append(np.searchsorted(first_segment, flat_stage), len(first_segment)),
-            segment_firsts=first_segment % num_operators,
-            segment_stops=(ends_segment - 1) % num_operators + 1,
+            warmups=np.zeros(len(placements), dtype=np.int64),
+            run_offsets=runs,
+            run_stops=stops,
+            strategies=strategies,
+            segment_offsets=segments,
+            segment_firsts=firsts,
+            segment_stops=lasts,
             microbatch_size=microbatch_size,
             num_microbatches=num_microbatches,
             schedule=np.zeros(count, dtype=np.int64) if schedule is None else schedule,

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from simulator.costs import CostTables
 from simulator.estimate import collective_s, items_s, transfers_s
 from simulator.fast_channels import Channels, CrowdedSeriesError, Interner
+from simulator.fast_holdings import Holding, Holdings, view_of
 from simulator.fast_memory import KEPT, LOSS, MEMORY_COLUMNS, STATES, WEIGHTED, Savings
-from simulator.fast_structure import Ints, Names, saved_by
+from simulator.fast_structure import Ints, Names
 from simulator.fast_time import (
     ELEMENTS,
     FAMILY,
@@ -25,23 +26,15 @@ from simulator.fast_time import (
     GATHER_CHANNEL,
     GATHER_S,
     MAX_FAMILIES,
-    REDUCTION,
-    REFRESH,
-    REFRESH_CHANNEL,
-    REST,
-    SCATTER,
-    SCATTER_DEGREE,
     TIME_COLUMNS,
     UNSUITED,
     Structure,
 )
 from simulator.fidelity import Fidelity
-from simulator.lowering.mesh import groups, mesh_sizes, settled
+from simulator.lowering.mesh import mesh_sizes, settled
 from simulator.lowering.program import ProgramBuilder, StageView
-from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
 from simulator.lowering.transfers import boundary, received_gathers
-from simulator.memory import static_bytes
-from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
+from simulator.plan import Sharding, resolve
 from workloads.placements import REPLICATE, Placement, Shard
 
 Floats = NDArray[np.float64]
@@ -79,22 +72,7 @@ class TableBuilder:
         self.names = names
         self.channels = channels
         self._layouts = Interner()
-        self._keys = Interner()
-
-    # Views of a few operators
-
-    def view(self, strategies: Mapping[int, Sharding], devices: Sequence[int], microbatch_size: int) -> StageView:
-        """Return a stage of these operators only."""
-        operators = self.problem.workload.operators
-        indices = sorted(strategies)
-        resolved = [resolve(strategies[index], operators[index]) for index in indices]
-        stage = Stage(
-            operators=tuple((index, index + 1) for index in indices),
-            devices=tuple(devices),
-            shardings=run_lengths(resolved),
-        )
-        plan = Plan(stages=(stage,), microbatch_size=microbatch_size, num_microbatches=1)
-        return StageView(0, stage, plan, self.costs, self.problem.gpu_types[devices[0]])
+        self._holdings = Holdings(costs, channels, self._layouts)
 
     def row(
         self, index: int, strategies: Mapping[int, Sharding], devices: Sequence[int], microbatch_size: int
@@ -107,7 +85,7 @@ class TableBuilder:
             devices: Of the stage.
             microbatch_size: Samples over all replicas.
         """
-        view = self.view(strategies, devices, microbatch_size)
+        view = view_of(self.costs, strategies, devices, microbatch_size)
         forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
         inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
         return [
@@ -158,17 +136,17 @@ class TableBuilder:
         family_of: dict[object, int] = {}
         has_private = np.zeros(count, dtype=np.int64)
         workspace = np.zeros(count)
-        own: dict[tuple[int, Sharding], _Own] = {}
+        own: dict[tuple[int, Sharding], Holding] = {}
         tied_bytes, tied, saved_sizes = [], [], []
         for index in range(count):
             key = (workload.signatures[index], resolved[index])
             if key not in own:
                 try:
-                    own[key] = self._own(index, resolved[index], devices, microbatch_size, family_of, families)
+                    own[key] = self._holdings.of(index, resolved[index], devices, microbatch_size, family_of, families)
                 except CrowdedSeriesError:
                     raise
                 except ValueError:
-                    own[key] = self._nothing(index)
+                    own[key] = self._holdings.nothing(index)
             found = own[key]
             sums[index + 1, UNSUITED] = found.unsuited
             has_private[index] = found.private > 0
@@ -204,115 +182,6 @@ class TableBuilder:
             tied_bytes=np.array(tied_bytes).reshape(-1, 4),
             tied=np.array(tied, dtype=np.int64).reshape(-1, 3),
         )
-
-    def _own(
-        self,
-        index: int,
-        sharding: Sharding,
-        devices: Sequence[int],
-        microbatch_size: int,
-        family_of: dict[object, int],
-        families: Ints,
-    ) -> _Own:
-        """Return what an operator holds, whatever stands around it."""
-        problem = self.problem
-        view = self.view({index: sharding}, devices, microbatch_size)
-        cost = self.costs.operator(index, sharding, view.samples(index), view.gpu_type)
-        saved = saved_by(self.costs, index, sharding, view.samples(index), view.gpu_type)
-        real = [name for name in saved if "/" not in name]
-        expected = [name for name in saved_by(self.costs, index, (), 1, view.gpu_type) if "/" not in name]
-        assert real == expected, "which tensors are saved does not depend on the sharding"
-        gradient_bytes = problem.runtime.implementation.activation_bytes
-        temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
-        private = sum(size for name, size in saved.items() if "/" in name)
-        op = problem.workload.operators[index]
-        has_parameters = bool(problem.workload.parameters(index))
-        elements = np.zeros(MAX_FAMILIES)
-        states = np.zeros(4)
-        tied_bytes, tied = [], []
-        splits = self.costs.splits(index, sharding)
-        number = -1
-        for group in parameter_groups(view):
-            number += 1
-            family = self._family(group, devices, family_of, families)
-            own_states = [
-                float(
-                    sum(held.parameters)
-                    + sum(held.gradients)
-                    + sum(held.gradients_anew.values())
-                    + sum(held.optimizer)
-                )
-                for sharded in (False, True)
-                for reshards in (False, True)
-                for held in [static_bytes([group], problem, sharded_gradients=sharded, reshards=reshards)]
-            ]
-            if group.tie is None:
-                states += own_states
-                elements[family] += group.num_elements
-                continue
-            place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
-            layout = self._layouts((group.tie, sharding, tuple(split.parameters[place] for split in splits)))
-            tied_bytes.append(own_states)
-            tied.append((family, group.num_elements, layout))
-        return _Own(
-            saved=[saved[name] for name in real],
-            private=private,
-            loss=private if op.kind == "lm_loss" else 0.0,
-            weighted=sum(size for ref, size in cost.saved if ref.startswith("input:")) if has_parameters else 0.0,
-            workspace=max(cost.workspace_forward_bytes, temporary),
-            states=states,
-            elements=elements,
-            tied_bytes=tied_bytes,
-            tied=tied,
-        )
-
-    def _nothing(self, index: int) -> _Own:
-        """Return what stands in a table for an operator that its strategy does not suit."""
-        gpu_type = self.problem.gpu_types[0]
-        num_saved = sum("/" not in name for name in saved_by(self.costs, index, (), 1, gpu_type))
-        num_tied = sum(parameter.tie is not None for parameter in self.problem.workload.parameters(index))
-        return _Own(
-            saved=[0.0] * num_saved,
-            private=0.0,
-            loss=0.0,
-            weighted=0.0,
-            workspace=0.0,
-            states=np.zeros(4),
-            elements=np.zeros(MAX_FAMILIES),
-            tied_bytes=[[0.0] * 4] * num_tied,
-            tied=[(0, 0, -1)] * num_tied,
-            unsuited=True,
-        )
-
-    def _family(
-        self, group: ParameterGroup, devices: Sequence[int], family_of: dict[object, int], families: Ints
-    ) -> int:
-        key = (group.sizes, group.reduced_axes, group.sharded_axes, group.zero)
-        if key in family_of:
-            return family_of[key]
-        number = family_of[key] = len(family_of)
-        if number >= MAX_FAMILIES:
-            raise ValueError(f"a strategy must synchronise parameters in at most {MAX_FAMILIES} ways")
-        row = families[number]
-
-        def channel(collective: str, axes: tuple[int, ...]) -> int:
-            members = [devices[local] for local in groups(group.sizes, axes)[0]]
-            return self.channels.number(collective, members) if len(members) > 1 else -1
-
-        scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
-        rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)
-        row[REDUCTION] = self._keys((group.sizes, group.reduced_axes, group.sharded_axes))
-        row[SCATTER_DEGREE] = prod(group.sizes[axis] for axis in scattered)
-        row[SCATTER] = channel("reduce_scatter", scattered) if scattered else -1
-        row[REST] = channel("all_reduce", rest) if rest else -1
-        if group.num_shards > 1:
-            gathered = channel("all_gather", group.sharded_axes)
-            key_number = self._keys((group.sizes, group.sharded_axes))
-            if group.zero == 3:
-                row[GATHER], row[GATHER_CHANNEL] = key_number, gathered
-            elif group.zero in (1, 2):
-                row[REFRESH], row[REFRESH_CHANNEL] = key_number, gathered
-        return number
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
         """Fill the seconds of gathering whole layers; layers with tied parameters are added up plan by plan."""
@@ -371,7 +240,7 @@ class TableBuilder:
     ) -> tuple[int, float]:
         """Return the number of the layout in which a tensor is made, and seconds of settling it."""
         placements = tuple(split.outputs[number] for split in self.costs.splits(producer, sharding))
-        view = self.view({producer: sharding}, devices, microbatch_size)
+        view = view_of(self.costs, {producer: sharding}, devices, microbatch_size)
         settle_s = items_s(view, ProgramBuilder(view, Fidelity()).output_settled(name))
         return self._layouts(_layout(settled(placements), sharding)), settle_s
 
@@ -392,22 +261,6 @@ class TableBuilder:
             sum(collective_s(second, item) for item in received_gathers(second, first, names)),
             sum(collective_s(first, item) for item in received_gathers(first, second, names)),
         ]
-
-
-@dataclass(frozen=True)
-class _Own:
-    """What one operator holds; bytes and elements as in ``Table``."""
-
-    saved: list[float]
-    private: float
-    loss: float
-    weighted: float
-    workspace: float
-    states: Floats
-    elements: Floats
-    tied_bytes: list[list[float]]
-    tied: list[tuple[int, int, int]]
-    unsuited: bool = False
 
 
 def _layout(placements: tuple[Placement, ...], sharding: Sharding) -> object:

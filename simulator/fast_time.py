@@ -215,6 +215,43 @@ def _wanted(keys: Keys, values: Ints, key: Any, misses: Ints, counts: Ints, kind
     return value
 
 
+@inlined
+def _tied_elements(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    table: int,
+    family: int,
+    first: int,
+    begin: int,
+    start: int,
+    stop: int,
+) -> float:
+    """Return elements of tied parameters of ``[start, stop)`` that no operator of the stage before has in the layout.
+
+    Args:
+        shape, tables, plans, run_tables, table, family: See ``estimate_times``.
+        first, begin: First operator and first run of the stage.
+        start, stop: Operators.
+    """
+    elements = 0.0
+    for place in range(len(shape.tied)):
+        index = shape.tied[place]
+        if start <= index < stop and tables.tied[table, place, 0] == family:
+            again = False
+            other = begin
+            for before in range(place):
+                if shape.tied[before] >= first:
+                    while plans.run_stops[other] <= shape.tied[before]:
+                        other += 1
+                    theirs = tables.tied[run_tables[other], before, 2]
+                    again = again or theirs == tables.tied[table, place, 2]
+            if not again:
+                elements += tables.tied[table, place, 1]
+    return elements
+
+
 @compiled
 def estimate_times(
     shape: Structure,
@@ -327,19 +364,9 @@ def estimate_times(
                     if families[family, REDUCTION] < 0:
                         break
                     elements = sums[ends, ELEMENTS + family] - sums[start, ELEMENTS + family]
-                    for place in range(num_tied):
-                        index = shape.tied[place]
-                        if start <= index < ends and tables.tied[table, place, 0] == family:
-                            again = False
-                            other = begin
-                            for before in range(place):
-                                if shape.tied[before] >= first:
-                                    while plans.run_stops[other] <= shape.tied[before]:
-                                        other += 1
-                                    theirs = tables.tied[run_tables[other], before, 2]
-                                    again = again or theirs == tables.tied[table, place, 2]
-                            if not again:
-                                elements += tables.tied[table, place, 1]
+                    elements += _tied_elements(
+                        shape, tables, plans, run_tables, table, family, first, begin, start, ends
+                    )
                     gathers = gathers or families[family, GATHER] >= 0
                     if elements > 0:
                         for way in range(2):
@@ -387,18 +414,9 @@ def estimate_times(
                             if own_key < 0:
                                 continue
                             elements = sums[b, ELEMENTS + family] - sums[a, ELEMENTS + family]
-                            for tie in range(num_tied):
-                                if a <= shape.tied[tie] < b and tables.tied[table, tie, 0] == family:
-                                    again = False
-                                    other = begin
-                                    for before in range(tie):
-                                        if shape.tied[before] >= first:
-                                            while plans.run_stops[other] <= shape.tied[before]:
-                                                other += 1
-                                            theirs = tables.tied[run_tables[other], before, 2]
-                                            again = again or theirs == tables.tied[table, tie, 2]
-                                    if not again:
-                                        elements += tables.tied[table, tie, 1]
+                            elements += _tied_elements(
+                                shape, tables, plans, run_tables, table, family, first, begin, a, b
+                            )
                             if elements > 0:
                                 at = 0
                                 while at < num_pending and pend_key[at] != own_key:

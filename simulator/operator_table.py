@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from simulator.lowering.mesh import MeshCollective, groups
+from simulator.plan import Sharding, resolve
+from simulator.saved import saved_tensors
+from workloads.kinds.base import FORWARD
+from workloads.operators import Workload
+
+if TYPE_CHECKING:
+    from simulator.costs import CostTables
 
 
 @dataclass(frozen=True)
@@ -35,3 +46,74 @@ class OperatorTable:
         """Prefix sums of every additive column: float64[num_operators + 1]."""
         columns = ("forward_s", "backward_s", "parameter_elements", "saved_bytes")
         return {name: np.concatenate([[0.0], np.cumsum(getattr(self, name))]) for name in columns}
+
+
+def operator_table(costs: CostTables, sharding: Sharding, samples: int, gpu_type: str) -> OperatorTable:
+    """Return all operators under one sharding; equal surroundings are priced once.
+
+    Args:
+        costs: Where operators are priced.
+        sharding: Applied to every operator; split words allowed.
+        samples: Samples one rank works on per microbatch.
+        gpu_type: Device type.
+    """
+    workload = costs.problem.workload
+    count = len(workload)
+    forward, backward, parameters, saved, boundary = (np.zeros(count) for _ in range(5))
+    collective_cache: dict[object, tuple[float, float]] = {}
+    seen: set[str] = set()
+    open_bytes = 0.0
+    last_reader = {name: readers[-1] for name, readers in workload.consumers.items()}
+    closing: dict[int, float] = {}
+    resolved = [resolve(sharding, op) for op in workload.operators]
+    for index in range(count):
+        cost = costs.operator(index, resolved[index], samples, gpu_type)
+        key = (workload.signatures[index], tuple(_neighbour_signatures(workload, index)))
+        if key not in collective_cache:
+            collective_cache[key] = _collective_seconds(costs, index, resolved, samples, gpu_type)
+        forward_comm, backward_comm = collective_cache[key]
+        forward[index] = cost.forward.device_s + forward_comm
+        backward[index] = cost.backward.device_s + backward_comm
+        parameters[index] = cost.num_parameter_elements
+        for name, size in saved_tensors(workload, index, cost):
+            if name not in seen:
+                seen.add(name)
+                saved[index] += size
+        for tensor, size in zip(workload.operators[index].outputs, cost.output_bytes, strict=True):
+            if tensor in last_reader:
+                open_bytes += size
+                closing[last_reader[tensor]] = closing.get(last_reader[tensor], 0.0) + size
+        open_bytes -= closing.get(index, 0.0)
+        boundary[index] = max(open_bytes, 0.0)
+    return OperatorTable(forward, backward, parameters, saved, boundary)
+
+
+def _neighbour_signatures(workload: Workload, index: int) -> Iterable[tuple[int, ...]]:
+    """Yield, per input, the signatures of its producer and of its earlier readers."""
+    for name in workload.operators[index].inputs:
+        producer = workload.producer.get(name)
+        earlier = [reader for reader in workload.consumers[name] if reader < index]
+        yield (
+            -1 if producer is None else workload.signatures[producer],
+            *dict.fromkeys(workload.signatures[reader] for reader in earlier),
+        )
+
+
+def _collective_seconds(
+    costs: CostTables, index: int, resolved: list[Sharding], samples: int, gpu_type: str
+) -> tuple[float, float]:
+    """Return seconds of the collectives before operator ``index``, forward and backward, alone."""
+    totals = [0.0, 0.0]
+    for phase, item, owner, _ in costs.input_collectives(index, resolved.__getitem__, samples, gpu_type):
+        if not costs.operator(owner, resolved[owner], samples, gpu_type).includes_collectives:
+            totals[phase != FORWARD] += _first_group_s(costs, item)
+    cost = costs.operator(index, resolved[index], samples, gpu_type)
+    if not cost.includes_collectives:
+        for phase, item in cost.internal:
+            totals[phase != FORWARD] += _first_group_s(costs, item)
+    return totals[0], totals[1]
+
+
+def _first_group_s(costs: CostTables, item: MeshCollective) -> float:
+    members = groups(item.sizes, item.axes)[0]
+    return costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s

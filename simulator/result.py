@@ -12,6 +12,7 @@ from simulator.breakdown import breakdown_rows, bubble_share, members_text
 from simulator.critical_path import CriticalPath, critical_path
 from simulator.fidelity import Fidelity
 from simulator.memory_usage import DeviceMemory
+from simulator.run import LaterRun, Run
 from simulator.taskgraph import Schedule, TaskGraph
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class SimulationResult:
         hardware_flop: The same with what is recomputed.
         peak_flop_per_s: Sum over the devices in use.
         memory: One entry per representative device.
-        graph: What was simulated.
-        schedule: When each task ran.
+        run: What was simulated, and when each task ran. Where what repeats was left out, the whole is run when
+            it is first looked at (``graph``, ``schedule``, ``breakdown``, ``summary``, plots).
         fidelity: Which effects were on.
         duration_sources: Share of the simulated device time that was ``measured``, ``interpolated``,
             ``modelled``.
@@ -55,13 +56,22 @@ class SimulationResult:
     hardware_flop: float
     peak_flop_per_s: float
     memory: tuple[DeviceMemory, ...] = field(repr=False)
-    graph: TaskGraph = field(repr=False)
-    schedule: Schedule = field(repr=False)
+    run: Run | LaterRun = field(repr=False)
     fidelity: Fidelity
     duration_sources: Mapping[str, float]
     plan_hash: str
     engine: str
     wall_s: float
+
+    @property
+    def graph(self) -> TaskGraph:
+        """What was simulated."""
+        return self.run.graph
+
+    @property
+    def schedule(self) -> Schedule:
+        """When each task ran."""
+        return self.run.schedule
 
     @property
     def samples_per_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 from simulator.costs import CostTables
@@ -14,7 +15,9 @@ from simulator.memory import device_memory
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
+from simulator.run import LaterRun, Run
 from simulator.segments import SOURCES
+from simulator.steady_state import shortened
 from simulator.taskgraph import Schedule, TaskGraph
 from simulator.validate import validate
 
@@ -43,6 +46,7 @@ def simulate(
     engine: str = "simpy",
     costs: CostTables | None = None,
     progress: Progress | None = None,
+    leave_out_periods: bool = False,
 ) -> SimulationResult:
     """Return what one iteration of ``plan`` takes, in time and memory. Deterministic.
 
@@ -53,6 +57,9 @@ def simulate(
         engine: ``simpy`` (the readable one) or ``compiled`` (the fast one); they agree.
         costs: Cost tables to share between calls on the same problem.
         progress: Called with the number of tasks simulated so far.
+        leave_out_periods: Simulate fewer microbatches where what a full pipeline does repeats itself
+            (``steady_state``): the same time, to rounding, and the same memory. Whatever needs all tasks
+            (breakdown, critical path, trace) is simulated when first asked for.
 
     Raises:
         ValueError: If the plan is malformed (not if it does not fit: that is a result) or the engine unknown.
@@ -63,14 +70,24 @@ def simulate(
     fidelity = fidelity or Fidelity()
     canonical = validate(plan, problem)
     costs = costs or CostTables(problem)
-    lowered = lower(canonical, costs, fidelity)
-    schedule = ENGINES[engine](lowered.graph, progress)
+    shorter = None
+    if leave_out_periods:
+        shorter = shortened(canonical, costs, fidelity, lambda graph: ENGINES[engine](graph, progress))
+    run: Run | LaterRun
+    if shorter is not None:
+        lowered, schedule, iteration_time_s = shorter.lowered, shorter.schedule, shorter.iteration_time_s
+        run = LaterRun(partial(_whole_run, canonical, costs, fidelity, engine))
+    else:
+        lowered = lower(canonical, costs, fidelity)
+        schedule = ENGINES[engine](lowered.graph, progress)
+        iteration_time_s = float(schedule.end_s.max())
+        run = Run(lowered.graph, schedule)
     memory = device_memory(canonical, lowered, schedule, costs, fidelity, compiled=engine == "compiled")
     model_flop, hardware_flop = model_and_hardware_flop(canonical, problem, costs)
     dtype = problem.runtime.implementation.dtype
     total = sum(lowered.recorded_s) or 1.0
     return SimulationResult(
-        iteration_time_s=float(schedule.end_s.max()),
+        iteration_time_s=iteration_time_s,
         global_batch=problem.global_batch,
         tokens_per_sample=problem.workload.tokens_per_sample,
         num_devices=len(canonical.devices),
@@ -80,11 +97,15 @@ def simulate(
             problem.hardware.peak_flop_per_s(problem.gpu_types[device], dtype) for device in canonical.devices
         ),
         memory=memory,
-        graph=lowered.graph,
-        schedule=schedule,
+        run=run,
         fidelity=fidelity,
         duration_sources={name: seconds / total for name, seconds in zip(SOURCES, lowered.recorded_s, strict=True)},
         plan_hash=canonical.own_hash(),
         engine=engine,
         wall_s=perf_counter() - began,
     )
+
+
+def _whole_run(plan: Plan, costs: CostTables, fidelity: Fidelity, engine: str) -> Run:
+    graph = lower(plan, costs, fidelity).graph
+    return Run(graph, ENGINES[engine](graph, None))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from simulator.lowering.columns import Columns, csr_of_arrays, stream_name
+from simulator.lowering.columns import TemplateColumns, csr_of_arrays, stream_name
 from simulator.lowering.rows import StreamKey, TaskRows
 from simulator.lowering.symmetry import Partition
 from simulator.lowering.tiling import Block, Ids, Tiling, csr_of_edges
@@ -34,12 +34,18 @@ class DeviceTraits:
 
 
 def assemble(
-    tiling: Tiling, epilogue: TaskRows, entry: dict[int, list[int]], partition: Partition, traits: DeviceTraits
+    tiling: Tiling,
+    templates: TemplateColumns,
+    epilogue: TaskRows,
+    entry: dict[int, list[int]],
+    partition: Partition,
+    traits: DeviceTraits,
 ) -> TaskGraph:
     """Return the task graph.
 
     Args:
         tiling: All microbatches.
+        templates: Columns of the tiling's templates and of the epilogue.
         epilogue: What follows; its task ids start at 0.
         entry: Per representative, epilogue tasks that wait for its last pass.
         partition: Representatives and resources.
@@ -51,22 +57,11 @@ def assemble(
     streams = _appended(tiling.streams, epilogue.streams, offset)
     hosts = _appended(tiling.hosts, epilogue.hosts, offset) if traits.has_host else {}
     keys: list[StreamKey] = sorted(streams, key=lambda key: (key[0], str(key[1])))
-    columns = Columns(total)
-    block_of = {number: block for block in tiling.blocks for number in set(block.template.tolist())}
-    for number, template in enumerate(tiling.templates):
-        block = block_of[number]  # A template is one stage's, a stage one rank's.
-        chosen = np.flatnonzero(block.template == number)
-        columns.tile(template.rows, block.base[chosen], block.microbatch[chosen])
-    columns.tile(epilogue, np.array([offset]), np.array([-1]))
-    shares, fractions = columns.shares()
+    numbers = np.concatenate([*(block.template for block in tiling.blocks), [len(tiling.templates)]])
+    microbatches = np.concatenate([*(block.microbatch for block in tiling.blocks), [-1]])
+    columns, shares, fractions = templates.tiled(numbers)
     return TaskGraph(
-        work_s=columns.work_s,
-        latency_s=columns.latency_s,
-        lead_s=columns.lead_s,
-        host_s=columns.host_s,
-        bound_s=columns.bound_s,
-        kind=columns.kind,
-        host_waits=columns.host_waits,
+        **columns,
         predecessors=csr_of_edges(
             np.concatenate([NO_IDS, *(tasks for tasks, _ in edges)]),
             np.concatenate([NO_IDS, *(before for _, before in edges)]),
@@ -79,12 +74,9 @@ def assemble(
         share_fractions=fractions,
         slowdown_computation=np.array([factors[0] for factors in traits.slowdowns]),
         slowdown_communication=np.array([factors[1] for factors in traits.slowdowns]),
-        cause=columns.cause,
-        stage=columns.stage,
-        microbatch=columns.microbatch,
-        name=columns.name,
-        causes=tuple(columns.causes),
-        names=tuple(columns.names),
+        microbatch=np.repeat(microbatches, templates.lengths[numbers]).astype(np.int32),
+        causes=templates.causes,
+        names=templates.names,
         stream_names=tuple(stream_name(key[1]) for key in keys),
         resource_names=partition.resource_names,
         device_stage=np.array(traits.first_stage, dtype=np.int32),

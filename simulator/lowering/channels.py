@@ -30,6 +30,7 @@ class ChannelTable:
         self._known: set[Hashable] = set()
         self.channels: list[Channel] = []
         self._by_family: dict[Hashable, list[int]] = {}
+        self._representatives: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.partition: Partition | None = None
 
     def add_collective(self, stage: int, devices: Sequence[int], item: MeshCollective) -> None:
@@ -82,7 +83,10 @@ class ChannelTable:
     def representatives(self, channel: Channel) -> tuple[int, ...]:
         """Return the representatives of a channel's members, without repeats, in order."""
         assert self.partition is not None
-        return tuple(dict.fromkeys(self.partition.device_class[device] for device in channel.members))
+        if channel.members not in self._representatives:
+            classes = self.partition.device_class
+            self._representatives[channel.members] = tuple(dict.fromkeys(classes[device] for device in channel.members))
+        return self._representatives[channel.members]
 
     def price(self, channel_class: int, traffic: Traffic) -> tuple[float, float, dict[int, float]]:
         """Return latency, work and the shares on representative resources."""

@@ -1,11 +1,12 @@
-"""The task graph's columns, filled template by template, and its rows."""
+"""The task graph's columns, repeated from those of templates, and its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from simulator.lowering.rows import TaskRows
 from simulator.lowering.tiling import Ids
@@ -33,52 +34,66 @@ def csr_of_arrays(rows: Sequence[Ids]) -> Csr:
     return Csr(offsets=offsets, items=items)
 
 
-class Columns:
-    """The task graph's columns, filled template by template."""
+class TemplateColumns:
+    """The columns of all templates, one behind the other, to be repeated for every microbatch.
 
-    def __init__(self, total: int) -> None:
-        self.work_s = np.zeros(total)
-        self.latency_s = np.zeros(total)
-        self.lead_s = np.zeros(total)
-        self.host_s = np.zeros(total)
-        self.bound_s = np.zeros(total)
-        self.kind = np.zeros(total, dtype=np.int8)
-        self.host_waits = np.zeros(total, dtype=np.bool_)
-        self.cause = np.zeros(total, dtype=np.int16)
-        self.stage = np.full(total, -1, dtype=np.int32)
-        self.microbatch = np.full(total, -1, dtype=np.int32)
-        self.name = np.zeros(total, dtype=np.int32)
-        self.causes: dict[str, int] = {}
-        self.names: dict[str, int] = {}
-        self._share_of = np.full(total, -1, dtype=np.int32)
-        self._share_sets: dict[tuple[tuple[int, float], ...], int] = {}
+    Args:
+        templates: Their tasks; the epilogue is one more.
 
-    def tile(self, rows: TaskRows, bases: Ids, microbatches: Ids) -> None:
-        """Write copies of ``rows`` at ``bases``."""
-        if not len(bases) or not len(rows):
-            return
-        ids = (bases[:, None] + np.arange(len(rows))).ravel()
-        repeat = len(bases)
-        for name in ("work_s", "latency_s", "lead_s", "host_s", "bound_s", "kind", "host_waits", "stage"):
-            getattr(self, name)[ids] = np.tile(np.array(getattr(rows, name)), repeat)
-        self.cause[ids] = np.tile([self.causes.setdefault(word, len(self.causes)) for word in rows.cause], repeat)
-        self.name[ids] = np.tile([self.names.setdefault(word, len(self.names)) for word in rows.name], repeat)
-        self.microbatch[ids] = np.repeat(microbatches, len(rows))
-        sets = [
-            self._share_sets.setdefault(tuple(sorted(found.items())), len(self._share_sets)) if found else -1
-            for found in rows.shares
-        ]
-        self._share_of[ids] = np.tile(sets, repeat)
+    Attributes:
+        lengths: int64[templates]. Tasks of each.
+        causes, names: Words that ``cause`` and ``name`` number.
+    """
 
-    def shares(self) -> tuple[Csr, NDArray[np.float64]]:
-        """Return resources per task and the fractions beside them."""
-        found = list(self._share_sets)
+    def __init__(self, templates: Sequence[TaskRows]) -> None:
+        self.lengths = np.array([len(rows) for rows in templates], dtype=np.int64)
+        self._starts = np.cumsum(self.lengths) - self.lengths
+
+        def column(name: str, dtype: DTypeLike = np.float64) -> NDArray[Any]:
+            return np.array([value for rows in templates for value in getattr(rows, name)], dtype=dtype)
+
+        self._columns = {name: column(name) for name in ("work_s", "latency_s", "lead_s", "host_s", "bound_s")}
+        self._columns["kind"] = column("kind", np.int8)
+        self._columns["host_waits"] = column("host_waits", np.bool_)
+        self._columns["stage"] = column("stage", np.int32)
+        causes: dict[str, int] = {}
+        names: dict[str, int] = {}
+        sets: dict[tuple[tuple[int, float], ...], int] = {}
+        words = [(causes.setdefault(word, len(causes))) for rows in templates for word in rows.cause]
+        self._columns["cause"] = np.array(words, dtype=np.int16)
+        words = [(names.setdefault(word, len(names))) for rows in templates for word in rows.name]
+        self._columns["name"] = np.array(words, dtype=np.int32)
+        self.causes, self.names = tuple(causes), tuple(names)
+        self._share_of = np.array(
+            [
+                sets.setdefault(tuple(sorted(found.items())), len(sets)) if found else -1
+                for rows in templates
+                for found in rows.shares
+            ],
+            dtype=np.int64,
+        )
+        self._share_sets = list(sets)
+
+    def tiled(self, numbers: Ids) -> tuple[dict[str, NDArray[Any]], Csr, NDArray[np.float64]]:
+        """Return columns by name, resources per task, and the fractions beside them.
+
+        Args:
+            numbers: int64[A]. Templates in the order of the tasks.
+        """
+        lengths = self.lengths[numbers]
+        ends = np.cumsum(lengths)
+        source = np.repeat(self._starts[numbers] - ends + lengths, lengths) + np.arange(ends[-1])
+        columns = {name: column[source] for name, column in self._columns.items()}
+        return columns, *self._shares(self._share_of[source])
+
+    def _shares(self, share_of: Ids) -> tuple[Csr, NDArray[np.float64]]:
+        found = self._share_sets
         lengths = np.array([len(row) for row in found] + [0], dtype=np.int64)
-        counts = lengths[self._share_of]
-        offsets = np.zeros(len(self._share_of) + 1, dtype=np.int64)
+        counts = lengths[share_of]
+        offsets = np.zeros(len(share_of) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         starts = np.cumsum(lengths) - lengths
-        source = np.repeat(starts[self._share_of] - offsets[:-1], counts) + np.arange(offsets[-1])
+        source = np.repeat(starts[share_of] - offsets[:-1], counts) + np.arange(offsets[-1])
         items = np.array([resource for row in found for resource, _ in row], dtype=np.int32)[source]
         fractions = np.array([fraction for row in found for _, fraction in row], dtype=np.float64)[source]
         return Csr(offsets=offsets.astype(np.int32), items=items), fractions

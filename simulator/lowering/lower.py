@@ -12,16 +12,18 @@ from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.assemble import DeviceTraits, assemble
 from simulator.lowering.channels import ChannelTable
+from simulator.lowering.columns import TemplateColumns
 from simulator.lowering.epilogue import EpilogueBuilder, epilogue_collectives, tied_groups
 from simulator.lowering.mesh import MeshCollective, batch_coordinate, batch_degree
 from simulator.lowering.placement import StagePlacement
-from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
+from simulator.lowering.program import GRADIENTS, Program, ProgramBuilder, StageView
 from simulator.lowering.rows import TaskRows, Template
 from simulator.lowering.symmetry import Partition, partition
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.templates import TemplateBuilder
 from simulator.lowering.tiling import Block, Ids, Tiling
 from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
+from simulator.lowering.variants import Variant, VariantChoice
 from simulator.plan import Plan
 from simulator.schedules.actions import (
     BACKWARD,
@@ -43,23 +45,6 @@ _WORDS = {
     BACKWARD_INPUT: "backward input",
     BACKWARD_WEIGHT: "backward weight",
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Which program an action runs.
-
-    Attributes:
-        kind: Phase letter.
-        gather: ZeRO-3 parameters are gathered.
-        sync: Gradients are reduced in it.
-        turn: Microbatch modulo the number of turns, where replicas take whole microbatches.
-    """
-
-    kind: str
-    gather: bool
-    sync: bool
-    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +110,7 @@ class _Bound:
     templates: list[Template]
     number_of: dict[tuple[int, Variant], int]
     epilogue: TaskRows
+    columns: TemplateColumns
     entry: dict[int, list[int]]
     partition: Partition
     traits: DeviceTraits
@@ -149,8 +135,9 @@ class _Lowering:
         ]
 
     def run(self) -> Lowered:
-        variants = [[self._variant(action) for action in actions] for actions in self._marked_orders()]
-        programs: dict[tuple[int, Variant], list[Item]] = {}
+        chosen = VariantChoice(self.plan, self.has_zero3, self.overlapped, self.num_turns)
+        variants = [chosen.of_order(order) for order in self.orders]
+        programs: dict[tuple[int, Variant], Program] = {}
         for order, found in zip(self.orders, variants, strict=True):
             for action, variant in zip(order, found, strict=True):
                 if (action.stage, variant) not in programs:
@@ -158,7 +145,7 @@ class _Lowering:
         key = (self.plan, self.fidelity, tuple(programs))
         bound = self.costs.bound_plans.get(key, lambda: self._bound(programs))
         tiling = self._tile(bound.templates, bound.number_of, variants, bound.placements)
-        graph = assemble(tiling, bound.epilogue, bound.entry, bound.partition, bound.traits)
+        graph = assemble(tiling, bound.columns, bound.epilogue, bound.entry, bound.partition, bound.traits)
         return Lowered(
             graph=graph,
             views=self.views,
@@ -168,7 +155,7 @@ class _Lowering:
             recorded_s=bound.recorded_s,
         )
 
-    def _bound(self, programs: dict[tuple[int, Variant], list[Item]]) -> _Bound:
+    def _bound(self, programs: dict[tuple[int, Variant], Program]) -> _Bound:
         """Return the programs bound to representative devices."""
         channels = self._channels(programs)
         placements = self._placements(channels)
@@ -184,45 +171,16 @@ class _Lowering:
             templates=templates,
             number_of=number_of,
             epilogue=rows,
+            columns=TemplateColumns([*(template.rows for template in templates), rows]),
             entry=epilogue.entry,
             partition=channels.partition,
             traits=self._traits(channels.partition),
             recorded_s=self._recorded(placements),
         )
 
-    # Variants and programs
+    # Programs
 
-    def _marked_orders(self) -> list[list[tuple[Action, bool, bool]]]:
-        """Return every action with: is it its stage's first forward, and its last gradient pass?"""
-        marked = []
-        for order in self.orders:
-            gradient_kind = BACKWARD_WEIGHT if any(action.kind == BACKWARD_WEIGHT for action in order) else BACKWARD
-            first: dict[int, int] = {}
-            last: dict[int, int] = {}
-            for position, action in enumerate(order):
-                if action.kind == FORWARD:
-                    first.setdefault(action.stage, position)
-                if action.kind == gradient_kind:
-                    last[action.stage] = position
-            marked.append(
-                [
-                    (action, first.get(action.stage) == position, last.get(action.stage) == position)
-                    for position, action in enumerate(order)
-                ]
-            )
-        return marked
-
-    def _variant(self, marked: tuple[Action, bool, bool]) -> Variant:
-        action, first, last = marked
-        gather = self.has_zero3[action.stage] and (
-            (action.kind == FORWARD and (self.plan.reshard_after_forward or first))
-            or (action.kind in (BACKWARD, BACKWARD_INPUT) and self.plan.reshard_after_forward)
-        )
-        makes_gradients = action.kind in (BACKWARD, BACKWARD_WEIGHT)
-        sync = self.overlapped and makes_gradients and (last or self.plan.gradient_reduction == "every")
-        return Variant(action.kind, gather, sync, action.microbatch % self.num_turns)
-
-    def _program(self, stage: int, variant: Variant) -> list[Item]:
+    def _program(self, stage: int, variant: Variant) -> Program:
         view = self.views[stage]
         received: list[MeshCollective] = []
         if variant.kind == FORWARD and stage > 0:
@@ -230,24 +188,25 @@ class _Lowering:
         elif variant.kind in (BACKWARD, BACKWARD_INPUT) and stage + 1 < len(self.views):
             received = received_gathers(view, self.views[stage + 1], self.crossing[stage])
         key = ("program", variant.kind, variant.gather, variant.sync, tuple(received), self.fidelity)
-        if key not in view.kept:
+        if key not in view.shared:
             builder = ProgramBuilder(view, self.fidelity)
             if variant.kind == FORWARD:
-                view.kept[key] = builder.forward(gather=variant.gather, received=received)
+                items = builder.forward(gather=variant.gather, received=received)
             else:
-                view.kept[key] = builder.backward(
+                items = builder.backward(
                     _PHASES[variant.kind], gather=variant.gather, sync=variant.sync, received=received
                 )
-        items: list[Item] = view.kept[key]
-        return items
+            view.shared[key] = Program(items, view.operators[0])
+        program: Program = view.shared[key]
+        return program
 
     # Channels, representatives
 
-    def _channels(self, programs: dict[tuple[int, Variant], list[Item]]) -> ChannelTable:
+    def _channels(self, programs: dict[tuple[int, Variant], Program]) -> ChannelTable:
         hardware = self.problem.hardware
         channels = ChannelTable(hardware.collective, hardware.transfer, contention=self.fidelity.contention)
-        for (stage, _), items in programs.items():
-            for item in items:
+        for (stage, _), program in programs.items():
+            for item in program.items:
                 if item.collective is not None:
                     channels.add_collective(stage, self.plan.stages[stage].devices, item.collective)
         for view in self.views:
@@ -324,20 +283,20 @@ class _Lowering:
 
     def _templates(
         self,
-        programs: dict[tuple[int, Variant], list[Item]],
+        programs: dict[tuple[int, Variant], Program],
         channels: ChannelTable,
         placements: list[StagePlacement],
         launch_s: dict[int, float],
     ) -> tuple[list[Template], dict[tuple[int, Variant], int]]:
         templates: list[Template] = []
         number_of: dict[tuple[int, Variant], int] = {}
-        for (stage, variant), items in programs.items():
+        for (stage, variant), program in programs.items():
             placement = placements[stage].taking_turn(variant.turn)
             builder = TemplateBuilder(placement, channels, self.fidelity, launch_s)
             number_of[stage, variant] = len(templates)
             templates.append(
                 builder.build(
-                    items,
+                    program,
                     self._transfer_family(stage, variant),
                     self._num_receives(stage, variant, placement),
                     f"{_WORDS[variant.kind]} of stage {stage}",

@@ -8,8 +8,9 @@ from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 
+from simulator.costs import OperatorCost
 from simulator.lowering.mesh import batch_coordinate, batch_degree
-from simulator.lowering.program import Item, StageView
+from simulator.lowering.program import Item, Program, StageView
 from simulator.segments import EMPTY, Segment
 
 
@@ -31,8 +32,8 @@ class StagePlacement:
 
     def samples(self, index: int, representative: int) -> int:
         """Return the samples that the representative works on in operator ``index``."""
-        if self.view.plan.rotates:
-            return self.view.plan.microbatch_size
+        if self._even:
+            return self.view.samples(index)
         sharding = self.view.shardings[index]
         degree = batch_degree(sharding)
         base, extra = divmod(self.view.plan.microbatch_size, degree)
@@ -42,14 +43,15 @@ class StagePlacement:
 
     def all_samples(self, representative: int) -> tuple[int, ...]:
         """Return the samples of the representative in every operator; nothing where all replicas have as many."""
-        size = self.view.plan.microbatch_size
-        if self.view.plan.rotates or not any(size % degree for degree in self._batch_degrees):
+        if self._even:
             return ()
         return tuple(self.samples(index, representative) for index in self.view.operators)
 
     @cached_property
-    def _batch_degrees(self) -> set[int]:
-        return {batch_degree(sharding) for sharding in set(self.view.shardings.values())}
+    def _even(self) -> bool:
+        """Whether all replicas have as many samples."""
+        size, shardings = self.view.plan.microbatch_size, {sharding for _, sharding in self.view.stage.shardings}
+        return self.view.plan.rotates or not any(size % batch_degree(sharding) for sharding in shardings)
 
     def taking_turn(self, turn: int) -> StagePlacement:
         """Return the part of the stage that works on microbatches with this number modulo all turns."""
@@ -60,30 +62,39 @@ class StagePlacement:
         chosen = [c for c in self.classes if batch_coordinate(sharding, self.example[c]) == replica]
         return replace(self, classes=tuple(chosen))
 
-    def segment(self, item: Item, representative: int) -> Segment:
-        """Return the computation of an item on a representative."""
+    def segments(self, program: Program, representative: int, *, apart: bool) -> list[Segment]:
+        """Return the computation of every item of a program on a representative; nothing for collectives.
+
+        Args:
+            program: The stage's.
+            representative: Which.
+            apart: The host never runs ahead: every operator takes the longer of its kernels and its host time. That is
+                in ``device_s``, and nothing is left that could be launched beside it.
+        """
+        key = (self.all_samples(representative), self.gpu_type[representative], apart)
+        if key not in program.segments:
+            shift = self.view.operators[0] - program.first
+            make = self._segment_apart if apart else self._segment
+            program.segments[key] = [make(item, representative, shift) for item in program.items]
+        return program.segments[key]
+
+    def _segment(self, item: Item, representative: int, shift: int) -> Segment:
         total = EMPTY
-        costs = self.view.costs
-        for index, phase in item.parts:
-            cost = costs.operator(
-                index, self.view.shardings[index], self.samples(index, representative), self.gpu_type[representative]
-            )
-            total = total.then(getattr(cost, phase))
+        for named, phase in item.parts:
+            total = total.then(getattr(self._cost(named + shift, representative), phase))
         return total
 
-    def segment_apart(self, item: Item, representative: int) -> Segment:
-        """Return the computation of an item where the host never runs ahead: operator by operator, the longer of both.
-
-        Host time is in ``device_s``: nothing is left that could be launched beside it.
-        """
-        total, costs = EMPTY, self.view.costs
-        for index, parts in groupby(item.parts, key=itemgetter(0)):
-            cost = costs.operator(
-                index, self.view.shardings[index], self.samples(index, representative), self.gpu_type[representative]
-            )
-            whole = EMPTY
+    def _segment_apart(self, item: Item, representative: int, shift: int) -> Segment:
+        total = EMPTY
+        for named, parts in groupby(item.parts, key=itemgetter(0)):
+            cost, whole = self._cost(named + shift, representative), EMPTY
             for _, phase in parts:
                 whole = whole.then(getattr(cost, phase))
             seconds = max(whole.device_s, whole.host_s)
             total = total.then(Segment(device_s=seconds, bound_s=seconds, recorded=whole.recorded))
         return total
+
+    def _cost(self, index: int, representative: int) -> OperatorCost:
+        view = self.view
+        samples = self.samples(index, representative)
+        return view.costs.operator(index, view.shardings[index], samples, self.gpu_type[representative])

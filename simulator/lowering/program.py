@@ -7,7 +7,7 @@ own and are tied to the chain by ``after`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from simulator.costs import OperatorCost
@@ -16,6 +16,7 @@ from simulator.lowering.mesh import MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
 from simulator.lowering.view import StageView as StageView
+from simulator.segments import Segment
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import PARTIAL
 
@@ -47,6 +48,21 @@ class Item:
     chained: bool = True
     after: tuple[int, ...] = ()
     operator: int = -1
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one stage does for one microbatch, and every other stage of its form.
+
+    Attributes:
+        items: In order.
+        first: First operator of the stage that the items name operators of.
+        segments: Work of the items, by what it depends on (``StagePlacement.segments``).
+    """
+
+    items: list[Item]
+    first: int
+    segments: dict[Hashable, list[Segment]] = field(default_factory=dict)
 
 
 @dataclass
@@ -148,7 +164,7 @@ class ProgramBuilder:
                         self._collective(item, index)
 
     def _cost(self, index: int) -> OperatorCost:
-        return self.view.costs.operator(index, self.view.shardings[index], self.view.samples(index), self.view.gpu_type)
+        return self.view.cost(index)
 
     def _forward_collectives(self, index: int, recomputed: set[int] | None) -> Iterator[tuple[MeshCollective, int]]:
         """Yield the collectives before an operator; what was reduced on its way into a segment stays reduced."""

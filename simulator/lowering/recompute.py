@@ -25,7 +25,7 @@ def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:
     inside = {tensor for index in operators for tensor in workload.operators[index].outputs}
     needed: set[str] = set()
     for index in operators:
-        cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
+        cost = view.cost(index)
         needed |= {name for name, _ in saved_tensors(workload, index, cost) if name in inside or "/" in name}
     while operators:
         op = workload.operators[operators[-1]]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 StreamKey = tuple[int, Hashable]
 """A representative device and the stream on it."""
@@ -110,3 +114,9 @@ class Template:
     free_heads: dict[int, list[int]] = field(default_factory=dict)
     sends: list[Send] = field(default_factory=list)
     unchained: dict[int, list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def inner_edges(self) -> NDArray[np.int64]:
+        """Tasks and their predecessors inside the finished template: int64[E, 2]."""
+        pairs = [(task, before) for task, found in enumerate(self.rows.predecessors) for before in found]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)

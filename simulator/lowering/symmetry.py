@@ -9,8 +9,14 @@ share.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
 
 Traffic = Hashable
 """Identifies one kind of traffic of a static channel: what, how many bytes."""
@@ -64,16 +70,7 @@ def partition(roles: Mapping[int, Hashable], channels: Sequence[Channel], *, mer
         merge: False keeps every device, channel and resource apart.
     """
     devices = sorted(roles)
-    resource_index: dict[str, int] = {}
-    uses: list[list[tuple[int, tuple[tuple[Traffic, float], ...]]]] = []
-    for channel in channels:
-        per_resource: dict[int, list[tuple[Traffic, float]]] = {}
-        for traffic, _, _, shares in channel.costs:
-            for name, fraction in shares:
-                number = resource_index.setdefault(name, len(resource_index))
-                per_resource.setdefault(number, []).append((traffic, round(fraction, 12)))
-        uses.append([(number, tuple(found)) for number, found in sorted(per_resource.items())])
-    names = list(resource_index)
+    uses, names = _uses(channels)
     if not merge:
         device_color = {device: position for position, device in enumerate(devices)}
         channel_color: list[int] = list(range(len(channels)))
@@ -83,90 +80,98 @@ def partition(roles: Mapping[int, Hashable], channels: Sequence[Channel], *, mer
     return _assemble(devices, channels, device_color, channel_color, resource_color, names)
 
 
+class _Uses(NamedTuple):
+    """Which channel uses which resource, and how much of it with which traffic (a number for that). int64[U]."""
+
+    channel: Ids
+    resource: Ids
+    kind: Ids
+
+
+def _uses(channels: Sequence[Channel]) -> tuple[_Uses, list[str]]:
+    """Return all uses, and the names of the resources."""
+    numbers: dict[str, int] = {}
+    kinds: dict[Hashable, int] = {}
+    rows: list[tuple[int, int, int]] = []
+    for position, channel in enumerate(channels):
+        found: dict[str, Hashable] = {}
+        for traffic, _, _, shares in channel.costs:
+            for name, fraction in shares:
+                found[name] = (found.get(name), traffic, round(fraction, 12))
+        for name, kind in found.items():
+            rows.append((position, numbers.setdefault(name, len(numbers)), kinds.setdefault(kind, len(kinds))))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return _Uses(*columns), list(numbers)
+
+
 def _refine(
     devices: Sequence[int],
     roles: Mapping[int, Hashable],
     channels: Sequence[Channel],
-    uses: Sequence[Sequence[tuple[int, tuple[tuple[Traffic, float], ...]]]],
+    uses: _Uses,
     num_resources: int,
 ) -> tuple[dict[int, int], list[int], list[int]]:
-    device_color = _number({device: roles[device] for device in devices})
-    resource_color = [0] * num_resources
-    intrinsic = _number(
-        {
-            position: (
-                channel.family,
-                tuple((traffic, round(latency, 15), round(work, 15)) for traffic, latency, work, _ in channel.costs),
-            )
-            for position, channel in enumerate(channels)
-        }
+    place_of = {device: number for number, device in enumerate(devices)}
+    device_color = _numbered(roles[device] for device in devices)
+    resource_color = np.zeros(num_resources, dtype=np.int64)
+    channel_color = _numbered(
+        (
+            channel.family,
+            tuple((traffic, round(latency, 15), round(work, 15)) for traffic, latency, work, _ in channel.costs),
+        )
+        for channel in channels
     )
-    channel_color = [intrinsic[position] for position in range(len(channels))]
-    found_ids: dict[tuple[tuple[Traffic, float], ...], int] = {}
-    memberships: dict[int, list[tuple[int, int]]] = {device: [] for device in devices}
-    for position, channel in enumerate(channels):
-        for place, device in enumerate(channel.members):
-            memberships[device].append((position, place if channel.ordered else 0))
-    users: list[list[tuple[int, tuple[tuple[Traffic, float], ...]]]] = [[] for _ in range(num_resources)]
-    for position, used in enumerate(uses):
-        for resource, found in used:
-            users[resource].append((position, found))
+    # Who is in which channel, in which place if that matters.
+    sizes = [len(channel.members) for channel in channels]
+    member_channel = np.repeat(np.arange(len(channels)), sizes)
+    member_device = np.array([place_of[device] for channel in channels for device in channel.members], dtype=np.int64)
+    member_place = np.array(
+        [place if channel.ordered else 0 for channel in channels for place in range(len(channel.members))],
+        dtype=np.int64,
+    )
+    places, kinds = _count(member_place), _count(uses.kind)
     counts = (0, 0, 0)
     while True:
-        channel_color = _renumber(
-            [
-                (
-                    channel_color[position],
-                    tuple(device_color[device] for device in channel.members)
-                    if channel.ordered
-                    else tuple(sorted(device_color[device] for device in channel.members)),
-                    tuple(
-                        sorted(
-                            (resource_color[resource], found_ids.setdefault(found, len(found_ids)))
-                            for resource, found in uses[position]
-                        )
-                    ),
-                )
-                for position, channel in enumerate(channels)
-            ]
+        members = (device_color[member_device] * places + member_place) * 2
+        used = (resource_color[uses.resource] * kinds + uses.kind) * 2 + 1
+        channel_color = _renumbered(
+            channel_color, np.concatenate([member_channel, uses.channel]), np.concatenate([members, used])
         )
-        new_devices = _renumber(
-            [
-                (
-                    device_color[device],
-                    tuple(sorted((channel_color[position], place) for position, place in memberships[device])),
-                )
-                for device in devices
-            ]
+        device_color = _renumbered(
+            device_color, member_device, channel_color[member_channel] * places + member_place
         )
-        device_color = dict(zip(devices, new_devices, strict=True))
-        resource_color = _renumber(
-            [
-                (
-                    resource_color[resource],
-                    tuple(
-                        sorted(
-                            (channel_color[position], found_ids.setdefault(f, len(found_ids))) for position, f in found
-                        )
-                    ),
-                )
-                for resource, found in enumerate(users)
-            ]
-        )
-        now = (len(set(new_devices)), len(set(channel_color)), len(set(resource_color)))
+        resource_color = _renumbered(resource_color, uses.resource, channel_color[uses.channel] * kinds + uses.kind)
+        now = (_count(device_color), _count(channel_color), _count(resource_color))
         if now == counts:
-            return device_color, channel_color, resource_color
+            found = dict(zip(devices, device_color.tolist(), strict=True))
+            return found, channel_color.tolist(), resource_color.tolist()
         counts = now
 
 
-def _number(values: Mapping[int, Hashable]) -> dict[int, int]:
-    ids: dict[Hashable, int] = {}
-    return {key: ids.setdefault(value, len(ids)) for key, value in values.items()}
+def _count(colors: Ids) -> int:
+    return int(colors.max(initial=-1)) + 1
 
 
-def _renumber(values: Sequence[Hashable]) -> list[int]:
+def _numbered(values: Iterable[Hashable]) -> Ids:
+    """Return a number for each value, equal ones the same, counted as they first appear."""
     ids: dict[Hashable, int] = {}
-    return [ids.setdefault(value, len(ids)) for value in values]
+    return np.array([ids.setdefault(value, len(ids)) for value in values], dtype=np.int64)
+
+
+def _renumbered(own: Ids, rows: Ids, codes: Ids) -> Ids:
+    """Return a number for each own number together with the codes of its row, in any order.
+
+    Args:
+        own: int64[N].
+        rows: int64[M]. Which of the N each code belongs to.
+        codes: int64[M], >= 0.
+    """
+    width = int(codes.max(initial=0)) + 1
+    assert len(own) * width < 1 << 62, "rows and codes must fit into one number"
+    ordered = np.sort(rows * width + codes)
+    text = (ordered % width).tobytes()
+    bounds = (np.searchsorted(ordered, np.arange(len(own) + 1) * width) * 8).tolist()
+    return _numbered((color, text[a:b]) for color, a, b in zip(own.tolist(), bounds, bounds[1:], strict=False))
 
 
 def _assemble(

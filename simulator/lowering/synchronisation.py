@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -58,15 +58,26 @@ class ParameterGroup:
 def parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
     """Yield every parameter of a stage; a tensor tied within the stage comes once for each of its layouts."""
     if "parameter groups" not in view.kept:
-        view.kept["parameter groups"] = tuple(_parameter_groups(view))
+        view.kept["parameter groups"] = _shifted_groups(view)
     yield from view.kept["parameter groups"]
+
+
+def _shifted_groups(view: StageView) -> tuple[ParameterGroup, ...]:
+    """Return the parameters of a stage, from those of any other of its form."""
+    own_first = view.operators[0]
+    if "parameter groups" not in view.shared:
+        view.shared["parameter groups"] = own_first, tuple(_parameter_groups(view))
+    first, groups = view.shared["parameter groups"]
+    if first == own_first:
+        return groups  # type: ignore[no-any-return]
+    return tuple(replace(group, operator=group.operator - first + own_first) for group in groups)
 
 
 def _parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
     seen: set[object] = set()
     for index in view.operators:
         sharding = view.shardings[index]
-        cost = view.costs.operator(index, sharding, view.samples(index), view.gpu_type)
+        cost = view.cost(index)
         if not cost.parameters:
             continue
         splits = view.costs.splits(index, sharding)

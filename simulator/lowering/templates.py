@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from simulator.fidelity import Fidelity
 from simulator.lowering.channels import ChannelTable
 from simulator.lowering.placement import StagePlacement
-from simulator.lowering.program import Item
+from simulator.lowering.program import Item, Program
 from simulator.lowering.rows import Send, Template
 from simulator.lowering.symmetry import Channel
 from simulator.segments import Segment
@@ -25,18 +25,21 @@ class TemplateBuilder:
     launch_s: Mapping[int, float]
 
     def build(
-        self, items: Sequence[Item], transfer_family: Hashable | None, num_receives: Mapping[int, int], label: str
+        self, program: Program, transfer_family: Hashable | None, num_receives: Mapping[int, int], label: str
     ) -> Template:
-        """Return the template of ``items``.
+        """Return the template of a program.
 
         Args:
-            items: The stage's program for one microbatch.
+            program: The stage's, for one microbatch.
             transfer_family: Family of the transfers that leave afterwards; None at the pipeline's end.
             num_receives: Per representative, how many transfers one of its devices posts before it starts.
             label: Pass in words, for names.
         """
         template = Template()
-        view = self.placement.view
+        view, items = self.placement.view, program.items
+        shift = view.operators[0] - program.first
+        apart = self._host_is_behind
+        segments = {c: self.placement.segments(program, c, apart=apart) for c in self.placement.classes}
         workload = view.costs.problem.workload
         tails: dict[int, list[int]] = {c: [] for c in self.placement.classes}
         positions: dict[int, list[int]] = {}
@@ -60,14 +63,14 @@ class TemplateBuilder:
                 tails[c] = [wait]
         opened: set[int] = set()
         for position, item in enumerate(items):
-            name = workload.operators[item.operator].name if item.operator >= 0 else label
+            name = workload.operators[item.operator + shift].name if item.operator >= 0 else label
             tasks = []
             if item.collective is None:
                 for c in self.placement.classes:
                     first, last = position == computed[0], position == computed[-1]
                     before_s = self.launch_s[c] * num_receives.get(c, 0) + pass_s if first else 0.0
                     after_s = self.launch_s[c] * num_sends.get(c, 0) if last else 0.0
-                    segment = self._segment(item, c, before_s, after_s)
+                    segment = self._between(before_s, segments[c][position], after_s)
                     tasks.append(self._add_segment(template, item, name, c, segment, tails, positions))
             else:
                 tasks = self._add_collective(template, item, name, tails, positions)
@@ -103,12 +106,11 @@ class TemplateBuilder:
             self._add_send(template, channel_class, channel, transfer_family, label)
         return template
 
-    def _segment(self, item: Item, c: int, before_s: float, after_s: float) -> Segment:
+    def _between(self, before_s: float, segment: Segment, after_s: float) -> Segment:
         """Return the computation of an item between what the host does before and after it."""
         if self._host_is_behind:
             seconds = before_s + after_s
-            return Segment(device_s=seconds, bound_s=seconds).then(self.placement.segment_apart(item, c))
-        segment = self.placement.segment(item, c)
+            return Segment(device_s=seconds, bound_s=seconds).then(segment)
         if before_s:
             segment = Segment.launch(before_s).then(segment)
         return segment.then(Segment.launch(after_s)) if after_s else segment

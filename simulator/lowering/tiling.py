@@ -75,10 +75,7 @@ class Tiling:
     def add_inner_edges(self) -> None:
         """Add the predecessors inside every template."""
         for number, template in enumerate(self.templates):
-            pairs = [(task, before) for task, found in enumerate(template.rows.predecessors) for before in found]
-            if not pairs:
-                continue
-            inner = np.array(pairs, dtype=np.int64)
+            inner = template.inner_edges
             for block in self.blocks:
                 bases = block.base[block.template == number]
                 self._add(bases, inner[:, 0], inner[:, 1])

@@ -113,11 +113,16 @@ def route(
     return found
 
 
-@lru_cache(maxsize=1024)
-def _route(
-    sender: tuple[tuple[int, Region], ...], receiver: tuple[tuple[int, Region], ...], num_parts: int
-) -> tuple[tuple[int, int, float], ...]:
-    found = route(dict(sender), dict(receiver), num_parts)
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """The region of every local device that takes part. Equal ones are one object: hashing fractions takes long."""
+
+    regions: tuple[tuple[int, Region], ...]
+
+
+@lru_cache(maxsize=4096)
+def _route(sender: _Layout, receiver: _Layout, num_parts: int) -> tuple[tuple[int, int, float], ...]:
+    found = route(dict(sender.regions), dict(receiver.regions), num_parts)
     return tuple((source, target, float(share)) for source, target, share in found)
 
 
@@ -220,14 +225,14 @@ def _received_gathers(receiver: StageView, sender: StageView, tensors: Sequence[
         if _num_parts(sender, receiver, tensor) > 1:
             sizes, axes = _holders(receiver, tensor)
             region, size = _layout(receiver, tensor, 0)
-            share = region[0][1]
+            share = region.regions[0][1]
             local = size * float(prod((high - low for _, low, high in share), start=Fraction(1)))
             totals[sizes, axes] = totals.get((sizes, axes), 0.0) + local
     return [MeshCollective("all_gather", sizes, axes, num_bytes) for (sizes, axes), num_bytes in totals.items()]
 
 
-def _layout(view: StageView, tensor: str, turn: int) -> tuple[tuple[tuple[int, Region], ...], float]:
-    """Return ``(local device, region)`` of ``tensor``, and the bytes of the whole tensor."""
+def _layout(view: StageView, tensor: str, turn: int) -> tuple[_Layout, float]:
+    """Return where ``tensor`` lies, and the bytes of the whole of it."""
     workload = view.costs.problem.workload
     samples = view.plan.microbatch_size
     producer = workload.producer[tensor]
@@ -235,22 +240,23 @@ def _layout(view: StageView, tensor: str, turn: int) -> tuple[tuple[tuple[int, R
     dtype = maker.definition.output_dtype(maker.outputs.index(tensor))
     size = prod(workload.tensors[tensor]) * samples * dtype_bytes(dtype, view.costs.problem.runtime.implementation)
     sizes, placements, sharding = _placed(view, tensor)
-    if view.num_turns == 1:
-        return _numbered_regions(sizes, placements, samples), float(size)
+    replica = turn % view.num_turns if view.num_turns > 1 else -1
+    return _laid_out(sizes, placements, sharding if replica >= 0 else (), samples, replica), float(size)
+
+
+@lru_cache(maxsize=4096)
+def _laid_out(
+    sizes: MeshSizes, placements: tuple[Placement, ...], sharding: Sharding, num_samples: int, replica: int
+) -> _Layout:
+    """Return the regions of a mesh; of one replica, with whole microbatches, unless that is -1."""
+    if replica < 0:
+        return _Layout(tuple(enumerate(regions(sizes, placements, num_samples))))
     whole = tuple(
         Replicate() if axis.split == "batch" else placement
         for axis, placement in zip(sharding, placements, strict=True)
     )
-    replica = turn % view.num_turns
-    numbered = _numbered_regions(sizes, whole, samples)
-    return tuple(one for one in numbered if batch_coordinate(sharding, one[0]) == replica), float(size)
-
-
-@lru_cache(maxsize=1024)
-def _numbered_regions(
-    sizes: MeshSizes, placements: tuple[Placement, ...], num_samples: int
-) -> tuple[tuple[int, Region], ...]:
-    return tuple(enumerate(regions(sizes, placements, num_samples)))
+    numbered = enumerate(regions(sizes, whole, num_samples))
+    return _Layout(tuple(one for one in numbered if batch_coordinate(sharding, one[0]) == replica))
 
 
 def _placed(view: StageView, tensor: str) -> tuple[MeshSizes, tuple[Placement, ...], Sharding]:

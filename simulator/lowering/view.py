@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from simulator.costs import CostTables
+from simulator.costs import CostTables, OperatorCost
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
 from simulator.plan import Plan, Sharding, Stage
 from workloads.kinds.base import FORWARD
@@ -48,11 +49,48 @@ class StageView:
         """What others have worked out for this stage and may need again."""
         return {}
 
+    @cached_property
+    def shared(self) -> dict[Hashable, Any]:
+        """What was worked out for any stage of this form: all that holds for one whatever its operators are called.
+
+        Operators named in it are to be counted from the stage's first one.
+        """
+        stage = self.stage
+        if len(stage.operators) != 1:
+            return {}
+        costs, ((first, stop),) = self.costs, stage.operators
+        form = (
+            costs.operator_forms[first:stop].tobytes(),
+            stage.shardings,
+            tuple((a - first, b - first) for a, b in stage.recompute),
+            self.plan.microbatch_size,
+            self.plan.replica_assignment,
+            self.gpu_type,
+        )
+        return costs.forms.get(form, dict[Hashable, Any])
+
     def samples(self, index: int) -> int:
         """Return the samples that the largest replica works on at once in operator ``index``."""
-        if self.plan.rotates:
-            return self.plan.microbatch_size
-        return -(-self.plan.microbatch_size // batch_degree(self.shardings[index]))
+        return self._samples[index]
+
+    @cached_property
+    def _samples(self) -> dict[int, int]:
+        size, rotates = self.plan.microbatch_size, self.plan.rotates
+        found: dict[Sharding, int] = {}
+        for _, sharding in self.stage.shardings:
+            found[sharding] = size if rotates else -(-size // batch_degree(sharding))
+        runs = (itertools.repeat(found[sharding], count) for count, sharding in self.stage.shardings)
+        return dict(zip(self.operators, itertools.chain.from_iterable(runs), strict=True))
+
+    def cost(self, index: int) -> OperatorCost:
+        """Return the cost of operator ``index`` on the largest replica."""
+        if index not in self._costs:
+            self._costs[index] = self.costs.operator(index, self.shardings[index], self.samples(index), self.gpu_type)
+        return self._costs[index]
+
+    @cached_property
+    def _costs(self) -> dict[int, OperatorCost]:
+        return {}
 
     def input_collectives(self, index: int) -> list[tuple[str, MeshCollective, int, int]]:
         """Return the collectives between an operator and the producers of its inputs (``CostTables``)."""
@@ -74,7 +112,7 @@ class StageView:
 
     def gathered_inputs(self, index: int) -> list[tuple[int, MeshCollective]]:
         """Return ``(input position, all-gather)`` of inputs that forward gathers and backward needs whole."""
-        cost = self.costs.operator(index, self.shardings[index], self.samples(index), self.gpu_type)
+        cost = self.cost(index)
         saved = {ref for ref, _ in cost.saved}
         return [
             (position, item)

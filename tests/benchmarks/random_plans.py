@@ -86,3 +86,27 @@ class RandomPlans:
             reshards=np.ones(count, dtype=np.int64),
             overlaps=np.ones(count, dtype=np.int64),
         )
+
+    def operators(self, count: int) -> tuple[np.ndarray, ...]:
+        """Return many plans operator by operator, as ``PlanArrays.from_operators`` takes them."""
+        size = len(self.problem.workload)
+        stage, strategy, segment = (np.zeros((count, size), dtype=np.int8) for _ in range(3))
+        drawn = [self.one() for _ in range(count)]
+        for row, (stages, *_) in enumerate(drawn):
+            first = 0
+            for position, one in enumerate(stages):
+                stage[row, first : one.stops[-1]] = position
+                for stop, number in zip(one.stops, one.strategies, strict=True):
+                    strategy[row, first:stop] = number
+                    first = stop
+                for number, (start, stop) in enumerate(one.segments):
+                    segment[row, start:stop] = number + 1
+        return (
+            stage,
+            strategy,
+            segment,
+            np.array([one.placement for stages, *_ in drawn for one in stages]),
+            np.array([size for _, size, _, _ in drawn]),
+            np.array([number for _, _, number, _ in drawn]),
+            np.array([SCHEDULES[schedule] for *_, schedule in drawn]),
+        )

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.figures import Figure, figures, measure
+from tests.benchmarks.cases import figures
+from tests.benchmarks.measuring import Figure, measure
 
 FIGURES = Path(__file__).parents[2] / "docs" / "performance" / "figures.csv"
 TOLERANCE = 2.0

@@ -10,6 +10,7 @@ from simulator.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.memory_usage import DeviceMemory
 from simulator.result import SimulationResult
+from simulator.run import Run
 from simulator.taskgraph import COMMUNICATION, TaskGraph
 from tests.simulator.graphs import GraphBuilder
 
@@ -157,8 +158,7 @@ def result_of(graph: TaskGraph, *, fits: bool = True) -> SimulationResult:
         hardware_flop=2.5e14,
         peak_flop_per_s=1.25e14 * graph.num_devices,
         memory=tuple(device_memory(graph, d, end_s, fits=fits) for d in range(graph.num_devices)),
-        graph=graph,
-        schedule=schedule,
+        run=Run(graph, schedule),
         fidelity=Fidelity(),
         duration_sources={"measured": 0.0, "interpolated": 0.25, "modelled": 0.75},
         plan_hash="0123456789abcdef",

@@ -266,3 +266,16 @@ def test_the_cache_goes_elsewhere_where_package_and_home_cannot_be_written(tmp_p
     folders = list(tmp_path.glob("windtunnel-numba-*"))
     assert len(folders) == 1
     assert list(folders[0].rglob("*.nbc"))
+
+
+def test_the_first_call_on_a_machine_says_that_it_is_compiling(monkeypatch, caplog) -> None:
+    builder = GraphBuilder()
+    builder.add(1.0)
+    graph = builder.build()
+    run_compiled(graph)
+    caplog.clear()
+    run_compiled(graph)
+    assert not caplog.messages
+    monkeypatch.setattr(engine_compiled, "is_cached", lambda function: False)
+    run_compiled(graph)
+    assert caplog.messages == ["compiling the engine, once on this machine (some seconds) ..."]
