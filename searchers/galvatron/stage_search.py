@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
-from searchers.galvatron.estimator import Estimator, LayerCost, in_flight, peak_bytes, pipeline_s
+from searchers.galvatron.estimator import Estimator, LayerCost, in_flight, peak_bytes, pipeline_s, released_bytes
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
@@ -125,7 +125,12 @@ class DegreeSearch:
         self.layers = profiles.layers
         size = problem.num_devices // num_stages
         self.estimator = Estimator(
-            problem, profiles, size, overlap_slowdown=options.overlap_slowdown, paper=options.paper
+            problem,
+            profiles,
+            size,
+            overlap_slowdown=options.overlap_slowdown,
+            paper=options.paper,
+            memory=options.memory,
         )
         self.budget_bytes = self.estimator.capacity_bytes() if budget_bytes is None else budget_bytes
         self.strategies = strategies(
@@ -149,7 +154,7 @@ class DegreeSearch:
         """
         stages = split(self.layers, partition)
         candidates = []
-        chosen = [self._search(stage, place, cut) for place, stage in enumerate(stages)]
+        chosen = [self._search(stage, place, batch, cut) for place, stage in enumerate(stages)]
         if all(found is not None for found in chosen):
             candidates.append([[self.strategies[s] for s in found] for found in chosen if found is not None])
         if not self.options.paper:
@@ -185,9 +190,9 @@ class DegreeSearch:
             step_s = sum(cost.step_s for cost in costs)
             for (cost, first), (_, second) in pairwise(zip(costs, choice, strict=True)):
                 step_s += self.estimator.transition_s(cost, first, second)
-            held = in_flight(self.options.schedule, place, self.num_stages, num_microbatches)
             sync_s = sum(cost.sync_s for cost in costs)
-            found.append(StagePlan(tuple(layers), tuple(choice), step_s, sync_s, peak_bytes(costs, held)))
+            peak = self._peak_bytes(costs, place, batch, cut)
+            found.append(StagePlan(tuple(layers), tuple(choice), step_s, sync_s, peak))
             outputs.append((costs[-1], choice[-1]))
         steps = [stage.step_s for stage in found]
         for boundary, (cost, sender) in enumerate(outputs[:-1]):
@@ -218,22 +223,39 @@ class DegreeSearch:
         return frozenset(self.estimator.profiles.parameters(layer.kind, 1)) - {""}
 
     def _search(
-        self, layers: tuple[Layer, ...], place: int, cut: Cut
+        self, layers: tuple[Layer, ...], place: int, batch: int, cut: Cut
     ) -> NDArray[np.int64] | None:
         """Return a strategy number per layer."""
         samples, num_microbatches = cut.samples, cut.parts
-        held = in_flight(self.options.schedule, place, self.num_stages, num_microbatches)
-        key = (tuple(layer.kind for layer in layers), held, samples, num_microbatches)
+        held = self._held(place, batch, cut)
+        outside = self._outside_bytes(place, batch, cut)
+        key = (tuple(layer.kind for layer in layers), held, outside, samples, num_microbatches)
         if key not in self._found:
             self.num_searches += 1
             groups = self._groups(layers)
             table = self.table(groups, held, samples, num_microbatches)
             find = search_as_printed if self.options.paper else search
-            found = find(table, self.budget_bytes, float(self.options.granularity_bytes))
+            found = find(table, self.budget_bytes - outside, float(self.options.granularity_bytes))
             if found is not None:
                 found = np.repeat(found, [len(group) for group in groups])
             self._found[key] = found
         return self._found[key]
+
+    def _held(self, place: int, batch: int, cut: Cut) -> float:
+        """Return the microbatches that a stage holds at once; the release does not count the padding of the last."""
+        held = in_flight(self.options.schedule, place, self.num_stages, cut.parts)
+        return held if self.estimator.released is None else held * batch / (cut.parts * cut.samples)
+
+    def _outside_bytes(self, place: int, batch: int, cut: Cut) -> float:
+        """Return what the release charges a stage for embedding and head; here they belong to their layers."""
+        released = self.estimator.released
+        return 0.0 if released is None else released.outside_bytes(place, self._held(place, batch, cut) * cut.samples)
+
+    def _peak_bytes(self, costs: Sequence[LayerCost], place: int, batch: int, cut: Cut) -> float:
+        held = self._held(place, batch, cut)
+        if self.estimator.released is None:
+            return peak_bytes(costs, int(held))
+        return released_bytes(costs, held) + self._outside_bytes(place, batch, cut)
 
     def _groups(self, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
         """Return runs of equal layers, at most ``fused_layers`` each."""
@@ -245,7 +267,9 @@ class DegreeSearch:
                 groups.append((layer,))
         return groups
 
-    def table(self, groups: Sequence[tuple[Layer, ...]], held: int, samples: int, num_microbatches: int) -> LayerTable:
+    def table(
+        self, groups: Sequence[tuple[Layer, ...]], held: float, samples: int, num_microbatches: int
+    ) -> LayerTable:
         """Return what the search of a stage works on.
 
         Args:
@@ -257,6 +281,7 @@ class DegreeSearch:
         shape = (len(groups), len(self.strategies))
         cost, kept, backward, forward = (np.full(shape, np.inf) for _ in range(4))
         weight = 1 if self.options.paper else num_microbatches
+        released = self.estimator.released is not None
         ties: frozenset[str] = frozenset()
         for number, group in enumerate(groups):
             row = self._row(group[0], samples, num_microbatches > 1, ties)
@@ -265,8 +290,8 @@ class DegreeSearch:
                 if found is not None:
                     cost[number, place] = size * (weight * found.step_s + found.sync_s)
                     kept[number, place] = size * (held * found.forward_bytes + found.state_bytes)
-                    backward[number, place] = found.backward_bytes
-                    forward[number, place] = size * found.forward_bytes
+                    backward[number, place] = found.backward_bytes * (held if released else 1)
+                    forward[number, place] = 0.0 if released else size * found.forward_bytes
             ties |= self._ties(group[0])
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
         for number in range(1, len(groups)):
