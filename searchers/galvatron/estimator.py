@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
@@ -17,6 +18,7 @@ from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
 from simulator.lowering.epilogue import OPTIMIZER_STATE_BYTES, PER_TENSOR_ADAM_ACCESSES
 from simulator.problem import Problem
 
+MIB = 1 << 20
 FUSED_ACCESSES = 2
 """A fused optimizer reads and writes each of its states once."""
 
@@ -263,9 +265,12 @@ def released_bytes(costs: Sequence[LayerCost], held: float) -> float:
 
     Under checkpointing one layer's inner activations are set aside, of all microbatches in flight.
     """
-    kept = sum(cost.forward_bytes for cost in costs)
-    inner = max(cost.backward_bytes for cost in costs)
-    return held * (kept + inner) + sum(cost.state_bytes for cost in costs)
+    return sum(released_layer_bytes(cost, held) for cost in costs) + held * max(cost.backward_bytes for cost in costs)
+
+
+def released_layer_bytes(cost: LayerCost, held: float) -> float:
+    """Return what a layer takes by the release's model with ``held`` microbatches in flight, in whole MiB."""
+    return float(ceil((held * cost.forward_bytes + cost.state_bytes) / MIB) * MIB)
 
 
 def balance_degree(loads: Sequence[float]) -> float:

@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
-from searchers.galvatron.estimator import Estimator, LayerCost, in_flight, peak_bytes, pipeline_s, released_bytes
+from searchers.galvatron.estimator import (
+    Estimator,
+    LayerCost,
+    in_flight,
+    peak_bytes,
+    pipeline_s,
+    released_bytes,
+    released_layer_bytes,
+)
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
@@ -249,7 +257,9 @@ class DegreeSearch:
     def _outside_bytes(self, place: int, batch: int, cut: Cut) -> float:
         """Return what the release charges a stage for embedding and head; here they belong to their layers."""
         released = self.estimator.released
-        return 0.0 if released is None else released.outside_bytes(place, self._held(place, batch, cut) * cut.samples)
+        if released is None:
+            return 0.0
+        return released.outside_bytes(place, self._held(place, batch, cut) * cut.samples, cut.samples)
 
     def _peak_bytes(self, costs: Sequence[LayerCost], place: int, batch: int, cut: Cut) -> float:
         held = self._held(place, batch, cut)
@@ -289,7 +299,8 @@ class DegreeSearch:
             for place, found in enumerate(row):
                 if found is not None:
                     cost[number, place] = size * (weight * found.step_s + found.sync_s)
-                    kept[number, place] = size * (held * found.forward_bytes + found.state_bytes)
+                    each = held * found.forward_bytes + found.state_bytes
+                    kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
                     backward[number, place] = found.backward_bytes * (held if released else 1)
                     forward[number, place] = 0.0 if released else size * found.forward_bytes
             ties |= self._ties(group[0])
