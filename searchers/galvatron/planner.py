@@ -193,7 +193,7 @@ class Planner:
         """Return the best plan of every batch size, in growing steps of samples until nothing fits.
 
         A 1F1B pipeline fits any batch, so exploration also ends where the batch has doubled and throughput has
-        risen by less than three per cent.
+        risen by less than three per cent, counted from one sample per device on: fewer leave some degrees unused.
 
         Args:
             batches: Batch sizes to try instead, all of them.
@@ -211,7 +211,7 @@ class Planner:
             if plan is not None:
                 found.append(plan)
                 if plan.throughput > (1 + SATURATED) * best:
-                    best, turn = plan.throughput, batch
+                    best, turn = plan.throughput, max(batch, self.problem.num_devices)
             if batches is None and (missed >= patience or (turn and batch >= 2 * turn)):
                 break
         return Exploration(tuple(found), tried)
