@@ -24,6 +24,9 @@ TITAN_DATA = Path(__file__).parents[3] / "shared" / "data" / "galvatron" / "tita
 BERT_LAYER = 12 * 1280**2 + 13 * 1280
 """Parameters of a BERT layer: four projections, two of the MLP, biases, two norms."""
 
+BERT_LAYER_STATES = 16 * BERT_LAYER + 8 * MIB
+"""Bytes of its states: the two MLP weights of 25 MiB take 26 each, four times."""
+
 
 @cache
 def planner(model: str, memory_gb: int, strategy: str = "galvatron-base") -> Planner:
@@ -51,6 +54,20 @@ def test_layers_and_ends_take_what_galvatron_measured() -> None:
             assert found.state_bytes / MIB == pytest.approx(4 * row["parameter_MiB_fp32"], rel=0.01), row
 
 
+@pytest.mark.parametrize(
+    ("model", "states_mib", "sample_mib", "tolerance"),
+    [("bert-huge-32", 793, 313, 0.03), ("vit-huge-32", 45.56, 13, 0.16), ("swin-huge-32", 312, 70, 0.04)],
+)
+def test_embedding_and_head_take_what_galvatron_measured(
+    model: str, states_mib: float, sample_mib: float, tolerance: float
+) -> None:
+    """Of its constants for eight GPUs; T5's 900 MiB of states, 627 by shapes, stay unexplained."""
+    memory = released(model, 1)
+    states = memory.outside_bytes(0, 0, 0)
+    assert states / MIB == pytest.approx(states_mib, rel=tolerance)
+    assert (memory.outside_bytes(0, 8, 8) - states) / MIB == pytest.approx(sample_mib, rel=0.03)
+
+
 def test_a_sharded_layer_keeps_its_shard_and_a_fortieth() -> None:
     memory = released("bert-huge-32", 1)
     kind = memory.profiles.layers[1].kind
@@ -58,9 +75,9 @@ def test_a_sharded_layer_keeps_its_shard_and_a_fortieth() -> None:
         memory.layer(kind, Strategy(levels), 8)
         for levels in ((Level(DATA, 8),), (Level(SHARDED, 8),), (Level(SHARDED, 4), Level(TENSOR, 2)))
     )
-    assert plain.state_bytes == 16 * BERT_LAYER
-    assert sharded.state_bytes == pytest.approx(16 * BERT_LAYER * (1 / 8 + 0.025))
-    assert mixed.state_bytes < 16 * BERT_LAYER * (1 / 8 + 0.025)
+    assert plain.state_bytes == BERT_LAYER_STATES
+    assert sharded.state_bytes == pytest.approx(BERT_LAYER_STATES * (1 / 8 + 0.025))
+    assert mixed.state_bytes == pytest.approx(BERT_LAYER_STATES / 2 * (1 / 4 + 0.025))
     assert plain.forward_bytes == sharded.forward_bytes > mixed.forward_bytes / 2
 
 
@@ -79,19 +96,19 @@ def test_checkpointing_keeps_the_input_and_sets_one_layer_aside_of_all_samples_i
     assert inner is not None
     assert inner.forward_bytes * 2 == entering
     difference = plain.stages[1].peak_bytes - spared.stages[1].peak_bytes
-    assert difference == pytest.approx(15 * 2 * inner.backward_bytes)
+    assert difference == pytest.approx(15 * 2 * inner.backward_bytes, abs=16 * MIB)  # layers count in whole MiB
 
 
 def test_the_first_stage_pays_for_embedding_and_head_of_one_node_alone() -> None:
     one_node = released("bert-huge-32", 8)
-    assert one_node.outside_bytes(7, 8) == 0 < one_node.outside_bytes(0, 8)
+    assert one_node.outside_bytes(7, 8, 8) == 0 < one_node.outside_bytes(0, 8, 8)
     run = Run(model="bert-huge-32", cluster="titan-rtx-pcie:2x8", memory_gb=8)
     two_nodes = ReleasedMemory(run.problem(16), profiles_of(run.model, run.cluster, run.runtime), 8)
-    first, last = two_nodes.outside_bytes(0, 0), two_nodes.outside_bytes(7, 0)
+    first, last = two_nodes.outside_bytes(0, 0, 0), two_nodes.outside_bytes(7, 0, 0)
     assert first > 0 and last > 0
     # Both hold the tied word embedding; together they hold it once.
     word_embedding = 16 * 30522 * 1280
-    alone = one_node.outside_bytes(0, 0)
+    alone = one_node.outside_bytes(0, 0, 0)
     assert alone < first + last < alone + word_embedding
 
 
@@ -119,4 +136,4 @@ def test_the_padding_of_the_last_microbatch_takes_no_memory() -> None:
     padded = search.assess(stages, chosen, 16, Cut(3, ceil(16 / 3)))
     whole = search.assess(stages, chosen, 16, Cut(2, 8))
     assert padded is not None and whole is not None
-    assert padded.peak_bytes == pytest.approx(whole.peak_bytes)
+    assert padded.peak_bytes == pytest.approx(whole.peak_bytes, abs=4 * MIB)  # layers count in whole MiB
