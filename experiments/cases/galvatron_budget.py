@@ -45,7 +45,7 @@ def within_budget(run: Run, strategy: str, batch: int) -> bool:
         return False
     parts = num_microbatches(run.model, batch, strategy, num_gpus) if strategy in PIPELINED else 1
     cut = Cut(parts, ceil(batch / parts))
-    stages = split(search.layers, base_partition(search, cut))
+    stages = split(search.layers, base_partition(search, cut, counts_outside=False))
     plan = search.assess(stages, [[Strategy(levels)] * len(stage) for stage in stages], batch, cut)
     return plan is not None and plan.fits
 

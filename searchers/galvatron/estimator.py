@@ -66,6 +66,7 @@ class Estimator:
         overlap_slowdown: Whether overlapping slows both sides (section V); off for Fig. 7's comparison.
         paper: Backward gathers of SDP hide behind computation, whatever the runtime does.
         memory: ``shapes`` or ``released``, see `searchers.galvatron.released_memory`.
+        schedule: ``gpipe`` or ``1f1b``.
     """
 
     def __init__(
@@ -77,12 +78,15 @@ class Estimator:
         overlap_slowdown: bool = True,
         paper: bool = False,
         memory: str = "shapes",
+        schedule: str = "gpipe",
     ) -> None:
         self.problem = problem
         self.profiles = profiles
         self.num_devices = num_devices
         self.num_stages = problem.num_devices // num_devices
-        self.released = ReleasedMemory(problem, profiles, self.num_stages) if memory == "released" else None
+        self.released = (
+            ReleasedMemory(problem, profiles, self.num_stages, schedule) if memory == "released" else None
+        )
         gpu_type = problem.gpu_types[0]
         self.factors = problem.hardware.overlap_slowdown(gpu_type) if overlap_slowdown else (1.0, 1.0)
         self.times = CollectiveTimes(problem.hardware, range(num_devices))

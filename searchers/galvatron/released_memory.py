@@ -6,9 +6,10 @@ It is coarser than Eq. 2 on the shared cost tables, and decides which batches an
 - a layer has its model states, split over tensor ranks; sharded ones take ``1 / d`` of them and a share that stands
   for gathered parameters; and what it keeps for backward of the samples in flight, split as the strategy splits it;
 - under checkpointing it keeps its input, and one layer's inner activations are needed on top;
-- embedding and head are no layers. They run data-parallel over a stage's devices with whole states. On one node the
-  first stage is charged with both, whatever stage holds the head. On more nodes first and last stage have states of
-  their own and the activations of both each, of which a part lives for one microbatch only;
+- embedding and head are no layers. They run data-parallel over a stage's devices with whole states. In the first
+  release (one node, GPipe) the first stage is charged with both, whatever stage holds the head. In later ones (more
+  nodes, 1F1B) first and last stage have states of their own and the activations of both each, of which a part lives
+  for one microbatch only;
 - nothing else: no workspace of kernels, no gathered layer, no stage outputs, no padding of microbatches.
 
 Activations outside the layers are five tensors of the size of the logits for text, as shapes have it. For images they
@@ -74,13 +75,15 @@ class ReleasedMemory:
         problem: Gives devices and the runtime's bytes per parameter.
         profiles: Costs of its layers.
         num_stages: P.
+        schedule: ``gpipe`` or ``1f1b``.
     """
 
-    def __init__(self, problem: Problem, profiles: LayerProfiles, num_stages: int) -> None:
+    def __init__(self, problem: Problem, profiles: LayerProfiles, num_stages: int, schedule: str) -> None:
         self.profiles = profiles
         self.num_stages = num_stages
         self.num_devices = problem.num_devices // num_stages
         self.one_node = problem.num_devices <= ONE_NODE
+        self.charges_first = self.one_node and schedule == "gpipe"
         runtime = problem.runtime
         self.state_bytes_per_parameter = runtime.state_bytes_per_parameter
         # Parameters, gradients and two halves of the optimizer's states are tensors of their own.
@@ -154,7 +157,7 @@ class ReleasedMemory:
         inside = {index for core in self._cores for index in range(*core)}
         rest = [index for index in range(len(problem.workload)) if index not in inside]
         sample = self._sample_bytes(rest)
-        if self.one_node:
+        if self.charges_first:
             return ((0, Outside(self._state_bytes(rest), sample, 0.0)),)
         passing = PASSING_SHARE[problem.workload.family in IMAGE_TENSORS] * sample
         if self.num_stages == 1:

@@ -139,6 +139,7 @@ class DegreeSearch:
             overlap_slowdown=options.overlap_slowdown,
             paper=options.paper,
             memory=options.memory,
+            schedule=options.schedule,
         )
         self.budget_bytes = self.estimator.capacity_bytes() if budget_bytes is None else budget_bytes
         self.strategies = strategies(
@@ -236,7 +237,7 @@ class DegreeSearch:
         """Return a strategy number per layer."""
         samples, num_microbatches = cut.samples, cut.parts
         held = self._held(place, batch, cut)
-        outside = self._outside_bytes(place, batch, cut)
+        outside = self.outside_bytes(place, cut, batch)
         key = (tuple(layer.kind for layer in layers), held, outside, samples, num_microbatches)
         if key not in self._found:
             self.num_searches += 1
@@ -254,18 +255,19 @@ class DegreeSearch:
         held = in_flight(self.options.schedule, place, self.num_stages, cut.parts)
         return held if self.estimator.released is None else held * batch / (cut.parts * cut.samples)
 
-    def _outside_bytes(self, place: int, batch: int, cut: Cut) -> float:
+    def outside_bytes(self, place: int, cut: Cut, batch: int | None = None) -> float:
         """Return what the release charges a stage for embedding and head; here they belong to their layers."""
         released = self.estimator.released
         if released is None:
             return 0.0
-        return released.outside_bytes(place, self._held(place, batch, cut) * cut.samples, cut.samples)
+        held = self._held(place, cut.parts * cut.samples if batch is None else batch, cut)
+        return released.outside_bytes(place, held * cut.samples, cut.samples)
 
     def _peak_bytes(self, costs: Sequence[LayerCost], place: int, batch: int, cut: Cut) -> float:
         held = self._held(place, batch, cut)
         if self.estimator.released is None:
             return peak_bytes(costs, int(held))
-        return released_bytes(costs, held) + self._outside_bytes(place, batch, cut)
+        return released_bytes(costs, held) + self.outside_bytes(place, cut, batch)
 
     def _groups(self, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
         """Return runs of equal layers, at most ``fused_layers`` each."""

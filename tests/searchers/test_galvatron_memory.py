@@ -103,7 +103,7 @@ def test_the_first_stage_pays_for_embedding_and_head_of_one_node_alone() -> None
     one_node = released("bert-huge-32", 8)
     assert one_node.outside_bytes(7, 8, 8) == 0 < one_node.outside_bytes(0, 8, 8)
     run = Run(model="bert-huge-32", cluster="titan-rtx-pcie:2x8", memory_gb=8)
-    two_nodes = ReleasedMemory(run.problem(16), profiles_of(run.model, run.cluster, run.runtime), 8)
+    two_nodes = ReleasedMemory(run.problem(16), profiles_of(run.model, run.cluster, run.runtime), 8, "gpipe")
     first, last = two_nodes.outside_bytes(0, 0, 0), two_nodes.outside_bytes(7, 0, 0)
     assert first > 0 and last > 0
     # Both hold the tied word embedding; together they hold it once.
