@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,15 @@ class StagePlan:
     step_s: float
     sync_s: float
     peak_bytes: float
+
+
+class _StageCost(NamedTuple):
+    """What a stage costs, and its last layer: fields as of `StagePlan`."""
+
+    step_s: float
+    sync_s: float
+    peak_bytes: float
+    last: LayerCost
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,9 @@ class DegreeSearch:
         self.layouts = tuple(dict.fromkeys(strategy.layout for strategy in self.strategies))
         self._layout_of = np.array([self.layouts.index(strategy.layout) for strategy in self.strategies])
         self._found: dict[object, NDArray[np.int64] | None] = {}
+        self._stages: dict[object, _StageCost | None] = {}
+        self._tied: dict[Partition, float] = {}
+        self._ties_of: dict[int, frozenset[str]] = {}
         self._rows: dict[object, list[LayerCost | None]] = {}
         self._moves: dict[object, NDArray[np.float64]] = {}
         self.num_searches = 0
@@ -189,20 +202,14 @@ class DegreeSearch:
         cut: Cut,
     ) -> PipelinePlan | None:
         """Return the plan of given strategies with its costs, or None if one cannot be used."""
-        samples, num_microbatches = cut.samples, cut.parts
         found: list[StagePlan] = []
         outputs: list[tuple[LayerCost, Strategy]] = []
         for place, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
-            costs = self._costs_of(layers, choice, samples, num_microbatches > 1)
-            if costs is None:
+            own = self._stage(layers, tuple(choice), place, batch, cut)
+            if own is None:
                 return None
-            step_s = sum(cost.step_s for cost in costs)
-            for (cost, first), (_, second) in pairwise(zip(costs, choice, strict=True)):
-                step_s += self.estimator.transition_s(cost, first, second)
-            sync_s = sum(cost.sync_s for cost in costs)
-            peak = self._peak_bytes(costs, place, batch, cut)
-            found.append(StagePlan(tuple(layers), tuple(choice), step_s, sync_s, peak))
-            outputs.append((costs[-1], choice[-1]))
+            found.append(StagePlan(tuple(layers), tuple(choice), own.step_s, own.sync_s, own.peak_bytes))
+            outputs.append((own.last, choice[-1]))
         steps = [stage.step_s for stage in found]
         for boundary, (cost, sender) in enumerate(outputs[:-1]):
             receiver = chosen[boundary + 1][0]
@@ -211,9 +218,39 @@ class DegreeSearch:
             steps[boundary] += both_ways_s
             steps[boundary + 1] += both_ways_s
         total_s = pipeline_s(
-            steps, [stage.sync_s for stage in found], num_microbatches, paper=self.options.paper
-        ) + self.estimator.tie_sync_s(stages)
+            steps, [stage.sync_s for stage in found], cut.parts, paper=self.options.paper
+        ) + self._tie_sync_s(stages)
         return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
+
+    def _stage(
+        self, layers: Sequence[Layer], chosen: tuple[Strategy, ...], place: int, batch: int, cut: Cut
+    ) -> _StageCost | None:
+        """Return what a stage costs, or None if a strategy cannot be used; equal stages are worked out once."""
+        held = self._held(place, batch, cut)
+        outside = self.outside_bytes(place, cut, batch)
+        key = (tuple(layer.kind for layer in layers), chosen, held, outside, cut)
+        if key not in self._stages:
+            self._stages[key] = self._stage_anew(layers, chosen, held, outside, cut)
+        return self._stages[key]
+
+    def _stage_anew(
+        self, layers: Sequence[Layer], chosen: tuple[Strategy, ...], held: float, outside: float, cut: Cut
+    ) -> _StageCost | None:
+        costs = self._costs_of(layers, chosen, cut.samples, cut.parts > 1)
+        if costs is None:
+            return None
+        step_s = sum(cost.step_s for cost in costs)
+        for (cost, first), (_, second) in pairwise(zip(costs, chosen, strict=True)):
+            step_s += self.estimator.transition_s(cost, first, second)
+        whole = self.estimator.released is None
+        peak = peak_bytes(costs, int(held)) if whole else released_bytes(costs, held) + outside
+        return _StageCost(step_s, sum(cost.sync_s for cost in costs), peak, costs[-1])
+
+    def _tie_sync_s(self, stages: Sequence[Sequence[Layer]]) -> float:
+        key = tuple(map(len, stages))
+        if key not in self._tied:
+            self._tied[key] = self.estimator.tie_sync_s(stages)
+        return self._tied[key]
 
     def _costs_of(
         self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool
@@ -229,7 +266,9 @@ class DegreeSearch:
         return costs
 
     def _ties(self, layer: Layer) -> frozenset[str]:
-        return frozenset(self.estimator.profiles.parameters(layer.kind, 1)) - {""}
+        if layer.kind not in self._ties_of:
+            self._ties_of[layer.kind] = frozenset(self.estimator.profiles.parameters(layer.kind, 1)) - {""}
+        return self._ties_of[layer.kind]
 
     def _search(
         self, layers: tuple[Layer, ...], place: int, batch: int, cut: Cut
@@ -262,12 +301,6 @@ class DegreeSearch:
             return 0.0
         held = self._held(place, cut.parts * cut.samples if batch is None else batch, cut)
         return released.outside_bytes(place, held * cut.samples, cut.samples)
-
-    def _peak_bytes(self, costs: Sequence[LayerCost], place: int, batch: int, cut: Cut) -> float:
-        held = self._held(place, batch, cut)
-        if self.estimator.released is None:
-            return peak_bytes(costs, int(held))
-        return released_bytes(costs, held) + self.outside_bytes(place, cut, batch)
 
     def _groups(self, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
         """Return runs of equal layers, at most ``fused_layers`` each."""
