@@ -69,6 +69,12 @@ def test_pairs_and_winners_count_what_differs_clearly() -> None:
     assert (lines.loc["c", "oom_right"], lines.loc["b", "batch_equal"], lines.loc["c", "batch_equal"]) == (1, 1, 1)
 
 
+def test_the_same_plan_under_two_names_wins_for_both() -> None:
+    frame = cells()
+    frame.loc[3, "samples_per_s"] = frame.loc[4, "samples_per_s"]
+    assert winners(frame) == (2, 2)
+
+
 def test_a_factor_per_strategy_is_learnt_on_one_budget_only() -> None:
     frame = cells()
     frame.loc[3, ["relative_difference", "at_paper_batch_difference"]] = 0.0
