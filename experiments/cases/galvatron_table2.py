@@ -30,6 +30,7 @@ from experiments.cases.case import (
 from searchers.galvatron.judged import judged_plan
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import microbatch_counts, released_count, table_count
+from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import even, filled_from_the_back
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
@@ -47,6 +48,7 @@ SMALLEST_BATCH = 8
 
 PURE = ("ddp", "megatron-tp", "gpipe", "fsdp")
 DEEPSPEED = "deepspeed-3d"
+PIPELINED = ("gpipe", DEEPSPEED)
 SEARCHED = (
     "galvatron-dp-tp", "galvatron-dp-pp", "galvatron", "galvatron-base", "galvatron-1f1b-bi", "galvatron-bmw"
 )  # fmt: skip
@@ -130,7 +132,7 @@ class Run:
         """
         num_gpus = self.num_gpus
         parts = 1
-        if strategy in ("gpipe", DEEPSPEED):
+        if strategy in PIPELINED:
             parts = num_microbatches(self.model, batch, strategy, num_gpus)
         samples = ceil(batch / parts)
 
@@ -158,12 +160,12 @@ class Run:
     def searched(self, strategy: str, batch: int) -> tuple[Callable[[], Problem], Callable[[Problem], Plan]]:
         """Return problem and plan of a searched strategy; both wait for the search, which happens once.
 
-        The plan is the variant's that the simulator lets fit, else its leanest.
+        The plan is the variant's within the budget by the release's memory model, else its leanest.
         """
 
         @cache
         def found() -> tuple[Plan, int]:
-            options = replace(variant_options(strategy), pads_batch=True)
+            options = planner_options(strategy)
             profiles = profiles_of(self.model, self.cluster, self.runtime)
             judged = judged_plan(self.problem, options, lambda planner: planner.best(batch), profiles)
             if judged is not None:
@@ -174,6 +176,11 @@ class Run:
             return to_plan(leanest, self.problem(leanest.padded_batch)), leanest.padded_batch
 
         return (lambda: self.problem(found()[1])), (lambda _: found()[0])
+
+
+def planner_options(strategy: str) -> Options:
+    """Return a variant's options with the release's padding of microbatches and its memory model."""
+    return replace(variant_options(strategy), pads_batch=True, memory="released")
 
 
 @lru_cache(maxsize=8)

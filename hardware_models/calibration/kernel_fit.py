@@ -75,10 +75,16 @@ def predict_s(gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Itera
 def build_curves(
     base: EfficiencyCurves, dtype: str, values: Mapping[str, float], source: str
 ) -> EfficiencyCurves:
-    """Return ``base`` with the fitted values put in their places (``limit.forward`` ...)."""
+    """Return ``base`` with the fitted values put in their places (``limit.forward`` ...).
+
+    ``limit.gradient`` is that of both gradients, where rows do not tell them apart.
+    """
     old = base.matmul[dtype]
+    limit = {role: values.get(f"limit.{role}", old.limit[role]) for role in ROLES}
+    if "limit.gradient" in values:
+        limit |= dict.fromkeys(("data_gradient", "weight_gradient"), values["limit.gradient"])
     matmul = MatmulCurve(
-        limit={role: values.get(f"limit.{role}", old.limit[role]) for role in ROLES},
+        limit=limit,
         half_waves=values.get("half_waves", old.half_waves),
         half_k=values.get("half_k", old.half_k),
         tile_m=old.tile_m,

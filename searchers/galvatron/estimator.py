@@ -8,14 +8,17 @@ slower by the device's overlap factors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
+from searchers.galvatron.released_memory import ReleasedMemory
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
 from simulator.lowering.epilogue import OPTIMIZER_STATE_BYTES, PER_TENSOR_ADAM_ACCESSES
 from simulator.problem import Problem
 
+MIB = 1 << 20
 FUSED_ACCESSES = 2
 """A fused optimizer reads and writes each of its states once."""
 
@@ -62,6 +65,8 @@ class Estimator:
         num_devices: Devices of a stage; all stages are taken to be alike.
         overlap_slowdown: Whether overlapping slows both sides (section V); off for Fig. 7's comparison.
         paper: Backward gathers of SDP hide behind computation, whatever the runtime does.
+        memory: ``shapes`` or ``released``, see `searchers.galvatron.released_memory`.
+        schedule: ``gpipe`` or ``1f1b``.
     """
 
     def __init__(
@@ -72,11 +77,16 @@ class Estimator:
         *,
         overlap_slowdown: bool = True,
         paper: bool = False,
+        memory: str = "shapes",
+        schedule: str = "gpipe",
     ) -> None:
         self.problem = problem
         self.profiles = profiles
         self.num_devices = num_devices
         self.num_stages = problem.num_devices // num_devices
+        self.released = (
+            ReleasedMemory(problem, profiles, self.num_stages, schedule) if memory == "released" else None
+        )
         gpu_type = problem.gpu_types[0]
         self.factors = problem.hardware.overlap_slowdown(gpu_type) if overlap_slowdown else (1.0, 1.0)
         self.times = CollectiveTimes(problem.hardware, range(num_devices))
@@ -150,7 +160,7 @@ class Estimator:
         whole_gradients = 1 if accumulates else shards
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
         gathered_bytes = parameter_bytes + (0.0 if accumulates else gradient_bytes) if shards > 1 else 0.0
-        return LayerCost(
+        cost = LayerCost(
             step_s=forward_s + plain_s + exposed_s,
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
             forward_bytes=profile.saved_bytes - released,
@@ -160,6 +170,7 @@ class Estimator:
             + elements * runtime.optimizer_bytes / shards,
             output_bytes=profile.output_bytes,
         )
+        return replace(cost, **self.released.layer(kind, strategy, samples)._asdict()) if self.released else cost
 
     def _axis_s(
         self, collective: str, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...], kind: str
@@ -251,6 +262,19 @@ def peak_bytes(costs: Sequence[LayerCost], held: int) -> float:
         running += cost.forward_bytes
         peak = max(peak, running + cost.backward_bytes)
     return (held - 1) * whole + peak + sum(cost.state_bytes for cost in costs)
+
+
+def released_bytes(costs: Sequence[LayerCost], held: float) -> float:
+    """Return what the layers of a stage take by the release's model with ``held`` microbatches in flight.
+
+    Under checkpointing one layer's inner activations are set aside, of all microbatches in flight.
+    """
+    return sum(released_layer_bytes(cost, held) for cost in costs) + held * max(cost.backward_bytes for cost in costs)
+
+
+def released_layer_bytes(cost: LayerCost, held: float) -> float:
+    """Return what a layer takes by the release's model with ``held`` microbatches in flight, in whole MiB."""
+    return float(ceil((held * cost.forward_bytes + cost.state_bytes) / MIB) * MIB)
 
 
 def balance_degree(loads: Sequence[float]) -> float:

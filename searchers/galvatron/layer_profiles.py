@@ -45,6 +45,7 @@ class LayerProfile:
         saved_bytes: Kept for backward, the input included.
         input_bytes: Of that, the layer's input.
         core_saved_bytes: Of that, what checkpointing lets go: the core's, without the input.
+        core_input_bytes: What the core keeps of its input.
         workspace_bytes: Largest buffer of one operator.
         output_bytes: What leaves the layer.
     """
@@ -55,6 +56,7 @@ class LayerProfile:
     saved_bytes: float
     input_bytes: float
     core_saved_bytes: float
+    core_input_bytes: float
     workspace_bytes: float
     output_bytes: float
 
@@ -81,6 +83,7 @@ class LayerProfiles:
         self._profiles: dict[tuple[int, int, int], LayerProfile] = {}
         self._collectives: dict[tuple[int, int], LayerCollectives] = {}
         self._parameters: dict[tuple[int, int], Mapping[str, int]] = {}
+        self._core_parameters: dict[tuple[int, int], int] = {}
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -155,6 +158,7 @@ class LayerProfiles:
             saved_bytes=sum(size for size, _ in kept.values()),
             input_bytes=sum(kept[name][0] for name in entering),
             core_saved_bytes=sum(size for name, (size, inside) in kept.items() if inside and name not in core_input),
+            core_input_bytes=sum(size for name, (size, inside) in kept.items() if inside and name in core_input),
             workspace_bytes=workspace,
             output_bytes=output,
         )
@@ -199,6 +203,17 @@ class LayerProfiles:
                         backward.append(entry)
             self._collectives[key] = LayerCollectives(tuple(forward), tuple(core), tuple(backward))
         return self._collectives[key]
+
+    def core_parameters(self, kind: int, tensor: int) -> int:
+        """Return local parameter elements of the repeated layer of a kind."""
+        key = (kind, tensor)
+        if key not in self._core_parameters:
+            self._core_parameters[key] = sum(
+                count
+                for index in range(*self.examples[kind].core)
+                for _, count in self.costs.operator(index, self._sharding(tensor, index), 1, self.gpu_type).parameters
+            )
+        return self._core_parameters[key]
 
     def parameters(self, kind: int, tensor: int) -> Mapping[str, int]:
         """Return local parameter elements of a layer kind by tie key; ``""`` is what is not tied."""

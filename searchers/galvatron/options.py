@@ -9,6 +9,7 @@ from searchers.galvatron.strategies import DATA, LEVELS
 
 PARTITIONS = ("base", "memory", "time", "bi-objective")
 SCHEDULES = ("gpipe", "1f1b")
+MEMORY_MODELS = ("shapes", "released")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Options:
         schedule: ``gpipe`` or ``1f1b``.
         microbatches: Rule of `searchers.galvatron.microbatches`.
         pads_batch: Microbatches that do not divide the batch are padded, not avoided.
+        memory: ``shapes`` (Eq. 2 on the shared cost tables) or ``released`` (the first releases' coarser model).
         granularity_bytes: Memory step of the dynamic programming.
         fused_layers: Consecutive equal layers that share a strategy (section IV-A3); 1: every layer alone.
         overlap_slowdown: Whether overlap slows both sides.
@@ -40,13 +42,17 @@ class Options:
     schedule: str = "1f1b"
     microbatches: str = "released"
     pads_batch: bool = False
+    memory: str = "shapes"
     granularity_bytes: int = 16 << 20
     fused_layers: int = 1
     overlap_slowdown: bool = True
     paper: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("partition", PARTITIONS), ("schedule", SCHEDULES), ("microbatches", RULES)):
+        choices = (
+            ("partition", PARTITIONS), ("schedule", SCHEDULES), ("microbatches", RULES), ("memory", MEMORY_MODELS)
+        )  # fmt: skip
+        for name, allowed in choices:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -30,13 +30,18 @@ def even(num_layers: int, num_stages: int) -> Partition:
     return (base,) * (num_stages - 1) + (base + extra,)
 
 
-def filled_from_the_back(weights: Sequence[float], num_stages: int) -> Partition:
+def filled_from_the_back(weights: Sequence[float], num_stages: int, outside: float = 0.0) -> Partition:
     """Return stages filled from the last to the mean weight: half a layer of tolerance, at most 1.3 times it.
 
-    >>> filled_from_the_back([1.0] * 4 + [2.0] * 4, 2)
-    (5, 3)
+    Args:
+        weights: Of the layers.
+        num_stages: P.
+        outside: What the first stage has besides; it counts in the mean.
+
+    >>> filled_from_the_back([1.0] * 4 + [2.0] * 4, 2), filled_from_the_back([1.0] * 4 + [2.0] * 4, 2, outside=4.0)
+    ((5, 3), (4, 4))
     """
-    mean = sum(weights) / num_stages
+    mean = (sum(weights) + outside) / num_stages
     counts = [0] * num_stages
     left = len(weights)
     for stage in range(num_stages - 1, 0, -1):
@@ -122,10 +127,22 @@ def weigh(
     return memory, seconds
 
 
-def base_partition(search: DegreeSearch, cut: Cut) -> Partition:
+def with_outside(search: DegreeSearch, cut: Cut, memory: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the memory of layers with what the release charges stages, not layers, for embedding and head."""
+    whole = memory.copy()
+    whole[0, 0] += search.outside_bytes(0, cut)
+    whole[-1, -1] += search.outside_bytes(search.num_stages - 1, cut)
+    return whole
+
+
+def base_partition(search: DegreeSearch, cut: Cut, *, counts_outside: bool = True) -> Partition:
     """Return the release's: equal layers evenly, others filled from the back by memory.
 
-    What stands before the first and behind the last repeated layer does not count, as in the release.
+    Args:
+        search: Of the pipeline degree.
+        cut: Microbatches.
+        counts_outside: Embedding and head count in the mean memory, where the release's model charges the first stage
+            with both (one node). The plans shipped for eight GPUs are cut so, those for sixteen are not.
     """
     weighed = weigh(search, cut)
     if weighed is None:
@@ -138,7 +155,9 @@ def base_partition(search: DegreeSearch, cut: Cut) -> Partition:
     weights = [lightest[core] for core in cores]
     if max(weights) - min(weights) < 1e-3 * max(weights):
         return even(len(weights), search.num_stages)
-    return filled_from_the_back(weights, search.num_stages)
+    released = search.estimator.released
+    outside = search.outside_bytes(0, cut) if counts_outside and released and released.charges_first else 0.0
+    return filled_from_the_back(weights, search.num_stages, outside)
 
 
 def _core_signature(search: DegreeSearch, layer: Layer) -> tuple[int, ...]:

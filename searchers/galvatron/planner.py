@@ -10,7 +10,7 @@ from itertools import chain
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import Cut, cuts
 from searchers.galvatron.options import Options
-from searchers.galvatron.partitions import base_partition, between, least_maximum, neighbours, weigh
+from searchers.galvatron.partitions import base_partition, between, least_maximum, neighbours, weigh, with_outside
 from searchers.galvatron.stage_search import DegreeSearch, Partition, PipelinePlan, split
 from searchers.galvatron.strategies import Strategy, pipeline_degrees
 from simulator.costs import CostTables
@@ -126,7 +126,7 @@ class Planner:
         weighed = weigh(search, cut)
         if weighed is None:
             return
-        by_memory, by_time = (least_maximum(loads) for loads in weighed)
+        by_memory, by_time = least_maximum(with_outside(search, cut, weighed[0])), least_maximum(weighed[1])
         if self.options.partition != "bi-objective":
             only = by_memory if self.options.partition == "memory" else by_time
             plan = self._plan(search, only, batch, cut)
@@ -134,7 +134,7 @@ class Planner:
                 yield plan
             return
         queue = deque([by_memory])
-        extra = deque([base_partition(search, cut)])
+        extra = deque([base_partition(search, cut), base_partition(search, cut, counts_outside=False)])
         if not self.options.paper:
             extra.extend((*between(by_memory, by_time, WAYPOINTS), by_time))
         seen: set[Partition] = set()
@@ -193,7 +193,7 @@ class Planner:
         """Return the best plan of every batch size, in growing steps of samples until nothing fits.
 
         A 1F1B pipeline fits any batch, so exploration also ends where the batch has doubled and throughput has
-        risen by less than three per cent.
+        risen by less than three per cent, counted from one sample per device on: fewer leave some degrees unused.
 
         Args:
             batches: Batch sizes to try instead, all of them.
@@ -211,7 +211,7 @@ class Planner:
             if plan is not None:
                 found.append(plan)
                 if plan.throughput > (1 + SATURATED) * best:
-                    best, turn = plan.throughput, batch
+                    best, turn = plan.throughput, max(batch, self.problem.num_devices)
             if batches is None and (missed >= patience or (turn and batch >= 2 * turn)):
                 break
         return Exploration(tuple(found), tried)

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
-from searchers.galvatron.estimator import Estimator, LayerCost, in_flight, peak_bytes, pipeline_s
+from searchers.galvatron.estimator import (
+    Estimator,
+    LayerCost,
+    in_flight,
+    peak_bytes,
+    pipeline_s,
+    released_bytes,
+    released_layer_bytes,
+)
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
@@ -38,6 +47,15 @@ class StagePlan:
     step_s: float
     sync_s: float
     peak_bytes: float
+
+
+class _StageCost(NamedTuple):
+    """What a stage costs, and its last layer: fields as of `StagePlan`."""
+
+    step_s: float
+    sync_s: float
+    peak_bytes: float
+    last: LayerCost
 
 
 @dataclass(frozen=True)
@@ -125,7 +143,13 @@ class DegreeSearch:
         self.layers = profiles.layers
         size = problem.num_devices // num_stages
         self.estimator = Estimator(
-            problem, profiles, size, overlap_slowdown=options.overlap_slowdown, paper=options.paper
+            problem,
+            profiles,
+            size,
+            overlap_slowdown=options.overlap_slowdown,
+            paper=options.paper,
+            memory=options.memory,
+            schedule=options.schedule,
         )
         self.budget_bytes = self.estimator.capacity_bytes() if budget_bytes is None else budget_bytes
         self.strategies = strategies(
@@ -137,6 +161,9 @@ class DegreeSearch:
         self.layouts = tuple(dict.fromkeys(strategy.layout for strategy in self.strategies))
         self._layout_of = np.array([self.layouts.index(strategy.layout) for strategy in self.strategies])
         self._found: dict[object, NDArray[np.int64] | None] = {}
+        self._stages: dict[object, _StageCost | None] = {}
+        self._tied: dict[Partition, float] = {}
+        self._ties_of: dict[int, frozenset[str]] = {}
         self._rows: dict[object, list[LayerCost | None]] = {}
         self._moves: dict[object, NDArray[np.float64]] = {}
         self.num_searches = 0
@@ -149,7 +176,7 @@ class DegreeSearch:
         """
         stages = split(self.layers, partition)
         candidates = []
-        chosen = [self._search(stage, place, cut) for place, stage in enumerate(stages)]
+        chosen = [self._search(stage, place, batch, cut) for place, stage in enumerate(stages)]
         if all(found is not None for found in chosen):
             candidates.append([[self.strategies[s] for s in found] for found in chosen if found is not None])
         if not self.options.paper:
@@ -175,20 +202,14 @@ class DegreeSearch:
         cut: Cut,
     ) -> PipelinePlan | None:
         """Return the plan of given strategies with its costs, or None if one cannot be used."""
-        samples, num_microbatches = cut.samples, cut.parts
         found: list[StagePlan] = []
         outputs: list[tuple[LayerCost, Strategy]] = []
         for place, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
-            costs = self._costs_of(layers, choice, samples, num_microbatches > 1)
-            if costs is None:
+            own = self._stage(layers, tuple(choice), place, batch, cut)
+            if own is None:
                 return None
-            step_s = sum(cost.step_s for cost in costs)
-            for (cost, first), (_, second) in pairwise(zip(costs, choice, strict=True)):
-                step_s += self.estimator.transition_s(cost, first, second)
-            held = in_flight(self.options.schedule, place, self.num_stages, num_microbatches)
-            sync_s = sum(cost.sync_s for cost in costs)
-            found.append(StagePlan(tuple(layers), tuple(choice), step_s, sync_s, peak_bytes(costs, held)))
-            outputs.append((costs[-1], choice[-1]))
+            found.append(StagePlan(tuple(layers), tuple(choice), own.step_s, own.sync_s, own.peak_bytes))
+            outputs.append((own.last, choice[-1]))
         steps = [stage.step_s for stage in found]
         for boundary, (cost, sender) in enumerate(outputs[:-1]):
             receiver = chosen[boundary + 1][0]
@@ -197,9 +218,39 @@ class DegreeSearch:
             steps[boundary] += both_ways_s
             steps[boundary + 1] += both_ways_s
         total_s = pipeline_s(
-            steps, [stage.sync_s for stage in found], num_microbatches, paper=self.options.paper
-        ) + self.estimator.tie_sync_s(stages)
+            steps, [stage.sync_s for stage in found], cut.parts, paper=self.options.paper
+        ) + self._tie_sync_s(stages)
         return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
+
+    def _stage(
+        self, layers: Sequence[Layer], chosen: tuple[Strategy, ...], place: int, batch: int, cut: Cut
+    ) -> _StageCost | None:
+        """Return what a stage costs, or None if a strategy cannot be used; equal stages are worked out once."""
+        held = self._held(place, batch, cut)
+        outside = self.outside_bytes(place, cut, batch)
+        key = (tuple(layer.kind for layer in layers), chosen, held, outside, cut)
+        if key not in self._stages:
+            self._stages[key] = self._stage_anew(layers, chosen, held, outside, cut)
+        return self._stages[key]
+
+    def _stage_anew(
+        self, layers: Sequence[Layer], chosen: tuple[Strategy, ...], held: float, outside: float, cut: Cut
+    ) -> _StageCost | None:
+        costs = self._costs_of(layers, chosen, cut.samples, cut.parts > 1)
+        if costs is None:
+            return None
+        step_s = sum(cost.step_s for cost in costs)
+        for (cost, first), (_, second) in pairwise(zip(costs, chosen, strict=True)):
+            step_s += self.estimator.transition_s(cost, first, second)
+        whole = self.estimator.released is None
+        peak = peak_bytes(costs, int(held)) if whole else released_bytes(costs, held) + outside
+        return _StageCost(step_s, sum(cost.sync_s for cost in costs), peak, costs[-1])
+
+    def _tie_sync_s(self, stages: Sequence[Sequence[Layer]]) -> float:
+        key = tuple(map(len, stages))
+        if key not in self._tied:
+            self._tied[key] = self.estimator.tie_sync_s(stages)
+        return self._tied[key]
 
     def _costs_of(
         self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool
@@ -215,25 +266,41 @@ class DegreeSearch:
         return costs
 
     def _ties(self, layer: Layer) -> frozenset[str]:
-        return frozenset(self.estimator.profiles.parameters(layer.kind, 1)) - {""}
+        if layer.kind not in self._ties_of:
+            self._ties_of[layer.kind] = frozenset(self.estimator.profiles.parameters(layer.kind, 1)) - {""}
+        return self._ties_of[layer.kind]
 
     def _search(
-        self, layers: tuple[Layer, ...], place: int, cut: Cut
+        self, layers: tuple[Layer, ...], place: int, batch: int, cut: Cut
     ) -> NDArray[np.int64] | None:
         """Return a strategy number per layer."""
         samples, num_microbatches = cut.samples, cut.parts
-        held = in_flight(self.options.schedule, place, self.num_stages, num_microbatches)
-        key = (tuple(layer.kind for layer in layers), held, samples, num_microbatches)
+        held = self._held(place, batch, cut)
+        outside = self.outside_bytes(place, cut, batch)
+        key = (tuple(layer.kind for layer in layers), held, outside, samples, num_microbatches)
         if key not in self._found:
             self.num_searches += 1
             groups = self._groups(layers)
             table = self.table(groups, held, samples, num_microbatches)
             find = search_as_printed if self.options.paper else search
-            found = find(table, self.budget_bytes, float(self.options.granularity_bytes))
+            found = find(table, self.budget_bytes - outside, float(self.options.granularity_bytes))
             if found is not None:
                 found = np.repeat(found, [len(group) for group in groups])
             self._found[key] = found
         return self._found[key]
+
+    def _held(self, place: int, batch: int, cut: Cut) -> float:
+        """Return the microbatches that a stage holds at once; the release does not count the padding of the last."""
+        held = in_flight(self.options.schedule, place, self.num_stages, cut.parts)
+        return held if self.estimator.released is None else held * batch / (cut.parts * cut.samples)
+
+    def outside_bytes(self, place: int, cut: Cut, batch: int | None = None) -> float:
+        """Return what the release charges a stage for embedding and head; here they belong to their layers."""
+        released = self.estimator.released
+        if released is None:
+            return 0.0
+        held = self._held(place, cut.parts * cut.samples if batch is None else batch, cut)
+        return released.outside_bytes(place, held * cut.samples, cut.samples)
 
     def _groups(self, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
         """Return runs of equal layers, at most ``fused_layers`` each."""
@@ -245,7 +312,9 @@ class DegreeSearch:
                 groups.append((layer,))
         return groups
 
-    def table(self, groups: Sequence[tuple[Layer, ...]], held: int, samples: int, num_microbatches: int) -> LayerTable:
+    def table(
+        self, groups: Sequence[tuple[Layer, ...]], held: float, samples: int, num_microbatches: int
+    ) -> LayerTable:
         """Return what the search of a stage works on.
 
         Args:
@@ -257,6 +326,7 @@ class DegreeSearch:
         shape = (len(groups), len(self.strategies))
         cost, kept, backward, forward = (np.full(shape, np.inf) for _ in range(4))
         weight = 1 if self.options.paper else num_microbatches
+        released = self.estimator.released is not None
         ties: frozenset[str] = frozenset()
         for number, group in enumerate(groups):
             row = self._row(group[0], samples, num_microbatches > 1, ties)
@@ -264,9 +334,10 @@ class DegreeSearch:
             for place, found in enumerate(row):
                 if found is not None:
                     cost[number, place] = size * (weight * found.step_s + found.sync_s)
-                    kept[number, place] = size * (held * found.forward_bytes + found.state_bytes)
-                    backward[number, place] = found.backward_bytes
-                    forward[number, place] = size * found.forward_bytes
+                    each = held * found.forward_bytes + found.state_bytes
+                    kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
+                    backward[number, place] = found.backward_bytes * (held if released else 1)
+                    forward[number, place] = 0.0 if released else size * found.forward_bytes
             ties |= self._ties(group[0])
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
         for number in range(1, len(groups)):

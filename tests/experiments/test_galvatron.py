@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from experiments.cases.galvatron_budget import STEP, within_budget
 from experiments.cases.galvatron_table2 import SEARCHED, Run, num_microbatches
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron import EXPERIMENTS, fig4, table1
@@ -68,6 +69,12 @@ def test_pairs_and_winners_count_what_differs_clearly() -> None:
     assert (lines.loc["c", "oom_right"], lines.loc["b", "batch_equal"], lines.loc["c", "batch_equal"]) == (1, 1, 1)
 
 
+def test_the_same_plan_under_two_names_wins_for_both() -> None:
+    frame = cells()
+    frame.loc[3, "samples_per_s"] = frame.loc[4, "samples_per_s"]
+    assert winners(frame) == (2, 2)
+
+
 def test_a_factor_per_strategy_is_learnt_on_one_budget_only() -> None:
     frame = cells()
     frame.loc[3, ["relative_difference", "at_paper_batch_difference"]] = 0.0
@@ -86,7 +93,8 @@ def test_the_largest_batch_of_a_fixed_strategy_is_found() -> None:
     cell = fixed_cell(VIT, "fsdp")
     assert cell.batch is not None and cell.throughput is not None
     assert at_batch(VIT, "fsdp", cell.batch).throughput == cell.throughput
-    assert at_batch(VIT, "fsdp", 2 * cell.batch).throughput is None
+    assert within_budget(VIT, "fsdp", cell.batch) and not within_budget(VIT, "fsdp", cell.batch + STEP)
+    assert at_batch(VIT, "fsdp", 2 * cell.batch).fits is False, "the simulator agrees"
     assert fixed_cell(VIT, "ddp").throughput is None, "the paper prints OOM"
 
 

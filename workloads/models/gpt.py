@@ -127,9 +127,12 @@ def _presets() -> dict[str, GPTSpec]:
     found.append(_spec("gpt2-1.5b", 48, 1600, 25, 1024, 50257))
     # AMP (NeurIPS 2022): its GPT-2.
     found.append(_spec("amp-gpt2", 24, 1024, 16, 1024, 52256))
-    # Galvatron-BMW (TKDE), Table I; heads and length inferred.
+    # Galvatron-BMW (TKDE), Table I; heads and length inferred, and from the printed activations that scores have no
+    # dropout: they leave room for one 16-bit score tensor a head.
     galvatron = {"15b": (48, 5120, 32), "39b": (48, 8192, 64), "65b": (80, 8192, 64)}
-    found += [_spec(f"galvatron-gpt3-{size}", *shape, 2048, 50257) for size, shape in galvatron.items()]
+    found += [
+        _spec(f"galvatron-gpt3-{size}", *shape, 2048, 50257, attention_dropout=0.0) for size, shape in galvatron.items()
+    ]
     # Aceso, Section 5.3: deep narrow models.
     found += [
         _spec(f"gpt-scale-{depth}", depth, 512, 8, 2048, 51200)

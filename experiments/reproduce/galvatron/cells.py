@@ -1,26 +1,22 @@
-"""One cell of the paper's tables: the best throughput of a strategy within a memory budget, judged by the simulator."""
+"""One cell of the paper's tables: a strategy's throughput within a memory budget.
+
+The budget is the paper's planner's, by its memory model; time is the simulator's.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from experiments.cases.galvatron_table2 import PURE, Run, profiles_of
+from experiments.cases.galvatron_budget import largest_batch
+from experiments.cases.galvatron_table2 import PURE, Run, planner_options, profiles_of
 from searchers.galvatron.judged import Judged, judged_exploration, judged_plan
-from searchers.galvatron.options import Options
-from searchers.galvatron.searcher import variant_options
 from searchers.plan_words import describe_plan
 from simulator.simulate import simulate
 
 FIXED = (*PURE, "deepspeed-3d")
-STEP = 8
-"""The paper's batches are multiples of eight (but a few of Swin's)."""
-
 GROWTH = 0.12
 """Batches beyond 64 grow by about this share: throughput is flat there."""
-
-LARGEST = 1 << 14
-"""Samples; no strategy with fixed degrees goes beyond."""
 
 TITLES = {
     "ddp": "PyTorch DDP (DP)",
@@ -51,6 +47,7 @@ class Cell:
         plan: In words.
         partition: Layers of each stage, "" for a single stage.
         microbatches: Number of microbatches.
+        fits: Whether the simulator's allocator replay finds it within the budget, which the paper's planner decided.
     """
 
     strategy: str
@@ -60,6 +57,7 @@ class Cell:
     plan: str = ""
     partition: str = ""
     microbatches: int | None = None
+    fits: bool | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data."""
@@ -67,41 +65,26 @@ class Cell:
 
 
 def fixed_cell(run: Run, strategy: str) -> Cell:
-    """Return the best batch of a strategy with fixed degrees: doubled while it fits, then bisected."""
-    step = max(STEP, run.num_gpus) if strategy in ("ddp", "fsdp") else STEP
-    found: dict[int, Cell | None] = {}
-
-    def fits(number: int) -> bool:
-        found[number] = _fixed(run, strategy, number * step)
-        return found[number] is not None
-
-    high = 1
-    while high * step <= LARGEST and fits(high):
-        high *= 2
-    low = high // 2
-    while high - low > 1 and low:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    best = max((cell for cell in found.values() if cell), key=lambda cell: cell.throughput or 0.0, default=None)
-    return best or Cell(strategy)
+    """Return the largest batch of a strategy with fixed degrees: the paper prints that one."""
+    batch = largest_batch(run, strategy)
+    return Cell(strategy) if batch is None else _fixed(run, strategy, batch)
 
 
-def _fixed(run: Run, strategy: str, batch: int) -> Cell | None:
+def _fixed(run: Run, strategy: str, batch: int) -> Cell:
     problem_of, plan_of = run.fixed(strategy, batch)
     try:
         problem = problem_of()
         plan = plan_of(problem)
         result = simulate(plan, problem, engine="compiled")
     except ValueError:  # these degrees cannot cut the model
-        return None
-    if not result.fits:
-        return None
+        return Cell(strategy)
     return Cell(
         strategy,
         throughput=batch / result.iteration_time_s,
         batch=batch,
         plan=describe_plan(plan),
         microbatches=plan.num_microbatches,
+        fits=result.fits,
     )
 
 
@@ -109,7 +92,7 @@ def searched_cell(run: Run, strategy: str) -> tuple[Cell, Judged | None]:
     """Return the best batch of a searched strategy, and its plan."""
     judged = judged_exploration(
         run.problem,
-        options_of(strategy),
+        planner_options(strategy),
         growth=GROWTH,
         profiles=profiles_of(run.model, run.cluster, run.runtime),
     )
@@ -119,19 +102,14 @@ def searched_cell(run: Run, strategy: str) -> tuple[Cell, Judged | None]:
 def at_batch(run: Run, strategy: str, batch: int) -> Cell:
     """Return a strategy's cell at a given batch."""
     if strategy in FIXED:
-        return _fixed(run, strategy, batch) or Cell(strategy)
+        return _fixed(run, strategy, batch)
     judged = judged_plan(
         run.problem,
-        options_of(strategy),
+        planner_options(strategy),
         lambda planner: planner.best(batch),
         profiles_of(run.model, run.cluster, run.runtime),
     )
     return _cell(strategy, judged)
-
-
-def options_of(strategy: str) -> Options:
-    """Return a variant's options with the release's padding of microbatches."""
-    return replace(variant_options(strategy), pads_batch=True)
 
 
 def _cell(strategy: str, judged: Judged | None) -> Cell:
@@ -146,4 +124,5 @@ def _cell(strategy: str, judged: Judged | None) -> Cell:
         plan=describe_plan(judged.plan),
         partition="-".join(map(str, stages)) if len(stages) > 1 else "",
         microbatches=judged.found.num_microbatches,
+        fits=judged.result.fits,
     )

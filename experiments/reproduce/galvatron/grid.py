@@ -17,7 +17,7 @@ from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron.cells import FIXED, TITLES, Cell, at_batch, fixed_cell, searched_cell
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ def frame_of(
                 "microbatches": cell.microbatches,
                 "partition": cell.partition,
                 "estimated_samples_per_s": cell.estimated,
+                "simulator_fits": cell.fits,
                 "plan": cell.plan if cell.throughput else "OOM",
             }
             if printed:
