@@ -1,9 +1,10 @@
-"""Exp#2: what a search costs, beside the printed costs of Alpa and Aceso; Exp#3: up to 1,024 layers."""
+"""Exp#2: what a search costs, beside the accounted and the printed costs of Alpa; Exp#3: up to 1,024 layers."""
 
 from __future__ import annotations
 
 import pandas as pd
 
+from experiments.reproduce.aceso.alpa import alpa_accounted_s
 from experiments.reproduce.aceso.setting import GPT, WIDE_RESNET, bars, problem_of
 from experiments.reproduce.experiment import Context, Report, Verdict
 from searchers.aceso.searcher import Aceso
@@ -39,19 +40,24 @@ def run(context: Context) -> Report:
                 "stages_priced": found.counters["stages_priced"],
                 "search_clock_to_within_1_percent_s": within[0].wall_s,
                 "best_s": found.plans[0].objective,
+                "alpa_accounted_s": alpa_accounted_s(setting),
                 "paper_aceso_s": ACESO_S,
                 "paper_alpa_s": ALPA_S[setting.model],
             }
         )
     table = pd.DataFrame(rows)
-    share = float((table["wall_s"] / table["paper_alpa_s"]).max())
-    verdict = Verdict(
-        "Aceso takes less than 5 % of Alpa's search time",
-        "our wall time below 5 % of the printed time of Alpa in every setting",
-        f"at most {share:.2%}",
-        share < SHARE,
-    )
-    columns = ("wall_s", "paper_aceso_s", "paper_alpa_s")
+    verdicts = []
+    for column, whose in (("paper_alpa_s", "the printed time of Alpa"), ("alpa_accounted_s", "Alpa's accounted cost")):
+        share = float((table["wall_s"] / table[column]).max())
+        verdicts.append(
+            Verdict(
+                "Aceso takes less than 5 % of Alpa's search time",
+                f"our wall time below 5 % of {whose} in every setting",
+                f"at most {share:.2%}",
+                share < SHARE,
+            )
+        )
+    columns = ("wall_s", "paper_aceso_s", "alpa_accounted_s", "paper_alpa_s")
     figure = bars(
         list(table["model"]), {name: [float(each) for each in table[name]] for name in columns}, y="s", title="Exp#2"
     )
@@ -59,5 +65,7 @@ def run(context: Context) -> Report:
     notes = [
         "Wall time of this machine, which others may use; evaluations are repeatable. Alpa's time includes compiling "
         "and profiling; ours and Aceso's take a profile as given.",
+        "Alpa's accounted cost: stages compiled and profiled for one grid point of eight layers, with the price "
+        "of a layer from the first GPT row (see alpa-search-cost).",
     ]
-    return Report({"search_cost": table}, {"search_cost": figure}, [verdict], notes)
+    return Report({"search_cost": table}, {"search_cost": figure}, verdicts, notes)

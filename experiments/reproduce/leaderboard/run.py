@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +15,7 @@ from experiments.reproduce.leaderboard.figures import convergence, heat_map, mea
 from experiments.reproduce.leaderboard.plans import boxes, pictures
 from experiments.reproduce.leaderboard.problems import NamedProblem, load_problems, sweep_text
 from experiments.reproduce.leaderboard.table import per_problem, ranking, with_problems
-from experiments.sweep import Progress, Sweep, load_sweep, open_workers
+from experiments.reproduce.swept import swept
 from searchers.registry import searcher_names
 
 EVALUATIONS = 300
@@ -100,18 +99,8 @@ def searched(
         seed=context.seed,
         objective=objective,
     )
-    spec_file = context.scratch / "leaderboard.yaml"
-    write_text_atomically(spec_file, text)
-    sweep = Sweep(load_sweep(spec_file), context.scratch / "sweep")
-    if sweep.pending:
-        with closing(open_workers(context.workers, None)) as workers:
-            sweep.run(workers, lambda progress: context.say(_words(progress)))
+    sweep = swept(context, "leaderboard", text)
     return with_problems(sweep.table(), problems), problems, sweep.folder.path
-
-
-def _words(progress: Progress) -> str:
-    left = "" if progress.remaining_s is None else f", about {progress.remaining_s / 60:.0f} min left"
-    return f"{progress.done} of {progress.total} runs{left}"
 
 
 def _search_times(frame: pd.DataFrame) -> pd.DataFrame:
