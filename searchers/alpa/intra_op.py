@@ -38,11 +38,13 @@ class IntraOpOptions:
         counts_computation: Node costs include computation; without (as printed), only communication counts and
             heavy operators must not be replicated, which makes computation equal.
         free_axes: Operators may use any split on every axis, also where the batch is forced elsewhere.
+        min_samples: Samples of a microbatch that a rank has at least: a profile may know no fewer.
     """
 
     recompute: bool = True
     counts_computation: bool = True
     free_axes: bool = False
+    min_samples: int = 1
 
 
 @lru_cache(maxsize=4)
@@ -126,7 +128,7 @@ class IntraOp:
         return found or repeats  # a heavy operator is repeated only where nothing else is legal
 
     def _fits(self, index: int, sharding: Sharding) -> bool:
-        if self.microbatch_size % batch_degree(sharding):
+        if self.microbatch_size % batch_degree(sharding) or self.samples(sharding) < self.options.min_samples:
             return False
         op = self.costs.problem.workload.operators[index]
         for name in {axis.split for axis in sharding}:

@@ -17,8 +17,10 @@ from simulator.problem import Problem
 PRINTED_SPEEDUP = {"gpt": 1.27, "resnet": 1.33}
 """Aceso over Alpa at most, section 5.1; T5 has no official implementation in Alpa."""
 ALLOWED = 0.10
-MICROBATCHES = {"gpt": (4, 64), "resnet": (16, 256)}
-"""Over a whole mesh, smallest and largest tried; Wide-ResNet is profiled from 16 samples on."""
+MICROBATCHES = {"gpt": (4, 64), "resnet": (16, 512)}
+"""Over a whole mesh, smallest and largest tried."""
+MIN_SAMPLES = {"gpt": 1, "resnet": 16}
+"""On one rank: Wide-ResNet is profiled from 16 samples on."""
 
 
 def alpa_plans(setting: Setting, problem: Problem, keep: int) -> tuple[RankedPlan, ...]:
@@ -28,7 +30,14 @@ def alpa_plans(setting: Setting, problem: Problem, keep: int) -> tuple[RankedPla
         NoFeasiblePlan: If none fits.
     """
     smallest, largest = MICROBATCHES[setting.family]
-    searcher = Alpa(min_microbatch=smallest, max_microbatch=largest, recompute=(True, False), zero=(0, 2), keep=keep)
+    searcher = Alpa(
+        min_microbatch=smallest,
+        max_microbatch=largest,
+        min_samples=MIN_SAMPLES[setting.family],
+        recompute=(True, False),
+        zero=(0, 2),
+        keep=keep,
+    )
     return searcher.search(problem).plans
 
 

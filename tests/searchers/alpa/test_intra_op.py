@@ -184,3 +184,16 @@ def test_followed_choices_are_those_behind_the_tables(number: int) -> None:
         for name in ("state_bytes", "saved_bytes", "output_bytes"):
             expected = float(getattr(stages, name)[first, last])
             assert graph.total(ATTRIBUTES.index(name), chosen) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_rank_has_the_samples_that_are_asked_for() -> None:
+    problem, _ = problems()[0]
+    for mesh in all_logical_meshes(problem.hardware.cluster):
+        intra = IntraOp(cost_tables(problem), mesh, 8, 1, IntraOpOptions(min_samples=4, free_axes=True))
+        free = IntraOp(cost_tables(problem), mesh, 8, 1, IntraOpOptions(free_axes=True))
+        for index in range(len(problem.workload)):
+            samples = {intra.samples(sharding) for sharding in intra.strategies(index)}
+            assert samples <= {4, 8}
+            wanted = [sharding for sharding in free.strategies(index) if free.samples(sharding) >= 4]
+            if wanted:
+                assert list(intra.strategies(index)) == wanted
