@@ -129,6 +129,7 @@ class Alpa(Searcher):
             solution = self.pipeline(
                 seconds, successors, meshes, problem.num_devices, problem.global_batch // microbatch
             )
+            within = solution is not None
             if solution is None:
                 ledger.count("grid_points_without_memory")
                 # The plan that would be best with enough memory says how far off this grid point is.
@@ -156,8 +157,8 @@ class Alpa(Searcher):
                 return
             if ledger.spent or not ledger.is_legal(plan):
                 return
-            if ledger.evaluate(plan).fits:
-                return
+            if ledger.evaluate(plan).fits or not within:
+                return  # told of less memory, the search would find nothing either
 
     def layers(self, problem: Problem) -> Spans:
         """Return the operator ranges that count as layers."""
