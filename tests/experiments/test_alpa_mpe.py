@@ -8,10 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce import swept
 from experiments.reproduce.aceso.alpa import speedup_verdicts
 from experiments.reproduce.alpa_mpe import aceso_search_cost, plans_found, worked_example
 from experiments.reproduce.experiment import Context
+from experiments.reproduce.galvatron import alpa as galvatron_alpa
+from experiments.reproduce.galvatron.cells import Cell
+from experiments.reproduce.galvatron.grid import cell_of
 from searchers.mpe.holistic import shortest_path
 
 
@@ -86,3 +90,21 @@ def test_speedups_over_alpa_are_judged_by_the_largest_with_several_gpus() -> Non
     assert gpt.holds and "1.20 to 1.27 in 2" in gpt.found
     assert resnet.holds is False and "+35%" in resnet.found
     assert list(speedup_verdicts(table.drop(columns="speedup_over_alpa"))) == []
+
+
+def test_alpas_cell_in_galvatrons_tables_is_the_best_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(model="bert-huge-32", cluster="titan-rtx-pcie:1x2", memory_gb=16)
+    asked: list[int] = []
+    found = {2: 10.0, 4: 12.0, 8: 12.1, 16: 20.0}
+
+    def cell_at(_: Run, batch: int) -> Cell:
+        asked.append(batch)
+        return Cell("alpa", throughput=found[batch], batch=batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(galvatron_alpa, "_at", cell_at)
+        assert cell_of(run, "alpa").batch == 8  # better by less than three per cent: the last that is tried
+    assert asked == [2, 4, 8]
+    real = galvatron_alpa._at(run, 2)
+    assert real is not None and real.throughput is not None and real.microbatches is not None
+    assert galvatron_alpa._at(Run(model="bert-huge-32", cluster="titan-rtx-pcie:1x2", memory_gb=3), 2) is None

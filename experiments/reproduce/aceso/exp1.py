@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from experiments.reproduce.aceso.alpa import MICROBATCHES, alpa_plans, speedup_verdicts
+from experiments.reproduce.aceso.alpa import ALPA_NOTE, alpa_columns, speedup_verdicts
 from experiments.reproduce.aceso.setting import (
     GPT,
     PAPER_TFLOPS,
@@ -48,23 +48,6 @@ def grid_of(problem: Problem, samples: int, searcher: Aceso) -> tuple[RankedPlan
     """Return the best plans of Megatron-LM's grid by Aceso's performance model, as the paper picks them."""
     grid = MegatronGrid(max_microbatch=samples, recompute=("none", "full"), objective=searcher.paper_objective)
     return grid.search(problem).plans
-
-
-def alpa_columns(setting: Setting, problem: Problem, aceso: SimulationResult) -> dict[str, object]:
-    """Return what Alpa finds for a setting; nothing for T5, which the paper does not run with it."""
-    if setting.family not in MICROBATCHES:
-        return {}
-    try:
-        plan, result = best_simulated(alpa_plans(setting, problem, TOP), problem)
-    except NoFeasiblePlan as error:
-        return {"alpa_plan": f"none: {error}"[:160]}
-    return {
-        "alpa_plan": describe_plan(plan.plan),
-        "alpa_simulated_s": result.iteration_time_s,
-        "alpa_fits": result.fits,
-        "alpa_tflops": tflops_per_gpu(setting, result),
-        "speedup_over_alpa": result.iteration_time_s / aceso.iteration_time_s if result.fits else None,
-    }
 
 
 def rows_of(context: Context) -> Iterator[dict[str, object]]:
@@ -126,7 +109,8 @@ def run(context: Context) -> Report:
             "simulated speedup of at least 1 in every setting with several GPUs",
             f"{several['speedup'].min():.2f} to {several['speedup'].max():.2f} in {len(several)} settings",
             bool((several["speedup"] >= 1 - 1e-9).all()) if len(several) else None,
-        )
+        ),
+        *speedup_verdicts(table),
     ]
     for _, row in printed.iterrows():
         off = row["speedup"] / row["paper_speedup"] - 1
@@ -138,7 +122,6 @@ def run(context: Context) -> Report:
                 bool(abs(off) <= ALLOWED),
             )
         )
-    verdicts += speedup_verdicts(table)
     figure = bars(
         [str(name) for name in table["model"]],
         {name: [float(value) for value in table[f"{name}_tflops"].fillna(0)] for name in ("megatron", "alpa", "aceso")
@@ -150,8 +133,6 @@ def run(context: Context) -> Report:
         "simulated is shown, as for Aceso.",
         "A larger speedup than printed comes from the search: borders between stages are placed to the operator for "
         "the least time of the slowest stage, where the public search moves operators one relay at a time.",
-        "Alpa: same problem and judge; 16 layers, microbatches in powers of two, rematerialisation on or off, states "
-        "whole or sharded for the whole model; its own objective leaves transfers out.",
-        "One GPU: the systems plan freely here; the paper ran one common plan.",
+        "One GPU: both systems plan freely here; the paper ran one common plan.",
     ]
-    return Report({"throughput": table}, {"throughput": figure}, verdicts, notes)
+    return Report({"throughput": table}, {"throughput": figure}, verdicts, [*notes, ALPA_NOTE])
