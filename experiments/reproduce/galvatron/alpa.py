@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.cases.galvatron_table2 import Run
-from experiments.reproduce.galvatron.cells import LARGEST, Cell
+from experiments.reproduce.galvatron.cells import Cell
 from searchers.alpa.searcher import Alpa
 from searchers.base import NoFeasiblePlan, RankedPlan, SearchResult, cost_tables
 from searchers.galvatron.judged import ATTEMPTS
@@ -19,6 +19,8 @@ ALPA = "alpa"
 RECOMPUTE = (False,)
 """The paper's text: Alpa's space has no checkpointing; data parallelism is sharded for the whole model or not."""
 ZERO = (0, 2)
+LARGEST = 1 << 14
+"""Samples; throughput is flat long before."""
 
 
 def alpa_cell(run: Run) -> Cell:
