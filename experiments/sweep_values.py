@@ -159,7 +159,7 @@ class ValueChecker:
         parts = [(file, colon + class_name)] if file.endswith(".py") else [("", name)]
         checked = self._with_files("searcher", parts)
         found = searcher_class(checked.paths.get("searcher", name))
-        known = list(inspect.signature(found).parameters)
+        known = _options_of(found)
         for option in options:
             if option == "objective":
                 raise ValueError("objective is a field beside searcher, not one of its options")
@@ -229,3 +229,21 @@ def _one_of(what: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise ValueError(f"unknown {what} {value!r}; {nearest(value, known)}")
     return value
+
+
+def _options_of(searcher: type) -> list[str]:
+    """Return the arguments of a searcher's constructor, those it hands to its base class included.
+
+    >>> from searchers.mpe.searcher import Mpe
+    >>> {"path", "num_layers", "keep"} <= set(_options_of(Mpe))
+    True
+    """
+    found: list[str] = []
+    for base in searcher.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        found += [each.name for each in own if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        if not any(each.kind is each.VAR_KEYWORD for each in own):
+            break
+    return found

@@ -13,16 +13,30 @@ from searchers.alpa.strategy_graph import Factor, StrategyGraph, graph_factors, 
 LARGEST_TABLE = 4_000_000
 """Entries; beyond it a graph is not tree-like enough for elimination, and the MILP solver is the way."""
 
+Trail = list[tuple[int, tuple[int, ...], NDArray[np.intp]]]
+"""Eliminated variables in order: each with the variables its best choice depends on, and that choice."""
 
-def eliminate(factors: Sequence[Factor], keep: Collection[int] = ()) -> Factor:
+
+def eliminate(factors: Sequence[Factor], keep: Collection[int] = (), trail: Trail | None = None) -> Factor:
     """Return the exact minimum over all variables that are not kept, as one factor over those kept.
 
     Variables go in the order of the smallest table they make; any order is exact.
 
+    Args:
+        factors: What is summed.
+        keep: Variables that stay.
+        trail: Gets what `follow` needs.
+
     Raises:
         ValueError: If a table would exceed LARGEST_TABLE entries.
     """
-    return _eliminate(list(factors), keep, [])
+    return _eliminate(list(factors), keep, [] if trail is None else trail)
+
+
+def follow(trail: Trail, chosen: dict[int, int]) -> None:
+    """Add the best choices of eliminated variables to those of the variables that were kept."""
+    for variable, others, table in reversed(trail):
+        chosen[variable] = int(table[tuple(chosen[other] for other in others)])
 
 
 def solve(graph: StrategyGraph) -> tuple[float, tuple[int, ...]]:
@@ -31,19 +45,16 @@ def solve(graph: StrategyGraph) -> tuple[float, tuple[int, ...]]:
     Raises:
         ValueError: If a table would exceed LARGEST_TABLE entries, or no assignment is allowed.
     """
-    trail: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
+    trail: Trail = []
     best = float(_eliminate(graph_factors(graph), (), trail).cost)
     if not np.isfinite(best):
         raise ValueError("no assignment of strategies is allowed")
     chosen: dict[int, int] = {}
-    for variable, others, table in reversed(trail):
-        chosen[variable] = int(table[tuple(chosen[other] for other in others)])
+    follow(trail, chosen)
     return best, tuple(chosen[node] for node in range(len(graph.costs)))
 
 
-def _eliminate(
-    factors: list[Factor], keep: Collection[int], trail: list[tuple[int, tuple[int, ...], NDArray[np.intp]]]
-) -> Factor:
+def _eliminate(factors: list[Factor], keep: Collection[int], trail: Trail) -> Factor:
     sizes = {
         variable: factor.cost.shape[axis] for factor in factors for axis, variable in enumerate(factor.variables)
     }

@@ -38,11 +38,13 @@ class IntraOpOptions:
         counts_computation: Node costs include computation; without (as printed), only communication counts and
             heavy operators must not be replicated, which makes computation equal.
         free_axes: Operators may use any split on every axis, also where the batch is forced elsewhere.
+        min_samples: Samples of a microbatch that a rank has at least: a profile may know no fewer.
     """
 
     recompute: bool = True
     counts_computation: bool = True
     free_axes: bool = False
+    min_samples: int = 1
 
 
 @lru_cache(maxsize=4)
@@ -94,6 +96,7 @@ class IntraOp:
         self._nodes: dict[tuple[int, bool, tuple[str, ...]], tuple[Array, Array]] = {}
         self._edges: dict[tuple[int, int, tuple[tuple[int, int], ...]], Array] = {}
         self._seconds: dict[MeshCollective, float] = {}
+        self._keeps: dict[int, tuple[str, ...]] = {}
 
     def strategies(self, index: int) -> tuple[Sharding, ...]:
         """Return the shardings of an operator that are legal on the mesh, none if nothing is."""
@@ -125,7 +128,7 @@ class IntraOp:
         return found or repeats  # a heavy operator is repeated only where nothing else is legal
 
     def _fits(self, index: int, sharding: Sharding) -> bool:
-        if self.microbatch_size % batch_degree(sharding):
+        if self.microbatch_size % batch_degree(sharding) or self.samples(sharding) < self.options.min_samples:
             return False
         op = self.costs.problem.workload.operators[index]
         for name in {axis.split for axis in sharding}:
@@ -168,19 +171,26 @@ class IntraOp:
             leaves_layer: Later layers read its output, so recomputation keeps it.
         """
         workload = self.costs.problem.workload
-        counted = saved_first(self.costs).get(index, ())
-        key = (
-            workload.signatures[index],
-            leaves_layer,
-            tuple(name.rpartition("/")[2] if "/" in name else str(position) for position, name in enumerate(counted)),
-        )
+        key = (workload.signatures[index], leaves_layer, self.keeps_first(index))
         if key not in self._nodes:
+            counted = saved_first(self.costs).get(index, ())
             columns = [self._choice(index, sharding, leaves_layer, counted) for sharding in self.strategies(index)]
             self._nodes[key] = (
                 np.array([objective for objective, _ in columns]),
                 np.array([values for _, values in columns]).T.reshape(len(ATTRIBUTES), len(columns)),
             )
         return self._nodes[key]
+
+    def keeps_first(self, index: int) -> tuple[str, ...]:
+        """Return which tensors an operator is the first to keep, in words that equal operators share."""
+        if index not in self._keeps:
+            op = self.costs.problem.workload.operators[index]
+            named = (*op.inputs, *op.outputs)
+            self._keeps[index] = tuple(
+                name.rpartition("/")[2] if "/" in name else str(named.index(name))
+                for name in saved_first(self.costs).get(index, ())
+            )
+        return self._keeps[index]
 
     def _choice(
         self, index: int, sharding: Sharding, leaves_layer: bool, counted: Sequence[str]

@@ -193,6 +193,8 @@ class CostModelOracle(Oracle):
         if room is not None:
             room = room._replace(sharded=self.zero > 0)
         chosen = self.solver(mesh).assignment(first, last, solver, room)
+        if not self.zero:
+            return chosen
         return [
             tuple(axis._replace(zero=self.zero) if axis.split == "batch" else axis for axis in sharding)
             for sharding in chosen

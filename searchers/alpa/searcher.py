@@ -41,7 +41,7 @@ class Alpa(Searcher):
         zero: Whole-model choice between replicated (0) and sharded (2) model states.
         submesh_space: ``power_of_two`` numbers of nodes, as its benchmark suites, or ``all``.
         free_axes: See `IntraOpOptions`.
-        counts_computation: See `IntraOpOptions`.
+        counts_computation, min_samples: See `IntraOpOptions`.
         solver: Of the stages that are chosen: ``elimination`` or ``milp`` (no memory limit, as published), or
             ``pareto``, which keeps to the memory of a device.
         stage_oracle: ``cost-model`` (additive, exact) or ``simulator`` (each stage simulated alone; far slower).
@@ -65,6 +65,7 @@ class Alpa(Searcher):
         submesh_space: SubmeshSpace = "power_of_two",
         free_axes: bool = False,
         counts_computation: bool = True,
+        min_samples: int = 1,
         solver: Solver = "elimination",
         stage_oracle: Literal["cost-model", "simulator"] = "cost-model",
         relative_noise: float = 0.0,
@@ -89,6 +90,7 @@ class Alpa(Searcher):
         self.submesh_space: SubmeshSpace = submesh_space
         self.free_axes = free_axes
         self.counts_computation = counts_computation
+        self.min_samples = min_samples
         self.cost = SearchCost(compile_s_per_layer, profile_repeats)
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
@@ -127,6 +129,7 @@ class Alpa(Searcher):
             solution = self.pipeline(
                 seconds, successors, meshes, problem.num_devices, problem.global_batch // microbatch
             )
+            within = solution is not None
             if solution is None:
                 ledger.count("grid_points_without_memory")
                 # The plan that would be best with enough memory says how far off this grid point is.
@@ -154,8 +157,8 @@ class Alpa(Searcher):
                 return
             if ledger.spent or not ledger.is_legal(plan):
                 return
-            if ledger.evaluate(plan).fits:
-                return
+            if ledger.evaluate(plan).fits or not within:
+                return  # told of less memory, the search would find nothing either
 
     def layers(self, problem: Problem) -> Spans:
         """Return the operator ranges that count as layers."""
@@ -175,7 +178,10 @@ class Alpa(Searcher):
         while microbatch <= min(self.max_microbatch, problem.global_batch):
             if problem.global_batch % microbatch == 0:
                 for recompute in self.recompute:
-                    yield microbatch, IntraOpOptions(recompute, self.counts_computation, self.free_axes)
+                    yield (
+                        microbatch,
+                        IntraOpOptions(recompute, self.counts_computation, self.free_axes, self.min_samples),
+                    )
             microbatch *= 2
 
     def oracle(self, model: CostModelOracle, seed: int) -> Oracle:

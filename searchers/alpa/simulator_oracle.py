@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.oracle import NOT_LEGAL, CostModelOracle, Oracle, StageCost
 from searchers.alpa.stage_costs import Room, Solver
+from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from workloads.part import part_of
 
-STEADY = (1, 3)
-"""Microbatches of the two runs whose difference is the time of one: what a run does once cancels."""
+STEADY = (2, 4)
+"""Microbatches of the two runs whose difference is the time of two: what a run does once cancels."""
+
+
+@lru_cache(maxsize=4)
+def _simulated(costs: CostTables) -> dict[object, tuple[float, float]]:
+    """Return what is known of a problem's stages: seconds and peak bytes by all that they depend on."""
+    return {}
 
 
 @dataclass
 class SimulatorOracle(Oracle):
-    """Simulates each stage alone: hosts, overlap, contention, allocator; times and peaks are not additive.
+    """Simulates each stage alone: hosts, overlap, contention, live bytes; times and peaks are not additive.
 
-    The intra-operator plan is the cost model's. Equal stages are simulated once.
+    The intra-operator plan is the cost model's. Equal stages are simulated once, also where several oracles (of the
+    searchers that are compared) ask for them.
 
     Attributes:
         model: Gives the intra-operator optimum.
@@ -43,46 +52,50 @@ class SimulatorOracle(Oracle):
         planned = self.model.answer(mesh, first, last)
         if planned is NOT_LEGAL:
             return NOT_LEGAL
-        workload = self.model.costs.problem.workload
         start, stop = self.spans[first][0], self.spans[last][1]
-        key = (mesh, workload.signatures[start:stop])
+        key = (mesh, self.model.costs.problem.workload.signatures[start:stop])
         if key not in self._answers:
-            self._answers[key] = self._simulate(mesh, first, last, planned)
+            self._answers[key] = self._answer(mesh, first, last, planned)
         return self._answers[key]
 
-    def _simulate(self, mesh: LogicalMesh, first: int, last: int, planned: StageCost) -> StageCost:
-        whole = self.model.costs.problem
+    def _answer(self, mesh: LogicalMesh, first: int, last: int, planned: StageCost) -> StageCost:
         start, stop = self.spans[first][0], self.spans[last][1]
-        devices = self.model.solver(mesh).problem.devices
-        shardings = run_lengths(self.shardings(mesh, first, last))
-        recompute = tuple((a - start, b - start) for a, b in self.spans[first : last + 1])
+        again = tuple((a - start, b - start) for a, b in self.spans[first : last + 1])
+        stage = Stage(
+            operators=((0, stop - start),),
+            devices=self.model.solver(mesh).problem.devices,
+            shardings=run_lengths(self.shardings(mesh, first, last)),
+            recompute=again if self.model.options.recompute else (),
+        )
+        whole = self.model.costs
+        signatures = whole.problem.workload.signatures[start:stop]
+        key = (stage, signatures, self.model.microbatch_size, self.fidelity)
+        known = _simulated(whole)
+        if key not in known:
+            known[key] = self._simulate(stage, start, stop)
+        seconds, peak = known[key]
+        working = max(0.0, peak - planned.state_bytes - planned.kept_bytes)
+        return planned._replace(seconds=seconds, working_bytes=working)
+
+    def _simulate(self, stage: Stage, start: int, stop: int) -> tuple[float, float]:
+        """Return seconds of one microbatch and the peak of a device."""
+        whole, size = self.model.costs.problem, self.model.microbatch_size
+        part = part_of(whole.workload, start, stop)
+        problems = [Problem(part, whole.hardware, whole.runtime, count * size) for count in STEADY]
+        costs = CostTables(problems[0])  # they say nothing of the number of microbatches
+        fidelity = self.fidelity.without("allocator")  # live bytes are asked for, not reserved ones
         times, peak = [], 0.0
-        for count in STEADY:
-            problem = Problem(
-                workload=part_of(whole.workload, start, stop),
-                hardware=whole.hardware,
-                runtime=whole.runtime,
-                global_batch=count * self.model.microbatch_size,
-            )
+        for count, problem in zip(STEADY, problems, strict=True):
             plan = Plan(
-                stages=(
-                    Stage(
-                        operators=((0, stop - start),),
-                        devices=devices,
-                        shardings=shardings,
-                        recompute=recompute if self.model.options.recompute else (),
-                    ),
-                ),
-                microbatch_size=self.model.microbatch_size,
+                stages=(stage,),
+                microbatch_size=size,
                 num_microbatches=count,
                 overlap_gradient_sync=whole.runtime.overlap_gradient_sync,
             )
-            found = simulate(plan, problem, fidelity=self.fidelity, engine="compiled")
+            found = simulate(plan, problem, fidelity=fidelity, engine="compiled", costs=costs)
             times.append(found.iteration_time_s)
             peak = max(memory.peak_allocated_bytes for memory in found.memory)
-        seconds = (times[1] - times[0]) / (STEADY[1] - STEADY[0])
-        working = max(0.0, peak - planned.state_bytes - planned.kept_bytes)
-        return planned._replace(seconds=seconds, working_bytes=working)
+        return (times[1] - times[0]) / (STEADY[1] - STEADY[0]), peak
 
     def shardings(
         self, mesh: LogicalMesh, first: int, last: int, solver: Solver = "elimination", room: Room | None = None

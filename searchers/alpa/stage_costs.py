@@ -6,13 +6,14 @@ enter the layer to those that leave it. Joining such tables in turn gives every 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.alpa.elimination import eliminate, solve
+from searchers.alpa.elimination import Trail, eliminate, follow
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp
 from searchers.alpa.milp import solve_milp
 from searchers.alpa.pareto import solve_within
@@ -78,7 +79,8 @@ class StageSolver:
             max((workload.consumers[name][-1] for name in op.outputs if name in workload.consumers), default=-1)
             for op in workload.operators
         ]
-        self._tables: dict[object, Factor] = {}
+        self._tables: dict[object, tuple[Factor, Trail]] = {}
+        self._walked: tuple[int, list[_Step], Iterator[_Step]] | None = None
         self.legal = all(problem.strategies(index) for index in range(len(workload)))
 
     def all_stages(self) -> StageCosts:
@@ -113,15 +115,16 @@ class StageSolver:
             ValueError: If the stage does not fit in its room.
         """
         start, stop = self.spans[first][0], self.spans[last][1]
-        graph = self.problem.graph(start, stop, self._leaving(first, last))
-        if solver == "milp":
-            _, chosen = solve_milp(graph)
-        elif solver == "pareto":
-            assert room is not None, "the pareto solver needs to know the room"
-            point, _ = solve_within(self._with_memory(graph, room), 0, room.limit_bytes)
-            chosen = point.assignment
+        if solver == "elimination":
+            chosen: Sequence[int] = self._traced(first, last)
         else:
-            _, chosen = solve(graph)
+            graph = self.problem.graph(start, stop, self._leaving(first, last))
+            if solver == "milp":
+                _, chosen = solve_milp(graph)
+            else:
+                assert room is not None, "the pareto solver needs to know the room"
+                point, _ = solve_within(self._with_memory(graph, room), 0, room.limit_bytes)
+                chosen = point.assignment
         return [self.problem.strategies(start + number)[choice] for number, choice in enumerate(chosen)]
 
     def _leaving(self, first: int, last: int) -> set[int]:
@@ -143,22 +146,46 @@ class StageSolver:
         )
 
     def _walk(self, first: int, last: int, found: dict[str, NDArray[np.float64]]) -> None:
+        for layer, step in zip(range(first, last + 1), self._steps(first), strict=False):
+            best = step.best
+            found["objective"][first, layer] = step.table.cost[best]
+            for number, name in enumerate(ATTRIBUTES):
+                found[name][first, layer] = step.table.attributes[(number, *best)]
+            found["layer_bytes"][first, layer] = step.table.attributes[(len(ATTRIBUTES), *best)]
+
+    def _steps(self, first: int) -> Iterator[_Step]:
+        """Yield the intervals from a layer on, one layer longer each."""
         start = self.spans[first][0]
         running: Factor | None = None
-        for layer in range(first, last + 1):
-            own = self._layer(layer, start)
+        for layer in range(first, len(self.spans)):
+            inside = self._layer(layer, start)
+            own = inside.table
             running = _with_largest(own) if running is None else _append(running, own)
             stop = self.spans[layer][1]
+            read: Trail = []
             for variable in running.variables:
                 if self._last_reader[variable] < stop:
-                    running, _ = minimised(running, variable)
-            best = np.unravel_index(int(np.argmin(running.cost)), running.cost.shape)
-            found["objective"][first, layer] = running.cost[best]
-            for number, name in enumerate(ATTRIBUTES):
-                found[name][first, layer] = running.attributes[(number, *best)]
-            found["layer_bytes"][first, layer] = running.attributes[(len(ATTRIBUTES), *best)]
+                    running, chosen = minimised(running, variable)
+                    read.append((variable, running.variables, chosen))
+            yield _Step(running, read, inside)
 
-    def _layer(self, layer: int, start: int) -> Factor:
+    def _traced(self, first: int, last: int) -> list[int]:
+        """Return the choices behind an interval's table: the tables that follow from layer to layer say them."""
+        if self._walked is None or self._walked[0] != first:
+            self._walked = first, [], self._steps(first)
+        _, steps, more = self._walked
+        while len(steps) <= last - first:
+            steps.append(next(more))
+        end = steps[last - first]
+        if not np.isfinite(end.table.cost[end.best]):
+            raise ValueError("no assignment of strategies is allowed")
+        chosen = {variable: int(choice) for variable, choice in zip(end.table.variables, end.best, strict=True)}
+        for step in reversed(steps[: last - first + 1]):
+            follow(step.read, chosen)
+            step.inside.follow(chosen)
+        return [chosen[index] for index in range(self.spans[first][0], self.spans[last][1])]
+
+    def _layer(self, layer: int, start: int) -> _Layer:
         """Return a layer's table over what enters it from inside the stage and what leaves it."""
         problem = self.problem
         workload = problem.costs.problem.workload
@@ -171,20 +198,68 @@ class StageSolver:
         order = {index: number for number, index in enumerate([*entering, *operators])}
         key = (
             tuple(workload.signatures[index] for index in order),
+            tuple(problem.keeps_first(index) for index in operators),
             tuple(
                 (order[index], tuple(order.get(producer, -1) for producer in problem.producers(index)))
                 for index in operators
             ),
             tuple(order[index] for index in sorted(leaving)),
         )
-        numbered = {number: index for index, number in order.items()}
         if key not in self._tables:
-            table = eliminate(problem.factors(operators, leaving, start), [*entering, *leaving])
-            self._tables[key] = Factor(
-                tuple(order[variable] for variable in table.variables), table.cost, table.attributes
+            trail: Trail = []
+            table = eliminate(problem.factors(operators, leaving, start), [*entering, *leaving], trail)
+            self._tables[key] = (
+                Factor(tuple(order[variable] for variable in table.variables), table.cost, table.attributes),
+                [(order[variable], tuple(order[other] for other in others), best) for variable, others, best in trail],
             )
-        table = self._tables[key]
-        return Factor(tuple(numbered[number] for number in table.variables), table.cost, table.attributes)
+        return _Layer(tuple(order), *self._tables[key])
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer with its inner operators eliminated; equal layers share what is numbered from the layer's own start.
+
+    Attributes:
+        operators: Operator of each number: those that enter, then the layer's own.
+        numbered: Table over what enters and what leaves.
+        trail: Choices of the inner operators.
+    """
+
+    operators: tuple[int, ...]
+    numbered: Factor
+    trail: Trail
+
+    @property
+    def table(self) -> Factor:
+        """The table over operators."""
+        variables = tuple(self.operators[number] for number in self.numbered.variables)
+        return Factor(variables, self.numbered.cost, self.numbered.attributes)
+
+    def follow(self, chosen: dict[int, int]) -> None:
+        """Add the inner operators' choices to those of what enters and leaves."""
+        own = {number: chosen[index] for number, index in enumerate(self.operators) if index in chosen}
+        follow(self.trail, own)
+        chosen.update({self.operators[number]: choice for number, choice in own.items()})
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An interval of layers: its table, and what the last layer's coming in has decided.
+
+    Attributes:
+        table: Over what leaves the interval, with the largest layer's kept bytes as one more attribute.
+        read: Operators that nothing behind the interval reads: their choices.
+        inside: The last layer.
+    """
+
+    table: Factor
+    read: Trail
+    inside: _Layer
+
+    @property
+    def best(self) -> tuple[np.intp, ...]:
+        """Where the table is least."""
+        return np.unravel_index(int(np.argmin(self.table.cost)), self.table.cost.shape)
 
 
 def _with_largest(layer: Factor) -> Factor:

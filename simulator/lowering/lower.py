@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 import numpy as np
@@ -72,10 +72,11 @@ class Lowered:
 def stage_views(plan: Plan, costs: CostTables) -> tuple[StageView, ...]:
     """Return one view per stage of a canonical plan; the same view for the same stage of a similar plan.
 
-    A view asks its plan for what concerns all stages alike, never for another stage.
+    A view asks its plan for what concerns all stages alike, never for another stage, nor for how many microbatches
+    there are beyond one.
     """
     types = costs.problem.gpu_types
-    settings = tuple(value for name, value in plan.__dict__.items() if name != "stages")
+    settings = tuple({**plan.__dict__, "stages": None, "num_microbatches": min(plan.num_microbatches, 2)}.values())
     return tuple(
         costs.stages.get(
             (position, stage, settings),
@@ -142,7 +143,9 @@ class _Lowering:
             for action, variant in zip(order, found, strict=True):
                 if (action.stage, variant) not in programs:
                     programs[action.stage, variant] = self._program(action.stage, variant)
-        key = (self.plan, self.fidelity, tuple(programs))
+        # One microbatch or several makes a difference, how many does not.
+        alike = replace(self.plan, num_microbatches=min(self.plan.num_microbatches, 2))
+        key = (alike, self.fidelity, tuple(programs))
         bound = self.costs.bound_plans.get(key, lambda: self._bound(programs))
         tiling = self._tile(bound.templates, bound.number_of, variants, bound.placements)
         graph = assemble(tiling, bound.columns, bound.epilogue, bound.entry, bound.partition, bound.traits)

@@ -204,8 +204,8 @@ class ProgramBuilder:
                 want = tuple(split.inputs[position] for split in splits)
                 sizes = mesh_sizes(view.shardings[index])
                 _, served = view.costs.served_before(index, position, name, view.shardings.get, sizes, want, have)
-                if PARTIAL in have and not served:
-                    for item in reshard(sizes, have, sizes, settled(have), cost.input_bytes[position]):
+                if not served:  # The gradient goes back in the layout in which the tensor came.
+                    for item in reshard(sizes, have, *view.arrivals[name], cost.input_bytes[position]):
                         self._collective(item, index)
 
     def output_settled(self, tensor: str) -> list[Item]:

@@ -12,6 +12,7 @@ from simulator.costs import CostTables
 from simulator.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
+from simulator.lowering.program import GRADIENTS, ProgramBuilder
 from simulator.lowering.transfers import crossing_tensors
 from simulator.plan import Axis, Plan, Stage
 from simulator.simulate import simulate
@@ -359,3 +360,26 @@ def test_receives_of_one_pass_are_posted_together(runtime: str) -> None:
     backward = [t for t in _named(graph, "transfer after backward of stage 1") if graph.microbatch[t] == 0]
     assert len(backward) == 2
     assert run.start_s[backward[0]] == pytest.approx(run.start_s[backward[1]], abs=1e-4)
+
+
+def test_a_received_tensors_gradient_goes_back_as_the_tensor_came() -> None:
+    """The first reader wants it whole, the residual's a half of the samples: that half's gradient must be gathered."""
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=8)
+    workload = problem.workload
+    half, count = workload.layers[2][0], len(workload)
+    readers = [reader for reader in workload.consumers[workload.operators[half - 1].outputs[0]] if reader >= half]
+    assert len(readers) == 2 and readers[0] == half  # the layer's norm, and the residual behind the attention
+    whole, cut = (Axis("replicate", 2),), (Axis("batch", 2),)
+    found = {}
+    for first in (whole, cut):
+        second = Stage(((half, count),), (2, 3), ((1, first), (count - half - 1, cut)))
+        stages = (Stage(((0, half),), (0, 1), ((half, cut),)), second)
+        plan = validate(Plan(stages=stages, microbatch_size=4, num_microbatches=2), problem)
+        views = lower(plan, CostTables(problem), Fidelity()).views
+        items = ProgramBuilder(views[1], Fidelity()).backward(GRADIENTS, gather=False, sync=False)
+        moved = [item.collective for item in items if item.collective is not None]
+        found[first] = sorted((each.collective, each.num_bytes) for each in moved)
+    size = 4 * np.prod(workload.tensors[workload.operators[half].inputs[0]]) * 2.0
+    # The norm's own output is gathered on its way back to it, too: one gather of the samples each.
+    assert found[whole] == [("all_gather", size), ("all_gather", size)]
+    assert found[cut] == []

@@ -24,8 +24,6 @@ FLOOR_OF_IMAGES = 1e-3
 
 DERIVED_OTHERWISE = {
     "gpt tp2, opposite splits": "attention_score reads one packed tensor twice; the derivation moves it twice",
-    "llama, found by alpa, two stages": "two readers of a received tensor lie differently; gathering one part of its "
-    "gradient before the sum is not derived",
     "gpt pp2 dp2, interleaved, ZeRO-1": "the derivation sums whole tied gradients, ZeRO-1 leaves chunks of them",
 }
 """Plans whose collectives are not those derived, besides those whose notes say so."""

@@ -1,4 +1,4 @@
-"""Exp#1: throughput of Aceso's plans beside the best of Megatron-LM's grid, both judged by the simulator."""
+"""Exp#1: throughput of Aceso's plans beside Alpa's and the best of Megatron-LM's grid, all judged by the simulator."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from experiments.reproduce.aceso.alpa import ALPA_NOTE, alpa_columns, speedup_verdicts
 from experiments.reproduce.aceso.setting import (
     GPT,
     PAPER_TFLOPS,
@@ -73,6 +74,7 @@ def rows_of(context: Context) -> Iterator[dict[str, object]]:
             "aceso_tflops": tflops_per_gpu(setting, result),
             "evaluations": found.counters["evaluations"],
         }
+        row |= alpa_columns(setting, problem, result)
         try:
             rival, judged = best_simulated(grid_of(problem, samples, searcher), problem)
         except NoFeasiblePlan as error:
@@ -107,7 +109,8 @@ def run(context: Context) -> Report:
             "simulated speedup of at least 1 in every setting with several GPUs",
             f"{several['speedup'].min():.2f} to {several['speedup'].max():.2f} in {len(several)} settings",
             bool((several["speedup"] >= 1 - 1e-9).all()) if len(several) else None,
-        )
+        ),
+        *speedup_verdicts(table),
     ]
     for _, row in printed.iterrows():
         off = row["speedup"] / row["paper_speedup"] - 1
@@ -121,7 +124,7 @@ def run(context: Context) -> Report:
         )
     figure = bars(
         [str(name) for name in table["model"]],
-        {name: [float(value) for value in table[f"{name}_tflops"].fillna(0)] for name in ("megatron", "aceso")
+        {name: [float(value) for value in table[f"{name}_tflops"].fillna(0)] for name in ("megatron", "alpa", "aceso")
          if f"{name}_tflops" in table},
         y="effective Tflop/s per GPU (simulated)", title="Exp#1",
     )  # fmt: skip
@@ -132,4 +135,4 @@ def run(context: Context) -> Report:
         "the least time of the slowest stage, where the public search moves operators one relay at a time.",
         "One GPU: both systems plan freely here; the paper ran one common plan.",
     ]
-    return Report({"throughput": table}, {"throughput": figure}, verdicts, notes)
+    return Report({"throughput": table}, {"throughput": figure}, verdicts, [*notes, ALPA_NOTE])

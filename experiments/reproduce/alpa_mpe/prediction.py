@@ -60,7 +60,7 @@ def run(context: Context) -> Report:
         ],
         notes=[
             "With a noise-free oracle whose costs add up, MPE is exact by construction; here the oracle is the "
-            "simulator on each stage (hosts, overlap, contention, allocator), whose times and peaks need not add up.",
+            "simulator on each stage (hosts, overlap, contention, live bytes), whose times and peaks need not add up.",
             f"Noise: {100 * NOISE:g} % per run, 5 runs; stages profiled side by side are slowed by "
             f"{100 * CONTENTION:g} % on average (assumed).",
         ],

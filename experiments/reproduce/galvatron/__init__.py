@@ -25,7 +25,7 @@ EXPERIMENTS: tuple[Experiment, ...] = tuple(
             "Table V",
             "other_tables:table5",
         ),
-        ("table6", "Eleven strategies for GPT-3 models on 32 A100-80GB.", "Table VI", "other_tables:table6"),
+        ("table6", "Alpa and eleven strategies for GPT-3 models on 32 A100-80GB.", "Table VI", "other_tables:table6"),
         ("fig4", "Balanced pipelines as boxes: memory and time of every stage.", "Figure 4", "fig4:run"),
         ("fig5", "Search time over layers, memory, strategies and devices.", "Figure 5", "fig5:run"),
         ("fig6", "The plans found for three cases, drawn.", "Figure 6", "fig6:run"),

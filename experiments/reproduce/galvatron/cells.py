@@ -24,6 +24,7 @@ TITLES = {
     "gpipe": "PyTorch GPipe (PP)",
     "fsdp": "FSDP/ZeRO-3 (SDP)",
     "deepspeed-3d": "DeepSpeed 3D",
+    "alpa": "Alpa",
     "galvatron-dp-tp": "Galvatron (DP+TP)",
     "galvatron-dp-pp": "Galvatron (DP+PP)",
     "galvatron": "Galvatron",

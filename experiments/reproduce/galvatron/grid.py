@@ -15,6 +15,7 @@ from datafiles.loader import load_mapping
 from datafiles.writer import dump_json, write_text_atomically
 from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context
+from experiments.reproduce.galvatron.alpa import ALPA, alpa_cell
 from experiments.reproduce.galvatron.cells import FIXED, TITLES, Cell, at_batch, fixed_cell, searched_cell
 
 FORMAT = 2
@@ -53,6 +54,13 @@ class Column:
         return f"{self.run.cluster.replace(':', '-')}-{self.run.model}-{self.run.memory_gb}"
 
 
+def cell_of(run: Run, strategy: str) -> Cell:
+    """Return the best cell of a strategy."""
+    if strategy == ALPA:
+        return alpa_cell(run)
+    return fixed_cell(run, strategy) if strategy in FIXED else searched_cell(run, strategy)[0]
+
+
 def cells_of(column: Column, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a column's cells as plain data: the best ones, and those at the paper's batches.
 
@@ -66,7 +74,7 @@ def cells_of(column: Column, kept: Mapping[str, Any] | None = None) -> dict[str,
     same: dict[str, Any] = dict(kept["at_printed_batch"]) if kept else {}
     for strategy in column.strategies:
         if strategy not in best:
-            cell = fixed_cell(column.run, strategy) if strategy in FIXED else searched_cell(column.run, strategy)[0]
+            cell = cell_of(column.run, strategy)
             best[strategy] = cell.to_mapping()
     for strategy, batch in column.batches.items():
         if strategy not in same:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -16,7 +13,7 @@ from experiments.reproduce.leaderboard.figures import History, convergence, heat
 from experiments.reproduce.leaderboard.plans import boxes, pictures
 from experiments.reproduce.leaderboard.problems import NamedProblem, load_problems, sweep_text
 from experiments.reproduce.leaderboard.table import per_problem, ranking, with_problems
-from experiments.sweep import Progress, Sweep, load_sweep, open_workers
+from experiments.reproduce.swept import record_of, swept
 from searchers.registry import searcher_names
 
 EVALUATIONS = 300
@@ -129,18 +126,8 @@ def searched(
         seed=context.seed,
         objective=objective,
     )
-    spec_file = context.scratch / "leaderboard.yaml"
-    write_text_atomically(spec_file, text)
-    sweep = Sweep(load_sweep(spec_file), context.scratch / "sweep")
-    if sweep.pending:
-        with closing(open_workers(context.workers, None)) as workers:
-            sweep.run(workers, lambda progress: context.say(_words(progress)))
+    sweep = swept(context, "leaderboard", text)
     return with_problems(sweep.table(), problems), problems, sweep.folder.path
-
-
-def _words(progress: Progress) -> str:
-    left = "" if progress.remaining_s is None else f", about {progress.remaining_s / 60:.0f} min left"
-    return f"{progress.done} of {progress.total} runs{left}"
 
 
 def _search_times(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
@@ -149,7 +136,7 @@ def _search_times(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
     ``accounted_s`` is what the search would take where its paper compiles and profiles stages on the cluster.
     """
     own = frame[["searcher", "search_s"]].copy()
-    own["accounted_s"] = [_content(folder, run)["counters"].get("estimated_search_s") for run in frame["run"]]
+    own["accounted_s"] = [record_of(folder, run)["counters"].get("estimated_search_s") for run in frame["run"]]
     return (
         own.groupby("searcher", sort=False)
         .agg(median_s=("search_s", "median"), longest_s=("search_s", "max"), accounted_s=("accounted_s", "median"))
@@ -157,17 +144,12 @@ def _search_times(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
     )
 
 
-def _content(folder: Path, run: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "runs" / f"{run}.json").read_text())
-    return {"counters": found.get("counters") or {}, "history": found.get("history") or []}
-
-
 def _histories(frame: pd.DataFrame, folder: Path, unit: str) -> dict[str, list[History]]:
     """Return every run's improvements: evaluations or seconds, and the objective over the one at the end."""
     place = {"seconds": 0, "evaluations": 1}[unit]
     found: dict[str, list[History]] = {}
     for searcher, run in zip(frame["searcher"], frame["run"], strict=True):
-        history = _content(folder, run)["history"]
+        history = record_of(folder, run)["history"]
         if history:
             last = history[-1][2]
             found.setdefault(str(searcher), []).append([(float(step[place]), step[2] / last) for step in history])

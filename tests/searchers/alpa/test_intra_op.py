@@ -156,3 +156,44 @@ def test_below_the_least_need_is_an_error() -> None:
     graph = random_graph(5, 5, "skip")
     with pytest.raises(ValueError, match="at least"):
         solve_within(graph, 0, -1.0)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["gpt", "t5"])
+def test_followed_choices_are_those_behind_the_tables(number: int) -> None:
+    """The tables say what an interval costs; the choices read back from them must cost exactly that."""
+    problem, mesh = problems()[number]
+    intra = IntraOp(cost_tables(problem), mesh, 4, 2, IntraOpOptions(recompute=False, free_axes=number == 0))
+    spans = problem.workload.layers
+    solver = StageSolver(intra, spans)
+    stages = solver.all_stages()
+    count = len(spans)
+    every = [(i, j) for i in range(count) for j in range(i, count)]
+    for first, last in every if number == 0 else [(20, 30), (20, 24), (0, 3), (25, 26), (count - 3, count - 1)]:
+        start, stop = spans[first][0], spans[last][1]
+        leaving = {
+            index
+            for begin, end in spans[first : last + 1]
+            for index in range(begin, end)
+            for name in problem.workload.operators[index].outputs
+            if any(reader >= end for reader in problem.workload.consumers.get(name, ()))
+        }
+        graph = intra.graph(start, stop, leaving)
+        shardings = solver.assignment(first, last)
+        chosen = [intra.strategies(start + place).index(sharding) for place, sharding in enumerate(shardings)]
+        assert graph.objective(chosen) == pytest.approx(stages.objective[first, last], rel=1e-9)
+        for name in ("state_bytes", "saved_bytes", "output_bytes"):
+            expected = float(getattr(stages, name)[first, last])
+            assert graph.total(ATTRIBUTES.index(name), chosen) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_rank_has_the_samples_that_are_asked_for() -> None:
+    problem, _ = problems()[0]
+    for mesh in all_logical_meshes(problem.hardware.cluster):
+        intra = IntraOp(cost_tables(problem), mesh, 8, 1, IntraOpOptions(min_samples=4, free_axes=True))
+        free = IntraOp(cost_tables(problem), mesh, 8, 1, IntraOpOptions(free_axes=True))
+        for index in range(len(problem.workload)):
+            samples = {intra.samples(sharding) for sharding in intra.strategies(index)}
+            assert samples <= {4, 8}
+            wanted = [sharding for sharding in free.strategies(index) if free.samples(sharding) >= 4]
+            if wanted:
+                assert list(intra.strategies(index)) == wanted

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from searchers.alpa import simulator_oracle
 from searchers.alpa.intra_op import IntraOpOptions
 from searchers.alpa.meshes import all_logical_meshes
 from searchers.alpa.oracle import CostModelOracle, SearchCost
@@ -17,7 +18,10 @@ from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
 from searchers.base import cost_tables
 from searchers.mpe.estimator import StageEstimator
 from searchers.mpe.holistic import shortest_path
+from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
+from simulator.result import SimulationResult
+from simulator.simulate import simulate
 from tests.searchers.tiny import tiny_problem
 
 
@@ -145,3 +149,28 @@ def test_the_printed_path_is_the_least_sum(seed: int, layers: int, devices: int)
     if found is not None:
         assert found.objective == pytest.approx(best, rel=1e-12)
         assert sum(sizes[stage.submesh] for stage in found.stages) <= devices
+
+
+def test_equal_stages_are_simulated_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(tiny_problem(2, 8))  # a problem of its own, so that nothing is known of it
+    simulated: list[int] = []
+
+    def counted(plan: Plan, *args: object, **options: object) -> SimulationResult:
+        simulated.append(plan.stages[0].num_operators())
+        return simulate(plan, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulator_oracle, "simulate", counted)
+    first = SimulatorOracle(oracle_of(problem))
+    meshes = [mesh for mesh in all_logical_meshes(problem.hardware.cluster) if first.model.solver(mesh).legal]
+    count = len(first.spans)
+    every = [(mesh, i, j) for mesh in meshes for i in range(count) for j in range(i, count)]
+    answers = [first.answer(*stage) for stage in every]
+    runs = len(simulated)
+    # Fewer than stages: the two blocks are alike, and some meshes are cut alike.
+    assert 0 < runs < len(simulator_oracle.STEADY) * len(every)
+    second = SimulatorOracle(oracle_of(problem))
+    assert [second.answer(*stage) for stage in every] == answers
+    assert len(simulated) == runs
+    other = SimulatorOracle(oracle_of(problem, microbatch=4))
+    other.answer(*every[0])
+    assert len(simulated) > runs
