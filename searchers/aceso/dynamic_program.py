@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan, to_plan
 from searchers.aceso.initial import initial_configuration
-from searchers.aceso.kernels import price_stops
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.searcher import score_of
+from searchers.aceso.stage_kernels import price_stops
 from searchers.aceso.tables import powers_of_two
 from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cost_tables
 from searchers.budget import Budget

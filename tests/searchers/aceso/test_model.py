@@ -14,8 +14,8 @@ import pytest
 from experiments.cases.aceso import _plan
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan, to_plan
 from searchers.aceso.initial import even_gpus, initial_configuration
-from searchers.aceso.kernels import transfer_time
 from searchers.aceso.model import PerformanceModel
+from searchers.aceso.stage_kernels import transfer_time
 from searchers.base import estimated
 from simulator.costs import CostTables
 from simulator.uniform import uniform_plan
