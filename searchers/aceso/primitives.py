@@ -27,6 +27,7 @@ class Move:
         configuration, price: What it starts from.
         stage: The stage to relieve.
         balances: Whether borders may all move at once (ours) or relay by relay (the paper's).
+        exchanges: Whether degrees inside a stage may trade places (ours); the paper's partners are other stages.
     """
 
     model: PerformanceModel
@@ -34,6 +35,7 @@ class Move:
     price: Price
     stage: int
     balances: bool = True
+    exchanges: bool = True
 
 
 Apply = Callable[[Move], Iterator[Configuration]]
@@ -173,12 +175,12 @@ def _shrunk(stage: StageChoice, *, tensor: bool) -> StageChoice | None:
 def _take_gpus(*, tensor: bool) -> Apply:
     """inc-dp, inc-tp: the stage doubles; partners halve a degree (dec-dp or dec-tp) until GPUs balance.
 
-    Within the stage the two trade without partners: inc-tp with dec-dp.
+    Within the stage the two may trade without partners: inc-tp with dec-dp.
     """
 
     def apply(move: Move) -> Iterator[Configuration]:
         own = move.configuration.stages[move.stage]
-        exchanged = _shrunk(own, tensor=not tensor)
+        exchanged = _shrunk(own, tensor=not tensor) if move.exchanges else None
         if exchanged is not None:
             yield from _legal(move, [(move.stage, _grown(exchanged, tensor=tensor))])
         grown = _grown(own, tensor=tensor)
@@ -197,7 +199,8 @@ def _give_gpus(*, tensor: bool) -> Apply:
         shrunk = _shrunk(own, tensor=tensor)
         if shrunk is None:
             return
-        yield from _legal(move, [(move.stage, _grown(shrunk, tensor=not tensor))])
+        if move.exchanges:
+            yield from _legal(move, [(move.stage, _grown(shrunk, tensor=not tensor))])
         yield from _with_partners(move, shrunk, own.gpus // 2, gives=False)
 
     return apply

@@ -48,6 +48,8 @@ class Aceso(Searcher):
             attached to every primitive, or ``relay``: the paper's.
         recompute: How recomputed operators are chosen: ``cheapest``, ``largest`` (the paper's) or ``worth``.
         initial: Start configuration: ``balanced``, ``imbalance-op`` or ``imbalance-gpu``.
+        exchanges: Let degrees inside a stage trade places as one primitive; the paper's partners are other stages.
+        iteration_evaluations: After so many evaluations an iteration counts as failed; None for no limit (the paper).
         fine_tunes: Tune degrees and partitions inside stages.
         breadth: Argument choices of one primitive priced in full.
         largest_samples: Largest samples per GPU and microbatch (the paper's model).
@@ -72,6 +74,8 @@ class Aceso(Searcher):
         borders: str = "all",
         recompute: str = "cheapest",
         initial: str = "balanced",
+        exchanges: bool = True,
+        iteration_evaluations: int | None = 120,
         fine_tunes: bool = True,
         breadth: int = 3,
         largest_samples: int = 8,
@@ -87,6 +91,8 @@ class Aceso(Searcher):
             raise ValueError(f"borders must be all or relay, got {borders!r}")
         if max_hops < 1:
             raise ValueError(f"max_hops must be at least 1, got {max_hops}")
+        if iteration_evaluations is not None and iteration_evaluations < 1:
+            raise ValueError(f"iteration_evaluations must be at least 1 or None, got {iteration_evaluations}")
         self.compat = compat
         self.recompute = recompute
         self.largest_samples = largest_samples
@@ -100,6 +106,8 @@ class Aceso(Searcher):
             balances=borders == "all",
             breadth=breadth,
             initial=initial,
+            exchanges=exchanges,
+            iteration_evaluations=iteration_evaluations,
             fine_tunes=fine_tunes,
         )
         self._models: dict[int, tuple[Problem, PerformanceModel]] = {}
