@@ -14,7 +14,7 @@ QUICK = ((GPT[1], 3),)
 
 def run(context: Context) -> Report:
     """Run GPT-3 2.6B and 13B, and Wide-ResNet 13B as printed (quick: GPT-3 1.3B), searching as in the paper."""
-    evaluations = 200 if context.quick else 4000
+    evaluations = 200 if context.quick else 2000
     variants = [
         Variant(setting, stages, f"MaxHops {hops}", SearchOptions.as_paper(max_hops=hops), context.seed, evaluations)
         for setting, stages in (QUICK if context.quick else CASES)

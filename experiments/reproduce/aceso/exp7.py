@@ -15,7 +15,7 @@ QUICK = ((GPT[1], 3),)
 
 def run(context: Context) -> Report:
     """Run GPT-3 2.6B and 6.7B (quick: 1.3B, 3 stages) from each start, with the paper's argument choices."""
-    evaluations = 200 if context.quick else 4000
+    evaluations = 200 if context.quick else 2000
     variants = [
         Variant(setting, stages, kind, SearchOptions.as_paper(initial=kind), context.seed, evaluations)
         for setting, stages in (QUICK if context.quick else CASES)
