@@ -30,6 +30,8 @@ from simulator.problem import Problem
 from simulator.result import SimulationResult
 
 TOP = 5
+KEPT = 40
+"""Plans kept of a search: some that fit by Aceso's model do not when simulated."""
 ALLOWED = 0.10
 PAPER_T5 = 1.50
 """Section 5.1: the largest speedup over Megatron-LM on T5."""
@@ -43,14 +45,19 @@ def chosen(settings: tuple[Setting, ...], context: Context) -> tuple[Setting, ..
 def best_simulated(
     plans: tuple[RankedPlan, ...], problem: Problem
 ) -> tuple[RankedPlan, SimulationResult]:
-    """Return the plan that simulates fastest, of those that fit there if any does."""
-    found = [(plan, simulated(plan.plan, problem)) for plan in plans[:TOP]]
+    """Return the plan that simulates fastest of the first five that fit there, or of all if none does."""
+    found: list[tuple[RankedPlan, SimulationResult]] = []
+    for plan in plans:
+        if sum(result.fits for _, result in found) < TOP:
+            found.append((plan, simulated(plan.plan, problem)))
     return min(found, key=lambda item: (not item[1].fits, item[1].iteration_time_s))
 
 
 def grid_of(problem: Problem, samples: int, searcher: Aceso) -> tuple[RankedPlan, ...]:
     """Return the best plans of Megatron-LM's grid by Aceso's performance model, as the paper picks them."""
-    grid = MegatronGrid(max_microbatch=samples, recompute=("none", "full"), objective=searcher.paper_objective)
+    grid = MegatronGrid(
+        max_microbatch=samples, recompute=("none", "full"), objective=searcher.paper_objective, keep=KEPT
+    )
     return grid.search(problem).plans
 
 
@@ -63,7 +70,7 @@ def rows_of(context: Context, settings: Sequence[Setting]) -> Iterator[dict[str,
         try:
             # Wide-ResNet is profiled from 16 samples on only, which the release's model keeps to.
             compat = "release" if setting.family == "resnet" else "paper"
-            searcher, found = searched(problem, 120 if context.quick else 300, compat=compat, keep=TOP)
+            searcher, found = searched(problem, 120 if context.quick else 300, compat=compat, keep=KEPT)
         except NoFeasiblePlan as error:
             yield {**row, "aceso_plan": f"none: {error}"[:160]}
             continue
@@ -143,8 +150,8 @@ def run(context: Context) -> Report:
         y="effective Tflop/s per GPU (simulated)", title="Exp#1",
     )  # fmt: skip
     notes = [
-        "Megatron-LM's plan is the best of its grid by Aceso's performance model, of whose five best the fastest "
-        "simulated is shown, as for Aceso.",
+        "Megatron-LM's plan is the best of its grid by Aceso's performance model, of whose five best that fit "
+        "when simulated the fastest is shown, as for Aceso.",
         "A larger speedup than printed comes from the search: borders between stages are placed to the operator for "
         "the least time of the slowest stage, where the public search moves operators one relay at a time.",
         "One GPU: one common plan, as in the paper; here it is the best of Megatron-LM's grid.",
