@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
@@ -54,6 +54,21 @@ COLUMNS = (*INPUTS, *RESULTS, *TIMINGS, "run")
 _INTEGERS = ("memory_limit_bytes", "budget_evaluations", "peak_reserved_bytes", "capacity_bytes", "evaluations")
 
 
+class Kept(Protocol):
+    """What the folder must know of what it keeps; a `Job` is one."""
+
+    @property
+    def key(self) -> str:
+        """Name of the file."""
+
+    @property
+    def code(self) -> str:
+        """Fingerprint of the code."""
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what the result depends on, as plain data."""
+
+
 class SweepFolder:
     """Reads and writes the folder. Every file appears whole or not at all.
 
@@ -73,7 +88,7 @@ class SweepFolder:
         self.damaged: list[Path] = []
         self._versions = versions()
 
-    def finished(self, jobs: Iterable[Job]) -> dict[str, dict[str, Any]]:
+    def finished(self, jobs: Iterable[Kept]) -> dict[str, dict[str, Any]]:
         """Return the rows of the jobs that finished in earlier calls, by key; failed ones included."""
         rows: dict[str, dict[str, Any]] = {}
         self.damaged = []
@@ -93,12 +108,12 @@ class SweepFolder:
                 self.damaged.append(file)
         return rows
 
-    def num_other(self, jobs: Iterable[Job]) -> int:
+    def num_other(self, jobs: Iterable[Kept]) -> int:
         """Return how many finished runs in the folder are of other code or no longer in the spec."""
         keys = {job.key for job in jobs}
         return sum(file.stem not in keys for file in (self.path / "runs").glob("*.json"))
 
-    def add(self, job: Job, outcome: Outcome) -> dict[str, Any]:
+    def add(self, job: Kept, outcome: Outcome) -> dict[str, Any]:
         """Write what a run left; its record last, since that marks it as finished. Returns its row."""
         row = plain(outcome.row)
         if outcome.plan is not None:
@@ -114,7 +129,7 @@ class SweepFolder:
         write_text_atomically(self._record(job), dump_json(saved))
         return row
 
-    def _record(self, job: Job) -> Path:
+    def _record(self, job: Kept) -> Path:
         return self.path / "runs" / f"{job.key}.json"
 
     def write_spec(self, text: str) -> None:

@@ -13,6 +13,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -25,7 +26,8 @@ def compiled(function: Function) -> Function:
 
     Args:
         function: Module-level function of scalars and arrays. Whatever compiled functions it calls must be in
-            the same file: numba looks only at that file's date to tell whether the cache is stale.
+            the same file (numba looks only at that file's date to tell whether the cache is stale), or named to
+            `compiled_with`.
     """
     try:
         made = numba.njit(cache=True)(function)
@@ -36,6 +38,26 @@ def compiled(function: Function) -> Function:
         config.CACHE_DIR = private_folder()
         made = numba.njit(cache=True)(function)
     return cast(Function, made)
+
+
+def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
+    """Return a decorator like `compiled`, for functions that take compiled functions or constants of other modules.
+
+    The cache is stale as well once one of those files has changed: their dates and sizes are kept beside the
+    function's own.
+
+    Args:
+        modules: All such modules, also those that the called functions take from.
+    """
+
+    def decorate(function: Function) -> Function:
+        made = compiled(function)
+        kept = cast(Any, made)._cache._cache_file
+        files = [Path(cast(str, module.__file__)).stat() for module in modules]
+        kept._source_stamp = (kept._source_stamp, *((file.st_mtime, file.st_size) for file in files))
+        return made
+
+    return decorate
 
 
 def inlined(function: Function) -> Function:

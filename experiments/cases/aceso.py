@@ -106,8 +106,8 @@ def _case(
     return Case(
         row_id=row_id,
         groups=(group,),
-        problem=partial(_problem, size, gpus, entry["global_batch"], folder),
-        plan=partial(_plan, entry),
+        problem=partial(problem_on, MODELS[size], ("gpt", size), gpus, entry["global_batch"], folder),
+        plan=partial(plan_of, entry),
         measured=measured,
         source=SOURCE,
         rivals=f"gpt {size}" if group in (LIKELY, LIKELY_MODELLED) else None,
@@ -115,25 +115,30 @@ def _case(
     )
 
 
-def _problem(size: str, gpus: int, global_batch: int, folder: Path | None) -> Problem:
+def problem_on(
+    model: str, profile: tuple[str, str], gpus: int, global_batch: int, folder: Path | None
+) -> Problem:
+    """Return a problem on Aceso's cluster.
+
+    Args:
+        model: Ours.
+        profile: Model and size as Aceso's profile names them.
+        gpus: V100s, eight a node.
+        global_batch: Samples per iteration.
+        folder: Of the profile; None for modelled kernels.
+    """
     nodes = max(1, gpus // GPUS_PER_NODE)
     cluster = f"v100-32g-ndv2:{nodes}x{min(gpus, GPUS_PER_NODE)}"
-    if folder is None:
-        return problem_of(
-            model=MODELS[size],
-            cluster=cluster,
-            runtime="megatron-lm-2021",
-            global_batch=global_batch,
-            memory_limit_bytes=MEMORY_LIMIT_BYTES,
-        )()
-    profiled = HardwareModel(
-        cluster=parse_cluster(cluster),
-        operator_profile=import_table(folder / "ops.csv.gz", model="gpt", size=size),
-        collective_table=_collectives(folder / "comm.csv"),
-    )
+    hardware: str | HardwareModel = cluster
+    if folder is not None:
+        hardware = HardwareModel(
+            cluster=parse_cluster(cluster),
+            operator_profile=import_table(folder / "ops.csv.gz", model=profile[0], size=profile[1]),
+            collective_table=_collectives(folder / "comm.csv"),
+        )
     return problem_of(
-        model=MODELS[size],
-        cluster=profiled,
+        model=model,
+        cluster=hardware,
         runtime="megatron-lm-2021",
         global_batch=global_batch,
         memory_limit_bytes=MEMORY_LIMIT_BYTES,
@@ -145,7 +150,7 @@ def _collectives(path: Path) -> CollectiveTable:
     return import_collectives(path)
 
 
-def _plan(entry: Mapping[str, Any], problem: Problem) -> Plan:
+def plan_of(entry: Mapping[str, Any], problem: Problem) -> Plan:
     """Return the plan of an entry: Aceso's stages of operators with degrees, splits and recompute flags."""
     stages: list[Stage] = []
     first_operator, first_device = 0, 0

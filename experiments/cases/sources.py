@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.cases import (
     aceso,
+    aceso_t5,
     aceso_wide_resnet,
     alpa,
     amp,
@@ -28,6 +29,7 @@ SOURCES: tuple[CaseSource, ...] = (
     megatron_sc21.cases,
     dapple_table5.cases,
     aceso.cases,
+    aceso_t5.cases,
     aceso_wide_resnet.cases,
     vtrain.cases,
     llm_foundry.cases,

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from searchers.aceso.border_kernels import COPIES, Stages, balanced_cuts
 from searchers.aceso.configuration import Configuration, prefix_gpus
-from searchers.aceso.kernels import balanced_cuts
 from searchers.aceso.model import PerformanceModel, Price
 
 WINDOW = 6
@@ -36,21 +36,26 @@ def balanced(model: PerformanceModel, configuration: Configuration, window: int 
         cells.append(model.space.cell(tp, microbatch // (stage.gpus // tp), stage.runs[0].partition))
     first = prefix_gpus(configuration)
     count = len(stages)
+    assert count < COPIES, "keys have room for no more stages"
     microbatches = model.microbatches(configuration)
     in_flight = [count - position for position in range(count)]
     if model.compat == "paper":
         in_flight = [min(copies, microbatches) for copies in in_flight]
     links = [model.links(position, count, first[position], stages[position].gpus) for position in range(count)]
     cuts = np.array(configuration.cuts, np.int32)
-    model.stages_priced += balanced_cuts(
-        model.tables.arrays,
+    stages_but_borders = Stages(
         np.array(cells, np.int32),
         np.array([stage.gpus for stage in stages], np.int32),
         np.array(in_flight, np.int32),
         np.array(links, np.int32),
-        float(microbatches - 1),
-        model.limit_bytes,
+        float(model.limit_bytes),
         model.order,
+    )
+    model.stages_priced += balanced_cuts(
+        model.tables.arrays,
+        stages_but_borders,
+        model.known_stages(),
+        float(microbatches - 1),
         cuts,
         0 if model.is_large else window,
     )

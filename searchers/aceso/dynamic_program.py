@@ -9,15 +9,14 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan, to_plan
+from searchers.aceso.configuration import Configuration, Run, StageChoice, to_plan
+from searchers.aceso.equation_searcher import EquationSearcher
 from searchers.aceso.initial import initial_configuration
-from searchers.aceso.kernels import price_stops
 from searchers.aceso.model import PerformanceModel
-from searchers.aceso.searcher import score_of
+from searchers.aceso.stage_kernels import price_stops
 from searchers.aceso.tables import powers_of_two
-from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cost_tables
+from searchers.base import Ledger, Objective, SearchResult
 from searchers.budget import Budget
-from simulator.plan import Plan
 from simulator.problem import Problem
 
 IMPOSSIBLE_S = 1e30
@@ -42,7 +41,7 @@ class _Suffix:
     choice: dict[int, _Choice]
 
 
-class AcesoDynamicProgram(Searcher):
+class AcesoDynamicProgram(EquationSearcher):
     """Dynamic programming over stages, devices and uniform degrees per stage, on Aceso's performance model.
 
     From the last stage backwards: the best pipeline of k stages on g GPUs that starts at an operator, by
@@ -75,7 +74,7 @@ class AcesoDynamicProgram(Searcher):
         objective: str | Objective = "paper",
         keep: int = 5,
     ) -> None:
-        super().__init__(objective=objective, keep=keep)
+        super().__init__(compat=compat, recompute=recompute, objective=objective, keep=keep)
         if granularity < 1 or slack < 1 or max_microbatch < 1 or max_stages < 1:
             raise ValueError(
                 "granularity, slack, max_microbatch and max_stages must be at least 1, got "
@@ -86,22 +85,6 @@ class AcesoDynamicProgram(Searcher):
         self.max_degree = max_degree
         self.max_microbatch = max_microbatch
         self.max_stages = max_stages
-        self.compat = compat
-        self.recompute = recompute
-        self._models: dict[int, tuple[Problem, PerformanceModel]] = {}
-
-    def model(self, problem: Problem) -> PerformanceModel:
-        """Return the performance model of a problem (remembered)."""
-        known = self._models.get(id(problem))
-        if known is None or known[0] is not problem:
-            made = PerformanceModel.of(problem, cost_tables(problem), compat=self.compat, recompute=self.recompute)
-            self._models = {id(problem): (problem, made)}
-            return made
-        return known[1]
-
-    def paper_objective(self, plan: Plan, problem: Problem) -> Score:
-        """Score a plan by Equations 1 and 2."""
-        return score_of(self.model(problem).price(from_plan(plan.canonical(problem.workload), problem)))
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
         """Run the program for every microbatch; the seed changes nothing.

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.aceso.configuration import Configuration, Run, StageChoice, prefix_gpus
-from searchers.aceso.kernels import (
+from searchers.aceso.arrays import (
     MEMORY,
     NUM_FIGURES,
     TIME_BACKWARD,
@@ -26,9 +25,12 @@ from searchers.aceso.kernels import (
     TIME_RESHARD,
     TIME_SYNC,
     TIME_TRANSFER,
-    stage_figures,
 )
-from searchers.aceso.tables import Tables, cost_arrays, release_arrays
+from searchers.aceso.border_kernels import CELLS, GPUS, OPERATORS, Known, nothing_known
+from searchers.aceso.configuration import Configuration, Run, StageChoice, prefix_gpus
+from searchers.aceso.release_tables import release_arrays
+from searchers.aceso.stage_kernels import stage_figures
+from searchers.aceso.tables import Tables, cost_arrays
 from simulator.costs import CostTables
 from simulator.problem import Problem
 
@@ -144,10 +146,11 @@ class PerformanceModel:
         self._whole_s = [float(seconds) for seconds in passes]
         self._known: dict[tuple[object, ...], StagePrice] = {}
         self._cells: dict[tuple[object, ...], NDArray[np.int32]] = {}
+        self._borders: tuple[tuple[float, int], Known] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Return what another process needs: the arrays, without what was remembered."""
-        return {**self.__dict__, "_known": {}, "_cells": {}}
+        return {**self.__dict__, "_known": {}, "_cells": {}, "_borders": None}
 
     @classmethod
     def of(
@@ -177,6 +180,15 @@ class PerformanceModel:
             raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE_ORDERS)}, got {recompute!r}")
         tables = release_arrays(problem) if compat == "release" else cost_arrays(problem, costs, samples)
         return cls(problem, tables, compat=compat, recompute=recompute)
+
+    def known_stages(self) -> Known:
+        """Return what ``balanced_cuts`` remembers; an empty table where limit or recomputation have changed."""
+        rules = (float(self.limit_bytes), self.order)
+        if self._borders is None or self._borders[0] != rules:
+            assert self.space.num_cells <= CELLS and self.num_operators < OPERATORS, "keys have room for no more"
+            assert self.per_node < GPUS, "keys have room for no more"
+            self._borders = (rules, nothing_known())
+        return self._borders[1]
 
     def microbatches(self, configuration: Configuration) -> int:
         """Return how many microbatches an iteration has."""

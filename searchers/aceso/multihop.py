@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from searchers.aceso.balance import balanced
 from searchers.aceso.configuration import Configuration
@@ -36,7 +37,8 @@ class SearchOptions:
         initial: See ``searchers.aceso.initial``.
         fine_tunes: Degrees and partitions inside stages are tuned after each success.
         uniform_starts: The pool begins with the same stages at every uniform degree and microbatch (ours).
-        max_evaluations_per_iteration: After that an iteration counts as failed.
+        exchanges: Degrees inside a stage may trade places as one primitive (ours).
+        iteration_evaluations: After so many an iteration counts as failed; None for no limit (the paper).
     """
 
     max_hops: int = 7
@@ -46,7 +48,14 @@ class SearchOptions:
     initial: str = "balanced"
     fine_tunes: bool = True
     uniform_starts: bool = True
-    max_evaluations_per_iteration: int = 120
+    exchanges: bool = True
+    iteration_evaluations: int | None = 120
+
+    @classmethod
+    def as_paper(cls, **changes: Any) -> SearchOptions:
+        """Return the options of the paper's search: relays, partners on other stages, one choice of arguments."""
+        paper = {"balances": False, "breadth": 1, "uniform_starts": False, "exchanges": False}
+        return cls(**{**paper, "iteration_evaluations": None, **changes})
 
 
 @dataclass
@@ -135,7 +144,8 @@ class StageCountSearch:
         start, self.current = self.current, None
         price = self.found[start]
         self._opened = []
-        self._iteration_end = self._model.evaluations + self.options.max_evaluations_per_iteration
+        limit = self.options.iteration_evaluations
+        self._iteration_end = None if limit is None else self._model.evaluations + limit
         for tried, bottleneck in enumerate(load_order(price), 1):
             result = self._multi_hop(start, price, bottleneck, 0, price)
             if result is not None:
@@ -179,7 +189,9 @@ class StageCountSearch:
         return True
 
     def _stops(self) -> bool:
-        return self._spent() or self._model.evaluations >= self._iteration_end
+        if self._iteration_end is not None and self._model.evaluations >= self._iteration_end:
+            return True
+        return self._spent()
 
     def _from_pool(self) -> Configuration | None:
         """Return the best configuration not started from, and forget those far from the best."""
@@ -251,7 +263,7 @@ class StageCountSearch:
     ) -> list[tuple[Configuration, Price]]:
         """Return the new configurations of one primitive, with its most promising arguments."""
         balances = self.options.balances
-        move = Move(self._model, configuration, price, stage, balances)
+        move = Move(self._model, configuration, price, stage, balances, self.options.exchanges)
         candidates = list(dict.fromkeys(primitive.apply(move)))
         if primitive.moves_load and balances:
             candidates.sort(key=self._model.rough_s)

@@ -27,6 +27,7 @@ class Move:
         configuration, price: What it starts from.
         stage: The stage to relieve.
         balances: Whether borders may all move at once (ours) or relay by relay (the paper's).
+        exchanges: Whether degrees inside a stage may trade places (ours); the paper's partners are other stages.
     """
 
     model: PerformanceModel
@@ -34,6 +35,7 @@ class Move:
     price: Price
     stage: int
     balances: bool = True
+    exchanges: bool = True
 
 
 Apply = Callable[[Move], Iterator[Configuration]]
@@ -173,12 +175,12 @@ def _shrunk(stage: StageChoice, *, tensor: bool) -> StageChoice | None:
 def _take_gpus(*, tensor: bool) -> Apply:
     """inc-dp, inc-tp: the stage doubles; partners halve a degree (dec-dp or dec-tp) until GPUs balance.
 
-    Within the stage the two trade without partners: inc-tp with dec-dp.
+    Within the stage the two may trade without partners: inc-tp with dec-dp.
     """
 
     def apply(move: Move) -> Iterator[Configuration]:
         own = move.configuration.stages[move.stage]
-        exchanged = _shrunk(own, tensor=not tensor)
+        exchanged = _shrunk(own, tensor=not tensor) if move.exchanges else None
         if exchanged is not None:
             yield from _legal(move, [(move.stage, _grown(exchanged, tensor=tensor))])
         grown = _grown(own, tensor=tensor)
@@ -197,14 +199,18 @@ def _give_gpus(*, tensor: bool) -> Apply:
         shrunk = _shrunk(own, tensor=tensor)
         if shrunk is None:
             return
-        yield from _legal(move, [(move.stage, _grown(shrunk, tensor=not tensor))])
+        if move.exchanges:
+            yield from _legal(move, [(move.stage, _grown(shrunk, tensor=not tensor))])
         yield from _with_partners(move, shrunk, own.gpus // 2, gives=False)
 
     return apply
 
 
 def _with_partners(move: Move, changed: StageChoice, amount: int, *, gives: bool) -> Iterator[Configuration]:
-    """Yield configurations where one partner, or two, give or take ``amount`` GPUs, the idlest first."""
+    """Yield configurations where one partner, or two, give or take ``amount`` GPUs, the idlest first.
+
+    Where that cannot be, partners are added until GPUs balance.
+    """
     stages = move.configuration.stages
     order = [position for position in reversed(load_order(move.price)) if position != move.stage]
     if not gives:
@@ -213,7 +219,7 @@ def _with_partners(move: Move, changed: StageChoice, amount: int, *, gives: bool
     for position in order:
         for tensor in (False, True):
             found = _shrunk(stages[position], tensor=tensor) if gives else _grown(stages[position], tensor=tensor)
-            if found is not None and found.gpus <= move.model.per_node:
+            if found is not None and found.gpus <= move.model.per_node and _is_known(move, found):
                 freed = abs(found.gpus - stages[position].gpus)
                 options.setdefault(freed, []).append((position, found))
     yielded = 0
@@ -226,6 +232,25 @@ def _with_partners(move: Move, changed: StageChoice, amount: int, *, gives: bool
             yielded += 1
         if yielded >= MAX_PARTNERS:
             return
+    if not yielded:
+        for partners in _many_partners(options, amount):
+            yield from _legal(move, [(move.stage, changed), *partners])
+
+
+def _many_partners(
+    options: dict[int, list[tuple[int, StageChoice]]], amount: int
+) -> Iterator[list[tuple[int, StageChoice]]]:
+    """Yield three or more partners that change ``amount`` GPUs together: large shares first, then in order."""
+    for largest in sorted((size for size in options if size < amount), reverse=True):
+        for first in options[largest]:
+            chosen, left = [first], amount - largest
+            for size in sorted((size for size in options if size <= largest), reverse=True):
+                for option in options[size]:
+                    if size <= left and all(option[0] != taken[0] for taken in chosen):
+                        chosen.append(option)
+                        left -= size
+            if left == 0 and len(chosen) > 2:
+                yield chosen
 
 
 def _legal(move: Move, changes: list[tuple[int, StageChoice]]) -> Iterator[Configuration]:
@@ -233,12 +258,13 @@ def _legal(move: Move, changes: list[tuple[int, StageChoice]]) -> Iterator[Confi
     configuration = move.configuration.replace_stages(changes)
     if not respects_nodes([stage.gpus for stage in configuration.stages], move.model.per_node):
         return
-    if all(
-        move.model.allows(stage.gpus, run.tp, configuration.microbatch)
-        for _, stage in changes
-        for run in stage.runs
-    ):
+    if all(_is_known(move, stage) for _, stage in changes):
         yield configuration
+
+
+def _is_known(move: Move, stage: StageChoice) -> bool:
+    """Return whether the tables have what the stage would cost."""
+    return all(move.model.allows(stage.gpus, run.tp, move.configuration.microbatch) for run in stage.runs)
 
 
 def _recompute_more(move: Move) -> Iterator[Configuration]:

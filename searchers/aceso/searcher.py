@@ -6,8 +6,9 @@ import os
 import time
 from typing import ClassVar
 
-from searchers.aceso.configuration import from_plan, to_plan
-from searchers.aceso.model import PerformanceModel, Price
+from searchers.aceso.configuration import to_plan
+from searchers.aceso.equation_searcher import EquationSearcher, score_of
+from searchers.aceso.model import PerformanceModel
 from searchers.aceso.multihop import SearchOptions, StageCountSearch
 from searchers.aceso.stage_counts import Round, search_stage_counts, stage_counts_of
 from searchers.aceso.warm_up import warm_up
@@ -17,8 +18,6 @@ from searchers.base import (
     NoFeasiblePlan,
     Objective,
     RankedPlan,
-    Score,
-    Searcher,
     SearchResult,
     cost_tables,
     estimated,
@@ -36,7 +35,7 @@ WORTH_PROCESSES_S = 2.0
 """From this budget on, starting processes pays."""
 
 
-class Aceso(Searcher):
+class Aceso(EquationSearcher):
     """Aceso: alleviates one bottleneck at a time by primitives that trade resources, for every stage count.
 
     Args:
@@ -48,6 +47,8 @@ class Aceso(Searcher):
             attached to every primitive, or ``relay``: the paper's.
         recompute: How recomputed operators are chosen: ``cheapest``, ``largest`` (the paper's) or ``worth``.
         initial: Start configuration: ``balanced``, ``imbalance-op`` or ``imbalance-gpu``.
+        exchanges: Let degrees inside a stage trade places as one primitive; the paper's partners are other stages.
+        iteration_evaluations: After so many evaluations an iteration counts as failed; None for no limit (the paper).
         fine_tunes: Tune degrees and partitions inside stages.
         breadth: Argument choices of one primitive priced in full.
         largest_samples: Largest samples per GPU and microbatch (the paper's model).
@@ -72,6 +73,8 @@ class Aceso(Searcher):
         borders: str = "all",
         recompute: str = "cheapest",
         initial: str = "balanced",
+        exchanges: bool = True,
+        iteration_evaluations: int | None = 120,
         fine_tunes: bool = True,
         breadth: int = 3,
         largest_samples: int = 8,
@@ -82,14 +85,15 @@ class Aceso(Searcher):
         objective: str | Objective = "paper",
         keep: int = 5,
     ) -> None:
-        super().__init__(objective=objective, keep=keep)
+        super().__init__(
+            compat=compat, recompute=recompute, largest_samples=largest_samples, objective=objective, keep=keep
+        )
         if borders not in ("all", "relay"):
             raise ValueError(f"borders must be all or relay, got {borders!r}")
         if max_hops < 1:
             raise ValueError(f"max_hops must be at least 1, got {max_hops}")
-        self.compat = compat
-        self.recompute = recompute
-        self.largest_samples = largest_samples
+        if iteration_evaluations is not None and iteration_evaluations < 1:
+            raise ValueError(f"iteration_evaluations must be at least 1 or None, got {iteration_evaluations}")
         self.stage_counts = stage_counts
         self.races = races
         self.judge = judge
@@ -100,30 +104,11 @@ class Aceso(Searcher):
             balances=borders == "all",
             breadth=breadth,
             initial=initial,
+            exchanges=exchanges,
+            iteration_evaluations=iteration_evaluations,
             fine_tunes=fine_tunes,
         )
-        self._models: dict[int, tuple[Problem, PerformanceModel]] = {}
         self.searches: list[StageCountSearch] = []
-
-    def model(self, problem: Problem) -> PerformanceModel:
-        """Return the performance model of a problem (remembered).
-
-        Raises:
-            ValueError: If an option is unknown or the release's model lacks its profile.
-        """
-        known = self._models.get(id(problem))
-        if known is None or known[0] is not problem:
-            made = PerformanceModel.of(
-                problem, cost_tables(problem), compat=self.compat, recompute=self.recompute,
-                samples=self.largest_samples,
-            )  # fmt: skip
-            self._models = {id(problem): (problem, made)}
-            return made
-        return known[1]
-
-    def paper_objective(self, plan: Plan, problem: Problem) -> Score:
-        """Score a plan by Equations 1 and 2."""
-        return score_of(self.model(problem).price(from_plan(plan.canonical(problem.workload), problem)))
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
         """Search every stage count within the budget (2,000 evaluations if None) and return the best plans.
@@ -260,12 +245,3 @@ class Aceso(Searcher):
             closest=score_of(price),
             closest_plan=plan,
         )
-
-
-def score_of(price: Price) -> Score:
-    """Return a price in the words of every searcher."""
-    memory = [stage.memory_bytes for stage in price.stages]
-    worst = memory.index(max(memory))
-    return Score(price.iteration_s, price.fits, memory[worst], price.limit_bytes, f"stage {worst}")
-
-

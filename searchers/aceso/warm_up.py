@@ -6,7 +6,9 @@ from functools import cache
 
 import numpy as np
 
-from searchers.aceso.kernels import NUM_COLUMNS, NUM_FIGURES, Arrays, balanced_cuts, price_stops, stage_figures
+from searchers.aceso.arrays import NUM_COLUMNS, NUM_FIGURES, Arrays
+from searchers.aceso.border_kernels import Stages, balanced_cuts, nothing_known
+from searchers.aceso.stage_kernels import price_stops, stage_figures
 
 
 @cache
@@ -27,5 +29,6 @@ def warm_up() -> None:
     ones, cells = np.ones(2, np.int32), np.zeros(2, np.int32)
     figures, flags = np.zeros(NUM_FIGURES), np.zeros(2, np.uint8)
     stage_figures(arrays, cells, 0, 2, 1, 1, 0, 1e9, 3, flags, figures)
-    balanced_cuts(arrays, cells, ones, ones, ones, 1.0, 1e9, 3, np.array([0, 1, 2], np.int32), 1)
+    stages = Stages(cells, ones, ones, ones, 1e9, 3)
+    balanced_cuts(arrays, stages, nothing_known(), 1.0, np.array([0, 1, 2], np.int32), 1)
     price_stops(arrays, cells, 0, np.array([1, 2], np.int32), 1, 1, 0, 1e9, 3, np.zeros(2))

@@ -2,47 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
+from experiments.reproduce.aceso.setting import PROFILE, Setting, compat_of, curves, problem_of
+from experiments.reproduce.experiment import Context
+from experiments.reproduce.kept import kept_rows
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
+from searchers.base import cost_tables
+from simulator.problem import Problem
 
 
-def converged(
-    model: PerformanceModel,
-    num_stages: int,
-    variants: Mapping[str, tuple[SearchOptions, int]],
-    evaluations: int,
-) -> tuple[pd.DataFrame, dict[str, list[tuple[float, float]]], dict[str, StageCountSearch]]:
-    """Run variants with the same number of evaluations.
+@dataclass(frozen=True)
+class Variant:
+    """One curve.
 
-    Args:
-        model: Prices.
+    Attributes:
+        setting: What is planned.
         num_stages: Pipeline depth.
-        variants: Options and seed by name.
-        evaluations: Budget of each.
-
-    Returns:
-        A row per variant, its curve ``(evaluations, best iteration time)``, and the searches.
+        name: Of the curve.
+        options: How the search goes.
+        seed: For random choices.
+        evaluations: Budget.
     """
-    rows, series, searches = [], {}, {}
-    for name, (options, seed) in variants.items():
-        search = StageCountSearch(num_stages, options, seed).run(model, Limits(evaluations, None))
-        points = [(float(spent), found) for _, spent, found in search.statistics.improvements]
-        best = points[-1][1] if points else float("nan")
-        within = [spent for spent, found in points if found <= best * 1.01]
-        rows.append(
-            {
-                "variant": name,
-                "best_s": best,
-                "evaluations": search.evaluations,
-                "evaluations_to_within_1_percent_of_own_best": within[0] if within else float("nan"),
-                "iterations_improved": len(search.statistics.hops),
-                "mean_hops": sum(search.statistics.hops) / max(1, len(search.statistics.hops)),
-            }
-        )
-        series[name] = [*points, (float(search.evaluations), best)] if points else []
-        searches[name] = search
-    return pd.DataFrame(rows), series, searches
+
+    setting: Setting
+    num_stages: int
+    name: str
+    options: SearchOptions
+    seed: int
+    evaluations: int
+
+    @property
+    def model(self) -> str:
+        """For tables."""
+        return f"{self.setting.model}, {self.num_stages} stages"
+
+    @property
+    def label(self) -> str:
+        """Names the row."""
+        return f"{self.model}, {self.name}"
+
+
+@lru_cache(maxsize=1)
+def _model(problem: Problem, compat: str) -> PerformanceModel:
+    """Return the model, kept since neighbouring rows share it: largest activations are recomputed first (the paper)."""
+    return PerformanceModel.of(problem, cost_tables(problem), compat=compat, recompute="largest")
+
+
+def rows_of(context: Context, variants: Sequence[Variant]) -> Iterator[dict[str, Any]]:
+    """Yield one row per variant; its curve is of pairs of evaluations and the best iteration time."""
+    for variant in variants:
+        search = StageCountSearch(variant.num_stages, variant.options, variant.seed)
+        model = _model(problem_of(variant.setting, context), compat_of(variant.setting))
+        search.run(model, Limits(variant.evaluations, None))
+        points = [[float(spent), found] for _, spent, found in search.statistics.improvements]
+        best = points[-1][1] if points else None
+        within = [spent for spent, found in points if best is not None and found <= best * 1.01]
+        hops = search.statistics.hops
+        yield {
+            "model": variant.model,
+            "variant": variant.name,
+            "best_s": best,
+            "evaluations": search.evaluations,
+            "evaluations_to_within_1_percent_of_own_best": within[0] if within else None,
+            "iterations_improved": len(hops),
+            "iterations_failed": search.statistics.failures,
+            "mean_hops": sum(hops) / max(1, len(hops)),
+            "curve": [*points, [float(search.evaluations), best]] if points else [],
+        }
+
+
+def converged(context: Context, variants: Sequence[Variant]) -> tuple[pd.DataFrame, dict[str, Figure]]:
+    """Return a row per variant and a figure per model."""
+    rows = kept_rows(context, variants, rows_of, name=attrgetter("label"), files=PROFILE)
+    figures = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = {row["variant"]: row["curve"] for row in rows if row["model"] == model}
+        name = model.replace(", ", "_").replace(" ", "_")
+        figures[name] = curves(own, x="evaluations", y="best iteration time (s)", title=model, steps=True)
+    return pd.DataFrame([{name: row[name] for name in row if name != "curve"} for row in rows]), figures

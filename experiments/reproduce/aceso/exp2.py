@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
 import pandas as pd
 
 from experiments.reproduce.aceso.alpa import COST_NOTE, accounted_column, accounted_verdict
-from experiments.reproduce.aceso.setting import GPT, WIDE_RESNET, bars, problem_of
+from experiments.reproduce.aceso.setting import GPT, PROFILE, WIDE_RESNET, Setting, bars, problem_of
 from experiments.reproduce.experiment import Context, Report, Verdict
+from experiments.reproduce.kept import kept_rows
 from searchers.aceso.searcher import Aceso
 from searchers.budget import Budget
 
@@ -19,32 +23,32 @@ ACESO_S = 200
 SHARE = 0.05
 
 
-def run(context: Context) -> Report:
-    """Search every setting with 20 s (quick: two settings, 5 s)."""
-    rows = []
-    settings = (GPT[1], WIDE_RESNET[1]) if context.quick else (*GPT[1:], *WIDE_RESNET[1:])
+def rows_of(context: Context, settings: Sequence[Setting]) -> Iterator[dict[str, object]]:
+    """Yield one row per setting."""
     seconds = 5 if context.quick else 20
     for setting in settings:
-        context.say(setting.label)
         problem = problem_of(setting, context)
         compat = "release" if setting.family == "resnet" else "paper"
         searcher = Aceso(judge=0, workers=context.workers, compat=compat)
         found = searcher.search(problem, Budget(seconds=seconds), seed=context.seed)
         within = [entry for entry in found.history if entry.best_objective <= found.plans[0].objective * 1.01]
-        rows.append(
-            {
-                "model": setting.model,
-                "gpus": setting.gpus,
-                "wall_s": found.wall_s,
-                "evaluations": found.counters["evaluations"],
-                "stages_priced": found.counters["stages_priced"],
-                "search_clock_to_within_1_percent_s": within[0].wall_s,
-                "best_s": found.plans[0].objective,
-                "paper_aceso_s": ACESO_S,
-                "paper_alpa_s": ALPA_S[setting.model],
-            }
-        )
-    table = pd.DataFrame(rows)
+        yield {
+            "model": setting.model,
+            "gpus": setting.gpus,
+            "wall_s": found.wall_s,
+            "evaluations": found.counters["evaluations"],
+            "stages_priced": found.counters["stages_priced"],
+            "search_clock_to_within_1_percent_s": within[0].wall_s,
+            "best_s": found.plans[0].objective,
+            "paper_aceso_s": ACESO_S,
+            "paper_alpa_s": ALPA_S[setting.model],
+        }
+
+
+def run(context: Context) -> Report:
+    """Search every setting with 20 s (quick: two settings, 5 s)."""
+    settings = (GPT[1], WIDE_RESNET[1]) if context.quick else (*GPT[1:], *WIDE_RESNET[1:])
+    table = pd.DataFrame(kept_rows(context, settings, rows_of, name=attrgetter("label"), files=PROFILE))
     share = float((table["wall_s"] / table["paper_alpa_s"]).max())
     verdict = Verdict(
         "Aceso takes less than 5 % of Alpa's search time",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pandas as pd
 
 from experiments.reproduce.aceso.setting import curves
 from experiments.reproduce.experiment import Context, Report, Verdict
+from experiments.reproduce.kept import kept_rows
 from searchers.aceso.searcher import Aceso
 from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
@@ -18,11 +21,9 @@ SECONDS = 10
 ALPA_FAILS_ABOVE = 64
 
 
-def run(context: Context) -> Report:
-    """Plan every depth within 10 s (quick: 8 and 64 layers within 3 s)."""
-    rows = []
-    for layers in (8, 64) if context.quick else LAYERS:
-        context.say(f"{layers} layers")
+def rows_of(context: Context, depths: Sequence[int]) -> Iterator[dict[str, object]]:
+    """Yield one row per number of layers."""
+    for layers in depths:
         problem = ProblemSpec(
             model=f"gpt-scale-{layers}", cluster="v100-32g-dgx1:1x8", runtime="megatron-lm-2021", global_batch=1024
         ).load()
@@ -31,7 +32,7 @@ def run(context: Context) -> Report:
         try:
             found = searcher.search(problem, Budget(seconds=3 if context.quick else SECONDS), seed=context.seed)
         except NoFeasiblePlan as error:
-            rows.append({**row, "plan": f"none: {error}"[:160]})
+            yield {**row, "plan": f"none: {error}"[:160]}
             continue
         row |= {
             "wall_s": found.wall_s,
@@ -46,8 +47,13 @@ def run(context: Context) -> Report:
             row |= {"grid_s": rival.plans[0].objective, "grid_plan": describe_plan(rival.best)}
         except NoFeasiblePlan:
             row |= {"grid_plan": "none fits"}
-        rows.append(row)
-    table = pd.DataFrame(rows)
+        yield row
+
+
+def run(context: Context) -> Report:
+    """Plan every depth within 10 s (quick: 8 and 64 layers within 3 s)."""
+    depths = (8, 64) if context.quick else LAYERS
+    table = pd.DataFrame(kept_rows(context, depths, rows_of, name="{} layers".format))
     planned = table["aceso_s"].notna() if "aceso_s" in table else pd.Series([False] * len(table))
     compared = table[planned & table["grid_s"].notna()] if "grid_s" in table else table.iloc[:0]
     worst = float((compared["aceso_s"] / compared["grid_s"]).max()) if len(compared) else float("nan")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
 import pandas as pd
 
 from experiments.cases import aceso as cases
 from experiments.cases.case import Case, Skipped
-from experiments.reproduce.aceso.setting import bars, simulated
+from experiments.reproduce.aceso.setting import PROFILE, bars, simulated
 from experiments.reproduce.experiment import Context, Report, Verdict
+from experiments.reproduce.kept import kept_rows
 from searchers.aceso.configuration import from_plan
 from searchers.aceso.model import PerformanceModel
 from searchers.base import cost_tables
 from simulator.validate import validate
 
 GROUPS = (cases.CERTAIN, cases.LIKELY)
+FILES = (*PROFILE, "aceso_v100/measured_e2e.csv", "aceso_v100/reference_plans.json")
 # Of the artifact's own predictions, Figures 15 and 16.
 PAPER_TIME, PAPER_MEMORY = 0.0270, 0.1426
 
@@ -26,11 +31,15 @@ def compared(context: Context) -> pd.DataFrame:
     ]
     if context.quick:
         found = [case for case in found if case.features["model"] in ("1_3B", "500M")]
-    return pd.DataFrame([_row(case, context) for case in found])
+    return pd.DataFrame(kept_rows(context, found, _rows_of, name=attrgetter("row_id"), files=FILES))
 
 
-def _row(case: Case, context: Context) -> dict[str, object]:
-    context.say(case.row_id)
+def _rows_of(context: Context, found: Sequence[Case]) -> Iterator[dict[str, object]]:
+    for case in found:
+        yield _row(case)
+
+
+def _row(case: Case) -> dict[str, object]:
     problem = case.problem()
     plan = validate(case.plan(problem), problem)
     configuration = from_plan(plan, problem)

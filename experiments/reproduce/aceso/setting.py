@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -27,6 +28,15 @@ from workloads.registry import build_workload
 
 MEMORY_LIMIT_BYTES = 28000 << 20
 GPUS_PER_NODE = 8
+PROFILE = ("aceso_v100/ops.csv.gz", "aceso_v100/comm.csv")
+"""Files of the data folder that every problem here is built from."""
+
+
+AS_PAPER: Mapping[str, Any] = {
+    "borders": "relay", "recompute": "largest", "breadth": 1, "races": False, "exchanges": False,
+    "iteration_evaluations": None,
+}  # fmt: skip
+"""Options of `Aceso` that make its search the paper's: relays, largest activations, partners on other stages."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,11 @@ def searched(problem: Problem, evaluations: int, **options: object) -> tuple[Ace
     """Return a searcher and what it found with a budget in evaluations."""
     searcher = Aceso(**{"judge": 0, **options})  # type: ignore[arg-type]
     return searcher, searcher.search(problem, Budget(evaluations=evaluations))
+
+
+def compat_of(setting: Setting) -> str:
+    """Return whose model suits: Wide-ResNet is profiled from 16 samples on only, which the release keeps to."""
+    return "release" if setting.family == "resnet" else "paper"
 
 
 def simulated(plan: Plan, problem: Problem) -> SimulationResult:

@@ -11,7 +11,7 @@ from hardware_models.cluster import parse_cluster
 from hardware_models.import_aceso import import_collectives, import_table
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
-from searchers.aceso.kernels import (
+from searchers.aceso.arrays import (
     BACKWARD,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,

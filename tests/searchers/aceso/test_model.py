@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.cases.aceso import _plan
+from experiments.cases.aceso import plan_of
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan, to_plan
 from searchers.aceso.initial import even_gpus, initial_configuration
-from searchers.aceso.kernels import transfer_time
 from searchers.aceso.model import PerformanceModel
+from searchers.aceso.stage_kernels import transfer_time
 from searchers.base import estimated
 from simulator.costs import CostTables
 from simulator.uniform import uniform_plan
@@ -43,7 +43,7 @@ def test_all_38_published_plans_get_their_time_and_memory() -> None:
     checked = 0
     for entry in published_plans():
         model = release_model(entry["size"], entry["gpus"])
-        found = model.price(from_plan(_plan(entry, model.problem), model.problem))
+        found = model.price(from_plan(plan_of(entry, model.problem), model.problem))
         assert found.iteration_s == pytest.approx(entry["est_iter_s"], rel=1e-3), entry["num_stages"]
         assert found.memory_bytes / 2**20 == pytest.approx(entry["est_peak_mem_mib"], rel=0.01)
         checked += 1
@@ -55,7 +55,7 @@ def test_the_papers_model_differs_from_the_release_by_less_than_two_percent_in_t
     """They differ in bandwidth by size, gradient sums and memory; the 38 plans' times stay close."""
     for entry in list(published_plans())[::6]:
         model = release_model(entry["size"], entry["gpus"])
-        configuration = from_plan(_plan(entry, model.problem), model.problem)
+        configuration = from_plan(plan_of(entry, model.problem), model.problem)
         own = shared_model(model.problem).price(configuration)
         assert own.iteration_s == pytest.approx(model.price(configuration).iteration_s, rel=0.02)
 
@@ -64,7 +64,7 @@ def test_the_papers_model_differs_from_the_release_by_less_than_two_percent_in_t
 def test_chosen_recomputation_is_never_slower_than_the_published_choice() -> None:
     for entry in published_plans():
         model = release_model(entry["size"], entry["gpus"])
-        given = from_plan(_plan(entry, model.problem), model.problem)
+        given = from_plan(plan_of(entry, model.problem), model.problem)
         chosen = model.price(Configuration(given.microbatch, given.stages))
         assert chosen.fits
         assert chosen.iteration_s <= model.price(given).iteration_s * (1 + 2e-4)
@@ -75,7 +75,7 @@ def test_an_evaluation_costs_far_less_than_a_millisecond() -> None:
     """Two stages change, the others are remembered: median of 200, process time."""
     model = release_model("6_7B", 16)
     entry = next(each for each in published_plans() if each["size"] == "6_7B" and each["num_stages"] == 7)
-    given = from_plan(_plan(entry, model.problem), model.problem)
+    given = from_plan(plan_of(entry, model.problem), model.problem)
     start = Configuration(given.microbatch, given.stages)
     model.price(start)
     seconds = []

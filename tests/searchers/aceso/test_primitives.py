@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from searchers.aceso.balance import balanced, load_order, relayed
 from searchers.aceso.configuration import Configuration, Run, StageChoice, respects_nodes, to_plan
 from searchers.aceso.heuristics import consumption, primitive_groups, searched_primitives
+from searchers.aceso.initial import initial_configuration
 from searchers.aceso.model import PerformanceModel, StagePrice
 from searchers.aceso.primitives import DOWN, PRIMITIVES, SAME, UP, Move, Primitive, register
+from searchers.base import cost_tables
 from simulator.validate import validate
-from tests.searchers.aceso.problems import ideal_model, shared_model
+from tests.searchers.aceso.problems import ideal_model, needs_profile, profiled_problem, shared_model
 from tests.searchers.tiny import tiny_problem
 
 MODEL = ideal_model(8)
@@ -216,6 +218,23 @@ def test_moving_all_borders_is_within_one_percent_of_every_position(configuratio
     best = min(MODEL.price(configuration.with_cuts(cuts)).iteration_s for cuts in every)
     found = MODEL.price(balanced(MODEL, configuration)).iteration_s
     assert best * (1 - 1e-9) <= found <= best * 1.01
+
+
+@needs_profile
+def test_partners_are_added_until_gpus_balance() -> None:
+    """From 8, 2 and six times 1 GPU on two nodes no one or two stages can take 4 GPUs; three can."""
+    problem = profiled_problem("6_7B", 16)
+    model = PerformanceModel.of(problem, cost_tables(problem), compat="release")
+    start = initial_configuration(model, 8, "imbalance-gpu")
+    assert start is not None
+    assert sorted(stage.gpus for stage in start.stages) == [1] * 6 + [2, 8]
+    stage = [each.gpus for each in start.stages].index(8)
+    found = applied(PRIMITIVES["dec-tp"], start, stage, model)
+    taken = [sum(new.gpus != old.gpus for new, old in zip(each.stages, start.stages, strict=True)) for each in found]
+    assert 4 in taken
+    for each in found:
+        assert sum(choice.gpus for choice in each.stages) == 16
+        assert respects_nodes([choice.gpus for choice in each.stages], 8)
 
 
 def test_out_of_memory_only_primitives_that_lower_memory_are_eligible() -> None:

@@ -135,14 +135,14 @@ def test_a_search_can_be_continued_and_counts_what_it_spent() -> None:
 def test_collected_and_public_plan_files_are_read(tmp_path: Path) -> None:
     import json
 
-    from experiments.cases.aceso import _plan
+    from experiments.cases.aceso import plan_of
 
     problem = profiled_problem("1_3B", 4)
     entries = json.loads((FOLDER / "reference_plans.json").read_text())
     entry = next(each for each in entries if each["size"] == "1_3B" and each["num_stages"] == 4)
     collected = tmp_path / "collected.json"
     collected.write_text(json.dumps(entry))
-    expected = validate(_plan(entry, problem), problem)
+    expected = validate(plan_of(entry, problem), problem)
     found = import_plan(collected, problem)
     assert validate(found, problem).stages == expected.stages
     public = {

@@ -1,66 +1,42 @@
-"""Aceso's performance model of one pipeline stage, compiled: time, memory and greedy recomputation.
-
-Everything is an array: ``columns[cell, column, operator]`` holds what an operator costs at a cell, that is, at a
-tensor degree, a number of samples per GPU and a partition choice. A stage is a range of operators and the cell of
-each. Bytes are per GPU, times are seconds per microbatch.
-"""
+"""Aceso's performance model of one pipeline stage, compiled: time, memory and greedy recomputation."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 
-from simulator.compiled_cache import compiled
-
-Floats = NDArray[np.float64]
-Int32s = NDArray[np.int32]
-Bytes = NDArray[np.uint8]
-
-FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT, ALWAYS, ENTRY = range(
-    12
+from searchers.aceso import arrays as layout
+from searchers.aceso.arrays import (
+    ALWAYS,
+    BACKWARD,
+    ENTRY,
+    EXTRA_BACKWARD,
+    EXTRA_FORWARD,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    KEPT,
+    MEMORY,
+    NUM_FIGURES,
+    OUTPUT,
+    STATE,
+    TIME_BACKWARD,
+    TIME_FORWARD,
+    TIME_RECOMPUTE,
+    TIME_RESHARD,
+    TIME_SYNC,
+    TIME_TRANSFER,
+    WEIGHT,
+    Arrays,
+    Bytes,
+    Floats,
+    Int32s,
 )
-"""Columns: seconds; bytes that enter and leave; model states; weights; kept for backward; the allocator's extra of
-each pass; gradients that data-parallel ranks sum; kept even if recomputed, for an operator farther on; kept besides
-if a recomputed run begins here: inputs that nobody keeps otherwise."""
-NUM_COLUMNS = 12
+from simulator.compiled_cache import compiled_with
 
-TIME_FORWARD, TIME_BACKWARD, TIME_RECOMPUTE, TIME_TRANSFER, TIME_RESHARD, TIME_SYNC, MEMORY = range(7)
-"""Figures of a stage: seconds per microbatch (synchronisation: per iteration), bytes."""
-NUM_FIGURES = 7
+kernel = compiled_with(layout)
 
 
-class Arrays(NamedTuple):
-    """What the compiled functions read; see ``searchers.aceso.tables``.
-
-    Attributes:
-        columns: float64[num_cells, NUM_COLUMNS, num_operators]; a forward time of infinity is no such cell.
-        group: int32[num_operators]: operators of one name.
-        layer: int32[num_operators].
-        may_free: uint8[num_operators]: a recomputed run may begin here.
-        transfer_bytes, transfer_s: float64[2, num_knots]: message sizes and seconds, inside a node and between nodes.
-        sync: float64[num_degrees, num_degrees, 2]: latency and seconds per byte of a gradient all-reduce over 2**j
-            replicas that are 2**i ranks apart.
-        gather: float64[num_degrees, 2]: the same of an all-gather over 2**i neighbours, for resharding.
-        degrees: int32[num_cells, 3]: log2 of tensor degree, samples per GPU, partition.
-        rules: int64[3]: steps of the transfer table taken as they are (release) instead of interpolated; the last
-            operator's extra left out and the weights its least (release); the input of the first stage counts.
-    """
-
-    columns: Floats
-    group: Int32s
-    layer: Int32s
-    may_free: Bytes
-    transfer_bytes: Floats
-    transfer_s: Floats
-    sync: Floats
-    gather: Floats
-    degrees: Int32s
-    rules: NDArray[np.int64]
-
-
-@compiled
+@kernel
 def transfer_time(arrays: Arrays, between_nodes: int, num_bytes: float) -> float:
     """Return seconds of one message."""
     sizes, seconds = arrays.transfer_bytes[between_nodes], arrays.transfer_s[between_nodes]
@@ -81,7 +57,7 @@ def transfer_time(arrays: Arrays, between_nodes: int, num_bytes: float) -> float
     return float(seconds[place] + part * (seconds[place + 1] - seconds[place]))
 
 
-@compiled
+@kernel
 def _run_kept(
     arrays: Arrays, cells: Int32s, flags: Bytes, first: int, last: int, start: int, stop: int
 ) -> float:
@@ -96,7 +72,7 @@ def _run_kept(
     return total
 
 
-@compiled
+@kernel
 def _freed_and_largest(
     arrays: Arrays, cells: Int32s, flags: Bytes, start: int, stop: int
 ) -> tuple[float, float, float]:
@@ -120,7 +96,7 @@ def _freed_and_largest(
     return freed, largest, seconds
 
 
-@compiled
+@kernel
 def _choose(
     arrays: Arrays,
     cells: Int32s,
@@ -225,7 +201,7 @@ def _choose(
     return freed, largest, seconds
 
 
-@compiled
+@kernel
 def reshard_time(arrays: Arrays, before: int, after: int, index: int) -> float:
     """Return seconds to move what enters operator ``index`` from one cell's layout to another's, both passes.
 
@@ -239,7 +215,7 @@ def reshard_time(arrays: Arrays, before: int, after: int, index: int) -> float:
     return float(arrays.gather[shift, 0] + arrays.gather[shift, 1] * num_bytes)
 
 
-@compiled
+@kernel
 def stage_figures(
     arrays: Arrays,
     cells: Int32s,
@@ -329,95 +305,9 @@ def stage_figures(
     figures[MEMORY] = fixed + (kept - freed) * in_flight + largest
 
 
-@compiled
-def balanced_cuts(
-    arrays: Arrays,
-    stage_cells: Int32s,
-    gpus: Int32s,
-    in_flight: Int32s,
-    links: Int32s,
-    weight: float,
-    limit: float,
-    recompute: int,
-    cuts: Int32s,
-    window: int,
-) -> int:
-    """Move the borders of stages of one cell each to where the pipeline is fastest; return stages priced.
-
-    The least time of the slowest stage is found by bisection: the stages take as many operators as fit, one after
-    the other. Then every border may move by up to ``window`` operators, all together, to where Equation 2 is least.
-    Where nothing fits the borders stay.
-
-    Args:
-        arrays: Costs.
-        stage_cells, gpus, in_flight, links: int32[num_stages], as in ``stage_figures``.
-        weight: Microbatches less one.
-        limit: Bytes.
-        recompute: As in ``stage_figures``.
-        cuts: int32[num_stages + 1]; borders, moved in place.
-        window: Operators.
-    """
-    num_stages, count = len(stage_cells), cuts[-1]
-    figures = np.zeros(NUM_FIGURES)
-    flags = np.zeros(count, np.uint8)
-    cells = np.zeros((num_stages, count), np.int32)
-    priced = 0
-    total = 0.0
-    for stage in range(num_stages):
-        cells[stage, :] = stage_cells[stage]
-    for index in range(count):
-        least = np.inf
-        for stage in range(num_stages):
-            cell = stage_cells[stage]
-            least = min(least, arrays.columns[cell, FORWARD, index] + arrays.columns[cell, BACKWARD, index])
-        total += least
-    low, high = total / num_stages, 0.0
-    for stage in range(num_stages):
-        start, stop = cuts[stage], cuts[stage + 1]
-        stage_figures(
-            arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
-            recompute, flags[: stop - start], figures,
-        )
-        priced += 1
-        fits = figures[MEMORY] <= limit
-        high = max(high, _microbatch_time(figures)) if fits else np.inf
-        if not fits:
-            break
-    found = np.zeros(num_stages + 1, np.int32)
-    found[:] = cuts
-    trial = np.zeros(num_stages + 1, np.int32)
-    if high == np.inf:
-        high = low * 1.5
-        for _ in range(8):
-            priced += _greedy_cuts(
-                arrays, cells, gpus, in_flight, links, high, limit, recompute, count, trial, flags, figures
-            )
-            if trial[0] == 0:
-                found[:] = trial
-                break
-            low, high = high, high * 1.6
-        if trial[0] != 0:
-            return priced
-    while high - low > 1e-3 * high:
-        middle = 0.5 * (low + high)
-        priced += _greedy_cuts(
-            arrays, cells, gpus, in_flight, links, middle, limit, recompute, count, trial, flags, figures
-        )
-        if trial[0] == 0:
-            high = middle
-            found[:] = trial
-        else:
-            low = middle
-    if window > 0 and num_stages > 1:
-        priced += _polish(
-            arrays, cells, gpus, in_flight, links, weight, limit, recompute, found, window, flags, figures
-        )
-    cuts[:] = found
-    return priced
-
-
-@compiled
-def _microbatch_time(figures: Floats) -> float:
+@kernel
+def microbatch_time(figures: Floats) -> float:
+    """Return the seconds per microbatch of a stage."""
     return float(
         figures[TIME_FORWARD]
         + figures[TIME_BACKWARD]
@@ -427,144 +317,7 @@ def _microbatch_time(figures: Floats) -> float:
     )
 
 
-@compiled
-def _greedy_cuts(
-    arrays: Arrays,
-    cells: Int32s,
-    gpus: Int32s,
-    in_flight: Int32s,
-    links: Int32s,
-    goal: float,
-    limit: float,
-    recompute: int,
-    count: int,
-    cuts: Int32s,
-    flags: Bytes,
-    figures: Floats,
-) -> int:
-    """Give each stage as many operators as it does within ``goal`` seconds; ``cuts[0]`` is -1 where some remain."""
-    num_stages = len(gpus)
-    priced = 0
-    start = 0
-    cuts[0] = 0
-    for stage in range(num_stages):
-        most = count - (num_stages - 1 - stage)
-        low, high = start, most  # low fits (nothing), high is the largest that may
-        if stage == num_stages - 1:
-            low = most - 1
-        while low < high:
-            stop = (low + high + 1) // 2
-            stage_figures(
-                arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
-                recompute, flags[: stop - start], figures,
-            )
-            priced += 1
-            steady = _microbatch_time(figures) - figures[TIME_TRANSFER]
-            if steady <= goal and figures[MEMORY] <= limit:
-                low = stop
-            else:
-                high = stop - 1
-        stop = low
-        reached = False
-        for _ in range(14):
-            if stop <= start or (stage == num_stages - 1 and stop < most):
-                break
-            stage_figures(
-                arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage], limit,
-                recompute, flags[: stop - start], figures,
-            )
-            priced += 1
-            if _microbatch_time(figures) <= goal and figures[MEMORY] <= limit:
-                reached = True
-                break
-            stop -= 1
-        if not reached:
-            cuts[0] = -1
-            return priced
-        start = stop
-        cuts[stage + 1] = stop
-    return priced
-
-
-@compiled
-def _polish(
-    arrays: Arrays,
-    cells: Int32s,
-    gpus: Int32s,
-    in_flight: Int32s,
-    links: Int32s,
-    weight: float,
-    limit: float,
-    recompute: int,
-    cuts: Int32s,
-    window: int,
-    flags: Bytes,
-    figures: Floats,
-) -> int:
-    """Move all borders within a window so that Equation 2, ``max(weight * time + sync) + sum(time)``, is least.
-
-    Exact: the least sum with every stage's load below a bound has its own largest load; nothing between that and the
-    bound is better, so it is the next bound. Only the trade-offs between sum and largest load are visited.
-    """
-    num_stages, count = len(gpus), cuts[-1]
-    width = 2 * window + 1
-    seconds = np.full((num_stages, width, width), np.inf)
-    load = np.full((num_stages, width, width), np.inf)
-    priced = 0
-    reachable = np.zeros((num_stages + 1, width), np.uint8)
-    reachable[0, window] = 1
-    for stage in range(num_stages):
-        for place in range(width):
-            stop = cuts[stage + 1] + place - window
-            if stop > count or stop < 1 or (stage == num_stages - 1 and stop != count):
-                continue
-            for from_place in range(width):
-                start = cuts[stage] + from_place - window
-                if reachable[stage, from_place] == 0 or start >= stop or start < 0:
-                    continue
-                stage_figures(
-                    arrays, cells[stage, : stop - start], start, stop, gpus[stage], in_flight[stage], links[stage],
-                    limit, recompute, flags[: stop - start], figures,
-                )
-                priced += 1
-                if figures[MEMORY] <= limit:
-                    own = _microbatch_time(figures)
-                    seconds[stage, from_place, place] = own
-                    load[stage, from_place, place] = weight * own + figures[TIME_SYNC]
-                    reachable[stage + 1, place] = 1
-    summed = np.zeros((num_stages + 1, width))
-    before = np.zeros((num_stages + 1, width), np.int32)
-    path = np.full(num_stages + 1, window, np.int32)
-    chosen = np.full(num_stages + 1, window, np.int32)
-    bound, best = np.inf, np.inf
-    while True:
-        summed[:] = np.inf
-        summed[0, window] = 0.0
-        for stage in range(num_stages):
-            for place in range(width):
-                for from_place in range(width):
-                    through = summed[stage, from_place] + seconds[stage, from_place, place]
-                    if load[stage, from_place, place] < bound and through < summed[stage + 1, place]:
-                        summed[stage + 1, place] = through
-                        before[stage + 1, place] = from_place
-        total = summed[num_stages, window]
-        # The largest load is at least that of the mean time.
-        if total == np.inf or total * (1.0 + weight / num_stages) >= best:
-            break
-        largest = 0.0
-        for stage in range(num_stages, 0, -1):
-            path[stage - 1] = before[stage, path[stage]]
-            largest = max(largest, load[stage - 1, path[stage - 1], path[stage]])
-        if largest + total < best:
-            best = largest + total
-            chosen[:] = path
-        bound = largest
-    for stage in range(num_stages):
-        cuts[stage] += chosen[stage] - window
-    return priced
-
-
-@compiled
+@kernel
 def price_stops(
     arrays: Arrays,
     cells: Int32s,
@@ -585,4 +338,4 @@ def price_stops(
         stage_figures(
             arrays, cells[:size], start, stops[place], gpus, in_flight, links, limit, recompute, flags[:size], figures
         )
-        seconds[place] = _microbatch_time(figures) if figures[MEMORY] <= limit else np.inf
+        seconds[place] = microbatch_time(figures) if figures[MEMORY] <= limit else np.inf

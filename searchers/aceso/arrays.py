@@ -1,0 +1,58 @@
+"""The arrays that Aceso's compiled functions read and write, and the names of their columns.
+
+Everything is an array: ``columns[cell, column, operator]`` holds what an operator costs at a cell, that is, at a
+tensor degree, a number of samples per GPU and a partition choice. A stage is a range of operators and the cell of
+each. Bytes are per GPU, times are seconds per microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Int32s = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
+
+FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT, ALWAYS, ENTRY = range(
+    12
+)
+"""Columns: seconds; bytes that enter and leave; model states; weights; kept for backward; the allocator's extra of
+each pass; gradients that data-parallel ranks sum; kept even if recomputed, for an operator farther on; kept besides
+if a recomputed run begins here: inputs that nobody keeps otherwise."""
+NUM_COLUMNS = 12
+
+TIME_FORWARD, TIME_BACKWARD, TIME_RECOMPUTE, TIME_TRANSFER, TIME_RESHARD, TIME_SYNC, MEMORY = range(7)
+"""Figures of a stage: seconds per microbatch (synchronisation: per iteration), bytes."""
+NUM_FIGURES = 7
+
+
+class Arrays(NamedTuple):
+    """What the compiled functions read; see ``searchers.aceso.tables``.
+
+    Attributes:
+        columns: float64[num_cells, NUM_COLUMNS, num_operators]; a forward time of infinity is no such cell.
+        group: int32[num_operators]: operators of one name.
+        layer: int32[num_operators].
+        may_free: uint8[num_operators]: a recomputed run may begin here.
+        transfer_bytes, transfer_s: float64[2, num_knots]: message sizes and seconds, inside a node and between nodes.
+        sync: float64[num_degrees, num_degrees, 2]: latency and seconds per byte of a gradient all-reduce over 2**j
+            replicas that are 2**i ranks apart.
+        gather: float64[num_degrees, 2]: the same of an all-gather over 2**i neighbours, for resharding.
+        degrees: int32[num_cells, 3]: log2 of tensor degree, samples per GPU, partition.
+        rules: int64[3]: steps of the transfer table taken as they are (release) instead of interpolated; the last
+            operator's extra left out and the weights its least (release); the input of the first stage counts.
+    """
+
+    columns: Floats
+    group: Int32s
+    layer: Int32s
+    may_free: Bytes
+    transfer_bytes: Floats
+    transfer_s: Floats
+    sync: Floats
+    gather: Floats
+    degrees: Int32s
+    rules: NDArray[np.int64]

@@ -1,0 +1,108 @@
+"""What the public code computes with: a profile's rows, sizes included, and its roundings (``compat="release"``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hardware_models.group_shapes import GroupShape
+from hardware_models.profile import ProfileRow, Split
+from searchers.aceso.arrays import (
+    BACKWARD,
+    EXTRA_BACKWARD,
+    EXTRA_FORWARD,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    KEPT,
+    NUM_COLUMNS,
+    OUTPUT,
+    STATE,
+    WEIGHT,
+    Arrays,
+)
+from searchers.aceso.tables import Space, Tables, block_role, latency_and_slope, operator_marks, powers_of_two
+from simulator.problem import Problem
+
+GIB_AS_1000_MIB = 1.024
+"""The public code divides MiB by 1000 times the measured GiB/s."""
+
+
+def release_arrays(problem: Problem) -> Tables:
+    """Return what the public code computes with: a profile's rows, 16 bytes a parameter, bandwidth by size class.
+
+    Raises:
+        ValueError: If the hardware has no profile with sizes, or no measured transfers.
+    """
+    hardware, workload = problem.hardware, problem.workload
+    profile = hardware.operator_profile
+    if profile is None or hardware.collective_table is None:
+        raise ValueError(
+            "the release's model reads Aceso's profile of operators and collectives, got hardware without; give both "
+            "(hardware_models.import_aceso), or use the paper's model"
+        )
+    rows = {(row.role, row.samples, row.tensor_size, row.split): row for row in profile.rows}
+    degrees = tuple(
+        degree
+        for degree in sorted({row.tensor_size for row in profile.rows})
+        if degree <= hardware.cluster.devices_per_node
+    )
+    samples = tuple(
+        sorted({row.samples for row in profile.rows if problem.global_batch % row.samples == 0})
+    )
+    both = any(row.split == "alternative" for row in profile.rows)
+    flexible = np.array([op.kind == "conv2d" and both for op in workload.operators])
+    space = Space(degrees, samples, 2 if both else 1, flexible)
+    per_byte = problem.runtime.state_bytes_per_parameter / problem.runtime.parameter_bytes
+    columns = np.full((space.num_cells, NUM_COLUMNS, len(workload)), np.inf)
+    splits: tuple[Split, ...] = ("default", "alternative")
+    roles = [op.role for op in workload.operators]
+    for degree in degrees:
+        for count in samples:
+            for partition in range(space.partitions):
+                cell = space.cell(degree, count, partition)
+                known: dict[str, list[float]] = {}
+                for index, role in enumerate(roles):
+                    if role not in known:
+                        row = rows.get((role, count, degree, splits[partition]))
+                        known[role] = [np.inf] * NUM_COLUMNS if row is None else _release_row(row, per_byte)
+                    columns[cell, :, index] = known[role]
+    table = hardware.collective_table
+    knots = np.array([float(2**power) for power in range(20, 31)])
+    seconds = []
+    for num_nodes, kind in enumerate(("transfer_intra_node", "transfer_inter_node"), start=1):
+        measured = dict(table.series.get((kind, GroupShape(2, num_nodes)), ()))
+        if any(size not in measured for size in knots):
+            raise ValueError(f"the release's model needs {kind} for 1 MiB to 1 GiB in powers of two; import comm.csv")
+        seconds.append([measured[size] * GIB_AS_1000_MIB for size in knots])
+    num_degrees = len(powers_of_two(hardware.cluster.devices_per_node))
+    gather = np.zeros((num_degrees, 2))
+    for shift in range(1, num_degrees):
+        gather[shift] = latency_and_slope(hardware.collective, "all_gather", range(2**shift))
+    arrays = Arrays(
+        columns,
+        *operator_marks(workload),
+        np.array([knots, knots]),
+        np.array(seconds),
+        np.zeros((num_degrees, num_degrees, 2)),
+        gather,
+        space.degree_table(),
+        np.array([1, 1, 1], np.int64),
+    )
+    return Tables(arrays, space)
+
+
+def _release_row(row: ProfileRow, per_byte: float) -> list[float]:
+    values = [0.0] * NUM_COLUMNS
+    kept = row.saved_bytes
+    role = block_role(row.role)
+    if role.endswith("attention_softmax") or role in ("bn1", "bn3", "downsample"):
+        kept = 0.0  # overwritten in place by what follows
+    elif role.endswith("attention_dropout") and not role.startswith(("post", "decoder_post")):
+        kept *= 1.5
+    values[FORWARD], values[BACKWARD] = row.forward_s, row.backward_s
+    values[INPUT], values[OUTPUT] = row.input_bytes, row.output_bytes
+    values[STATE], values[WEIGHT] = row.parameter_bytes * per_byte, row.parameter_bytes
+    values[KEPT] = kept
+    values[EXTRA_FORWARD], values[EXTRA_BACKWARD] = row.forward_workspace_bytes, row.backward_workspace_bytes
+    values[GRADIENT] = row.parameter_bytes
+    return values
