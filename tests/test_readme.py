@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = [
     (page.name, line)
     for page in PAGES
-    for line in page.read_text().splitlines()
+    for line in page.read_text().replace("\\\n", " ").splitlines()
     if re.match(r"\s*windtunnel [a-z]", line)
 ]
 
