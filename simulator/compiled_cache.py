@@ -52,6 +52,8 @@ def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         made = compiled(function)
+        if not hasattr(made, "_cache"):  # numba is switched off (NUMBA_DISABLE_JIT)
+            return made
         kept = cast(Any, made)._cache._cache_file
         files = [Path(cast(str, module.__file__)).stat() for module in modules]
         kept._source_stamp = (kept._source_stamp, *((file.st_mtime, file.st_size) for file in files))

@@ -160,8 +160,9 @@ class CampaignPlan:
     @cached_property
     def identity(self) -> str:
         """Hash of plan, model and runtime: equal for plans that mean the same."""
-        workload = self.problem.workload
-        return f"{self.unit} {workload.fingerprint} {self.plan.canonical_hash(workload)}"
+        workload, runtime = self.problem.workload, self.problem.runtime
+        choices = hashlib.sha256(repr(replace(runtime, sources={})).encode()).hexdigest()[:16]
+        return f"{self.unit} {workload.fingerprint} {choices} {self.plan.canonical_hash(workload)}"
 
 
 @dataclass(frozen=True)

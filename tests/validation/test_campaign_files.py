@@ -52,6 +52,7 @@ def test_the_shipped_campaigns_are_as_large_as_promised() -> None:
     assert {each.problem.runtime.attention for each in single} == {"plain", "flash"}
     words = {word for each in single for word in each.name.split() if word.startswith("recompute")}
     assert words == {"recompute-selective", "recompute-full"}
+    assert any("recompute" not in each.name for each in single)
 
 
 @pytest.mark.parametrize("name", ["cpu-gloo", "single-gpu", "multi-gpu"])
@@ -79,11 +80,13 @@ def test_a_plan_in_calibration_and_report_is_refused_however_it_is_spelled() -> 
 
 
 def test_no_profiling_run_is_a_report_plan() -> None:
-    campaign = load(report=[{"model": "gpt", "dp": 2, "num_microbatches": [4, 5], "schedule": "gpipe"}])
+    split = {"model": "gpt", "dp": 2, "num_microbatches": 4, "schedule": "zb-h1"}
+    campaign = load(report=[{"model": "gpt", "dp": 2, "num_microbatches": [4, 5], "schedule": "gpipe"}, split])
     (unit,) = campaign_work(campaign)
     workload = unit.problem.workload
-    profiling = {run.job.plan.canonical_hash(workload) for run in (*unit.profiling.operators, *unit.alone)}
-    assert len(profiling) == len(unit.profiling.operators) + len(unit.alone)
+    runs = [*unit.profiling.operators, *unit.alone, *unit.halves]
+    profiling = {run.job.plan.canonical_hash(workload) for run in runs}
+    assert unit.halves and len(profiling) == len(runs)
     assert not profiling & {each.plan.canonical_hash(workload) for each in campaign.report}
 
 

@@ -28,11 +28,13 @@ SHAPES = {
 }
 
 
-def campaign_of(folder: Path, shape: dict[str, Any], microbatches: int = 4) -> Campaign:
+def campaign_of(
+    folder: Path, shape: dict[str, Any], microbatches: int = 4, runtime: str = "windtunnel-executor-fp32"
+) -> Campaign:
     model = folder / "model.yaml"
     model.write_text(MODEL)
     samples = shape["microbatch"] * shape.get("dp", 1) * microbatches
-    spec = ProblemSpec(str(model), "local-cpu:1x2", "windtunnel-executor-fp32", samples)
+    spec = ProblemSpec(str(model), "local-cpu:1x2", runtime, samples)
     return plan_campaign(spec, uniform_plan(spec.load(), **shape), name="mine")
 
 
@@ -55,3 +57,4 @@ def test_another_plan_is_another_campaign(tmp_path: Path) -> None:
     first, second = (campaign_of(tmp_path, SHAPES["pipeline"], number) for number in (4, 6))
     assert first.fingerprint != second.fingerprint
     assert first.fingerprint == campaign_of(tmp_path, SHAPES["pipeline"], 4).fingerprint
+    assert first.fingerprint != campaign_of(tmp_path, SHAPES["pipeline"], 4, "windtunnel-executor").fingerprint

@@ -32,6 +32,7 @@ class BertSpec(TextSpec):
     segments: Count = 2
     next_sentence: bool = True
 
+
 def build(spec: BertSpec, attention: str) -> Workload:
     """Return the operator graph of one training iteration."""
     vocab = padded_vocab(spec.vocab, spec.vocab_multiple)

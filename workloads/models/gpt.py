@@ -32,6 +32,7 @@ class GPTSpec(TextSpec):
     parallel_residual: bool = False
     tied_embeddings: bool = True
 
+
 def build(spec: GPTSpec, attention: str) -> Workload:
     """Return the operator graph of one training iteration."""
     vocab = padded_vocab(spec.vocab, spec.vocab_multiple)

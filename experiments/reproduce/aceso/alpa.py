@@ -65,7 +65,7 @@ def alpa_columns(setting: Setting, problem: Problem, aceso: SimulationResult) ->
         "alpa_simulated_s": result.iteration_time_s,
         "alpa_fits": result.fits,
         "alpa_tflops": tflops_per_gpu(setting, result),
-        "speedup_over_alpa": result.iteration_time_s / aceso.iteration_time_s if result.fits else None,
+        "speedup_over_alpa": result.iteration_time_s / aceso.iteration_time_s if result.fits and aceso.fits else None,
     }
 
 

@@ -16,6 +16,7 @@ from experiments.reproduce.aceso.setting import (
     WIDE_RESNET,
     Setting,
     bars,
+    compat_of,
     problem_of,
     searched,
     simulated,
@@ -69,14 +70,13 @@ def rows_of(context: Context, settings: Sequence[Setting]) -> Iterator[dict[str,
         samples = 64 if setting.family == "resnet" else 8
         row: dict[str, object] = {"family": setting.family, "model": setting.model, "gpus": setting.gpus}
         try:
-            # Wide-ResNet is profiled from 16 samples on only, which the release's model keeps to.
-            compat = "release" if setting.family == "resnet" else "paper"
-            searcher, found = searched(problem, 120 if context.quick else 300, compat=compat, keep=KEPT)
+            budget = 120 if context.quick else 300
+            searcher, found = searched(problem, budget, compat=compat_of(setting), keep=KEPT)
+            # On one GPU all systems ran one plan.
+            plans = found.plans if setting.gpus > 1 else grid_of(problem, samples, searcher)
         except NoFeasiblePlan as error:
             yield {**row, "aceso_plan": f"none: {error}"[:160]}
             continue
-        # On one GPU all systems ran one plan.
-        plans = found.plans if setting.gpus > 1 else grid_of(problem, samples, searcher)
         plan, result = best_simulated(plans, problem)
         row |= {
             "aceso_plan": describe_plan(plan.plan),
@@ -97,7 +97,7 @@ def rows_of(context: Context, settings: Sequence[Setting]) -> Iterator[dict[str,
             "megatron_simulated_s": judged.iteration_time_s,
             "megatron_fits": judged.fits,
             "megatron_tflops": tflops_per_gpu(setting, judged),
-            "speedup": judged.iteration_time_s / result.iteration_time_s,
+            "speedup": judged.iteration_time_s / result.iteration_time_s if result.fits and judged.fits else None,
         }
         if setting.model in PAPER_TFLOPS:
             megatron, alpa, aceso = PAPER_TFLOPS[setting.model]

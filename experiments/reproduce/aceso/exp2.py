@@ -8,7 +8,7 @@ from operator import attrgetter
 import pandas as pd
 
 from experiments.reproduce.aceso.alpa import COST_NOTE, accounted_column, accounted_verdict
-from experiments.reproduce.aceso.setting import GPT, PROFILE, WIDE_RESNET, Setting, bars, problem_of
+from experiments.reproduce.aceso.setting import GPT, PROFILE, WIDE_RESNET, Setting, bars, compat_of, problem_of
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.kept import kept_rows
 from searchers.aceso.searcher import Aceso
@@ -28,8 +28,7 @@ def rows_of(context: Context, settings: Sequence[Setting]) -> Iterator[dict[str,
     seconds = 5 if context.quick else 20
     for setting in settings:
         problem = problem_of(setting, context)
-        compat = "release" if setting.family == "resnet" else "paper"
-        searcher = Aceso(judge=0, workers=context.workers, compat=compat)
+        searcher = Aceso(judge=0, workers=context.workers, compat=compat_of(setting))
         found = searcher.search(problem, Budget(seconds=seconds), seed=context.seed)
         within = [entry for entry in found.history if entry.best_objective <= found.plans[0].objective * 1.01]
         yield {

@@ -14,11 +14,10 @@ import pandas as pd
 from datafiles.loader import load_mapping
 from datafiles.writer import dump_json, write_text_atomically
 from experiments.cases.galvatron_table2 import Run
+from experiments.compare_files import code_fingerprint
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron.alpa import ALPA, alpa_cell
 from experiments.reproduce.galvatron.cells import FIXED, TITLES, Cell, at_batch, fixed_cell, searched_cell
-
-FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def cells_of(column: Column, kept: Mapping[str, Any] | None = None) -> dict[str,
     for strategy, batch in column.batches.items():
         if strategy not in same:
             same[strategy] = at_batch(column.run, strategy, batch).to_mapping()
-    return {"format": FORMAT, "best": best, "at_printed_batch": same}
+    return {"code": code_fingerprint(""), "best": best, "at_printed_batch": same}
 
 
 def compute(context: Context, columns: Sequence[Column]) -> dict[str, dict[str, Any]]:
@@ -90,7 +89,7 @@ def compute(context: Context, columns: Sequence[Column]) -> dict[str, dict[str, 
     for column in columns:
         path = _path(context, column)
         kept: Mapping[str, Any] | None = load_mapping(path) if path.exists() else None
-        kept = kept if kept and kept.get("format") == FORMAT else None
+        kept = kept if kept and kept.get("code") == code_fingerprint("") else None
         complete = kept and set(kept["best"]) >= set(column.strategies)
         if kept and complete and set(kept["at_printed_batch"]) >= set(column.batches):
             found[column.name] = dict(kept)
