@@ -64,6 +64,10 @@ def place(policy: str, used: Used, sizes: Sequence[int], count: int, scatter: st
     return tuple(after)
 
 
+MAX_STATES = 20_000
+"""Four machines of eight GPUs have 4,680; time and memory of planning grow with layers times pairs of states."""
+
+
 @dataclass(frozen=True, eq=False)
 class PlacementGraph:
     """Every state that compositions of policies reach from an empty cluster.
@@ -86,7 +90,7 @@ def reachable(
     """Return the states that stages of 1 to ``largest`` GPUs reach.
 
     Raises:
-        ValueError: If a policy or the scatter rule is unknown.
+        ValueError: If a policy or the scatter rule is unknown, or there are more than MAX_STATES states.
     """
     if scatter not in SCATTERS:
         raise ValueError(f"scatter must be one of {', '.join(SCATTERS)}, got {scatter!r}")
@@ -107,6 +111,11 @@ def reachable(
                     states.append(after)
                 found.setdefault(number[after], count)
         successors.append(tuple(found.items()))
+        if len(states) > MAX_STATES:
+            raise ValueError(
+                f"placements must have at most {MAX_STATES:,} states of GPUs in use, got more on {len(sizes)} machines "
+                f"of {max(sizes)} GPUs; plan for fewer machines, or with fewer policies"
+            )
     return PlacementGraph(tuple(sizes), tuple(states), tuple(successors))
 
 

@@ -137,6 +137,12 @@ def test_policies_say_when_they_cannot_and_scatter_takes_all_machines_if_all_are
         place("best", (0,), (4,), 1)
 
 
+def test_clusters_with_too_many_placements_are_refused_in_words() -> None:
+    assert len(reachable((8, 8, 8, 8)).states) == 4680
+    with pytest.raises(ValueError, match=r"at most 20,000 states .* on 8 machines of 8 GPUs; plan for fewer machines"):
+        reachable((8,) * 8)
+
+
 def test_states_reached_are_those_of_some_composition_of_policies() -> None:
     graph = reachable((2, 2))
     assert set(graph.states) == {(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)} | {(1, 2)} & set(graph.states)
