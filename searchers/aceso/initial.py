@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from searchers.aceso.configuration import Configuration, Run, StageChoice, respects_nodes
 from searchers.aceso.model import PerformanceModel
 
@@ -104,7 +106,7 @@ def uniform_relatives(model: PerformanceModel, start: Configuration) -> list[Con
             stages = [stage.with_degree(min(degree, stage.gpus)) for stage in start.stages]
             if all(model.allows(stage.gpus, stage.runs[0].tp, microbatch) for stage in stages):
                 found[Configuration(microbatch, tuple(stages))] = None
-    return sorted(found, key=model.rough_s)
+    return sorted((each for each in found if model.rough_s(each) < inf), key=model.rough_s)
 
 
 def _microbatches(model: PerformanceModel) -> list[int]:

@@ -313,13 +313,16 @@ class PerformanceModel:
         return max((num_microbatches - 1) * stage.time_s + stage.sync_s for stage in stages) + fill
 
     def rough_s(self, configuration: Configuration) -> float:
-        """Return a quick lower estimate: every stage works at the speed it would have on the whole model."""
+        """Return a quick lower estimate: every stage works at the speed it would have on the whole model.
+
+        Infinite where no stage can: an operator that the degree does not divide, such as 25 heads.
+        """
         rate = 0.0
         for stage in configuration.stages:
             run = stage.runs[0]
             samples = configuration.microbatch // (stage.gpus // run.tp)
             rate += 1.0 / self._whole_s[self.space.cell(run.tp, samples, run.partition)]
-        return self.microbatches(configuration) / rate
+        return self.microbatches(configuration) / rate if rate > 0 else np.inf
 
     def ideal_s(self, choice: StageChoice, start: int, microbatch: int) -> float:
         """Return what a stage would take if its GPUs shared the work of one without loss."""

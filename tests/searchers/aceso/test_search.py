@@ -43,6 +43,14 @@ def test_twenty_seconds_beat_the_public_codes_best_from_every_seed(size: str, gp
     assert found.plans[0].objective <= TARGETS_S[size, gpus]
 
 
+def test_heads_that_no_tensor_degree_divides_are_no_error() -> None:
+    """GPT-2 1.5B has 25 heads."""
+    spec = ProblemSpec(model="gpt2-1.5b", cluster="rtx3090-pcie:1x8", runtime="alpa", global_batch=64)
+    problem = spec.load()
+    found = Aceso(judge=0).search(problem, Budget(evaluations=60))
+    assert all(validate(each.plan, problem) for each in found.plans)
+
+
 @pytest.mark.slow
 def test_1024_layers_on_8_gpus_are_planned_in_ten_seconds_at_least_as_well_as_by_the_grid() -> None:
     spec = ProblemSpec(
