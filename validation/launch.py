@@ -261,7 +261,15 @@ def _child(
         # Leave at once: a process group whose peers are gone may hang when it is taken down.
         os._exit(1)
     connection.close()
-    if world_size > 1:
+    leave_group()
+
+
+def leave_group() -> None:
+    """Take the process group down when every process has come so far; nothing where there is none.
+
+    A process that ends with its group up may be aborted, since the group's threads still run.
+    """
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 

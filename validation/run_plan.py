@@ -15,7 +15,7 @@ from pathlib import Path
 from datafiles.writer import dump_json, write_text_atomically
 from simulator.plan_file import load_plan
 from validation.executor import execute, execute_here
-from validation.launch import WorkerError, worker_from_environment
+from validation.launch import WorkerError, leave_group, worker_from_environment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.output is not None:
             write_text_atomically(chosen.output, text)
         print(f"iteration time  {measurement.iteration_time_s * 1e3:.2f} ms (median of {chosen.iterations})")
+    leave_group()
     return 0
 
 
