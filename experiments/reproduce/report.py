@@ -90,8 +90,14 @@ def markdown(experiment: Experiment, report: Report) -> str:
 
 
 def text_cell(value: Any) -> str:
-    """Return a table cell as text: four significant digits, nothing for what is missing."""
-    if value is None or value != value:
+    """Return a table cell as text: four significant digits, nothing for what is missing (None, NaN, pandas' NA).
+
+    >>> text_cell(1.23456), text_cell(float("nan")), text_cell(None)
+    ('1.235', '', '')
+    """
+    from pandas import isna
+
+    if not isinstance(value, str | list | tuple | dict) and isna(value):
         return ""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"

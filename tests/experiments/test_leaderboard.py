@@ -14,6 +14,8 @@ from experiments.reproduce.leaderboard import ablations, objective, run
 from experiments.reproduce.leaderboard.figures import best_so_far
 from experiments.reproduce.leaderboard.problems import NamedProblem, load_problems, sweep_text
 from experiments.reproduce.leaderboard.table import per_problem, ranking, with_problems
+from experiments.reproduce.registry import EXPERIMENTS
+from experiments.reproduce.report import write_report
 from experiments.sweep import load_sweep
 
 TINY = tuple(
@@ -84,6 +86,9 @@ def test_it_repeats_byte_for_byte_and_resumes_with_a_users_searcher(tmp_path: Pa
     drawn = {"heat_map", "mean_times", "convergence", "best_plans", "timeline_tiny-8", "memory_tiny-8"}
     assert drawn <= set(first.figures)
     json.dumps(first.tables["runs"].to_dict("records"), default=str)
+    # Runs without a plan have no number of evaluations: the whole report is written all the same.
+    written = write_report(tmp_path / "report", EXPERIMENTS["leaderboard"], first)
+    assert {"report.html", "report.md", "report.json"} <= {path.name for path in written}
 
 
 def test_with_a_budget_of_seconds_every_searcher_still_has_its_row(tmp_path: Path) -> None:
