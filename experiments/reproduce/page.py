@@ -17,13 +17,14 @@ OPEN_ROWS = 40
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --soft: #8882; }
 * { box-sizing: border-box; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 75rem; padding: 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 75rem; padding: 1rem;
+       overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .source { opacity: .8; margin-top: 0; }
 a:focus-visible, summary:focus-visible, .wide:focus-visible { outline: 3px solid #0072b2; outline-offset: 2px; }
 nav a { margin-right: 1rem; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; font-size: .85rem; width: 100%; }
+table { border-collapse: collapse; font-size: .85rem; width: 100%; overflow-wrap: normal; }
 th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 thead th { position: sticky; top: 0; background: Canvas; }
