@@ -52,7 +52,7 @@ def test_a_model_without_scores_sends_no_mask() -> None:
     )
 
 
-def test_a_mask_makes_a_pipeline_slower_by_its_transfers_at_least() -> None:
+def test_a_mask_makes_a_pipeline_slower() -> None:
     plain, masked = (with_mask(sends, scatters=False) for sends in (False, True))
     times = []
     for problem in (plain, masked):

@@ -61,13 +61,15 @@ def test_every_runtime_repeats_itself_exactly(runtime: str, words: str) -> None:
 @pytest.mark.parametrize("family", sorted(SMALL))
 def test_every_family_repeats_itself_exactly(family: str) -> None:
     problem = small_problem(family, cluster="v100-32g-dgx1:1x4", runtime="megatron-lm-2021", global_batch=120)
+    shorter = []
     for options in (dict(pp=2, tp=2), dict(pp=4)):
         try:
             plan = uniform_plan(problem, **options)
             validate(plan, problem)
         except ValueError:
             continue
-        assert_equal_to_the_whole(plan, problem)
+        shorter.append(assert_equal_to_the_whole(plan, problem))
+    assert any(shorter)
 
 
 @st.composite

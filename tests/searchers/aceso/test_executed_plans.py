@@ -16,7 +16,7 @@ from simulator.plan import Plan, plan_to_mapping
 from tests.validation.tiny import ACESO_PLANS, problem
 
 CHOICES: dict[str, tuple[int, Callable[[Plan], bool]]] = {
-    # Bytes for tensors, and which of the returned plans.
+    # Bytes for tensors, and which of the returned plans; limits are where the search returns such a plan.
     "pp4, recomputation": (400_000, lambda plan: True),
     "pp3, one stage with tensor parallelism, recomputation": (
         300_000, lambda plan: any(axis.split == "tensor" or axis.split == "column" for stage in plan.stages
