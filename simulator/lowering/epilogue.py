@@ -146,7 +146,7 @@ class EpilogueBuilder:
             launch = 0.0
             if self.fidelity.host:
                 launch = max(self.launch_s[c] for c in members) + costs.collective_host_s(channel.members)
-            if self._host_is_behind:
+            if self.placements[0].host_is_behind(self.fidelity):
                 latency, launch = latency + launch, 0.0
             self._append(
                 members,
@@ -161,10 +161,6 @@ class EpilogueBuilder:
                 shares=shares,
                 streams=[(c, stream) for c in members],
             )
-
-    @property
-    def _host_is_behind(self) -> bool:
-        return self.fidelity.host and not self.placements[0].view.costs.problem.runtime.host_runs_ahead
 
     def _tied(self) -> None:
         views = [placement.view for placement in self.placements]
@@ -209,7 +205,7 @@ class EpilogueBuilder:
 
     def _compute(self, c: int, cause: str, stage: int, seconds: float, num_kernels: int = 1) -> None:
         launch = self.launch_s[c] if self.fidelity.host else 0.0
-        if self._host_is_behind:
+        if self.placements[0].host_is_behind(self.fidelity):
             launch, seconds = 0.0, max(seconds, num_kernels * launch)
         launches = num_kernels * launch
         self._append(

@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from simulator.costs import OperatorCost
+from simulator.fidelity import Fidelity
 from simulator.lowering.mesh import batch_coordinate, batch_degree
 from simulator.lowering.program import Item, Program, StageView
 from simulator.segments import EMPTY, Segment
@@ -29,6 +30,10 @@ class StagePlacement:
     classes: tuple[int, ...]
     example: Mapping[int, int]
     gpu_type: Mapping[int, str]
+
+    def host_is_behind(self, fidelity: Fidelity) -> bool:
+        """Return whether the device waits for every launch, and host time is device time."""
+        return fidelity.host and not self.view.costs.problem.runtime.host_runs_ahead
 
     def samples(self, index: int, representative: int) -> int:
         """Return the samples that the representative works on in operator ``index``."""

@@ -38,7 +38,7 @@ class TemplateBuilder:
         template = Template()
         view, items = self.placement.view, program.items
         shift = view.operators[0] - program.first
-        apart = self._host_is_behind
+        apart = self.placement.host_is_behind(self.fidelity)
         segments = {c: self.placement.segments(program, c, apart=apart) for c in self.placement.classes}
         workload = view.costs.problem.workload
         tails: dict[int, list[int]] = {c: [] for c in self.placement.classes}
@@ -108,17 +108,12 @@ class TemplateBuilder:
 
     def _between(self, before_s: float, segment: Segment, after_s: float) -> Segment:
         """Return the computation of an item between what the host does before and after it."""
-        if self._host_is_behind:
+        if self.placement.host_is_behind(self.fidelity):
             seconds = before_s + after_s
             return Segment(device_s=seconds, bound_s=seconds).then(segment)
         if before_s:
             segment = Segment.launch(before_s).then(segment)
         return segment.then(Segment.launch(after_s)) if after_s else segment
-
-    @property
-    def _host_is_behind(self) -> bool:
-        """Whether the device waits for every launch, and host time is device time."""
-        return self.fidelity.host and not self.placement.view.costs.problem.runtime.host_runs_ahead
 
     @property
     def _waits_for_receives(self) -> bool:
@@ -184,7 +179,7 @@ class TemplateBuilder:
             launch = 0.0
             if self.fidelity.host:
                 launch = max(self.launch_s[c] for c in members) + costs.collective_host_s(channel.members)
-            if self._host_is_behind:
+            if self.placement.host_is_behind(self.fidelity):
                 latency, launch = latency + launch, 0.0
             before = [task for c in members for task in tails[c]] if item.chained else []
             before += [
