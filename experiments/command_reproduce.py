@@ -50,7 +50,7 @@ def reproduce(
     found, failures = [], []
     for experiment in chosen:
         folder = output / experiment.name
-        scratch = folder / "partial"
+        scratch = output / (experiment.shares or experiment.name) / "partial"
         scratch.mkdir(parents=True, exist_ok=True)
         with messages().status(f"{experiment.name} ...") as status:
 

@@ -11,6 +11,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from searchers.amp_cuts import best_cuts
 from searchers.base import CandidateSearcher, Ledger, Objective, Score, cost_tables, estimated
 from searchers.degrees import divisors
 from searchers.layers import LayerTables, blocks
@@ -135,66 +136,6 @@ def crossing_s(
     pairs = list(zip(source[::tp], target[::tp], strict=True))
     hardware = problem.hardware
     return 2 * sum(hardware.transfer(num_bytes, a, b).alone_s for a, b in pairs) / len(pairs)
-
-
-def best_cuts(
-    seconds: NDArray[np.float64], crossing: NDArray[np.float64], num_microbatches: int
-) -> list[tuple[int, int]]:
-    """Return the layers ``[first, stop)`` of each stage that minimise ``sum c + (B - 1) max stage``, exactly.
-
-    Args:
-        seconds: float64[layers].
-        crossing: float64[stages - 1, layers]: cost of the cut behind each layer, per pair of stages.
-        num_microbatches: B.
-    """
-    count, stages = len(seconds), len(crossing) + 1
-    prefix = np.concatenate([[0.0], np.cumsum(seconds)])
-    bound, best, best_value = np.inf, None, np.inf
-    while True:
-        found = _cheapest_cuts(prefix, crossing, bound)
-        if found is None:
-            break
-        cost, cuts = found
-        longest = max(prefix[stop] - prefix[first] for first, stop in cuts)
-        value = cost + (num_microbatches - 1) * longest
-        if value < best_value:
-            best, best_value = cuts, value
-        # No stage below the even share: nothing better can come.
-        if cost + (num_microbatches - 1) * prefix[-1] / stages >= best_value:
-            break
-        bound = longest
-    assert best is not None, "without a bound there is always a cut"
-    assert best[-1][1] == count
-    return best
-
-
-def _cheapest_cuts(
-    prefix: NDArray[np.float64], crossing: NDArray[np.float64], bound: float
-) -> tuple[float, list[tuple[int, int]]] | None:
-    """Return the cuts of least crossing cost with every stage shorter than ``bound``."""
-    count, stages = len(prefix) - 1, len(crossing) + 1
-    least = np.full((stages + 1, count + 1), np.inf)
-    chosen = np.zeros((stages + 1, count + 1), dtype=int)
-    least[0, 0] = 0.0
-    for stage in range(1, stages + 1):
-        for stop in range(stage, count - (stages - stage) + 1):
-            if stage == stages and stop != count:
-                continue
-            starts = np.arange(stage - 1, stop)
-            cost = least[stage - 1, starts]
-            if stage > 1:
-                cost = cost + crossing[stage - 2, starts - 1]
-            cost = np.where(prefix[stop] - prefix[starts] < bound, cost, np.inf)
-            pick = int(np.argmin(cost))
-            least[stage, stop], chosen[stage, stop] = cost[pick], starts[pick]
-    if not np.isfinite(least[stages, count]):
-        return None
-    cuts: list[tuple[int, int]] = []
-    stop = count
-    for stage in range(stages, 0, -1):
-        cuts.insert(0, (int(chosen[stage, stop]), stop))
-        stop = int(chosen[stage, stop])
-    return float(least[stages, count]), cuts
 
 
 def formula_s(plan: Plan, problem: Problem) -> float:

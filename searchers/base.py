@@ -19,6 +19,8 @@ from searchers.budget import Budget
 from searchers.plan_words import describe_plan
 from simulator.costs import CostTables
 from simulator.estimate import estimate
+from simulator.fast_estimate import FastEstimator
+from simulator.fast_plans import why_not
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
@@ -122,9 +124,17 @@ def cost_tables(problem: Problem) -> CostTables:
     return CostTables(problem)
 
 
+@lru_cache(maxsize=2)
+def _estimator(problem: Problem) -> FastEstimator:
+    return FastEstimator(problem, cost_tables(problem))
+
+
 def estimated(plan: Plan, problem: Problem) -> Score:
     """Score by the closed form ``(m - 1) max(t) + sum(t)`` on the cost tables (no engine)."""
-    found = estimate(plan, problem, cost_tables(problem))
+    if why_not(plan) is None:
+        found = _estimator(problem).estimate(plan)
+    else:
+        found = estimate(plan, problem, cost_tables(problem))
     excess = [peak - capacity for peak, capacity in zip(found.peak_bytes, found.capacity_bytes, strict=True)]
     worst = excess.index(max(excess))
     return Score(

@@ -34,6 +34,7 @@ BUILT_IN = {
     "pipedream": "searchers.pipedream.searcher:PipeDream",
     "piper": "searchers.piper.searcher:Piper",
     "galvatron-bmw": "searchers.galvatron.searcher:GalvatronBMW",
+    "galvatron-bmw-free": "searchers.galvatron.searcher:GalvatronFreeMicrobatches",
     "galvatron-base": "searchers.galvatron.searcher:GalvatronBase",
     "galvatron": "searchers.galvatron.searcher:GalvatronPlain",
     "galvatron-dp-tp": "searchers.galvatron.searcher:GalvatronDataTensor",

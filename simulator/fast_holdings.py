@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.costs import CostTables
 from simulator.fast_channels import Channels, Interner
-from simulator.fast_structure import Ints, saved_by
+from simulator.fast_structure import Ints, saved_by, saved_names
 from simulator.fast_time import (
     GATHER,
     GATHER_CHANNEL,
@@ -94,9 +94,8 @@ class Holdings:
         view = view_of(self.costs, {index: sharding}, devices, microbatch_size)
         cost = self.costs.operator(index, sharding, view.samples(index), view.gpu_type)
         saved = saved_by(self.costs, index, sharding, view.samples(index), view.gpu_type)
-        real = [name for name in saved if "/" not in name]
-        expected = [name for name in saved_by(self.costs, index, (), 1, view.gpu_type) if "/" not in name]
-        assert real == expected, "which tensors are saved does not depend on the sharding"
+        names = saved_names(self.costs, index, view.gpu_type)
+        assert all("/" in name or name in names for name in saved), "all that a strategy saves has a place"
         gradient_bytes = problem.runtime.implementation.activation_bytes
         temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
         private = sum(size for name, size in saved.items() if "/" in name)
@@ -130,7 +129,7 @@ class Holdings:
             tied_bytes.append(own_states)
             tied.append((family, group.num_elements, layout))
         return Holding(
-            saved=[saved[name] for name in real],
+            saved=[saved.get(name, 0.0) for name in names],
             private=private,
             loss=private if op.kind == "lm_loss" else 0.0,
             weighted=sum(size for ref, size in cost.saved if ref.startswith("input:")) if has_parameters else 0.0,
@@ -144,7 +143,7 @@ class Holdings:
     def nothing(self, index: int) -> Holding:
         """Return what stands in a table for an operator that its strategy does not suit."""
         gpu_type = self.problem.gpu_types[0]
-        num_saved = sum("/" not in name for name in saved_by(self.costs, index, (), 1, gpu_type))
+        num_saved = len(saved_names(self.costs, index, gpu_type))
         num_tied = sum(parameter.tie is not None for parameter in self.problem.workload.parameters(index))
         return Holding(
             saved=[0.0] * num_saved,

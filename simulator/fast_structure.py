@@ -41,6 +41,16 @@ def saved_by(costs: CostTables, index: int, sharding: Sharding, samples: int, gp
     return dict(saved_tensors(costs.problem.workload, index, cost))
 
 
+def saved_names(costs: CostTables, index: int, gpu_type: str) -> list[str]:
+    """Return the named tensors that an operator can save, whatever its strategy.
+
+    A fused softmax saves its output, and the unfused one that takes its place for few heads a private copy instead;
+    so the names are those of as many samples as the fused kernel asks for.
+    """
+    samples = costs.problem.runtime.implementation.fused_softmax_multiple
+    return [name for name in saved_by(costs, index, (), samples, gpu_type) if "/" not in name]
+
+
 def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, Names]:
     """Return who feeds, reads and saves what in a problem's workload."""
     workload = problem.workload
@@ -61,8 +71,7 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
 
     savers: dict[str, list[tuple[int, int]]] = {}
     for index in range(count):
-        real = [name for name in saved_by(costs, index, (), 1, gpu_type) if "/" not in name]
-        for place, name in enumerate(real):
+        for place, name in enumerate(saved_names(costs, index, gpu_type)):
             savers.setdefault(name, []).append((index, place))
     first_saver = np.full(count, NEVER, dtype=np.int64)
     entering: list[list[int]] = [[] for _ in range(count + 1)]

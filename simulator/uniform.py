@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
@@ -95,7 +96,8 @@ def repeated_layers(workload: Workload) -> list[tuple[int, int]]:
     """
     ranges = list(workload.layers)
     shapes = [tuple(workload.operators[index].role for index in range(*bounds)) for bounds in ranges]
-    repeated = [bounds for bounds, shape in zip(ranges, shapes, strict=True) if shapes.count(shape) > 1]
+    counts = Counter(shapes)
+    repeated = [bounds for bounds, shape in zip(ranges, shapes, strict=True) if counts[shape] > 1]
     return repeated or ranges
 
 

@@ -94,12 +94,14 @@ class Experiment:
         shows: One line.
         source: Paper and number of the figure or table.
         run: ``module:function``; the function takes a `Context` and returns a `Report`.
+        shares: Name of the experiment whose partial results this one takes over and adds to; empty: none's.
     """
 
     name: str
     shows: str
     source: str
     run: str
+    shares: str = ""
 
     def __call__(self, context: Context) -> Report:
         """Run it."""

@@ -122,6 +122,13 @@ class GalvatronBMW(Galvatron):
     name = "galvatron-bmw"
 
 
+class GalvatronFreeMicrobatches(Galvatron):
+    """Galvatron-BMW with any number of microbatches that divides the batch, where the release follows a rule."""
+
+    name = "galvatron-bmw-free"
+    variant = Options(microbatches="free")
+
+
 class GalvatronBase(Galvatron):
     """Galvatron-Base: all five dimensions, the release's partition (Algorithm 1), GPipe."""
 
@@ -175,6 +182,7 @@ VARIANTS: dict[str, type[Galvatron]] = {
     each.name: each
     for each in (
         GalvatronBMW,
+        GalvatronFreeMicrobatches,
         GalvatronBase,
         GalvatronPlain,
         GalvatronDataTensor,

@@ -51,8 +51,7 @@ class Mine(wt.CandidateSearcher):
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "load_problems", lambda: TINY)
-    for module in (run, ablations, objective):
-        monkeypatch.setattr(module, "searcher_names", lambda: SEARCHERS)
+    monkeypatch.setattr(run, "searcher_names", lambda: SEARCHERS)
 
 
 def context(folder: Path, *searchers: str) -> Context:
@@ -115,6 +114,40 @@ def test_ablations_judge_the_same_plans_again(tmp_path: Path) -> None:
         less = plans[plans["without"] == effect]["iteration_time_s"].to_numpy()
         assert (less <= full * (1 + 1e-9)).all()
     assert set(report.tables["changes"]["without"]) == set(ablations.EFFECTS)
+
+
+def test_a_list_searched_with_the_simulator_as_objective_has_no_slower_plan(tmp_path: Path) -> None:
+    report = objective.run(context(tmp_path / "o"))
+    assert set(report.tables["by_searcher"]["searcher"]) == set(SEARCHERS)
+    ratios = report.tables["runs"]["simulator_over_own"].dropna()
+    assert len(ratios) >= len(TINY)
+    assert (ratios <= 1 + 1e-9).all()
+
+
+def test_what_wins_once_an_effect_is_left_out() -> None:
+    rows = [
+        {"problem": "p", "searcher": searcher, "without": effect, "iteration_time_s": seconds, "fits": fits}
+        for searcher, effect, seconds, fits in (
+            ("a", "none", 1.0, True),
+            ("b", "none", 2.0, True),
+            ("a", "overlap-slowdown", 0.9, True),
+            ("b", "overlap-slowdown", 0.6, True),
+            ("a", "allocator", 1.0, True),
+            ("b", "allocator", 2.0, True),
+            *((searcher, effect, 1.0, searcher == "a") for searcher in "ab" for effect in ("contention", "host")),
+        )
+    ]
+    report = ablations.changes(pd.DataFrame(rows))
+    winners = report.tables["winners"]
+    assert winners[["problem", "without", "winner", "winner_without"]].to_numpy().tolist() == [
+        ["p", "overlap-slowdown", "a", "b"]
+    ]
+    assert winners["winner_behind"].tolist() == [pytest.approx(1.5)]
+    assert not report.verdicts[0].holds
+    means = report.tables["means"].set_index("searcher")
+    assert means.loc["a", "all_effects"] == 1.0
+    assert means.loc["a", "without_overlap-slowdown"] == pytest.approx(1.5)
+    assert "b" not in means.index, "it solves no problem under every effect"
 
 
 def test_relative_times_ranks_and_failures() -> None:

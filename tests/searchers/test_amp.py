@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from searchers.amp import Amp, best_cuts, crossing_s, formula_s, layer_costs
+from searchers.amp import Amp, crossing_s, formula_s, layer_costs
+from searchers.amp_cuts import best_cuts
 from searchers.budget import Budget
 from searchers.layers import blocks
 from simulator.problem import ProblemSpec

@@ -18,7 +18,7 @@ from simulator.fast_estimate import FastEstimator, PlanArrays, StageColumns
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.plan import Axis, Plan, Sharding, Stage
-from simulator.problem import Problem
+from simulator.problem import Problem, ProblemSpec
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import SMALL, chain_of_opaque, chain_problem, small_problem
@@ -114,6 +114,17 @@ def test_time_and_memory_equal_the_estimate_on_any_plan(data, family, setting) -
     plan = data.draw(plans(found.problem))
     if is_legal(plan, found.problem):
         assert_equal(plan, found)
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_too_few_heads_for_the_fused_softmax_keep_something_else(tp, microbatch) -> None:
+    problem = ProblemSpec("gpt-scale-8", "v100-32g-dgx1:1x8", "megatron-lm-2021", 8 * microbatch).load()
+    for recompute in ("none", "selective"):
+        assert_equal(
+            uniform_plan(problem, tp=tp, pp=8 // tp, microbatch=microbatch, recompute=recompute),
+            FastEstimator(problem),
+        )
 
 
 def test_measured_collectives_are_interpolated_as_in_the_hardware_model() -> None:

@@ -24,11 +24,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "Which of the leaderboard's conclusions change when the simulator leaves an effect out.",
         "as leaderboard",
         f"{_HERE}.ablations:run",
+        shares="leaderboard",
     ),
     Experiment(
         "leaderboard-objective",
         "Searchers with the simulator as objective instead of their own formula.",
         "as leaderboard",
         f"{_HERE}.objective:run",
+        shares="leaderboard",
     ),
 )

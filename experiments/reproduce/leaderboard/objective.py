@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.reproduce.experiment import Context, Report, Verdict
-from experiments.reproduce.leaderboard.run import LEFT_OUT, searched
-from searchers.registry import searcher_names
+from experiments.reproduce.leaderboard.run import searched, searchers_of
 
 EVALUATIONS = "40"
 """A simulation costs a hundred times a formula, so the budget is smaller, for both sides."""
@@ -15,7 +14,7 @@ EVALUATIONS = "40"
 
 def run(context: Context) -> Report:
     """Search twice with the same budget, once per objective."""
-    names = tuple(name for name in searcher_names() if name not in LEFT_OUT)
+    names = searchers_of(context)
     own, _, _ = searched(context, names, budget=EVALUATIONS)
     simulator, _, _ = searched(context, names, budget=EVALUATIONS, objective="simulator")
     key = ["problem", "searcher", "seed"]

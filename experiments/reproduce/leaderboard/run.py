@@ -56,7 +56,7 @@ def budget_of(context: Context) -> str:
 
 
 def _report(context: Context, budget: str, unit: str, note: str) -> Report:
-    frame, problems, folder = searched(context, _searchers(context), budget=budget)
+    frame, problems, folder = searched(context, searchers_of(context), budget=budget)
     order = ranking(frame, context.seed)
     names = list(order["searcher"])
     causes = losses(frame, folder / "plans")
@@ -97,7 +97,8 @@ def _report(context: Context, budget: str, unit: str, note: str) -> Report:
     )
 
 
-def _searchers(context: Context) -> tuple[str, ...]:
+def searchers_of(context: Context) -> tuple[str, ...]:
+    """Return the names of all searchers on the leaderboard, the user's own ones last."""
     own = tuple(_brought(context, reference) for reference in context.searchers)
     return (*(name for name in searcher_names() if name not in LEFT_OUT), *own)
 
