@@ -6,6 +6,7 @@ enter the layer to those that leave it. Joining such tables in turn gives every 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -80,6 +81,10 @@ class StageSolver:
             for op in workload.operators
         ]
         self._tables: dict[object, tuple[Factor, Trail]] = {}
+        self._layers: dict[tuple[int, int], _Layer] = {}
+        self._producers_before = [
+            sorted({p for index in range(*span) for p in problem.producers(index) if p < span[0]}) for span in spans
+        ]
         self._walked: tuple[int, list[_Step], Iterator[_Step]] | None = None
         self.legal = all(problem.strategies(index) for index in range(len(workload)))
 
@@ -187,14 +192,18 @@ class StageSolver:
 
     def _layer(self, layer: int, start: int) -> _Layer:
         """Return a layer's table over what enters it from inside the stage and what leaves it."""
+        outside = bisect_left(self._producers_before[layer], start)
+        key = layer, outside
+        if key not in self._layers:
+            self._layers[key] = self._numbered(layer, self._producers_before[layer][outside:], start)
+        return self._layers[key]
+
+    def _numbered(self, layer: int, entering: list[int], start: int) -> _Layer:
         problem = self.problem
         workload = problem.costs.problem.workload
         begin, stop = self.spans[layer]
         operators = range(begin, stop)
         leaving = {index for index in operators if self._last_reader[index] >= stop}
-        entering = sorted(
-            {producer for index in operators for producer in problem.producers(index) if start <= producer < begin}
-        )
         order = {index: number for number, index in enumerate([*entering, *operators])}
         key = (
             tuple(workload.signatures[index] for index in order),
