@@ -60,9 +60,72 @@ def choose_implementations(
 
 
 @compiled
+def grouped_seconds(
+    numbers: Ints,
+    examples: Ints,
+    times: Floats,
+    per_microbatch: Floats,
+    fixed: Floats,
+    counts: Ints,
+    in_flight: int,
+    memory: float,
+) -> float:
+    """Return the seconds of `choose_implementations`, equal layers taken together.
+
+    Args:
+        numbers: int64[kinds]. How many layers of each kind the stage has.
+        examples: int64[kinds]. One layer of each kind.
+        times, per_microbatch, fixed, counts, in_flight, memory: As there.
+    """
+    held = np.zeros((len(numbers), times.shape[1]), dtype=np.int64)
+    total, used = 0.0, 0.0
+    for kind in range(len(numbers)):
+        layer, fastest = examples[kind], 0
+        for choice in range(1, counts[layer]):
+            if times[layer, choice] < times[layer, fastest]:
+                fastest = choice
+        if numbers[kind] > 0:
+            held[kind, fastest] = numbers[kind]
+            total += numbers[kind] * times[layer, fastest]
+            used += numbers[kind] * (per_microbatch[layer, fastest] * in_flight + fixed[layer, fastest])
+    while used > memory:
+        best, best_saved, best_kind, best_now, best_choice = np.inf, 0.0, -1, -1, -1
+        for kind in range(len(numbers)):
+            layer = examples[kind]
+            for now in range(counts[layer]):
+                if held[kind, now] == 0:
+                    continue
+                for choice in range(counts[layer]):
+                    saved = (per_microbatch[layer, now] - per_microbatch[layer, choice]) * in_flight
+                    saved += fixed[layer, now] - fixed[layer, choice]
+                    if saved > 0:
+                        ratio = (times[layer, choice] - times[layer, now]) / saved
+                        if ratio < best:
+                            best, best_saved = ratio, saved
+                            best_kind, best_now, best_choice = kind, now, choice
+        if best_kind < 0:
+            return np.inf
+        layer = examples[best_kind]
+        # As many at once as are needed, unless a layer that has moved would move again before the next.
+        moved = min(held[best_kind, best_now], max(1, int(np.ceil((used - memory) / best_saved))))
+        for choice in range(counts[layer]):
+            saved = (per_microbatch[layer, best_choice] - per_microbatch[layer, choice]) * in_flight
+            saved += fixed[layer, best_choice] - fixed[layer, choice]
+            if saved > 0 and (times[layer, choice] - times[layer, best_choice]) / saved < best:
+                moved = 1
+        held[best_kind, best_now] -= moved
+        held[best_kind, best_choice] += moved
+        used -= moved * best_saved
+        total += moved * (times[layer, best_choice] - times[layer, best_now])
+    return total
+
+
+@compiled
 def stage_times(
     offsets: Ints,
     members: Ints,
+    kinds: Ints,
+    examples: Ints,
     times: Floats,
     per_microbatch: Floats,
     fixed: Floats,
@@ -70,14 +133,25 @@ def stage_times(
     most: int,
     memory: float,
 ) -> Floats:
-    """Return the time of every stage for 1 to ``most`` microbatches in flight: float64[stages, most + 1]."""
+    """Return the time of every stage for 1 to ``most`` microbatches in flight: float64[stages, most + 1].
+
+    Args:
+        offsets, members: Layers of each stage.
+        kinds: int64[layers]. Equal layers have one number.
+        examples: int64[kinds]. One layer of each kind.
+        times, per_microbatch, fixed, counts, memory: As in `choose_implementations`.
+        most: Microbatches in flight at most.
+    """
     num_stages = len(offsets) - 1
     found = np.full((num_stages, most + 1), np.inf)
+    numbers = np.zeros(len(examples), dtype=np.int64)
     for stage in range(num_stages):
-        own = members[offsets[stage] : offsets[stage + 1]]
+        numbers[:] = 0
+        for place in range(offsets[stage], offsets[stage + 1]):
+            numbers[kinds[members[place]]] += 1
         for in_flight in range(1, most + 1):
-            found[stage, in_flight], _ = choose_implementations(
-                own, times, per_microbatch, fixed, counts, in_flight, memory
+            found[stage, in_flight] = grouped_seconds(
+                numbers, examples, times, per_microbatch, fixed, counts, in_flight, memory
             )
             if found[stage, in_flight] == np.inf:
                 break

@@ -219,7 +219,18 @@ def plan_piper(problem: PiperInput, *, knapsack: str = "greedy") -> PiperPlan:
 
 def _times(tables: _Tables, degree: int, most: int, knapsack: str) -> Floats:
     if knapsack == "greedy":
-        return stage_times(tables.offsets, tables.members, *tables.options(degree), most, tables.problem.memory_bytes)
+        options = tables.options(degree)
+        rows = np.hstack([*options[:3], options[3][:, np.newaxis]])
+        _, examples, kinds = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        return stage_times(
+            tables.offsets,
+            tables.members,
+            kinds.reshape(-1),
+            examples,
+            *options,
+            most,
+            tables.problem.memory_bytes,
+        )
     found = np.full((len(tables.from_ideal), most + 1), np.inf)
     for pair in range(len(found)):
         own = tables.members[tables.offsets[pair] : tables.offsets[pair + 1]]

@@ -9,6 +9,7 @@ from math import ceil
 import numpy as np
 import pytest
 
+from searchers.piper.compiled_planner import choose_implementations, grouped_seconds
 from searchers.piper.model import Edge, Implementation, PiperInput, load_piper_input, piper_input
 from searchers.piper.planner import plan_piper
 from searchers.piper.searcher import Piper, load_s
@@ -141,6 +142,22 @@ def test_on_small_graphs_it_is_as_good_as_exhaustive_search(seed: int, branch: b
     assert plan_piper(problem, knapsack="exact").objective_s == pytest.approx(best, rel=1e-9)
     greedy = plan_piper(problem).objective_s
     assert best * (1 - 1e-9) <= greedy <= best * 1.25
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equal_layers_taken_together_cost_what_they_cost_one_by_one(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    num_kinds, width, count = random.integers(1, 4), random.integers(1, 4), random.integers(1, 12)
+    kinds = random.integers(0, num_kinds, count)
+    times, per_microbatch, fixed = (random.uniform(0.5, 4.0, (num_kinds, width))[kinds] for _ in range(3))
+    counts = random.integers(1, width + 1, num_kinds)[kinds]
+    examples = np.array([np.flatnonzero(kinds == kind)[0] for kind in np.unique(kinds)])
+    numbers = np.array([(kinds == kind).sum() for kind in np.unique(kinds)])
+    for in_flight in (1, 3):
+        for memory in np.linspace(0.5, 4.5, 9) * count * (1 + in_flight):
+            rest = (times, per_microbatch, fixed, counts, in_flight, memory)
+            expected, _ = choose_implementations(np.arange(count), *rest)
+            assert grouped_seconds(numbers, examples, *rest) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_diamond_has_six_down_sets_and_what_cannot_be_is_refused() -> None:

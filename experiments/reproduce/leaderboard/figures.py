@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from numpy.typing import NDArray
 
 from experiments.reproduce.leaderboard.table import per_problem
 
 WORST_SHOWN = 2.0
+CURVES_UP_TO = 6.0
 History = list[tuple[float, float]]
 """Improvements of one run in order: evaluations or seconds, and the value."""
 
@@ -69,7 +71,7 @@ def convergence(histories: Mapping[str, Sequence[History]], unit: str) -> Figure
         histories: By searcher, of every run.
         unit: Of the steps, for the axis.
     """
-    figure = Figure(figsize=(7, 4))
+    figure = Figure(figsize=(9, 4.5))
     axes = figure.subplots()
     moments = [moment for runs in histories.values() for run in runs for moment, _ in run if moment > 0]
     grid = np.geomspace(min(moments), 1.1 * max(moments), 80)
@@ -80,8 +82,14 @@ def convergence(histories: Mapping[str, Sequence[History]], unit: str) -> Figure
                   linewidth=1.2)  # fmt: skip
     axes.set_xscale("log")
     axes.set_xlabel(unit)
-    axes.set_ylabel("objective / objective at the end")
-    axes.legend(fontsize=7, ncols=2)
+    axes.set_yscale("log")
+    axes.set_yticks([1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("best plan so far / best plan known\n(median over problems solved)")
+    axes.set_ylim(0.97, CURVES_UP_TO)
+    axes.legend(fontsize=6, ncols=2, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    figure.tight_layout()
     return figure
 
 

@@ -146,12 +146,18 @@ def _search_times(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
 
 
 def _histories(frame: pd.DataFrame, folder: Path, unit: str) -> dict[str, list[History]]:
-    """Return every run's improvements: evaluations or seconds, and the objective over the one at the end."""
+    """Return the improvements of every run whose plan fits: evaluations or seconds, and time over the best known.
+
+    Between improvements only the searcher's own objective is known: the simulated time of the plan at the end is
+    scaled by how much larger the objective was.
+    """
     place = {"seconds": 0, "evaluations": 1}[unit]
     found: dict[str, list[History]] = {}
-    for searcher, run in zip(frame["searcher"], frame["run"], strict=True):
+    good = frame[frame["status"] == "ok"]
+    for searcher, run, relative in zip(good["searcher"], good["run"], good["relative_time"], strict=True):
         history = record_of(folder, run)["history"]
-        if history:
-            last = history[-1][2]
-            found.setdefault(str(searcher), []).append([(float(step[place]), step[2] / last) for step in history])
+        last = history[-1][2]
+        found.setdefault(str(searcher), []).append(
+            [(float(step[place]), float(relative) * step[2] / last) for step in history]
+        )
     return found
