@@ -122,9 +122,9 @@ def grouped_seconds(
 
 @compiled
 def stage_times(
-    offsets: Ints,
-    members: Ints,
-    kinds: Ints,
+    from_ideal: Ints,
+    to_ideal: Ints,
+    kinds_held: Ints,
     examples: Ints,
     times: Floats,
     per_microbatch: Floats,
@@ -136,19 +136,16 @@ def stage_times(
     """Return the time of every stage for 1 to ``most`` microbatches in flight: float64[stages, most + 1].
 
     Args:
-        offsets, members: Layers of each stage.
-        kinds: int64[layers]. Equal layers have one number.
+        from_ideal, to_ideal: int64[stages]. Nested down-sets; a stage is the difference.
+        kinds_held: int64[num_ideals, kinds]. How many layers of each kind a down-set has; equal layers are of one.
         examples: int64[kinds]. One layer of each kind.
         times, per_microbatch, fixed, counts, memory: As in `choose_implementations`.
         most: Microbatches in flight at most.
     """
-    num_stages = len(offsets) - 1
+    num_stages = len(from_ideal)
     found = np.full((num_stages, most + 1), np.inf)
-    numbers = np.zeros(len(examples), dtype=np.int64)
     for stage in range(num_stages):
-        numbers[:] = 0
-        for place in range(offsets[stage], offsets[stage + 1]):
-            numbers[kinds[members[place]]] += 1
+        numbers = kinds_held[to_ideal[stage]] - kinds_held[from_ideal[stage]]
         for in_flight in range(1, most + 1):
             found[stage, in_flight] = grouped_seconds(
                 numbers, examples, times, per_microbatch, fixed, counts, in_flight, memory

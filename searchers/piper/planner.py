@@ -28,6 +28,7 @@ from searchers.piper.compiled_planner import Floats, Ints, choose_implementation
 from searchers.piper.model import Implementation, PiperInput, down_sets
 
 KNAPSACKS = ("greedy", "exact")
+IDEALS_AT_ONCE = 512
 FIRST_BOUND = 1.15
 """The first guess of the optimum, over the work of all layers spread evenly; doubled until it suffices."""
 
@@ -76,17 +77,14 @@ class _Structure:
         num_ideals: Down-sets, by size.
         from_ideal, to_ideal: int64[pairs]. Nested down-sets, sorted by ``from_ideal``.
         first_pair: int64[num_ideals + 1]. Where each ``from_ideal`` begins.
-        inside: bool[pairs, layers]. Layers of the stage.
-        offsets, members: The same as ragged rows.
+        held: bool[num_ideals, layers]. Layers of each down-set; a stage's are those of the larger only.
     """
 
     num_ideals: int
     from_ideal: Ints
     to_ideal: Ints
     first_pair: Ints
-    inside: NDArray[np.bool_]
-    offsets: Ints
-    members: Ints
+    held: NDArray[np.bool_]
 
 
 @lru_cache(maxsize=4)
@@ -96,16 +94,12 @@ def _structure(names: tuple[str, ...], edges: tuple[tuple[str, str], ...]) -> _S
         [(a, b) for a, smaller in enumerate(ideals) for b in range(a + 1, len(ideals)) if not smaller & ~ideals[b]],
         dtype=np.int64,
     ).reshape(-1, 2)
-    bits = np.array([[ideal >> node & 1 for node in range(len(names))] for ideal in ideals], dtype=np.bool_)
-    inside = bits[pairs[:, 1]] & ~bits[pairs[:, 0]]
     return _Structure(
         num_ideals=len(ideals),
         from_ideal=pairs[:, 0].copy(),
         to_ideal=pairs[:, 1].copy(),
         first_pair=np.searchsorted(pairs[:, 0], np.arange(len(ideals) + 1)).astype(np.int64),
-        inside=inside,
-        offsets=np.concatenate([[0], np.cumsum(inside.sum(axis=1))]).astype(np.int64),
-        members=np.nonzero(inside)[1].astype(np.int64),
+        held=np.array([[ideal >> node & 1 for node in range(len(names))] for ideal in ideals], dtype=np.bool_),
     )
 
 
@@ -119,7 +113,11 @@ class _Tables:
         self.num_ideals = structure.num_ideals
         self.from_ideal, self.to_ideal = structure.from_ideal, structure.to_ideal
         self.first_pair = structure.first_pair
-        self.inside, self.offsets, self.members = structure.inside, structure.offsets, structure.members
+        self.held = structure.held
+
+    def layers(self, pair: int) -> Ints:
+        """Return the layers of a stage, ascending."""
+        return np.flatnonzero(self.held[self.to_ideal[pair]] & ~self.held[self.from_ideal[pair]])
 
     def options(self, degree: int) -> tuple[Floats, Floats, Floats, Ints]:
         """Return time, memory per microbatch, other memory float64[layers, choices], and numbers of choices."""
@@ -136,22 +134,38 @@ class _Tables:
 
     def weight_bytes(self, degree: int) -> Floats:
         """Return weights of every stage: float64[pairs]."""
-        weights = [self._first(layer, degree) for layer in range(len(self.problem.names))]
-        found: Floats = self.inside @ np.array([option.weight_bytes if option else np.inf for option in weights])
+        options = [self._first(layer, degree) for layer in range(len(self.problem.names))]
+        known = self.held @ np.array([option.weight_bytes if option else 0.0 for option in options])
+        without = self.held @ np.array([option is None for option in options], dtype=np.int64)
+        found: Floats = known[self.to_ideal] - known[self.from_ideal]
+        found[without[self.to_ideal] > without[self.from_ideal]] = np.inf
         return found
 
     def cut_bytes(self, degree: int) -> Floats:
-        """Return bytes over the cut edges of every stage, collectives of the tensor degree included."""
+        """Return bytes over the cut edges of every stage, collectives of the tensor degree included.
+
+        An edge enters stage (a, b) if its source is in a, its target in b and not in a; it leaves if its source is in
+        b and not in a, its target not in b. Down-sets have the source of each target they have, so both are products
+        of what a and b have.
+        """
         number = {name: index for index, name in enumerate(self.problem.names)}
-        found = np.zeros(len(self.from_ideal))
+        sources, targets, entering, leaving = [], [], [], []
         for edge in self.problem.edges:
             source, target = number[edge.source], number[edge.target]
-            entering = self.inside[:, target] & ~self.inside[:, source]
-            leaving = self.inside[:, source] & ~self.inside[:, target]
             reader, maker = self._first(target, degree), self._first(source, degree)
-            arriving = reader.sync_forward_bytes.get(edge.source, 0.0) if reader else 0.0
-            returning = maker.sync_backward_bytes.get(edge.target, 0.0) if maker else 0.0
-            found += entering * (edge.num_bytes + arriving) + leaving * (edge.num_bytes + returning)
+            sources.append(source)
+            targets.append(target)
+            entering.append(edge.num_bytes + (reader.sync_forward_bytes.get(edge.source, 0.0) if reader else 0.0))
+            leaving.append(edge.num_bytes + (maker.sync_backward_bytes.get(edge.target, 0.0) if maker else 0.0))
+        has_source, has_target = self.held[:, sources].astype(float), self.held[:, targets].astype(float)
+        into, out_of = np.array(entering), np.array(leaving)
+        read, made, made_and_read = has_target @ into, has_source @ out_of, has_target @ out_of
+        found = np.empty(len(self.from_ideal))
+        for first in range(0, self.num_ideals, IDEALS_AT_ONCE):
+            rows = slice(self.first_pair[first], self.first_pair[min(first + IDEALS_AT_ONCE, self.num_ideals)])
+            a, b = self.from_ideal[rows], self.to_ideal[rows]
+            both = (has_source[first : first + IDEALS_AT_ONCE] * (into + out_of)) @ has_target.T
+            found[rows] = both[a - first, b] - read[a] + made[b] - made_and_read[b] - made[a]
         return found
 
     def _first(self, layer: int, degree: int) -> Implementation | None:
@@ -223,9 +237,9 @@ def _times(tables: _Tables, degree: int, most: int, knapsack: str) -> Floats:
         rows = np.hstack([*options[:3], options[3][:, np.newaxis]])
         _, examples, kinds = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         return stage_times(
-            tables.offsets,
-            tables.members,
-            kinds.reshape(-1),
+            tables.from_ideal,
+            tables.to_ideal,
+            tables.held @ np.eye(len(examples), dtype=np.int64)[kinds.reshape(-1)],
             examples,
             *options,
             most,
@@ -233,7 +247,7 @@ def _times(tables: _Tables, degree: int, most: int, knapsack: str) -> Floats:
         )
     found = np.full((len(tables.from_ideal), most + 1), np.inf)
     for pair in range(len(found)):
-        own = tables.members[tables.offsets[pair] : tables.offsets[pair + 1]]
+        own = tables.layers(pair)
         for in_flight in range(1, most + 1):
             found[pair, in_flight] = exact_choice(tables.problem, own.tolist(), degree, in_flight)[0]
     return found
@@ -281,7 +295,7 @@ def _read_back(
         wanted = value[ideal, s, k]
         pair, choice, load = _step(tables, value, choices, times, extra, ideal, s, k, wanted)
         degree, d, _ = choices[choice]
-        own = tables.members[tables.offsets[pair] : tables.offsets[pair + 1]]
+        own = tables.layers(pair)
         in_flight = ceil(s / d)
         if knapsack == "greedy":
             chosen = choose_implementations(own, *tables.options(degree), in_flight, problem.memory_bytes)[1].tolist()
