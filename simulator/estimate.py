@@ -73,7 +73,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     else:
         last_views = stage_views(plan.all_like_last(), costs)
         last_times, _ = _stage_times(plan, last_views)
-        filled_s = _behind_s(by_rank, _per_rank(ranks, last_times), plan.num_microbatches, chunks)
+        filled_s = queued_s(by_rank, _per_rank(ranks, last_times), plan.num_microbatches, chunks)
         last_held = [_held_bytes(view) for view in last_views]
     iteration = filled_s + (chunks - 1) * fill / len(by_rank)
     return Estimate(iteration + max(once), tuple(times), _rank_peaks(plan, held, last_held), capacities)
@@ -86,10 +86,17 @@ def _per_rank(ranks: Sequence[int], times: Sequence[float]) -> list[float]:
     return found
 
 
-def _behind_s(each_s: Sequence[float], last_s: Sequence[float], num_microbatches: int, chunks: float) -> float:
-    """Return the seconds of a pipeline whose last microbatch is smaller, by rank; see the module's docstring.
+def queued_s(
+    each_s: Sequence[float], last_s: Sequence[float], num_microbatches: int, chunks: float = 1.0
+) -> float:
+    """Return the seconds of a pipeline whose last microbatch is smaller; see the module's docstring.
 
-    >>> _behind_s([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], 4, 1), _behind_s([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], 4, 1)
+    Args:
+        each_s, last_s: Per pipeline rank, a microbatch that is not the last, and the last.
+        num_microbatches: At least two.
+        chunks: Stages of a rank.
+
+    >>> queued_s([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], 4), queued_s([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], 4)
     (11.0, 12.0)
     """
     return max(
