@@ -315,6 +315,18 @@ def test_a_last_microbatch_like_the_others_is_not_named() -> None:
     assert other.global_batch == plan.global_batch - 1
 
 
+def test_a_uniform_plan_leaves_what_is_left_to_the_last_microbatch_where_asked() -> None:
+    problem = small_problem("gpt", global_batch=22)
+    with pytest.raises(ValueError, match=r"try microbatch 1, or a smaller last microbatch \(smaller_last\)"):
+        uniform_plan(problem, pp=2, dp=2, microbatch=4)
+    plan = validate(uniform_plan(problem, pp=2, dp=2, microbatch=4, smaller_last=True), problem)
+    assert (plan.microbatch_size, plan.num_microbatches, plan.last_microbatch_size) == (8, 3, 6)
+    even = uniform_plan(replace(problem, global_batch=24), pp=2, dp=2, microbatch=4, smaller_last=True)
+    assert even == uniform_plan(replace(problem, global_batch=24), pp=2, dp=2, microbatch=4)
+    with pytest.raises(ValueError, match="must divide the global batch"):
+        uniform_plan(replace(problem, global_batch=3), microbatch=4, smaller_last=True)
+
+
 def test_a_plan_file_holds_it_only_where_it_differs(tmp_path: Path) -> None:
     spec = ProblemSpec(model="gpt3-1.3b", cluster="v100-32g-dgx1:1x4", runtime="megatron-lm-2021", global_batch=15)
     plan = Plan((Stage(((0, 3),), (0,), ((3, ()),)),), 4, 4, last_microbatch_size=3)
