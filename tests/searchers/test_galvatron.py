@@ -17,7 +17,7 @@ from searchers.base import NoFeasiblePlan
 from searchers.degrees import compositions
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import RULES, Cut, cuts, microbatch_counts, released_count
+from searchers.galvatron.microbatches import RULES, Cut, chunked, cuts, microbatch_counts, released_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import filled_from_the_back, least_maximum, neighbours
 from searchers.galvatron.planner import Planner, around
@@ -250,6 +250,14 @@ def test_unequal_microbatches_are_those_of_pytorch() -> None:
             sizes = [cut.samples] * (cut.parts - 1) + [cut.last or cut.samples]
             assert [len(part) * width for part in own] == sizes
             assert cut.batch == batch
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 16))
+def test_a_batch_in_chunks_is_the_batch(batch: int, parts: int, width: int) -> None:
+    cut = chunked(batch, parts, width)
+    assert cut.batch == batch and 1 <= cut.parts <= parts
+    assert cut.samples % width == 0 or cut.samples == batch
+    assert cut.last is None or (cut.parts > 1 and 1 <= cut.last < cut.samples)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

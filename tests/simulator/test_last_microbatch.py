@@ -282,13 +282,15 @@ def test_memory_is_followed_to_the_last_microbatch() -> None:
 
 @pytest.mark.parametrize("reduction", ["last", "every"])
 def test_gradients_made_by_the_first_backward_pass_are_made_once(reduction: str) -> None:
-    problem = small_problem("gpt", runtime="galvatron-v1")
-    assert problem.runtime.frees_gradients
-    plan, of = with_last(problem, 2, 1, 3, dp=2)
-    plan = replace(plan, gradient_reduction=reduction)
-    equal = replace(plan, last_microbatch_size=None)
-    found, whole = simulate(plan, of), simulate(equal, replace(of, global_batch=equal.global_batch))
-    assert [m.live_bytes[-1] for m in found.memory] == [m.live_bytes[-1] for m in whole.memory]
+    problem = small_problem("gpt", runtime="windtunnel-executor-fp32")
+    problem = replace(problem, runtime=replace(problem.runtime, frees_gradients="all"))
+    for zero in (0, 2):
+        plan, of = with_last(problem, 2, 1, 3, pp=2, dp=2, zero=zero)
+        plan = replace(plan, gradient_reduction=reduction)
+        equal = replace(plan, last_microbatch_size=None)
+        found, whole = simulate(plan, of), simulate(equal, replace(of, global_batch=equal.global_batch))
+        assert [m.live_bytes[-1] for m in found.memory] == [m.live_bytes[-1] for m in whole.memory]
+        assert all(m.live_bytes[-1] > m.consumers["parameters"] for m in found.memory)
 
 
 def test_throughput_and_flop_count_true_samples() -> None:
