@@ -43,6 +43,9 @@ def plan(
     ] = False,
     schedule: Annotated[str, typer.Option(help="Pipeline schedule.", rich_help_panel=PLAN)] = "1f1b",
     chunks: Annotated[int, typer.Option(help="Virtual stages per pipeline rank.", rich_help_panel=PLAN)] = 1,
+    smaller_last: Annotated[
+        bool, typer.Option("--smaller-last", help="The last microbatch takes what is left.", rich_help_panel=PLAN)
+    ] = False,
     runtime: RuntimeName = DEFAULT_RUNTIME,
     global_batch: Annotated[
         int | None,
@@ -96,6 +99,7 @@ def plan(
         sequence_parallel=sequence_parallel,
         schedule=schedule,
         chunks=chunks,
+        smaller_last=smaller_last,
     )
     validate(built, problem)
     found = estimate(built, problem)

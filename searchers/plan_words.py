@@ -17,6 +17,8 @@ def describe_plan(plan: Plan) -> str:
     >>> stages = [Stage(((i, i + 1),), (i,), ((1, (Axis("batch", 1),)),)) for i in range(4)]
     >>> describe_plan(Plan(tuple(stages), microbatch_size=2, num_microbatches=8))
     'pp 4, microbatch 2 x 8'
+    >>> describe_plan(Plan(tuple(stages), microbatch_size=2, num_microbatches=8, last_microbatch_size=1))
+    'pp 4, microbatch 2 x 7 and 1'
     """
     degrees = list(dict.fromkeys(stage_degrees(stage) for stage in plan.stages))
     num_ranks = len(set(plan.rank_of_stage))
@@ -35,7 +37,9 @@ def describe_plan(plan: Plan) -> str:
         words.append("mixed by operator")
     if len(plan.stages) > num_ranks:
         words.append(f"{len(plan.stages) // num_ranks} chunks")
-    words.append(f"microbatch {plan.microbatch_size} x {plan.num_microbatches}")
+    last = plan.last_microbatch_size
+    count = plan.num_microbatches if last is None else f"{plan.num_microbatches - 1} and {last}"
+    words.append(f"microbatch {plan.microbatch_size} x {count}")
     if num_ranks > 1 and plan.schedule != "1f1b":
         words.append(plan.schedule)
     words += _recompute_words(plan)

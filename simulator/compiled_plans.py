@@ -133,7 +133,12 @@ class PlanBatch:
             ValueError: If one is not of the batch's space; says which.
         """
         offsets, rows = [0], []
-        for plan in plans:
+        for number, plan in enumerate(plans):
+            if plan.last_microbatch_size is not None:
+                raise ValueError(
+                    f"plan {number} must have microbatches that are alike, got a smaller last one "
+                    "(last_microbatch_size); simulate it"
+                )
             for stage in plan.stages:
                 axes = stage.shardings[0][1]
                 dp = prod(axis.size for axis in axes if axis.split == "batch")

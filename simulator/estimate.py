@@ -1,6 +1,8 @@
 """A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
 
-Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. Memory: model
+Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. A smaller last
+microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
+sum_{i<=j} t_i + sum_{i>=j} s_i``. Memory: model
 states, saved activations times microbatches in flight, and the last stage's logits. No overlap, contention,
 host or allocator: the engine has those.
 
@@ -9,6 +11,7 @@ Source: the pipeline formula of Aceso (EuroSys 2024) Eq. 1 and Megatron-LM (SC 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simulator.costs import CostTables, saved_tensors
@@ -57,11 +60,61 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     costs = costs or CostTables(problem)
     plan = plan.canonical(problem.workload)
     views = stage_views(plan, costs)
+    times, once = _stage_times(plan, views)
+    held = [_held_bytes(view) for view in views]
+    capacities = tuple(min(map(problem.capacity_bytes, view.stage.devices)) for view in views)
+    ranks = plan.rank_of_stage
+    by_rank = _per_rank(ranks, times)
+    chunks = len(plan.stages) / len(by_rank)
+    fill = sum(times) / chunks
+    if plan.last_microbatch_size is None:
+        filled_s = (plan.num_microbatches - 1) * max(by_rank) + fill
+        last_held = held
+    else:
+        last_views = stage_views(plan.all_like_last(), costs)
+        last_times, _ = _stage_times(plan, last_views)
+        filled_s = queued_s(by_rank, _per_rank(ranks, last_times), plan.num_microbatches, chunks)
+        last_held = [_held_bytes(view) for view in last_views]
+    iteration = filled_s + (chunks - 1) * fill / len(by_rank)
+    return Estimate(iteration + max(once), tuple(times), _rank_peaks(plan, held, last_held), capacities)
+
+
+def _per_rank(ranks: Sequence[int], times: Sequence[float]) -> list[float]:
+    found = [0.0] * (max(ranks) + 1)
+    for rank, time in zip(ranks, times, strict=True):
+        found[rank] += time
+    return found
+
+
+def queued_s(
+    each_s: Sequence[float], last_s: Sequence[float], num_microbatches: int, chunks: float = 1.0
+) -> float:
+    """Return the seconds of a pipeline whose last microbatch is smaller; see the module's docstring.
+
+    Args:
+        each_s, last_s: Per pipeline rank, a microbatch that is not the last, and the last.
+        num_microbatches: At least two.
+        chunks: Stages of a rank.
+
+    >>> queued_s([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], 4), queued_s([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], 4)
+    (11.0, 12.0)
+    """
+    return max(
+        (num_microbatches - 2) * max(each_s[: j + 1])
+        + (sum(each_s[: j + 1]) + sum(last_s[j + 1 :])) / chunks
+        + last_s[j]
+        for j in range(len(each_s))
+    )
+
+
+def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], list[float]]:
+    """Return per stage the seconds of one microbatch, and what is exposed once per iteration."""
+    problem = views[0].costs.problem
     crossing = crossing_tensors(views)
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
-    times, once, peaks, capacities = [], [], [], []
+    times, once = [], []
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
         before, after = view.position - 1, view.position + 1
@@ -80,15 +133,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
         )
         once.append(synced + sum(collective_s(view, item) for item in refresh))
-        peaks.append(_held_bytes(view))
-        capacities.append(min(problem.capacity_bytes(device) for device in view.stage.devices))
-    by_rank: dict[int, float] = {}
-    for rank, time in zip(plan.rank_of_stage, times, strict=True):
-        by_rank[rank] = by_rank.get(rank, 0.0) + time
-    chunks = len(plan.stages) / len(by_rank)
-    fill = sum(times) / chunks
-    iteration = (plan.num_microbatches - 1) * max(by_rank.values()) + fill + (chunks - 1) * fill / len(by_rank)
-    return Estimate(iteration + max(once), tuple(times), _rank_peaks(plan, peaks), tuple(capacities))
+    return times, once
 
 
 @dataclass(frozen=True)
@@ -112,8 +157,13 @@ class HeldBytes:
     for_weights: float
 
 
-def _rank_peaks(plan: Plan, held: list[HeldBytes]) -> tuple[float, ...]:
-    """Return the peak of every stage's device: stages on one device add up."""
+def _rank_peaks(plan: Plan, held: list[HeldBytes], last_held: list[HeldBytes]) -> tuple[float, ...]:
+    """Return the peak of every stage's device: stages on one device add up.
+
+    Args:
+        plan: The plan.
+        held, last_held: Per stage, with any microbatch but the last, and with the last.
+    """
     ranks = plan.rank_of_stage
     num_ranks = max(ranks) + 1
     peaks: dict[int, float] = {}
@@ -123,6 +173,11 @@ def _rank_peaks(plan: Plan, held: list[HeldBytes]) -> tuple[float, ...]:
         if plan.schedule == "interleaved":
             chunks = min(2 * (num_ranks - rank - 1) + (len(own) - 1) * num_ranks + 1, plan.num_microbatches * len(own))
             kept = chunks * sum(held[stage].kept for stage in own) / len(own)
+            holds_all = chunks == plan.num_microbatches * len(own)
+        else:
+            holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
+        if holds_all:
+            kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
         last = held[own[-1]]
         extra = max(max(held[stage].segment for stage in own), max(held[stage].workspace for stage in own))
         if plan.schedule != "gpipe" and in_flight(plan, own[-1]) == 1:

@@ -202,6 +202,8 @@ def why_not(plan: Plan) -> str | None:
     """Return why a plan has no array form; None if it has."""
     if plan.rotates:
         return "replica_assignment must be slice, got round_robin"
+    if plan.last_microbatch_size is not None:
+        return "microbatches must be alike, got a smaller last one (last_microbatch_size)"
     if plan.schedule not in SCHEDULES:
         return f"schedule must be one of {', '.join(SCHEDULES)}, got {plan.schedule}"
     first = 0

@@ -48,7 +48,10 @@ def device_memory(
     found: dict[int, DeviceMemory] = {}
     placement_of = {placement.view.position: placement for placement in lowered.placements}
     for rank, order in enumerate(orders):
-        placements = [p for p in lowered.placements if plan.rank_of_stage[p.view.position] == rank]
+        placements, last_placements = (
+            [p for p in each if plan.rank_of_stage[p.view.position] == rank]
+            for each in (lowered.placements, lowered.last_placements)
+        )
         labels = _action_times(order, lowered, rank, schedule)
         for c in placements[0].classes:
             mine = [
@@ -57,13 +60,18 @@ def device_memory(
                 if c in placement_of[action.stage].taking_turn(action.microbatch).classes
             ]
             own = [order[number] for number in mine]
-            found[c] = _representative(c, plan, placements, own, labels[mine], lowered, costs, fidelity, compiled)
+            found[c] = _representative(
+                c, plan, placements, last_placements, own, labels[mine], lowered, costs, fidelity, compiled
+            )
     return tuple(found[c] for c in range(len(lowered.graph.device_members)))
 
 
 def memory_microbatches(plan: Plan) -> int:
-    """Return how many microbatches show the peak: a pipeline that has filled repeats itself."""
-    if plan.schedule == "gpipe":
+    """Return how many microbatches show the peak: a pipeline that has filled repeats itself.
+
+    All where the last is smaller: what the allocator holds then depends on where it comes.
+    """
+    if plan.schedule == "gpipe" or plan.last_microbatch_size is not None:
         return plan.num_microbatches
     depth = max((*(plan.warmup_in_force() or ()), len(plan.stages)))
     ranks = max(plan.rank_of_stage) + 1
@@ -90,6 +98,7 @@ def _representative(
     c: int,
     plan: Plan,
     placements: list[StagePlacement],
+    last_placements: list[StagePlacement],
     order: list[Action],
     labels: NDArray[np.float64],
     lowered: Lowered,
@@ -101,9 +110,10 @@ def _representative(
     sharded = reduces_in_backward(plan)
     stream = EventStream()
     programs: dict[int, StagePasses] = {}
+    smaller: dict[int, StagePasses] = {}
     workspace: list[int] = []
     refreshed = 0
-    for placement in placements:
+    for placement, last_placement in zip(placements, last_placements, strict=True):
         view = placement.view
         static_key = ("static bytes", plan.reshard_after_forward, sharded)
         if static_key not in view.kept:
@@ -112,18 +122,19 @@ def _representative(
             )
         static: StaticBytes = view.kept[static_key]
         kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
-        key = ("memory", placement.all_samples(c), placement.gpu_type[c], plan.reshard_after_forward, sharded, kinds)
-        if key not in view.shared:
-            view.shared[key] = _stage_passes(
-                c, placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+        programs[view.position] = _stage_passes(
+            c, placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+        )
+        if plan.last_microbatch_size is not None:
+            smaller[view.position] = _stage_passes(
+                c, last_placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
             )
-        programs[view.position] = view.shared[key]
         stream.add_static(static.parameters, "parameters")
         stream.add_static(static.gradients, "gradients")
         stream.add_static(static.optimizer, "optimizer states")
         workspace += static.step_workspace
         refreshed = max(refreshed, static.refreshed)
-    stream.add_actions(programs, order, labels)
+    stream.add_actions(programs, order, labels, smaller, plan.num_microbatches - 1)
     stream.add_step(workspace, float(schedule_end(labels)))
     stream.add_step([refreshed], float(schedule_end(labels)))
     events = stream.arrays()
@@ -175,6 +186,23 @@ def _stage_passes(
     c: int,
     placement: StagePlacement,
     costs: CostTables,
+    kinds: tuple[str, ...],
+    reshards: bool,
+    sharded: bool,
+    gradients_anew: dict[int, int],
+) -> StagePasses:
+    shared = placement.view.shared
+    key = ("memory", placement.all_samples(c), placement.gpu_type[c], reshards, sharded, kinds)
+    if key not in shared:
+        shared[key] = _stage_passes_anew(c, placement, costs, kinds, reshards, sharded, gradients_anew)
+    found: StagePasses = shared[key]
+    return found
+
+
+def _stage_passes_anew(
+    c: int,
+    placement: StagePlacement,
+    costs: CostTables,
     kinds: Sequence[str],
     reshards: bool,
     sharded: bool,
@@ -200,7 +228,8 @@ def _stage_passes(
         lists[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
     sizes = np.array(program.table.sizes, dtype=np.int64)
     categories = np.array(program.table.categories, dtype=np.int64)
-    lasting = np.isin(np.arange(len(sizes)), sorted(program.table.lasting))
+    outliving = np.array(sorted(program.table.lasting), dtype=np.int64)
+    lasting = np.isin(np.arange(len(sizes)), outliving)
     return StagePasses(
         num_tensors=len(sizes),
         passes={
@@ -214,6 +243,7 @@ def _stage_passes(
             )
             for kind, (tensors, is_alloc) in lists.items()
         },
+        lasting=outliving,
     )
 
 

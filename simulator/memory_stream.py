@@ -21,10 +21,20 @@ class StagePasses:
     Attributes:
         num_tensors: Of one microbatch.
         passes: By kind of action.
+        lasting: int64, ascending. Tensors that outlive their microbatch, in the order their stage makes them.
     """
 
     num_tensors: int
     passes: dict[str, PassEvents]
+    lasting: NDArray[np.int64]
+
+    def counterpart(self, tensors: NDArray[np.int64], other: StagePasses) -> NDArray[np.int64]:
+        """Return one's own numbers for the lasting tensors of a microbatch of another size; any for the rest."""
+        assert len(self.lasting) == len(other.lasting), "a stage's gradients do not depend on samples"
+        if not len(self.lasting):
+            return np.zeros_like(tensors)
+        places = np.searchsorted(other.lasting, tensors)
+        return self.lasting[np.minimum(places, len(self.lasting) - 1)]
 
 
 @dataclass(frozen=True)
@@ -100,19 +110,42 @@ class EventStream:
         self._actions.append(np.full(len(sizes), action, dtype=np.int64))
         self._times.append(np.broadcast_to(time_s, sizes.shape).astype(np.float64))
 
-    def add_actions(self, programs: dict[int, StagePasses], order: list[Action], labels: NDArray[np.float64]) -> None:
-        """Append the events of every action. What outlives its microbatch is one tensor, made by the first."""
+    def add_actions(
+        self,
+        programs: dict[int, StagePasses],
+        order: list[Action],
+        labels: NDArray[np.float64],
+        smaller: dict[int, StagePasses],
+        last: int,
+    ) -> None:
+        """Append the events of every action. What outlives its microbatch is one tensor, made by the first.
+
+        Args:
+            programs: By stage.
+            order: Actions.
+            labels: float64[len(order), 2]. When they start and end.
+            smaller: By stage, for the last microbatch if it has fewer samples; else empty.
+            last: Number of the last microbatch.
+        """
         count = max((action.microbatch for action in order), default=0) + 1
-        first_id = {}
+        first_id, smaller_id = {}, {}
         for stage, program in programs.items():
             first_id[stage] = self._next_id
             self._next_id += count * program.num_tensors
+        for stage, program in smaller.items():
+            smaller_id[stage] = self._next_id
+            self._next_id += program.num_tensors
         lengths = []
         for (kind, stage, microbatch), (start, end) in zip(order, labels.tolist(), strict=True):
-            program = programs[stage]
-            events = program.passes[kind]
-            own = np.where(events.lasting, 0, microbatch)
-            ids = events.tensors + (first_id[stage] + own * program.num_tensors)
+            if smaller and microbatch == last:
+                events = smaller[stage].passes[kind]
+                lasting = first_id[stage] + programs[stage].counterpart(events.tensors, smaller[stage])
+                ids = np.where(events.lasting, lasting, smaller_id[stage] + events.tensors)
+            else:
+                program = programs[stage]
+                events = program.passes[kind]
+                own = np.where(events.lasting, 0, microbatch)
+                ids = events.tensors + (first_id[stage] + own * program.num_tensors)
             self._parts.append((events.sizes, ids, events.is_alloc, events.categories))
             self._times.append(start + (end - start) * events.portions)
             lengths.append(len(ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -87,6 +87,8 @@ class Plan:
         reshard_after_forward: ZeRO-3 parameters are freed after forward and gathered again in backward.
         replica_assignment: ``"slice"`` cuts each microbatch over the replicas (unequal parts allowed),
             ``"round_robin"`` gives whole microbatches to replicas in turn.
+        last_microbatch_size: Samples of the last microbatch where it is smaller than the others: what is left of
+            a batch that they do not divide. None where all are alike.
     """
 
     stages: tuple[Stage, ...]
@@ -98,11 +100,24 @@ class Plan:
     overlap_gradient_sync: bool = True
     reshard_after_forward: bool = True
     replica_assignment: str = "slice"
+    last_microbatch_size: int | None = None
 
     @property
     def global_batch(self) -> int:
         """Samples per iteration."""
-        return self.microbatch_size * self.num_microbatches
+        if self.last_microbatch_size is None:
+            return self.microbatch_size * self.num_microbatches
+        return self.microbatch_size * (self.num_microbatches - 1) + self.last_microbatch_size
+
+    def is_smaller(self, microbatch: int) -> bool:
+        """Return whether a microbatch is the last one and smaller than the others."""
+        return self.last_microbatch_size is not None and microbatch == self.num_microbatches - 1
+
+    def all_like_last(self) -> Plan:
+        """Return the plan with microbatches that all have the samples of the last one."""
+        if self.last_microbatch_size is None:
+            return self
+        return replace(self, microbatch_size=self.last_microbatch_size, last_microbatch_size=None)
 
     @property
     def rotates(self) -> bool:
@@ -137,8 +152,8 @@ class Plan:
     def canonical(self, workload: Workload) -> Plan:
         """Return the plan that every spelling of it shares.
 
-        Split words are translated, axes of size 1 dropped, adjacent axes of the same split merged, and
-        equal neighbouring runs joined.
+        Split words are translated, axes of size 1 dropped, adjacent axes of the same split merged, equal
+        neighbouring runs joined, and a last microbatch that is like the others is not named.
         """
         stages = []
         for stage in self.stages:
@@ -152,7 +167,8 @@ class Plan:
                     recompute=tuple(sorted(stage.recompute)),
                 )
             )
-        return Plan(**{**self.__dict__, "stages": tuple(stages)})
+        last = None if self.last_microbatch_size == self.microbatch_size else self.last_microbatch_size
+        return Plan(**{**self.__dict__, "stages": tuple(stages), "last_microbatch_size": last})
 
     def canonical_hash(self, workload: Workload) -> str:
         """Return a hash that ignores spelling: plans that mean the same have the same."""
@@ -223,9 +239,11 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ..
 
 def plan_to_mapping(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data (what plan files hold)."""
+    smaller = plan.last_microbatch_size
     return {
         "microbatch_size": plan.microbatch_size,
         "num_microbatches": plan.num_microbatches,
+        **({} if smaller is None else {"last_microbatch_size": smaller}),
         "schedule": plan.schedule,
         "warmup": list(plan.warmup) if plan.warmup is not None else None,
         "gradient_reduction": plan.gradient_reduction,

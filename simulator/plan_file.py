@@ -52,6 +52,7 @@ class _Stage(FileModel):
 class _Plan(FileModel):
     microbatch_size: Annotated[int, Field(ge=1, le=MAX_OPERATORS)]
     num_microbatches: Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)]
+    last_microbatch_size: Annotated[int, Field(ge=1, le=MAX_OPERATORS)] | None = None
     schedule: str = "1f1b"
     warmup: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)], ...] | None, BeforeValidator(_listed)] = (
         None
@@ -116,6 +117,7 @@ def _to_plan(model: _Plan, source: str) -> Plan:
         overlap_gradient_sync=model.overlap_gradient_sync,
         reshard_after_forward=model.reshard_after_forward,
         replica_assignment=model.replica_assignment,
+        last_microbatch_size=model.last_microbatch_size,
     )
 
 

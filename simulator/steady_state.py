@@ -104,8 +104,11 @@ def shortened(
 
 
 def _unit(plan: Plan, costs: CostTables) -> int | None:
-    """Return the microbatches after which the order of actions repeats itself; None if it does not."""
-    if plan.schedule == "gpipe":
+    """Return the microbatches after which the order of actions repeats itself.
+
+    None if it does not; None too for a smaller last microbatch, whose memory is followed over all of them anyway.
+    """
+    if plan.schedule == "gpipe" or plan.last_microbatch_size is not None:
         return None
     ranks = max(plan.rank_of_stage) + 1
     turns = lcm(*(view.num_turns for view in stage_views(plan, costs)))

@@ -26,6 +26,7 @@ def uniform_plan(
     schedule: str = "1f1b",
     chunks: int = 1,
     overlap_gradient_sync: bool | None = None,
+    smaller_last: bool = False,
 ) -> Plan:
     """Return the plan with the same degrees everywhere; tensor-parallel ranks are neighbours.
 
@@ -39,6 +40,7 @@ def uniform_plan(
         schedule: Pipeline schedule.
         chunks: Virtual stages per device (``interleaved``).
         overlap_gradient_sync: None for the runtime's default.
+        smaller_last: The last microbatch takes what is left of a batch that the others do not divide.
 
     Raises:
         ValueError: If the degrees do not fit; says what would.
@@ -56,12 +58,14 @@ def uniform_plan(
             f"tp * pp * dp must be at most the cluster's {problem.num_devices} devices, got {tp} * {pp} * {dp} = "
             f"{devices}; use smaller degrees or a larger cluster than {problem.hardware.cluster.name}"
         )
-    if problem.global_batch % (microbatch * dp):
+    count, left = divmod(problem.global_batch, microbatch * dp)
+    if left and not (smaller_last and count):
         fitting = max(size for size in range(1, microbatch + 1) if size == 1 or problem.global_batch % (size * dp) == 0)
         raise ValueError(
             f"dp * microbatch must divide the global batch {problem.global_batch}, got {dp} * {microbatch} = "
             f"{dp * microbatch}; try microbatch {fitting}"
             + ("" if problem.global_batch % dp == 0 else f" and a dp that divides {problem.global_batch}")
+            + (", or a smaller last microbatch (smaller_last)" if count and left >= dp else "")
         )
     if chunks > 1 and schedule != "interleaved":
         raise ValueError(f"chunks above 1 need schedule interleaved, got schedule {schedule} with {chunks} chunks")
@@ -80,12 +84,13 @@ def uniform_plan(
     return Plan(
         stages=tuple(stages),
         microbatch_size=microbatch * dp,
-        num_microbatches=problem.global_batch // (microbatch * dp),
+        num_microbatches=count + (left > 0),
         schedule=schedule,
         gradient_reduction=problem.runtime.reduce_gradients,
         overlap_gradient_sync=(
             problem.runtime.overlap_gradient_sync if overlap_gradient_sync is None else overlap_gradient_sync
         ),
+        last_microbatch_size=left or None,
     )
 
 

@@ -45,7 +45,24 @@ def _check_batch(plan: Plan, problem: Problem, problems: list[str]) -> None:
     for name in ("microbatch_size", "num_microbatches"):
         if getattr(plan, name) < 1:
             problems.append(f"{name} must be at least 1, got {getattr(plan, name)}")
-    if plan.global_batch != problem.global_batch:
+    last = plan.last_microbatch_size
+    if last is not None and not 1 <= last <= plan.microbatch_size:
+        problems.append(
+            f"last_microbatch_size must be from 1 to the microbatch_size {plan.microbatch_size}, got {last}; leave it "
+            "out where all microbatches are alike"
+        )
+    elif last is not None and plan.num_microbatches == 1 and last != plan.microbatch_size:
+        problems.append(
+            "last_microbatch_size needs microbatches before the last, got num_microbatches 1; use microbatch_size: "
+            f"{last}"
+        )
+    elif last is not None and plan.global_batch != problem.global_batch:
+        problems.append(
+            f"microbatch_size * (num_microbatches - 1) + last_microbatch_size must equal the global batch "
+            f"{problem.global_batch}, got {plan.microbatch_size} * {plan.num_microbatches - 1} + {last} = "
+            f"{plan.global_batch}; {_last_remedy(plan.microbatch_size, problem.global_batch)}"
+        )
+    elif plan.global_batch != problem.global_batch:
         problems.append(
             f"microbatch_size * num_microbatches must equal the global batch {problem.global_batch}, got "
             f"{plan.microbatch_size} * {plan.num_microbatches} = {plan.global_batch}; "
@@ -63,6 +80,13 @@ def _check_batch(plan: Plan, problem: Problem, problems: list[str]) -> None:
         problems.append(
             "gradient_reduction: with replica_assignment round_robin gradients are reduced once an iteration; use last"
         )
+
+
+def _last_remedy(microbatch_size: int, global_batch: int) -> str:
+    count, left = divmod(global_batch, microbatch_size)
+    if not count or not left:
+        return _batch_remedy(microbatch_size, global_batch) + " without last_microbatch_size"
+    return f"try num_microbatches: {count + 1}, last_microbatch_size: {left}"
 
 
 def _batch_remedy(microbatch_size: int, global_batch: int) -> str:
@@ -219,15 +243,22 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
                 f"{where}: each of {degree} replicas needs a sample of the microbatch, got microbatch_size "
                 f"{plan.microbatch_size}; try microbatch_size: {degree}"
             )
+        elif plan.last_microbatch_size is not None and degree > plan.last_microbatch_size:
+            problems.append(
+                f"{where}: each of {degree} replicas needs a sample of the last microbatch too, got "
+                f"last_microbatch_size {plan.last_microbatch_size}; cut the batch so that at least {degree} are left"
+            )
     if plan.rotates and len(degrees) > 1:
         problems.append(f"{place}: round_robin needs the same batch degree in the whole stage, got {sorted(degrees)}")
         return
-    ragged = [degree for degree in degrees if plan.microbatch_size % degree and not plan.rotates]
-    if ragged and len(degrees) > 1:
-        problems.append(
-            f"{place}: microbatch_size {plan.microbatch_size} does not divide over {ragged[0]} replicas; unequal "
-            f"slices need the same batch degree in the whole stage, got {sorted(degrees)}"
-        )
+    for name in ("microbatch_size", "last_microbatch_size"):
+        size = getattr(plan, name)
+        ragged = [degree for degree in degrees if size is not None and size % degree and not plan.rotates]
+        if ragged and len(degrees) > 1:
+            problems.append(
+                f"{place}: {name} {size} does not divide over {ragged[0]} replicas; unequal "
+                f"slices need the same batch degree in the whole stage, got {sorted(degrees)}"
+            )
 
 
 def _check_schedule(plan: Plan, problems: list[str]) -> None:

@@ -89,6 +89,7 @@ class Boundary:
         first, second: The stages.
         tensors: Names of what crosses.
         routes: By direction and turn.
+        smaller: The same for the last microbatch, where it is smaller, and the number of that microbatch.
     """
 
     position: int
@@ -96,6 +97,7 @@ class Boundary:
     second: StageWiring
     tensors: tuple[str, ...]
     routes: dict[tuple[int, int], list[TensorRoute]] = field(default_factory=dict)
+    smaller: tuple[Boundary, int] | None = None
 
     def __post_init__(self) -> None:
         workload = self.first.workload
@@ -133,6 +135,12 @@ class Boundary:
         }
         same = totals.keys() == derived.keys() and all(abs(totals[key] - derived[key]) < 0.5 for key in totals)
         assert same, f"boundary {self.position}: {totals} is not what the plan derives, {derived}"
+
+    def routes_of(self, way: int, microbatch: int) -> list[TensorRoute]:
+        """Return how the tensors of a microbatch cross in one direction."""
+        if self.smaller is not None and microbatch == self.smaller[1]:
+            return self.smaller[0].routes_of(way, microbatch)
+        return self.routes[way, microbatch % (self.turns[0] * self.turns[1])]
 
     def ranks(self, way: int, piece: Piece) -> tuple[int, int]:
         """Return the global ranks that send and receive a piece."""
@@ -177,10 +185,6 @@ class Postman:
         self._expected: dict[tuple[int, int, int], dict[str, _Expected]] = {}
         self._local: dict[tuple[int, int, int, str, int], torch.Tensor] = {}
 
-    def _routes(self, position: int, way: int, microbatch: int) -> list[TensorRoute]:
-        found = self.boundaries[position]
-        return found.routes[way, microbatch % (found.turns[0] * found.turns[1])]
-
     def _handle(self, position: int, way: int) -> Any:
         if self.pool.backend is None:
             return None
@@ -194,7 +198,7 @@ class Postman:
     def send(self, position: int, way: int, microbatch: int, tensors: dict[str, torch.Tensor]) -> None:
         """Send this rank's slices of the tensors that cross a boundary."""
         self._forget_sent()
-        for number, found in enumerate(self._routes(position, way, microbatch)):
+        for number, found in enumerate(self.boundaries[position].routes_of(way, microbatch)):
             for piece in found.pieces:
                 source, target = self.boundaries[position].ranks(way, piece)
                 if source != self.pool.rank:
@@ -214,7 +218,7 @@ class Postman:
         if key in self._expected:
             return
         arriving: dict[str, _Expected] = {}
-        for number, found in enumerate(self._routes(position, way, microbatch)):
+        for number, found in enumerate(self.boundaries[position].routes_of(way, microbatch)):
             mine = [piece for piece in found.pieces if self.boundaries[position].ranks(way, piece)[1] == self.pool.rank]
             if not mine:
                 continue

@@ -184,7 +184,8 @@ def sizes_of(plan: Plan, problem: Problem) -> set[SizeAndDegree]:
             axes = resolve(word, problem.workload.operators[index])
             replicas = prod(axis.size for axis in axes if axis.split == "batch")
             degree = prod(axis.size for axis in axes if axis.split != "batch")
-            found.add((-(-plan.microbatch_size // replicas), degree))
+            for size in {plan.microbatch_size, plan.last_microbatch_size or plan.microbatch_size}:
+                found.add((-(-size // replicas), degree))
     # Operators that a tensor-parallel plan does not split are measured at degree 1.
     return found
 

@@ -118,6 +118,8 @@ def split_errors(
 ) -> list[DeviceSplit]:
     """Return one split per device, the busiest (as measured) first.
 
+    Operators are timed in microbatches of one size; those of a last one that is smaller are *host and other*.
+
     Args:
         plan: Canonical plan.
         modelled, problem: Without, and with, the calibration applied.
@@ -128,7 +130,11 @@ def split_errors(
     devices = sorted(plan.devices)
     scaling = calibration.scaling(modelled, plan)
     views = stage_views(plan, CostTables(problem))
-    actions = Counter((action.rank, action.kind, action.stage) for action in measured[0].traced[0])
+    actions = Counter(
+        (action.rank, action.kind, action.stage)
+        for action in measured[0].traced[0]
+        if not plan.is_smaller(action.microbatch)
+    )
     busy = {
         each.device: median(turn.devices[position].passes_s for turn in measured)
         for position, each in enumerate(measured[0].devices)

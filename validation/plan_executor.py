@@ -58,20 +58,34 @@ class PlanExecutor:
         self.times = OperatorTimes(self.clock) if measure_operators else None
         self.collective_times = CollectiveTimes(self.clock)
         self.run_state = RunState()
-        views = stage_views(plan, CostTables(problem))
+        costs = CostTables(problem)
+        views = stage_views(plan, costs)
         devices = sorted(plan.devices)
         rank_of = {device: rank for rank, device in enumerate(devices)}
         self.device_id = devices[worker.rank] if worker.rank < len(devices) else -1
-        self.wirings = [StageWiring(view, tuple(rank_of[device] for device in view.stage.devices)) for view in views]
+        last_views = stage_views(plan.all_like_last(), costs) if plan.last_microbatch_size is not None else ()
+        self.wirings, self.last_wirings = (
+            [StageWiring(view, tuple(rank_of[device] for device in view.stage.devices)) for view in each]
+            for each in (views, last_views)
+        )
         self.boundaries = [
-            Boundary(position, self.wirings[position], self.wirings[position + 1], tuple(tensors))
-            for position, tensors in enumerate(crossing_tensors(views))
+            self._boundary(position, tuple(tensors)) for position, tensors in enumerate(crossing_tensors(views))
         ]
         self.ties = find_ties(self.wirings)
         worker.pool.prepare(self._group_keys())
+        starts = {number: number * plan.microbatch_size for number in range(plan.num_microbatches)}
+        last = {number: starts.pop(number) for number in list(starts) if plan.is_smaller(number)}
         self.runners = {
-            wiring.view.position: self._runner(wiring) for wiring in self.wirings if worker.rank in wiring.ranks
+            wiring.view.position: self._runner(wiring, starts)
+            for wiring in self.wirings
+            if worker.rank in wiring.ranks
         }
+        self.last_runners = {
+            wiring.view.position: self._runner(wiring, last, self.runners[wiring.view.position])
+            for wiring in self.last_wirings
+            if worker.rank in wiring.ranks
+        }
+        """Run the last microbatch, where it is smaller. Their operators are not timed: times are of one size."""
         self.postman = Postman(self.boundaries, worker.pool, worker.device)
         self.order = self._own_actions()
         self.last_gradients = self._last_gradient_actions()
@@ -84,15 +98,26 @@ class PlanExecutor:
 
     def _group_keys(self) -> set[GroupKey]:
         found: set[GroupKey] = set(tie_keys(self.ties))
-        for wiring in self.wirings:
+        for wiring in (*self.wirings, *self.last_wirings):
             found |= wiring.groups()
+        for wiring in self.wirings:
             found |= set(parameter_group_keys(wiring.view, wiring.ranks))
             found |= gradient_group_keys(wiring.view, wiring.ranks)
         for boundary in self.boundaries:
             found |= set(boundary.group_keys())
         return found
 
-    def _runner(self, wiring: StageWiring) -> StageRunner:
+    def _boundary(self, position: int, tensors: tuple[str, ...]) -> Boundary:
+        smaller = None
+        if self.last_wirings:
+            first, second = self.last_wirings[position : position + 2]
+            smaller = Boundary(position, first, second, tensors), self.plan.num_microbatches - 1
+        first, second = self.wirings[position : position + 2]
+        return Boundary(position, first, second, tensors, smaller=smaller)
+
+    def _runner(
+        self, wiring: StageWiring, microbatches: Mapping[int, int], like: StageRunner | None = None
+    ) -> StageRunner:
         groups = StageGroups(self.worker.pool, wiring.ranks, wiring.ranks.index(self.worker.rank))
         return StageRunner(
             wiring,
@@ -101,8 +126,14 @@ class PlanExecutor:
             losses=terminal_tensors(self.problem.workload),
             device=self.worker.device,
             run=self.run_state,
-            times=self.times,
+            microbatches=microbatches,
+            times=self.times if like is None else None,
+            like=like,
         )
+
+    def runner_of(self, stage: int, microbatch: int) -> StageRunner:
+        """Return what runs a microbatch of a stage of this rank."""
+        return (self.last_runners if self.plan.is_smaller(microbatch) else self.runners)[stage]
 
     def _own_actions(self) -> list[Action]:
         """Return this rank's actions: its stages', of the microbatches it works on."""
@@ -205,7 +236,7 @@ class PlanExecutor:
         self, action: Action, arrived: dict[str, torch.Tensor], states: dict[tuple[int, int], InFlight]
     ) -> None:
         kind, stage, microbatch = action
-        runner = self.runners[stage]
+        runner = self.runner_of(stage, microbatch)
         if kind == FORWARD:
             leaving, states[stage, microbatch] = runner.forward(microbatch, arrived)
             if stage < len(self.boundaries):
@@ -225,10 +256,8 @@ class PlanExecutor:
     def _outgoing(self, stage: int, microbatch: int, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the gradients of what crossed the boundary before ``stage``; zero where nobody used it."""
         found = {}
-        boundary = self.boundaries[stage - 1]
-        turns = boundary.turns[0] * boundary.turns[1]
         local = self.runners[stage].groups.local_rank
-        for route in boundary.routes[BACKWARD_WAY, microbatch % turns]:
+        for route in self.boundaries[stage - 1].routes_of(BACKWARD_WAY, microbatch):
             gradient = gradients.get(route.tensor)
             if gradient is None:
                 shape = tuple(part.stop - part.start for part in route.held[local])
@@ -265,7 +294,7 @@ class PlanExecutor:
     def notes(self) -> list[str]:
         """Return where execution does more than derived."""
         found = []
-        for wiring in self.wirings:
+        for wiring in (*self.wirings, *self.last_wirings):
             count = sum(conversion.deviates for conversion in wiring.conversions())
             if count:
                 found.append(

@@ -17,6 +17,7 @@ def load_samples(
     local_rank: int,
     inputs: Mapping[str, InputSpec],
     device: torch.device,
+    microbatches: Mapping[int, int],
 ) -> dict[tuple[int, int, int], torch.Tensor]:
     """Return training data by operator, input position and microbatch.
 
@@ -26,6 +27,7 @@ def load_samples(
         local_rank: Which device of the stage this is.
         inputs: Graph inputs of the workload.
         device: Where tensors live.
+        microbatches: Those wanted, each with the number of its first sample.
     """
     plan = wiring.view.plan
     found: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -35,10 +37,9 @@ def load_samples(
         for position, wire in enumerate(wires)
         if wire.source == GRAPH
     ]
-    for microbatch in range(plan.num_microbatches):
+    for microbatch, start in microbatches.items():
         if not wanted or not wiring.works_on(local_rank, microbatch):
             continue
-        start = microbatch * plan.microbatch_size
         made: dict[tuple[str, int, int], torch.Tensor] = {}
         for index, position, tensor in wanted:
             samples, *rest = contexts[index].input_boxes[position]

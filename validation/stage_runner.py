@@ -38,7 +38,9 @@ class StageRunner:
         losses: Tensors whose mean over the global batch is the loss.
         device: Where tensors live.
         run: Progress of the run.
+        microbatches: Those it runs, each with the number of its first sample.
         times: Where operator times go, if they are wanted.
+        like: Runs the stage's microbatches of another size: parameters, gradients and loss are the same.
     """
 
     def __init__(
@@ -50,32 +52,30 @@ class StageRunner:
         losses: tuple[str, ...],
         device: torch.device,
         run: RunState,
+        microbatches: Mapping[int, int],
         times: OperatorTimes | None = None,
+        like: StageRunner | None = None,
     ) -> None:
         self.wiring, self.groups, self.device, self.run, self.times = wiring, groups, device, run, times
-        self.view = wiring.view
-        self.workload = wiring.workload
+        self.view, self.workload = wiring.view, wiring.workload
         self.problem = self.view.costs.problem
-        runtime = self.problem.runtime
-        self.dtype = DTYPES[runtime.implementation.dtype]
+        self.dtype = DTYPES[self.problem.runtime.implementation.dtype]
         self.contexts = {index: self._context(index) for index in self.view.operators}
         self.forwards = {index: build(context) for index, context in self.contexts.items()}
-        self.parameters = StageParameters(self.view, self.contexts, groups, device=device, dtype=self.dtype)
-        sums = torch.float32 if runtime.gradient_accumulation_bytes == 4 else self.dtype
-        self.gradients = Gradients(self.view, self.parameters, groups, sums)
+        if like is None:
+            self.parameters = StageParameters(self.view, self.contexts, groups, device=device, dtype=self.dtype)
+            sums = torch.float32 if self.problem.runtime.gradient_accumulation_bytes == 4 else self.dtype
+            self.gradients = Gradients(self.view, self.parameters, groups, sums)
+            self.loss_total = torch.zeros((), device=device)
+        else:
+            self.parameters, self.gradients, self.loss_total = like.parameters, like.gradients, like.loss_total
         self.converter = Converter(groups)
         self.losses = {tensor for tensor in losses if self.workload.producer[tensor] in self.view.shardings}
-        self.loss_total: torch.Tensor = torch.zeros((), device=device)
         self.layers = list(dict.fromkeys(self.workload.operators[index].layer for index in self.view.operators))
-        self.segment_of = {
-            index: (start, stop) for start, stop in self.view.stage.recompute for index in range(start, stop)
-        }
-        own = set(self.view.operators)
-        self.segments = {
-            (start, stop): [index for index in range(start, stop) if index in own]
-            for start, stop in self.view.stage.recompute
-        }
-        self.data = load_samples(wiring, self.contexts, groups.local_rank, inputs, device)
+        recompute = self.view.stage.recompute
+        self.segment_of = {index: (start, stop) for start, stop in recompute for index in range(start, stop)}
+        self.segments = {(a, b): [index for index in range(a, b) if index in self.contexts] for a, b in recompute}
+        self.data = load_samples(wiring, self.contexts, groups.local_rank, inputs, device, microbatches)
 
     def _context(self, index: int) -> OperatorContext:
         sharding = self.view.shardings[index]

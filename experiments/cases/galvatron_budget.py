@@ -7,7 +7,6 @@ fastest: TP of ViT-Huge-32 is printed with 88 samples at 20 GB (16.11 samples/s)
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
 
 from experiments.cases.galvatron_table2 import (
     DEEPSPEED,
@@ -17,7 +16,7 @@ from experiments.cases.galvatron_table2 import (
     planner_options,
     profiles_of,
 )
-from searchers.galvatron.microbatches import Cut
+from searchers.galvatron.microbatches import chunked
 from searchers.galvatron.partitions import base_partition
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.stage_search import split
@@ -44,7 +43,7 @@ def within_budget(run: Run, strategy: str, batch: int) -> bool:
     if search is None:
         return False
     parts = num_microbatches(run.model, batch, strategy, num_gpus) if strategy in PIPELINED else 1
-    cut = Cut(parts, ceil(batch / parts))
+    cut = chunked(batch, parts)
     stages = split(search.layers, base_partition(search, cut, counts_outside=False))
     plan = search.assess(stages, [[Strategy(levels)] * len(stage) for stage in stages], batch, cut)
     return plan is not None and plan.fits

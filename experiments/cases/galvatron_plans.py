@@ -6,7 +6,6 @@ The files are named by GPUs, model and memory budget, and hold the batch that Ta
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
 from pathlib import Path
 
 from experiments.cases.case import Case, Measured, Skipped, data_file
@@ -19,12 +18,12 @@ GROUP = "galvatron-released-plans"
 SOURCE = "Galvatron 1 release (plans); Galvatron-BMW (TKDE), Table II (throughput)"
 FOLDER = "galvatron/plans"
 
-# File, model, memory GB, batch, chunks, devices of a stage; printed samples per second.
+# File, model, memory GB, batch; printed samples per second.
 ROWS = (
-    ("v1_bert__galvatron_config_8gpus_1280hidden_32layers_8G_full.json", "bert-huge-32", 8, 8, 2, 4, 8.16),
-    ("v1_bert__galvatron_config_8gpus_1280hidden_32layers_12G_full.json", "bert-huge-32", 12, 16, 1, 8, 11.39),
-    ("v1_swin__galvatron_config_8gpus_320embeddim_2_2_26_2_layers_8G_full.json", "swin-huge-32", 8, 48, 1, 8, 31.33),
-    ("v1_swin__galvatron_config_8gpus_320embeddim_2_2_26_2_layers_12G_full.json", "swin-huge-32", 12, 64, 3, 4, 41.69),
+    ("v1_bert__galvatron_config_8gpus_1280hidden_32layers_8G_full.json", "bert-huge-32", 8, 8, 8.16),
+    ("v1_bert__galvatron_config_8gpus_1280hidden_32layers_12G_full.json", "bert-huge-32", 12, 16, 11.39),
+    ("v1_swin__galvatron_config_8gpus_320embeddim_2_2_26_2_layers_8G_full.json", "swin-huge-32", 8, 48, 31.33),
+    ("v1_swin__galvatron_config_8gpus_320embeddim_2_2_26_2_layers_12G_full.json", "swin-huge-32", 12, 64, 41.69),
 )
 
 
@@ -34,10 +33,8 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
     if isinstance(folder, Skipped):
         yield Skipped((GROUP,), len(ROWS), folder.reason)
         return
-    for name, model, memory_gb, batch, chunks, size, throughput in ROWS:
+    for name, model, memory_gb, batch, throughput in ROWS:
         run = Run(model=model, cluster="titan-rtx-pcie:1x8", memory_gb=memory_gb)
-        each = ceil(batch / size / chunks)
-        whole = batch if batch % chunks == 0 else size * each * ceil(batch / size / each)
 
         def plan(problem: Problem, path: Path = folder / name) -> Plan:
             return import_plan(path, problem)
@@ -45,7 +42,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
         yield Case(
             row_id=f"{FOLDER}/{name}#1",
             groups=(GROUP,),
-            problem=lambda run=run, whole=whole: run.problem(whole),  # type: ignore[misc]
+            problem=lambda run=run, batch=batch: run.problem(batch),  # type: ignore[misc]
             plan=plan,
             measured=Measured(iteration_time_s=batch / throughput, out_of_memory=False),
             source=SOURCE,

@@ -29,7 +29,7 @@ from experiments.cases.case import (
 )
 from searchers.galvatron.judged import judged_plan
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import microbatch_counts, released_count, table_count
+from searchers.galvatron.microbatches import chunked, microbatch_counts, released_count, table_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import even, filled_from_the_back
 from searchers.galvatron.planner import Planner
@@ -125,7 +125,7 @@ class Run:
         )()
 
     def fixed(self, strategy: str, batch: int) -> tuple[Callable[[], Problem], Callable[[Problem], Plan]]:
-        """Return problem and plan of a strategy with fixed degrees; the batch is rounded up to whole microbatches.
+        """Return problem and plan of a strategy with fixed degrees.
 
         Raises:
             ValueError: If the strategy is unknown.
@@ -134,53 +134,55 @@ class Run:
         parts = 1
         if strategy in PIPELINED:
             parts = num_microbatches(self.model, batch, strategy, num_gpus)
-        samples = ceil(batch / parts)
+        cut = chunked(batch, parts)
+        each = max(1, cut.samples // num_gpus)
 
         def pipeline(problem: Problem) -> Plan:
             return Plan(
                 stages=stages_of_layers(problem, memory_balanced(problem, num_gpus), [()] * num_gpus),
-                microbatch_size=samples,
-                num_microbatches=parts,
+                microbatch_size=cut.samples,
+                num_microbatches=cut.parts,
                 schedule="gpipe",
+                last_microbatch_size=cut.last,
             )
 
         plans = {
-            "ddp": uniform(dp=num_gpus, microbatch=max(1, samples // num_gpus)),
-            "fsdp": uniform(dp=num_gpus, microbatch=max(1, samples // num_gpus), zero=3),
-            "megatron-tp": uniform(tp=num_gpus, microbatch=samples),
+            "ddp": uniform(dp=num_gpus, microbatch=each),
+            "fsdp": uniform(dp=num_gpus, microbatch=each, zero=3),
+            "megatron-tp": uniform(tp=num_gpus, microbatch=batch),
             "gpipe": pipeline,
             DEEPSPEED: uniform(
-                tp=2, pp=2, dp=num_gpus // 4, microbatch=max(1, samples * 4 // num_gpus), schedule="gpipe"
+                tp=2, pp=2, dp=num_gpus // 4, microbatch=max(1, cut.samples * 4 // num_gpus), schedule="gpipe"
             ),
         }
         if strategy not in plans:
             raise ValueError(f"strategy must be one of {', '.join((*plans, *SEARCHED))}, got {strategy!r}")
-        return (lambda: self.problem(samples * parts)), plans[strategy]
+        return (lambda: self.problem(batch)), plans[strategy]
 
     def searched(self, strategy: str, batch: int) -> tuple[Callable[[], Problem], Callable[[Problem], Plan]]:
-        """Return problem and plan of a searched strategy; both wait for the search, which happens once.
+        """Return problem and plan of a searched strategy; the plan waits for the search, which happens once.
 
         The plan is the variant's within the budget by the release's memory model, else its leanest.
         """
 
         @cache
-        def found() -> tuple[Plan, int]:
+        def found() -> Plan:
             options = planner_options(strategy)
             profiles = profiles_of(self.model, self.cluster, self.runtime)
             judged = judged_plan(self.problem, options, lambda planner: planner.best(batch), profiles)
             if judged is not None:
-                return judged.plan, judged.found.padded_batch
+                return judged.plan
             leanest = Planner(self.problem(batch), options, profiles=profiles).leanest(batch)
             if leanest is None:
                 raise ValueError(f"{strategy} has no plan for {batch} samples of {self.model}")
-            return to_plan(leanest, self.problem(leanest.padded_batch)), leanest.padded_batch
+            return to_plan(leanest, self.problem(batch))
 
-        return (lambda: self.problem(found()[1])), (lambda _: found()[0])
+        return (lambda: self.problem(batch)), (lambda _: found())
 
 
 def planner_options(strategy: str) -> Options:
-    """Return a variant's options with the release's padding of microbatches and its memory model."""
-    return replace(variant_options(strategy), pads_batch=True, memory="released")
+    """Return a variant's options with the release's cutting of microbatches and its memory model."""
+    return replace(variant_options(strategy), unequal_microbatches=True, memory="released")
 
 
 @lru_cache(maxsize=8)
@@ -193,7 +195,7 @@ def num_microbatches(model: str, batch: int, strategy: str = "gpipe", num_gpus: 
     """Return how many microbatches the release's tables give a pipeline of one device, or of two, a stage.
 
     The tables have fractions (b/8 + 2 for BERT); b is a multiple of eight here, so none arise. Where they do
-    not divide the batch, PyTorch cuts unequal microbatches; the plan here has the larger size for all.
+    not divide the batch, PyTorch makes the last microbatch smaller.
     DeepSpeed 3D (two stages, b = half the batch on eight devices) has no table: a number that divides the batch.
 
     Source:

@@ -15,6 +15,7 @@ from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
 from searchers.galvatron.released_memory import ReleasedMemory
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
+from simulator.estimate import queued_s
 from simulator.lowering.epilogue import OPTIMIZER_STATE_BYTES, PER_TENSOR_ADAM_ACCESSES
 from simulator.problem import Problem
 
@@ -235,21 +236,30 @@ def in_flight(schedule: str, stage: int, num_stages: int, num_microbatches: int)
 
 
 def pipeline_s(
-    step_s: Sequence[float], sync_s: Sequence[float], num_microbatches: int, *, paper: bool = False
+    step_s: Sequence[float],
+    sync_s: Sequence[float],
+    num_microbatches: int,
+    *,
+    last_s: Sequence[float] | None = None,
+    paper: bool = False,
 ) -> float:
     """Return Eq. 9: ``(m - 1) max(step) + sum(step + sync)``, seconds per iteration.
 
     The printed sum counts every stage's synchronisation, though stages synchronise side by side; here the
-    longest counts once, unless ``paper``.
+    longest counts once, unless ``paper``. A last microbatch that is smaller takes ``last_s``.
 
     >>> pipeline_s([2.0, 3.0], [1.0, 0.5], 4), pipeline_s([2.0, 3.0], [1.0, 0.5], 4, paper=True)
     (15.0, 15.5)
+    >>> pipeline_s([2.0, 3.0], [1.0, 0.5], 4, last_s=[1.0, 1.5])
+    13.5
     """
     synced_s = sum(sync_s) if paper else max(sync_s)
+    if last_s is not None:
+        return queued_s(step_s, last_s, num_microbatches) + synced_s
     return (num_microbatches - 1) * max(step_s) + sum(step_s) + synced_s
 
 
-def peak_bytes(costs: Sequence[LayerCost], held: int) -> float:
+def peak_bytes(costs: Sequence[LayerCost], held: float) -> float:
     """Return Eq. 2 of a stage: the largest of what is kept up to a layer plus its backward need, and all states.
 
     Args:

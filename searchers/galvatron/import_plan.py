@@ -9,13 +9,13 @@ ranks are neighbours (``tp_consecutive_flags``), ``dp_types_enc`` (1: sharded pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
+from searchers.galvatron.microbatches import Cut, chunked
 from searchers.galvatron.partitions import even
 from searchers.galvatron.stage_search import split
 from simulator.costs import CostTables
@@ -35,7 +35,7 @@ def import_plan(path: Path, problem: Problem) -> Plan:
 
     Args:
         path: The file.
-        problem: Its model must have as many layers; its batch must be the file's, rounded up to whole microbatches.
+        problem: Its model must have as many layers; its batch must be the file's.
 
     Raises:
         DataFileError: If the file breaks a rule, or does not fit the problem.
@@ -58,14 +58,9 @@ class _Reader:
 
     def plan(self) -> Plan:
         parts, batch = self._whole("chunks"), self._whole("global_bsz")
-        samples = batch // parts
-        if batch % parts:  # PyTorch cuts each replica's samples into parts of ceil(b / m)
-            own = ceil(batch / self.size)
-            samples = self.size * ceil(own / parts)
-            parts = ceil(own / ceil(own / parts))
-        if self.problem.global_batch != samples * parts:
-            rounded = "" if samples * parts == batch else f" ({batch} rounded up to {parts} microbatches of {samples})"
-            self._refuse(f"the global batch must be {samples * parts}{rounded}, got {self.problem.global_batch}")
+        cut = chunked(batch, parts, self.size) if batch % parts else Cut(parts, batch // parts)
+        if self.problem.global_batch != batch:
+            self._refuse(f"the global batch must be {batch}, got {self.problem.global_batch}")
         kind = self.content.get("pipeline_type", "gpipe")
         if kind not in SCHEDULES:
             self._refuse(f"pipeline_type must be one of {', '.join(SCHEDULES)}, got {kind!r}")
@@ -85,8 +80,9 @@ class _Reader:
             )
         return Plan(
             stages=tuple(stages),
-            microbatch_size=samples,
-            num_microbatches=parts,
+            microbatch_size=cut.samples,
+            num_microbatches=cut.parts,
+            last_microbatch_size=cut.last,
             schedule=SCHEDULES[kind],
             gradient_reduction="last",
             overlap_gradient_sync=True,

@@ -70,7 +70,7 @@ def judged_plan(
         found = find(planner)
         if found is None:
             return None
-        own = problem_of(found.padded_batch)
+        own = problem_of(found.batch)
         plan = to_plan(found, own)
         result = simulate(plan, own, engine="compiled")
         if result.fits or options.memory == "released":

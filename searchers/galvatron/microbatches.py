@@ -8,8 +8,8 @@ Rules by name (B samples, P stages, b = B P / N samples per device group of one 
 - ``free``: every number that divides the batch, gradients accumulated on a single stage too;
 - ``divisors``: the same, at least P (the third release).
 
-A plan's microbatches are equal, so a rule's number is moved to the nearest that divides the batch, or the batch is
-padded: the release lets PyTorch cut a replica's b samples into m parts of ceil(b / m), the last one smaller.
+Where a rule's number does not divide the batch it is moved to the nearest that does, or the batch is cut as the release
+lets PyTorch cut it: a replica's b samples into parts of ceil(b / m), the last one smaller.
 
 Source: Galvatron data README (``titan_v1``), Hetu-Galvatron releases 1 to 3.
 """
@@ -27,14 +27,20 @@ IMAGE_FAMILIES = ("vit", "swin")
 
 
 class Cut(NamedTuple):
-    """How a batch is cut: ``parts`` microbatches of ``samples`` each, the batch or a little more."""
+    """How a batch is cut: ``parts`` microbatches of ``samples`` each; of ``last`` the last one, unless that is None."""
 
     parts: int
     samples: int
+    last: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """Samples of all microbatches."""
+        return self.samples * (self.parts - 1) + (self.last or self.samples)
 
 
 def cuts(
-    rule: str, family: str, batch: int, num_stages: int, num_devices: int, *, pads: bool = False
+    rule: str, family: str, batch: int, num_stages: int, num_devices: int, *, unequal: bool = False
 ) -> list[Cut]:
     """Return the ways to cut a batch under a rule, fewest microbatches first.
 
@@ -43,18 +49,31 @@ def cuts(
         family: The workload's family.
         batch: Samples per iteration.
         num_stages, num_devices: P and N.
-        pads: Let the last microbatch be padded as above, rather than moving the rule's number.
+        unequal: Let the last microbatch be smaller as above, rather than moving the rule's number.
 
-    >>> cuts("table", "bert", 8, 8, 8), cuts("table", "bert", 8, 8, 8, pads=True)
-    ([Cut(parts=4, samples=2)], [Cut(parts=3, samples=3)])
+    >>> cuts("table", "bert", 8, 8, 8), cuts("table", "bert", 8, 8, 8, unequal=True)
+    ([Cut(parts=4, samples=2, last=None)], [Cut(parts=3, samples=3, last=2)])
     """
     counts = microbatch_counts(rule, family, batch, num_stages, num_devices)
-    if not pads or num_stages == 1 or rule in ("free", "divisors"):
+    if not unequal or num_stages == 1 or rule in ("free", "divisors"):
         return [Cut(count, batch // count) for count in counts]
-    width = num_devices // num_stages
-    samples = ceil(batch / width)
-    each = ceil(samples / max(1, ceil(_wanted(rule, family, batch, num_stages, num_devices))))
-    return [Cut(ceil(samples / each), width * each)]
+    parts = max(1, ceil(_wanted(rule, family, batch, num_stages, num_devices)))
+    return [chunked(batch, parts, num_devices // num_stages)]
+
+
+def chunked(batch: int, parts: int, width: int = 1) -> Cut:
+    """Return how PyTorch cuts a batch: ``width`` replicas' samples into at most ``parts`` of equal size, but the last.
+
+    Source:
+        torch.chunk: parts of ceil(b / m) samples, of which there may be fewer than m.
+
+    >>> chunked(24, 5), chunked(8, 5), chunked(64, 3, width=4)
+    (Cut(parts=5, samples=5, last=4), Cut(parts=4, samples=2, last=None), Cut(parts=3, samples=24, last=16))
+    """
+    samples = min(batch, width * ceil(ceil(batch / width) / parts))
+    count = ceil(batch / samples)
+    left = batch - (count - 1) * samples
+    return Cut(count, samples, None if left == samples else left)
 
 
 def microbatch_counts(rule: str, family: str, batch: int, num_stages: int, num_devices: int) -> list[int]:

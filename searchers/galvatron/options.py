@@ -25,7 +25,7 @@ class Options:
             ``bi-objective`` (Algorithm 2).
         schedule: ``gpipe`` or ``1f1b``.
         microbatches: Rule of `searchers.galvatron.microbatches`.
-        pads_batch: Microbatches that do not divide the batch are padded, not avoided.
+        unequal_microbatches: Where microbatches do not divide the batch the last is smaller, as PyTorch cuts it.
         memory: ``shapes`` (Eq. 2 on the shared cost tables) or ``released`` (the first releases' coarser model).
         granularity_bytes: Memory step of the dynamic programming.
         fused_layers: Consecutive equal layers that share a strategy (section IV-A3); 1: every layer alone.
@@ -41,7 +41,7 @@ class Options:
     partition: str = "bi-objective"
     schedule: str = "1f1b"
     microbatches: str = "released"
-    pads_batch: bool = False
+    unequal_microbatches: bool = False
     memory: str = "shapes"
     granularity_bytes: int = 16 << 20
     fused_layers: int = 1

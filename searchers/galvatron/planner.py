@@ -109,7 +109,7 @@ class Planner:
             batch,
             degree,
             self.problem.num_devices,
-            pads=self.options.pads_batch,
+            unequal=self.options.unequal_microbatches,
         )
 
     def _plan(self, search: DegreeSearch, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from searchers.galvatron.layer_profiles import Layer
+from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.stage_search import PipelinePlan
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
 from simulator.plan import Plan, Sharding, Stage
@@ -17,12 +18,11 @@ def to_plan(found: PipelinePlan, problem: Problem) -> Plan:
     Raises:
         ValueError: If the problem has another batch.
     """
-    if found.padded_batch != problem.global_batch:
-        raise ValueError(f"the problem's global batch must be {found.padded_batch}, got {problem.global_batch}")
+    if found.batch != problem.global_batch:
+        raise ValueError(f"the problem's global batch must be {found.batch}, got {problem.global_batch}")
     return plan_of_layers(
         [(stage.layers, stage.chosen) for stage in found.stages],
-        microbatch_size=found.cut.samples,
-        num_microbatches=found.num_microbatches,
+        cut=found.cut,
         schedule=found.schedule,
     )
 
@@ -30,8 +30,7 @@ def to_plan(found: PipelinePlan, problem: Problem) -> Plan:
 def plan_of_layers(
     stages: Sequence[tuple[Sequence[Layer], Sequence[Strategy]]],
     *,
-    microbatch_size: int,
-    num_microbatches: int,
+    cut: Cut,
     schedule: str,
 ) -> Plan:
     """Return the plan of strategies per layer, stages on consecutive devices."""
@@ -52,8 +51,9 @@ def plan_of_layers(
         device += size
     return Plan(
         stages=tuple(built),
-        microbatch_size=microbatch_size,
-        num_microbatches=num_microbatches,
+        microbatch_size=cut.samples,
+        num_microbatches=cut.parts,
+        last_microbatch_size=cut.last,
         schedule=schedule,
         gradient_reduction="last",
         overlap_gradient_sync=True,

@@ -45,8 +45,6 @@ class Galvatron(Searcher):
             known = ", ".join(Options.__dataclass_fields__)
             raise ValueError(f"options of {self.name} are {known}, got {min(unknown)!r}")
         self.options = replace(self.variant, **choices)
-        if self.options.pads_batch:
-            raise ValueError("pads_batch must be false here: a searcher plans for the problem's own batch")
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
         """Return the best plans over pipeline degrees, microbatches and partitions. Nothing is random."""
@@ -110,7 +108,7 @@ def assess(plan: Plan, problem: Problem, options: Options | None = None) -> Pipe
     devices = problem.num_devices // len(stages)
     if search is None or any(strategy.num_devices != devices for _, chosen in stages for strategy in chosen):
         return None
-    cut = Cut(plan.num_microbatches, plan.microbatch_size)
+    cut = Cut(plan.num_microbatches, plan.microbatch_size, plan.last_microbatch_size)
     return search.assess(
         [layers for layers, _ in stages], [chosen for _, chosen in stages], plan.global_batch, cut
     )

@@ -38,7 +38,7 @@ class StagePlan:
         layers: Its layers.
         chosen: A strategy per layer.
         step_s: One microbatch, forward and backward, without gradient synchronisation.
-        sync_s: What the last microbatch takes longer.
+        sync_s: What the last microbatch takes longer than one like it.
         peak_bytes: Eq. 2.
     """
 
@@ -50,12 +50,13 @@ class StagePlan:
 
 
 class _StageCost(NamedTuple):
-    """What a stage costs, and its last layer: fields as of `StagePlan`."""
+    """What a stage costs: fields as of `StagePlan`, the last microbatch's step, and what leaves with each."""
 
     step_s: float
     sync_s: float
     peak_bytes: float
-    last: LayerCost
+    last_step_s: float
+    output_bytes: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class PipelinePlan:
     """A whole plan in the planner's words.
 
     Attributes:
-        batch: Samples per iteration that count.
-        cut: Microbatches; their samples are the batch, or more where it was padded.
+        batch: Samples per iteration.
+        cut: Microbatches.
         schedule: ``gpipe`` or ``1f1b``.
         stages: In order.
         iteration_time_s: Eq. 9.
@@ -87,11 +88,6 @@ class PipelinePlan:
     def num_microbatches(self) -> int:
         """Microbatches per iteration."""
         return self.cut.parts
-
-    @property
-    def padded_batch(self) -> int:
-        """Samples that are computed: the plan's batch."""
-        return self.cut.parts * self.cut.samples
 
     @property
     def throughput(self) -> float:
@@ -203,22 +199,29 @@ class DegreeSearch:
     ) -> PipelinePlan | None:
         """Return the plan of given strategies with its costs, or None if one cannot be used."""
         found: list[StagePlan] = []
-        outputs: list[tuple[LayerCost, Strategy]] = []
+        steps: list[list[float]] = [[], []]
+        leaving: list[tuple[float, float]] = []
         for place, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
             own = self._stage(layers, tuple(choice), place, batch, cut)
             if own is None:
                 return None
             found.append(StagePlan(tuple(layers), tuple(choice), own.step_s, own.sync_s, own.peak_bytes))
-            outputs.append((own.last, choice[-1]))
-        steps = [stage.step_s for stage in found]
-        for boundary, (cost, sender) in enumerate(outputs[:-1]):
-            receiver = chosen[boundary + 1][0]
-            num_bytes = cost.output_bytes * max(1.0, sender.data / receiver.data)
-            both_ways_s = 2 * self.estimator.transfer_s(boundary, num_bytes)
-            steps[boundary] += both_ways_s
-            steps[boundary + 1] += both_ways_s
+            steps[0].append(own.step_s)
+            steps[1].append(own.last_step_s)
+            leaving.append(own.output_bytes)
+        for boundary, sizes in enumerate(leaving[:-1]):
+            sender, receiver = chosen[boundary][-1], chosen[boundary + 1][0]
+            for step_s, size in zip(steps, sizes, strict=True):
+                num_bytes = size * max(1.0, sender.data / receiver.data)
+                both_ways_s = 2 * self.estimator.transfer_s(boundary, num_bytes)
+                step_s[boundary] += both_ways_s
+                step_s[boundary + 1] += both_ways_s
         total_s = pipeline_s(
-            steps, [stage.sync_s for stage in found], cut.parts, paper=self.options.paper
+            steps[0],
+            [stage.sync_s for stage in found],
+            cut.parts,
+            last_s=None if cut.last is None else steps[1],
+            paper=self.options.paper,
         ) + self._tie_sync_s(stages)
         return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
 
@@ -237,14 +240,22 @@ class DegreeSearch:
         self, layers: Sequence[Layer], chosen: tuple[Strategy, ...], held: float, outside: float, cut: Cut
     ) -> _StageCost | None:
         costs = self._costs_of(layers, chosen, cut.samples, cut.parts > 1)
-        if costs is None:
+        last = costs if cut.last is None else self._costs_of(layers, chosen, cut.last, cut.parts > 1)
+        if costs is None or last is None:
             return None
+        step_s = self._step_s(costs, chosen)
+        last_step_s = step_s if cut.last is None else self._step_s(last, chosen)
+        whole = self.estimator.released is None
+        peak = peak_bytes(costs, held) if whole else released_bytes(costs, held) + outside
+        output_bytes = (costs[-1].output_bytes, last[-1].output_bytes)
+        return _StageCost(step_s, sum(cost.sync_s for cost in last), peak, last_step_s, output_bytes)
+
+    def _step_s(self, costs: Sequence[LayerCost], chosen: Sequence[Strategy]) -> float:
+        """Return the seconds of a microbatch, forward and backward."""
         step_s = sum(cost.step_s for cost in costs)
         for (cost, first), (_, second) in pairwise(zip(costs, chosen, strict=True)):
             step_s += self.estimator.transition_s(cost, first, second)
-        whole = self.estimator.released is None
-        peak = peak_bytes(costs, int(held)) if whole else released_bytes(costs, held) + outside
-        return _StageCost(step_s, sum(cost.sync_s for cost in costs), peak, costs[-1])
+        return step_s
 
     def _tie_sync_s(self, stages: Sequence[Sequence[Layer]]) -> float:
         key = tuple(map(len, stages))
@@ -274,14 +285,13 @@ class DegreeSearch:
         self, layers: tuple[Layer, ...], place: int, batch: int, cut: Cut
     ) -> NDArray[np.int64] | None:
         """Return a strategy number per layer."""
-        samples, num_microbatches = cut.samples, cut.parts
         held = self._held(place, batch, cut)
         outside = self.outside_bytes(place, cut, batch)
-        key = (tuple(layer.kind for layer in layers), held, outside, samples, num_microbatches)
+        key = (tuple(layer.kind for layer in layers), held, outside, cut)
         if key not in self._found:
             self.num_searches += 1
             groups = self._groups(layers)
-            table = self.table(groups, held, samples, num_microbatches)
+            table = self.table(groups, held, cut)
             find = search_as_printed if self.options.paper else search
             found = find(table, self.budget_bytes - outside, float(self.options.granularity_bytes))
             if found is not None:
@@ -290,16 +300,21 @@ class DegreeSearch:
         return self._found[key]
 
     def _held(self, place: int, batch: int, cut: Cut) -> float:
-        """Return the microbatches that a stage holds at once; the release does not count the padding of the last."""
+        """Return the microbatches that a stage holds at once, the last one as the part it is of the others.
+
+        The release takes all for equal parts of the batch.
+        """
         held = in_flight(self.options.schedule, place, self.num_stages, cut.parts)
-        return held if self.estimator.released is None else held * batch / (cut.parts * cut.samples)
+        if self.estimator.released is not None:
+            return held * batch / (cut.parts * cut.samples)
+        return held - 1 + cut.last / cut.samples if cut.last is not None and held == cut.parts else held
 
     def outside_bytes(self, place: int, cut: Cut, batch: int | None = None) -> float:
         """Return what the release charges a stage for embedding and head; here they belong to their layers."""
         released = self.estimator.released
         if released is None:
             return 0.0
-        held = self._held(place, cut.parts * cut.samples if batch is None else batch, cut)
+        held = self._held(place, cut.batch if batch is None else batch, cut)
         return released.outside_bytes(place, held * cut.samples, cut.samples)
 
     def _groups(self, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
@@ -312,28 +327,32 @@ class DegreeSearch:
                 groups.append((layer,))
         return groups
 
-    def table(
-        self, groups: Sequence[tuple[Layer, ...]], held: float, samples: int, num_microbatches: int
-    ) -> LayerTable:
+    def table(self, groups: Sequence[tuple[Layer, ...]], held: float, cut: Cut) -> LayerTable:
         """Return what the search of a stage works on.
 
         Args:
             groups: Layers of the stage; those of a group share a strategy.
             held: Microbatches in flight.
-            samples: Samples of a microbatch.
-            num_microbatches: Weighs a layer's step against its synchronisation.
+            cut: Weighs a layer's step against its synchronisation.
         """
         shape = (len(groups), len(self.strategies))
         cost, kept, backward, forward = (np.full(shape, np.inf) for _ in range(4))
-        weight = 1 if self.options.paper else num_microbatches
+        # The last microbatch is counted apart where it is smaller, and its synchronisation with it.
+        weight = 1 if self.options.paper else cut.parts - (cut.last is not None)
+        apart = None if self.options.paper else cut.last
+        several = cut.parts > 1
         released = self.estimator.released is not None
         ties: frozenset[str] = frozenset()
         for number, group in enumerate(groups):
-            row = self._row(group[0], samples, num_microbatches > 1, ties)
+            row = self._row(group[0], cut.samples, several, ties)
+            last_row = row if cut.last is None else self._row(group[0], cut.last, several, ties)
             size = len(group)
-            for place, found in enumerate(row):
-                if found is not None:
-                    cost[number, place] = size * (weight * found.step_s + found.sync_s)
+            for place, (found, last) in enumerate(zip(row, last_row, strict=True)):
+                if found is not None and last is not None:
+                    steps_s = weight * found.step_s
+                    if apart is not None:
+                        steps_s += last.step_s
+                    cost[number, place] = size * (steps_s + last.sync_s)
                     each = held * found.forward_bytes + found.state_bytes
                     kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
                     backward[number, place] = found.backward_bytes * (held if released else 1)
@@ -341,7 +360,10 @@ class DegreeSearch:
             ties |= self._ties(group[0])
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
         for number in range(1, len(groups)):
-            transition[number] = weight * self._transition(groups[number - 1][0], samples, num_microbatches > 1)
+            before = groups[number - 1][0]
+            transition[number] = weight * self._transition(before, cut.samples, several)
+            if apart is not None:
+                transition[number] += self._transition(before, apart, several)
         return LayerTable(cost, kept, backward, forward, self._layout_of, transition)
 
     def _row(self, layer: Layer, samples: int, accumulates: bool, ties: frozenset[str]) -> list[LayerCost | None]:

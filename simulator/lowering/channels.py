@@ -49,13 +49,11 @@ class ChannelTable:
         if traffic not in table:
             table[traffic] = self._priced(self._collective(collective, num_bytes, devices))
 
-    def add_transfer(self, family: Hashable, transfer: Transfer) -> None:
-        """Register one transfer."""
+    def add_transfer(self, family: Hashable, transfer: Transfer, traffic: Traffic) -> None:
+        """Register one transfer; ``traffic`` tells it from others of its family between the same devices."""
         self._ordered.add(family)
-        devices = (transfer.source, transfer.target)
-        self._groups[family, devices] = {
-            "transfer": self._priced(self._transfer(transfer.num_bytes, transfer.source, transfer.target))
-        }
+        table = self._groups.setdefault((family, (transfer.source, transfer.target)), {})
+        table[traffic] = self._priced(self._transfer(transfer.num_bytes, transfer.source, transfer.target))
 
     def _priced(self, cost: Communication) -> tuple[float, float, Shares]:
         return cost.latency_s, cost.work_s, cost.shares if self._contention else ()
@@ -67,6 +65,10 @@ class ChannelTable:
             self._by_family.setdefault(family, []).append(len(self.channels))
             self.channels.append(Channel(family, devices, family in self._ordered, costs))
         return self.channels
+
+    def carrying(self, family: Hashable, traffic: Traffic) -> list[tuple[int, Channel]]:
+        """Return the classes of a family that some traffic passes through."""
+        return [(number, channel) for number, channel in self.classes(family) if channel.carries(traffic)]
 
     def classes(self, family: Hashable) -> list[tuple[int, Channel]]:
         """Return ``(channel class, an example)`` of a family, one per class."""

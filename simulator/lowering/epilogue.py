@@ -138,9 +138,7 @@ class EpilogueBuilder:
 
     def _shared(self, family: Hashable, traffic: Hashable, cause: str, stage: int, stream: Hashable) -> None:
         costs = self.placements[0].view.costs
-        for channel_class, channel in self.channels.classes(family):
-            if all(known != traffic for known, _, _, _ in channel.costs):
-                continue
+        for channel_class, channel in self.channels.carrying(family, traffic):
             members = self.channels.representatives(channel)
             latency, work, shares = self.channels.price(channel_class, traffic)
             launch = 0.0

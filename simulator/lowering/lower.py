@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 
 import numpy as np
 
@@ -14,15 +13,15 @@ from simulator.lowering.assemble import DeviceTraits, assemble
 from simulator.lowering.channels import ChannelTable
 from simulator.lowering.columns import TemplateColumns
 from simulator.lowering.epilogue import EpilogueBuilder, epilogue_collectives, tied_groups
-from simulator.lowering.mesh import MeshCollective, batch_coordinate, batch_degree
+from simulator.lowering.flow import Flow, flow
+from simulator.lowering.mesh import batch_coordinate, batch_degree
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import GRADIENTS, Program, ProgramBuilder, StageView
 from simulator.lowering.rows import TaskRows, Template
 from simulator.lowering.symmetry import Partition, partition
 from simulator.lowering.synchronisation import parameter_groups
-from simulator.lowering.templates import TemplateBuilder
+from simulator.lowering.templates import Outgoing, TemplateBuilder
 from simulator.lowering.tiling import Block, Ids, Tiling
-from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
 from simulator.lowering.variants import Variant, VariantChoice
 from simulator.plan import Plan
 from simulator.schedules.actions import (
@@ -55,15 +54,17 @@ class Lowered:
         graph: The task graph.
         views: Stages.
         placements: Stages on representatives.
+        last_placements: The same with the samples of the last microbatch.
         orders: Actions of each pipeline rank.
         action_start_task: Per rank, the first task id of each action.
         recorded_s: Seconds of device work by origin (measured, interpolated, modelled), one microbatch of
-            each stage.
+            each stage, or all of them where the last is smaller.
     """
 
     graph: TaskGraph
     views: tuple[StageView, ...]
     placements: tuple[StagePlacement, ...]
+    last_placements: tuple[StagePlacement, ...]
     orders: list[list[Action]]
     action_start_task: list[Ids]
     recorded_s: tuple[float, float, float]
@@ -108,6 +109,7 @@ class _Bound:
     """A plan's programs on representative devices, before they are repeated for every microbatch."""
 
     placements: tuple[StagePlacement, ...]
+    last_placements: tuple[StagePlacement, ...]
     templates: list[Template]
     number_of: dict[tuple[int, Variant], int]
     epilogue: TaskRows
@@ -115,7 +117,7 @@ class _Bound:
     entry: dict[int, list[int]]
     partition: Partition
     traits: DeviceTraits
-    recorded_s: tuple[float, float, float]
+    recorded_s: tuple[tuple[float, float, float], ...]
 
 
 class _Lowering:
@@ -124,19 +126,16 @@ class _Lowering:
         self.costs = costs
         self.fidelity = fidelity
         self.problem = costs.problem
-        self.views = stage_views(plan, costs)
+        self.flows = [flow(stage_views(plan, costs), "transfer")]
+        if plan.last_microbatch_size is not None:
+            self.flows.append(flow(stage_views(plan.all_like_last(), costs), "last transfer"))
+        self.views = self.flows[0].views
         self.orders = schedule_named(plan.schedule).actions(pipeline_shape(plan))
         self.has_zero3 = [any(group.zero == 3 for group in parameter_groups(view)) for view in self.views]
         self.overlapped = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
-        self.num_turns = lcm(*(view.num_turns for view in self.views))
-        self.crossing = crossing_tensors(self.views)
-        self.transfers = [
-            [boundary(first, second, relayed, turn) for turn in range(self.num_turns)]
-            for first, second, relayed in zip(self.views, self.views[1:], self.crossing, strict=False)
-        ]
 
     def run(self) -> Lowered:
-        chosen = VariantChoice(self.plan, self.has_zero3, self.overlapped, self.num_turns)
+        chosen = VariantChoice(self.plan, self.has_zero3, self.overlapped, self.flows[0].num_turns)
         variants = [chosen.of_order(order) for order in self.orders]
         programs: dict[tuple[int, Variant], Program] = {}
         for order, found in zip(self.orders, variants, strict=True):
@@ -153,10 +152,14 @@ class _Lowering:
             graph=graph,
             views=self.views,
             placements=bound.placements,
+            last_placements=bound.last_placements,
             orders=self.orders,
             action_start_task=[block.base for block in tiling.blocks],
-            recorded_s=bound.recorded_s,
+            recorded_s=self._all_recorded(bound),
         )
+
+    def _flow(self, variant: Variant) -> Flow:
+        return self.flows[-1 if variant.smaller else 0]
 
     def _bound(self, programs: dict[tuple[int, Variant], Program]) -> _Bound:
         """Return the programs bound to representative devices."""
@@ -165,12 +168,16 @@ class _Lowering:
         launch_s = {
             c: self.costs.launch_s(placement.gpu_type[c]) for placement in placements for c in placement.classes
         }
-        templates, number_of = self._templates(programs, channels, placements, launch_s)
+        last = placements
+        if len(self.flows) > 1:
+            last = [replace(one, view=view) for one, view in zip(placements, self.flows[-1].views, strict=True)]
+        templates, number_of = self._templates(programs, channels, (placements, last), launch_s)
         epilogue = EpilogueBuilder(placements, channels, self.fidelity, launch_s, overlapped=self.overlapped)
         assert channels.partition is not None
         rows = epilogue.build(self._norm_latency_s(), range(len(channels.partition.members)))
         return _Bound(
             placements=tuple(placements),
+            last_placements=tuple(last),
             templates=templates,
             number_of=number_of,
             epilogue=rows,
@@ -178,18 +185,14 @@ class _Lowering:
             entry=epilogue.entry,
             partition=channels.partition,
             traits=self._traits(channels.partition),
-            recorded_s=self._recorded(placements),
+            recorded_s=tuple(map(self._recorded, (placements, last)[: len(self.flows)])),
         )
 
     # Programs
 
     def _program(self, stage: int, variant: Variant) -> Program:
-        view = self.views[stage]
-        received: list[MeshCollective] = []
-        if variant.kind == FORWARD and stage > 0:
-            received = received_gathers(view, self.views[stage - 1], self.crossing[stage - 1])
-        elif variant.kind in (BACKWARD, BACKWARD_INPUT) and stage + 1 < len(self.views):
-            received = received_gathers(view, self.views[stage + 1], self.crossing[stage])
+        view = self._flow(variant).views[stage]
+        received = self._flow(variant).gathers_of_received(stage, variant)
         key = ("program", variant.kind, variant.gather, variant.sync, tuple(received), self.fidelity)
         if key not in view.shared:
             builder = ProgramBuilder(view, self.fidelity)
@@ -218,23 +221,22 @@ class _Lowering:
                     channels.add_collective(view.position, view.stage.devices, collective)
         for tie, devices, size in tied_groups(self.views):
             channels.add_group(("tie", tie), devices, "all_reduce", size)
-        for position, turns in enumerate(self.transfers):
-            for turn, (forward, backward) in enumerate(turns):
-                for transfer in forward:
-                    channels.add_transfer(("transfer", position, FORWARD, turn), transfer)
-                for transfer in backward:
-                    channels.add_transfer(("transfer", position, BACKWARD, turn), transfer)
+        for passing in self.flows:
+            for family, transfer in passing.families():
+                channels.add_transfer(family, transfer, passing.traffic)
         channels.partition = partition(self._roles(), channels.freeze(), merge=self.fidelity.symmetry)
         return channels
 
     def _roles(self) -> dict[int, Hashable]:
         """Return what each device is: its pipeline rank, type, and whether its slices are the larger ones."""
         roles: dict[int, list[Hashable]] = {}
+        sizes = [passing.views[0].plan.microbatch_size for passing in self.flows]
         for view, rank in zip(self.views, self.plan.rank_of_stage, strict=True):
             shardings = sorted(set(view.shardings.values()))
             for local, device in enumerate(view.stage.devices):
                 larger: tuple[int, ...] = tuple(
-                    batch_coordinate(sharding, local) < self.plan.microbatch_size % batch_degree(sharding)
+                    batch_coordinate(sharding, local) < size % batch_degree(sharding)
+                    for size in sizes
                     for sharding in shardings
                 )
                 if view.num_turns > 1:
@@ -262,46 +264,25 @@ class _Lowering:
 
     # Templates and tiling
 
-    def _transfer_family(self, stage: int, variant: Variant) -> Hashable | None:
-        if variant.kind == FORWARD and stage + 1 < len(self.views):
-            return ("transfer", stage, FORWARD, variant.turn)
-        if variant.kind in (BACKWARD, BACKWARD_INPUT) and stage > 0:
-            return ("transfer", stage - 1, BACKWARD, variant.turn)
-        return None
-
-    def _num_receives(self, stage: int, variant: Variant, placement: StagePlacement) -> dict[int, int]:
-        if variant.kind == FORWARD and stage > 0:
-            incoming = self.transfers[stage - 1][variant.turn][0]
-        elif variant.kind in (BACKWARD, BACKWARD_INPUT) and stage + 1 < len(self.views):
-            incoming = self.transfers[stage][variant.turn][1]
-        else:
-            return {}
-        counts: dict[int, int] = {}
-        class_of_example = {self.plan.stages[stage].devices[local]: c for c, local in placement.example.items()}
-        for transfer in incoming:
-            if transfer.target in class_of_example:
-                c = class_of_example[transfer.target]
-                counts[c] = counts.get(c, 0) + 1
-        return counts
-
     def _templates(
         self,
         programs: dict[tuple[int, Variant], Program],
         channels: ChannelTable,
-        placements: list[StagePlacement],
+        placements: tuple[list[StagePlacement], list[StagePlacement]],
         launch_s: dict[int, float],
     ) -> tuple[list[Template], dict[tuple[int, Variant], int]]:
         templates: list[Template] = []
         number_of: dict[tuple[int, Variant], int] = {}
         for (stage, variant), program in programs.items():
-            placement = placements[stage].taking_turn(variant.turn)
+            placement = placements[variant.smaller][stage].taking_turn(variant.turn)
+            passing = self._flow(variant)
             builder = TemplateBuilder(placement, channels, self.fidelity, launch_s)
             number_of[stage, variant] = len(templates)
             templates.append(
                 builder.build(
                     program,
-                    self._transfer_family(stage, variant),
-                    self._num_receives(stage, variant, placement),
+                    Outgoing(passing.family_behind(stage, variant), passing.traffic),
+                    passing.num_receives(stage, variant, placement),
                     f"{_WORDS[variant.kind]} of stage {stage}",
                 )
             )
@@ -368,7 +349,14 @@ class _Lowering:
             has_host=self.fidelity.host,
         )
 
-    def _recorded(self, placements: list[StagePlacement]) -> tuple[float, float, float]:
+    def _all_recorded(self, bound: _Bound) -> tuple[float, float, float]:
+        if len(bound.recorded_s) == 1:
+            return bound.recorded_s[0]
+        count = self.plan.num_microbatches - 1
+        a, b, c = (count * each + last for each, last in zip(*bound.recorded_s, strict=True))
+        return a, b, c
+
+    def _recorded(self, placements: Sequence[StagePlacement]) -> tuple[float, float, float]:
         totals = [0.0, 0.0, 0.0]
         for placement in placements:
             c = placement.classes[0]

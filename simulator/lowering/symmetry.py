@@ -38,6 +38,10 @@ class Channel:
     ordered: bool
     costs: tuple[tuple[Traffic, float, float, tuple[tuple[str, float], ...]], ...]
 
+    def carries(self, traffic: Traffic) -> bool:
+        """Return whether some traffic passes through."""
+        return any(known == traffic for known, _, _, _ in self.costs)
+
 
 @dataclass(frozen=True)
 class Partition:

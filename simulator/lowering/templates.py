@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from simulator.fidelity import Fidelity
 from simulator.lowering.channels import ChannelTable
@@ -13,6 +14,18 @@ from simulator.lowering.rows import Send, Template
 from simulator.lowering.symmetry import Channel
 from simulator.segments import Segment
 from simulator.taskgraph import COMMUNICATION, COMPUTATION, OTHER
+
+
+class Outgoing(NamedTuple):
+    """The transfers that leave after a pass.
+
+    Attributes:
+        family: Of their channels; None at the pipeline's end.
+        traffic: Which of what passes through these channels.
+    """
+
+    family: Hashable | None
+    traffic: str
 
 
 @dataclass
@@ -25,13 +38,13 @@ class TemplateBuilder:
     launch_s: Mapping[int, float]
 
     def build(
-        self, program: Program, transfer_family: Hashable | None, num_receives: Mapping[int, int], label: str
+        self, program: Program, outgoing: Outgoing, num_receives: Mapping[int, int], label: str
     ) -> Template:
         """Return the template of a program.
 
         Args:
             program: The stage's, for one microbatch.
-            transfer_family: Family of the transfers that leave afterwards; None at the pipeline's end.
+            outgoing: The transfers that leave afterwards.
             num_receives: Per representative, how many transfers one of its devices posts before it starts.
             label: Pass in words, for names.
         """
@@ -44,8 +57,8 @@ class TemplateBuilder:
         tails: dict[int, list[int]] = {c: [] for c in self.placement.classes}
         positions: dict[int, list[int]] = {}
         waited: set[int] = set()
-        sends = self.channels.classes(transfer_family) if transfer_family is not None else []
-        num_sends = self._num_sends(sends, transfer_family)
+        sends = [] if outgoing.family is None else self.channels.carrying(outgoing.family, outgoing.traffic)
+        num_sends = self._num_sends(outgoing) if sends else {}
         pass_s = view.costs.problem.runtime.host_seconds_per_pass
         computed = [position for position, item in enumerate(items) if item.collective is None]
         for c in self.placement.classes:
@@ -103,7 +116,7 @@ class TemplateBuilder:
                             template.unchained.setdefault(c, []).append(task)
         template.tails = tails
         for channel_class, channel in sends:
-            self._add_send(template, channel_class, channel, transfer_family, label)
+            self._add_send(template, channel_class, channel, outgoing, label)
         return template
 
     def _between(self, before_s: float, segment: Segment, after_s: float) -> Segment:
@@ -121,11 +134,13 @@ class TemplateBuilder:
         runtime = self.placement.view.costs.problem.runtime
         return self.fidelity.host and self.fidelity.transfers and "receive" in runtime.host_waits
 
-    def _num_sends(self, sends: list[tuple[int, Channel]], family: Hashable | None) -> dict[int, int]:
+    def _num_sends(self, outgoing: Outgoing) -> dict[int, int]:
         assert self.channels.partition is not None
         counts: dict[int, int] = {}
         example_of = {c: self.placement.view.stage.devices[local] for c, local in self.placement.example.items()}
-        for channel in self.channels.of_family(family) if sends else ():
+        for channel in self.channels.of_family(outgoing.family):
+            if not channel.carries(outgoing.traffic):
+                continue
             source = channel.members[0]
             c = self.channels.partition.device_class[source]
             if example_of.get(c) == source:
@@ -206,10 +221,12 @@ class TemplateBuilder:
             )
         return tasks
 
-    def _add_send(self, template: Template, channel_class: int, channel: Channel, family: Hashable, label: str) -> None:
+    def _add_send(
+        self, template: Template, channel_class: int, channel: Channel, outgoing: Outgoing, label: str
+    ) -> None:
         assert self.channels.partition is not None
         source, target = (self.channels.partition.device_class[device] for device in channel.members)
-        latency, work, shares = self.channels.price(channel_class, "transfer")
+        latency, work, shares = self.channels.price(channel_class, outgoing.traffic)
         if not self.fidelity.transfers:
             latency = work = 0.0
             shares = {}
@@ -222,6 +239,9 @@ class TemplateBuilder:
             latency_s=latency,
             shares=shares,
             predecessors=template.tails[source],
-            streams=[(source, ("send", family, channel_class)), (target, ("receive", family, channel_class))],
+            streams=[
+                (source, ("send", outgoing.family, channel_class)),
+                (target, ("receive", outgoing.family, channel_class)),
+            ],
         )
         template.sends.append(Send(task, source, target))

@@ -18,12 +18,14 @@ class Variant:
         gather: ZeRO-3 parameters are gathered.
         sync: Gradients are reduced in it.
         turn: Microbatch modulo the number of turns, where replicas take whole microbatches.
+        smaller: It is the last microbatch, which has fewer samples.
     """
 
     kind: str
     gather: bool
     sync: bool
     turn: int = 0
+    smaller: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,4 +67,5 @@ class VariantChoice:
         )
         makes_gradients = action.kind in (BACKWARD, BACKWARD_WEIGHT)
         sync = self.overlapped and makes_gradients and (last or self.plan.gradient_reduction == "every")
-        return Variant(action.kind, gather, sync, action.microbatch % self.num_turns)
+        turn = action.microbatch % self.num_turns
+        return Variant(action.kind, gather, sync, turn, self.plan.is_smaller(action.microbatch))

@@ -174,12 +174,12 @@ def test_a_larger_batch_never_fits_where_a_smaller_one_does_not() -> None:
         assert fits == sorted(fits, reverse=True), strategy
 
 
-def test_the_padding_of_the_last_microbatch_takes_no_memory() -> None:
-    """Sixteen samples in three microbatches are 6, 6 and 4: the plan carries 18, the release counts 16."""
+def test_a_smaller_last_microbatch_takes_the_memory_of_its_samples() -> None:
+    """Sixteen samples in three microbatches are 6, 6 and 4."""
     search = planner("t5-large-32", 24).searches[8]
     stages = split(search.layers, (4,) * 8)
     chosen = [[Strategy()] * 4] * 8
-    padded = search.assess(stages, chosen, 16, Cut(3, ceil(16 / 3)))
+    unequal = search.assess(stages, chosen, 16, Cut(3, 6, 4))
     whole = search.assess(stages, chosen, 16, Cut(2, 8))
-    assert padded is not None and whole is not None
-    assert padded.peak_bytes == pytest.approx(whole.peak_bytes, abs=4 * MIB)  # layers count in whole MiB
+    assert unequal is not None and whole is not None
+    assert unequal.peak_bytes == pytest.approx(whole.peak_bytes, abs=4 * MIB)  # layers count in whole MiB

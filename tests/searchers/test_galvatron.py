@@ -17,7 +17,7 @@ from searchers.base import NoFeasiblePlan
 from searchers.degrees import compositions
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import RULES, Cut, cuts, microbatch_counts
+from searchers.galvatron.microbatches import RULES, Cut, chunked, cuts, microbatch_counts, released_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import filled_from_the_back, least_maximum, neighbours
 from searchers.galvatron.planner import Planner, around
@@ -25,6 +25,7 @@ from searchers.galvatron.plans import from_plan, to_plan
 from searchers.galvatron.searcher import GalvatronBMW, assess
 from searchers.galvatron.stage_search import DegreeSearch, PipelinePlan, split
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
+from searchers.registry import searcher_named
 from simulator.costs import CostTables
 from simulator.estimate import estimate
 from simulator.lowering.mesh import groups
@@ -239,14 +240,55 @@ def test_microbatches_divide_the_batch(rule: str) -> None:
                     assert batch % count == 0 and (stages > 1 or rule in ("free", "divisors") or count == 1)
 
 
-def test_padded_microbatches_are_those_of_pytorch() -> None:
-    """ceil(b / m) of a replica's b samples in each of ceil(b / ceil(b / m)) parts."""
+def test_unequal_microbatches_are_those_of_pytorch() -> None:
+    torch = pytest.importorskip("torch")
     for batch in range(8, 200, 8):
         for stages in (2, 4, 8):
-            (cut,) = cuts("released", "bert", batch, stages, 8, pads=True)
+            (cut,) = cuts("released", "bert", batch, stages, 8, unequal=True)
             width = 8 // stages
-            assert cut.samples % width == 0
-            assert batch <= cut.parts * cut.samples < batch + cut.samples
+            own = torch.arange(batch // width).chunk(int(released_count("bert", batch / width, stages)))
+            sizes = [cut.samples] * (cut.parts - 1) + [cut.last or cut.samples]
+            assert [len(part) * width for part in own] == sizes
+            assert cut.batch == batch
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 16))
+def test_a_batch_in_chunks_is_the_batch(batch: int, parts: int, width: int) -> None:
+    cut = chunked(batch, parts, width)
+    assert cut.batch == batch and 1 <= cut.parts <= parts
+    assert cut.samples % width == 0 or cut.samples == batch
+    assert cut.last is None or (cut.parts > 1 and 1 <= cut.last < cut.samples)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_smaller_last_microbatch_is_priced_between_fewer_and_more_whole_ones(schedule: str) -> None:
+    own = planner("bert-huge-32", 20, Options(schedule=schedule))
+    for degree in (2, 4, 8):
+        search = own.searches[degree]
+        stages = split(search.layers, (32 // degree,) * degree)
+        chosen = [[search.strategies[0]] * len(stage) for stage in stages]
+        found = [
+            search.assess(stages, chosen, cut.batch, cut)
+            for cut in (Cut(3, 8), Cut(4, 8, 4), Cut(4, 8, 8), Cut(4, 8))
+        ]
+        fewer, between, same, more = (plan for plan in found if plan is not None)
+        assert fewer.iteration_time_s < between.iteration_time_s < more.iteration_time_s
+        assert fewer.peak_bytes <= between.peak_bytes <= more.peak_bytes
+        if schedule == "gpipe":
+            assert between.peak_bytes == pytest.approx((fewer.peak_bytes + more.peak_bytes) / 2, rel=0.01)
+        assert same.iteration_time_s == pytest.approx(more.iteration_time_s, rel=1e-12)
+        assert same.peak_bytes == more.peak_bytes
+
+
+def test_a_searcher_plans_for_the_very_batch_with_a_smaller_last_microbatch() -> None:
+    problem = titan("bert-huge-32", 24, 20)
+    found = searcher_named("galvatron-dp-pp", unequal_microbatches=True).search(problem)
+    plans = [ranked.plan for ranked in found.plans]
+    assert plans and all(plan.global_batch == 24 for plan in plans)
+    unequal = [plan for plan in plans if plan.last_microbatch_size is not None]
+    assert unequal, "five parts of 5, 5, 5, 5 and 4 on eight stages"
+    for plan in unequal:
+        assert simulate(plan, problem, engine="compiled").global_batch == 24
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
@@ -274,7 +316,7 @@ def test_no_pure_strategy_of_the_space_is_better_and_the_budget_is_kept(model: s
     own = planner(model, memory_gb, Options(microbatches="free"))
     for degree, stages in own.searches.items():
         partition = (32 // degree,) * degree
-        for cut in (Cut(1, 32), Cut(2, 16)):
+        for cut in (Cut(1, 32), Cut(2, 16), Cut(3, 12, 8)):
             found = stages.plan(partition, 32, cut)
             pure = pure_plans(stages, partition, 32, cut)
             if not pure:
@@ -318,11 +360,13 @@ def test_a_memory_balanced_1f1b_pipeline_gives_early_stages_fewer_layers() -> No
 
 
 @pytest.mark.parametrize("model", ["bert-huge-32", "t5-large-32", "swin-huge-32"])
-def test_a_plan_says_the_same_as_the_planner(model: str) -> None:
-    problem = titan(model, 32, 12)
-    own = Planner(problem, Options(), profiles=profiles(model))
-    for found in own.plans(32):
+@pytest.mark.parametrize("batch", [32, 40])
+def test_a_plan_says_the_same_as_the_planner(model: str, batch: int) -> None:
+    problem = titan(model, batch, 12)
+    own = Planner(problem, Options(unequal_microbatches=batch == 40), profiles=profiles(model))
+    for found in own.plans(batch):
         plan = to_plan(found, problem)
+        assert plan.global_batch == batch
         validate(plan, problem)
         assert from_plan(plan, own.profiles.layers) == [(stage.layers, stage.chosen) for stage in found.stages]
         again = assess(plan, problem)

@@ -56,6 +56,7 @@ PLANS = st.builds(
     overlap_gradient_sync=st.booleans(),
     reshard_after_forward=st.booleans(),
     replica_assignment=st.sampled_from(["slice", "round_robin"]),
+    last_microbatch_size=st.none() | st.integers(1, 10**6),
 )
 SPEC = ProblemSpec(model="gpt3-1.3b", cluster="v100-32g-dgx1:1x4", runtime="megatron-lm-2021", global_batch=64)
 

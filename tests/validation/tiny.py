@@ -207,6 +207,11 @@ def two_processes() -> list[Case]:
     add("gpt dp2, reduced every microbatch", gpt, every)
     ragged = problem("gpt", global_batch=6)
     add("gpt dp2, unequal slices 2 + 1", ragged, Plan((stage((0, end), [0, 1], DP2),), 3, 2))
+    left = problem("gpt", global_batch=7)
+    add("gpt pp2, gpipe, a smaller last microbatch", left,
+        replace(uniform_plan(gpt, pp=2, microbatch=2, schedule="gpipe"), last_microbatch_size=1))  # fmt: skip
+    slices = Plan((stage((0, end), [0, 1], DP2),), 4, 2, last_microbatch_size=3)
+    add("gpt dp2, overlapped, a smaller last microbatch in unequal slices", left, slices)
     add("gpt dp2, ZeRO-1", gpt, uniform_plan(gpt, dp=2, microbatch=2, zero=1))
     zero2 = replace(uniform_plan(gpt, dp=2, microbatch=2, zero=2), gradient_reduction="every")
     add("gpt dp2, ZeRO-2, reduced every microbatch", gpt, zero2)
@@ -350,6 +355,14 @@ def four_processes() -> list[Case]:
 
     add("gpt, matmuls cut both ways", gpt, Plan((stage((0, end), range(4), alpa),), 4, 2))
     add("gpt pp4, 1f1b", gpt, uniform_plan(gpt, pp=4, microbatch=1))
+    left = problem("gpt", global_batch=22)
+    smaller = uniform_plan(problem("gpt", global_batch=24), pp=2, tp=2, microbatch=6, sequence_parallel=True,
+                           schedule="interleaved", chunks=2, recompute="selective")  # fmt: skip
+    add("gpt pp2 tp2, interleaved, a smaller last microbatch", left, replace(smaller, last_microbatch_size=4))
+    parts = [(two, [0], ALONE), (-1, [1, 2, 3], axes(("batch", 3)))]
+    turning = pipeline(problem("llama", global_batch=12), parts, microbatch=4, replica_assignment="round_robin")
+    add("llama 1 then 3 replicas in turn, a smaller last microbatch", problem("llama", global_batch=9),
+        replace(turning, last_microbatch_size=1))  # fmt: skip
     add("gpt pp4, zb-h1, full recomputation", gpt,
         uniform_plan(gpt, pp=4, microbatch=1, schedule="zb-h1", recompute="full"))  # fmt: skip
     chunks = uniform_plan(gpt, pp=2, dp=2, microbatch=1, schedule="interleaved", chunks=2, zero=1)

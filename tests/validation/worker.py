@@ -99,7 +99,7 @@ def derived_collectives(executor: PlanExecutor) -> Counter[Collective]:
     found: Counter[Collective] = Counter()
     started = set()
     for action in executor.order:
-        view = executor.runners[action.stage].view
+        view = executor.runner_of(action.stage, action.microbatch).view
         sharded = any(group.zero == 3 for group in parameter_groups(view))
         builder = ProgramBuilder(view, Fidelity())
         if action.kind == "F":
