@@ -6,8 +6,8 @@ message size; both are averages over large messages.
 
 Source:
     PKU-DAIR/Hetu ``tools/Galvatron`` (version 1) and PKU-DAIR/Hetu-Galvatron; Miao et al., VLDB 2022.
-    Every profile in the packages hetu-galvatron 1.0.0 and 2.0.0 reads; of 0.0.2 bandwidths and overlap do, its raw memory
-    runs and ``fwd_time`` files do not.
+    Every profile in the packages hetu-galvatron 1.0.0 and 2.0.0 reads; of 0.0.2 bandwidths and overlap do, its raw
+    memory runs and ``fwd_time`` files do not.
 """
 
 from __future__ import annotations
