@@ -9,24 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli import app, main
+from experiments.cli import app
+from tests.experiments.commands import run
 
 PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Return exit code, standard output and standard error of a command line."""
-    before = sys.argv
-    sys.argv = ["windtunnel", *map(str, arguments)]
-    try:
-        main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.argv = before
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture
