@@ -132,6 +132,7 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["plan", *PROBLEM, "--microbatch", "3", "-b", "4"], ["microbatch", "global batch 4", "try"]),
         (["plan", *PROBLEM, "--recompute", "some"], ["recompute", "'some'", "selective"]),
         (["plan", *PROBLEM, "--memory-limit", "28 apples"], ["28GiB", "'28 apples'"]),
+        (["plan", *PROBLEM, "--memory-limit", "16"], ["at least 1 MiB", "'16'", "16GiB"]),
         (["search", *PROBLEM, "-b", "4", "--searcher", "megatron"], ["searcher", "megatron-grid", "path"]),
         (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--budget", "soon"], ["budget", "20s", "'soon'"]),
         (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--memory-limit", "3GB"], ["out of memory", "GiB"]),
