@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.compare_files import ComparisonFolder
-from searchers.base import NoFeasiblePlan, SearchResult, cost_tables
+from experiments.judged import first_that_fits
+from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
-from searchers.plan_words import describe_plan
 from searchers.registry import searcher_class, searcher_named
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
@@ -187,27 +187,12 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
         return _without_plan(name, error, started_s)
     except ValueError as error:  # the searcher does not apply to this problem; others may
         return _without_plan(name, error, started_s)
-    plan, result, simulate_s, reason = _simulate_ranked(name, found, inputs, problem, fidelity, tell)
-    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
-    objective = next(ranked.objective for ranked in found.plans if ranked.plan is plan)
-    row = {
-        "searcher": name,
-        "status": "ok" if result.fits else "out of memory",
-        "iteration_time_s": result.iteration_time_s,
-        "samples_per_s": result.samples_per_s,
-        "tokens_per_s_per_device": result.tokens_per_s_per_device,
-        "mfu": result.mfu,
-        "peak_reserved_bytes": tightest.peak_reserved_bytes,
-        "capacity_bytes": tightest.capacity_bytes,
-        "objective_s": objective,
-        "search_s": found.wall_s,
-        "evaluations": found.counters["evaluations"],
-        "simulate_s": simulate_s,
-        "plan": describe_plan(plan),
-        "reason": reason,
-    }
+    judged = first_that_fits(
+        found, problem, fidelity, inputs.engine, lambda num_tasks: tell(name, "simulating", num_tasks)
+    )
+    row = {"searcher": name, **judged.row(found)}
     history = [(entry.wall_s, entry.evaluations, entry.best_objective) for entry in found.history]
-    return _Judged(row, history, dict(found.counters), plan, result)
+    return _Judged(row, history, dict(found.counters), judged.plan, judged.result)
 
 
 def _without_plan(name: str, error: ValueError, started_s: float) -> _Judged:
@@ -218,34 +203,6 @@ def _without_plan(name: str, error: ValueError, started_s: float) -> _Judged:
         "reason": str(error).removeprefix(f"{name}: "),
     }
     return _Judged(row)
-
-
-def _simulate_ranked(
-    name: str, found: SearchResult, inputs: Comparison, problem: Problem, fidelity: Fidelity, tell: Listener
-) -> tuple[Plan, SimulationResult, float, str]:
-    """Simulate the searcher's plans in its order until one fits, as its user would try them for real."""
-    from simulator.simulate import simulate
-
-    first: tuple[Plan, SimulationResult] | None = None
-    started_s = time.perf_counter()
-    for rank, ranked in enumerate(found.plans):
-        tell(name, "simulating", None)
-        result = simulate(
-            ranked.plan,
-            problem,
-            fidelity=fidelity,
-            engine=inputs.engine,
-            costs=cost_tables(problem),
-            progress=lambda num_tasks: tell(name, "simulating", num_tasks),
-        )
-        first = first or (ranked.plan, result)
-        if result.fits:
-            reason = f"choice {rank + 1}: those before it ran out of memory" if rank else ""
-            return ranked.plan, result, time.perf_counter() - started_s, reason
-    assert first is not None, "a search result has at least one plan"
-    plan, result = first
-    reason = f"none of the searcher's {len(found.plans)} best plans fits when simulated"
-    return plan, result, time.perf_counter() - started_s, reason
 
 
 def _title(problem: Problem) -> str:

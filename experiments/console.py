@@ -23,6 +23,8 @@ WIDTH_IN_FILES = 150
 """Columns of tables when standard output is not a terminal."""
 
 _BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SMALLEST_LIMIT_BYTES = 2**20
+"""No model trains in less: a smaller limit lacks its unit."""
 
 PROBLEM = "Problem"
 
@@ -92,15 +94,25 @@ def problem_spec(
     memory_limit: str | None = None,
     profile: str | None = None,
 ) -> ProblemSpec:
-    """Return the problem that the options name."""
+    """Return the problem that the options name.
+
+    Raises:
+        ValueError: If the memory limit is no size, or so small that its unit was left out.
+    """
     from simulator.problem import ProblemSpec
 
+    limit_bytes = parse_bytes(memory_limit) if memory_limit is not None else None
+    if limit_bytes is not None and limit_bytes < SMALLEST_LIMIT_BYTES:
+        raise ValueError(
+            f"the memory limit must be at least 1 MiB, got {memory_limit!r}, which is {limit_bytes} bytes; "
+            "give a unit, such as 16GiB"
+        )
     return ProblemSpec(
         model=model,
         cluster=cluster,
         runtime=runtime,
         global_batch=global_batch,
-        memory_limit_bytes=parse_bytes(memory_limit) if memory_limit is not None else None,
+        memory_limit_bytes=limit_bytes,
         profile=profile,
     )
 

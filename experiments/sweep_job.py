@@ -19,9 +19,7 @@ from experiments.compare_files import code_fingerprint
 if TYPE_CHECKING:
     from searchers.base import SearchResult
     from searchers.budget import Budget
-    from simulator.plan import Plan
     from simulator.problem import Problem, ProblemSpec
-    from simulator.result import SimulationResult
 
 STATUSES = ("ok", "out of memory", "no plan", "not applicable", "failed")
 """``out of memory``: a plan was found, but does not fit when simulated. ``no plan``: the searcher found none
@@ -197,51 +195,18 @@ def _without_plan(status: str, error: ValueError, began_s: float, run: Run) -> O
 
 def _judged(run: Run, spec: ProblemSpec, problem: Problem, found: SearchResult) -> Outcome:
     """Simulate the searcher's plans in its order until one fits, as its user would try them for real."""
-    from searchers.plan_words import describe_plan
+    from experiments.judged import first_that_fits
+    from simulator.fidelity import Fidelity
     from simulator.plan_file import plan_document
 
-    began_s = time.perf_counter()
-    plan, objective, result, reason = _first_that_fits(run, problem, found)
-    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
-    row = {
-        "status": "ok" if result.fits else "out of memory",
-        "iteration_time_s": result.iteration_time_s,
-        "samples_per_s": result.samples_per_s,
-        "tokens_per_s_per_device": result.tokens_per_s_per_device,
-        "mfu": result.mfu,
-        "peak_reserved_bytes": tightest.peak_reserved_bytes,
-        "capacity_bytes": tightest.capacity_bytes,
-        "objective_s": objective,
-        "evaluations": found.counters["evaluations"],
-        "plan": describe_plan(plan),
-        "reason": reason,
-        "search_s": found.wall_s,
-        "simulate_s": time.perf_counter() - began_s,
-    }
+    judged = first_that_fits(found, problem, Fidelity().without(*names_of(run.without)), run.engine)
     details = {
         "counters": dict(found.counters),
         "history": [[entry.wall_s, entry.evaluations, entry.best_objective] for entry in found.history],
-        "plan_hash": result.plan_hash,
+        "plan_hash": judged.result.plan_hash,
     }
-    text = dump_yaml(plan_document(spec, plan, fingerprint=problem.workload.fingerprint))
-    return Outcome(row, details, text)
-
-
-def _first_that_fits(run: Run, problem: Problem, found: SearchResult) -> tuple[Plan, float, SimulationResult, str]:
-    from searchers.base import cost_tables
-    from simulator.fidelity import Fidelity
-    from simulator.simulate import simulate
-
-    fidelity = Fidelity().without(*names_of(run.without))
-    first: tuple[Plan, float, SimulationResult] | None = None
-    for rank, ranked in enumerate(found.plans):
-        result = simulate(ranked.plan, problem, fidelity=fidelity, engine=run.engine, costs=cost_tables(problem))
-        first = first or (ranked.plan, ranked.objective, result)
-        if result.fits:
-            reason = f"choice {rank + 1}: those before it ran out of memory" if rank else ""
-            return ranked.plan, ranked.objective, result, reason
-    assert first is not None, "a search result has at least one plan"
-    return *first, f"none of the searcher's {len(found.plans)} best plans fits when simulated"
+    text = dump_yaml(plan_document(spec, judged.plan, fingerprint=problem.workload.fingerprint))
+    return Outcome(judged.row(found), details, text)
 
 
 def names_of(text: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ class _Row:
     Attributes:
         name: Which row.
         quick, seed: Of the context.
+        workers: Of the context where the row's seconds depend on it, else None.
         files: Data file and SHA-256.
         code: Fingerprint of all code.
     """
@@ -31,6 +32,7 @@ class _Row:
     name: str
     quick: bool
     seed: int
+    workers: int | None
     files: tuple[tuple[str, str], ...]
     code: str
 
@@ -42,7 +44,8 @@ class _Row:
 
     def inputs(self) -> dict[str, Any]:
         """Return what the row depends on as plain data."""
-        return {"row": self.name, "quick": self.quick, "seed": self.seed, "files": dict(self.files)}
+        found = {"row": self.name, "quick": self.quick, "seed": self.seed, "files": dict(self.files)}
+        return found if self.workers is None else {**found, "workers": self.workers}
 
 
 def kept_rows(
@@ -52,6 +55,7 @@ def kept_rows(
     *,
     name: Callable[[Item], str] = str,
     files: Sequence[str] = (),
+    timed: bool = False,
 ) -> list[dict[str, Any]]:
     """Return a row for each item; those in the scratch folder are taken over, each new one is written at once.
 
@@ -61,13 +65,16 @@ def kept_rows(
         rows_of: Yields a row per item that it is given: plain data, no number infinite.
         name: Names an item; all differ.
         files: Data files that the rows are computed from; a row of other content is made again.
+        timed: The rows measure seconds in, or are given seconds for, ``context.workers`` processes; a row of another
+            number is made again.
 
     Raises:
         ValueError: If a data file is not there.
     """
     digests = tuple((file, hashlib.sha256(context.data_file(file).read_bytes()).hexdigest()) for file in files)
     code = code_fingerprint("")
-    jobs = [_Row(name(item), context.quick, context.seed, digests, code) for item in items]
+    workers = context.workers if timed else None
+    jobs = [_Row(name(item), context.quick, context.seed, workers, digests, code) for item in items]
     assert len({job.name for job in jobs}) == len(jobs), "rows must have different names"
     folder = SweepFolder(context.scratch / "rows")
     rows = folder.finished(jobs)

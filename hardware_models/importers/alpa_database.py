@@ -8,7 +8,7 @@ Layout: ``{(cluster, (nodes, GPUs a node)): MeshProfilingResult}`` whose ``..._c
 ``HardwareModel.collective`` counts them. Times hold 14-18 us of the measuring loop each, which stay in.
 
 Source:
-    alpa-projects/alpa, ``alpa/mesh_profiling.py``; Zheng et al., OSDI 2022.
+    alpa-projects/alpa, ``alpa/mesh_profiling.py`` (checked in 0.2.3); Zheng et al., OSDI 2022.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ message sizes since PyTorch 2.2. Nothing is guessed: what has no size is counted
 
 Source:
     pytorch/kineto, ``libkineto/src/output_json.cpp`` (event categories and arguments).
+    Keys of operators as torch 2.13 writes them, of collectives as named in its ``libtorch_cpu.so``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ over that many ranks, which also tells collectives apart where the log does not 
 
 Source:
     NVIDIA/nccl-tests, ``doc/PERFORMANCE.md`` (columns, bus bandwidth) and the header its programs print.
+    It is in no package registry, so that nothing here was compared with its code; a log that differs is refused.
 """
 
 from __future__ import annotations

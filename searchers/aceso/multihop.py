@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from searchers.aceso.balance import balanced
 from searchers.aceso.configuration import Configuration
@@ -50,12 +49,6 @@ class SearchOptions:
     uniform_starts: bool = True
     exchanges: bool = True
     iteration_evaluations: int | None = 120
-
-    @classmethod
-    def as_paper(cls, **changes: Any) -> SearchOptions:
-        """Return the options of the paper's search: relays, partners on other stages, one choice of arguments."""
-        paper = {"balances": False, "breadth": 1, "uniform_starts": False, "exchanges": False}
-        return cls(**{**paper, "iteration_evaluations": None, **changes})
 
 
 @dataclass

@@ -47,6 +47,7 @@ class Aceso(EquationSearcher):
             attached to every primitive, or ``relay``: the paper's.
         recompute: How recomputed operators are chosen: ``cheapest``, ``largest`` (the paper's) or ``worth``.
         initial: Start configuration: ``balanced``, ``imbalance-op`` or ``imbalance-gpu``.
+        uniform_starts: Begin with the same stages at every uniform degree and microbatch too (the paper does not).
         exchanges: Let degrees inside a stage trade places as one primitive; the paper's partners are other stages.
         iteration_evaluations: After so many evaluations an iteration counts as failed; None for no limit (the paper).
         fine_tunes: Tune degrees and partitions inside stages.
@@ -73,6 +74,7 @@ class Aceso(EquationSearcher):
         borders: str = "all",
         recompute: str = "cheapest",
         initial: str = "balanced",
+        uniform_starts: bool = True,
         exchanges: bool = True,
         iteration_evaluations: int | None = 120,
         fine_tunes: bool = True,
@@ -104,6 +106,7 @@ class Aceso(EquationSearcher):
             balances=borders == "all",
             breadth=breadth,
             initial=initial,
+            uniform_starts=uniform_starts,
             exchanges=exchanges,
             iteration_evaluations=iteration_evaluations,
             fine_tunes=fine_tunes,

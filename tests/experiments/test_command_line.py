@@ -9,24 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli import app, main
+from experiments.cli import app
+from tests.experiments.commands import run
 
 PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Return exit code, standard output and standard error of a command line."""
-    before = sys.argv
-    sys.argv = ["windtunnel", *map(str, arguments)]
-    try:
-        main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.argv = before
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture
@@ -146,6 +132,7 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["plan", *PROBLEM, "--microbatch", "3", "-b", "4"], ["microbatch", "global batch 4", "try"]),
         (["plan", *PROBLEM, "--recompute", "some"], ["recompute", "'some'", "selective"]),
         (["plan", *PROBLEM, "--memory-limit", "28 apples"], ["28GiB", "'28 apples'"]),
+        (["plan", *PROBLEM, "--memory-limit", "16"], ["at least 1 MiB", "'16'", "16GiB"]),
         (["search", *PROBLEM, "-b", "4", "--searcher", "megatron"], ["searcher", "megatron-grid", "path"]),
         (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--budget", "soon"], ["budget", "20s", "'soon'"]),
         (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--memory-limit", "3GB"], ["out of memory", "GiB"]),

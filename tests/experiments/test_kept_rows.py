@@ -65,3 +65,16 @@ def test_other_code_seed_or_data_is_another_row(tmp_path: Path, monkeypatch: pyt
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"needs figures\.csv"):
         kept_rows(context_in(tmp_path), [1], Maker(), files=["figures.csv"])
+
+
+def test_seconds_of_other_workers_are_another_row(tmp_path: Path) -> None:
+    def made(workers: int, *, timed: bool) -> list[int]:
+        maker = Maker()
+        kept_rows(context_in(tmp_path, workers=workers), [1], maker, timed=timed)
+        return maker.made
+
+    assert made(1, timed=True) == [1]
+    assert made(2, timed=True) == [1]
+    assert made(1, timed=True) == made(2, timed=True) == []
+    assert made(1, timed=False) == [1]
+    assert made(2, timed=False) == []

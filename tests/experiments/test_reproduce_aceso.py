@@ -9,7 +9,9 @@ import pytest
 
 from experiments.reproduce.aceso import EXPERIMENTS
 from experiments.reproduce.aceso.fig1 import configurations
+from experiments.reproduce.aceso.setting import GPT, T5, WIDE_RESNET, Setting, paper_search
 from experiments.reproduce.experiment import Context, Report
+from searchers.aceso.multihop import SearchOptions
 from tests.workloads.graphs import SHARED_DATA
 
 NAMES = {experiment.name: experiment for experiment in EXPERIMENTS}
@@ -63,3 +65,18 @@ def test_quick_runs_have_tables_figures_and_decided_verdicts(name: str, tmp_path
     assert report.figures
     assert all(len(table) for table in report.tables.values())
     assert all(verdict.holds is not None and verdict.found for verdict in report.verdicts)
+
+
+@pytest.mark.parametrize(("setting", "fine_tunes"), [(GPT[2], False), (T5[1], False), (WIDE_RESNET[4], True)])
+def test_the_papers_search_has_none_of_our_additions(setting: Setting, fine_tunes: bool) -> None:
+    searcher = paper_search(setting, max_hops=3)
+    assert searcher.options == SearchOptions(
+        max_hops=3,
+        balances=False,
+        breadth=1,
+        uniform_starts=False,
+        exchanges=False,
+        iteration_evaluations=None,
+        fine_tunes=fine_tunes,
+    )
+    assert (searcher.races, searcher.judge) == (False, 0)

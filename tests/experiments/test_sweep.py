@@ -19,12 +19,12 @@ import pytest
 
 from datafiles.errors import DataFileError
 from datafiles.writer import dump_yaml
-from experiments.cli import main
 from experiments.sweep import Progress, Sweep, load_sweep, open_workers, sweep
 from experiments.sweep_files import COLUMNS, INPUTS, TIMINGS
 from experiments.sweep_job import Job, OtherCodeError, run_job
 from simulator.plan_file import load_plan
 from simulator.simulate import simulate
+from tests.experiments.commands import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -280,16 +280,7 @@ def test_there_is_no_plot_where_no_axis_varies(place: Place) -> None:
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    before, sys.argv = sys.argv, ["windtunnel", "sweep", *map(str, arguments)]
-    try:
-        main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.argv = before
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return run(capsys, "sweep", *arguments)
 
 
 def test_the_command_says_what_it_will_do_and_shows_one_table(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

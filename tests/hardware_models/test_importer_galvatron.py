@@ -86,6 +86,7 @@ def test_memory_is_in_mib_by_degree(tmp_path: Path) -> None:
         ({}, "are those of none"),
         ({"speed": 1.0}, "are those of none"),
         ({"1_8_1": 0.2, "pp": 1}, "are those of none"),
+        ({"1_8_1": {"layernum1_bsz8_rank0_ms": 918.9}}, "are those of none"),  # hetu-galvatron 0.0.2's raw runs
         ({"1_8_1": 0}, "must be positive"),
         ({"1_8_1": "fast"}, "must be a number"),
         ({"1_1_1": 0.1}, "at least 2 ranks"),

@@ -23,16 +23,7 @@ from searchers.dapple.replay import replay_s
 from searchers.dapple.searcher import Dapple
 from simulator.schedules.one_f_one_b import warmup_p_b
 from tests.simulator.problems import chain_of_opaque, chain_problem
-
-# From an independent exact replay of the schedules: F = 1, B = 2, M = 64; (S, c): (P_A, P_B, GPipe).
-REPLAYS = {
-    (2, 0.3): ("214.20", "195.60", "195.60"),
-    (4, 0.3): ("231.00", "202.80", "202.80"),
-    (8, 0.3): ("250.20", "217.20", "217.20"),
-    (4, 0.9): ("291.00", "206.40", "206.40"),
-    (4, 1.5): ("351.00", "210.00", "241.50"),
-    (8, 1.5): ("399.00", "234.00", "265.50"),
-}
+from tests.simulator.replays import REPLAYS
 
 
 @pytest.mark.parametrize("half_duplex", [False, True])

@@ -52,13 +52,21 @@ def test_a_model_without_scores_sends_no_mask() -> None:
     )
 
 
-def test_a_mask_makes_a_pipeline_slower() -> None:
-    plain, masked = (with_mask(sends, scatters=False) for sends in (False, True))
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_mask_costs_a_lone_microbatch_its_transfer_at_every_boundary(pp: int) -> None:
+    """One microbatch goes from stage to stage alone, so nothing hides what crosses with it."""
     times = []
-    for problem in (plain, masked):
-        plan = uniform_plan(problem, pp=2, microbatch=1)
-        times.append(simulate(plan, problem).iteration_time_s)
-    assert times[1] > times[0]
+    for sends in (False, True):
+        problem = replace(with_mask(sends, scatters=False), global_batch=1)
+        times.append(simulate(uniform_plan(problem, pp=pp, microbatch=1), problem).iteration_time_s)
+    transfer = with_mask(True, scatters=False).hardware.transfer
+    activation, mask = 2 * 2048 * 1024, 2 * 2048**2
+    longer_s = [
+        transfer(activation + mask, stage, stage + 1).alone_s - transfer(activation, stage, stage + 1).alone_s
+        for stage in range(pp - 1)
+    ]
+    assert min(longer_s) > 0
+    assert times[1] - times[0] == pytest.approx(sum(longer_s), rel=1e-9)
 
 
 def test_cloned_logits_are_one_pass_more_and_three_tensors_at_once() -> None:

@@ -20,6 +20,7 @@ from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
 from simulator.schedules.orders import check_order
 from simulator.schedules.registry import SCHEDULES, schedule_named
 from tests.simulator.graphs import interleaved_shape, pipeline_s, plain_shape
+from tests.simulator.replays import REPLAYS
 
 DEPTHS = [1, 2, 3, 4, 8]
 # Sums of these are exact in binary, so closed forms can be compared with ==.
@@ -82,17 +83,6 @@ def test_microbatches_in_flight_are_those_of_the_papers(p, m) -> None:
 
 def test_the_dapple_replay_without_link_cost_ends_at_33() -> None:
     assert end_s("1f1b", plain_shape(4, 8)) == 33.0
-
-
-# From an independent exact replay: F = 1, B = 2, M = 64; (S, c): (P_A, P_B, GPipe).
-REPLAYS = {
-    (2, 0.3): ("214.20", "195.60", "195.60"),
-    (4, 0.3): ("231.00", "202.80", "202.80"),
-    (8, 0.3): ("250.20", "217.20", "217.20"),
-    (4, 0.9): ("291.00", "206.40", "206.40"),
-    (4, 1.5): ("351.00", "210.00", "241.50"),
-    (8, 1.5): ("399.00", "234.00", "265.50"),
-}
 
 
 @pytest.mark.parametrize("half_duplex", [False, True], ids=["full duplex", "half duplex"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.reproduce.aceso.setting import PROFILE, Setting, compat_of, curves, problem_of
+from experiments.reproduce.aceso.setting import PROFILE, Setting, compat_of, curves, paper_search, problem_of
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.kept import kept_rows
 from searchers.aceso.model import PerformanceModel
-from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
+from searchers.aceso.multihop import Limits, StageCountSearch
 from searchers.base import cost_tables
 from simulator.problem import Problem
 
@@ -28,7 +28,7 @@ class Variant:
         setting: What is planned.
         num_stages: Pipeline depth.
         name: Of the curve.
-        options: How the search goes.
+        changes: What differs from the paper's search.
         seed: For random choices.
         evaluations: Budget.
     """
@@ -36,7 +36,7 @@ class Variant:
     setting: Setting
     num_stages: int
     name: str
-    options: SearchOptions
+    changes: Mapping[str, Any]
     seed: int
     evaluations: int
 
@@ -60,7 +60,8 @@ def _model(problem: Problem, compat: str) -> PerformanceModel:
 def rows_of(context: Context, variants: Sequence[Variant]) -> Iterator[dict[str, Any]]:
     """Yield one row per variant; its curve is of pairs of evaluations and the best iteration time."""
     for variant in variants:
-        search = StageCountSearch(variant.num_stages, variant.options, variant.seed)
+        options = paper_search(variant.setting, **variant.changes).options
+        search = StageCountSearch(variant.num_stages, options, variant.seed)
         model = _model(problem_of(variant.setting, context), compat_of(variant.setting))
         search.run(model, Limits(variant.evaluations, None))
         points = [[float(spent), found] for _, spent, found in search.statistics.improvements]

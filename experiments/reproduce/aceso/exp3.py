@@ -53,7 +53,7 @@ def rows_of(context: Context, depths: Sequence[int]) -> Iterator[dict[str, objec
 def run(context: Context) -> Report:
     """Plan every depth within 10 s (quick: 8 and 64 layers within 3 s)."""
     depths = (8, 64) if context.quick else LAYERS
-    table = pd.DataFrame(kept_rows(context, depths, rows_of, name="{} layers".format))
+    table = pd.DataFrame(kept_rows(context, depths, rows_of, name="{} layers".format, timed=True))
     planned = table["aceso_s"].notna() if "aceso_s" in table else pd.Series([False] * len(table))
     compared = table[planned & table["grid_s"].notna()] if "grid_s" in table else table.iloc[:0]
     worst = float((compared["aceso_s"] / compared["grid_s"]).max()) if len(compared) else float("nan")

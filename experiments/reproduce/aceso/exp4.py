@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import pandas as pd
 
-from experiments.reproduce.aceso.setting import AS_PAPER, GPT, PROFILE, Setting, problem_of
+from experiments.reproduce.aceso.setting import GPT, PROFILE, Setting, paper_search, problem_of
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.kept import kept_rows
 from searchers.aceso.dynamic_program import AcesoDynamicProgram
@@ -22,7 +21,6 @@ PAPER_EXPLORED = {"gpt3-2.6b": 1.0e7, "gpt3-6.7b": 4.3e7}
 WITHIN = 0.01
 SHARE = 0.01
 PROGRAM, RELAYS, BORDERS = "dynamic program", "Aceso as in the paper", "Aceso, all borders at once"
-OPTIONS: Mapping[str, Mapping[str, Any]] = {RELAYS: AS_PAPER, BORDERS: {"recompute": "largest"}}
 EVALUATIONS = {RELAYS: 800, BORDERS: 100}
 
 
@@ -49,10 +47,12 @@ def rows_of(context: Context, searches: Sequence[Search]) -> Iterator[dict[str, 
             found = program.search(problem)
             configurations = stages = found.counters["explored"]
         else:
-            searcher = Aceso(judge=0, fine_tunes=False, **OPTIONS[search.approach])
             evaluations = EVALUATIONS[search.approach]
             if search.approach == RELAYS:  # every stage count has its own budget there
+                searcher = paper_search(search.setting)
                 evaluations *= len(stage_counts_of(searcher.model(problem)))
+            else:
+                searcher = Aceso(judge=0, fine_tunes=False, recompute="largest")
             found = searcher.search(problem, Budget(evaluations=evaluations), seed=context.seed)
             configurations, stages = found.counters["evaluations"], found.counters["stages_priced"]
         yield {

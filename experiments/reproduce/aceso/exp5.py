@@ -10,20 +10,17 @@ import pandas as pd
 
 from experiments.reproduce.aceso.convergence import Variant, converged
 from experiments.reproduce.aceso.setting import (
-    AS_PAPER,
     GPT,
     PROFILE,
     T5,
     WIDE_RESNET,
     Setting,
     bars,
-    compat_of,
+    paper_search,
     problem_of,
 )
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.kept import kept_rows
-from searchers.aceso.multihop import SearchOptions
-from searchers.aceso.searcher import Aceso
 from searchers.aceso.stage_counts import stage_counts_of
 from searchers.budget import Budget
 
@@ -37,9 +34,7 @@ def rows_of(context: Context, settings: Sequence[Setting]) -> Iterator[dict[str,
     """Yield one row per setting, with the bottlenecks tried and the hops of every iteration that improved."""
     for setting in settings:
         problem = problem_of(setting, context)
-        # Its scripts tune inside stages for Wide-ResNet only.
-        fine_tunes = setting.family == "resnet"
-        searcher = Aceso(judge=0, compat=compat_of(setting), fine_tunes=fine_tunes, **AS_PAPER)
+        searcher = paper_search(setting)
         counts = stage_counts_of(searcher.model(problem))
         budget = Budget(evaluations=(300 if context.quick else EVALUATIONS) * len(counts))
         found = searcher.search(problem, budget, seed=context.seed)
@@ -81,9 +76,9 @@ def run(context: Context) -> Report:
     random_orders = {f"random order {number + 1}": number for number in range(3)}
     setting, stages = (GPT[1], 4) if context.quick else (GPT[2], 4)
     evaluations = 200 if context.quick else 1000
-    variants = [Variant(setting, stages, "Heuristic 2", SearchOptions.as_paper(), context.seed, evaluations)]
+    variants = [Variant(setting, stages, "Heuristic 2", {}, context.seed, evaluations)]
     variants += [
-        Variant(setting, stages, name, SearchOptions.as_paper(heuristic_2=False), context.seed + number, evaluations)
+        Variant(setting, stages, name, {"heuristic_2": False}, context.seed + number, evaluations)
         for name, number in random_orders.items()
     ]
     orders, figures = converged(context, variants)

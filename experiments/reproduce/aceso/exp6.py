@@ -5,7 +5,6 @@ from __future__ import annotations
 from experiments.reproduce.aceso.convergence import Variant, converged
 from experiments.reproduce.aceso.setting import GPT, WIDE_RESNET
 from experiments.reproduce.experiment import Context, Report, Verdict
-from searchers.aceso.multihop import SearchOptions
 
 HOPS = (1, 3, 7, 11)
 CASES = ((GPT[2], 4), (GPT[4], 8), (WIDE_RESNET[4], 8), (WIDE_RESNET[4], 9))
@@ -16,7 +15,7 @@ def run(context: Context) -> Report:
     """Run GPT-3 2.6B and 13B, and Wide-ResNet 13B as printed (quick: GPT-3 1.3B), searching as in the paper."""
     evaluations = 200 if context.quick else 2000
     variants = [
-        Variant(setting, stages, f"MaxHops {hops}", SearchOptions.as_paper(max_hops=hops), context.seed, evaluations)
+        Variant(setting, stages, f"MaxHops {hops}", {"max_hops": hops}, context.seed, evaluations)
         for setting, stages in (QUICK if context.quick else CASES)
         for hops in HOPS
     ]

@@ -6,7 +6,6 @@ from experiments.reproduce.aceso.convergence import Variant, converged
 from experiments.reproduce.aceso.setting import GPT
 from experiments.reproduce.experiment import Context, Report, Verdict
 from searchers.aceso.initial import INITIALS
-from searchers.aceso.multihop import SearchOptions
 
 SIMILAR = 0.03
 CASES = ((GPT[2], 4), (GPT[3], 8))
@@ -17,7 +16,7 @@ def run(context: Context) -> Report:
     """Run GPT-3 2.6B and 6.7B (quick: 1.3B, 3 stages) from each start, with the paper's argument choices."""
     evaluations = 200 if context.quick else 2000
     variants = [
-        Variant(setting, stages, kind, SearchOptions.as_paper(initial=kind), context.seed, evaluations)
+        Variant(setting, stages, kind, {"initial": kind}, context.seed, evaluations)
         for setting, stages in (QUICK if context.quick else CASES)
         for kind in INITIALS
     ]

@@ -34,9 +34,9 @@ PROFILE = ("aceso_v100/ops.csv.gz", "aceso_v100/comm.csv")
 
 AS_PAPER: Mapping[str, Any] = {
     "borders": "relay", "recompute": "largest", "breadth": 1, "races": False, "exchanges": False,
-    "iteration_evaluations": None,
+    "uniform_starts": False, "iteration_evaluations": None,
 }  # fmt: skip
-"""Options of `Aceso` that make its search the paper's: relays, largest activations, partners on other stages."""
+"""Options of `Aceso` that make its search the paper's: relays, largest activations, one start, partners elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,17 @@ def searched(problem: Problem, evaluations: int, **options: object) -> tuple[Ace
     """Return a searcher and what it found with a budget in evaluations."""
     searcher = Aceso(**{"judge": 0, **options})  # type: ignore[arg-type]
     return searcher, searcher.search(problem, Budget(evaluations=evaluations))
+
+
+def paper_search(setting: Setting, **changes: Any) -> Aceso:
+    """Return the paper's search of a setting; its scripts tune inside stages for Wide-ResNet only.
+
+    Args:
+        setting: What is planned.
+        changes: Options of `Aceso` that differ.
+    """
+    fine_tunes = setting.family == "resnet"
+    return Aceso(**{"judge": 0, "compat": compat_of(setting), "fine_tunes": fine_tunes, **AS_PAPER, **changes})
 
 
 def compat_of(setting: Setting) -> str:

@@ -1,0 +1,87 @@
+"""A searcher's plans judged by the simulator: in its order until one fits, as its user would try them for real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from searchers.base import SearchResult, cost_tables
+from searchers.plan_words import describe_plan
+from simulator.fidelity import Fidelity
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.result import SimulationResult
+from simulator.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a search's plans.
+
+    Attributes:
+        plan: The first that fits; the searcher's best if none does.
+        objective: The searcher's, of that plan.
+        result: The simulator's, of that plan.
+        reason: Why it is not the searcher's first, or that none fits; empty where the first fits.
+        simulate_s: Seconds that this took.
+    """
+
+    plan: Plan
+    objective: float
+    result: SimulationResult
+    reason: str
+    simulate_s: float
+
+    def row(self, found: SearchResult) -> dict[str, Any]:
+        """Return the columns that every table of searches has, of the search that this came from."""
+        result = self.result
+        tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
+        return {
+            "status": "ok" if result.fits else "out of memory",
+            "iteration_time_s": result.iteration_time_s,
+            "samples_per_s": result.samples_per_s,
+            "tokens_per_s_per_device": result.tokens_per_s_per_device,
+            "mfu": result.mfu,
+            "peak_reserved_bytes": tightest.peak_reserved_bytes,
+            "capacity_bytes": tightest.capacity_bytes,
+            "objective_s": self.objective,
+            "search_s": found.wall_s,
+            "evaluations": found.counters["evaluations"],
+            "simulate_s": self.simulate_s,
+            "plan": describe_plan(self.plan),
+            "reason": self.reason,
+        }
+
+
+def first_that_fits(
+    found: SearchResult,
+    problem: Problem,
+    fidelity: Fidelity,
+    engine: str,
+    progress: Callable[[int | None], None] = lambda num_tasks: None,
+) -> Judged:
+    """Simulate a search's plans until one fits.
+
+    Args:
+        found: At least one plan, best first.
+        problem: What they are for; its cost tables are shared.
+        fidelity: Effects to include.
+        engine: Name of the engine.
+        progress: Called with None before each plan, then with the number of tasks done.
+    """
+    best: tuple[Plan, float, SimulationResult] | None = None
+    started_s = time.perf_counter()
+    for rank, ranked in enumerate(found.plans):
+        progress(None)
+        result = simulate(
+            ranked.plan, problem, fidelity=fidelity, engine=engine, costs=cost_tables(problem), progress=progress
+        )
+        best = best or (ranked.plan, ranked.objective, result)
+        if result.fits:
+            reason = f"choice {rank + 1}: those before it ran out of memory" if rank else ""
+            return Judged(ranked.plan, ranked.objective, result, reason, time.perf_counter() - started_s)
+    assert best is not None, "a search result has at least one plan"
+    reason = f"none of the searcher's {len(found.plans)} best plans fits when simulated"
+    return Judged(*best, reason, time.perf_counter() - started_s)
