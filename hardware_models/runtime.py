@@ -54,7 +54,7 @@ class Runtime:
         scatters_transfers: A tensor that several ranks hold alike crosses to the next stage in parts, one from each,
             and is gathered there.
         sums_input_gradients: Where several operators read a tensor, the partial gradients they make of it are added
-            before they are reduced, once. Else each operator reduces its own, as Megatron's column-parallel linear does.
+            before they are reduced, once. Else each operator reduces its own, as Megatron's column-parallel linear.
         sends_attention_mask: The mask, one activation per pair of tokens, crosses to the next stage with each
             microbatch, whole to every rank (of models with attention in separate operators).
         host_waits: Events at which the host waits for the device.
