@@ -112,11 +112,11 @@ class ReleasedMemory:
         states = self._layer_states(kind) / strategy.tensor
         if strategy.sharded > 1:
             states *= 1 / strategy.sharded + GATHERED_SHARE[self.one_node]
-        share = self._measured_shares.get(strategy.tensor, 1.0)
-        inner, entering = share * profile.core_saved_bytes, share * profile.core_input_bytes
+        entering = profile.core_input_bytes
+        whole = self._measured_shares.get(strategy.tensor, 1.0) * (entering + profile.core_saved_bytes)
         if strategy.checkpoint:
-            return LayerMemory(entering, inner, states)
-        return LayerMemory(entering + inner, 0.0, states)
+            return LayerMemory(entering, whole - entering, states)
+        return LayerMemory(whole, 0.0, states)
 
     def outside_bytes(self, stage: int, in_flight: float, microbatch: float) -> float:
         """Return what embedding and head take on a device of a stage.
