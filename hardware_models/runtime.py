@@ -53,6 +53,8 @@ class Runtime:
         transfer_mode: ``overlapped`` or ``blocking`` (the compute stream waits for the send too).
         scatters_transfers: A tensor that several ranks hold alike crosses to the next stage in parts, one from each,
             and is gathered there.
+        sums_input_gradients: Where several operators read a tensor, the partial gradients they make of it are added
+            before they are reduced, once. Else each operator reduces its own, as Megatron's column-parallel linear.
         sends_attention_mask: The mask, one activation per pair of tokens, crosses to the next stage with each
             microbatch, whole to every rank (of models with attention in separate operators).
         host_waits: Events at which the host waits for the device.
@@ -121,6 +123,7 @@ class Runtime:
     sources: Mapping[str, str]
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
+    sums_input_gradients: bool = True
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -192,6 +195,7 @@ class RuntimeFile(FileModel):
     sources: Mapping[str, Text]
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
+    sums_input_gradients: bool = True
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

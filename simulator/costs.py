@@ -35,7 +35,7 @@ from workloads.kinds.base import (
 )
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
-from workloads.placements import Placement
+from workloads.placements import PARTIAL, Placement
 
 
 @dataclass(frozen=True)
@@ -345,9 +345,11 @@ class CostTables:
     ) -> tuple[bool, bool]:
         """Return whether an earlier reader, or an earlier input of this one, has the tensor moved the same way.
 
-        Readers that want one layout share its copy; their gradients are summed before they move.
+        Readers that want one layout share its copy; their gradients are summed before they move, but for partial ones
+        where the runtime has each operator reduce its own.
         """
         forward = backward = False
+        summed = self.problem.runtime.sums_input_gradients or PARTIAL not in gradient_have
         for reader in self.problem.workload.consumers[name]:
             if reader > index:
                 break
@@ -360,7 +362,7 @@ class CostTables:
                     break
                 if other == name:
                     forward |= tuple(split.inputs[position] for split in splits) == want
-                    backward |= tuple(split.input_gradient(position) for split in splits) == gradient_have
+                    backward |= summed and tuple(split.input_gradient(position) for split in splits) == gradient_have
         return forward, backward
 
 

@@ -21,7 +21,7 @@ from validation.parameters import InputSpec
 from validation.samples import load_samples
 from validation.stage_parameters import Held, LayerGathers, StageParameters
 from validation.torch_kinds import SHARED_BACKWARD, build
-from validation.wiring import GRAPH, CopyKey, StageWiring, Wire, internal_axes
+from validation.wiring import GRAPH, ShareKey, StageWiring, Wire, internal_axes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
 
@@ -267,7 +267,7 @@ class StageRunner:
             sync: Reduce weight gradients as buckets complete.
         """
         gathers = self._gathers(self.layers[::-1])
-        sums: dict[CopyKey, torch.Tensor] = {}
+        sums: dict[ShareKey, torch.Tensor] = {}
         for index in reversed(self.view.operators):
             if inputs:
                 gathers.enter(self.workload.operators[index].layer)
@@ -288,7 +288,7 @@ class StageRunner:
         index: int,
         state: InFlight,
         gradients: Values,
-        sums: dict[CopyKey, torch.Tensor],
+        sums: dict[ShareKey, torch.Tensor],
         *,
         inputs: bool,
         weights: bool,
@@ -329,7 +329,7 @@ class StageRunner:
         position: int,
         gradient: torch.Tensor | None,
         gradients: Values,
-        sums: dict[CopyKey, torch.Tensor],
+        sums: dict[ShareKey, torch.Tensor],
     ) -> None:
         """Add an input's gradient to its tensor's, moved to the producer's layout with those like it."""
         wire = self.wiring.wires[index][position]

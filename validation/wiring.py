@@ -17,7 +17,7 @@ from validation.conversions import conversion_groups
 from validation.groups import GroupKey, group_keys
 from validation.layouts import Conversion, Layout, convert, is_settled
 from workloads.kinds.base import Shape
-from workloads.placements import Placement, Replicate, Shard
+from workloads.placements import PARTIAL, Placement, Replicate, Shard
 
 GRAPH, OWN, ARRIVAL = "graph", "own", "arrival"
 
@@ -34,6 +34,7 @@ class Wire:
         gathers: Forward ends with a gather whose result backward need not keep.
         want: Layout the operator reads; readers that want one layout share its copy.
         gradient: Layout of the gradient it makes; equal ones are summed before they move.
+        alone: Reader and input whose gradient moves alone, where the runtime does not sum partial gradients first.
     """
 
     tensor: str
@@ -43,6 +44,7 @@ class Wire:
     gathers: bool = False
     want: Layout | None = None
     gradient: Layout | None = None
+    alone: tuple[int, int] | None = None
 
     @property
     def copy(self) -> CopyKey | None:
@@ -50,13 +52,16 @@ class Wire:
         return None if self.forward is None or self.want is None else (self.tensor, self.want)
 
     @property
-    def share(self) -> CopyKey | None:
+    def share(self) -> ShareKey | None:
         """Which sum of gradients it adds to before that moves; None if it need not move."""
-        return None if self.backward is None or self.gradient is None else (self.tensor, self.gradient)
+        return None if self.backward is None or self.gradient is None else (self.tensor, self.gradient, self.alone)
 
 
 CopyKey = tuple[str, Layout]
 """A tensor in a layout."""
+
+ShareKey = tuple[str, Layout, tuple[int, int] | None]
+"""A tensor whose gradients in a layout move together, or that of one reader's input."""
 
 
 @dataclass
@@ -91,7 +96,7 @@ class StageWiring:
             self.wires[index] = tuple(
                 self._wire(index, position) for position in range(len(self.workload.operators[index].inputs))
             )
-        first: dict[CopyKey, tuple[int, int]] = {}
+        first: dict[ShareKey, tuple[int, int]] = {}
         for index, wires in self.wires.items():
             for position, wire in enumerate(wires):
                 if wire.share is not None and first.get(wire.share, (index, 0))[0] == index:
@@ -138,6 +143,7 @@ class StageWiring:
             have = needed = self.view.arrivals[name]
             source = ARRIVAL
         forward = convert(have, want, ragged=self.ragged)
+        summed = self.view.costs.problem.runtime.sums_input_gradients or PARTIAL not in gradient[1]
         return Wire(
             tensor=name,
             source=source,
@@ -146,6 +152,7 @@ class StageWiring:
             gathers=forward is not None and any(step.collective == "all_gather" for step in forward.steps),
             want=want,
             gradient=gradient,
+            alone=None if summed else (index, position),
         )
 
     def uses(self, operators: Iterable[int]) -> Uses:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 
 from datafiles.tables import load_table
@@ -29,7 +29,7 @@ from experiments.cases.case import (
 )
 from searchers.galvatron.judged import judged_plan
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import chunked, microbatch_counts, released_count, table_count
+from searchers.galvatron.microbatches import chunked, released_count, table_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import even, filled_from_the_back
 from searchers.galvatron.planner import Planner
@@ -48,6 +48,10 @@ SMALLEST_BATCH = 8
 
 PURE = ("ddp", "megatron-tp", "gpipe", "fsdp")
 DEEPSPEED = "deepspeed-3d"
+DEEPSPEED_SAMPLES = 2
+"""Samples of a microbatch. Source, from memory: pretrain_bert_distributed_with_mp.sh of Megatron-DeepSpeed, the paper's
+reference for this strategy, has tensor and pipeline parallelism of two and a micro-batch of two."""
+
 PIPELINED = ("gpipe", DEEPSPEED)
 SEARCHED = (
     "galvatron-dp-tp", "galvatron-dp-pp", "galvatron", "galvatron-base", "galvatron-1f1b-bi", "galvatron-bmw"
@@ -152,7 +156,7 @@ class Run:
             "megatron-tp": uniform(tp=num_gpus, microbatch=batch),
             "gpipe": pipeline,
             DEEPSPEED: uniform(
-                tp=2, pp=2, dp=num_gpus // 4, microbatch=max(1, cut.samples * 4 // num_gpus), schedule="gpipe"
+                tp=2, pp=2, dp=num_gpus // 4, microbatch=max(1, cut.samples * 4 // num_gpus), schedule="1f1b"
             ),
         }
         if strategy not in plans:
@@ -196,7 +200,7 @@ def num_microbatches(model: str, batch: int, strategy: str = "gpipe", num_gpus: 
 
     The tables have fractions (b/8 + 2 for BERT); b is a multiple of eight here, so none arise. Where they do
     not divide the batch, PyTorch makes the last microbatch smaller.
-    DeepSpeed 3D (two stages, b = half the batch on eight devices) has no table: a number that divides the batch.
+    DeepSpeed 3D has no table; its script takes two samples at a time.
 
     Source:
         Galvatron data README (titan_v1): BERT b/8 + 2; ViT 1 if b = 8 else 2; T5 3 for eight stages; Swin 1, 2, 3.
@@ -206,8 +210,8 @@ def num_microbatches(model: str, batch: int, strategy: str = "gpipe", num_gpus: 
     """
     family = model.split("-")[0]
     if strategy == DEEPSPEED:
-        dp = num_gpus // 4
-        return microbatch_counts("table", family, batch // dp, 1 if batch < 2 * dp else 2, num_gpus)[0]
+        each = max(1, batch // (num_gpus // 4))
+        return each // gcd(each, DEEPSPEED_SAMPLES)
     rule = table_count if num_gpus == NUM_GPUS else released_count
     return max(1, ceil(rule(family, batch, num_gpus)))
 

@@ -92,8 +92,16 @@ class LayerProfiles:
         known: dict[object, int] = {}
         found = []
         pairs = zip(blocks(workload), repeated_layers(workload), strict=True)
+        start = 0
         for number, (span, core) in enumerate(pairs):
-            signature = (tuple(workload.signatures[span[0] : span[1]]), core[0] - span[0], core[1] - span[0])
+            # Which inputs come from before the last layer: an encoder's output, but for its first reader.
+            far = tuple(
+                workload.producer.get(name, start) < start
+                for op in workload.operators[span[0] : span[1]]
+                for name in op.inputs
+            )
+            signature = (tuple(workload.signatures[span[0] : span[1]]), core[0] - span[0], core[1] - span[0], far)
+            start = span[0]
             found.append(Layer(number, known.setdefault(signature, len(known)), span, core))
         return tuple(found)
 

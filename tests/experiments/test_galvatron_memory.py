@@ -54,7 +54,7 @@ def test_layers_and_ends_take_what_galvatron_measured() -> None:
             number = -2 if row["layer_type"] == "decoder" else 1
             kind = memory.profiles.layers[number].kind
             found = memory.layer(kind, Strategy((Level(DATA, 8),)), 8)
-            assert found.forward_bytes / MIB == pytest.approx(row["act_MiB_per_sample_tp1"], rel=0.03), row
+            assert found.forward_bytes / MIB == pytest.approx(row["act_MiB_per_sample_tp1"], rel=0.01), row
             assert found.state_bytes / MIB == pytest.approx(4 * row["parameter_MiB_fp32"], rel=0.01), row
 
 
@@ -117,15 +117,15 @@ def test_the_first_stage_pays_for_embedding_and_head_of_one_node_alone() -> None
 
 
 def test_the_largest_batches_are_the_printed_ones() -> None:
-    """128 cells of pure strategies; no constant comes from them. Swin's activations are 2 to 3 % above its shapes."""
+    """128 cells of pure strategies; no constant comes from them."""
     oom = equal = 0
     for (memory_gb, model, strategy), cell in printed_cells().items():
         if strategy in PURE:
             batch = largest_batch(Run(model=model, cluster=TITANS, memory_gb=memory_gb), strategy)
             oom += (batch is None) == (cell.batch is None)
             equal += batch == cell.batch
-    assert oom >= 126
-    assert equal >= 117
+    assert oom >= 127
+    assert equal >= 124
 
 
 @pytest.mark.skipif(not PLANS.exists(), reason="needs ../shared/data/galvatron/plans")

@@ -296,6 +296,28 @@ def test_a_tensor_read_several_stages_later_is_relayed() -> None:
     assert carried == [False, True, True]
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_every_decoder_layer_reduces_its_gradient_of_the_encoders_output(pp: int) -> None:
+    """Backward, a column-parallel layer each: an encoder layer 2, a decoder layer 4 (self, query, memory, MLP), a head.
+
+    Where gradients are summed first, the decoder layers of a stage share the reduction of the memory's.
+    """
+    alone = small_problem("t5", global_batch=1)
+    summed = replace(alone, runtime=replace(alone.runtime, sums_input_gradients=True))
+    layers = 2
+    for problem, of_the_memory in ((alone, layers), (summed, 1)):
+        plan = validate(uniform_plan(problem, tp=2, pp=pp), problem)
+        views = lower(plan, CostTables(problem), Fidelity()).views
+        items = [
+            item
+            for view in views
+            for item in ProgramBuilder(view, Fidelity()).backward(GRADIENTS, gather=False, sync=False)
+            if item.collective is not None
+        ]
+        assert {item.collective.collective for item in items if item.collective} == {"all_reduce"}
+        assert len(items) == 2 * layers + 3 * layers + of_the_memory + 1
+
+
 def test_gpt_530b_shape_lowers_to_few_templates() -> None:
     problem = small_problem("gpt", global_batch=256)
     plan = validate(uniform_plan(problem, pp=4), problem)

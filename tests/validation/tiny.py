@@ -260,6 +260,10 @@ def two_processes() -> list[Case]:
     t5 = problem("t5")
     add("t5 tp2, sequence parallel, full recomputation", t5,
         uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True, recompute="full"))  # fmt: skip
+    for words, splits in (("tp2", False), ("tp2, sequence parallel", True)):
+        t5 = problem("t5", sums_input_gradients=False)
+        add(f"t5 {words}, each decoder layer reduces its gradient of the encoder's output", t5,
+            uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=splits))  # fmt: skip
     t5 = problem("t5", keeps_gathered_inputs=False)
     add("t5 tp2, sequence parallel, inputs gathered again", t5,
         uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True))  # fmt: skip
