@@ -241,6 +241,13 @@ class CostTables:
         ranks = Counter(self.problem.hardware.cluster.node_of(device) for device in members)
         return once_s + per_rank_s * max(ranks.values())
 
+    def collective_delay_s(self, members: Sequence[int]) -> float:
+        """Return the seconds by which launching a collective delays it: 0 where the host runs ahead."""
+        if self.problem.runtime.host_runs_ahead:
+            return 0.0
+        types = {self.problem.gpu_types[device] for device in members}
+        return max(self.launch_s(gpu_type) for gpu_type in types) + self.collective_host_s(members)
+
     def _internal(self, kind: Kind, local: Local, sharding: Sharding) -> Iterable[tuple[str, MeshCollective]]:
         for position, axis in enumerate(sharding):
             for phase in _PHASES:
