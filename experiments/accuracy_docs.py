@@ -8,17 +8,20 @@ from pathlib import Path
 from datafiles.writer import write_text_atomically
 from experiments.accuracy import GroupReport, Outcome
 from experiments.accuracy_baseline import load_baseline
+from experiments.accuracy_errors import DISTINGUISHABLE
 from experiments.accuracy_groups import Group
 from experiments.accuracy_groups import groups as known_groups
 from experiments.accuracy_plots import plot_group
 
-INTRODUCTION = """# Accuracy
+INTRODUCTION = f"""# Accuracy
 
 Every measured run that states its plan is simulated and compared. Errors are signed and relative,
 `(predicted - measured) / measured`; the tables give the mean of their absolute values, the median, the bias
 (mean of the signed errors) and the worst case. *Fits* is the share of runs whose "out of memory or not" is
-predicted right. *Rank* is the share of pairs of plans for one problem that are ordered right, less the share
-ordered wrong, over pairs whose measured times differ by more than 5 %.
+predicted right. *Rank* is over pairs of plans for one problem (model, machine, batch) whose measured times differ by
+more than {100 * DISTINGUISHABLE:.0f} % of the shorter: the share of them that is ordered right, less the share ordered
+wrong, of so many pairs in all the group's problems. Pairs that differ by less are not asked for, nor plans of different
+problems.
 
 No row that a constant was fitted on is reported: `windtunnel accuracy` refuses it. Some mechanisms (Adam written per
 tensor, gathers without prefetch, transfers in parts, flash attention by generation and its Triton port, the A100's
