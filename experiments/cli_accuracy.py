@@ -44,6 +44,12 @@ def accuracy(
     by: Annotated[
         str, typer.Option(help="Also tabulate the time error by these features of the runs (tp,microbatch).")
     ] = "",
+    missed: Annotated[
+        bool,
+        typer.Option(
+            "--missed", help="Tabulate the time error of groups above their target, by --by or by each feature in turn."
+        ),
+    ] = False,
     cases: Annotated[bool, typer.Option("--cases", help="Also list every case.")] = False,
     without: Without = "",
     plots: Annotated[Path | None, typer.Option(help="Folder for one picture per group.", show_default=False)] = None,
@@ -84,7 +90,7 @@ def accuracy(
             }
         )
     else:
-        _print(reports, outcomes, comma_separated(by), cases)
+        _print(reports, outcomes, comma_separated(by), missed, cases)
     for report in reports if plots is not None else ():
         assert plots is not None
         accuracy_plots.plot_group(report, outcomes, plots / f"{report.name}.png")
@@ -118,9 +124,8 @@ def _progress() -> Iterator[Listener]:
 
 
 def _print(
-    reports: Sequence[GroupReport], outcomes: Sequence[Outcome], features: Sequence[str], with_cases: bool
+    reports: Sequence[GroupReport], outcomes: Sequence[Outcome], features: Sequence[str], missed: bool, with_cases: bool
 ) -> None:
-    from experiments.accuracy import residuals_by
     from experiments.accuracy_docs import percent
     from experiments.accuracy_groups import groups as known_groups
 
@@ -153,13 +158,14 @@ def _print(
         )
     out = console()
     out.print(table(None, columns, rows))
-    if features:
-        found = residuals_by(outcomes, features)
-        columns = [*((name, "left") for name in features), ("cases", "right"), ("error", "right"), ("bias", "right")]
-        lines = [
-            (*key, str(count), percent(mean), f"{100 * bias:+.1f} %") for key, (count, mean, bias) in found.items()
-        ]
-        out.print(table("time error by feature", columns, lines))
+    if missed:
+        for report in reports:
+            target = known_groups()[report.name].target_time
+            if report.time is not None and target is not None and report.time.mean_absolute > target:
+                own = [each for each in outcomes if report.name in each.case.groups]
+                _print_residuals(own, features, f": {report.name}", one_by_one=not features)
+    elif features:
+        _print_residuals(outcomes, features)
     if with_cases:
         columns = [
             ("case", "left"), ("features", "left"), ("measured s", "right"), ("predicted s", "right"),
@@ -168,6 +174,24 @@ def _print(
         out.print(table("cases", columns, [_case_row(outcome) for outcome in outcomes]))
     run, skipped = len(outcomes), sum(report.num_skipped for report in reports)
     messages().print(f"{run} cases run, {skipped} rows skipped")
+
+
+def _print_residuals(
+    outcomes: Sequence[Outcome], features: Sequence[str], where: str = "", *, one_by_one: bool = False
+) -> None:
+    """Print the time error by values of features together, or of every feature of the cases in turn."""
+    from experiments.accuracy import residuals_by
+    from experiments.accuracy_docs import percent
+
+    if one_by_one:
+        names = dict.fromkeys(name for each in outcomes for name in each.case.features)
+        heads = ["feature", "value"]
+        found = [((name, *key), line) for name in names for key, line in residuals_by(outcomes, [name]).items()]
+    else:
+        heads, found = list(features), list(residuals_by(outcomes, features).items())
+    columns = [*((name, "left") for name in heads), ("cases", "right"), ("error", "right"), ("bias", "right")]
+    lines = [(*key, str(count), percent(mean), f"{100 * bias:+.1f} %") for key, (count, mean, bias) in found]
+    console().print(table(f"time error by feature{where}", columns, lines))
 
 
 def _case_row(outcome: Outcome) -> tuple[str, ...]:

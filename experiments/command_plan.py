@@ -112,6 +112,7 @@ def plan(
             "estimated_iteration_time_s": found.iteration_time_s,
             "estimated_peak_bytes": list(found.peak_bytes),
             "estimated_fits": found.fits,
+            "estimated_host_binds": found.host_binds,
             "output": str(output) if output is not None else None,
         }
         print_json(summary)
@@ -120,6 +121,8 @@ def plan(
         document = plan_document(spec, built, fingerprint=problem.workload.fingerprint)
         print_lines(dump_yaml(document))
     fits = "fits" if found.fits else "does NOT fit"
+    if found.host_binds:
+        fits += ", the host takes longer than this"
     words = (
         f"{describe_plan(built)}: about {found.iteration_time_s:.2f} s for {global_batch} samples, "
         f"peak {max(found.peak_bytes) / 2**30:.1f} GiB, {fits} (estimate; windtunnel simulate knows better)"

@@ -9,7 +9,8 @@ Two readings of the table (``--reading``):
   per pass; a kernel launch is held at 5 us, since launches and operators rise and fall together. Runtime
   ``megatron-deepspeed``.
 
-Rows: `experiments.cases.vtrain.is_calibration`; they are never reported.
+Rows: `experiments.cases.vtrain.is_calibration`; they are never reported. ``--oracle GROUP`` chooses the constants on a
+reported group instead, to see what this form of host could reach there at all: such constants are for looking only.
 
 Run: ``python -m experiments.fit_host --data DIR``
 """
@@ -105,9 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds measured_runs/dev.csv")
     parser.add_argument("--reading", choices=(TIMED, WHOLE), default=TIMED)
+    parser.add_argument("--oracle", choices=vtrain.GROUPS, help="choose on the reported rows of a group, to look")
     arguments = parser.parse_args()
-    reading = arguments.reading
-    rows = [row for row in vtrain.rows(arguments.data) if vtrain.is_calibration(row)]
+    reading, oracle = arguments.reading, arguments.oracle
+    rows = [row for row in vtrain.rows(arguments.data) if vtrain.is_calibration(row) == (oracle is None)]
+    rows = [row for row in rows if oracle is None or oracle in vtrain.case_of(row).groups]
     specs = [vtrain.spec_of(row) for row in rows]
     if reading == WHOLE:
         specs = [spec.model_copy(update={"vocab_multiple": vtrain.PADDED_TO}) for spec in specs]
@@ -127,7 +130,8 @@ def main() -> None:
     errors = np.expm1(residuals(fitted.x))
     for name, value in values_of(fitted.x).items():
         print(f"{name}: {value:.3g}")
-    print(f"{len(rows)} fit rows: mean absolute error {np.abs(errors).mean():.1%}, bias {errors.mean():+.1%}")
+    kind = "fit" if oracle is None else "reported"
+    print(f"{len(rows)} {kind} rows: mean absolute error {np.abs(errors).mean():.1%}, bias {errors.mean():+.1%}")
     print("rows: ground_truth_single.csv#" + ",".join(str(vtrain.row_number(row["notes"])) for row in rows))
 
 

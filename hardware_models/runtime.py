@@ -64,7 +64,8 @@ class Runtime:
         communication_buffer_bytes, context_bytes: Device memory outside the allocator.
         host_seconds_per_kernel: Overrides the GPU type's ``launch_s``; None keeps it.
         host_seconds_per_operator: What the framework itself spends on the host before an operator's kernels
-            (module calls, dispatch, autograd nodes): forward, and backward.
+            (module calls, dispatch, autograd nodes): forward, and backward. One that the framework has no single
+            operation for (an unfused softmax) costs it for each of those it is made of (``Kind.num_calls``).
         host_seconds_per_pass: What the framework spends on the host before each forward or backward pass of a
             microbatch through a stage (schedule, data, bookkeeping).
         host_runs_ahead: The host launches what comes next while the device works. Else it never does (every launch is

@@ -75,6 +75,11 @@ class BatchEvaluator:
                     "batch evaluation knows whole transfers of the model's tensors only, but the runtime "
                     f"{problem.runtime.name} has {name}: true; use a runtime without, or simulate"
                 )
+        if not problem.runtime.host_runs_ahead:
+            raise ValueError(
+                "batch evaluation leaves host time out, but nothing hides it where the host never runs ahead, as in "
+                f"runtime {problem.runtime.name}; use a runtime whose host does, FastEstimator, or simulate"
+            )
         self.problem = problem
         self.costs = costs or CostTables(problem)
         self.fidelity = fidelity or Fidelity()

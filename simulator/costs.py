@@ -197,10 +197,9 @@ class CostTables:
             work = kind.kernels(phase, local)
             if phase == BACKWARD_WEIGHT:
                 work = [*work, *self._additions(local)]
-            kernels = self._segment(work, gpu_type)
             forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
-            dispatch_s = {FORWARD: forward_s, BACKWARD_INPUT: backward_s}.get(phase, 0.0)
-            return Segment.launch(dispatch_s).then(kernels) if dispatch_s else kernels
+            dispatch_s = forward_s if phase == FORWARD else backward_s
+            return self._segment(work, gpu_type, dispatch_s, kind.num_calls(phase, local) if dispatch_s else 0)
         return Segment(stated, 0.0, stated, 0.0, (stated, 0.0, 0.0))
 
     def _additions(self, local: Local) -> list[Kernel]:
@@ -212,18 +211,22 @@ class CostTables:
         counts = [float(prod(shape)) for shape in local.parameters]
         return [MemoryBound(count * (kept + new), count * kept) for count in counts]
 
-    def _segment(self, kernels: Iterable[Kernel], gpu_type: str) -> Segment:
+    def _segment(self, kernels: Sequence[Kernel], gpu_type: str, dispatch_s: float, num_calls: int) -> Segment:
+        """Return kernels as they are launched, the first of each call after the framework's dispatch."""
         hardware, runtime = self.problem.hardware, self.problem.runtime
         launch_s = self.launch_s(gpu_type)
         dtype = runtime.implementation.dtype
         total = EMPTY
-        for kernel in kernels:
+        for position, kernel in enumerate(kernels):
+            if position < num_calls:
+                total = total.then(Segment.launch(dispatch_s))
             key = (gpu_type, kernel)
             if key not in self._kernels:
                 self._kernels[key] = hardware.kernel_time_s(gpu_type, kernel, dtype)
             seconds = self._kernels[key]
             total = total.then(Segment(seconds, launch_s, launch_s + seconds, launch_s, (0.0, 0.0, seconds)))
-        return total
+        bare = max(0, num_calls - len(kernels))
+        return total.then(Segment.launch(bare * dispatch_s)) if bare else total
 
     def launch_s(self, gpu_type: str) -> float:
         """Return the host's seconds per kernel launch: the runtime's, else the device type's."""
@@ -237,6 +240,13 @@ class CostTables:
             return once_s
         ranks = Counter(self.problem.hardware.cluster.node_of(device) for device in members)
         return once_s + per_rank_s * max(ranks.values())
+
+    def collective_delay_s(self, members: Sequence[int]) -> float:
+        """Return the seconds by which launching a collective delays it: 0 where the host runs ahead."""
+        if self.problem.runtime.host_runs_ahead:
+            return 0.0
+        types = {self.problem.gpu_types[device] for device in members}
+        return max(self.launch_s(gpu_type) for gpu_type in types) + self.collective_host_s(members)
 
     def _internal(self, kind: Kind, local: Local, sharding: Sharding) -> Iterable[tuple[str, MeshCollective]]:
         for position, axis in enumerate(sharding):

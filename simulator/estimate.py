@@ -4,16 +4,25 @@ Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once
 microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
 sum_{i<=j} t_i + sum_{i>=j} s_i``. Memory: model
 states, saved activations times microbatches in flight, and the last stage's logits. No overlap, contention,
-host or allocator: the engine has those.
+optimizer or allocator: the engine has those.
+
+Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
+launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may
+hide launches that count here (too slow), and what it spends on passes and collectives is left out (too fast where the
+host takes longest, as ``Estimate.host_binds`` says): nearest where kernels rule.
 
 Source: the pipeline formula of Aceso (EuroSys 2024) Eq. 1 and Megatron-LM (SC 2021) Section 2.2.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
+from hardware_models.runtime import Runtime
 from simulator.costs import CostTables, saved_tensors
 from simulator.fidelity import Fidelity
 from simulator.lowering.epilogue import epilogue_collectives
@@ -36,12 +45,20 @@ class Estimate:
         stage_time_s: Forward plus backward of one microbatch, collectives and transfers included.
         peak_bytes: Per stage.
         capacity_bytes: Per stage.
+        host_time_s: What launching all microbatches takes the busiest host: kernels, dispatch, collectives, passes.
+            None where it was not looked at (``FastEstimator``).
     """
 
     iteration_time_s: float
     stage_time_s: tuple[float, ...]
     peak_bytes: tuple[float, ...]
     capacity_bytes: tuple[float, ...]
+    host_time_s: float | None = None
+
+    @property
+    def host_binds(self) -> bool:
+        """A host alone needs longer than the estimate says, which is too fast: simulate."""
+        return self.host_time_s is not None and self.host_time_s > self.iteration_time_s * (1 + 1e-9)
 
     @property
     def fits(self) -> bool:
@@ -60,7 +77,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     costs = costs or CostTables(problem)
     plan = plan.canonical(problem.workload)
     views = stage_views(plan, costs)
-    times, once = _stage_times(plan, views)
+    times, hosts, once = _stage_times(plan, views)
     held = [_held_bytes(view) for view in views]
     capacities = tuple(min(map(problem.capacity_bytes, view.stage.devices)) for view in views)
     ranks = plan.rank_of_stage
@@ -69,14 +86,21 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     fill = sum(times) / chunks
     if plan.last_microbatch_size is None:
         filled_s = (plan.num_microbatches - 1) * max(by_rank) + fill
-        last_held = held
+        last_held, last_hosts = held, hosts
     else:
         last_views = stage_views(plan.all_like_last(), costs)
-        last_times, _ = _stage_times(plan, last_views)
+        last_times, last_hosts, _ = _stage_times(plan, last_views)
         filled_s = queued_s(by_rank, _per_rank(ranks, last_times), plan.num_microbatches, chunks)
         last_held = [_held_bytes(view) for view in last_views]
     iteration = filled_s + (chunks - 1) * fill / len(by_rank)
-    return Estimate(iteration + max(once), tuple(times), _rank_peaks(plan, held, last_held), capacities)
+    all_hosts = [(plan.num_microbatches - 1) * each + last for each, last in zip(hosts, last_hosts, strict=True)]
+    return Estimate(
+        iteration_time_s=iteration + max(once),
+        stage_time_s=tuple(times),
+        peak_bytes=_rank_peaks(plan, held, last_held),
+        capacity_bytes=capacities,
+        host_time_s=max(_per_rank(ranks, all_hosts)),
+    )
 
 
 def _per_rank(ranks: Sequence[int], times: Sequence[float]) -> list[float]:
@@ -107,33 +131,38 @@ def queued_s(
     )
 
 
-def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], list[float]]:
-    """Return per stage the seconds of one microbatch, and what is exposed once per iteration."""
-    problem = views[0].costs.problem
+def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], list[float], list[float]]:
+    """Return per stage the seconds of one microbatch, those of its host, and what is exposed once per iteration."""
+    costs = views[0].costs
+    problem = costs.problem
     crossing = crossing_tensors(views)
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
-    times, once = [], []
+    times, hosts, once = [], [], []
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
         before, after = view.position - 1, view.position + 1
         arrived = received_gathers(view, views[before], crossing[before]) if before >= 0 else []
         returned = received_gathers(view, views[after], crossing[view.position]) if after < len(views) else []
         gather = plan.reshard_after_forward
-        time = items_s(view, builder.forward(gather=gather, received=arrived))
-        time += items_s(view, builder.backward(GRADIENTS, gather=gather, sync=False, received=returned))
+        forward = builder.forward(gather=gather, received=arrived)
+        backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned)
+        time = items_s(view, forward) + items_s(view, backward)
         if view.position > 0:
-            time += transfers_s(problem, transfers[view.position - 1][1])
+            time += transfers_s(costs, transfers[view.position - 1][1])
         if view.position + 1 < len(views):
-            time += transfers_s(problem, transfers[view.position][0])
+            time += transfers_s(costs, transfers[view.position][0])
+        time += passes_s(problem.runtime, plan.schedule)
         times.append(time / view.num_turns)
+        host = host_seconds(view, forward) + host_seconds(view, backward)
+        hosts.append((host + num_passes(plan.schedule) * problem.runtime.host_seconds_per_pass) / view.num_turns)
         reductions, refresh = epilogue_collectives(view, overlapped=False)
         synced = sum(collective_s(view, item) for item in reductions) * (
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
         )
         once.append(synced + sum(collective_s(view, item) for item in refresh))
-    return times, once
+    return times, hosts, once
 
 
 @dataclass(frozen=True)
@@ -210,26 +239,65 @@ def in_flight(plan: Plan, stage: int) -> int:
 def items_s(view: StageView, items: list[Item]) -> float:
     """Return the seconds of items one after the other, each alone."""
     total = 0.0
+    runs_ahead = view.costs.problem.runtime.host_runs_ahead
     for item in items:
         if item.collective is not None:
             total += collective_s(view, item.collective)
             continue
-        for index, phase in item.parts:
+        for index, parts in groupby(item.parts, key=itemgetter(0)):
             cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
-            segment = getattr(cost, phase)
-            total += max(segment.device_s, segment.host_s)
+            segments = [getattr(cost, phase) for _, phase in parts]
+            if runs_ahead:
+                total += sum(max(segment.device_s, segment.host_s) for segment in segments)
+            else:
+                total += max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
     return total
 
 
 def collective_s(view: StageView, item: MeshCollective) -> float:
     """Return the seconds of a collective of a stage, alone."""
-    members = tuple(view.stage.devices[local] for local in groups(item.sizes, item.axes)[0])
-    return view.costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
+    members = _members(view, item)
+    alone_s = view.costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
+    return alone_s + view.costs.collective_delay_s(members)
 
 
-def transfers_s(problem: Problem, transfers: list[Transfer]) -> float:
-    """Return the seconds of transfers that run side by side."""
-    return max((problem.hardware.transfer(t.num_bytes, t.source, t.target).alone_s for t in transfers), default=0.0)
+def _members(view: StageView, item: MeshCollective) -> tuple[int, ...]:
+    return tuple(view.stage.devices[local] for local in groups(item.sizes, item.axes)[0])
+
+
+def transfers_s(costs: CostTables, transfers: list[Transfer]) -> float:
+    """Return the seconds of transfers that run side by side, and of launching them one by one if nothing hides that."""
+    problem = costs.problem
+    longest = max((problem.hardware.transfer(t.num_bytes, t.source, t.target).alone_s for t in transfers), default=0.0)
+    if problem.runtime.host_runs_ahead or not transfers:
+        return longest
+    launches = Counter(transfer.source for transfer in transfers), Counter(transfer.target for transfer in transfers)
+    return longest + sum(
+        max(count * costs.launch_s(problem.gpu_types[device]) for device, count in side.items()) for side in launches
+    )
+
+
+def passes_s(runtime: Runtime, schedule: str) -> float:
+    """Return what the framework spends on the passes of a microbatch through a stage, if nothing hides it."""
+    return 0.0 if runtime.host_runs_ahead else num_passes(schedule) * runtime.host_seconds_per_pass
+
+
+def num_passes(schedule: str) -> int:
+    """Return how many passes of a stage a microbatch takes: backward for inputs and for weights may be two."""
+    return 3 if schedule == "zb-h1" else 2
+
+
+def host_seconds(view: StageView, items: list[Item]) -> float:
+    """Return what launching items takes the host: kernels, dispatch, collectives."""
+    costs, total = view.costs, 0.0
+    launch_s = costs.launch_s(view.gpu_type)
+    for item in items:
+        if item.collective is not None:
+            total += launch_s + costs.collective_host_s(_members(view, item.collective))
+        for index, phase in item.parts:
+            cost = costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
+            total += getattr(cost, phase).host_s
+    return total
 
 
 def _held_bytes(view: StageView) -> HeldBytes:

@@ -8,8 +8,8 @@ import numpy as np
 
 from hardware_models.collectives import collective_flows
 from hardware_models.group_shapes import shape_of, slots_by_node
+from simulator.costs import CostTables
 from simulator.fast_time import price_s
-from simulator.problem import Problem
 
 _PROBES = (1e3, 1e6, 1e9)
 """Sizes at which the lines are held against the hardware model, so that a change there is noticed here."""
@@ -19,8 +19,8 @@ _ANY_SIZE = 1e18
 """Bytes above what any table measures: it answers for every group that it has a series of."""
 
 
-class CrowdedSeriesError(ValueError):
-    """The only measured series of a group ran with others at once, so its time is no function of bytes here."""
+class MeasuredSeriesError(ValueError):
+    """A measured series does not give the time of a collective as a function of bytes as it is needed here."""
 
 
 class Interner:
@@ -41,8 +41,9 @@ class Channels:
         points: ``(channel, bytes, seconds)``, ascending.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, costs: CostTables) -> None:
+        self.costs = costs
+        self.problem = costs.problem
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         self.lines: list[list[tuple[float, float]]] = []
         self.points: list[tuple[tuple[float, float], ...]] = []
@@ -51,23 +52,29 @@ class Channels:
         """Return the channel of a collective over devices.
 
         Raises:
-            CrowdedSeriesError: If it was only measured with several groups at once.
+            MeasuredSeriesError: If it was only measured with several groups at once, or its launch delays it.
         """
         members = tuple(sorted(devices))
         key = (collective, members)
         if key not in self._numbers:
             hardware = self.problem.hardware
             points = self._measured(collective, members)
+            delay_s = self.costs.collective_delay_s(members)
+            if points and delay_s:
+                raise MeasuredSeriesError(
+                    "the fast estimate adds what launching a collective costs to a modelled time only, but the host of "
+                    f"runtime {self.problem.runtime.name} never runs ahead and {collective} is measured; use estimate"
+                )
             self._numbers[key] = len(self.lines)
             found = []
             for flow in collective_flows(hardware.cluster, collective, members):
                 for protocol in flow.protocols:
                     s_per_byte = flow.work_s_per_byte / protocol.bandwidth_fraction
-                    found.append((protocol.latency_s + flow.fill_bytes * s_per_byte, s_per_byte))
+                    found.append((protocol.latency_s + flow.fill_bytes * s_per_byte + delay_s, s_per_byte))
             self.lines.append(found)
             self.points.append(points)
             for num_bytes in _PROBES:
-                expected_s = hardware.collective(collective, num_bytes, members).alone_s
+                expected_s = hardware.collective(collective, num_bytes, members).alone_s + delay_s
                 own_s = self.price_s(self._numbers[key], num_bytes)
                 assert abs(own_s - expected_s) <= 1e-9 * expected_s, "a collective is the quickest of straight lines"
         return self._numbers[key]
@@ -84,7 +91,7 @@ class Channels:
         if found is None:
             return ()
         if found.shape.groups_per_node > 1:
-            raise CrowdedSeriesError(
+            raise MeasuredSeriesError(
                 f"collectives must have been measured one group at a time, got {collective} over {found.shape} "
                 f"({table.source}); use estimate for plans that need it"
             )

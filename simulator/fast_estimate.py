@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
-from simulator.estimate import Estimate
+from simulator.estimate import Estimate, passes_s
 from simulator.fast_channels import Channels, Interner
 from simulator.fast_holdings import view_of
 from simulator.fast_memory import estimate_peaks
@@ -96,7 +96,7 @@ class FastEstimator:
         self.problem = problem
         self.costs = costs or CostTables(problem)
         self._structure, self._savings, names = structure(problem, self.costs)
-        self._builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(problem))
+        self._builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(self.costs))
         self._store = Store(self._builder)
         self._strategies: dict[Sharding, int] = {}
         self._strategy_list: list[Sharding] = []
@@ -221,6 +221,7 @@ class FastEstimator:
         states = np.empty(count, dtype=np.int64)
         chosen = np.arange(count)
         runtime, store = self.problem.runtime, self._store
+        passes = np.array([passes_s(runtime, schedule) for schedule in SCHEDULES])
         everything = chosen
         while True:
             misses, counts = store.misses, store.counts
@@ -234,6 +235,7 @@ class FastEstimator:
                 float(runtime.parameter_bytes),
                 float(runtime.gathered_parameter_bytes),
                 float(runtime.gradient_accumulation_bytes),
+                passes,
                 iteration_s,
                 stage_s,
                 run_tables,

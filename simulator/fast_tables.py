@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.costs import CostTables
 from simulator.estimate import collective_s, items_s, transfers_s
-from simulator.fast_channels import Channels, CrowdedSeriesError, Interner
+from simulator.fast_channels import Channels, Interner, MeasuredSeriesError
 from simulator.fast_holdings import Holding, Holdings, view_of
 from simulator.fast_memory import KEPT, LOSS, MEMORY_COLUMNS, STATES, WEIGHTED, Savings
 from simulator.fast_structure import Ints, Names
@@ -143,7 +143,7 @@ class TableBuilder:
             if key not in own:
                 try:
                     own[key] = self._holdings.of(index, resolved[index], devices, microbatch_size, family_of, families)
-                except CrowdedSeriesError:
+                except MeasuredSeriesError:
                     raise
                 except ValueError:
                     own[key] = self._holdings.nothing(index)
@@ -256,8 +256,8 @@ class TableBuilder:
         names = [self.names.tensors[tensor] for tensor in tensors]
         forward, backward = boundary(first, second, names)
         return [
-            transfers_s(self.problem, forward),
-            transfers_s(self.problem, backward),
+            transfers_s(self.costs, forward),
+            transfers_s(self.costs, backward),
             sum(collective_s(second, item) for item in received_gathers(second, first, names)),
             sum(collective_s(first, item) for item in received_gathers(first, second, names)),
         ]

@@ -262,6 +262,7 @@ def estimate_times(
     parameter_bytes: float,
     gathered_bytes: float,
     gradient_bytes: float,
+    passes_s: Floats,
     iteration_s: Floats,
     stage_s: Floats,
     run_tables: Ints,
@@ -275,7 +276,8 @@ def estimate_times(
         shape, tables, plans: See there.
         chosen: Numbers of plans.
         stops_early: The tail of a segment that nothing saved needs is not computed again.
-        parameter_bytes, gradient_bytes: Per element, as gathered and as reduced.
+        parameter_bytes, gathered_bytes, gradient_bytes: Per element, as refreshed, as gathered and as reduced.
+        passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
         iteration_s, stage_s, run_tables: Results, per plan, stage and run.
         states: Per plan: DONE, INCOMPLETE, or what is wrong with it.
         misses: int64[., 4]. Kind, slot in the hash table, and where it is needed: table (run, stage), row
@@ -324,7 +326,7 @@ def estimate_times(
                 continue
 
             # Runs: passes, operators whose neighbours are in another run or stage, gathers, parameters.
-            seconds, gather_s = 0.0, 0.0
+            seconds, gather_s = passes_s[plans.schedule[plan]], 0.0
             num_over, num_pending, pending_layer = 0, 0, -1
             num_sums[0] = num_sums[1] = 0
             start = first

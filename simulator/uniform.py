@@ -7,7 +7,7 @@ from collections import Counter
 
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
-from workloads.operators import Workload
+from workloads.operators import Operator, Workload
 
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION_CORE = ("attention_score", "attention_softmax", "attention_dropout", "attention_context", "attention_flash")
@@ -144,7 +144,7 @@ def recompute_segments(workload: Workload, start: int, stop: int, recompute: str
         if recompute == "full":
             found.append((first, last))
             continue
-        core = [index for index in range(first, last) if workload.operators[index].role.endswith(ATTENTION_CORE)]
+        core = [index for index in range(first, last) if _is_attention_core(workload.operators[index])]
         begin = None
         for index in [*core, -1]:
             if begin is None:
@@ -155,3 +155,8 @@ def recompute_segments(workload: Workload, start: int, stop: int, recompute: str
                 begin = index
             previous = index
     return tuple(found)
+
+
+def _is_attention_core(operator: Operator) -> bool:
+    # Dropout of what attention adds to its input (post_attention_dropout) is no part of it.
+    return operator.role.endswith(ATTENTION_CORE) and operator.kind != "dropout_add"

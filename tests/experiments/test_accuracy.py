@@ -13,7 +13,7 @@ from experiments import accuracy_baseline as gate
 from experiments.accuracy import GroupReport, check_cases, group_reports, residuals_by, run_case, run_cases
 from experiments.accuracy_calibration import calibration_rows, named_rows
 from experiments.accuracy_docs import write_docs
-from experiments.accuracy_errors import ErrorReport, rank_report
+from experiments.accuracy_errors import DISTINGUISHABLE, ErrorReport, rank_report
 from experiments.accuracy_groups import groups
 from experiments.accuracy_plots import plot_group
 from experiments.cases import alpa, galvatron_table2, megatron_sc21, vtrain
@@ -359,4 +359,5 @@ def test_the_page_names_every_group_and_its_peers(tmp_path: Path) -> None:
     for group in groups().values():
         assert group.title.strip() in text
         assert all(peer.name in text for peer in group.peers)
+    assert f"more than {DISTINGUISHABLE:.0%}".replace("%", " %") in text  # what the rank column is over
     assert (tmp_path / "docs" / "accuracy" / "megatron-sc21-table1.png").exists()

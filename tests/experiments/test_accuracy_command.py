@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments import accuracy_baseline
+from experiments import accuracy_baseline, accuracy_groups
 from experiments.cli_accuracy import register
 
 GROUP = ("--group", "aceso-gpt-modelled")
@@ -39,6 +39,23 @@ def test_the_table_says_how_many_cases_ran(app: typer.Typer) -> None:
     assert result.exit_code == 0, result.output
     assert "aceso-gpt-modelled" in result.output and "1 cases run" in result.output
     assert "aceso_gpt_1_3b.yaml#1" in result.output
+
+
+def test_residuals_of_groups_that_miss_their_target(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"dapple-table5": 0.0001, "aceso-gpt-modelled": 0.9}
+    known = accuracy_groups.groups()
+    changed = {name: known[name].model_copy(update={"target_time": target}) for name, target in targets.items()}
+    monkeypatch.setattr(accuracy_groups, "groups", lambda: {**known, **changed})
+    asked = ["accuracy", *GROUP, "--group", "dapple-table5", "--missed"]
+    result = CliRunner().invoke(app, asked, env={"COLUMNS": "140"})
+    assert result.exit_code == 0, result.output
+    assert "time error by feature: dapple-table5" in result.output
+    assert "time error by feature: aceso-gpt-modelled" not in result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    counts = {(line[0], line[1]): line[2] for line in lines if len(line) >= 7}
+    assert counts["schedule", "gpipe"] == "3" and counts["microbatches", "16"] == "2"
+    joint = CliRunner().invoke(app, [*asked, "--by", "schedule,recompute"], env={"COLUMNS": "140"})
+    assert ["gpipe", "full", "2"] in [line.split()[:3] for line in joint.output.splitlines()]
 
 
 def test_check_exits_with_one_where_a_group_is_worse(

@@ -149,3 +149,31 @@ def test_a_process_that_drives_several_ranks_launches_a_collective_on_each() -> 
     ideal = Fidelity().without("host")
     same = [simulate(plan, each, fidelity=ideal).iteration_time_s for each in (slow, problem)]
     assert same[0] == same[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused_softmax", "forward", "backward"),
+    [
+        ("linear", True, 1, 1),  # both gradients are one node
+        ("dropout_add", True, 1, 1),  # one scripted function
+        ("softmax", True, 1, 1),
+        ("softmax", False, 5, 5),  # to fp32, scale, mask, softmax, to fp16
+        ("embedding", True, 4, 3),  # two look-ups, their sum, dropout; dropout and two tables
+        ("lm_loss", True, 8, 4),  # product, cast and six of Megatron's cross entropy; two, cast and product
+    ],
+)
+def test_the_framework_dispatches_each_of_its_operations(
+    kind: str, fused_softmax: bool, forward: int, backward: int
+) -> None:
+    problem = small_problem("gpt")
+    runtime = replace(
+        problem.runtime,
+        implementation=replace(problem.runtime.implementation, fused_softmax=fused_softmax),
+        host_seconds_per_kernel=0.0,
+        host_seconds_per_operator=(3.0, 100.0),
+    )
+    costs = CostTables(replace(problem, runtime=runtime))
+    index = next(number for number, op in enumerate(problem.workload.operators) if op.kind == kind)
+    cost = costs.operator(index, (), 1, problem.hardware.gpu_type(0))
+    assert (cost.forward.host_s, cost.backward.host_s) == (3.0 * forward, 100.0 * backward)
+    assert cost.forward.lead_s == 3.0  # the first kernel waits for its own dispatch only

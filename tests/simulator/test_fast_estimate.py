@@ -29,6 +29,7 @@ SETTINGS = [
     ("a100-80g-dgx:1x8", "pytorch-fsdp2"),  # parameters are cast before they are gathered
     ("v100-1gpu-25g:6x1", "galvatron-v1"),  # only the network; whole transfers; recomputation does not stop early
     ("v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "megatron-deepspeed"),  # unequal nodes
+    ("a100-80g-dgx:2x4", "megatron-deepspeed-timed"),  # a host that never runs ahead
 ]
 WORDS = ("tensor", "tensor_alternative", "tensor_sequence", "replicate")
 

@@ -172,6 +172,12 @@ class Softmax(_ByHead):
         choice = local.implementation
         return choice.fused_softmax and samples * heads % choice.fused_softmax_multiple == 0
 
+    def num_calls(self, phase: str, local: Local) -> int:
+        # Unfused, every cast, the scale and the mask are operations of their own, with a node each in backward
+        # (Megatron-LM fused_softmax.py, forward_torch_softmax).
+        calls = super().num_calls(phase, local)
+        return calls if self._is_fused(local) else calls * len(self.kernels(FORWARD, local))
+
     @staticmethod
     def _unfused_forward(size: float, local: Local) -> list[Kernel]:
         """Scale, mask, softmax; in fp32 between two casts where the scores have 16 bits."""

@@ -236,6 +236,14 @@ class Kind(ABC):
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         """Return the kernels of one phase (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), in launch order."""
 
+    def num_calls(self, phase: str, local: Local) -> int:
+        """Return how many operations of the framework a phase is: each costs the host its dispatch.
+
+        Both gradients are one node of the graph that backward walks: counted with the first of them. Kinds that a
+        framework has no single operation for override this (an unfused softmax with its casts, scale and mask).
+        """
+        return 0 if phase == BACKWARD_WEIGHT else 1
+
     def internal_collectives(self, phase: str, split: str, local: Local) -> tuple[InternalCollective, ...]:
         """Return collectives inside the operator for an axis with ``split`` (not derivable from outside)."""
         return ()

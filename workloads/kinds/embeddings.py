@@ -113,6 +113,12 @@ class Embedding(Kind):
             found.append(MemoryBound(size + tokens, size_bytes(local, local.parameters[-1:]), "reduction"))
         return found
 
+    def num_calls(self, phase: str, local: Local) -> int:
+        # Look-ups, their sum and dropout; in backward dropout, and a node per table.
+        if phase == FORWARD:
+            return len(self.kernels(phase, local))
+        return len(self.kernels(phase, local)) if phase == BACKWARD_INPUT else len(local.parameters)
+
 
 @register
 class PatchEmbedding(Kind):

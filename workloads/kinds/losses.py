@@ -122,6 +122,10 @@ class LanguageModelLoss(Kind):
             found.append(MemoryBound(low, float(vocab * local.element_bytes), "reduction"))
         return found
 
+    def num_calls(self, phase: str, local: Local) -> int:
+        # Logits, cast and cross entropy are called one by one; so is each step of Megatron's cross entropy, either way.
+        return 0 if phase == BACKWARD_WEIGHT else len(self.kernels(phase, local))
+
     def internal_collectives(self, phase: str, split: str, local: Local) -> tuple[InternalCollective, ...]:
         if split != "vocab" or phase != FORWARD:
             return ()
