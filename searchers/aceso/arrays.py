@@ -16,13 +16,13 @@ Floats = NDArray[np.float64]
 Int32s = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 
-FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT, ALWAYS, ENTRY = range(
-    12
-)
+FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT = range(10)
+ALWAYS, ENTRY, LISTED = range(10, 13)
 """Columns: seconds; bytes that enter and leave; model states; weights; kept for backward; the allocator's extra of
 each pass; gradients that data-parallel ranks sum; kept even if recomputed, for an operator farther on; kept besides
-if a recomputed run begins here: inputs that nobody keeps otherwise."""
-NUM_COLUMNS = 12
+if a recomputed run begins here: inputs that nobody keeps otherwise; what the release's choice of recomputed operators
+takes for kept: the profile's figure as it is."""
+NUM_COLUMNS = 13
 
 TIME_FORWARD, TIME_BACKWARD, TIME_RECOMPUTE, TIME_TRANSFER, TIME_RESHARD, TIME_SYNC, MEMORY = range(7)
 """Figures of a stage: seconds per microbatch (synchronisation: per iteration), bytes."""
@@ -43,7 +43,8 @@ class Arrays(NamedTuple):
         gather: float64[num_degrees, 2]: the same of an all-gather over 2**i neighbours, for resharding.
         degrees: int32[num_cells, 3]: log2 of tensor degree, samples per GPU, partition.
         rules: int64[3]: steps of the transfer table taken as they are (release) instead of interpolated; the last
-            operator's extra left out and the weights its least (release); the input of the first stage counts.
+            operator's extra left out, the weights its least, and transfers at both ends of the pipeline (release); the
+            input of the first stage counts.
     """
 
     columns: Floats

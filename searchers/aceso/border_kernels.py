@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.aceso import arrays as layout
-from searchers.aceso import stage_kernels
+from searchers.aceso import recompute_kernels, stage_kernels
 from searchers.aceso.arrays import (
     BACKWARD,
     FORWARD,
@@ -24,7 +24,7 @@ from searchers.aceso.arrays import (
 from searchers.aceso.stage_kernels import microbatch_time, stage_figures
 from simulator.compiled_cache import compiled_with
 
-kernel = compiled_with(layout, stage_kernels)
+kernel = compiled_with(layout, recompute_kernels, stage_kernels)
 
 CAPACITY = 1 << 19
 """Rows of what is remembered: 21 MB; where half are taken it begins anew."""

@@ -35,10 +35,10 @@ from simulator.costs import CostTables
 from simulator.problem import Problem
 
 COMPATIBILITIES = ("paper", "release")
-GIVEN, LARGEST_FIRST, WORTH_FIRST, CHEAPEST = range(4)
+GIVEN, LARGEST_FIRST, WORTH_FIRST, CHEAPEST, RELEASED = range(5)
 LARGE = 4000
 """Operators from which on a price is taken more cheaply: one order of recomputation, no polishing of borders."""
-RECOMPUTE_ORDERS = {"largest": LARGEST_FIRST, "worth": WORTH_FIRST, "cheapest": CHEAPEST}
+RECOMPUTE_ORDERS = {"largest": LARGEST_FIRST, "worth": WORTH_FIRST, "cheapest": CHEAPEST, "release": RELEASED}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class PerformanceModel:
         tables: Its arrays.
         compat: ``paper`` or ``release``.
         recompute: How recomputed operators are chosen: ``largest`` activation first (the paper's words), ``worth``:
-            most bytes freed per second first, ``cheapest``: whichever takes less time, stage by stage.
+            most bytes freed per second first, ``cheapest``: whichever takes less time, stage by stage, ``release``:
+            as the public code does, which recomputes more than is needed.
     """
 
     def __init__(self, problem: Problem, tables: Tables, *, compat: str = "paper", recompute: str = "cheapest") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hardware_models.group_shapes import GroupShape
 from hardware_models.profile import ProfileRow, Split
@@ -14,6 +15,7 @@ from searchers.aceso.arrays import (
     GRADIENT,
     INPUT,
     KEPT,
+    LISTED,
     NUM_COLUMNS,
     OUTPUT,
     STATE,
@@ -22,6 +24,7 @@ from searchers.aceso.arrays import (
 )
 from searchers.aceso.tables import Space, Tables, block_role, latency_and_slope, operator_marks, powers_of_two
 from simulator.problem import Problem
+from workloads.operators import Workload
 
 GIB_AS_1000_MIB = 1.024
 """The public code divides MiB by 1000 times the measured GiB/s."""
@@ -77,10 +80,14 @@ def release_arrays(problem: Problem) -> Tables:
     num_degrees = len(powers_of_two(hardware.cluster.devices_per_node))
     gather = np.zeros((num_degrees, 2))
     for shift in range(1, num_degrees):
-        gather[shift] = latency_and_slope(hardware.collective, "all_gather", range(2**shift))
+        latency, slope = latency_and_slope(hardware.collective, "all_gather", range(2**shift))
+        gather[shift] = latency, slope * 2**shift  # what enters is looked up as each rank's part, not as the whole
+    group, layer, may_free = operator_marks(workload)
     arrays = Arrays(
         columns,
-        *operator_marks(workload),
+        group,
+        _recomputed_layers(workload, layer),
+        may_free,
         np.array([knots, knots]),
         np.array(seconds),
         np.zeros((num_degrees, num_degrees, 2)),
@@ -91,18 +98,45 @@ def release_arrays(problem: Problem) -> Tables:
     return Tables(arrays, space)
 
 
+def _recomputed_layers(workload: Workload, layer: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return what a recomputed run does not go beyond.
+
+    The public code counts a layer's operators from the model's second on and leaves the last two apart, as GPT has
+    them. In Wide-ResNet, where four come before the first block, its layers so end at the blocks' third convolution.
+    """
+    blocks = [op.layer for op in workload.operators if op.role.startswith("block-")]
+    if not blocks:
+        return layer
+    size = blocks.count(blocks[0])
+    places = np.arange(len(workload))
+    found = np.maximum(places - 1, 0) // size
+    found[-2:] = found[-1] + 1
+    return found.astype(np.int32)
+
+
 def _release_row(row: ProfileRow, per_byte: float) -> list[float]:
     values = [0.0] * NUM_COLUMNS
-    kept = row.saved_bytes
-    role = block_role(row.role)
-    if role.endswith("attention_softmax") or role in ("bn1", "bn3", "downsample"):
-        kept = 0.0  # overwritten in place by what follows
-    elif role.endswith("attention_dropout") and not role.startswith(("post", "decoder_post")):
-        kept *= 1.5
     values[FORWARD], values[BACKWARD] = row.forward_s, row.backward_s
     values[INPUT], values[OUTPUT] = row.input_bytes, row.output_bytes
     values[STATE], values[WEIGHT] = row.parameter_bytes * per_byte, row.parameter_bytes
-    values[KEPT] = kept
+    values[KEPT], values[LISTED] = row.saved_bytes * _kept_share(row), row.saved_bytes
     values[EXTRA_FORWARD], values[EXTRA_BACKWARD] = row.forward_workspace_bytes, row.backward_workspace_bytes
     values[GRADIENT] = row.parameter_bytes
     return values
+
+
+def _kept_share(row: ProfileRow) -> float:
+    """Return the part of a row's saved bytes that counts: some operators are overwritten in place by the next.
+
+    Only the names of GPT's operators are met, so T5's decoder, whose names carry a number, counts as listed. The
+    shortcut of a block without a convolution of its own is the sum that the ReLU overwrites.
+    """
+    if row.role == "attention_softmax":
+        return 0.0
+    if row.role == "attention_dropout":
+        return 1.5
+    if row.role.startswith("block-"):
+        role = block_role(row.role)
+        if role in ("bn1", "bn3") or (role == "downsample" and row.parameter_bytes == 0.0):
+            return 0.0
+    return 1.0

@@ -1,14 +1,14 @@
-"""Aceso's performance model of one pipeline stage, compiled: time, memory and greedy recomputation."""
+"""Aceso's performance model of one pipeline stage, compiled: time and memory."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from searchers.aceso import arrays as layout
+from searchers.aceso import recompute_kernels
 from searchers.aceso.arrays import (
     ALWAYS,
     BACKWARD,
-    ENTRY,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
     FORWARD,
@@ -31,9 +31,10 @@ from searchers.aceso.arrays import (
     Floats,
     Int32s,
 )
+from searchers.aceso.recompute_kernels import choose, choose_as_released, freed_and_largest
 from simulator.compiled_cache import compiled_with
 
-kernel = compiled_with(layout)
+kernel = compiled_with(layout, recompute_kernels)
 
 
 @kernel
@@ -55,150 +56,6 @@ def transfer_time(arrays: Arrays, between_nodes: int, num_bytes: float) -> float
         return float(num_bytes * seconds[last] / sizes[last])
     part = (num_bytes - sizes[place]) / (sizes[place + 1] - sizes[place])
     return float(seconds[place] + part * (seconds[place + 1] - seconds[place]))
-
-
-@kernel
-def _run_kept(
-    arrays: Arrays, cells: Int32s, flags: Bytes, first: int, last: int, start: int, stop: int
-) -> float:
-    """Return bytes that the recomputed run ``[first, last]`` brings back at once.
-
-    The release counts the last operator too where the next layer's first is recomputed.
-    """
-    total = 0.0
-    for index in range(first, last + 1):
-        if index < last or (arrays.rules[1] and index + 1 < stop and flags[index + 1 - start]):
-            total += arrays.columns[cells[index - start], KEPT, index]
-    return total
-
-
-@kernel
-def _freed_and_largest(
-    arrays: Arrays, cells: Int32s, flags: Bytes, start: int, stop: int
-) -> tuple[float, float, float]:
-    """Return bytes per microbatch that recomputation frees, the largest run, and its extra forward seconds."""
-    freed = largest = seconds = 0.0
-    index = start
-    while index < stop:
-        if not flags[index - start]:
-            index += 1
-            continue
-        last = index
-        while last + 1 < stop and flags[last + 1 - start] and arrays.layer[last + 1] == arrays.layer[index]:
-            last += 1
-        freed -= arrays.columns[cells[index - start], ENTRY, index]
-        for inner in range(index, last + 1):
-            seconds += arrays.columns[cells[inner - start], FORWARD, inner]
-            if inner < last:
-                freed += arrays.columns[cells[inner - start], KEPT, inner]
-        largest = max(largest, _run_kept(arrays, cells, flags, index, last, start, stop))
-        index = last + 1
-    return freed, largest, seconds
-
-
-@kernel
-def _choose(
-    arrays: Arrays,
-    cells: Int32s,
-    flags: Bytes,
-    start: int,
-    stop: int,
-    in_flight: int,
-    fixed: float,
-    kept: float,
-    limit: float,
-    by_time: bool,
-) -> tuple[float, float, float]:
-    """Flag operators until the stage fits: largest activation first, or most bytes freed per second first.
-
-    Returns bytes freed per microbatch, the largest run and the extra seconds.
-    """
-    count = stop - start
-    freed = largest = seconds = 0.0
-    while fixed + (kept - freed) * in_flight + largest > limit:
-        chosen, best, worth_bytes = -1, -1.0, 0.0
-        covering, cheapest = -1, np.inf
-        missing = fixed + (kept - freed) * in_flight + largest - limit
-        for offset in range(count - 1):
-            index = start + offset
-            if not arrays.may_free[index] or arrays.layer[index + 1] != arrays.layer[index]:
-                continue
-            if flags[offset] and flags[offset + 1]:
-                continue
-            gain = arrays.columns[cells[offset], KEPT, index]
-            cost = 0.0
-            if not flags[offset]:
-                cost += arrays.columns[cells[offset], FORWARD, index]
-            if not flags[offset + 1]:
-                cost += arrays.columns[cells[offset + 1], FORWARD, index + 1]
-            # Neighbours that are flagged already are freed as well.
-            if offset > 0 and flags[offset - 1] and not flags[offset] and (
-                arrays.layer[index - 1] == arrays.layer[index]
-            ):
-                gain += arrays.columns[cells[offset - 1], KEPT, index - 1]
-            if offset + 2 < count and flags[offset + 2] and not flags[offset + 1] and (
-                arrays.layer[index + 2] == arrays.layer[index]
-            ):
-                gain += arrays.columns[cells[offset + 1], KEPT, index + 1]
-            before_flagged = offset > 0 and flags[offset - 1] and arrays.layer[index - 1] == arrays.layer[index]
-            after_flagged = offset + 2 < count and flags[offset + 2] and (
-                arrays.layer[index + 2] == arrays.layer[index]
-            )
-            if not flags[offset]:
-                if not before_flagged:
-                    gain -= arrays.columns[cells[offset], ENTRY, index]
-                if flags[offset + 1]:
-                    gain += arrays.columns[cells[offset + 1], ENTRY, index + 1]
-            if not flags[offset + 1] and after_flagged:
-                gain += arrays.columns[cells[offset + 2], ENTRY, index + 2]
-            if gain <= 0.0:
-                continue
-            if by_time:
-                if gain * in_flight >= missing and cost < cheapest:
-                    covering, cheapest = offset, cost
-                worth = gain / max(cost, 1e-12)
-            else:
-                worth = gain
-            if worth > best * (1 + 1e-12):
-                chosen, best, worth_bytes = offset, worth, gain
-        if chosen < 0:
-            return freed, largest, seconds
-        gained = worth_bytes
-        if covering >= 0:
-            chosen = covering
-        # The rest of the group from the front, as many layers as are needed.
-        name = arrays.group[start + chosen]
-        for offset in range(chosen, count - 1):
-            index = start + offset
-            if arrays.group[index] != name or (flags[offset] and flags[offset + 1]):
-                continue
-            if arrays.layer[index + 1] != arrays.layer[index] or not arrays.may_free[index]:
-                continue
-            for flagged in (offset, offset + 1):
-                if not flags[flagged]:
-                    flags[flagged] = 1
-                    seconds += arrays.columns[cells[flagged], FORWARD, start + flagged]
-                    if flagged > 0 and flags[flagged - 1] and (
-                        arrays.layer[start + flagged - 1] == arrays.layer[start + flagged]
-                    ):
-                        freed += arrays.columns[cells[flagged - 1], KEPT, start + flagged - 1]
-                    else:
-                        freed -= arrays.columns[cells[flagged], ENTRY, start + flagged]
-                    if flagged + 1 < count and flags[flagged + 1] and (
-                        arrays.layer[start + flagged + 1] == arrays.layer[start + flagged]
-                    ):
-                        freed += arrays.columns[cells[flagged], KEPT, start + flagged]
-                        freed += arrays.columns[cells[flagged + 1], ENTRY, start + flagged + 1]
-            first = last = offset
-            while first > 0 and flags[first - 1] and arrays.layer[start + first - 1] == arrays.layer[index]:
-                first -= 1
-            while last + 1 < count and flags[last + 1] and arrays.layer[start + last + 1] == arrays.layer[index]:
-                last += 1
-            largest = max(largest, _run_kept(arrays, cells, flags, start + first, start + last, start, stop))
-            missing = fixed + (kept - freed) * in_flight + largest - limit
-            if missing <= 0.0 or (by_time and missing <= gained * in_flight):
-                break
-    return freed, largest, seconds
 
 
 @kernel
@@ -240,7 +97,7 @@ def stage_figures(
         links: Bit 0: a stage comes before; bit 1: one comes after; bits 2 and 3: it is on another node.
         limit: Bytes to stay below, for the choice of recomputed operators.
         recompute: 0: ``flags`` are given; 1: choose the largest activations first; 2: the most bytes per second
-            first; 3: whichever of the two takes less time.
+            first; 3: whichever of the two takes less time; 4: as the public code does.
         flags: uint8[stop - start]; recomputed operators, written if chosen.
         figures: float64[NUM_FIGURES].
     """
@@ -266,29 +123,34 @@ def stage_figures(
     fixed = states + extra
     freed = largest = seconds = 0.0
     if recompute == 0:
-        freed, largest, seconds = _freed_and_largest(arrays, cells, flags, start, stop)
+        freed, largest, seconds = freed_and_largest(arrays, cells, flags, start, stop)
+    elif fixed + kept * in_flight > limit and recompute == 4:
+        flags[:] = 0
+        choose_as_released(arrays, cells, flags, start, stop, in_flight, fixed, kept, limit)
+        freed, largest, seconds = freed_and_largest(arrays, cells, flags, start, stop)
     elif fixed + kept * in_flight > limit:
         flags[:] = 0
-        freed, largest, seconds = _choose(
+        freed, largest, seconds = choose(
             arrays, cells, flags, start, stop, in_flight, fixed, kept, limit, recompute == 2
         )
         if recompute == 3:
             other = np.zeros(stop - start, np.uint8)
-            found = _choose(arrays, cells, other, start, stop, in_flight, fixed, kept, limit, True)
+            found = choose(arrays, cells, other, start, stop, in_flight, fixed, kept, limit, True)
             first = fixed + (kept - freed) * in_flight + largest <= limit
             second = fixed + (kept - found[0]) * in_flight + found[1] <= limit
             if second and (not first or found[2] < seconds):
                 flags[:] = other
-        freed, largest, seconds = _freed_and_largest(arrays, cells, flags, start, stop)
+        freed, largest, seconds = freed_and_largest(arrays, cells, flags, start, stop)
     else:
         flags[:] = 0
     transfer = 0.0
-    if links & 1:
-        transfer += transfer_time(arrays, (links >> 2) & 1, arrays.columns[cells[0], INPUT, start])
-    if links & 2:
-        transfer += transfer_time(
-            arrays, (links >> 3) & 1, arrays.columns[cells[stop - start - 1], OUTPUT, stop - 1]
-        )
+    # The release also charges what enters the first stage and leaves the last, inside a node.
+    if links & 1 or release:
+        far = (links >> 2) & 1 if links & 1 else 0
+        transfer += transfer_time(arrays, far, arrays.columns[cells[0], INPUT, start])
+    if links & 2 or release:
+        far = (links >> 3) & 1 if links & 2 else 0
+        transfer += transfer_time(arrays, far, arrays.columns[cells[stop - start - 1], OUTPUT, stop - 1])
     tensor_log = arrays.degrees[cells[0], 0]
     replicas_log = 0
     while (1 << (replicas_log + tensor_log)) < gpus:

@@ -23,6 +23,7 @@ from searchers.aceso.arrays import (
     GRADIENT,
     INPUT,
     KEPT,
+    LISTED,
     NUM_COLUMNS,
     OUTPUT,
     STATE,
@@ -286,7 +287,7 @@ def _fill_class(
             far += size
         else:
             near += size
-    values[KEPT], values[ALWAYS] = near, far
+    values[KEPT], values[ALWAYS], values[LISTED] = near, far, near
     values[ENTRY] = sum(
         size
         for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True)

@@ -19,6 +19,7 @@ from searchers.aceso.arrays import (
     GRADIENT,
     INPUT,
     KEPT,
+    LISTED,
     NUM_COLUMNS,
     OUTPUT,
     STATE,
@@ -85,7 +86,8 @@ def ideal_model(num_devices: int = 8, *, operators_per_layer: int = 4, limit: fl
             columns[cell, STATE] = 16e6 / degree
             columns[cell, WEIGHT] = 2e6 / degree
             columns[cell, GRADIENT] = 2e6 / degree
-            columns[cell, KEPT] = (1.0 + 0.5 * (np.arange(count) % operators_per_layer)) * 4e6 * samples / degree
+            kept = (1.0 + 0.5 * (np.arange(count) % operators_per_layer)) * 4e6 * samples / degree
+            columns[cell, [KEPT, LISTED]] = kept
             columns[cell, [EXTRA_FORWARD, EXTRA_BACKWARD]] = 1e6 * samples / degree
     sync = np.zeros((len(degrees), len(degrees), 2))
     sync[:, 1:, 1] = 1e-10 * np.arange(1, len(degrees))

@@ -14,7 +14,7 @@ import pytest
 from experiments.cases.aceso import plan_of
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan, to_plan
 from searchers.aceso.initial import even_gpus, initial_configuration
-from searchers.aceso.model import PerformanceModel
+from searchers.aceso.model import RECOMPUTE_ORDERS, PerformanceModel
 from searchers.aceso.stage_kernels import transfer_time
 from searchers.base import estimated
 from simulator.costs import CostTables
@@ -48,6 +48,22 @@ def test_all_38_published_plans_get_their_time_and_memory() -> None:
         assert found.memory_bytes / 2**20 == pytest.approx(entry["est_peak_mem_mib"], rel=0.01)
         checked += 1
     assert checked == 38
+
+
+@needs_profile
+def test_the_releases_choice_of_recomputed_operators_is_the_published_one() -> None:
+    """In each of the 212 stages of the search's own plans, operator for operator."""
+    checked = 0
+    for entry in published_plans():
+        if entry["searcher"] != "aceso":
+            continue
+        problem = release_model(entry["size"], entry["gpus"]).problem
+        model = PerformanceModel.of(problem, CostTables(problem), compat="release", recompute="release")
+        given = from_plan(plan_of(entry, problem), problem)
+        found = model.price(Configuration(given.microbatch, given.stages))
+        assert found.flags == (given.recompute or bytes(len(found.flags))), (entry["size"], entry["num_stages"])
+        checked += len(found.stages)
+    assert checked == 212
 
 
 @needs_profile
@@ -121,10 +137,10 @@ def test_memory_is_equation_1() -> None:
         assert not any(stage.flags)
 
 
-@pytest.mark.parametrize("order", ["largest", "worth", "cheapest"])
+@pytest.mark.parametrize("order", ["largest", "worth", "cheapest", "release"])
 def test_recomputation_makes_a_stage_fit_if_anything_does(order: str) -> None:
     model = ideal_model(4)
-    model.order = {"largest": 1, "worth": 2, "cheapest": 3}[order]
+    model.order = RECOMPUTE_ORDERS[order]
     start = initial_configuration(model, 2)
     assert start is not None
     free = model.price(start)
