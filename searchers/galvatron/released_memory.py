@@ -49,7 +49,7 @@ MEASURED_SHARES = {
 """Measured activations of a layer over those of its shapes, by family and tensor degree: the geometric mean over the
 family's layers in ``layer_profiles.csv`` (a test derives them again). No tensor explains them: Swin's single ratios lie
 between 0.94 and 1.05 and neither grow nor shrink with the degree, and a caching allocator, which hands out blocks up to
-1 MiB larger than asked for, gives such ratios for the same shapes (0.94 to 1.06, with one to eight samples)."""
+1 MiB larger than asked for, gives such ratios for the same shapes (0.94 to 1.08, with one to eight samples)."""
 
 PASSING_SHARE = {False: 0.4, True: 0.7}
 """Of the activations outside the layers, what lives for one microbatch only: two of five logits for text, and for
