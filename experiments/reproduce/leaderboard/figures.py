@@ -59,6 +59,7 @@ def mean_times(ranking: pd.DataFrame) -> Figure:
         axes.annotate(f" {solved}/{problems}", (high[position], position), fontsize=7, va="center")
     axes.set_yticks(range(len(shown)), shown["searcher"], fontsize=8)
     axes.axvline(1.0, color="0.6", linewidth=0.8)
+    axes.margins(x=0.12)  # room for the counts
     axes.set_xlabel("iteration time / best known, geometric mean over problems solved, 95 % interval")
     figure.tight_layout()
     return figure

@@ -59,7 +59,9 @@ def _label(degrees: tuple[int, int, int]) -> str:
 
 
 def _pipeline(plan: Plan) -> str:
-    return f"{len(plan.stages)} stages, {plan.num_microbatches} x {plan.microbatch_size}"
+    count = len(plan.stages)
+    last = "" if plan.last_microbatch_size is None else f", the last {plan.last_microbatch_size}"
+    return f"{count} stage{'s' if count > 1 else ''}, {plan.num_microbatches} x {plan.microbatch_size}{last}"
 
 
 def pictures(frame: pd.DataFrame, plans: Path) -> Mapping[str, bytes]:
