@@ -84,8 +84,11 @@ class BudgetClock:
         return time.perf_counter() - self._started_s
 
     @property
+    def all_evaluated(self) -> bool:
+        """Whether the evaluations are used up, whatever the time."""
+        return self.budget.evaluations is not None and self.evaluations >= self.budget.evaluations
+
+    @property
     def spent(self) -> bool:
         """Whether no further evaluation may begin."""
-        if self.budget.evaluations is not None and self.evaluations >= self.budget.evaluations:
-            return True
-        return self.budget.seconds is not None and self.wall_s >= self.budget.seconds
+        return self.all_evaluated or (self.budget.seconds is not None and self.wall_s >= self.budget.seconds)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from searchers.base import NoFeasiblePlan, Score
+from searchers.base import Ledger, NoFeasiblePlan, Score
 from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
 from searchers.pure import DistributedDataParallel
@@ -17,6 +17,7 @@ from searchers.random_search import RandomSearch
 from searchers.registry import searcher_class, searcher_named, searcher_names
 from searchers.space import LayerSpace
 from simulator.problem import Problem
+from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.searchers.searcher_contract import SearcherContract
 from tests.searchers.tiny import tiny_problem
@@ -175,3 +176,16 @@ def test_ddp_takes_the_largest_microbatch_that_fits() -> None:
 def test_a_wrong_budget_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="budget"):
         Budget.parse(text)
+
+
+def test_an_evaluation_that_began_in_time_may_end_after_it_but_none_begins_beyond_the_number() -> None:
+    problem = tiny_problem(2, 8)
+    plan = uniform_plan(problem, dp=2)
+    late = Ledger(DistributedDataParallel(), problem, Budget(seconds=1e-9))
+    assert late.spent
+    late.evaluate(plan)
+    assert late.result().counters["evaluations"] == 1
+    used_up = Ledger(DistributedDataParallel(), problem, Budget(evaluations=1))
+    used_up.evaluate(plan)
+    with pytest.raises(AssertionError, match=r"ledger\.spent"):
+        used_up.evaluate(plan)
