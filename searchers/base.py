@@ -20,7 +20,6 @@ from searchers.plan_words import describe_plan
 from simulator.costs import CostTables
 from simulator.estimate import estimate
 from simulator.fast_estimate import FastEstimator
-from simulator.fast_plans import why_not
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
@@ -131,9 +130,9 @@ def _estimator(problem: Problem) -> FastEstimator:
 
 def estimated(plan: Plan, problem: Problem) -> Score:
     """Score by the closed form ``(m - 1) max(t) + sum(t)`` on the cost tables (no engine)."""
-    if why_not(plan) is None:
-        found = _estimator(problem).estimate(plan)
-    else:
+    try:
+        found = _estimator(problem).estimate(plan)  # the same, quicker
+    except ValueError:  # what has no array form, or was measured as the fast estimate does not know it
         found = estimate(plan, problem, cost_tables(problem))
     excess = [peak - capacity for peak, capacity in zip(found.peak_bytes, found.capacity_bytes, strict=True)]
     worst = excess.index(max(excess))

@@ -106,7 +106,8 @@ def uniform_relatives(model: PerformanceModel, start: Configuration) -> list[Con
             stages = [stage.with_degree(min(degree, stage.gpus)) for stage in start.stages]
             if all(model.allows(stage.gpus, stage.runs[0].tp, microbatch) for stage in stages):
                 found[Configuration(microbatch, tuple(stages))] = None
-    return sorted((each for each in found if model.rough_s(each) < inf), key=model.rough_s)
+    rough_s = {each: model.rough_s(each) for each in found}
+    return sorted((each for each in found if rough_s[each] < inf), key=rough_s.__getitem__)
 
 
 def _microbatches(model: PerformanceModel) -> list[int]:

@@ -14,86 +14,45 @@ Flags = NDArray[np.bool_]
 
 @compiled
 def choose_implementations(
-    members: Ints, times: Floats, per_microbatch: Floats, fixed: Floats, counts: Ints, in_flight: int, memory: float
-) -> tuple[float, Ints]:
-    """Choose one implementation per layer: the fastest everywhere if that fits, else cheap ones where they cost least.
-
-    Args:
-        members: int64[n]. Layers of the stage.
-        times, per_microbatch, fixed: float64[layers, choices].
-        counts: int64[layers]. Choices of each layer.
-        in_flight: Microbatches.
-        memory: Bytes.
-
-    Returns:
-        Seconds of the stage, infinite if nothing fits, and the choice of each member int64[n].
-    """
-    count = len(members)
-    chosen = np.zeros(count, dtype=np.int64)
-    total, used = 0.0, 0.0
-    for position in range(count):
-        layer = members[position]
-        for choice in range(1, counts[layer]):
-            if times[layer, choice] < times[layer, chosen[position]]:
-                chosen[position] = choice
-        total += times[layer, chosen[position]]
-        used += per_microbatch[layer, chosen[position]] * in_flight + fixed[layer, chosen[position]]
-    while used > memory:
-        best, best_position, best_choice = np.inf, -1, -1
-        for position in range(count):
-            layer, now = members[position], chosen[position]
-            for choice in range(counts[layer]):
-                saved = (per_microbatch[layer, now] - per_microbatch[layer, choice]) * in_flight
-                saved += fixed[layer, now] - fixed[layer, choice]
-                if saved > 0:
-                    ratio = (times[layer, choice] - times[layer, now]) / saved
-                    if ratio < best:
-                        best, best_position, best_choice = ratio, position, choice
-        if best_position < 0:
-            return np.inf, chosen
-        layer, now = members[best_position], chosen[best_position]
-        used -= (per_microbatch[layer, now] - per_microbatch[layer, best_choice]) * in_flight
-        used -= fixed[layer, now] - fixed[layer, best_choice]
-        total += times[layer, best_choice] - times[layer, now]
-        chosen[best_position] = best_choice
-    return total, chosen
-
-
-@compiled
-def grouped_seconds(
+    layers: Ints,
     numbers: Ints,
-    examples: Ints,
     times: Floats,
     per_microbatch: Floats,
     fixed: Floats,
     counts: Ints,
     in_flight: int,
     memory: float,
-) -> float:
-    """Return the seconds of `choose_implementations`, equal layers taken together.
+) -> tuple[float, Ints]:
+    """Choose implementations: the fastest everywhere if that fits, else cheap ones where they cost least.
 
     Args:
-        numbers: int64[kinds]. How many layers of each kind the stage has.
-        examples: int64[kinds]. One layer of each kind.
-        times, per_microbatch, fixed, counts, in_flight, memory: As there.
+        layers: int64[n]. Layers of the stage, of equal ones one is enough.
+        numbers: int64[n]. How many layers of the stage are like it.
+        times, per_microbatch, fixed: float64[layers, choices].
+        counts: int64[layers]. Choices of each layer.
+        in_flight: Microbatches.
+        memory: Bytes.
+
+    Returns:
+        Seconds of the stage, infinite if nothing fits, and how many layers take each choice, int64[n, choices].
     """
-    held = np.zeros((len(numbers), times.shape[1]), dtype=np.int64)
+    held = np.zeros((len(layers), times.shape[1]), dtype=np.int64)
     total, used = 0.0, 0.0
-    for kind in range(len(numbers)):
-        layer, fastest = examples[kind], 0
+    for place in range(len(layers)):
+        layer, fastest = layers[place], 0
         for choice in range(1, counts[layer]):
             if times[layer, choice] < times[layer, fastest]:
                 fastest = choice
-        if numbers[kind] > 0:
-            held[kind, fastest] = numbers[kind]
-            total += numbers[kind] * times[layer, fastest]
-            used += numbers[kind] * (per_microbatch[layer, fastest] * in_flight + fixed[layer, fastest])
+        if numbers[place] > 0:
+            held[place, fastest] = numbers[place]
+            total += numbers[place] * times[layer, fastest]
+            used += numbers[place] * (per_microbatch[layer, fastest] * in_flight + fixed[layer, fastest])
     while used > memory:
-        best, best_saved, best_kind, best_now, best_choice = np.inf, 0.0, -1, -1, -1
-        for kind in range(len(numbers)):
-            layer = examples[kind]
+        best, best_saved, best_place, best_now, best_choice = np.inf, 0.0, -1, -1, -1
+        for place in range(len(layers)):
+            layer = layers[place]
             for now in range(counts[layer]):
-                if held[kind, now] == 0:
+                if held[place, now] == 0:
                     continue
                 for choice in range(counts[layer]):
                     saved = (per_microbatch[layer, now] - per_microbatch[layer, choice]) * in_flight
@@ -102,22 +61,22 @@ def grouped_seconds(
                         ratio = (times[layer, choice] - times[layer, now]) / saved
                         if ratio < best:
                             best, best_saved = ratio, saved
-                            best_kind, best_now, best_choice = kind, now, choice
-        if best_kind < 0:
-            return np.inf
-        layer = examples[best_kind]
+                            best_place, best_now, best_choice = place, now, choice
+        if best_place < 0:
+            return np.inf, held
+        layer = layers[best_place]
         # As many at once as are needed, unless a layer that has moved would move again before the next.
-        moved = min(held[best_kind, best_now], max(1, int(np.ceil((used - memory) / best_saved))))
+        moved = min(held[best_place, best_now], max(1, int(np.ceil((used - memory) / best_saved))))
         for choice in range(counts[layer]):
             saved = (per_microbatch[layer, best_choice] - per_microbatch[layer, choice]) * in_flight
             saved += fixed[layer, best_choice] - fixed[layer, choice]
             if saved > 0 and (times[layer, choice] - times[layer, best_choice]) / saved < best:
                 moved = 1
-        held[best_kind, best_now] -= moved
-        held[best_kind, best_choice] += moved
+        held[best_place, best_now] -= moved
+        held[best_place, best_choice] += moved
         used -= moved * best_saved
         total += moved * (times[layer, best_choice] - times[layer, best_now])
-    return total
+    return total, held
 
 
 @compiled
@@ -147,8 +106,8 @@ def stage_times(
     for stage in range(num_stages):
         numbers = kinds_held[to_ideal[stage]] - kinds_held[from_ideal[stage]]
         for in_flight in range(1, most + 1):
-            found[stage, in_flight] = grouped_seconds(
-                numbers, examples, times, per_microbatch, fixed, counts, in_flight, memory
+            found[stage, in_flight], _ = choose_implementations(
+                examples, numbers, times, per_microbatch, fixed, counts, in_flight, memory
             )
             if found[stage, in_flight] == np.inf:
                 break

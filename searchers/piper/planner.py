@@ -298,7 +298,10 @@ def _read_back(
         own = tables.layers(pair)
         in_flight = ceil(s / d)
         if knapsack == "greedy":
-            chosen = choose_implementations(own, *tables.options(degree), in_flight, problem.memory_bytes)[1].tolist()
+            one_each = np.ones(len(own), dtype=np.int64)
+            options = tables.options(degree)
+            _, held = choose_implementations(own, one_each, *options, in_flight, problem.memory_bytes)
+            chosen = held.argmax(axis=1).tolist()
         else:
             chosen = list(exact_choice(problem, own.tolist(), degree, in_flight)[1])
         stages.append(

@@ -107,7 +107,10 @@ def test_the_best_so_far_never_rises_and_begins_with_the_first_improvement() -> 
 
 
 def test_ablations_judge_the_same_plans_again(tmp_path: Path) -> None:
+    run.run(context(tmp_path / "a"))
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "a" / "sweep" / "runs").iterdir()}
     report = ablations.run(context(tmp_path / "a"))
+    assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "a" / "sweep" / "runs").iterdir()}
     plans = report.tables["plans"]
     full = plans[plans["without"] == "none"]["iteration_time_s"].to_numpy()
     for effect in ablations.EFFECTS:

@@ -43,6 +43,19 @@ def experiments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "EXPERIMENTS", known)
 
 
+def test_partial_results_are_shared_with_an_experiment_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(each.shares in ("", *registry.EXPERIMENTS) for each in registry.EXPERIMENTS.values())
+    sharing = Experiment("paper-three", "Shows three.", "Paper, Table 3", f"{__name__}:run", shares="paper-one")
+    monkeypatch.setattr(registry, "EXPERIMENTS", {"paper-three": sharing})
+    CALLS.clear()
+    done = CliRunner().invoke(app, ["reproduce", "paper-three", "-o", str(tmp_path), "--quick"])
+    assert done.exit_code == 0, done.output
+    assert CALLS[0].scratch == tmp_path / "paper-one" / "partial"
+    assert (tmp_path / "paper-three" / "report.html").is_file()
+
+
 @pytest.mark.usefixtures("experiments")
 def test_a_report_is_written_with_tables_figures_and_verdicts(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["reproduce", "paper-one", "-o", str(tmp_path), "--quick", "--seed", "3"])

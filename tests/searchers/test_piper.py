@@ -9,7 +9,7 @@ from math import ceil
 import numpy as np
 import pytest
 
-from searchers.piper.compiled_planner import choose_implementations, grouped_seconds
+from searchers.piper.compiled_planner import choose_implementations
 from searchers.piper.model import Edge, Implementation, PiperInput, load_piper_input, piper_input
 from searchers.piper.planner import plan_piper
 from searchers.piper.searcher import Piper, load_s
@@ -156,8 +156,14 @@ def test_equal_layers_taken_together_cost_what_they_cost_one_by_one(seed: int) -
     for in_flight in (1, 3):
         for memory in np.linspace(0.5, 4.5, 9) * count * (1 + in_flight):
             rest = (times, per_microbatch, fixed, counts, in_flight, memory)
-            expected, _ = choose_implementations(np.arange(count), *rest)
-            assert grouped_seconds(numbers, examples, *rest) == pytest.approx(expected, rel=1e-12)
+            expected, held = choose_implementations(np.arange(count), np.ones(count, dtype=np.int64), *rest)
+            seconds, together = choose_implementations(examples, numbers, *rest)
+            assert seconds == pytest.approx(expected, rel=1e-12)
+            if np.isfinite(expected):
+                assert (together == [held[kinds == kind].sum(axis=0) for kind in np.unique(kinds)]).all()
+                assert expected == pytest.approx((held * times).sum(), rel=1e-12)
+                needed = per_microbatch * in_flight + fixed
+                assert (held * needed).sum() <= memory * (1 + 1e-12)
 
 
 def test_a_diamond_has_six_down_sets_and_what_cannot_be_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from math import comb
 from pathlib import Path
@@ -9,13 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from searchers.base import Ledger, NoFeasiblePlan, Score
+from hardware_models.collective_table import CollectiveTable, Row
+from hardware_models.group_shapes import GroupShape
+from searchers.base import Ledger, NoFeasiblePlan, Score, estimated
 from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
 from searchers.pure import DistributedDataParallel
 from searchers.random_search import RandomSearch
 from searchers.registry import searcher_class, searcher_named, searcher_names
 from searchers.space import LayerSpace
+from simulator.estimate import estimate
+from simulator.fast_estimate import FastEstimator
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -189,3 +194,16 @@ def test_an_evaluation_that_began_in_time_may_end_after_it_but_none_begins_beyon
     used_up.evaluate(plan)
     with pytest.raises(AssertionError, match=r"ledger\.spent"):
         used_up.evaluate(plan)
+
+
+def test_what_the_fast_estimate_refuses_is_estimated_all_the_same() -> None:
+    problem = tiny_problem(4, 8)
+    shape = GroupShape(2, 1, 2, groups_per_node=2)
+    crowded: list[Row] = [("all_reduce", shape, size, size / 1e10) for size in (1e4, 1e7)]
+    table = CollectiveTable.from_rows(crowded, "made up")
+    measured = replace(problem, hardware=replace(problem.hardware, collective_table=table))
+    plan = uniform_plan(measured, tp=2, dp=2)
+    with pytest.raises(ValueError, match="use estimate"):
+        FastEstimator(measured).estimate(plan)
+    assert estimated(plan, measured).objective == estimate(plan, measured).iteration_time_s
+    assert MegatronGrid().search(measured).best

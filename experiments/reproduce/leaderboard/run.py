@@ -156,8 +156,9 @@ def _histories(frame: pd.DataFrame, folder: Path, unit: str) -> dict[str, list[H
     good = frame[frame["status"] == "ok"]
     for searcher, run, relative in zip(good["searcher"], good["run"], good["relative_time"], strict=True):
         history = record_of(folder, run)["history"]
-        last = history[-1][2]
-        found.setdefault(str(searcher), []).append(
-            [(float(step[place]), float(relative) * step[2] / last) for step in history]
-        )
+        if history:  # a searcher of one's own may keep none
+            last = history[-1][2]
+            found.setdefault(str(searcher), []).append(
+                [(float(step[place]), float(relative) * step[2] / last) for step in history]
+            )
     return found
