@@ -18,8 +18,8 @@ from experiments.cases.galvatron_table2 import (
 )
 from searchers.galvatron.microbatches import chunked
 from searchers.galvatron.partitions import base_partition
+from searchers.galvatron.pipeline_plan import split
 from searchers.galvatron.planner import Planner
-from searchers.galvatron.stage_search import split
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
 
 STEP = 8

@@ -13,7 +13,9 @@ from math import ceil
 
 from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
+from searchers.galvatron.overlap import overlapped_s
 from searchers.galvatron.released_memory import ReleasedMemory
+from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
 from simulator.estimate import queued_s
 from simulator.lowering.epilogue import OPTIMIZER_STATE_BYTES, PER_TENSOR_ADAM_ACCESSES
@@ -45,18 +47,6 @@ class LayerCost:
     output_bytes: float
 
 
-def overlapped_s(computation_s: float, communication_s: float, factors: tuple[float, float]) -> float:
-    """Return seconds of two streams that slow each other while both run.
-
-    >>> overlapped_s(2.0, 1.0, (1.3, 1.3)), overlapped_s(1.0, 2.0, (1.0, 1.0))
-    (2.3, 2.0)
-    """
-    slow_computation, slow_communication = computation_s * factors[0], communication_s * factors[1]
-    if slow_computation >= slow_communication:
-        return slow_communication + (computation_s - slow_communication / factors[0])
-    return slow_computation + (communication_s - slow_computation / factors[1])
-
-
 class Estimator:
     """Costs of layers and pipelines of one problem, memoised.
 
@@ -67,7 +57,9 @@ class Estimator:
         overlap_slowdown: Whether overlapping slows both sides (section V); off for Fig. 7's comparison.
         paper: Backward gathers of SDP hide behind computation, whatever the runtime does.
         memory: ``shapes`` or ``released``, see `searchers.galvatron.released_memory`.
+        time: ``tables`` or ``released``, see `searchers.galvatron.released_time`.
         schedule: ``gpipe`` or ``1f1b``.
+        microbatches: Rule of `searchers.galvatron.microbatches`, which the release's times ask.
     """
 
     def __init__(
@@ -79,7 +71,9 @@ class Estimator:
         overlap_slowdown: bool = True,
         paper: bool = False,
         memory: str = "shapes",
+        time: str = "tables",
         schedule: str = "gpipe",
+        microbatches: str = "released",
     ) -> None:
         self.problem = problem
         self.profiles = profiles
@@ -91,6 +85,11 @@ class Estimator:
         gpu_type = problem.gpu_types[0]
         self.factors = problem.hardware.overlap_slowdown(gpu_type) if overlap_slowdown else (1.0, 1.0)
         self.times = CollectiveTimes(problem.hardware, range(num_devices))
+        self.released_time = None
+        if time == "released":
+            self.released_time = ReleasedTime(
+                problem, profiles, self.num_stages, times=self.times, factors=self.factors, rule=microbatches
+            )
         runtime = problem.runtime
         self.gathers_ahead = paper or runtime.prefetches_gathers
         touched = (

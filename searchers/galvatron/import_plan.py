@@ -17,7 +17,7 @@ from datafiles.loader import load_mapping
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.microbatches import Cut, chunked
 from searchers.galvatron.partitions import even
-from searchers.galvatron.stage_search import split
+from searchers.galvatron.pipeline_plan import split
 from simulator.costs import CostTables
 from simulator.plan import Axis, Plan, Sharding, Stage
 from simulator.problem import Problem

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.options import Options
+from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
-from searchers.galvatron.stage_search import PipelinePlan
 from simulator.costs import CostTables
 from simulator.plan import Plan
 from simulator.problem import Problem

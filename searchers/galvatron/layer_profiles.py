@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -113,6 +113,34 @@ class LayerProfiles:
             first.setdefault(layer.kind, layer)
         return tuple(first[kind] for kind in sorted(first))
 
+    @cached_property
+    def plain_cores(self) -> tuple[tuple[int, int], ...]:
+        """Operators ``[start, stop)`` of every layer without what joins it to the one before.
+
+        Swin merges patches before some layers: those are the next one with operators in front.
+        """
+        return tuple(
+            (layer.core[0] + len(self._joining(layer, after)), layer.core[1]) for layer, after in self._with_next
+        )
+
+    @cached_property
+    def plain_kinds(self) -> Mapping[int, int]:
+        """The kind that stands for each kind: that of the layer without what joins it to the one before."""
+        return {
+            layer.kind: after.kind if self._joining(layer, after) else layer.kind for layer, after in self._with_next
+        }
+
+    @property
+    def _with_next(self) -> Iterator[tuple[Layer, Layer]]:
+        return zip(self.layers, (*self.layers[1:], self.layers[-1]), strict=True)
+
+    def _joining(self, layer: Layer, after: Layer) -> list[str]:
+        """Return the roles that a layer has in front of those of the next one, if it ends in the next one's."""
+        operators = self.costs.problem.workload.operators
+        own, plain = ([op.role for op in operators[each.core[0] : each.core[1]]] for each in (layer, after))
+        extra = len(own) - len(plain)
+        return own[:extra] if extra > 0 and own[extra:] == plain else []
+
     def profile(self, kind: int, tensor: int, samples: int) -> LayerProfile:
         """Return the costs of a layer kind for that many samples on a rank.
 
@@ -222,6 +250,10 @@ class LayerProfiles:
                 for _, count in self.costs.operator(index, self._sharding(tensor, index), 1, self.gpu_type).parameters
             )
         return self._core_parameters[key]
+
+    def millions(self, kind: int) -> int:
+        """Return the millions of parameters of a layer kind without what joins it to the one before."""
+        return round(self.core_parameters(self.plain_kinds[kind], 1) / 1e6)
 
     def parameters(self, kind: int, tensor: int) -> Mapping[str, int]:
         """Return local parameter elements of a layer kind by tie key; ``""`` is what is not tied."""

@@ -125,6 +125,19 @@ def table_count(family: str, samples: float, num_stages: int) -> float:
     return samples / 2 if samples < 6 else samples / 8 + 2
 
 
+def replica_count(rule: str, family: str, samples: float, tensor: int, num_stages: int, num_devices: int) -> float:
+    """Return the count that a rule gives a layer whose replicas have that many samples each; a fraction where it does.
+
+    The hand tables ask for a replica's samples, whatever its tensor degree; the later formula divides them by it.
+    BERT with pipeline and tensor but no data parallelism has a formula of its own, b / 4.
+    """
+    if rule == "released" or num_devices != TABLE_DEVICES:
+        return released_count(family, samples / tensor, num_stages)
+    if family == "bert" and tensor > 1 and tensor * num_stages == num_devices:
+        return samples / 4
+    return table_count(family, samples, num_stages)
+
+
 def nearest_divisor(batch: int, wanted: float) -> int:
     """Return the divisor of a batch with the least ratio to what is wanted; of two equal ones the larger.
 

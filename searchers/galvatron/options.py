@@ -10,6 +10,7 @@ from searchers.galvatron.strategies import DATA, LEVELS
 PARTITIONS = ("base", "memory", "time", "bi-objective")
 SCHEDULES = ("gpipe", "1f1b")
 MEMORY_MODELS = ("shapes", "released")
+TIME_MODELS = ("tables", "released")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Options:
         microbatches: Rule of `searchers.galvatron.microbatches`.
         unequal_microbatches: Where microbatches do not divide the batch the last is smaller, as PyTorch cuts it.
         memory: ``shapes`` (Eq. 2 on the shared cost tables) or ``released`` (the first releases' coarser model).
+        time: ``tables`` (the shared cost tables and Eq. 9) or ``released`` (the first release's coarser model; GPipe).
         granularity_bytes: Memory step of the dynamic programming.
         fused_layers: Consecutive equal layers that share a strategy (section IV-A3); 1: every layer alone.
         overlap_slowdown: Whether overlap slows both sides.
@@ -43,6 +45,7 @@ class Options:
     microbatches: str = "released"
     unequal_microbatches: bool = False
     memory: str = "shapes"
+    time: str = "tables"
     granularity_bytes: int = 16 << 20
     fused_layers: int = 1
     overlap_slowdown: bool = True
@@ -50,12 +53,15 @@ class Options:
 
     def __post_init__(self) -> None:
         choices = (
-            ("partition", PARTITIONS), ("schedule", SCHEDULES), ("microbatches", RULES), ("memory", MEMORY_MODELS)
+            ("partition", PARTITIONS), ("schedule", SCHEDULES), ("microbatches", RULES), ("memory", MEMORY_MODELS),
+            ("time", TIME_MODELS),
         )  # fmt: skip
         for name, allowed in choices:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.time == "released" and self.schedule != "gpipe":
+            raise ValueError(f"time 'released' is of releases that ran gpipe, got schedule {self.schedule!r}")
         if not self.kinds or DATA not in self.kinds or set(self.kinds) - set(LEVELS):
             raise ValueError(f"kinds must be of {', '.join(LEVELS)}, dp among them, got {self.kinds}")
         for name in ("granularity_bytes", "fused_layers"):

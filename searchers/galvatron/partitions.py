@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from searchers.galvatron.estimator import in_flight
 from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
-from searchers.galvatron.stage_search import DegreeSearch, Partition
+from searchers.galvatron.pipeline_plan import Partition
+from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import SHARDED, TENSOR, Strategy
 
 HALF_LAYER, CAP = 0.5, 1.3

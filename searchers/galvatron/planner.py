@@ -11,7 +11,8 @@ from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import Cut, cuts
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import base_partition, between, least_maximum, neighbours, weigh, with_outside
-from searchers.galvatron.stage_search import DegreeSearch, Partition, PipelinePlan, split
+from searchers.galvatron.pipeline_plan import Partition, PipelinePlan, split
+from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import Strategy, pipeline_degrees
 from simulator.costs import CostTables
 from simulator.problem import Problem

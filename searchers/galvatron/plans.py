@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
-from searchers.galvatron.stage_search import PipelinePlan
+from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
 from simulator.plan import Plan, Sharding, Stage
 from simulator.problem import Problem

@@ -12,9 +12,10 @@ It is coarser than Eq. 2 on the shared cost tables, and decides which batches an
   for one microbatch only;
 - nothing else: no workspace of kernels, no gathered layer, no stage outputs, no padding of microbatches.
 
-Activations outside the layers are five tensors of the size of the logits for text, as shapes have it. For images they
-are measured far above what shapes explain (IMAGE_TENSORS), so that constant is taken. A layer's own are measured a
-little above its shapes (MEASURED_SHARES).
+Outside the layers the first release measured its own models, on one node (`searchers.galvatron.released_profile`).
+Elsewhere activations there are five tensors of the size of the logits for text, as shapes have it; for images they are
+measured far above what shapes explain (IMAGE_TENSORS), so that constant is taken. A layer's own are measured a little
+above its shapes (MEASURED_SHARES).
 
 Source: Galvatron data README (``titan_v1``) and its maintainers' constants; releases of June and November 2022.
 """
@@ -25,9 +26,12 @@ from math import ceil
 from typing import NamedTuple
 
 from searchers.galvatron.layer_profiles import LayerProfiles
+from searchers.galvatron.released_profile import OUTSIDE_MIB
 from searchers.galvatron.strategies import Strategy
 from simulator.costs import saved_tensors
 from simulator.problem import Problem
+
+MIB = 1 << 20
 
 ONE_NODE = 8
 """Devices up to which the release has one set of constants for embedding and head, charged to the first stage."""
@@ -102,12 +106,11 @@ class ReleasedMemory:
         self._state_sizes = (runtime.parameter_bytes, runtime.gradient_bytes, *(runtime.optimizer_bytes / 2,) * 2)
         self._measured_shares = MEASURED_SHARES.get(problem.workload.family, {})
         self._states: dict[int, float] = {}
-        self._like, self._cores = self._plain_layers()
         self._outside = self._first_and_last(problem)
 
     def layer(self, kind: int, strategy: Strategy, samples: int) -> LayerMemory:
         """Return what a repeated layer takes for a microbatch of that many samples over the stage."""
-        kind = self._like[kind]
+        kind = self.profiles.plain_kinds[kind]
         profile = self.profiles.profile(kind, strategy.tensor, samples // strategy.data)
         states = self._layer_states(kind) / strategy.tensor
         if strategy.sharded > 1:
@@ -147,32 +150,15 @@ class ReleasedMemory:
             self._states[kind] = total
         return self._states[kind]
 
-    def _plain_layers(self) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Return the kind that stands for each kind, and the layers without what joins them to the ones before.
-
-        Swin merges patches before some layers: those are the next one with operators in front, which are outside.
-        """
-        workload = self.profiles.costs.problem.workload
-        layers = self.profiles.layers
-        like: dict[int, int] = {}
-        cores: list[tuple[int, int]] = []
-        for layer, after in zip(layers, (*layers[1:], layers[-1]), strict=True):
-            own, plain = (
-                [op.role for op in workload.operators[each.core[0] : each.core[1]]] for each in (layer, after)
-            )
-            extra = len(own) - len(plain)
-            joined = extra > 0 and own[extra:] == plain
-            like[layer.kind] = after.kind if joined else layer.kind
-            cores.append((layer.core[0] + (extra if joined else 0), layer.core[1]))
-        return like, cores
-
     def _first_and_last(self, problem: Problem) -> tuple[tuple[int, Outside], ...]:
         layers = self.profiles.layers
-        inside = {index for core in self._cores for index in range(*core)}
+        inside = {index for core in self.profiles.plain_cores for index in range(*core)}
         rest = [index for index in range(len(problem.workload)) if index not in inside]
         sample = self._sample_bytes(rest)
         if self.charges_first:
-            return ((0, Outside(self._state_bytes(rest), sample, 0.0)),)
+            known = OUTSIDE_MIB.get((problem.workload.family, self.profiles.millions(layers[0].kind)))
+            states, sample = (each * MIB for each in known) if known else (self._state_bytes(rest), sample)
+            return ((0, Outside(states, sample, 0.0)),)
         passing = PASSING_SHARE[problem.workload.family in IMAGE_TENSORS] * sample
         if self.num_stages == 1:
             return ((0, Outside(self._state_bytes(rest), sample - passing, passing)),)

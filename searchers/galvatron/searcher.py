@@ -10,9 +10,9 @@ from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cos
 from searchers.budget import Budget
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import SCHEDULES, Options
+from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
-from searchers.galvatron.stage_search import PipelinePlan
 from searchers.galvatron.strategies import DATA, TENSOR
 from simulator.plan import Plan
 from simulator.problem import Problem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,30 +22,10 @@ from searchers.galvatron.estimator import (
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
+from searchers.galvatron.pipeline_plan import Partition, PipelinePlan, StagePlan, split
+from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import Strategy, strategies
 from simulator.problem import Problem
-
-Partition = tuple[int, ...]
-"""Layers of each stage."""
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """Strategies of one stage's layers, and what they cost.
-
-    Attributes:
-        layers: Its layers.
-        chosen: A strategy per layer.
-        step_s: One microbatch, forward and backward, without gradient synchronisation.
-        sync_s: What the last microbatch takes longer than one like it.
-        peak_bytes: Eq. 2.
-    """
-
-    layers: tuple[Layer, ...]
-    chosen: tuple[Strategy, ...]
-    step_s: float
-    sync_s: float
-    peak_bytes: float
 
 
 class _StageCost(NamedTuple):
@@ -57,62 +36,6 @@ class _StageCost(NamedTuple):
     peak_bytes: float
     last_step_s: float
     output_bytes: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """A whole plan in the planner's words.
-
-    Attributes:
-        batch: Samples per iteration.
-        cut: Microbatches.
-        schedule: ``gpipe`` or ``1f1b``.
-        stages: In order.
-        iteration_time_s: Eq. 9.
-        capacity_bytes: The memory budget.
-    """
-
-    batch: int
-    cut: Cut
-    schedule: str
-    stages: tuple[StagePlan, ...]
-    iteration_time_s: float
-    capacity_bytes: float
-
-    @property
-    def partition(self) -> Partition:
-        """Layers of each stage."""
-        return tuple(len(stage.layers) for stage in self.stages)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches per iteration."""
-        return self.cut.parts
-
-    @property
-    def throughput(self) -> float:
-        """Samples per second."""
-        return self.batch / self.iteration_time_s
-
-    @property
-    def peak_bytes(self) -> float:
-        """Of the fullest stage."""
-        return max(stage.peak_bytes for stage in self.stages)
-
-    @property
-    def fits(self) -> bool:
-        """Every stage is within the budget."""
-        return self.peak_bytes <= self.capacity_bytes
-
-
-def split(layers: Sequence[Layer], partition: Partition) -> list[tuple[Layer, ...]]:
-    """Return the layers of each stage."""
-    stages, start = [], 0
-    for count in partition:
-        stages.append(tuple(layers[start : start + count]))
-        start += count
-    assert start == len(layers), (partition, len(layers))
-    return stages
 
 
 class DegreeSearch:
@@ -145,7 +68,9 @@ class DegreeSearch:
             overlap_slowdown=options.overlap_slowdown,
             paper=options.paper,
             memory=options.memory,
+            time=options.time,
             schedule=options.schedule,
+            microbatches=options.microbatches,
         )
         self.budget_bytes = self.estimator.capacity_bytes() if budget_bytes is None else budget_bytes
         self.strategies = strategies(
@@ -209,6 +134,9 @@ class DegreeSearch:
             steps[0].append(own.step_s)
             steps[1].append(own.last_step_s)
             leaving.append(own.output_bytes)
+        if self.estimator.released_time is not None:
+            total_s, cut = self._released(self.estimator.released_time, found, batch)
+            return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
         for boundary, sizes in enumerate(leaving[:-1]):
             sender, receiver = chosen[boundary][-1], chosen[boundary + 1][0]
             for step_s, size in zip(steps, sizes, strict=True):
@@ -224,6 +152,18 @@ class DegreeSearch:
             paper=self.options.paper,
         ) + self._tie_sync_s(stages)
         return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
+
+    @staticmethod
+    def _released(times: ReleasedTime, stages: Sequence[StagePlan], batch: int) -> tuple[float, Cut]:
+        """Return what the release takes stages to need for a batch, and how it would cut that."""
+        total_s = 0.0
+        for stage in stages:
+            total_s += sum(
+                times.layer_s(layer.kind, strategy, batch)
+                for layer, strategy in zip(stage.layers, stage.chosen, strict=True)
+            )
+            total_s += sum(times.transition_s(first, second, batch) for first, second in pairwise(stage.chosen))
+        return total_s, times.cut([strategy for stage in stages for strategy in stage.chosen], batch)
 
     def _stage(
         self, layers: Sequence[Layer], chosen: tuple[Strategy, ...], place: int, batch: int, cut: Cut
@@ -342,6 +282,7 @@ class DegreeSearch:
         apart = None if self.options.paper else cut.last
         several = cut.parts > 1
         released = self.estimator.released is not None
+        timed = self.estimator.released_time
         ties: frozenset[str] = frozenset()
         for number, group in enumerate(groups):
             row = self._row(group[0], cut.samples, several, ties)
@@ -352,7 +293,11 @@ class DegreeSearch:
                     steps_s = weight * found.step_s
                     if apart is not None:
                         steps_s += last.step_s
-                    cost[number, place] = size * (steps_s + last.sync_s)
+                    cost[number, place] = size * (
+                        steps_s + last.sync_s
+                        if timed is None
+                        else timed.layer_s(group[0].kind, self.strategies[place], cut.batch)
+                    )
                     each = held * found.forward_bytes + found.state_bytes
                     kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
                     backward[number, place] = found.backward_bytes * (held if released else 1)
@@ -360,6 +305,9 @@ class DegreeSearch:
             ties |= self._ties(group[0])
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
         for number in range(1, len(groups)):
+            if timed is not None:
+                transition[number] = self._released_transition(timed, cut.batch)
+                continue
             before = groups[number - 1][0]
             transition[number] = weight * self._transition(before, cut.samples, several)
             if apart is not None:
@@ -374,6 +322,13 @@ class DegreeSearch:
                 for strategy in self.strategies
             ]
         return self._rows[key]
+
+    def _released_transition(self, timed: ReleasedTime, batch: int) -> NDArray[np.float64]:
+        """Return what the release takes from layout to layout for a batch: float64[K, K]."""
+        lying = {strategy.layout: strategy for strategy in self.strategies}
+        return np.array(
+            [[timed.transition_s(lying[one], lying[two], batch) for two in self.layouts] for one in self.layouts]
+        )
 
     def _transition(self, layer: Layer, samples: int, accumulates: bool) -> NDArray[np.float64]:
         """Return seconds from layout to layout behind a layer: float64[K, K]."""

@@ -16,9 +16,9 @@ from experiments.cases.galvatron_table2 import PURE, Run, planner_options, profi
 from experiments.reproduce.galvatron.table2 import printed_cells
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.partitions import base_partition
+from searchers.galvatron.pipeline_plan import split
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.released_memory import ReleasedMemory
-from searchers.galvatron.stage_search import split
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
 
 MIB = 2**20
@@ -59,17 +59,22 @@ def test_layers_and_ends_take_what_galvatron_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "states_mib", "sample_mib", "tolerance"),
-    [("bert-huge-32", 793, 313, 0.03), ("vit-huge-32", 45.56, 13, 0.16), ("swin-huge-32", 312, 70, 0.04)],
+    ("model", "states_mib", "sample_mib"),
+    [("bert-huge-48", 790, 300), ("t5-large-32", 900, 350), ("vit-huge-32", 45.56, 13), ("swin-huge-32", 312, 70)],
 )
-def test_embedding_and_head_take_what_galvatron_measured(
-    model: str, states_mib: float, sample_mib: float, tolerance: float
-) -> None:
-    """Of its constants for eight GPUs; T5's 900 MiB of states, 627 by shapes, stay unexplained."""
+def test_embedding_and_head_take_what_galvatron_measured(model: str, states_mib: float, sample_mib: float) -> None:
     memory = released(model, 1)
     states = memory.outside_bytes(0, 0, 0)
-    assert states / MIB == pytest.approx(states_mib, rel=tolerance)
-    assert (memory.outside_bytes(0, 8, 8) - states) / MIB == pytest.approx(sample_mib, rel=0.03)
+    assert states / MIB == pytest.approx(states_mib)
+    assert (memory.outside_bytes(0, 8, 8) - states) / MIB == pytest.approx(sample_mib)
+
+
+def test_other_models_take_what_their_shapes_say() -> None:
+    """BERT-Huge's layers have half the features; pooler and transform, quadratic in them, are the rest."""
+    memory = released("bert-xhuge", 1)
+    states = memory.outside_bytes(0, 0, 0)
+    assert states / MIB == pytest.approx(2 * 790, rel=0.1)
+    assert (memory.outside_bytes(0, 8, 8) - states) / MIB == pytest.approx(300, rel=0.15)
 
 
 def test_a_sharded_layer_keeps_its_shard_and_a_fortieth() -> None:
@@ -113,7 +118,7 @@ def test_the_first_stage_pays_for_embedding_and_head_of_one_node_alone() -> None
     # Both hold the tied word embedding; together they hold it once.
     word_embedding = 16 * 30522 * 1280
     alone = one_node.outside_bytes(0, 0, 0)
-    assert alone < first + last < alone + word_embedding
+    assert alone < first + last < alone + 1.05 * word_embedding
 
 
 def test_the_largest_batches_are_the_printed_ones() -> None:

@@ -20,10 +20,11 @@ from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import RULES, Cut, chunked, cuts, microbatch_counts, released_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import filled_from_the_back, least_maximum, neighbours
+from searchers.galvatron.pipeline_plan import PipelinePlan, split
 from searchers.galvatron.planner import Planner, around
 from searchers.galvatron.plans import from_plan, to_plan
 from searchers.galvatron.searcher import GalvatronBMW, assess
-from searchers.galvatron.stage_search import DegreeSearch, PipelinePlan, split
+from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
 from searchers.registry import searcher_named
 from simulator.costs import CostTables

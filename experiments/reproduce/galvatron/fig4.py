@@ -15,9 +15,9 @@ from searchers.galvatron.estimator import balance_degree
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import least_maximum, weigh
+from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
-from searchers.galvatron.stage_search import PipelinePlan
 from simulator.simulate import simulate
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from experiments.reproduce.galvatron.cells import searched_cell
 from experiments.reproduce.galvatron.figures import new_figure
 from experiments.reproduce.galvatron.other_tables import A100_RUNTIME, A100S_16, TITANS_16
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
-from searchers.galvatron.stage_search import PipelinePlan
+from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.strategies import Strategy
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.figures import new_figure
 from experiments.reproduce.galvatron.table2 import MODELS
 from searchers.galvatron.options import Options
+from searchers.galvatron.pipeline_plan import split
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
-from searchers.galvatron.stage_search import split
 from searchers.plan_words import describe_plan
 from simulator.simulate import simulate
 
