@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import TRANSFERS, CollectiveTable
@@ -88,6 +88,18 @@ class HardwareModel:
         """Return the factors ``(computation, communication)`` while both run on a device, each >= 1."""
         gpu = self.gpu(gpu_type)
         return gpu.overlap_slowdown_computation, gpu.overlap_slowdown_communication
+
+    def with_overlap_slowdown(self, factor: float) -> HardwareModel:
+        """Return the same hardware with another factor, for computation and communication of every GPU type.
+
+        Raises:
+            ValueError: If the factor is below 1.
+        """
+        if not factor >= 1:
+            raise ValueError(f"a factor of overlap slowdown must be at least 1, got {factor}")
+        changed = {"overlap_slowdown_computation": factor, "overlap_slowdown_communication": factor}
+        nodes = tuple(replace(node, gpu=node.gpu.model_copy(update=changed)) for node in self.cluster.nodes)
+        return replace(self, cluster=replace(self.cluster, nodes=nodes))
 
     def optimizer_step_s(self, gpu_type: str, num_bytes_touched: float) -> float:
         """Return device seconds of an optimizer step that reads and writes that many bytes in all."""

@@ -106,12 +106,14 @@ class Run:
         model, cluster: Preset names.
         memory_gb: Memory budget of a device, GiB.
         runtime: Name.
+        overlap: Factor by which computation and communication slow each other; None for the GPU type's own.
     """
 
     model: str
     cluster: str
     memory_gb: int
     runtime: str = "galvatron-v1"
+    overlap: float | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -120,13 +122,16 @@ class Run:
 
     def problem(self, batch: int) -> Problem:
         """Return the problem of a batch."""
-        return problem_of(
+        problem = problem_of(
             model=self.model,
             cluster=self.cluster,
             runtime=self.runtime,
             global_batch=batch,
             memory_limit_bytes=self.memory_gb << 30,
         )()
+        if self.overlap is None:
+            return problem
+        return replace(problem, hardware=problem.hardware.with_overlap_slowdown(self.overlap))
 
     def fixed(self, strategy: str, batch: int) -> tuple[Callable[[], Problem], Callable[[Problem], Plan]]:
         """Return problem and plan of a strategy with fixed degrees.

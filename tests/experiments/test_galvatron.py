@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -11,8 +12,9 @@ from experiments.cases.galvatron_budget import STEP, within_budget
 from experiments.cases.galvatron_table2 import SEARCHED, Run, num_microbatches
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron import EXPERIMENTS, fig4, table1
-from experiments.reproduce.galvatron.agreement import calibrated, ordered_pairs, summary, winners
-from experiments.reproduce.galvatron.cells import at_batch, fixed_cell
+from experiments.reproduce.galvatron.agreement import ordered_pairs, summary, winners
+from experiments.reproduce.galvatron.calibration import GPIPE, errors, fitted_overlap
+from experiments.reproduce.galvatron.cells import TITLES, at_batch, fixed_cell
 from experiments.reproduce.galvatron.grid import Column, compute, frame_of
 from experiments.reproduce.galvatron.other_tables import printed_table5
 from experiments.reproduce.galvatron.table2 import MEMORIES, MODELS, STRATEGIES, printed_cells
@@ -75,13 +77,38 @@ def test_the_same_plan_under_two_names_wins_for_both() -> None:
     assert winners(frame) == (2, 2)
 
 
-def test_a_factor_per_strategy_is_learnt_on_one_budget_only() -> None:
-    frame = cells()
-    frame.loc[3, ["relative_difference", "at_paper_batch_difference"]] = 0.0
-    found = calibrated(frame, 12).set_index("strategy")
-    assert found.loc["a", "calibrated"] == pytest.approx(0.0, abs=1e-9)
-    assert found.loc["b", "calibrated"] == pytest.approx(0.0, abs=1e-9)
-    assert found.loc["b", "uncalibrated"] == pytest.approx(0.2)
+def test_the_overlap_factor_of_a_budget_is_recovered() -> None:
+    true = replace(VIT, memory_gb=16, overlap=1.6)
+    batches = {"ddp": 32, "fsdp": 64}
+    rows = [
+        {
+            "memory_gb": 16,
+            "model": true.model,
+            "strategy": TITLES[strategy],
+            "paper_samples_per_s": at_batch(true, strategy, batch).throughput,
+        }
+        for strategy, batch in batches.items()
+    ]
+    column = Column(run=replace(true, overlap=None), strategies=(), batches=batches)
+    assert fitted_overlap([column], pd.DataFrame(rows)) == pytest.approx(1.6, abs=0.002)
+
+
+def test_errors_of_the_other_budgets_use_the_factors_of_one() -> None:
+    frame = pd.DataFrame(
+        [
+            {"memory_gb": gb, "model": "m", "strategy": strategy, "paper_samples_per_s": 10.0,
+             "at_paper_batch_difference": 0.5}
+            for gb in (12, 16)
+            for strategy in (GPIPE, TITLES["ddp"])
+        ]
+    )  # fmt: skip
+    ddp = TITLES["ddp"]
+    found = {(12, "m", GPIPE): 12.0, (16, "m", GPIPE): 13.2, (12, "m", ddp): 99.0, (16, "m", ddp): 9.0}
+    lines = errors(frame, found, 12).set_index("strategy")
+    assert list(lines["cells"]) == [1, 1]
+    assert list(lines["uncalibrated"]) == [0.5, 0.5]
+    assert lines.loc[GPIPE, "calibrated"] == pytest.approx(0.1)
+    assert lines.loc[ddp, "bias"] == pytest.approx(-0.1)
 
 
 def test_microbatches_of_the_pipelines_are_the_release_tables() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import combinations
 
 import numpy as np
@@ -71,38 +70,3 @@ def winners(frame: pd.DataFrame) -> tuple[int, int]:
         fastest = np.isclose(ours, ours.max(), rtol=SAME, atol=0.0)
         right += bool((theirs.to_numpy()[fastest] == theirs.max()).any())
     return right, total
-
-
-def calibrated(frame: pd.DataFrame, memory_gb: int) -> pd.DataFrame:
-    """Return errors of the other budgets after a factor per strategy and one per model, fitted on one budget.
-
-    Logarithms of printed over ours at the printed batch, least squares; a strategy or model without a cell in
-    the fitted budget keeps its factor of one.
-    """
-    cells = frame[frame["at_paper_batch_difference"].notna()].copy()
-    cells["log"] = -np.log1p(cells["at_paper_batch_difference"].astype(float))
-    fitted = cells[cells["memory_gb"] == memory_gb]
-    names = list(dict.fromkeys([*cells["strategy"], *cells["model"]]))
-    places = {name: place for place, name in enumerate(names)}
-
-    def matrix(rows: pd.DataFrame) -> np.ndarray:
-        found = np.zeros((len(rows), len(names)))
-        for number, (strategy, model) in enumerate(zip(rows["strategy"], rows["model"], strict=True)):
-            found[number, places[strategy]] = found[number, places[model]] = 1.0
-        return found
-
-    factors = np.linalg.lstsq(matrix(fitted), fitted["log"].to_numpy(), rcond=None)[0]
-    others = cells[cells["memory_gb"] != memory_gb].copy()
-    left = np.exp(matrix(others) @ factors - others["log"].to_numpy()) - 1
-    others["calibrated_difference"] = left
-    return pd.DataFrame(_calibrated_lines(others))
-
-
-def _calibrated_lines(cells: pd.DataFrame) -> Iterator[dict[str, object]]:
-    for strategy, own in cells.groupby("strategy", sort=False):
-        yield {
-            "strategy": strategy,
-            "cells": len(own),
-            "uncalibrated": own["at_paper_batch_difference"].abs().mean(),
-            "calibrated": own["calibrated_difference"].abs().mean(),
-        }

@@ -50,7 +50,8 @@ class Column:
     @property
     def name(self) -> str:
         """For files and progress."""
-        return f"{self.run.cluster.replace(':', '-')}-{self.run.model}-{self.run.memory_gb}"
+        overlap = "" if self.run.overlap is None else f"-overlap-{self.run.overlap:.6f}"
+        return f"{self.run.cluster.replace(':', '-')}-{self.run.model}-{self.run.memory_gb}{overlap}"
 
 
 def cell_of(run: Run, strategy: str) -> Cell:
