@@ -29,12 +29,13 @@ from experiments.cases.case import (
 )
 from searchers.galvatron.judged import judged_plan
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import chunked, released_count, table_count
+from searchers.galvatron.microbatches import Cut, chunked, released_count, table_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import even, filled_from_the_back
 from searchers.galvatron.planner import Planner
-from searchers.galvatron.plans import to_plan
+from searchers.galvatron.plans import plan_of_layers, to_plan
 from searchers.galvatron.searcher import variant_options
+from searchers.galvatron.strategies import TENSOR, Level, Strategy
 from simulator.costs import CostTables, saved_tensors
 from simulator.plan import Plan
 from simulator.problem import Problem
@@ -155,10 +156,16 @@ class Run:
                 last_microbatch_size=cut.last,
             )
 
+        def tensor_parallel(problem: Problem) -> Plan:
+            layers = profiles_of(self.model, self.cluster, self.runtime).layers
+            strategy = Strategy((Level(TENSOR, num_gpus),))
+            chosen = [strategy] * len(layers)
+            return plan_of_layers([(layers, chosen)], cut=Cut(1, batch), schedule="gpipe", outside="data")
+
         plans = {
             "ddp": uniform(dp=num_gpus, microbatch=each),
             "fsdp": uniform(dp=num_gpus, microbatch=each, zero=3),
-            "megatron-tp": uniform(tp=num_gpus, microbatch=batch),
+            "megatron-tp": tensor_parallel,
             "gpipe": pipeline,
             DEEPSPEED: uniform(
                 tp=2, pp=2, dp=num_gpus // 4, microbatch=max(1, cut.samples * 4 // num_gpus), schedule="1f1b"
@@ -190,8 +197,8 @@ class Run:
 
 
 def planner_options(strategy: str) -> Options:
-    """Return a variant's options with the release's cutting of microbatches and its memory model."""
-    return replace(variant_options(strategy), unequal_microbatches=True, memory="released")
+    """Return a variant's options with the release's microbatches, memory model, and whole embeddings and heads."""
+    return replace(variant_options(strategy), unequal_microbatches=True, memory="released", outside="data")
 
 
 @lru_cache(maxsize=8)

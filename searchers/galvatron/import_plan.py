@@ -18,6 +18,7 @@ from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.microbatches import Cut, chunked
 from searchers.galvatron.partitions import even
 from searchers.galvatron.pipeline_plan import split
+from searchers.galvatron.plans import runs_of_layer, spread
 from simulator.costs import CostTables
 from simulator.plan import Axis, Plan, Sharding, Stage
 from simulator.problem import Problem
@@ -74,7 +75,7 @@ class _Reader:
                 Stage(
                     operators=((layers[0].span[0], layers[-1].span[1]),),
                     devices=tuple(range(start, start + self.size)),
-                    shardings=tuple(run for layer in layers for run in self._runs(layer, shardings[layer.number])),
+                    shardings=tuple(run for layer in layers for run in self._runs(layer, shardings[layer.number], cut)),
                     recompute=tuple(layer.core for layer in layers if flags[layer.number]),
                 )
             )
@@ -88,17 +89,11 @@ class _Reader:
             overlap_gradient_sync=True,
         )
 
-    def _runs(self, layer: Layer, own: Sharding) -> list[tuple[int, Sharding]]:
-        """Return the layer's runs: what is outside the repeated layer is cut as the file says of the vocabulary."""
-        outer = self._vocabulary_sharding() or own
-        counts = (
-            (layer.core[0] - layer.span[0], outer),
-            (layer.core[1] - layer.core[0], own),
-            (layer.span[1] - layer.core[1], outer),
-        )
-        return [(count, sharding) for count, sharding in counts if count]
+    def _runs(self, layer: Layer, own: Sharding, cut: Cut) -> list[tuple[int, Sharding]]:
+        return runs_of_layer(layer, own, self._vocabulary_sharding() or spread(self.size, cut, own))
 
     def _vocabulary_sharding(self) -> Sharding | None:
+        """Return how embedding and head are cut; the first releases have no word for it and never cut their weights."""
         if "vtp" not in self.content:
             return None
         tensor = self._whole("vtp")

@@ -11,6 +11,7 @@ PARTITIONS = ("base", "memory", "time", "bi-objective")
 SCHEDULES = ("gpipe", "1f1b")
 MEMORY_MODELS = ("shapes", "released")
 TIME_MODELS = ("tables", "released")
+OUTSIDE = ("layers", "data")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Options:
         unequal_microbatches: Where microbatches do not divide the batch the last is smaller, as PyTorch cuts it.
         memory: ``shapes`` (Eq. 2 on the shared cost tables) or ``released`` (the first releases' coarser model).
         time: ``tables`` (the shared cost tables and Eq. 9) or ``released`` (the first release's coarser model; GPipe).
+        outside: Embedding and head are cut as the layers next to them (``layers``), or whole on every device of their
+            stage, which shares their samples (``data``, as in the first releases); the estimator counts them with
+            their layers all the same.
         granularity_bytes: Memory step of the dynamic programming.
         fused_layers: Consecutive equal layers that share a strategy (section IV-A3); 1: every layer alone.
         overlap_slowdown: Whether overlap slows both sides.
@@ -46,6 +50,7 @@ class Options:
     unequal_microbatches: bool = False
     memory: str = "shapes"
     time: str = "tables"
+    outside: str = "layers"
     granularity_bytes: int = 16 << 20
     fused_layers: int = 1
     overlap_slowdown: bool = True
@@ -54,7 +59,7 @@ class Options:
     def __post_init__(self) -> None:
         choices = (
             ("partition", PARTITIONS), ("schedule", SCHEDULES), ("microbatches", RULES), ("memory", MEMORY_MODELS),
-            ("time", TIME_MODELS),
+            ("time", TIME_MODELS), ("outside", OUTSIDE),
         )  # fmt: skip
         for name, allowed in choices:
             value = getattr(self, name)

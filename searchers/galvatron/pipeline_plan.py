@@ -43,6 +43,7 @@ class PipelinePlan:
         stages: In order.
         iteration_time_s: Eq. 9.
         capacity_bytes: The memory budget.
+        outside: How embedding and head are cut, see `searchers.galvatron.options.Options`.
     """
 
     batch: int
@@ -51,6 +52,7 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     iteration_time_s: float
     capacity_bytes: float
+    outside: str = "layers"
 
     @property
     def partition(self) -> Partition:

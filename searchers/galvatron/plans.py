@@ -8,7 +8,7 @@ from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
-from simulator.plan import Plan, Sharding, Stage
+from simulator.plan import Axis, Plan, Sharding, Stage
 from simulator.problem import Problem
 
 
@@ -24,6 +24,7 @@ def to_plan(found: PipelinePlan, problem: Problem) -> Plan:
         [(stage.layers, stage.chosen) for stage in found.stages],
         cut=found.cut,
         schedule=found.schedule,
+        outside=found.outside,
     )
 
 
@@ -32,8 +33,16 @@ def plan_of_layers(
     *,
     cut: Cut,
     schedule: str,
+    outside: str = "layers",
 ) -> Plan:
-    """Return the plan of strategies per layer, stages on consecutive devices."""
+    """Return the plan of strategies per layer, stages on consecutive devices.
+
+    Args:
+        stages: Layers of each stage, and a strategy for each.
+        cut: Microbatches.
+        schedule: Name.
+        outside: How embedding and head are cut, see `searchers.galvatron.options.Options`.
+    """
     built: list[Stage] = []
     device = 0
     for layers, chosen in stages:
@@ -42,7 +51,7 @@ def plan_of_layers(
             Stage(
                 operators=((layers[0].span[0], layers[-1].span[1]),),
                 devices=tuple(range(device, device + size)),
-                shardings=_runs(layers, chosen),
+                shardings=_runs(layers, chosen, cut if outside == "data" else None),
                 recompute=tuple(
                     layer.core for layer, strategy in zip(layers, chosen, strict=True) if strategy.checkpoint
                 ),
@@ -60,21 +69,46 @@ def plan_of_layers(
     )
 
 
-def _runs(layers: Sequence[Layer], chosen: Sequence[Strategy]) -> tuple[tuple[int, Sharding], ...]:
+def _runs(layers: Sequence[Layer], chosen: Sequence[Strategy], spreads: Cut | None) -> tuple[tuple[int, Sharding], ...]:
     runs: list[tuple[int, Sharding]] = []
     for layer, strategy in zip(layers, chosen, strict=True):
-        count = layer.span[1] - layer.span[0]
-        if runs and runs[-1][1] == strategy.sharding:
-            runs[-1] = (runs[-1][0] + count, strategy.sharding)
-        else:
-            runs.append((count, strategy.sharding))
+        own = strategy.sharding
+        outer = own if spreads is None else spread(strategy.num_devices, spreads, own)
+        for count, sharding in runs_of_layer(layer, own, outer):
+            if runs and runs[-1][1] == sharding:
+                runs[-1] = (runs[-1][0] + count, sharding)
+            else:
+                runs.append((count, sharding))
     return tuple(runs)
+
+
+def runs_of_layer(layer: Layer, own: Sharding, outer: Sharding) -> list[tuple[int, Sharding]]:
+    """Return a layer's runs of operators: the repeated layer cut its own way, what lies around it another."""
+    counts = (
+        (layer.core[0] - layer.span[0], outer),
+        (layer.core[1] - layer.core[0], own),
+        (layer.span[1] - layer.core[1], outer),
+    )
+    return [(count, sharding) for count, sharding in counts if count]
+
+
+def spread(num_devices: int, cut: Cut, own: Sharding) -> Sharding:
+    """Return the sharding that keeps weights whole and shares samples among a stage's devices, if there are enough.
+
+    Args:
+        num_devices: Of the stage.
+        cut: Microbatches; where one cannot be shared evenly the layer's ``own`` sharding stays.
+        own: How the layer is cut.
+    """
+    if cut.samples % num_devices or (cut.last or 0) % num_devices:
+        return own
+    return (Axis("batch", num_devices),) if num_devices > 1 else ()
 
 
 def from_plan(plan: Plan, layers: Sequence[Layer]) -> list[tuple[tuple[Layer, ...], tuple[Strategy, ...]]] | None:
     """Return layers and strategies of each stage, or None where a plan is not in these words.
 
-    Stages must hold whole layers on equally many devices, and a layer must be cut one way throughout.
+    Stages must hold whole layers on equally many devices, and a repeated layer must be cut one way throughout.
     """
     found = []
     for stage in plan.stages:

@@ -136,7 +136,7 @@ class DegreeSearch:
             leaving.append(own.output_bytes)
         if self.estimator.released_time is not None:
             total_s, cut = self._released(self.estimator.released_time, found, batch)
-            return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
+            return self._planned(batch, cut, found, total_s)
         for boundary, sizes in enumerate(leaving[:-1]):
             sender, receiver = chosen[boundary][-1], chosen[boundary + 1][0]
             for step_s, size in zip(steps, sizes, strict=True):
@@ -151,7 +151,11 @@ class DegreeSearch:
             last_s=None if cut.last is None else steps[1],
             paper=self.options.paper,
         ) + self._tie_sync_s(stages)
-        return PipelinePlan(batch, cut, self.options.schedule, tuple(found), total_s, self.budget_bytes)
+        return self._planned(batch, cut, found, total_s)
+
+    def _planned(self, batch: int, cut: Cut, stages: Sequence[StagePlan], total_s: float) -> PipelinePlan:
+        options = self.options
+        return PipelinePlan(batch, cut, options.schedule, tuple(stages), total_s, self.budget_bytes, options.outside)
 
     @staticmethod
     def _released(times: ReleasedTime, stages: Sequence[StagePlan], batch: int) -> tuple[float, Cut]:

@@ -15,12 +15,14 @@ from searchers.galvatron.options import Options
 from searchers.galvatron.overlap import overlapped_s
 from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.planner import Planner
-from searchers.galvatron.plans import from_plan
+from searchers.galvatron.plans import from_plan, plan_of_layers
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.searcher import variant_options
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
 from simulator.costs import CostTables
+from simulator.plan import Axis
 from simulator.problem import Problem, ProblemSpec
+from simulator.validate import validate
 from tests.workloads.graphs import SHARED_DATA
 
 PLANS = SHARED_DATA / "galvatron" / "plans"
@@ -181,3 +183,19 @@ def test_for_swin_a_plan_at_least_as_good_as_the_shipped_one_is_found() -> None:
     plan, found = shipped(name, "swin-huge-32", 8, 48)
     assert plan.fits
     assert 0.97 * plan.iteration_time_s < found.iteration_time_s <= plan.iteration_time_s
+
+
+def test_the_release_keeps_embedding_and_head_whole_on_every_device() -> None:
+    problem = titan("bert-huge-32", 16, 24)
+    layers = profiles("bert-huge-32").layers
+    tensor = Strategy((Level(TENSOR, 8),))
+    plan = plan_of_layers([(layers, [tensor] * len(layers))], cut=Cut(1, 16), schedule="gpipe", outside="data")
+    validate(plan, problem)
+    shardings = list(plan.stages[0].sharding_per_operator())
+    inside = {index for layer in layers for index in range(*layer.core)}
+    for index, sharding in enumerate(shardings):
+        assert sharding == (tensor.sharding if index in inside else (Axis("batch", 8),))
+    assert len(inside) < len(shardings)
+    assert from_plan(plan, layers) == [(layers, (tensor,) * len(layers))]
+    few = plan_of_layers([(layers, [tensor] * len(layers))], cut=Cut(4, 4), schedule="gpipe", outside="data")
+    assert set(few.stages[0].sharding_per_operator()) == {tensor.sharding}, "four samples cannot be shared by eight"
