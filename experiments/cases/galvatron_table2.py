@@ -197,8 +197,14 @@ class Run:
 
 
 def planner_options(strategy: str) -> Options:
-    """Return a variant's options with the release's microbatches, memory model, and whole embeddings and heads."""
-    return replace(variant_options(strategy), unequal_microbatches=True, memory="released", outside="data")
+    """Return a variant's options with the release's microbatches, memory model and step, embedding and head whole."""
+    return replace(
+        variant_options(strategy),
+        unequal_microbatches=True,
+        memory="released",
+        outside="data",
+        granularity_bytes=1 << 20,
+    )
 
 
 @lru_cache(maxsize=8)

@@ -1,10 +1,10 @@
 """How many microbatches a batch is cut into: the choice that changes Galvatron's results more than any other.
 
-Rules by name (B samples, P stages, b = B P / N samples per device group of one replica):
+Rules by name (B samples, P stages, b samples of a replica, which spans t = b N / (B P) tensor ranks):
 
 - ``released``: one for a single stage; else the release's formula for more than eight devices, which its
-  later versions use everywhere: ceil(b / 4) for text, ceil(b / 16) for images;
-- ``table``: one for a single stage; else the release's hand tables on eight devices, ``released`` on others;
+  later versions use everywhere: ceil(b / t / 4) for text, ceil(b / t / 16) for images;
+- ``table``: one for a single stage; else the release's hand tables of b on eight devices, ``released`` on others;
 - ``free``: every number that divides the batch, gradients accumulated on a single stage too;
 - ``divisors``: the same, at least P (the third release).
 
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 def cuts(
-    rule: str, family: str, batch: int, num_stages: int, num_devices: int, *, unequal: bool = False
+    rule: str, family: str, batch: int, num_stages: int, num_devices: int, *, tensor: int = 1, unequal: bool = False
 ) -> list[Cut]:
     """Return the ways to cut a batch under a rule, fewest microbatches first.
 
@@ -49,15 +49,17 @@ def cuts(
         family: The workload's family.
         batch: Samples per iteration.
         num_stages, num_devices: P and N.
+        tensor: Tensor-parallel degree of the replica with the most samples.
         unequal: Let the last microbatch be smaller as above, rather than moving the rule's number.
 
     >>> cuts("table", "bert", 8, 8, 8), cuts("table", "bert", 8, 8, 8, unequal=True)
     ([Cut(parts=4, samples=2, last=None)], [Cut(parts=3, samples=3, last=2)])
     """
-    counts = microbatch_counts(rule, family, batch, num_stages, num_devices)
+    counts = microbatch_counts(rule, family, batch, num_stages, num_devices, tensor)
     if not unequal or num_stages == 1 or rule in ("free", "divisors"):
         return [Cut(count, batch // count) for count in counts]
-    parts = max(1, ceil(_wanted(rule, family, batch, num_stages, num_devices)))
+    samples = batch * num_stages * tensor / num_devices
+    parts = max(1, ceil(replica_count(rule, family, samples, tensor, num_stages, num_devices)))
     return [chunked(batch, parts, num_devices // num_stages)]
 
 
@@ -76,7 +78,9 @@ def chunked(batch: int, parts: int, width: int = 1) -> Cut:
     return Cut(count, samples, None if left == samples else left)
 
 
-def microbatch_counts(rule: str, family: str, batch: int, num_stages: int, num_devices: int) -> list[int]:
+def microbatch_counts(
+    rule: str, family: str, batch: int, num_stages: int, num_devices: int, tensor: int = 1
+) -> list[int]:
     """Return the numbers of microbatches to try, ascending; each divides the batch. Arguments as for `cuts`.
 
     Raises:
@@ -93,14 +97,8 @@ def microbatch_counts(rule: str, family: str, batch: int, num_stages: int, num_d
         return [count for count in divisors(batch) if count >= num_stages]
     if num_stages == 1:
         return [1]
-    return [nearest_divisor(batch, _wanted(rule, family, batch, num_stages, num_devices))]
-
-
-def _wanted(rule: str, family: str, batch: int, num_stages: int, num_devices: int) -> float:
-    samples = batch * num_stages / num_devices
-    if rule == "released" or num_devices != TABLE_DEVICES:
-        return released_count(family, samples, num_stages)
-    return table_count(family, samples, num_stages)
+    samples = batch * num_stages * tensor / num_devices
+    return [nearest_divisor(batch, replica_count(rule, family, samples, tensor, num_stages, num_devices))]
 
 
 def released_count(family: str, samples: float, num_stages: int) -> float:

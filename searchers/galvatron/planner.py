@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import Cut, cuts
+from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import base_partition, between, least_maximum, neighbours, weigh, with_outside
 from searchers.galvatron.pipeline_plan import Partition, PipelinePlan, split
@@ -103,15 +103,8 @@ class Planner:
                         yield plan
 
     def cuts(self, batch: int, degree: int) -> list[Cut]:
-        """Return how the batch may be cut under the rule."""
-        return cuts(
-            self.options.microbatches,
-            self.problem.workload.family,
-            batch,
-            degree,
-            self.problem.num_devices,
-            unequal=self.options.unequal_microbatches,
-        )
+        """Return how the batch may be cut under the rule, which can depend on the tensor degrees of a plan."""
+        return self.searches[degree].rule_cuts(batch)
 
     def _plan(self, search: DegreeSearch, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         self.num_partitions += 1

@@ -12,8 +12,8 @@ It is coarser than Eq. 2 on the shared cost tables, and decides which batches an
   for one microbatch only;
 - nothing else: no workspace of kernels, no gathered layer, no stage outputs, no padding of microbatches.
 
-Outside the layers the first release measured its own models, on one node (`searchers.galvatron.released_profile`).
-Elsewhere activations there are five tensors of the size of the logits for text, as shapes have it; for images they are
+Outside the layers of BERT the first release's own measurement is taken, on one node (`released_profile.py`). Elsewhere
+activations there are five tensors of the size of the logits for text, as shapes have it; for images they are
 measured far above what shapes explain (IMAGE_TENSORS), so that constant is taken. A layer's own are measured a little
 above its shapes (MEASURED_SHARES).
 

@@ -23,11 +23,9 @@ Source: Galvatron data README (``titan_v1``); releases of June and November 2022
 
 from __future__ import annotations
 
-from math import ceil
-
 from searchers.galvatron.communication import CollectiveTimes
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import Cut, chunked, replica_count
+from searchers.galvatron.microbatches import replica_count
 from searchers.galvatron.overlap import overlapped_s
 from searchers.galvatron.released_profile import FORWARD_MS, GPU, MS_PER_MIB
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
@@ -152,8 +150,3 @@ class ReleasedTime:
             return 1.0
         samples = batch / strategy.data
         return replica_count(self.rule, self.family, samples, strategy.tensor, self.num_stages, self.num_devices)
-
-    def cut(self, chosen: list[Strategy], batch: int) -> Cut:
-        """Return how the batch of a plan is cut: as for the layers with the most samples to a replica."""
-        parts = self.parts(min(chosen, key=lambda strategy: strategy.data), batch)
-        return chunked(batch, max(1, ceil(parts)), self.num_devices // self.num_stages)

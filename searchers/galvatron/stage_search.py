@@ -20,7 +20,7 @@ from searchers.galvatron.estimator import (
     released_layer_bytes,
 )
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
-from searchers.galvatron.microbatches import Cut
+from searchers.galvatron.microbatches import Cut, cuts
 from searchers.galvatron.options import Options
 from searchers.galvatron.pipeline_plan import Partition, PipelinePlan, StagePlan, split
 from searchers.galvatron.released_time import ReleasedTime
@@ -81,6 +81,8 @@ class DegreeSearch:
         )
         self.layouts = tuple(dict.fromkeys(strategy.layout for strategy in self.strategies))
         self._layout_of = np.array([self.layouts.index(strategy.layout) for strategy in self.strategies])
+        self.tensor_degrees = tuple(dict.fromkeys(strategy.tensor for strategy in self.strategies))
+        self._cuts: dict[int, list[Cut]] = {}
         self._found: dict[object, NDArray[np.int64] | None] = {}
         self._stages: dict[object, _StageCost | None] = {}
         self._tied: dict[Partition, float] = {}
@@ -93,7 +95,8 @@ class DegreeSearch:
         """Return the best plan found with this partition, or None if nothing fits (Galvatron_Search).
 
         Every stage is searched alone, its steps weighted by the microbatches; plans with one strategy for all
-        layers compete too, so that none of them is ever better.
+        layers compete too, so that none of them is ever better. What is found is assessed, and returned, with the
+        microbatches that the rule gives it.
         """
         stages = split(self.layers, partition)
         candidates = []
@@ -102,7 +105,7 @@ class DegreeSearch:
             candidates.append([[self.strategies[s] for s in found] for found in chosen if found is not None])
         if not self.options.paper:
             candidates += [[[strategy] * len(stage) for stage in stages] for strategy in self.strategies]
-        plans = [self.assess(stages, choice, batch, cut) for choice in candidates]
+        plans = [self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)) for choice in candidates]
         fitting = [plan for plan in plans if plan is not None and plan.fits]
         return min(fitting, key=lambda plan: plan.iteration_time_s, default=None)
 
@@ -110,10 +113,34 @@ class DegreeSearch:
         """Return the plan of one strategy that needs the least memory, whether it fits or not."""
         stages = split(self.layers, partition)
         plans = [
-            self.assess(stages, [[strategy] * len(stage) for stage in stages], batch, cut)
-            for strategy in self.strategies
+            self.assess(stages, choice, batch, self._own_cut(choice, batch, cut))
+            for choice in ([[strategy] * len(stage) for stage in stages] for strategy in self.strategies)
         ]
         return min((plan for plan in plans if plan), key=lambda plan: plan.peak_bytes, default=None)
+
+    def cuts(self, batch: int, tensor: int) -> list[Cut]:
+        """Return how the rule lets a batch be cut for plans whose largest tensor degree is ``tensor``."""
+        return cuts(
+            self.options.microbatches,
+            self.estimator.problem.workload.family,
+            batch,
+            self.num_stages,
+            self.estimator.problem.num_devices,
+            tensor=tensor,
+            unequal=self.options.unequal_microbatches,
+        )
+
+    def rule_cuts(self, batch: int) -> list[Cut]:
+        """Return every way in which the rule may cut a batch, whatever the tensor degrees."""
+        if batch not in self._cuts:
+            found = (cut for tensor in self.tensor_degrees for cut in self.cuts(batch, tensor))
+            self._cuts[batch] = list(dict.fromkeys(found))
+        return self._cuts[batch]
+
+    def _own_cut(self, chosen: Sequence[Sequence[Strategy]], batch: int, cut: Cut) -> Cut:
+        """Return how the rule cuts the batch for these strategies; a cut that no rule gave stays."""
+        own = self.cuts(batch, max(strategy.tensor for stage in chosen for strategy in stage))
+        return cut if cut in own or cut not in self.rule_cuts(batch) else own[0]
 
     def assess(
         self,
@@ -135,8 +162,7 @@ class DegreeSearch:
             steps[1].append(own.last_step_s)
             leaving.append(own.output_bytes)
         if self.estimator.released_time is not None:
-            total_s, cut = self._released(self.estimator.released_time, found, batch)
-            return self._planned(batch, cut, found, total_s)
+            return self._planned(batch, cut, found, self._released_s(self.estimator.released_time, found, batch))
         for boundary, sizes in enumerate(leaving[:-1]):
             sender, receiver = chosen[boundary][-1], chosen[boundary + 1][0]
             for step_s, size in zip(steps, sizes, strict=True):
@@ -158,8 +184,8 @@ class DegreeSearch:
         return PipelinePlan(batch, cut, options.schedule, tuple(stages), total_s, self.budget_bytes, options.outside)
 
     @staticmethod
-    def _released(times: ReleasedTime, stages: Sequence[StagePlan], batch: int) -> tuple[float, Cut]:
-        """Return what the release takes stages to need for a batch, and how it would cut that."""
+    def _released_s(times: ReleasedTime, stages: Sequence[StagePlan], batch: int) -> float:
+        """Return the seconds that the release takes stages to need for a batch."""
         total_s = 0.0
         for stage in stages:
             total_s += sum(
@@ -167,7 +193,7 @@ class DegreeSearch:
                 for layer, strategy in zip(stage.layers, stage.chosen, strict=True)
             )
             total_s += sum(times.transition_s(first, second, batch) for first, second in pairwise(stage.chosen))
-        return total_s, times.cut([strategy for stage in stages for strategy in stage.chosen], batch)
+        return total_s
 
     def _stage(
         self, layers: Sequence[Layer], chosen: tuple[Strategy, ...], place: int, batch: int, cut: Cut
