@@ -101,6 +101,23 @@ class HardwareModel:
         nodes = tuple(replace(node, gpu=node.gpu.model_copy(update=changed)) for node in self.cluster.nodes)
         return replace(self, cluster=replace(self.cluster, nodes=nodes))
 
+    def with_rate(self, dtype: str, share: float) -> HardwareModel:
+        """Return the same hardware whose matrix products of a type run at a share of their rate.
+
+        Raises:
+            ValueError: If the share is not positive, or a GPU type has no rate for the type.
+        """
+        if not share > 0:
+            raise ValueError(f"a share of the rate must be above 0, got {share}")
+        nodes = []
+        for node in self.cluster.nodes:
+            if dtype not in node.gpu.peak_flop_per_s:
+                known = ", ".join(node.gpu.peak_flop_per_s)
+                raise ValueError(f"{node.gpu.name} has rates for {known}, got {dtype!r}")
+            rates = {**node.gpu.peak_flop_per_s, dtype: node.gpu.peak_flop_per_s[dtype] * share}
+            nodes.append(replace(node, gpu=node.gpu.model_copy(update={"peak_flop_per_s": rates})))
+        return replace(self, cluster=replace(self.cluster, nodes=tuple(nodes)))
+
     def optimizer_step_s(self, gpu_type: str, num_bytes_touched: float) -> float:
         """Return device seconds of an optimizer step that reads and writes that many bytes in all."""
         gpu = self.gpu(gpu_type)

@@ -23,7 +23,7 @@ EXPERIMENTS: tuple[Experiment, ...] = tuple(
             "table5",
             "Memory-, time- and bi-objectively balanced pipelines on 16 A100s.",
             "Table V",
-            "other_tables:table5",
+            "table5:run",
         ),
         ("table6", "Alpa and eleven strategies for GPT-3 models on 32 A100-80GB.", "Table VI", "other_tables:table6"),
         ("fig4", "Balanced pipelines as boxes: memory and time of every stage.", "Figure 4", "fig4:run"),
