@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isclose
 from typing import NamedTuple
 
 from hardware_models.model import HardwareModel
@@ -61,18 +62,28 @@ def profile_of(
     """Return the model's own times of the operators of plans, times the factors, as a profile.
 
     Args:
-        placed: Problems and plans of one model, runtime and GPU type; times come from the cost tables.
+        placed: Problems and plans on one GPU type whose layers are alike; times come from the cost tables.
         shape: See `Part`.
         factors: Parts that are not named have no rows.
         source: Of the rows, in words.
+
+    Raises:
+        ValueError: If operators of one role differ, which a profile cannot say.
     """
     found: dict[tuple[str, int, int, str], ProfileRow] = {}
+    modelled: dict[tuple[str, int, int, str], ProfileRow] = {}
     for problem, plan in placed:
         for part, row in _rows(problem, plan, shape, source):
             if part in factors:
-                factor = factors[part]
+                key, factor = (row.role, row.samples, row.tensor_size, row.split), factors[part]
+                if not _alike(row, modelled.setdefault(key, row)):
+                    raise ValueError(
+                        f"operators of one role must be alike, got {row.role} of {row.forward_s:.4g} and "
+                        f"{modelled[key].forward_s:.4g} s forward with {row.samples} samples on {row.tensor_size} "
+                        f"tensor-parallel ranks; {problem.workload.name} needs a profile of its own, or has none"
+                    )
                 scaled = replace(row, forward_s=row.forward_s * factor, backward_s=row.backward_s * factor)
-                found.setdefault((row.role, row.samples, row.tensor_size, row.split), scaled)
+                found.setdefault(key, scaled)
     first = placed[0][0]
     return OperatorProfile(
         model=first.workload.name,
@@ -138,6 +149,11 @@ def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tup
                     includes_collectives=cost.includes_collectives, num_groups=1, source=source,
                 )  # fmt: skip
                 yield Part(shape, block, measured_as[0], samples), row
+
+
+def _alike(a: ProfileRow, b: ProfileRow) -> bool:
+    times = ((a.forward_s, b.forward_s), (a.backward_s, b.backward_s))
+    return a.parameter_bytes == b.parameter_bytes and all(isclose(*pair, rel_tol=1e-6) for pair in times)
 
 
 def _alone_s(segment: Segment) -> float:
