@@ -5,8 +5,8 @@ where ``S`` holds each part's share of each run. A deviation is a sum of indepen
 hierarchy (what all parts of a block have in common, what those of one sharding, the part's own), so two parts covary by
 the levels that they share: ``K[a, b] = sum of width**2 over levels on which a and b agree``. With noise of a stated
 standard deviation the estimate is the posterior mean ``K S' (S K S' + noise**2)^-1 r``: a part that no run has gets
-what its relatives have, and 0, the prior's mean, where it has none. Leaving a run out needs no second fit: its residual
-is then ``(G^-1 r)_i / (G^-1)_ii``, with ``G`` the matrix in brackets.
+what its relatives have, and 0, the prior's mean, where it has none. Leaving runs ``g`` out needs no second fit: their
+residuals are then ``((G^-1)_gg)^-1 (G^-1 r)_g``, with ``G`` the matrix in brackets.
 """
 
 from __future__ import annotations
@@ -85,10 +85,21 @@ class Sums:
         deviations = prior.covariance(asked, self.parts) @ self.shares.T @ weights
         return {part: 1.0 + float(x) for part, x in zip(asked, deviations, strict=True)}
 
-    def left_out(self, prior: Prior) -> Matrix:
-        """Return each run's residual, of measured time, under factors estimated from all other runs: float64[runs]."""
+    def left_out(self, prior: Prior, groups: Sequence[Hashable] | None = None) -> Matrix:
+        """Return each run's residual, of measured time, under factors estimated from the others: float64[runs].
+
+        Args:
+            prior: Under which.
+            groups: A word for each run; runs of one word are left out together. None leaves each out alone.
+        """
         inverse = np.linalg.inv(self._spread(prior))
-        return np.asarray(inverse @ self.residuals / np.diag(inverse), dtype=np.float64)
+        weights = inverse @ self.residuals
+        found = np.zeros(len(weights))
+        words = list(groups) if groups is not None else list(range(len(weights)))
+        for word in dict.fromkeys(words):
+            (own,) = np.nonzero([other == word for other in words])
+            found[own] = np.linalg.solve(inverse[np.ix_(own, own)], weights[own])
+        return found
 
     def _spread(self, prior: Prior) -> Matrix:
         covariance = prior.covariance(self.parts, self.parts)
@@ -105,9 +116,15 @@ def priors() -> Iterator[Prior]:
         yield Prior(dict(zip(LEVELS, widths, strict=True)), NOISE)
 
 
-def choose(sums: Sums, priors: Iterable[Prior]) -> Prior:
-    """Return the prior with the least mean absolute residual of runs left out, of equals the first."""
+def choose(sums: Sums, priors: Iterable[Prior], groups: Sequence[Hashable] | None = None) -> Prior:
+    """Return the prior with the least mean absolute residual of runs left out, of equals the first.
+
+    Args:
+        sums: Runs.
+        priors: To choose among.
+        groups: See `Sums.left_out`.
+    """
     candidates = list(priors)
     if not candidates:
         raise ValueError("at least one prior must be given to choose among, got none")
-    return min(candidates, key=lambda prior: float(np.abs(sums.left_out(prior)).mean()))
+    return min(candidates, key=lambda prior: float(np.abs(sums.left_out(prior, groups)).mean()))

@@ -75,6 +75,17 @@ def test_a_run_left_out_is_predicted_as_if_it_had_never_been_there() -> None:
         assert residual == pytest.approx(given.residuals[number] - predicted, rel=1e-9)
 
 
+def test_runs_of_one_group_are_left_out_together() -> None:
+    given = sums(9, np.linspace(-0.2, 0.2, len(PARTS)), noise=0.02)
+    prior = Prior({"block": 0.1, "part": 0.05}, noise=0.02)
+    found = given.left_out(prior, ["a", "b", "a", "c", "c", "c", "b", "a", "a"])
+    own = [0, 2, 7, 8]
+    others = Sums(given.parts, np.delete(given.shares, own, 0), np.delete(given.residuals, own))
+    factors = others.estimate(prior, given.parts)
+    predicted = given.shares[own] @ np.array([factors[part] - 1 for part in given.parts])
+    assert found[own] == pytest.approx(given.residuals[own] - predicted, rel=1e-9)
+
+
 def test_runs_left_out_choose_the_level_that_the_truth_has() -> None:
     of_block = np.array([0.2 * BLOCKS.index(part.block) for part in PARTS])
     given = sums(8, of_block, noise=0.005)
