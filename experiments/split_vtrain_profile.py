@@ -1,9 +1,9 @@
 """What carries over from one side of vTrain's table to the other: fitted on one, the other reported.
 
 ``tensor``: tensor-parallel 1 and 2, both widths, for 4 and 8. ``hidden``: hidden 1024 for 2048. At most a tenth of all
-rows are fitted on: every eighth, or fifth, of the side, drawn as for the profile of the whole table. The prior is chosen
-within them, leaving out all rows of one tensor-parallel degree at a time, or of one microbatch: what is asked of the
-factors is what they say of kinds that no row has.
+rows are fitted on: every eighth, or fifth, of the side, drawn as for the profile of the whole table. The prior is
+chosen within them, leaving out all rows of one tensor-parallel degree at a time, or of one microbatch: what is asked of
+the factors is what they say of kinds that no row has.
 
 Run: ``python -m experiments.split_vtrain_profile --data DIR``; some minutes
 """
