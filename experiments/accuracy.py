@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
 
-from experiments.accuracy_calibration import calibration_rows
+from experiments.accuracy_calibration import saw
 from experiments.accuracy_errors import ErrorReport, RankReport, rank_report
 from experiments.accuracy_groups import groups as known_groups
 from experiments.cases.case import Case, Skipped
@@ -157,7 +157,7 @@ def check_cases(cases: Sequence[Case]) -> None:
     twice = sorted(row_id for row_id, count in counts.items() if count > 1)
     if twice:
         raise ValueError(f"a row must be one case, got {twice[0]} twice")
-    fitted = sorted(set(counts) & calibration_rows())
+    fitted = sorted(case.row_id for case in cases if saw(case.row_id, case.groups))
     if fitted:
         raise ValueError(
             f"constants were fitted on {len(fitted)} of the rows to report, the first is {fitted[0]}; "

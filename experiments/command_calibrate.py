@@ -146,6 +146,24 @@ def kineto(
     _finish(found, output, plot, as_json)
 
 
+@app.command("runs")
+def runs(
+    table: Annotated[
+        Path, typer.Argument(help="CSV of plan (a file beside it) and iteration_time_s.", show_default=False)
+    ],
+    output: Output = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Logs of whole iterations: a profile is inferred from runs of plans whose layers are alike.
+
+    Example: windtunnel calibrate runs runs.csv -o mine.json
+    """
+    from experiments.calibrate_runs import runs as calibrate
+
+    _finish(calibrate(table), output, plot, as_json)
+
+
 @app.command("machine")
 def machine(
     file: File, cluster: Preset = None, output: Output = None, plot: Plot = None, as_json: AsJson = False

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,12 @@ from scipy.optimize import least_squares
 from experiments.accuracy import fastest_engine
 from experiments.cases import vtrain
 from experiments.cases.case import uniform
-from hardware_models.cluster import parse_cluster
-from hardware_models.gpus import curves_of
-from hardware_models.model import HardwareModel
-from hardware_models.runtime import Runtime, load_runtime
+from experiments.cases.vtrain_host import TIMED, WHOLE, hardware_with, runtime_with
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from workloads.operators import Workload
 from workloads.registry import build_from_spec
 
-LAUNCH_S = 5e-6
-TIMED, WHOLE = "timed", "whole"
 START: Mapping[str, Mapping[str, float]] = {
     TIMED: {
         "forward_s": 50e-6,
@@ -53,37 +47,6 @@ START: Mapping[str, Mapping[str, float]] = {
     WHOLE: {"operator_s": 75e-6, "pass_s": 1.3e-3},
 }
 """Constants of each reading, and where their fit starts."""
-
-
-def runtime_with(reading: str, values: Mapping[str, float]) -> Runtime:
-    """Return the runtime of a reading under given constants."""
-    if reading == WHOLE:
-        return replace(
-            load_runtime("megatron-deepspeed"),
-            host_seconds_per_kernel=LAUNCH_S,
-            host_seconds_per_operator=(values["operator_s"], values["operator_s"]),
-            host_seconds_per_pass=values["pass_s"],
-        )
-    return replace(
-        load_runtime(vtrain.RUNTIME),
-        host_seconds_per_kernel=values["kernel_s"],
-        host_seconds_per_operator=(values["forward_s"], values["backward_s"]),
-        host_seconds_per_pass=values["pass_s"],
-        host_seconds_per_collective=(values["collective_s"], 0.0),
-    )
-
-
-def hardware_with(misaligned: float | None) -> HardwareModel:
-    """Return the node with another ``misaligned_fraction``, or as it is shipped."""
-    cluster = parse_cluster(vtrain.CLUSTER)
-    if misaligned is None:
-        return HardwareModel(cluster=cluster)
-    node = cluster.nodes[0]
-    curves = curves_of(node.gpu)
-    matmul = curves.matmul["fp16"].model_copy(update={"misaligned_fraction": misaligned})
-    changed = curves.model_copy(update={"matmul": {**curves.matmul, "fp16": matmul}})
-    gpu = node.gpu.model_copy(update={"calibrated_curves": changed})
-    return HardwareModel(cluster=replace(cluster, nodes=(replace(node, gpu=gpu),)))
 
 
 def log_errors(
@@ -101,16 +64,8 @@ def log_errors(
     return np.array(found)
 
 
-def main() -> None:
-    """Fit, then print the constants, the residual and the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds measured_runs/dev.csv")
-    parser.add_argument("--reading", choices=(TIMED, WHOLE), default=TIMED)
-    parser.add_argument("--oracle", choices=vtrain.GROUPS, help="choose on the reported rows of a group, to look")
-    arguments = parser.parse_args()
-    reading, oracle = arguments.reading, arguments.oracle
-    rows = [row for row in vtrain.rows(arguments.data) if vtrain.is_calibration(row) == (oracle is None)]
-    rows = [row for row in rows if oracle is None or oracle in vtrain.case_of(row).groups]
+def fit(rows: list[dict[str, Any]], reading: str) -> tuple[dict[str, float], NDArray[np.float64]]:
+    """Return the constants of a reading that fit rows best, and the signed errors of the rows under them."""
     specs = [vtrain.spec_of(row) for row in rows]
     if reading == WHOLE:
         specs = [spec.model_copy(update={"vocab_multiple": vtrain.PADDED_TO}) for spec in specs]
@@ -127,8 +82,21 @@ def main() -> None:
     fitted = least_squares(
         residuals, np.ones(len(names)), diff_step=[0.05] * len(names), loss="soft_l1", f_scale=0.05, max_nfev=8
     )
-    errors = np.expm1(residuals(fitted.x))
-    for name, value in values_of(fitted.x).items():
+    return values_of(fitted.x), np.expm1(residuals(fitted.x))
+
+
+def main() -> None:
+    """Fit, then print the constants, the residual and the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds measured_runs/dev.csv")
+    parser.add_argument("--reading", choices=(TIMED, WHOLE), default=TIMED)
+    parser.add_argument("--oracle", choices=vtrain.GROUPS, help="choose on the reported rows of a group, to look")
+    arguments = parser.parse_args()
+    oracle = arguments.oracle
+    rows = [row for row in vtrain.rows(arguments.data) if vtrain.is_calibration(row) == (oracle is None)]
+    rows = [row for row in rows if oracle is None or oracle in vtrain.case_of(row).groups]
+    values, errors = fit(rows, arguments.reading)
+    for name, value in values.items():
         print(f"{name}: {value:.3g}")
     kind = "fit" if oracle is None else "reported"
     print(f"{len(rows)} {kind} rows: mean absolute error {np.abs(errors).mean():.1%}, bias {errors.mean():+.1%}")

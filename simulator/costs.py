@@ -15,6 +15,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware_models.profile import Split as SplitWord
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.forms import operator_forms
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, reshard
@@ -35,6 +36,7 @@ from workloads.kinds.base import (
 )
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
+from workloads.operators import Operator
 from workloads.placements import PARTIAL, Placement
 
 
@@ -263,16 +265,10 @@ class CostTables:
         if profile is None or profile.gpu_type != gpu_type or profile.dtype != dtype:
             return cost
         op = self.problem.workload.operators[index]
-        tensor_axes = [axis for axis in sharding if axis.split != "batch"]
-        if len(tensor_axes) > 1:
+        measured_as = profiled_as(op, sharding)
+        if measured_as is None:
             return cost
-        size = tensor_axes[0].size if tensor_axes else 1
-        split = "default"
-        if tensor_axes and tensor_axes[0].split != op.tensor_split:
-            if tensor_axes[0].split != op.alternative_split:
-                return cost
-            split = "alternative"
-        found = profile.lookup(op.role, samples, size, split)
+        found = profile.lookup(op.role, samples, *measured_as)
         if found is None:
             return cost
         modelled = cost.backward.device_s
@@ -377,6 +373,21 @@ class CostTables:
 
 
 _PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | None:
+    """Return tensor-parallel ranks and split of the profile row that an operator under a canonical sharding has.
+
+    Returns:
+        None where no row describes it: split along two axes, or along one that profiles have no word for.
+    """
+    tensor_axes = [axis for axis in sharding if axis.split != "batch"]
+    if not tensor_axes:
+        return 1, "default"
+    (axis, *others), own = tensor_axes, op.tensor_split
+    if others or axis.split not in (own, op.alternative_split):
+        return None
+    return axis.size, "default" if axis.split == own else "alternative"
 
 
 def _measured(modelled: Segment, seconds: float, source: str) -> Segment:

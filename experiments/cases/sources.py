@@ -20,6 +20,7 @@ from experiments.cases import (
     megatron_dgx2,
     megatron_sc21,
     vtrain,
+    vtrain_inferred,
 )
 from experiments.cases.case import Case, CaseSource, Skipped
 
@@ -32,6 +33,7 @@ SOURCES: tuple[CaseSource, ...] = (
     aceso_t5.cases,
     aceso_wide_resnet.cases,
     vtrain.cases,
+    vtrain_inferred.cases,
     llm_foundry.cases,
     megatron_dgx2.cases,
     alpa.cases,

@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from experiments.cli import main
 from hardware_models.calibration_file import load_calibration
-from simulator.plan_file import save_plan
+from simulator.plan_file import load_plan, save_plan
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -248,6 +249,7 @@ def test_a_machine_profile_gets_its_links_fitted(calibrate: Any, tmp_path: Path)
         (("kineto", "nowhere.json"), "no such file"),
         (("galvatron", "nowhere.json", "-c", "titan-rtx-pcie"), "no such file"),
         (("machine", "nowhere.json"), "no such file"),
+        (("runs", "nowhere.csv"), "no such file"),
     ],
 )
 def test_a_missing_file_ends_with_exit_code_two_and_one_message(
@@ -257,6 +259,47 @@ def test_a_missing_file_ends_with_exit_code_two_and_one_message(
     assert code == 2
     assert message in err
     assert "Traceback" not in out + err
+
+
+def plans_with_times(folder: Path, factor: float, **other: str) -> list[tuple[Path, float]]:
+    """Write plans of a small model, and return each with a time that is so much longer than simulated."""
+    found = []
+    for batch, tp in ((8, 1), (16, 1), (8, 2), (16, 2)):
+        names = {"model": "gpt3-350m", "cluster": "a100-80g-dgx:1x2", "runtime": "megatron-lm-2021", **other}
+        spec = ProblemSpec(**names, global_batch=batch)
+        problem = spec.load()
+        plan = uniform_plan(problem, tp=tp, microbatch=4)
+        path = folder / f"{names['model']}-{batch}-{tp}.yaml"
+        save_plan(path, spec, plan)
+        found.append((path, factor * simulate(plan, problem).iteration_time_s))
+    return found
+
+
+def test_a_profile_is_inferred_from_logs_of_runs(calibrate: Any, tmp_path: Path) -> None:
+    runs = plans_with_times(tmp_path, 1.2)
+    table = tmp_path / "runs.csv"
+    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for path, seconds in runs))
+    summary = calibrate("runs", table)
+    words = {fit["what"]: fit for fit in summary["fits"]}
+    assert words["iterations, shipped model against measured"]["worst"] > 0.1
+    assert words["iterations, inferred profile"]["worst"] < 0.03
+    path, seconds = runs[1]
+    spec, plan = load_plan(path)
+    on_it = replace(spec, profile=str(tmp_path / "out" / "c.json")).load()
+    assert simulate(plan, on_it).iteration_time_s == pytest.approx(seconds, rel=0.03)
+
+
+def test_logs_of_unlike_layers_and_plans_without_a_time_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = plans_with_times(tmp_path, 1.0)[:1] + plans_with_times(tmp_path, 1.0, model="gpt3-1.3b")[:1]
+    table = tmp_path / "runs.csv"
+    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},1.0\n" for path, _ in runs))
+    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
+    assert code == 2 and "operators of one role must be alike" in err and "gpt3-1.3b" in err
+    table.write_text(f"plan,iteration_time_s\n{runs[0][0].name},\n")
+    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
+    assert code == 2 and "row 1 must have a plan and iteration_time_s above 0" in err
 
 
 def test_a_malicious_pickle_ends_with_exit_code_two(

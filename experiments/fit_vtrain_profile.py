@@ -1,0 +1,85 @@
+"""Infer a profile from a tenth of vTrain's rows: constants of the host, then a factor for each part.
+
+Rows: `experiments.cases.vtrain_inferred.drawn`, at most a tenth of the table; no other row's time is looked at. First
+the host's constants are fitted (`experiments.fit_host`), then the factors, under the prior of
+`experiments.inferred_ridge.priors` that predicts rows left out best. What is written is what the cases of
+``vtrain-calibrated`` have; ``calibration_rows.yaml`` lists the rows for the gate.
+
+Run: ``python -m experiments.fit_vtrain_profile --data DIR``
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datafiles.schema import validated
+from datafiles.writer import dump_yaml, write_text_atomically
+from experiments.cases import vtrain
+from experiments.cases.vtrain_host import TIMED
+from experiments.cases.vtrain_inferred import FILE, ProfileFile, drawn, problem_under, shape_of
+from experiments.fit_host import fit
+from experiments.inferred_parts import BLOCKS, Part
+from experiments.inferred_profile import Inferred, Run, infer
+from experiments.inferred_ridge import priors
+
+DIGITS = 4
+
+
+def run_of(row: dict[str, Any], host: Mapping[str, float]) -> Run:
+    """Return a row as a run under constants of the host."""
+    case, problem = vtrain.case_of(row), problem_under(row, host)
+    return Run(case.row_id, problem, case.plan(problem), shape_of(row["hidden"]), row["value"] / 1e3)
+
+
+def file_of(
+    rows: list[dict[str, Any]], host: Mapping[str, float], host_error: float, found: Inferred
+) -> dict[str, Any]:
+    """Return what the file holds, as plain data."""
+    hidden = {shape_of(row["hidden"]): row["hidden"] for row in rows}
+    kinds = sorted({(part.shape, part.tensor_size, part.samples) for part in found.factors})
+    return {
+        "format": "windtunnel-vtrain-profile-1",
+        "made_by": "python -m experiments.fit_vtrain_profile --data DIR",
+        "source": "vtrain/ground_truth_single.csv",
+        "rows": sorted(vtrain.row_number(row["notes"]) for row in rows),
+        "host": dict(host),
+        "prior": {"widths": dict(found.prior.widths), "noise": found.prior.noise},
+        "errors": {
+            "host": round(host_error, DIGITS),
+            "left_out": round(float(np.abs(found.left_out_errors).mean()), DIGITS),
+            "fit": round(float(np.abs(found.errors).mean()), DIGITS),
+        },
+        "factors": [
+            {"hidden": hidden[shape], "tp": tp, "microbatch": samples}
+            | {block: round(found.factors[Part(shape, block, tp, samples)], DIGITS) for block in BLOCKS}
+            for shape, tp, samples in kinds
+        ],
+    }
+
+
+def main() -> None:
+    """Fit, print the errors, write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds measured_runs/dev.csv")
+    parser.add_argument("--output", type=Path, default=FILE)
+    arguments = parser.parse_args()
+    table = vtrain.rows(arguments.data)
+    rows = drawn(table)
+    fitted, errors = fit(rows, TIMED)
+    host = {name: float(f"{value:.{DIGITS}g}") for name, value in fitted.items()}
+    wanted = {part for row in table for part in run_of(row, host).parts()}
+    found = infer([run_of(row, host) for row in rows], priors(), wanted)
+    written = file_of(rows, host, float(np.abs(errors).mean()), found)
+    validated(ProfileFile, written, str(arguments.output))
+    write_text_atomically(arguments.output, dump_yaml(written))
+    print(f"{len(rows)} of {len(table)} rows; mean absolute errors {written['errors']}")
+    print(f"prior {written['prior']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The parts of a plan whose times are corrected together, and the operator profile that corrects them.
+
+A part is what a framework runs again and again with equal shapes: the operators of a repeated layer, of what comes
+before the first or after the last, on so many tensor-parallel ranks with so many samples. A factor of a part is on the
+times of all its operators; what the model has for them, times the factor, is a row of an operator profile. So factors
+reach the simulator as measured times do, and nowhere else: a part without a factor is priced by the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isclose
+from typing import NamedTuple
+
+from hardware_models.model import HardwareModel
+from hardware_models.profile import OperatorProfile, ProfileRow
+from simulator.costs import CostTables, profiled_as
+from simulator.lowering.mesh import batch_degree
+from simulator.plan import Plan, resolve
+from simulator.problem import Problem
+from simulator.segments import Segment
+from simulator.uniform import repeated_layers
+
+BEFORE, LAYER, AFTER = BLOCKS = ("before", "layer", "after")
+"""Where an operator stands: before the repeated layers, in one, after them."""
+
+
+class Part(NamedTuple):
+    """Operators whose times are corrected together.
+
+    Attributes:
+        shape: What the layers are in words, e.g. ``hidden 1024``: operators of other shapes are other parts.
+        block: One of ``BLOCKS``.
+        tensor_size: Tensor-parallel ranks.
+        samples: Samples a rank works on in a microbatch.
+    """
+
+    shape: str
+    block: str
+    tensor_size: int
+    samples: int
+
+
+Factors = Mapping[Part, float]
+
+
+def parts_of(problem: Problem, plan: Plan, shape: str) -> set[Part]:
+    """Return the parts of a plan that a profile can correct.
+
+    Args:
+        problem: Where to run.
+        plan: What to run.
+        shape: See `Part`.
+    """
+    return {part for part, _ in _rows(problem, plan, shape, "")}
+
+
+def profile_of(
+    placed: Sequence[tuple[Problem, Plan]], shape: str, factors: Factors, source: str
+) -> OperatorProfile:
+    """Return the model's own times of the operators of plans, times the factors, as a profile.
+
+    Args:
+        placed: Problems and plans on one GPU type whose layers are alike; times come from the cost tables.
+        shape: See `Part`.
+        factors: Parts that are not named have no rows.
+        source: Of the rows, in words.
+
+    Raises:
+        ValueError: If operators of one role differ, which a profile cannot say.
+    """
+    found: dict[tuple[str, int, int, str], ProfileRow] = {}
+    modelled: dict[tuple[str, int, int, str], ProfileRow] = {}
+    for problem, plan in placed:
+        for part, row in _rows(problem, plan, shape, source):
+            if part in factors:
+                key, factor = (row.role, row.samples, row.tensor_size, row.split), factors[part]
+                if not _alike(row, modelled.setdefault(key, row)):
+                    raise ValueError(
+                        f"operators of one role must be alike, got {row.role} of {row.forward_s:.4g} and "
+                        f"{modelled[key].forward_s:.4g} s forward with {row.samples} samples on {row.tensor_size} "
+                        f"tensor-parallel ranks; {problem.workload.name} needs a profile of its own, or has none"
+                    )
+                scaled = replace(row, forward_s=row.forward_s * factor, backward_s=row.backward_s * factor)
+                found.setdefault(key, scaled)
+    first = placed[0][0]
+    return OperatorProfile(
+        model=first.workload.name,
+        gpu_type=_gpu_type(first),
+        dtype=first.runtime.implementation.dtype,
+        rows=tuple(found.values()),
+        source=source,
+    )
+
+
+def corrected(problem: Problem, plan: Plan, shape: str, factors: Factors, source: str) -> Problem:
+    """Return the problem on hardware that has the profile of `profile_of`.
+
+    Raises:
+        ValueError: If the hardware has a profile already: factors are on the model's own prices.
+    """
+    if problem.hardware.operator_profile is not None:
+        raise ValueError("factors are on modelled times, got a problem with an operator profile; leave the profile out")
+    hardware = HardwareModel(
+        cluster=problem.hardware.cluster,
+        operator_profile=profile_of([(problem, plan)], shape, factors, source),
+        collective_table=problem.hardware.collective_table,
+    )
+    return replace(problem, hardware=hardware, spec=None)
+
+
+def _gpu_type(problem: Problem) -> str:
+    types = sorted(set(problem.gpu_types))
+    if len(types) > 1:
+        raise ValueError(f"a profile is of one GPU type, got a cluster of {', '.join(types)}; use runs on one type")
+    return types[0]
+
+
+def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tuple[Part, ProfileRow]]:
+    """Yield each operator that some stage runs, with the model's own times; equal operators once."""
+    workload, gpu_type, costs = problem.workload, _gpu_type(problem), CostTables(problem)
+    layers = repeated_layers(workload)
+    sizes = {plan.microbatch_size, plan.last_microbatch_size or plan.microbatch_size}
+    seen: set[tuple[object, ...]] = set()
+    for stage in plan.stages:
+        for index, sharding in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
+            op = workload.operators[index]
+            placed = resolve(sharding, op)
+            measured_as = profiled_as(op, placed)
+            if measured_as is None:
+                continue
+            block = BEFORE if index < layers[0][0] else LAYER if index < layers[-1][1] else AFTER
+            replicas = 1 if plan.rotates else batch_degree(placed)
+            for samples in sorted({-(-size // replicas) for size in sizes}):
+                key = (op.role, block, placed, samples)
+                if key in seen:
+                    continue
+                seen.add(key)
+                cost = costs.operator(index, placed, samples, gpu_type)
+                row = ProfileRow(
+                    role=op.role, samples=samples, tensor_size=measured_as[0], split=measured_as[1],
+                    forward_s=_alone_s(cost.forward), backward_s=_alone_s(cost.backward),
+                    saved_bytes=float(sum(size for _, size in cost.saved)),
+                    forward_workspace_bytes=cost.workspace_forward_bytes,
+                    backward_workspace_bytes=cost.workspace_backward_bytes,
+                    input_bytes=float(sum(cost.input_bytes)), output_bytes=float(sum(cost.output_bytes)),
+                    parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
+                    includes_collectives=cost.includes_collectives, num_groups=1, source=source,
+                )  # fmt: skip
+                yield Part(shape, block, measured_as[0], samples), row
+
+
+def _alike(a: ProfileRow, b: ProfileRow) -> bool:
+    times = ((a.forward_s, b.forward_s), (a.backward_s, b.backward_s))
+    return a.parameter_bytes == b.parameter_bytes and all(isclose(*pair, rel_tol=1e-6) for pair in times)
+
+
+def _alone_s(segment: Segment) -> float:
+    """Return what a phase of an operator takes by itself: the longer of its kernels and its host time."""
+    return max(segment.device_s, segment.host_s)
