@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.accuracy import fastest_engine
-from experiments.inferred_parts import Factors, Part, corrected, parts_of
+from experiments.inferred_parts import AFTER, BEFORE, LAYER, Factors, Part, corrected, parts_of
 from experiments.inferred_ridge import Prior, Sums, choose
 from simulator.plan import Plan
 from simulator.problem import Problem
@@ -24,6 +24,7 @@ from simulator.simulate import simulate
 
 STEP = 0.05
 """How much longer a part is made to see its share."""
+WORDS = {BEFORE: "before", LAYER: "in", AFTER: "after"}
 MAX_ROUNDS, SETTLED = 5, 1e-3
 """Shares are taken again at the estimate until the sums say what the simulator does, to this share of a run."""
 
@@ -108,7 +109,12 @@ def infer(runs: Sequence[Run], priors: Iterable[Prior], wanted: Iterable[Part] =
         factors = sums.estimate(prior, sorted(extra | set(sums.parts)))
         if min(factors.values()) <= 0:
             worst = min(factors, key=lambda part: factors[part])
-            raise ValueError(f"factors must be above 0, got {factors[worst]:.3g} for {worst}; check the measured times")
+            ratio = float(np.median([run.seconds / run.predicted_s({}) for run in runs]))
+            raise ValueError(
+                f"factors must be above 0, got {factors[worst]:.3g} for what is {WORDS[worst.block]} the layers, "
+                f"{worst.samples} samples on {worst.tensor_size} tensor-parallel ranks; the runs take {ratio:.2f} of "
+                "what the model says in the median: check the measured times, and the GPU type and runtime of the plans"
+            )
         deviations = np.array([factors[part] - 1 for part in sums.parts])
         summed = sums.shares @ deviations - sums.residuals
         errors = np.array([run.predicted_s(factors) / run.seconds - 1 for run in runs])

@@ -89,6 +89,8 @@ class OperatorProfile:
         dtype: Type of activations.
         rows: In file order.
         source: Repository, file, date.
+        kernels_only: Times are those of an operator's kernels, however long its host takes; else they are of the
+            operator by itself, which takes no less than its host.
     """
 
     model: str
@@ -96,6 +98,7 @@ class OperatorProfile:
     dtype: str
     rows: tuple[ProfileRow, ...]
     source: str
+    kernels_only: bool = False
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, int, int, str]] = set()

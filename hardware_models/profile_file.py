@@ -31,6 +31,7 @@ class ProfileFile(FileModel):
     gpu_type: Text
     dtype: Text
     source: Text
+    kernels_only: bool = False
     columns: tuple[Text, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
@@ -43,6 +44,7 @@ def profile_mapping(profile: OperatorProfile) -> dict[str, Any]:
         "gpu_type": profile.gpu_type,
         "dtype": profile.dtype,
         "source": profile.source,
+        "kernels_only": profile.kernels_only,
         "columns": list(COLUMNS),
         "rows": [[getattr(row, name) for name in COLUMNS] for row in profile.rows],
     }
@@ -85,7 +87,12 @@ def profile_from_mapping(mapping: Mapping[str, Any], source: str) -> OperatorPro
                   for name, cell in zip(file.columns, cells, strict=True)}  # fmt: skip
         rows.append(_row(values, source, number))
     return OperatorProfile(
-        model=file.model, gpu_type=file.gpu_type, dtype=file.dtype, rows=tuple(rows), source=file.source
+        model=file.model,
+        gpu_type=file.gpu_type,
+        dtype=file.dtype,
+        rows=tuple(rows),
+        source=file.source,
+        kernels_only=file.kernels_only,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import numpy as np
@@ -273,12 +273,13 @@ class CostTables:
             return cost
         modelled = cost.backward.device_s
         share = cost.backward_weight.device_s / modelled if modelled > 0 else 0.0
+        measured = partial(_measured, source=found.source, kernels_only=profile.kernels_only)
         return OperatorCost(
             **{
                 **{name: getattr(cost, name) for name in OperatorCost.__dataclass_fields__},
-                "forward": _measured(cost.forward, found.row.forward_s, found.source),
-                "backward_input": _measured(cost.backward_input, found.row.backward_s * (1 - share), found.source),
-                "backward_weight": _measured(cost.backward_weight, found.row.backward_s * share, found.source),
+                "forward": measured(cost.forward, found.row.forward_s),
+                "backward_input": measured(cost.backward_input, found.row.backward_s * (1 - share)),
+                "backward_weight": measured(cost.backward_weight, found.row.backward_s * share),
                 "includes_collectives": found.row.includes_collectives,
             }
         )
@@ -390,8 +391,8 @@ def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | Non
     return axis.size, "default" if axis.split == own else "alternative"
 
 
-def _measured(modelled: Segment, seconds: float, source: str) -> Segment:
-    """Return a segment with a measured duration; launch time is kept, at most the duration."""
-    host_s = min(modelled.host_s, seconds)
+def _measured(modelled: Segment, seconds: float, source: str, kernels_only: bool) -> Segment:
+    """Return a segment with a measured duration; launch time is kept, at most the duration where that contains it."""
+    host_s = modelled.host_s if kernels_only else min(modelled.host_s, seconds)
     recorded = (seconds, 0.0, 0.0) if source == "measured" else (0.0, seconds, 0.0)
     return Segment(seconds, host_s, seconds, 0.0, recorded)

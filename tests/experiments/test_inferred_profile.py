@@ -190,3 +190,9 @@ def test_fewer_than_two_runs_and_negative_factors_are_refused() -> None:
 def test_parts_are_those_of_all_stages() -> None:
     run = a_run({}, pp=2, microbatch=2)
     assert parts_of(run.problem, run.plan, SHAPE) == a_run({}, microbatch=2).parts()
+
+
+@pytest.mark.parametrize("runtime", ["megatron-deepspeed-timed", "megatron-lm-2021"])
+def test_factors_of_one_are_the_model_itself(runtime: str) -> None:
+    run = a_run({}, runtime=runtime, tp=2, microbatch=2)
+    assert run.predicted_s(dict.fromkeys(run.parts(), 1.0)) == pytest.approx(run.predicted_s({}), rel=1e-9)
