@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -16,8 +15,7 @@ from numpy.typing import NDArray
 from searchers.base import NoFeasiblePlan
 from searchers.degrees import compositions
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
-from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import RULES, Cut, chunked, cuts, microbatch_counts, released_count
+from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import filled_from_the_back, least_maximum, neighbours
 from searchers.galvatron.pipeline_plan import PipelinePlan, split
@@ -26,41 +24,15 @@ from searchers.galvatron.plans import from_plan, to_plan
 from searchers.galvatron.searcher import GalvatronBMW, assess
 from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
-from searchers.registry import searcher_named
-from simulator.costs import CostTables
 from simulator.estimate import estimate
 from simulator.lowering.mesh import groups
-from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
+from tests.searchers.galvatron_problems import bert, planner, profiles, titan
 from tests.searchers.tiny import tiny_problem
 
 GIB = 2**30
-
-
-def titan(model: str, batch: int, memory_gb: int = 24, num_gpus: int = 8) -> Problem:
-    return ProblemSpec(
-        model=model,
-        cluster=f"titan-rtx-pcie:1x{num_gpus}",
-        runtime="galvatron-v1",
-        global_batch=batch,
-        memory_limit_bytes=memory_gb << 30,
-    ).load()
-
-
-@cache
-def bert(memory_gb: int, batch: int = 64) -> Problem:
-    return titan("bert-huge-32", batch, memory_gb)
-
-
-@cache
-def profiles(model: str) -> LayerProfiles:
-    return LayerProfiles(CostTables(titan(model, 8)))
-
-
-def planner(model: str, memory_gb: int, options: Options, batch: int = 8) -> Planner:
-    return Planner(titan(model, batch, memory_gb), options, profiles=profiles(model))
 
 
 # Strategies
@@ -230,73 +202,6 @@ def test_filling_from_the_back_keeps_every_layer_and_stage(num_stages: int) -> N
 def test_a_stage_hands_over_one_boundary_layer() -> None:
     assert list(neighbours((5, 3), 0)) == [(4, 4)]
     assert list(neighbours((1, 7), 0)) == []
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_microbatches_divide_the_batch(rule: str) -> None:
-    for family in ("bert", "vit", "t5", "swin"):
-        for batch in (8, 24, 56, 136):
-            for stages in (1, 2, 8):
-                for count in microbatch_counts(rule, family, batch, stages, 8):
-                    assert batch % count == 0 and (stages > 1 or rule in ("free", "divisors") or count == 1)
-
-
-def test_unequal_microbatches_are_those_of_pytorch() -> None:
-    torch = pytest.importorskip("torch")
-    for batch in range(8, 200, 8):
-        for stages in (2, 4, 8):
-            (cut,) = cuts("released", "bert", batch, stages, 8, unequal=True)
-            width = 8 // stages
-            own = torch.arange(batch // width).chunk(int(released_count("bert", batch / width, stages)))
-            sizes = [cut.samples] * (cut.parts - 1) + [cut.last or cut.samples]
-            assert [len(part) * width for part in own] == sizes
-            assert cut.batch == batch
-
-
-@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 16))
-def test_a_batch_in_chunks_is_the_batch(batch: int, parts: int, width: int) -> None:
-    cut = chunked(batch, parts, width)
-    assert cut.batch == batch and 1 <= cut.parts <= parts
-    assert cut.samples % width == 0 or cut.samples == batch
-    assert cut.last is None or (cut.parts > 1 and 1 <= cut.last < cut.samples)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_smaller_last_microbatch_is_priced_between_fewer_and_more_whole_ones(schedule: str) -> None:
-    own = planner("bert-huge-32", 20, Options(schedule=schedule))
-    for degree in (2, 4, 8):
-        search = own.searches[degree]
-        stages = split(search.layers, (32 // degree,) * degree)
-        chosen = [[search.strategies[0]] * len(stage) for stage in stages]
-        found = [
-            search.assess(stages, chosen, cut.batch, cut)
-            for cut in (Cut(3, 8), Cut(4, 8, 4), Cut(4, 8, 8), Cut(4, 8))
-        ]
-        fewer, between, same, more = (plan for plan in found if plan is not None)
-        assert fewer.iteration_time_s < between.iteration_time_s < more.iteration_time_s
-        assert fewer.peak_bytes <= between.peak_bytes <= more.peak_bytes
-        if schedule == "gpipe":
-            assert between.peak_bytes == pytest.approx((fewer.peak_bytes + more.peak_bytes) / 2, rel=0.01)
-        assert same.iteration_time_s == pytest.approx(more.iteration_time_s, rel=1e-12)
-        assert same.peak_bytes == more.peak_bytes
-
-
-def test_a_searcher_plans_for_the_very_batch_with_a_smaller_last_microbatch() -> None:
-    problem = titan("bert-huge-32", 24, 20)
-    found = searcher_named("galvatron-dp-pp", unequal_microbatches=True).search(problem)
-    plans = [ranked.plan for ranked in found.plans]
-    assert plans and all(plan.global_batch == 24 for plan in plans)
-    unequal = [plan for plan in plans if plan.last_microbatch_size is not None]
-    assert unequal, "five parts of 5, 5, 5, 5 and 4 on eight stages"
-    for plan in unequal:
-        assert simulate(plan, problem, engine="compiled").global_batch == 24
-
-
-def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="released, table, free, divisors, got 'some'"):
-        Options(microbatches="some")
-    with pytest.raises(ValueError, match=r"options of galvatron-bmw are .*got 'granularty'"):
-        GalvatronBMW(granularty=3)
 
 
 # Whole plans

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from searchers.galvatron.import_plan import import_plan
-from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import Cut, replica_count
+from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.overlap import overlapped_s
 from searchers.galvatron.pipeline_plan import PipelinePlan
@@ -19,29 +17,14 @@ from searchers.galvatron.plans import from_plan, plan_of_layers
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.searcher import variant_options
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
-from simulator.costs import CostTables
 from simulator.plan import Axis
-from simulator.problem import Problem, ProblemSpec
+from simulator.problem import Problem
 from simulator.validate import validate
+from tests.searchers.galvatron_problems import profiles, titan
 from tests.workloads.graphs import SHARED_DATA
 
 PLANS = SHARED_DATA / "galvatron" / "plans"
 MIB = 2**20
-
-
-def titan(model: str, batch: int, memory_gb: int, num_gpus: int = 8) -> Problem:
-    return ProblemSpec(
-        model=model,
-        cluster=f"titan-rtx-pcie:1x{num_gpus}",
-        runtime="galvatron-v1",
-        global_batch=batch,
-        memory_limit_bytes=memory_gb << 30,
-    ).load()
-
-
-@cache
-def profiles(model: str) -> LayerProfiles:
-    return LayerProfiles(CostTables(titan(model, 8, 24)))
 
 
 def released(problem: Problem, model: str) -> Planner:
@@ -98,22 +81,6 @@ def test_moving_between_layers_costs_only_where_the_tensor_degree_grows_or_ranks
     # Half of 16 samples, a MiB each, around a ring of four.
     assert model.transition_s(narrow, wide, 16) == pytest.approx(1.1e-3 * 8 * 2 * 3 / 4 * 0.226519097)
     assert model.transition_s(wide, strided, 16) == pytest.approx(1.1e-3 * 8 * 2 * 3 / 4 * 0.220138889)
-
-
-@pytest.mark.parametrize(
-    ("family", "samples", "tensor", "stages", "devices", "count"),
-    [
-        ("bert", 4, 2, 2, 8, 2),  # The shipped plan for 8 GB: b / 2 below six samples of a replica.
-        ("bert", 64, 4, 2, 8, 16),  # No data parallelism: b / 4.
-        ("swin", 64, 4, 2, 8, 3),
-        ("bert", 64, 4, 2, 16, 4),  # Sixteen GPUs: ceil(b / tp / 4).
-        ("vit", 64, 1, 8, 16, 4),
-    ],
-)
-def test_microbatches_follow_the_samples_of_a_replica(
-    family: str, samples: float, tensor: int, stages: int, devices: int, count: float
-) -> None:
-    assert replica_count("table", family, samples, tensor, stages, devices) == count
 
 
 def test_the_release_ran_gpipe_only() -> None:
