@@ -66,6 +66,6 @@ def largest_batch(run: Run, strategy: str) -> int | None:
 def _planner(run: Run) -> Planner:
     return Planner(
         run.problem(STEP),
-        planner_options("galvatron-base"),
+        planner_options("galvatron-base", run.num_gpus),
         profiles=profiles_of(run.model, run.cluster, run.runtime),
     )

@@ -53,6 +53,10 @@ DEEPSPEED_SAMPLES = 2
 """Samples of a microbatch. Source, from memory: pretrain_bert_distributed_with_mp.sh of Megatron-DeepSpeed, the paper's
 reference for this strategy, has tensor and pipeline parallelism of two and a micro-batch of two."""
 
+RELEASED_STEP, WIDE_STEP = 1 << 20, 16 << 20
+FINE_UP_TO = 16
+"""Bytes by which the search counts memory: the release's, up to so many GPUs, and beyond."""
+
 PIPELINED = ("gpipe", DEEPSPEED)
 SEARCHED = (
     "galvatron-dp-tp", "galvatron-dp-pp", "galvatron", "galvatron-base", "galvatron-1f1b-bi", "galvatron-bmw"
@@ -183,7 +187,7 @@ class Run:
 
         @cache
         def found() -> Plan:
-            options = planner_options(strategy)
+            options = planner_options(strategy, self.num_gpus)
             profiles = profiles_of(self.model, self.cluster, self.runtime)
             judged = judged_plan(self.problem, options, lambda planner: planner.best(batch), profiles)
             if judged is not None:
@@ -196,14 +200,17 @@ class Run:
         return (lambda: self.problem(batch)), (lambda _: found())
 
 
-def planner_options(strategy: str) -> Options:
-    """Return a variant's options with the release's microbatches, memory model and step, embedding and head whole."""
+def planner_options(strategy: str, num_gpus: int = NUM_GPUS) -> Options:
+    """Return a variant's options with the release's microbatches, memory model and step, embedding and head whole.
+
+    Beyond sixteen GPUs the step is wider than the release's: 158 strategies and tens of GB would take hours.
+    """
     return replace(
         variant_options(strategy),
         unequal_microbatches=True,
         memory="released",
         outside="data",
-        granularity_bytes=1 << 20,
+        granularity_bytes=RELEASED_STEP if num_gpus <= FINE_UP_TO else WIDE_STEP,
     )
 
 

@@ -93,7 +93,7 @@ def searched_cell(run: Run, strategy: str) -> tuple[Cell, Judged | None]:
     """Return the best batch of a searched strategy, and its plan."""
     judged = judged_exploration(
         run.problem,
-        planner_options(strategy),
+        planner_options(strategy, run.num_gpus),
         growth=GROWTH,
         profiles=profiles_of(run.model, run.cluster, run.runtime),
     )
@@ -106,7 +106,7 @@ def at_batch(run: Run, strategy: str, batch: int) -> Cell:
         return _fixed(run, strategy, batch)
     judged = judged_plan(
         run.problem,
-        planner_options(strategy),
+        planner_options(strategy, run.num_gpus),
         lambda planner: planner.best(batch),
         profiles_of(run.model, run.cluster, run.runtime),
     )

@@ -94,7 +94,8 @@ def planned(key: Key, printed: Printed) -> PlannedCell:
     assert printed.batch is not None, "every cell of the table has a batch"
     partition = tuple(map(int, printed.partition.split("-")))
     problem = run.problem(printed.batch)
-    planner = Planner(problem, planner_options(strategy), profiles=profiles_of(model, run.cluster, run.runtime))
+    profiles = profiles_of(model, run.cluster, run.runtime)
+    planner = Planner(problem, planner_options(strategy, run.num_gpus), profiles=profiles)
     search = planner.searches[len(partition)]
     cuts = planner.cuts(printed.batch, len(partition))
     found = [plan for cut in cuts if (plan := search.plan(partition, printed.batch, cut)) is not None]
