@@ -8,7 +8,7 @@ import numpy as np
 
 from datafiles.tables import load_table
 from experiments.inferred_parts import profile_of
-from experiments.inferred_profile import Run, infer
+from experiments.inferred_profile import SETTLED, Run, infer
 from experiments.inferred_ridge import priors
 from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
@@ -60,8 +60,10 @@ def runs(table: Path) -> Outcome:
     )
     widths = ", ".join(f"{name} {width:g}" for name, width in inferred.prior.widths.items() if width) or "none"
     deviations = np.array([abs(factor - 1) for factor in inferred.factors.values()])
-    notes = (
+    notes: tuple[str, ...] = (
         f"widths of the prior: {widths} (noise {inferred.prior.noise:g}); factors are off 1 by {deviations.mean():.1%}",
         "parts that no run has (other tensor-parallel degrees, microbatches outside the range) keep the model's times",
     )
+    if inferred.unsettled >= SETTLED:
+        notes += (f"shares did not settle: sums and simulator differ by up to {inferred.unsettled:.1%} of a run",)
     return Outcome(Calibration(source=source, operators=profile, fits=fits), tuple(points), notes)

@@ -68,14 +68,23 @@ def profile_of(
         source: Of the rows, in words.
 
     Raises:
-        ValueError: If operators of one role differ, which a profile cannot say.
+        ValueError: If operators of one role differ, or GPU types or runtimes, which a profile cannot say.
     """
+    _check_one_machine(placed)
     found: dict[tuple[str, int, int, str], ProfileRow] = {}
     modelled: dict[tuple[str, int, int, str], ProfileRow] = {}
+    weights: dict[tuple[str, int, str], float] = {}
     for problem, plan in placed:
         for part, row in _rows(problem, plan, shape, source):
             if part in factors:
                 key, factor = (row.role, row.samples, row.tensor_size, row.split), factors[part]
+                bytes_before = weights.setdefault((row.role, row.tensor_size, row.split), row.parameter_bytes)
+                if row.parameter_bytes != bytes_before:
+                    raise ValueError(
+                        f"layers must be alike in all plans, got {row.role} with {bytes_before:,.0f} and "
+                        f"{row.parameter_bytes:,.0f} bytes of parameters on {row.tensor_size} tensor-parallel ranks; "
+                        f"{problem.workload.name} needs a profile of its own"
+                    )
                 if not _alike(row, modelled.setdefault(key, row)):
                     raise ValueError(
                         f"operators of one role must be alike, got {row.role} of {row.forward_s:.4g} and "
@@ -109,6 +118,17 @@ def corrected(problem: Problem, plan: Plan, shape: str, factors: Factors, source
         collective_table=problem.hardware.collective_table,
     )
     return replace(problem, hardware=hardware, spec=None)
+
+
+def _check_one_machine(placed: Sequence[tuple[Problem, Plan]]) -> None:
+    """Refuse runs that one profile cannot describe: of several GPU types, types of numbers or kinds of host."""
+    kinds = {
+        (_gpu_type(problem), problem.runtime.implementation.dtype, problem.runtime.host_runs_ahead)
+        for problem, _ in placed
+    }
+    if len(kinds) > 1:
+        words = "; ".join(f"{gpu} {dtype}, host {'ahead' if ahead else 'waits'}" for gpu, dtype, ahead in sorted(kinds))
+        raise ValueError(f"runs must share a GPU type, a type of numbers and whether the host runs ahead, got {words}")
 
 
 def _gpu_type(problem: Problem) -> str:

@@ -66,12 +66,14 @@ class Inferred:
         prior: That was chosen.
         errors: Signed relative errors of the runs themselves: float64[runs].
         left_out_errors: Likewise, each predicted from all others under the prior.
+        unsettled: Largest difference left between what the sums and the simulator say of a run, as a share of it.
     """
 
     factors: Factors
     prior: Prior
     errors: NDArray[np.float64]
     left_out_errors: NDArray[np.float64]
+    unsettled: float
 
 
 def sums_of(runs: Sequence[Run], around: Factors) -> Sums:
@@ -118,6 +120,7 @@ def infer(runs: Sequence[Run], priors: Iterable[Prior], wanted: Iterable[Part] =
         deviations = np.array([factors[part] - 1 for part in sums.parts])
         summed = sums.shares @ deviations - sums.residuals
         errors = np.array([run.predicted_s(factors) / run.seconds - 1 for run in runs])
-        if np.abs(summed - errors).max() < SETTLED:
+        unsettled = float(np.abs(summed - errors).max())
+        if unsettled < SETTLED:
             break
-    return Inferred(factors, prior, errors, -sums.left_out(prior))
+    return Inferred(factors, prior, errors, -sums.left_out(prior), unsettled)

@@ -4,12 +4,14 @@ Rules by name (B samples, P stages, b samples of a replica, which spans t = b N 
 
 - ``released``: one for a single stage; else the release's formula for more than eight devices, which its
   later versions use everywhere: ceil(b / t / 4) for text, ceil(b / t / 16) for images;
-- ``table``: one for a single stage; else the release's hand tables of b on eight devices, ``released`` on others;
+- ``table``: one for a single stage; else the release's hand tables of b on eight devices, ``released`` on others (BERT
+  under tensor and pipeline parallelism alone: b / 4);
 - ``free``: every number that divides the batch, gradients accumulated on a single stage too;
 - ``divisors``: the same, at least P (the third release).
 
 Where a rule's number does not divide the batch it is moved to the nearest that does, or the batch is cut as the release
-lets PyTorch cut it: a replica's b samples into parts of ceil(b / m), the last one smaller.
+lets PyTorch cut it: into parts of ceil(b / m) samples, the last one smaller. Parts are multiples of a stage's devices,
+so that every strategy divides them; under tensor parallelism, where b is larger, that can leave fewer than m.
 
 Source: Galvatron data README (``titan_v1``), Hetu-Galvatron releases 1 to 3.
 """

@@ -67,6 +67,8 @@ class Options:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         if self.time == "released" and self.schedule != "gpipe":
             raise ValueError(f"time 'released' is of releases that ran gpipe, got schedule {self.schedule!r}")
+        if self.time == "released" and self.microbatches not in ("released", "table"):
+            raise ValueError(f"time 'released' goes with microbatches released or table, got {self.microbatches!r}")
         if not self.kinds or DATA not in self.kinds or set(self.kinds) - set(LEVELS):
             raise ValueError(f"kinds must be of {', '.join(LEVELS)}, dp among them, got {self.kinds}")
         for name in ("granularity_bytes", "fused_layers"):

@@ -22,7 +22,7 @@ class StagePlan:
         chosen: A strategy per layer.
         step_s: One microbatch, forward and backward, without gradient synchronisation.
         sync_s: What the last microbatch takes longer than one like it.
-        peak_bytes: Eq. 2.
+        peak_bytes: Eq. 2, or the release's memory model.
     """
 
     layers: tuple[Layer, ...]
@@ -41,7 +41,7 @@ class PipelinePlan:
         cut: Microbatches.
         schedule: ``gpipe`` or ``1f1b``.
         stages: In order.
-        iteration_time_s: Eq. 9.
+        iteration_time_s: Eq. 9, or the release's time model.
         capacity_bytes: The memory budget.
         outside: How embedding and head are cut, see `searchers.galvatron.options.Options`.
     """

@@ -98,9 +98,10 @@ class Galvatron(Searcher):
 
 def assess(plan: Plan, problem: Problem, options: Options | None = None) -> PipelinePlan | None:
     """Return what Galvatron's estimator says of a plan, or None where it has no words for it."""
-    if plan.schedule not in SCHEDULES or plan.rotates:
+    options = options or Options()
+    if plan.schedule not in SCHEDULES or plan.rotates or (options.time == "released" and plan.schedule != "gpipe"):
         return None
-    planner = planner_for(problem, replace(options or Options(), schedule=plan.schedule))
+    planner = planner_for(problem, replace(options, schedule=plan.schedule))
     stages = from_plan(plan, planner.profiles.layers)
     if stages is None:
         return None

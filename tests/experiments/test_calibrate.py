@@ -296,7 +296,7 @@ def test_logs_of_unlike_layers_and_plans_without_a_time_are_refused(
     table = tmp_path / "runs.csv"
     table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},1.0\n" for path, _ in runs))
     code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
-    assert code == 2 and "operators of one role must be alike" in err and "gpt3-1.3b" in err
+    assert code == 2 and "layers must be alike in all plans" in err and "gpt3-1.3b" in err
     table.write_text(f"plan,iteration_time_s\n{runs[0][0].name},\n")
     code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
     assert code == 2 and "row 1 must have a plan and iteration_time_s above 0" in err

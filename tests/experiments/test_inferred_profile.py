@@ -196,3 +196,21 @@ def test_parts_are_those_of_all_stages() -> None:
 def test_factors_of_one_are_the_model_itself(runtime: str) -> None:
     run = a_run({}, runtime=runtime, tp=2, microbatch=2)
     assert run.predicted_s(dict.fromkeys(run.parts(), 1.0)) == pytest.approx(run.predicted_s({}), rel=1e-9)
+
+
+def test_runs_that_one_profile_cannot_describe_are_refused_whatever_their_microbatches() -> None:
+    """A profile interpolates between numbers of samples: 1 of one model and 2 of another must not meet there."""
+    first = a_run({}, tp=1, microbatch=1)
+    other = problem_of(
+        model=MODEL.model_copy(update={"hidden": 512}),
+        cluster="a100-80g-dgx:1x2",
+        runtime="megatron-deepspeed-timed",
+        global_batch=8,
+    )()
+    wide = (other, uniform(tp=1, microbatch=2)(other))
+    ones = dict.fromkeys((*first.parts(), *parts_of(*wide, SHAPE)), 1.0)
+    with pytest.raises(ValueError, match="layers must be alike in all plans"):
+        profile_of([(first.problem, first.plan), wide], SHAPE, ones, "here")
+    ahead = a_run({}, runtime="megatron-lm-2021", tp=1, microbatch=2)
+    with pytest.raises(ValueError, match=r"runs must share a GPU type.*(host ahead; .*host waits|host waits; .*host ahead)"):
+        profile_of([(first.problem, first.plan), (ahead.problem, ahead.plan)], SHAPE, ones, "here")

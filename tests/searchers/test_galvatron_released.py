@@ -17,8 +17,11 @@ from searchers.galvatron.plans import from_plan, plan_of_layers
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.searcher import variant_options
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
+from searchers.registry import searcher_named
+from simulator.estimate import estimate
 from simulator.plan import Axis
 from simulator.problem import Problem
+from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.searchers.galvatron_problems import profiles, titan
 from tests.workloads.graphs import SHARED_DATA
@@ -83,9 +86,18 @@ def test_moving_between_layers_costs_only_where_the_tensor_degree_grows_or_ranks
     assert model.transition_s(wide, strided, 16) == pytest.approx(1.1e-3 * 8 * 2 * 3 / 4 * 0.220138889)
 
 
-def test_the_release_ran_gpipe_only() -> None:
+def test_the_release_ran_gpipe_by_its_own_rules_for_microbatches() -> None:
     with pytest.raises(ValueError, match="time 'released' is of releases that ran gpipe, got schedule '1f1b'"):
         Options(time="released")
+    with pytest.raises(ValueError, match="goes with microbatches released or table, got 'free'"):
+        Options(time="released", schedule="gpipe", microbatches="free")
+
+
+def test_other_plans_are_scored_by_the_shared_closed_form() -> None:
+    problem = titan("vit-huge-32", 16, 20)
+    plan = uniform_plan(problem, pp=2, dp=4, microbatch=1, schedule="1f1b")
+    score = searcher_named("galvatron-base", time="released").paper_objective(plan, problem)
+    assert score.objective == pytest.approx(estimate(plan, problem).iteration_time_s)
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8])
