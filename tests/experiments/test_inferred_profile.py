@@ -212,5 +212,5 @@ def test_runs_that_one_profile_cannot_describe_are_refused_whatever_their_microb
     with pytest.raises(ValueError, match="layers must be alike in all plans"):
         profile_of([(first.problem, first.plan), wide], SHAPE, ones, "here")
     ahead = a_run({}, runtime="megatron-lm-2021", tp=1, microbatch=2)
-    with pytest.raises(ValueError, match=r"runs must share a GPU type.*(host ahead; .*host waits|host waits; .*host ahead)"):
+    with pytest.raises(ValueError, match="runs must share a GPU type, a type of numbers and whether"):
         profile_of([(first.problem, first.plan), (ahead.problem, ahead.plan)], SHAPE, ones, "here")
