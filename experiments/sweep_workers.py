@@ -120,12 +120,12 @@ def _new_process() -> Executor:
     from joblib.externals.loky import ProcessPoolExecutor
 
     executor: Executor = ProcessPoolExecutor(
-        max_workers=1, initializer=_follow, initargs=(os.getpid(),), env=_ONE_THREAD
+        max_workers=1, initializer=follow, initargs=(os.getpid(),), env=_ONE_THREAD
     )
     return executor
 
 
-def _follow(parent: int) -> None:
+def follow(parent: int) -> None:
     """Leave Ctrl-C, which reaches every process of the terminal, to the parent; end when the parent has ended."""
 
     def watch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from experiments.compare_files import code_fingerprint
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron.alpa import ALPA, alpa_cell
 from experiments.reproduce.galvatron.cells import FIXED, TITLES, Cell, at_batch, fixed_cell, searched_cell
+from experiments.sweep_workers import follow
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def compute(context: Context, columns: Sequence[Column]) -> dict[str, dict[str, 
             found[name] = _kept(context, by_name[name], cells_of(by_name[name], kept))
         return found
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=workers, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(workers, spawn, initializer=follow, initargs=(os.getpid(),)) as pool:
         waiting = {pool.submit(cells_of, by_name[name], kept): name for name, kept in missing.items()}
         for number, done in enumerate(as_completed(waiting)):
             name = waiting[done]
