@@ -5,7 +5,9 @@ the host's constants are fitted (`experiments.fit_host`), then the factors, unde
 `experiments.inferred_ridge.priors` that predicts rows left out best. What is written is what the cases of
 ``vtrain-calibrated`` have; ``calibration_rows.yaml`` lists the rows for the gate.
 
-Run: ``python -m experiments.fit_vtrain_profile --data DIR``
+Run: ``python -m experiments.fit_vtrain_profile --data DIR``. With ``--tenth K`` nothing is written: factors are
+inferred from the tenth that begins at the K-th row, with the committed host constants, and the error on all others is
+printed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from datafiles.schema import validated
 from datafiles.writer import dump_yaml, write_text_atomically
 from experiments.cases import vtrain
 from experiments.cases.vtrain_host import TIMED
-from experiments.cases.vtrain_inferred import FILE, ProfileFile, drawn, problem_under, shape_of
+from experiments.cases.vtrain_inferred import FILE, ONE_IN, ProfileFile, drawn, problem_under, profile_file, shape_of
 from experiments.fit_host import fit
 from experiments.inferred_parts import BLOCKS, Part
 from experiments.inferred_profile import Inferred, Run, infer
@@ -62,13 +64,28 @@ def file_of(
     }
 
 
+def look(table: list[dict[str, Any]], tenth: int) -> None:
+    """Print the error on all rows but another tenth, with factors from that."""
+    host = {str(name): value for name, value in profile_file().host.items()}
+    rows = drawn(table, first=tenth)
+    own = {vtrain.row_number(row["notes"]) for row in rows}
+    others = [run_of(row, host) for row in table if vtrain.row_number(row["notes"]) not in own]
+    found = infer([run_of(row, host) for row in rows], priors(), {part for run in others for part in run.parts()})
+    errors = np.array([run.predicted_s(found.factors) / run.seconds - 1 for run in others])
+    print(f"tenth {tenth}: mean absolute error {np.abs(errors).mean():.2%} on {len(others)} other rows")
+
+
 def main() -> None:
     """Fit, print the errors, write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds measured_runs/dev.csv")
     parser.add_argument("--output", type=Path, default=FILE)
+    parser.add_argument("--tenth", type=int, choices=range(1, ONE_IN + 1), help="look at another draw, write nothing")
     arguments = parser.parse_args()
     table = vtrain.rows(arguments.data)
+    if arguments.tenth is not None:
+        look(table, arguments.tenth)
+        return
     rows = drawn(table)
     fitted, errors = fit(rows, TIMED)
     host = {name: float(f"{value:.{DIGITS}g}") for name, value in fitted.items()}

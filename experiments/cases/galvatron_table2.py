@@ -53,9 +53,8 @@ DEEPSPEED_SAMPLES = 2
 """Samples of a microbatch. Source, from memory: pretrain_bert_distributed_with_mp.sh of Megatron-DeepSpeed, the paper's
 reference for this strategy, has tensor and pipeline parallelism of two and a micro-batch of two."""
 
-RELEASED_STEP, WIDE_STEP = 1 << 20, 16 << 20
-FINE_UP_TO = 16
-"""Bytes by which the search counts memory: the release's, up to so many GPUs, and beyond."""
+FINE_UP_TO, RELEASED_STEP, WIDE_STEP = 16, 1 << 20, 16 << 20
+"""Up to so many GPUs the search counts memory by the release's bytes, beyond by wider ones."""
 
 PIPELINED = ("gpipe", DEEPSPEED)
 SEARCHED = (

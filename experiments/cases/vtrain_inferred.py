@@ -94,15 +94,20 @@ def shape_of(hidden: int) -> str:
     return f"hidden {hidden}"
 
 
-def drawn(rows: Sequence[dict[str, Any]], one_in: int = ONE_IN) -> list[dict[str, Any]]:
+def drawn(rows: Sequence[dict[str, Any]], one_in: int = ONE_IN, first: int | None = None) -> list[dict[str, Any]]:
     """Return every tenth row, in order of width, tensor-parallel degree, microbatch, and number in the file.
 
     So each kind of part is drawn as often as it occurs. Times are not looked at.
+
+    Args:
+        rows: The table.
+        one_in: One row in so many.
+        first: Place of the first, from 1 to ``one_in``, which None stands for.
     """
     ordered = sorted(
         rows, key=lambda row: (row["hidden"], row["tp"], row["microbatch"], vtrain.row_number(row["notes"]))
     )
-    return ordered[one_in - 1 :: one_in]
+    return ordered[(first or one_in) - 1 :: one_in]
 
 
 def problem_under(row: Mapping[str, Any], host: Mapping[str, float]) -> Problem:

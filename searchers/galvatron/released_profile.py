@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-GPU = "titan-rtx-24gb"
+GPU, GPUS_PER_NODE = "titan-rtx-24gb", 8
 
 LayerName = tuple[str, int]
 

@@ -27,7 +27,7 @@ from searchers.galvatron.communication import CollectiveTimes
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import replica_count
 from searchers.galvatron.overlap import overlapped_s
-from searchers.galvatron.released_profile import FORWARD_MS, GPU, MS_PER_MIB
+from searchers.galvatron.released_profile import FORWARD_MS, GPU, GPUS_PER_NODE, MS_PER_MIB
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
 from simulator.problem import Problem
 
@@ -83,7 +83,9 @@ class ReleasedTime:
         self.family = problem.workload.family
         self.gradient_bytes = problem.runtime.gradient_bytes
         self.times = times
-        self.measured = (problem.gpu_types[0] == GPU and MS_PER_MIB.get(problem.num_devices)) or {}
+        whole_nodes = problem.num_devices == GPUS_PER_NODE * len(problem.hardware.cluster.nodes)
+        known = problem.gpu_types[0] == GPU and whole_nodes
+        self.measured = MS_PER_MIB.get(problem.num_devices, {}) if known else {}
         self.factors = factors
         self.rule = rule
 

@@ -82,7 +82,7 @@ class DegreeSearch:
         self.layouts = tuple(dict.fromkeys(strategy.layout for strategy in self.strategies))
         self._layout_of = np.array([self.layouts.index(strategy.layout) for strategy in self.strategies])
         self.tensor_degrees = tuple(dict.fromkeys(strategy.tensor for strategy in self.strategies))
-        self._cuts: dict[int, list[Cut]] = {}
+        self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._found: dict[object, NDArray[np.int64] | None] = {}
         self._stages: dict[object, _StageCost | None] = {}
         self._tied: dict[Partition, float] = {}
@@ -120,22 +120,23 @@ class DegreeSearch:
 
     def cuts(self, batch: int, tensor: int) -> list[Cut]:
         """Return how the rule lets a batch be cut for plans whose largest tensor degree is ``tensor``."""
-        return cuts(
-            self.options.microbatches,
-            self.estimator.problem.workload.family,
-            batch,
-            self.num_stages,
-            self.estimator.problem.num_devices,
-            tensor=tensor,
-            unequal=self.options.unequal_microbatches,
-        )
+        key = (batch, tensor)
+        if key not in self._cuts:
+            problem = self.estimator.problem
+            self._cuts[key] = cuts(
+                self.options.microbatches,
+                problem.workload.family,
+                batch,
+                self.num_stages,
+                problem.num_devices,
+                tensor=tensor,
+                unequal=self.options.unequal_microbatches,
+            )
+        return self._cuts[key]
 
     def rule_cuts(self, batch: int) -> list[Cut]:
         """Return every way in which the rule may cut a batch, whatever the tensor degrees."""
-        if batch not in self._cuts:
-            found = (cut for tensor in self.tensor_degrees for cut in self.cuts(batch, tensor))
-            self._cuts[batch] = list(dict.fromkeys(found))
-        return self._cuts[batch]
+        return list(dict.fromkeys(cut for tensor in self.tensor_degrees for cut in self.cuts(batch, tensor)))
 
     def _own_cut(self, chosen: Sequence[Sequence[Strategy]], batch: int, cut: Cut) -> Cut:
         """Return how the rule cuts the batch for these strategies; a cut that no rule gave stays."""
@@ -334,10 +335,10 @@ class DegreeSearch:
                     forward[number, place] = 0.0 if released else size * found.forward_bytes
             ties |= self._ties(group[0])
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
+        if timed is not None:
+            transition[1:] = self._released_transition(timed, cut.batch)
+            return LayerTable(cost, kept, backward, forward, self._layout_of, transition)
         for number in range(1, len(groups)):
-            if timed is not None:
-                transition[number] = self._released_transition(timed, cut.batch)
-                continue
             before = groups[number - 1][0]
             transition[number] = weight * self._transition(before, cut.samples, several)
             if apart is not None:
