@@ -81,10 +81,17 @@ def measure(figure: Figure) -> Measured:
     """Return a figure, after one call to warm up."""
     call = figure.make()
     call()
-    yardsticks = [processor_s(yardstick)]
+    around = [processor_s(yardstick)]
     seconds = sorted(processor_s(call) for _ in range(figure.repeats))
-    yardsticks += [processor_s(yardstick), processor_s(yardstick)]
-    return Measured(seconds[0], seconds[len(seconds) // 2], seconds[-1], min(yardsticks))
+    around += [processor_s(yardstick), processor_s(yardstick)]
+    return Measured(seconds[0], seconds[len(seconds) // 2], seconds[-1], min(around))
+
+
+def yardsticks(call: Callable[[], object], repeats: int = 3) -> float:
+    """Return what a call takes, the least of its repeats, in yardsticks timed around it: the limit of a speed test."""
+    before = processor_s(yardstick)
+    least_s = min(processor_s(call) for _ in range(repeats))
+    return least_s / min(before, processor_s(yardstick))
 
 
 def peak_mebibytes(statement: str) -> float:

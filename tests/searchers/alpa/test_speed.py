@@ -1,9 +1,6 @@
-"""Alpa's parts are as quick as they are said to be: least processor time of several tries."""
+"""Alpa's parts are as quick as they are said to be, in yardsticks (about an eighth of a second each)."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,18 +12,9 @@ from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.stage_costs import StageSolver
 from searchers.base import cost_tables
 from simulator.problem import ProblemSpec
+from tests.benchmarks.measuring import yardsticks
 
 BLOCKS = 48
-
-
-def least_s(work: Callable[[], object], tries: int = 3) -> float:
-    """Return the least processor seconds of a call."""
-    found = []
-    for _ in range(tries):
-        began = time.process_time()
-        work()
-        found.append(time.process_time() - began)
-    return min(found)
 
 
 def intra_op() -> IntraOp:
@@ -36,23 +24,23 @@ def intra_op() -> IntraOp:
     return IntraOp(cost_tables(problem), mesh, 8, 8, IntraOpOptions())
 
 
-def test_48_blocks_are_solved_in_a_fifth_of_a_second() -> None:
+def test_48_blocks_are_solved_in_a_fraction_of_a_second() -> None:
     problem = intra_op()
     spans = problem.costs.problem.workload.layers[1 : BLOCKS + 1]
     graph = problem.graph(spans[0][0], spans[-1][1])
-    assert least_s(lambda: solve(graph)) < 0.2
+    assert yardsticks(lambda: solve(graph)) < 3  # 1.3 when written
 
 
-def test_all_stages_of_48_layers_on_a_mesh_take_a_fifth_of_a_second() -> None:
+def test_all_stages_of_48_layers_on_a_mesh_take_a_fraction_of_a_second() -> None:
     problem = intra_op()
     spans = problem.costs.problem.workload.layers[1 : BLOCKS + 1]
     found = StageSolver(problem, spans).all_stages()
     assert np.isfinite(found.seconds).sum() == BLOCKS * (BLOCKS + 1) // 2 == 1_176
-    assert least_s(lambda: StageSolver(problem, spans).all_stages()) < 0.2
+    assert yardsticks(lambda: StageSolver(problem, spans).all_stages()) < 4  # 1.5 when written
 
 
-@pytest.mark.parametrize(("layers", "devices", "limit_s"), [(50, 8, 5.0), (50, 64, 10.0)])
-def test_stages_of_50_layers_are_chosen_in_seconds(layers: int, devices: int, limit_s: float) -> None:
+@pytest.mark.parametrize(("layers", "devices", "limit"), [(50, 8, 2), (50, 64, 10)])
+def test_stages_of_50_layers_are_chosen_in_seconds(layers: int, devices: int, limit: float) -> None:
     """On a table in which splitting is worth while and layers differ, so that many trade-offs are visited."""
     random = np.random.default_rng(0)
     sizes = np.array([1 << power for power in range(devices.bit_length())])
@@ -66,4 +54,4 @@ def test_stages_of_50_layers_are_chosen_in_seconds(layers: int, devices: int, li
     best_pipeline(seconds[:4, :4], successors[:4, :4], sizes, devices, 2)  # compiled before the clock starts
     found = best_pipeline(seconds, successors, sizes, devices, 64)
     assert found is not None and found.solved > 10
-    assert least_s(lambda: best_pipeline(seconds, successors, sizes, devices, 64), tries=2) < limit_s
+    assert yardsticks(lambda: best_pipeline(seconds, successors, sizes, devices, 64)) < limit
