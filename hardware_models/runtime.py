@@ -55,6 +55,9 @@ class Runtime:
             and is gathered there.
         sums_input_gradients: Where several operators read a tensor, the partial gradients they make of it are added
             before they are reduced, once. Else each operator reduces its own, as Megatron's column-parallel linear.
+        overlaps_input_reductions: Under tensor parallelism the reduction of an operator's input gradient travels while
+            its weight gradients are made, and under sequence parallelism the gather of its input while its input
+            gradient is made.
         sends_attention_mask: The mask, one activation per pair of tokens, crosses to the next stage with each
             microbatch, whole to every rank (of models with attention in separate operators).
         host_waits: Events at which the host waits for the device.
@@ -125,6 +128,7 @@ class Runtime:
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
+    overlaps_input_reductions: bool = False
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -197,6 +201,7 @@ class RuntimeFile(FileModel):
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
+    overlaps_input_reductions: bool = False
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:
@@ -207,6 +212,14 @@ class RuntimeFile(FileModel):
             raise ValueError(
                 f"sources must have one line per field; missing: {', '.join(missing) or 'none'}; "
                 f"unknown: {', '.join(unknown) or 'none'}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_host(self) -> RuntimeFile:
+        if self.overlaps_input_reductions and not self.host_runs_ahead:
+            raise ValueError(
+                "overlaps_input_reductions needs host_runs_ahead: a host that waits for each launch overlaps nothing"
             )
         return self
 
@@ -247,6 +260,5 @@ def _read(text: str) -> tuple[str, RuntimeFile]:
     if text.endswith((".yaml", ".yml", ".json")):
         return Path(text).stem, validated(RuntimeFile, load_mapping(Path(text)), text)
     raise ValueError(
-        f"runtime must be a known one or a path to a YAML file, got {text!r}; "
-        f"{nearest(text, runtime_names())}"
+        f"runtime must be a known one or a path to a YAML file, got {text!r}; {nearest(text, runtime_names())}"
     )

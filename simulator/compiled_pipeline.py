@@ -1,15 +1,11 @@
 """Compiled parts of the batch evaluation: passes of stages, boundaries, and pipelines in closed form.
 
-A pass of a stage on one device is a chain of computation and collectives. A pass that begins with
-computation waits for the computation of the pass before, not for the collectives that end it: those run
-beside it, on a stream of their own. One that begins with a collective waits for all of the pass before. So a
-pass is described by
+A pass of a stage on one device is a chain of computation and collectives, which begins when the pass before has
+ended; ranks that meet in a collective wait for each other there. So a pass is described by
 
 - TOTAL: all of it, one after the other;
 - FIRST: collectives before the first computation;
 - LEAD: computation up to the next collective;
-- TRAIL: collectives after the last computation;
-- TAIL: computation after the last collective;
 - NUM_FIRST, NUM_LATER: how many collectives there are before, and after, the first computation.
 """
 
@@ -24,8 +20,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-TOTAL, FIRST, LEAD, TRAIL, TAIL, NUM_FIRST, NUM_LATER = range(7)
-PASS = 7
+TOTAL, FIRST, LEAD, NUM_FIRST, NUM_LATER = range(5)
+PASS = 5
 
 # Columns of ``op_seconds``/``op_counts`` and of ``row_seconds``/``row_counts``.
 FORWARD_S, BACKWARD_S, AFTER_FORWARD, SETTLING = range(4)
@@ -37,8 +33,6 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing.
 @compiled
 def _compute(found: Floats, seconds: float) -> None:
     found[TOTAL] += seconds
-    found[TRAIL] = 0.0
-    found[TAIL] += seconds
     if found[NUM_LATER] == 0:
         found[LEAD] += seconds
 
@@ -47,8 +41,6 @@ def _compute(found: Floats, seconds: float) -> None:
 def _communicate(found: Floats, seconds: float, count: int, computed: bool) -> None:
     if count > 0:
         found[TOTAL] += seconds
-        found[TRAIL] += seconds
-        found[TAIL] = 0.0
         if computed:
             found[NUM_LATER] += count
         else:
@@ -279,10 +271,8 @@ def run_pipelines(
         most_stages = max(most_stages, high - low)
     received = np.zeros((2, most_received))
     channel_free = np.zeros(most_channels)
-    computed = np.zeros(most_units)  # End of the last computation of each unit, ...
-    communicated = np.zeros(most_units)  # ... of its last collective, ...
-    held = np.zeros(most_units)  # ... and of what its last pass sent, where it waits for that.
-    ends = np.zeros(most_units)
+    ends = np.zeros(most_units)  # End of the last pass of each unit, ...
+    held = np.zeros(most_units)  # ... and of what it sent, where the unit waits for that.
     forwards = np.zeros(most_stages, np.int64)
     backwards = np.zeros(most_stages, np.int64)
     for plan in range(len(num_microbatches)):
@@ -295,8 +285,6 @@ def run_pipelines(
         received[:, : units * m] = 0.0
         channel_free[: channel_offsets[2 * high] - channel_base] = 0.0
         for unit in range(units):
-            computed[unit] = 0.0
-            communicated[unit] = 0.0
             ends[unit] = 0.0
             held[unit] = 0.0
         for stage in range(num_stages):
@@ -331,31 +319,23 @@ def run_pipelines(
                     for group in range(first_unit, end_unit, size):
                         num_first = passes[base + group, way, NUM_FIRST]
                         lead_s = passes[base + group, way, LEAD]
-                        begin = 0.0
+                        for unit in range(group, group + size):
+                            ends[unit] = max(ends[unit], received[way, unit * m + microbatch], held[unit])
                         if num_first > 0:
+                            begin = 0.0
                             for unit in range(group, group + size):
-                                ready = max(received[way, unit * m + microbatch], held[unit])
-                                begin = max(begin, max(ready, ends[unit]))
-                            begin += passes[base + group, way, FIRST]
+                                begin = max(begin, ends[unit])
                             for unit in range(group, group + size):
-                                communicated[unit] = begin
-                                ends[unit] = begin + lead_s
-                        else:
-                            for unit in range(group, group + size):
-                                ready = max(received[way, unit * m + microbatch], held[unit])
-                                ends[unit] = max(ready, computed[unit]) + lead_s
+                                ends[unit] = begin + passes[base + group, way, FIRST]
+                        for unit in range(group, group + size):
+                            ends[unit] += lead_s
                         if passes[base + group, way, NUM_LATER] > 0:
                             begin = 0.0
                             for unit in range(group, group + size):
-                                begin = max(begin, max(ends[unit], communicated[unit]))
+                                begin = max(begin, ends[unit])
                             begin += passes[base + group, way, TOTAL] - passes[base + group, way, FIRST] - lead_s
                             for unit in range(group, group + size):
-                                computed[unit] = begin - passes[base + group, way, TRAIL]
-                                communicated[unit] = begin - passes[base + group, way, TAIL]
                                 ends[unit] = begin
-                        else:
-                            for unit in range(group, group + size):
-                                computed[unit] = ends[unit]
                         for unit in range(group, group + size):
                             held[unit] = 0.0
                             latest = max(latest, ends[unit])

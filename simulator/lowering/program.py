@@ -1,8 +1,8 @@
 """What one stage does for one microbatch, as a list of items; devices and microbatches come later.
 
 Items are computation (a run of operator phases) and collectives. Most are *chained*: each waits for the
-one before. Gathers of sharded parameters and reductions of gradients are not: they have streams of their
-own and are tied to the chain by ``after`` alone.
+one before. Gathers of sharded parameters, reductions of gradients and collectives that a runtime lets travel beside
+the gradients of one operator are not: they have streams of their own and are tied to the chain by ``after`` alone.
 """
 
 from __future__ import annotations
@@ -115,12 +115,7 @@ class ProgramBuilder:
                 self._start_layer(index, gathers)
                 self._run_forward(recomputed_operators(self.view, start, stop), "recompute", gathers)
             self._start_layer(index, gathers)
-            if with_inputs and not self.view.costs.problem.runtime.keeps_gathered_inputs:
-                for _, item in self.view.gathered_inputs(index):
-                    self._collective(item, index)
-            self._compute(cause, index, phases)
-            if with_inputs:
-                self._backward_collectives(index)
+            self._gradients(cause, index, phases)
             for bucket in buckets.get(index, ()):
                 self._reduce(bucket)
         return self.items
@@ -135,11 +130,8 @@ class ProgramBuilder:
         self.items = []
         self._run_forward([index], "forward", {})
         forward, self.items = self.items, []
-        if not self.view.costs.problem.runtime.keeps_gathered_inputs:
-            for _, item in self.view.gathered_inputs(index):
-                self._collective(item, index)
-        self._compute("backward", index, GRADIENTS)
-        self._backward_collectives(index)
+        self._gradients("backward", index, GRADIENTS)
+        self._take_pending()
         backward, entering = self.items, dict[int, list[Item]]()
         view = self.view
         for phase, item, owner, position in view.input_collectives(index):
@@ -162,6 +154,54 @@ class ProgramBuilder:
                 for phase, item in cost.internal:
                     if phase == FORWARD:
                         self._collective(item, index)
+
+    def _gradients(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
+        """Add the backward pass of an operator with its collectives."""
+        if BACKWARD_INPUT not in phases:
+            self._compute(cause, index, phases)
+            return
+        runtime = self.view.costs.problem.runtime
+        gathers = [] if runtime.keeps_gathered_inputs else [item for _, item in self.view.gathered_inputs(index)]
+        beside = self._reductions_beside_weights(index) if phases == GRADIENTS else []
+        for item in gathers:
+            if item.moves_batch or not beside:
+                self._collective(item, index)
+        if not beside:
+            self._compute(cause, index, phases)
+            self._backward_collectives(index)
+            return
+        gathered = tuple(self._beside(item, index) for item in gathers if not item.moves_batch)
+        self._compute(cause, index, (BACKWARD_INPUT,))
+        self._pending_after = gathered
+        reduced = tuple(self._beside(item, index) for item in beside)
+        self._compute(cause, index, (BACKWARD_WEIGHT,))
+        self._pending_after = reduced
+        self._backward_collectives(index, without=beside)
+
+    def _reductions_beside_weights(self, index: int) -> list[MeshCollective]:
+        """Return the reductions of input gradients that travel while the operator's weight gradients are made.
+
+        Those towards an earlier operator of the stage alone: what leaves the stage is waited for.
+        """
+        view, cost = self.view, self._cost(index)
+        if (
+            not view.costs.problem.runtime.overlaps_input_reductions
+            or not self.fidelity.tensor_parallel
+            or not cost.backward_weight.device_s
+            or cost.includes_collectives
+        ):
+            return []
+        found = [
+            item for phase, item, owner, _ in view.input_collectives(index) if (phase, owner) == (BACKWARD_INPUT, index)
+        ]
+        return [item for item in found if item.collective in REDUCTIONS and not item.moves_batch]
+
+    def _beside(self, item: MeshCollective, index: int) -> int:
+        """Add a collective that starts after what is there and that nothing waits for yet; return its position."""
+        last = self._last_chained()
+        after = self._pending_after if last is None else (last, *self._pending_after)
+        self.items.append(Item(cause="tensor parallel", collective=item, chained=False, after=after, operator=index))
+        return len(self.items) - 1
 
     def _cost(self, index: int) -> OperatorCost:
         return self.view.cost(index)
@@ -186,7 +226,7 @@ class ProgramBuilder:
                     for item in reshard(sizes, have, own, want, self._cost(index).input_bytes[position]):
                         yield item, index
 
-    def _backward_collectives(self, index: int) -> None:
+    def _backward_collectives(self, index: int, without: Sequence[MeshCollective] = ()) -> None:
         view = self.view
         cost = self._cost(index)
         if not cost.includes_collectives:
@@ -194,7 +234,7 @@ class ProgramBuilder:
                 if phase == BACKWARD_INPUT:
                     self._collective(item, index)
         for phase, item, owner, _ in view.input_collectives(index):
-            if phase == BACKWARD_INPUT and not self._cost(owner).includes_collectives:
+            if phase == BACKWARD_INPUT and item not in without and not self._cost(owner).includes_collectives:
                 self._collective(item, index)
         workload = view.costs.problem.workload
         splits = view.costs.splits(index, view.shardings[index])
@@ -283,7 +323,7 @@ class ProgramBuilder:
             self._emit_gather(self._units[position + 1], gathers, before, index)
         self._layer_started = layer
         self._previous_chain_end = before
-        self._pending_after = self._gather_items.get(layer, ())
+        self._pending_after += self._gather_items.get(layer, ())
 
     def _emit_gather(
         self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None, operator: int

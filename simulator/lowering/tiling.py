@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.lowering.rows import StreamKey, Template
-from simulator.taskgraph import Csr
+from simulator.taskgraph import COMMUNICATION, Csr
 
 Ids = NDArray[np.int64]
 
@@ -86,7 +86,7 @@ class Tiling:
             self.edges.append(((bases[:, None] + tasks).ravel(), (others[:, None] + before).ravel()))
 
     def add_previous_action_edges(self, *, after_sends: bool) -> None:
-        """Let unchained first tasks wait for the action before; with ``after_sends`` the chain, for its sends.
+        """Let what comes first wait for the action before; with ``after_sends`` the chain, for its sends too.
 
         Args:
             after_sends: Computation goes on only when what was sent has arrived (blocking transfers).
@@ -104,11 +104,18 @@ class Tiling:
     @staticmethod
     def _waits(first: Template, second: Template, c: int, after_sends: bool) -> tuple[Ids, Ids]:
         """Return the edges from one action of a representative to its next."""
-        beside = [*second.free_heads.get(c, ()), *second.openers.get(c, ())]
-        pairs = [(head, tail) for head in beside for tail in first.tails[c]]
+        starters = second.starters.get(c, ())
+        beside = {*second.free_heads.get(c, ()), *second.openers.get(c, ())}
+        # The compute stream keeps computation in order; it waits for a collective as for any other of the chain.
+        pairs = [
+            (head, tail)
+            for head in sorted(beside.union(starters))
+            for tail in first.tails[c]
+            if head in beside or first.rows.kind[tail] == COMMUNICATION
+        ]
         if after_sends:
             pairs += [
-                (head, send.task) for send in first.sends if send.source == c for head in second.starters.get(c, ())
+                (head, send.task) for send in first.sends if send.source == c for head in starters
             ]
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]

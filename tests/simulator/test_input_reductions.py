@@ -1,0 +1,111 @@
+"""Collectives of linear layers that travel beside their gradients: closed forms, both engines, all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from hardware_models.runtime import RUNTIMES, load_runtime
+from simulator.costs import CostTables
+from simulator.engine_compiled import run_compiled
+from simulator.engine_simpy import run_simpy
+from simulator.estimate import collective_s, estimate
+from simulator.fidelity import Fidelity
+from simulator.lowering.lower import lower, stage_views
+from simulator.lowering.program import GRADIENTS, REDUCTIONS, ProgramBuilder
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
+from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT
+
+ALONE = Fidelity().without("host", "overlap-slowdown", "contention", "optimizer")
+"""Tasks take as long as their costs say."""
+
+
+def with_overlap(wanted: bool, **changes: object) -> Problem:
+    problem = small_problem("gpt", runtime="megatron-lm-2023", cluster="a100-80g-dgx:1x8")
+    return replace(problem, runtime=replace(problem.runtime, overlaps_input_reductions=wanted, **changes))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("microbatch", [1, 4])
+def test_the_iteration_is_shorter_by_what_is_hidden_behind_each_linear_layer(
+    sequence_parallel: bool, microbatch: int
+) -> None:
+    """Each hides the shorter of reduction and weight gradient, and of gather and input gradient."""
+    beside, apart = with_overlap(True), with_overlap(False)
+    plan = uniform_plan(apart, tp=8, microbatch=microbatch, sequence_parallel=sequence_parallel)
+    (view,) = stage_views(plan.canonical(apart.workload), CostTables(apart))
+    hidden = {"all_reduce": 0.0, "reduce_scatter": 0.0, "all_gather": 0.0}
+    linears = 0
+    for index in view.operators:
+        cost = view.cost(index)
+        reductions = [
+            item
+            for phase, item, owner, _ in view.input_collectives(index)
+            if phase == BACKWARD_INPUT and owner == index and item.collective in REDUCTIONS
+        ]
+        if not reductions or not cost.backward_weight.device_s:
+            continue
+        linears += 1
+        (reduction,) = reductions
+        hidden[reduction.collective] += min(collective_s(view, reduction), cost.backward_weight.device_s)
+        for _, gather in view.gathered_inputs(index):
+            hidden["all_gather"] += min(collective_s(view, gather), cost.backward_input.device_s)
+    assert linears == 2 * 4 + 1, "both column-parallel layers of each block, and the head"
+    assert (hidden["all_gather"] > 0) == (hidden["reduce_scatter"] > 0) == sequence_parallel
+    apart_s, beside_s = (simulate(plan, problem, fidelity=ALONE).iteration_time_s for problem in (apart, beside))
+    assert apart_s - beside_s == pytest.approx(16 / microbatch * sum(hidden.values()))
+
+
+def test_the_next_operator_waits_for_the_reduction_and_the_weight_gradient_does_not() -> None:
+    problem = with_overlap(True)
+    plan = uniform_plan(problem, tp=8)
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    items = ProgramBuilder(view, Fidelity()).backward(GRADIENTS, gather=False, sync=False)
+    reductions = [position for position, item in enumerate(items) if item.collective and not item.chained]
+    assert len(reductions) == 9
+    for position in reductions:
+        before, weight, following = items[position - 1], items[position + 1], items[position + 2]
+        assert items[position].after == (position - 1,)
+        assert before.parts[-1][1] == BACKWARD_INPUT and weight.parts == ((before.parts[-1][0], BACKWARD_WEIGHT),)
+        assert weight.after == () and following.after == (position,)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(tp=4, pp=2),
+        dict(tp=4, pp=2, sequence_parallel=True, recompute="selective"),
+        dict(tp=2, dp=4, zero=3),
+        dict(tp=4, pp=2, sequence_parallel=True, schedule="interleaved", chunks=2, recompute="full"),
+        dict(tp=4, pp=2, schedule="zb-h1"),
+    ],
+)
+def test_representatives_unmerged_tasks_and_both_engines_agree(shape: dict) -> None:
+    problem = with_overlap(True)
+    plan = uniform_plan(problem, microbatch=4, **shape)
+    times = []
+    for fidelity in (Fidelity(), replace(Fidelity(), merge=False), replace(Fidelity(), symmetry=False)):
+        graph = lower(plan.canonical(problem.workload), CostTables(problem), fidelity).graph
+        times += [max(run(graph).end_s) for run in (run_simpy, run_compiled)]
+    for one, other in pairwise(times):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_the_estimate_counts_every_collective_in_full() -> None:
+    plan = uniform_plan(with_overlap(True), tp=4, pp=2)
+    found = [estimate(plan, with_overlap(wanted)).iteration_time_s for wanted in (True, False)]
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_a_host_that_waits_for_each_launch_overlaps_nothing(tmp_path) -> None:
+    text = (RUNTIMES / "megatron-lm-2023.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("loss_scaling: false\n", "loss_scaling: false\nhost_runs_ahead: false\n", 1)
+                    + '  host_runs_ahead: "test"\n')  # fmt: skip
+    with pytest.raises(ValueError, match="overlaps_input_reductions needs host_runs_ahead"):
+        load_runtime(path)
