@@ -49,7 +49,7 @@ def main() -> None:
             signed = np.array([run.predicted_s(factors) / run.seconds - 1 for run in reported])
             widths = ", ".join(f"{level} {width:g}" for level, width in prior.widths.items() if width)
             print(
-                f"  {what}: {left_out:.2%} of a {together} left out, {np.abs(signed).mean():.1%} reported, "
+                f"  {what}: {left_out:.2%} of a {together} left out, {np.abs(signed).mean():.2%} reported, "
                 f"bias {signed.mean():+.1%} {widths}"
             )
 

@@ -6,13 +6,14 @@ All loads are linear in bytes, so a ``Flow`` (seconds per byte on every resource
 - ring all-reduce moves 2 (n-1)/n S over every link of its rings; all-gather and reduce-scatter (n-1)/n S;
 - the bytes that leave a node cross its NICs, which all groups share; over two nodes the tree all-reduce
   moves S, not 2 (n-1)/n S;
-- all-to-all sends S/n from every rank to every other over direct links, through a relay, or the NIC.
+- all-to-all sends S/n from every rank to every other over a direct link, by the host, or the NIC.
 
 Time = latency + work, for the quickest of the library's protocols and algorithms.
 
 Resources are called ``nodeN/nvlink/A-B`` (all links from GPU A to B), ``nodeN/nvswitch/G/out`` and ``/in``,
 ``nodeN/lane/G/out`` and ``/in`` with ``nodeN/bridge`` (PCIe, shared memory), ``nodeN/pcie/G/out`` and ``/in``
-(GPUs of a mesh that no link joins), ``nodeN/nicK/out`` and ``/in``; G, A, B count inside the node.
+with ``nodeN/bridge`` (GPUs of a mesh that no link joins), ``nodeN/nicK/out`` and ``/in``; G, A, B count inside the
+node.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import ceil, log2
 
 from hardware_models.cluster import Cluster, Node
 from hardware_models.communication import Communication
 from hardware_models.links import COLLECTIVES, LinkType
-from hardware_models.topology import is_connected, pack_rings, routes, tree_edges
+from hardware_models.topology import is_connected, link_counts, pack_rings, tree_edges
 
 Loads = dict[str, float]
 
@@ -126,8 +126,8 @@ def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:
                 work = 1 / (count * links.point_to_point_bytes_per_s)
                 loads: Loads = {f"{prefix}/nvlink/{slot_a}-{slot_b}": work}
             else:
-                work = 1 / links.fallback_bytes_per_s
-                loads = {f"{prefix}/pcie/{slot_a}/out": work, f"{prefix}/pcie/{slot_b}/in": work}
+                loads = _by_host(links, prefix, slot_a, slot_b, 1.0)
+                work = max(loads.values())
         else:
             work = 1 / links.point_to_point_bytes_per_s
             port = min(work, 1 / links.link_bytes_per_s)
@@ -163,7 +163,8 @@ def _inside(node: Node, index: int, kind: str, members: tuple[int, ...], n: int)
         work, loads = _mesh_all_to_all(node, index, members, 1.0 / n)
     else:
         work, loads = _ring(node, index, kind, members, bus_factor(kind, n))
-    work = work / links.efficiency[kind] + _local_s_per_byte(links, kind, n)
+        work /= links.efficiency[kind]
+    work += _local_s_per_byte(links, kind, n)
     steps = _steps(kind, n)
     protocols = tuple(
         FlowProtocol(protocol.launch_s + steps * protocol.step_s, protocol.bandwidth_fraction)
@@ -212,24 +213,36 @@ def _ring(
 def _mesh_all_to_all(
     node: Node, index: int, members: tuple[int, ...], pair_bytes: float
 ) -> tuple[float, Loads]:
-    """Send ``pair_bytes`` between every ordered pair over its shortest routes, evenly."""
+    """Send ``pair_bytes`` between every ordered pair at once: over one link where links join it, else by the host.
+
+    A pair gets no more from two links than from one (measured: Alpa's pairs of either kind take equally long).
+    """
     links, prefix = node.links, f"node{index}"
-    counts = {(a, b): count for a, b, count in node.mesh}
+    counts = link_counts(node.mesh, members)
     loads: Loads = {}
+    linked_s = 0.0
     for source in members:
         for target in members:
             if source == target:
                 continue
-            paths = routes(node.mesh, source, target)
-            if not paths:
-                for name in (f"{prefix}/pcie/{source}/out", f"{prefix}/pcie/{target}/in"):
-                    loads[name] = loads.get(name, 0.0) + pair_bytes / links.fallback_bytes_per_s
-            for path in paths:
-                for a, b in pairwise(path):
-                    rate = counts[min(a, b), max(a, b)] * links.link_bytes_per_s
-                    name = f"{prefix}/nvlink/{a}-{b}"
-                    loads[name] = loads.get(name, 0.0) + pair_bytes / len(paths) / rate
-    return max(loads.values()), loads
+            count = counts.get((min(source, target), max(source, target)), 0)
+            if count:
+                linked_s = pair_bytes / (links.link_bytes_per_s * links.efficiency["all_to_all"])
+                loads[f"{prefix}/nvlink/{source}-{target}"] = linked_s / count
+            else:
+                for name, seconds in _by_host(links, prefix, source, target, pair_bytes).items():
+                    loads[name] = loads.get(name, 0.0) + seconds
+    return max(linked_s, *loads.values()), loads
+
+
+def _by_host(links: LinkType, prefix: str, source: int, target: int, num_bytes: float) -> Loads:
+    """Return loads of bytes between two GPUs of a mesh that no link joins: their lanes, and the host's memory."""
+    lane_s = num_bytes / links.fallback_bytes_per_s
+    return {
+        f"{prefix}/pcie/{source}/out": lane_s,
+        f"{prefix}/pcie/{target}/in": lane_s,
+        f"{prefix}/bridge": num_bytes / links.bridge_bytes_per_s,
+    }
 
 
 def _across(
@@ -250,7 +263,8 @@ def _across(
             else:
                 share = (len(members) - 1) / n if kind == "all_to_all" else bus_factor(kind, n)
                 seconds, inside = _ring(node, index, kind, members, share)
-            work = max(work, seconds / node.links.efficiency[kind])
+                seconds /= node.links.efficiency[kind]
+            work = max(work, seconds)
             loads.update(inside)
         nics = sorted({node.nic_of(slot) for slot in members})
         seconds = leaving / (len(nics) * node.network.nic_bytes_per_s)

@@ -1,4 +1,4 @@
-"""Rings and routes inside a node: what its link graph allows a group of GPUs to do at once.
+"""Rings and trees inside a node: what its link graph allows a group of GPUs to do at once.
 
 NCCL's large collectives run on as many edge-disjoint rings as the NVLink graph holds, so the bandwidth of
 a group is the number of rings times that of one link. On the DGX-1 this explains the measured bus
@@ -142,20 +142,3 @@ def tree_edges(mesh: tuple[Edge, ...], members: tuple[int, ...]) -> tuple[tuple[
             root[find(a)] = find(b)
             tree.append((a, b, links))
     return tuple(tree)
-
-
-@cache
-def routes(mesh: tuple[Edge, ...], source: int, target: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shortest paths from ``source`` to ``target``: the direct one, else all with one relay.
-
-    Empty if neither exists.
-    """
-    counts = {(a, b): count for a, b, count in mesh}
-
-    def joined(a: int, b: int) -> bool:
-        return (min(a, b), max(a, b)) in counts
-
-    if joined(source, target):
-        return ((source, target),)
-    gpus = sorted({gpu for a, b, _ in mesh for gpu in (a, b)})
-    return tuple((source, relay, target) for relay in gpus if joined(source, relay) and joined(relay, target))
