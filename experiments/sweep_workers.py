@@ -20,6 +20,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
@@ -119,6 +120,8 @@ class LocalWorkers:
 def _new_process() -> Executor:
     from joblib.externals.loky import ProcessPoolExecutor
 
+    # loky replaces a process that has grown by 300 MB, as caches do here; the run goes to the new one.
+    warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given to the executor")
     executor: Executor = ProcessPoolExecutor(
         max_workers=1, initializer=follow, initargs=(os.getpid(),), env=_ONE_THREAD
     )
