@@ -35,6 +35,9 @@ MAX_TRIES = 2
 TICK_S = 0.5
 """Seconds after which `outcomes` reports that it is still waiting, so that progress stays alive."""
 
+# loky replaces a process that has grown by 300 MB, as caches do here, and the run goes to the new one.
+warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning, r"joblib\.externals\.loky")
+
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 
 
@@ -120,8 +123,6 @@ class LocalWorkers:
 def _new_process() -> Executor:
     from joblib.externals.loky import ProcessPoolExecutor
 
-    # loky replaces a process that has grown by 300 MB, as caches do here; the run goes to the new one.
-    warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given to the executor")
     executor: Executor = ProcessPoolExecutor(
         max_workers=1, initializer=follow, initargs=(os.getpid(),), env=_ONE_THREAD
     )

@@ -11,9 +11,10 @@ All loads are linear in bytes, so a ``Flow`` (seconds per byte on every resource
 Time = latency + work, for the quickest of the library's protocols and algorithms.
 
 Resources are called ``nodeN/nvlink/A-B`` (all links from GPU A to B), ``nodeN/nvswitch/G/out`` and ``/in``,
-``nodeN/lane/G/out`` and ``/in`` with ``nodeN/bridge`` (PCIe, shared memory), ``nodeN/pcie/G/out`` and ``/in``
-with ``nodeN/bridge`` (GPUs of a mesh that no link joins), ``nodeN/nicK/out`` and ``/in``; G, A, B count inside the
-node.
+``nodeN/lane/G/out`` and ``/in`` with ``nodeN/bridge`` (PCIe, shared memory), ``nodeN/pcie/G/out`` and ``/in`` with
+``nodeN/bridge`` (transfers and all-to-all between GPUs of a mesh that no link joins; rings that do not close take the
+lanes alone, since how many of their hops cross the host is not known), ``nodeN/nicK/out`` and ``/in``; G, A, B count
+inside the node.
 """
 
 from __future__ import annotations

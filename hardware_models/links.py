@@ -45,8 +45,7 @@ class LinkType(FileModel):
         point_to_point_bytes_per_s: Rate of a send/receive over one link, port or lane.
         point_to_point_latency_s: Seconds of a send/receive of nothing.
         fallback_bytes_per_s: Mesh: rate between GPUs that no link joins, and of rings that do not close.
-        bridge_bytes_per_s: Host: what the bridge carries in all. Mesh: what the host's memory carries in all between GPUs
-            that no link joins.
+        bridge_bytes_per_s: What a host's bridge carries in all; on a mesh, its memory between GPUs that no link joins.
         efficiency: Rate of each collective over that of a large all-reduce.
         local_bytes_per_s: Rate at which a rank deals with its own n-th of the data, which crosses no link: copied
             (all-gather), added up (reduce-scatter). Collectives that are not named have no such cost.

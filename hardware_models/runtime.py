@@ -47,6 +47,8 @@ class Runtime:
         gradient_accumulation_bytes: Bytes per element in which gradients of microbatches are summed and
             travel.
         adds_gradients: The gradient of each microbatch is added to a buffer by a kernel per parameter.
+        adds_gradients_in_products: But those of matrices are added by the product that makes them: no kernel, and no
+            tensor of their own.
         gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
         overlap_gradient_sync: Buckets travel while the last backward still runs.
@@ -129,6 +131,7 @@ class Runtime:
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
     overlaps_input_reductions: bool = False
+    adds_gradients_in_products: bool = False
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -202,6 +205,7 @@ class RuntimeFile(FileModel):
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
     overlaps_input_reductions: bool = False
+    adds_gradients_in_products: bool = False
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

@@ -75,6 +75,11 @@ class BatchEvaluator:
                     "batch evaluation knows whole transfers of the model's tensors only, but the runtime "
                     f"{problem.runtime.name} has {name}: true; use a runtime without, or simulate"
                 )
+        if problem.runtime.overlaps_input_reductions:
+            raise ValueError(
+                "batch evaluation adds up the collectives of a pass, but the runtime "
+                f"{problem.runtime.name} has overlaps_input_reductions: true; use a runtime without, or simulate"
+            )
         if not problem.runtime.host_runs_ahead:
             raise ValueError(
                 "batch evaluation leaves host time out, but nothing hides it where the host never runs ahead, as in "

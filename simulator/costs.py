@@ -32,6 +32,7 @@ from workloads.kinds.base import (
     Kind,
     Local,
     Parameter,
+    Shape,
     Split,
 )
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
@@ -49,6 +50,7 @@ class OperatorCost:
         input_bytes, output_bytes: Local bytes of each input and output.
         saved: ``(reference, bytes)`` of what forward keeps; references name ``input:i``/``output:i``.
         parameters: ``(parameter, local elements)``.
+        gradient_elements: Local elements of weight gradients that are tensors of their own before they are added.
         workspace_forward_bytes, workspace_backward_bytes: Live only during the forward pass, and while input
             gradients are made.
         workspace_weight_bytes: Live only while weight gradients are made.
@@ -64,6 +66,7 @@ class OperatorCost:
     output_bytes: tuple[float, ...]
     saved: tuple[tuple[str, float], ...]
     parameters: tuple[tuple[Parameter, int], ...]
+    gradient_elements: int
     workspace_forward_bytes: float
     workspace_backward_bytes: float
     workspace_weight_bytes: float
@@ -85,7 +88,7 @@ class OperatorCost:
             bytes_per_element: Of weight gradients as they are made.
             inputs, weights: Which gradients are made.
         """
-        made = self.workspace_weight_bytes + self.num_parameter_elements * bytes_per_element
+        made = self.workspace_weight_bytes + self.gradient_elements * bytes_per_element
         return max(self.workspace_backward_bytes if inputs else 0.0, made if weights and self.parameters else 0.0)
 
     @property
@@ -182,6 +185,7 @@ class CostTables:
                 (parameter, prod(shape))
                 for parameter, shape in zip(workload.parameters(index), local.parameters, strict=True)
             ),
+            gradient_elements=sum(map(prod, self._apart(kind, local))),
             workspace_forward_bytes=float(workspace_bytes(kind, FORWARD, local)),
             workspace_backward_bytes=float(workspace_bytes(kind, BACKWARD_INPUT, local)),
             workspace_weight_bytes=float(workspace_bytes(kind, BACKWARD_WEIGHT, local)),
@@ -198,19 +202,26 @@ class CostTables:
         if stated is None:
             work = kind.kernels(phase, local)
             if phase == BACKWARD_WEIGHT:
-                work = [*work, *self._additions(local)]
+                work = [*work, *self._additions(kind, local)]
             forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
             dispatch_s = forward_s if phase == FORWARD else backward_s
             return self._segment(work, gpu_type, dispatch_s, kind.num_calls(phase, local) if dispatch_s else 0)
         return Segment(stated, 0.0, stated, 0.0, (stated, 0.0, 0.0))
 
-    def _additions(self, local: Local) -> list[Kernel]:
+    def _apart(self, kind: Kind, local: Local) -> list[Shape]:
+        """Return local shapes of parameters whose gradients are made before they are added to those before."""
+        fused = self.problem.runtime.adds_gradients_in_products and any(
+            not isinstance(kernel, MemoryBound) for kernel in kind.kernels(BACKWARD_WEIGHT, local)
+        )
+        return [shape for shape in local.parameters if not (fused and len(shape) > 1)]
+
+    def _additions(self, kind: Kind, local: Local) -> list[Kernel]:
         """Return the kernels that add the gradients of a microbatch to those before, one per parameter."""
         runtime = self.problem.runtime
         if not runtime.adds_gradients:
             return []
         kept, new = runtime.gradient_accumulation_bytes, local.element_bytes
-        counts = [float(prod(shape)) for shape in local.parameters]
+        counts = [float(prod(shape)) for shape in self._apart(kind, local)]
         return [MemoryBound(count * (kept + new), count * kept) for count in counts]
 
     def _segment(self, kernels: Sequence[Kernel], gpu_type: str, dispatch_s: float, num_calls: int) -> Segment:

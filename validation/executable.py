@@ -12,6 +12,10 @@ from validation.reference import terminal_tensors
 from validation.torch_kinds import BUILDERS, why_not
 from validation.wiring import StageWiring
 
+UNSUPPORTED = (
+    "gradient_clipping", "loss_scaling", "scatters_transfers", "sends_attention_mask", "overlaps_input_reductions",
+)  # fmt: skip
+
 DTYPES_BY_DEVICE = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 
 # What the executor's operators do, whatever a runtime says.
@@ -67,7 +71,7 @@ def _runtime(problem: Problem, device: str) -> list[str]:
             refused.append(f"runtime {runtime.name}: implementation.{name} {getattr(choice, name)}; {remedy}")
     if choice.logits_dtype != "fp32":
         refused.append(f"runtime {runtime.name}: implementation.logits_dtype {choice.logits_dtype}; {remedy}")
-    for name in ("gradient_clipping", "loss_scaling", "scatters_transfers", "sends_attention_mask"):
+    for name in UNSUPPORTED:
         if getattr(runtime, name):
             refused.append(f"runtime {runtime.name}: {name}; {remedy}")
     if runtime.transfer_mode != "overlapped":

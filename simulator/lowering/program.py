@@ -1,8 +1,9 @@
 """What one stage does for one microbatch, as a list of items; devices and microbatches come later.
 
 Items are computation (a run of operator phases) and collectives. Most are *chained*: each waits for the
-one before. Gathers of sharded parameters, reductions of gradients and collectives that a runtime lets travel beside
-the gradients of one operator are not: they have streams of their own and are tied to the chain by ``after`` alone.
+one before. Gathers of sharded parameters and reductions of gradients are not: they have streams of their
+own and are tied to the chain by ``after`` alone. Nor are collectives that a runtime lets travel beside the gradients
+of one operator; these keep to the stream of their chained likes.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class ProgramBuilder:
         """
         view, cost = self.view, self._cost(index)
         if (
-            not view.costs.problem.runtime.overlaps_input_reductions
+            not (view.costs.problem.runtime.overlaps_input_reductions and view.costs.problem.runtime.host_runs_ahead)
             or not self.fidelity.tensor_parallel
             or not cost.backward_weight.device_s
             or cost.includes_collectives

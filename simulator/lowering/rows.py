@@ -101,7 +101,8 @@ class Template:
         tails: Per representative, the tasks after which the action's chain is done.
         starters: Per representative, the first chained tasks; heads too, unless the host waits before them.
         openers: Of those, the ones that run beside the compute stream.
-        free_heads: Per representative, unchained tasks that wait for the previous action only.
+        free_heads: Per representative, unchained tasks that wait for the previous action; heads too if they move
+            activations, not if they gather parameters.
         sends: Transfers to the neighbouring stage.
         unchained: Per representative, unchained tasks that nothing in the block waits for.
     """

@@ -103,6 +103,8 @@ class TemplateBuilder:
                 elif not item.after:
                     for c in members:
                         template.free_heads.setdefault(c, []).append(task)
+                        if item.role == "tensor" and not tails[c]:
+                            template.heads.setdefault(c, []).append(task)
             if item.chained:
                 for task in tasks:
                     for c in template.rows.members[task]:

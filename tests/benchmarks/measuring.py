@@ -88,10 +88,11 @@ def measure(figure: Figure) -> Measured:
 
 
 def yardsticks(call: Callable[[], object], repeats: int = 3) -> float:
-    """Return what a call takes, the least of its repeats, in yardsticks timed around it: the limit of a speed test."""
-    before = processor_s(yardstick)
+    """Return what a call takes, the least of its repeats, in yardsticks (the mean of one before and one after)."""
+    around = [processor_s(yardstick)]
     least_s = min(processor_s(call) for _ in range(repeats))
-    return least_s / min(before, processor_s(yardstick))
+    around.append(processor_s(yardstick))
+    return least_s / (sum(around) / len(around))
 
 
 def peak_mebibytes(statement: str) -> float:

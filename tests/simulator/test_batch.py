@@ -51,6 +51,11 @@ def test_transfers_in_parts_are_refused() -> None:
         BatchEvaluator(small_problem("gpt"))
 
 
+def test_collectives_beside_gradients_are_refused() -> None:
+    with pytest.raises(ValueError, match="overlaps_input_reductions"):
+        BatchEvaluator(small_problem("gpt", runtime="megatron-lm-2023"))
+
+
 @lru_cache
 def evaluator(family: str, cluster: str, runtime: str) -> BatchEvaluator:
     """Return one evaluator per problem: what it keeps must not leak from plan to plan."""

@@ -19,10 +19,14 @@ from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
+from workloads.kernels import MemoryBound
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT
 
 ALONE = Fidelity().without("host", "overlap-slowdown", "contention", "optimizer")
 """Tasks take as long as their costs say."""
+
+
+BARE = Fidelity().without("host")
 
 
 def with_overlap(wanted: bool, **changes: object) -> Problem:
@@ -109,3 +113,46 @@ def test_a_host_that_waits_for_each_launch_overlaps_nothing(tmp_path) -> None:
                     + '  host_runs_ahead: "test"\n')  # fmt: skip
     with pytest.raises(ValueError, match="overlaps_input_reductions needs host_runs_ahead"):
         load_runtime(path)
+
+
+def test_gradients_that_products_add_need_no_kernel_and_no_tensor() -> None:
+    """Of a linear layer the bias alone is made and added; an embedding's gradient is made whole."""
+    fused, apart = (with_overlap(False, adds_gradients_in_products=wanted) for wanted in (True, False))
+    roles = [op.role for op in fused.workload.operators]
+    linear, embedding = roles.index("mlp_linear_1"), roles.index("embedding")
+    costs, gpu = [CostTables(problem) for problem in (fused, apart)], fused.gpu_types[0]
+    (with_bias, whole), (looked_up, table) = (
+        [each.operator(index, (), 1, gpu) for each in costs] for index in (linear, embedding)
+    )
+    weight, bias = 4 * 1024 * 1024, 4 * 1024
+    assert with_bias.gradient_elements == bias
+    assert whole.gradient_elements == whole.num_parameter_elements == weight + bias
+    assert looked_up == table
+    addition = MemoryBound(weight * (4 + 2.0), weight * 4.0)
+    saved = whole.backward_weight.device_s - with_bias.backward_weight.device_s
+    assert saved == pytest.approx(fused.hardware.kernel_time_s(gpu, addition, "bf16"), rel=1e-6)
+    temporary = [each.backward_temporary_bytes(2, inputs=False, weights=True) for each in (whole, with_bias)]
+    assert temporary[0] - temporary[1] == weight * 2
+
+
+def test_a_gather_that_begins_a_backward_pass_waits_for_the_received_gradient() -> None:
+    """The first stage ends in a column-parallel layer, so that its backward pass begins with a gather of the input."""
+    problem = with_overlap(True)
+    operators = problem.workload.operators
+    cut = [number for number, op in enumerate(operators) if op.role == "attention_qkv"][1] + 1
+    plan = uniform_plan(problem, tp=4, pp=2, microbatch=4, sequence_parallel=True)
+    shardings = [sharding for stage in plan.stages for sharding in stage.sharding_per_operator()]
+    stages = [
+        replace(stage, operators=((a, b),), shardings=tuple((1, shardings[number]) for number in range(a, b)))
+        for stage, (a, b) in zip(plan.stages, ((0, cut), (cut, len(operators))), strict=True)
+    ]
+    found = simulate(replace(plan, stages=tuple(stages)), problem, fidelity=BARE)
+    graph, schedule = found.graph, found.schedule
+
+    def of_the_first_microbatch(words: str) -> list[int]:
+        names = [graph.names[number] for number in graph.name]
+        return [task for task, name in enumerate(names) if name == words and graph.microbatch[task] == 0]
+
+    _forward, backward = of_the_first_microbatch(f"all_gather {operators[cut - 1].name}")
+    (arrival,) = of_the_first_microbatch("transfer after backward of stage 1")
+    assert schedule.start_s[backward] >= schedule.end_s[arrival] > 0

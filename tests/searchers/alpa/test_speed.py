@@ -1,4 +1,4 @@
-"""Alpa's parts are as quick as they are said to be, in yardsticks (about an eighth of a second each)."""
+"""Alpa's parts are as quick as they are said to be, in yardsticks (about a tenth of a second each)."""
 
 from __future__ import annotations
 
@@ -39,9 +39,12 @@ def test_all_stages_of_48_layers_on_a_mesh_take_a_fraction_of_a_second() -> None
     assert yardsticks(lambda: StageSolver(problem, spans).all_stages()) < 4  # 1.5 when written
 
 
-@pytest.mark.parametrize(("layers", "devices", "limit"), [(50, 8, 2), (50, 64, 10)])
-def test_stages_of_50_layers_are_chosen_in_seconds(layers: int, devices: int, limit: float) -> None:
-    """On a table in which splitting is worth while and layers differ, so that many trade-offs are visited."""
+@pytest.mark.parametrize(("layers", "devices", "limit"), [(50, 8, 0.7), (50, 64, 12)])
+def test_stages_of_50_layers_are_chosen_in_a_second(layers: int, devices: int, limit: float) -> None:
+    """On a table in which splitting is worth while and layers differ, so that many trade-offs are visited.
+
+    0.25 and 4 yardsticks when written.
+    """
     random = np.random.default_rng(0)
     sizes = np.array([1 << power for power in range(devices.bit_length())])
     work = random.uniform(0.5, 1.5, layers)
