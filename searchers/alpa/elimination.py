@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heappush
 from math import prod
 
 import numpy as np
@@ -66,9 +67,13 @@ def _eliminate(factors: list[Factor], keep: Collection[int], trail: Trail) -> Fa
             holders[variable][id(factor)] = factor
     alive = {id(factor): factor for factor in factors}
     entries = {v: prod(sizes[u] for u in neighbours[v]) for v in sizes if v not in keep}
+    # Ties by number, so that the result does not depend on hashing. What a variable's table has grown beyond is stale.
+    smallest = [(size, variable) for variable, size in entries.items()]
+    heapify(smallest)
     while entries:
-        # Ties by number, so that the result does not depend on hashing.
-        variable = min(entries, key=lambda v: (entries[v], v))
+        size, variable = heappop(smallest)
+        if entries.get(variable) != size:
+            continue
         if entries[variable] > LARGEST_TABLE:
             raise ValueError(
                 f"elimination needs a table of {entries[variable]:,} entries, at most {LARGEST_TABLE:,} are allowed; "
@@ -89,4 +94,5 @@ def _eliminate(factors: list[Factor], keep: Collection[int], trail: Trail) -> Fa
             neighbours[other] = (neighbours[other] | around) - {variable}
             if other in entries:
                 entries[other] = prod(sizes[u] for u in neighbours[other])
+                heappush(smallest, (entries[other], other))
     return join(list(alive.values()))

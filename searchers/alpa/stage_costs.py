@@ -154,9 +154,9 @@ class StageSolver:
         for layer, step in zip(range(first, last + 1), self._steps(first), strict=False):
             best = step.best
             found["objective"][first, layer] = step.table.cost[best]
-            for number, name in enumerate(ATTRIBUTES):
-                found[name][first, layer] = step.table.attributes[(number, *best)]
-            found["layer_bytes"][first, layer] = step.table.attributes[(len(ATTRIBUTES), *best)]
+            followed = step.table.attributes[(slice(None), *best)].tolist()
+            for name, value in zip((*ATTRIBUTES, "layer_bytes"), followed, strict=True):
+                found[name][first, layer] = value
 
     def _steps(self, first: int) -> Iterator[_Step]:
         """Yield the intervals from a layer on, one layer longer each."""
@@ -283,7 +283,7 @@ def _append(running: Factor, layer: Factor) -> Factor:
     cost, attributes = running.aligned(variables)
     more_cost, more = layer.aligned(variables)
     joined = cost + more_cost
-    shape = joined.shape
-    summed = np.broadcast_to(attributes[:-1] + more, (len(ATTRIBUTES), *shape))
-    largest = np.broadcast_to(np.maximum(attributes[-1], more[_SAVED]), shape)
-    return Factor(variables, joined, np.concatenate([summed, largest[np.newaxis]]))
+    followed = np.empty((len(ATTRIBUTES) + 1, *joined.shape))
+    np.add(attributes[:-1], more, out=followed[:-1])
+    np.maximum(attributes[-1], more[_SAVED], out=followed[-1])
+    return Factor(variables, joined, followed)

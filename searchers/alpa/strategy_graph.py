@@ -89,18 +89,17 @@ def join(factors: Sequence[Factor]) -> Factor:
     cost, attributes = parts[0]
     for more_cost, more_attributes in parts[1:]:
         cost, attributes = cost + more_cost, attributes + more_attributes
-    shape = np.broadcast_shapes(*(part[0].shape for part in parts))
-    return Factor(
-        variables, np.broadcast_to(cost, shape), np.broadcast_to(attributes, (attributes.shape[0], *shape))
-    )
+    return Factor(variables, cost, attributes)
 
 
 def minimised(factor: Factor, variable: int) -> tuple[Factor, NDArray[np.intp]]:
     """Return the factor without a variable, and the variable's best strategy per remaining choice."""
     axis = factor.variables.index(variable)
-    chosen = np.argmin(factor.cost, axis=axis)
-    spread = np.expand_dims(chosen, axis)
-    cost = np.take_along_axis(factor.cost, spread, axis).squeeze(axis)
-    attributes = np.take_along_axis(factor.attributes, spread[np.newaxis], axis + 1).squeeze(axis + 1)
+    chosen = factor.cost.argmin(axis=axis)
+    count = len(factor.attributes)
+    last = (*range(axis + 1), *range(axis + 2, factor.attributes.ndim), axis + 1)
+    choices = factor.attributes.transpose(last).reshape(count, chosen.size, factor.cost.shape[axis])
+    best = choices[:, np.arange(chosen.size), chosen.ravel()]
+    cost, attributes = factor.cost.min(axis=axis), best.reshape(count, *chosen.shape)
     rest = tuple(other for other in factor.variables if other != variable)
     return Factor(rest, cost, attributes), chosen

@@ -90,8 +90,8 @@ def measure(figure: Figure) -> Measured:
 def yardsticks(call: Callable[[], object], repeats: int = 3) -> float:
     """Return what a call takes, the least of its repeats, in yardsticks (the mean of one before and one after).
 
-    For tests that a thing is not many times slower than it was: neighbours on the machine slow some code and not other,
-    so a limit is several times what was measured.
+    A limit in seconds is as many yardsticks of 0.131 s, that of ``docs/performance``. Neighbours on a machine slow some
+    code and not other: a limit should be a few times what was measured.
     """
     around = [processor_s(yardstick)]
     least_s = min(processor_s(call) for _ in range(repeats))
