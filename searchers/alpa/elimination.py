@@ -67,16 +67,16 @@ def _eliminate(factors: list[Factor], keep: Collection[int], trail: Trail) -> Fa
             holders[variable][id(factor)] = factor
     alive = {id(factor): factor for factor in factors}
     entries = {v: prod(sizes[u] for u in neighbours[v]) for v in sizes if v not in keep}
-    # Ties by number, so that the result does not depend on hashing. What a variable's table has grown beyond is stale.
+    # Ties by number, so that the result does not depend on hashing. Entries whose size has changed are passed over.
     smallest = [(size, variable) for variable, size in entries.items()]
     heapify(smallest)
     while entries:
         size, variable = heappop(smallest)
         if entries.get(variable) != size:
             continue
-        if entries[variable] > LARGEST_TABLE:
+        if size > LARGEST_TABLE:
             raise ValueError(
-                f"elimination needs a table of {entries[variable]:,} entries, at most {LARGEST_TABLE:,} are allowed; "
+                f"elimination needs a table of {size:,} entries, at most {LARGEST_TABLE:,} are allowed; "
                 "use the MILP"
             )
         touched = list(holders[variable].values())

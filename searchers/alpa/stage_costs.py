@@ -152,10 +152,10 @@ class StageSolver:
 
     def _walk(self, first: int, last: int, found: dict[str, NDArray[np.float64]]) -> None:
         for layer, step in zip(range(first, last + 1), self._steps(first), strict=False):
-            best = step.best
-            found["objective"][first, layer] = step.table.cost[best]
-            followed = step.table.attributes[(slice(None), *best)].tolist()
-            for name, value in zip((*ATTRIBUTES, "layer_bytes"), followed, strict=True):
+            least = step.number
+            found["objective"][first, layer] = step.table.cost.flat[least]
+            followed = step.table.attributes.reshape(len(ATTRIBUTES) + 1, -1)[:, least]
+            for name, value in zip((*ATTRIBUTES, "layer_bytes"), followed.tolist(), strict=True):
                 found[name][first, layer] = value
 
     def _steps(self, first: int) -> Iterator[_Step]:
@@ -266,9 +266,14 @@ class _Step:
     inside: _Layer
 
     @property
+    def number(self) -> int:
+        """Where the table is least, counted through."""
+        return int(self.table.cost.argmin())
+
+    @property
     def best(self) -> tuple[np.intp, ...]:
-        """Where the table is least."""
-        return np.unravel_index(int(np.argmin(self.table.cost)), self.table.cost.shape)
+        """The choices there."""
+        return np.unravel_index(self.number, self.table.cost.shape)
 
 
 def _with_largest(layer: Factor) -> Factor:
