@@ -1,8 +1,9 @@
 """Fit the link constants of a machine type to published collectives: at most a dozen, whatever the group's shape.
 
-Rows used: Alpa's p3.16xlarge and A100 databases, f16, every even power of two from 16 KiB (all-reduce, all-gather,
-reduce-scatter; other sizes, and f32, are reported); ``collectives_measured.csv``: vTrain V100 (2..8 GPUs without 5,
-which holds no ring) and A100 (2..8), Vidur H100 DGX (1 MiB and more). ``check_collectives`` reports all other rows.
+Rows used: Alpa's p3.16xlarge and A100 databases, f16, every even power of two from 16 KiB a rank; f32 and other sizes
+are reported. All-reduce, all-gather and reduce-scatter have most constants; all-to-alls of p3 inside a node, from
+64 MiB, two of their own. ``collectives_measured.csv``: vTrain V100 (2..8 GPUs without 5, which holds no ring) and A100
+(2..8), Vidur H100 DGX (1 MiB and more). ``check_collectives`` reports all other rows.
 
 Run: ``python -m hardware_models.calibration.fit_collectives --data DIR``
 """
@@ -10,7 +11,7 @@ Run: ``python -m hardware_models.calibration.fit_collectives --data DIR``
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +37,9 @@ Vector = npt.NDArray[np.float64]
 Values = Mapping[str, float]
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 MIN_BYTES = 2**14
+ALL_TO_ALL = "all_to_all"
+LARGE_BYTES = 64 * MIB
+"""All-to-alls from here on have no launches to speak of."""
 QUICK_LAUNCH_S = 8e-6
 """Launch of the quick protocol, measured apart: Vidur, two GPUs, 2 KiB, 7 us (H100) and 10 us (A100)."""
 
@@ -78,6 +82,10 @@ A100 = (
     Constant("local.all_gather", 620e9, 100e9, 5e12),
     Constant("local.reduce_scatter", 830e9, 100e9, 5e12),
 )
+MESH_ALL_TO_ALL = (
+    Constant("efficiency.all_to_all", 0.6, 0.1, 1.0),
+    Constant("bridge_bytes_per_s", 26e9, 5e9, 100e9),
+)
 # Small messages alone would extrapolate beyond the hardware: the rate stays within 10 % of the file's.
 H100 = (
     Constant("link_bytes_per_s", 395e9, 300e9, 395e9),
@@ -85,6 +93,9 @@ H100 = (
     Constant("simple.step_s", 4e-6, 0.0, 40e-6),
     Constant("local.all_reduce", 1500e9, 100e9, 1e13),
 )
+
+
+Build = Callable[[Sequence[CollectiveRow], Values], Predictor]
 
 
 def main() -> None:
@@ -95,23 +106,28 @@ def main() -> None:
     table = data / "gpu_efficiency" / "collectives_measured.csv"
     v100 = [row for row in measured_rows(table, "V100", "vTrain", "p3.16xlarge") if len(row.groups[0]) != 5]
     h100 = [row for row in measured_rows(table, "H100 DGX", "Vidur", "h100-dgx") if row.num_bytes >= MIB]
-    jobs = {
+    p3 = [*filter(is_fitted, alpa_rows(data / "alpa_v100" / ALPA_P3, "p3.16xlarge"))]
+    a100 = [*filter(is_fitted, alpa_rows(data / "alpa_v100" / ALPA_A100, "a100-80g-dgx"))]
+    jobs: dict[str, tuple[tuple[Constant, ...], list[CollectiveRow], Build]] = {
         "p3.16xlarge": (
             (*V100, *ETHERNET),
-            [*v100, *filter(is_fitted, alpa_rows(data / "alpa_v100" / ALPA_P3, "p3.16xlarge"))],
+            [*v100, *(row for row in p3 if row.kind in RINGS)],
+            _predictor,
         ),
         "a100-80g-dgx": (
             A100,
             [
                 *measured_rows(table, "A100", "vTrain", "a100-80g-dgx"),
-                *filter(is_fitted, alpa_rows(data / "alpa_v100" / ALPA_A100, "a100-80g-dgx")),
+                *(row for row in a100 if row.kind in RINGS),
             ],
+            _predictor,
         ),
-        "h100-dgx": (H100, h100),
+        "h100-dgx": (H100, h100, _predictor),
+        "p3.16xlarge, all-to-all": (MESH_ALL_TO_ALL, [row for row in p3 if _is_large(row)], _all_to_all_predictor),
     }
-    for name, (constants, rows) in jobs.items():
-        values = fit(constants, rows)
-        errors = np.array(relative_errors(_predictor(rows, values), rows))
+    for name, (constants, rows, build) in jobs.items():
+        values = fit(constants, rows, build)
+        errors = np.array(relative_errors(build(rows, values), rows))
         print(f"{name}: {len(rows)} rows, {len(constants)} constants")
         for place, value in values.items():
             print(f"  {place}: {value:.4g}")
@@ -120,11 +136,20 @@ def main() -> None:
 
 def is_fitted(row: CollectiveRow) -> bool:
     """Return whether constants may be fitted on one of Alpa's rows: it is then never reported."""
-    return row.kind in RINGS and row.dtype == "f16" and row.size_exponent % 2 == 0 and row.num_bytes >= MIN_BYTES
+    kinds = (*RINGS, ALL_TO_ALL)
+    return row.kind in kinds and row.dtype == "f16" and row.size_exponent % 2 == 0 and row.num_bytes >= MIN_BYTES
 
 
-def fit(constants: Sequence[Constant], rows: Sequence[CollectiveRow]) -> dict[str, float]:
-    """Return the constants that fit ``rows`` best, by place."""
+def _is_large(row: CollectiveRow) -> bool:
+    """Return whether a row is an all-to-all inside a node whose data take all of its time."""
+    return row.kind == ALL_TO_ALL and ":1x" in row.cluster and row.num_bytes >= LARGE_BYTES
+
+
+def fit(
+    constants: Sequence[Constant], rows: Sequence[CollectiveRow], build: Build | None = None
+) -> dict[str, float]:
+    """Return the constants that fit ``rows`` best, by place; ``build`` puts values into a predictor."""
+    build = build or _predictor
     measured = np.log([row.seconds for row in rows])
     start = [constant.start for constant in constants]
 
@@ -132,7 +157,7 @@ def fit(constants: Sequence[Constant], rows: Sequence[CollectiveRow]) -> dict[st
         return {constant.place: float(value) for constant, value in zip(constants, vector, strict=True)}
 
     def residuals(vector: Vector) -> Vector:
-        predictor = _predictor(rows, values_of(vector))
+        predictor = build(rows, values_of(vector))
         return np.asarray(np.log([predictor.seconds(row) for row in rows]) - measured, dtype=np.float64)
 
     found = least_squares(
@@ -157,6 +182,18 @@ def _predictor(rows: Sequence[CollectiveRow], values: Values) -> Predictor:
         )
         clusters[name] = Cluster(name=name, nodes=nodes)
     return Predictor(clusters, values.get("launch_per_rank_s", 0.0))
+
+
+def _all_to_all_predictor(rows: Sequence[CollectiveRow], values: Values) -> Predictor:
+    clusters = {}
+    for name in clusters_of(rows):
+        nodes = []
+        for node in parse_cluster(name).nodes:
+            efficiency = {**node.links.efficiency, ALL_TO_ALL: values["efficiency.all_to_all"]}
+            update = {"efficiency": efficiency, "bridge_bytes_per_s": values["bridge_bytes_per_s"]}
+            nodes.append(replace(node, links=node.links.model_copy(update=update)))
+        clusters[name] = Cluster(name=name, nodes=tuple(nodes))
+    return Predictor(clusters, 0.0)
 
 
 def _links(base: LinkType, values: Values) -> LinkType:

@@ -166,7 +166,7 @@ def test_alpas_measured_collectives_are_met_at_large_sizes() -> None:
 
 
 def test_alpas_measured_all_to_alls_inside_a_node_are_met_at_large_sizes() -> None:
-    """512 MB of fp16, which no constant was chosen on; groups that run at once share the host's memory."""
+    """Odd powers of two a rank, which no constant was fitted on; groups that run at once share the host's memory."""
     folder = data_folder("alpa_v100")
     table = load_table(
         folder / "collectives_p3_16xlarge_osdi22.csv",
@@ -175,7 +175,8 @@ def test_alpas_measured_all_to_alls_inside_a_node_are_met_at_large_sizes() -> No
     )
     errors = []
     for row in table:
-        asked = row["collective"] == "all-to-all" and row["dtype"] == "f16" and row["bytes"] == 2**29
+        exponent = (row["bytes"] // row["group_size"]).bit_length() - 1
+        asked = row["collective"] == "all-to-all" and row["dtype"] == "f16" and exponent % 2 and exponent >= 26
         if not asked or row["nodes_per_group"] != 1 or not row["mesh"].startswith("1x"):
             continue
         group = range(0, row["group_size"] * row["stride"], row["stride"])

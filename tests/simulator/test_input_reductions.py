@@ -25,8 +25,8 @@ from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT
 ALONE = Fidelity().without("host", "overlap-slowdown", "contention", "optimizer")
 """Tasks take as long as their costs say."""
 
-
 BARE = Fidelity().without("host")
+"""No launch waits for what was received."""
 
 
 def with_overlap(wanted: bool, **changes: object) -> Problem:
