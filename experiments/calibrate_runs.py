@@ -1,22 +1,98 @@
-"""Measured iterations of plans as a calibration: a profile inferred from them."""
+"""Measured iterations of plans as a calibration: a profile inferred from them, or constants of their machine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from datafiles.tables import load_table
+from experiments.fitted_constants import Measured, fit_constants
 from experiments.inferred_parts import profile_of
 from experiments.inferred_profile import SETTLED, Run, infer
 from experiments.inferred_ridge import priors
 from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
+from hardware_models.machine_factors import with_factors
 from simulator.plan_file import load_plan
 
 PLAN, SECONDS = "plan", "iteration_time_s"
 SHAPE = "layers"
 """All runs of a table have layers of one shape: a profile knows roles, not shapes."""
+
+
+def measured_runs(table: Path) -> list[Measured]:
+    """Return the runs of a table.
+
+    Raises:
+        ValueError: If there are fewer than two, or a column or a time is missing.
+    """
+    found = []
+    for number, row in enumerate(load_table(table, floats=(SECONDS,)), start=1):
+        if not row.get(PLAN) or not row[SECONDS] or row[SECONDS] <= 0:
+            raise ValueError(f"{table}: row {number} must have a {PLAN} and {SECONDS} above 0, got {row}")
+        spec, plan = load_plan(table.parent / row[PLAN])
+        found.append(Measured(row[PLAN], spec.load(), plan, row[SECONDS]))
+    if len(found) < 2:
+        raise ValueError(f"{table}: must hold at least two runs, got {len(found)}")
+    return found
+
+
+def constants(table: Path, names: Sequence[str], progress: Callable[[str], None] | None = None) -> Outcome:
+    """Return the calibration with a machine's constants times the factors that explain a table of runs.
+
+    Args:
+        table: As for `runs`; plans may be of any models.
+        names: What may move (`hardware_models.machine_factors.FACTORS`).
+        progress: Called with what is done, in words.
+
+    Raises:
+        ValueError: As `measured_runs`, or if the runs are not of one machine, or measured tables stand in for
+            constants.
+    """
+    found = measured_runs(table)
+    clusters = {run.name: run.problem.hardware.cluster for run in found}
+    presets = {name: tuple(sorted({node.preset for node in cluster.nodes})) for name, cluster in clusters.items()}
+    if len(set(presets.values())) > 1:
+        some = {preset: name for name, preset in presets.items()}
+        words = ", ".join(f"{' and '.join(preset)} ({name})" for preset, name in some.items())
+        raise ValueError(f"{table}: runs must be of one kind of machine, got {words}; make a table for each")
+    for run in found:
+        hardware = run.problem.hardware
+        if hardware.operator_profile is not None or hardware.collective_table is not None:
+            raise ValueError(
+                f"{table}: plans must be made without --profile, whose tables stand in for constants, got one with "
+                f"({run.name})"
+            )
+    fitted = fit_constants(found, names, progress)
+    source = f"fitted to {len(found)} runs of {table.name}"
+    factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}
+    points = [
+        Point("iterations", run.seconds, run.seconds * (1 + float(error)))
+        for run, error in zip(found, fitted.after, strict=True)
+    ]
+    sets = (("before", fitted.before), ("left out", fitted.left_out))
+    before, left_out = ([Point(what, 1.0, 1.0 + float(error)) for error in errors] for what, errors in sets)
+    fits = (
+        fit_record("iterations, shipped constants", "checked", before),
+        fit_record("iterations, fitted constants", "fitted", points),
+        fit_record("iterations, each left out of the fit", "interpolated", left_out),
+        FitRecord("factors on the machine's constants", "fitted", len(found), factors),
+    )
+    known = [
+        f"{name} {factors[name]:.2f} +- {np.expm1(fitted.deviations[name]):.0%}"
+        for name in names
+        if name not in fitted.undetermined
+    ]
+    notes: tuple[str, ...] = (f"factors: {', '.join(known)}",) if known else ()
+    if not fitted.width:
+        notes = ("no factors predict left-out runs better than the shipped constants: these stay, leave --profile out",)
+    elif fitted.undetermined:
+        notes += (f"the runs hardly depend on {', '.join(fitted.undetermined)}: about the shipped constants",)
+    calibration = with_factors(found[0].problem.hardware.cluster, factors, source)
+    return Outcome(replace(calibration, fits=fits), tuple(points), notes)
 
 
 def runs(table: Path) -> Outcome:
@@ -28,14 +104,7 @@ def runs(table: Path) -> Outcome:
     Raises:
         ValueError: If there are fewer than two runs, a column or a time is missing, or operators of one role differ.
     """
-    found = list[Run]()
-    for number, row in enumerate(load_table(table, floats=(SECONDS,)), start=1):
-        if not row.get(PLAN) or not row[SECONDS] or row[SECONDS] <= 0:
-            raise ValueError(f"{table}: row {number} must have a {PLAN} and {SECONDS} above 0, got {row}")
-        spec, plan = load_plan(table.parent / row[PLAN])
-        found.append(Run(row[PLAN], spec.load(), plan, SHAPE, row[SECONDS]))
-    if len(found) < 2:
-        raise ValueError(f"{table}: must hold at least two runs, got {len(found)}")
+    found = [Run(run.name, run.problem, run.plan, SHAPE, run.seconds) for run in measured_runs(table)]
     placed = [(run.problem, run.plan) for run in found]
     source = f"inferred from {len(found)} runs of {table.name}"
     ones = dict.fromkeys((part for run in found for part in run.parts()), 1.0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.console import AsJson, messages, print_json, writable
+from experiments.progress import steps_progress
 
 if TYPE_CHECKING:
     from hardware_models.calibration.outcome import Outcome
@@ -151,17 +152,32 @@ def runs(
     table: Annotated[
         Path, typer.Argument(help="CSV of plan (a file beside it) and iteration_time_s.", show_default=False)
     ],
+    constants: Annotated[
+        str | None,
+        typer.Option(
+            help="Fit constants of the machine in place of operators' times: all, or some of products, memory, launch, "
+            "links, network, overlap, comma-separated. Plans may then be of any models.",
+            show_default=False,
+        ),
+    ] = None,
     output: Output = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Logs of whole iterations: a profile is inferred from runs of plans whose layers are alike.
+    """Logs of whole iterations: operators' times (of plans whose layers are alike) or a machine's constants.
 
-    Example: windtunnel calibrate runs runs.csv -o mine.json
+    Example: windtunnel calibrate runs runs.csv --constants all -o mine.json
     """
-    from experiments.calibrate_runs import runs as calibrate
+    from experiments import calibrate_runs
+    from hardware_models.machine_factors import named
 
-    _finish(calibrate(table), output, plot, as_json)
+    if constants is None:
+        _finish(calibrate_runs.runs(table), output, plot, as_json)
+        return
+    names = named(constants)
+    with steps_progress("constants") as say:
+        found = calibrate_runs.constants(table, names, say)
+    _finish(found, output, plot, as_json)
 
 
 @app.command("machine")

@@ -21,6 +21,18 @@ def simulation_progress(title: str) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
+def steps_progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done while the block runs; yields a function that takes it in words."""
+    from rich.markup import escape
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=messages(), transient=True, disable=not messages().is_terminal) as bar:
+        task = bar.add_task(escape(title))
+        yield lambda words: bar.update(task, description=f"{escape(title)}: {escape(words)}")
+
+
+@contextmanager
 def searchers_progress(searchers: tuple[str, ...]) -> Iterator[Callable[[str, str, int | None], None]]:
     """Show one line per searcher while the block runs; yields a listener for `compare`."""
     from rich.markup import escape

@@ -49,6 +49,10 @@ class Runtime:
         adds_gradients: The gradient of each microbatch is added to a buffer by a kernel per parameter.
         adds_gradients_in_products: But those of matrices are added by the product that makes them: no kernel, and no
             tensor of their own.
+        copies_gradients: Gradients of whole parameters are copied into buckets to be reduced, and back, each by a
+            kernel; a pass ends when all are back. Whether memory holds both is in ``gradient_bytes``.
+        sharded_gradient_copies: How often ZeRO-3 goes over a unit's whole gradients before it scatters them: to write
+            them into one tensor, to divide them.
         gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
         overlap_gradient_sync: Buckets travel while the last backward still runs.
@@ -132,6 +136,8 @@ class Runtime:
     sums_input_gradients: bool = True
     overlaps_input_reductions: bool = False
     adds_gradients_in_products: bool = False
+    copies_gradients: bool = False
+    sharded_gradient_copies: int = 0
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -163,6 +169,7 @@ class ImplementationFile(FileModel):
     loss_keeps_logits: bool = False
     loss_clones_logits: bool = False
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
+    loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
 
 
 class RuntimeFile(FileModel):
@@ -206,6 +213,8 @@ class RuntimeFile(FileModel):
     sums_input_gradients: bool = True
     overlaps_input_reductions: bool = False
     adds_gradients_in_products: bool = False
+    copies_gradients: bool = False
+    sharded_gradient_copies: Annotated[int, Field(ge=0, le=8)] = 0
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

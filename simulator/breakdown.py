@@ -33,6 +33,7 @@ BUSY_COLUMNS = {
     "backward weight": "weight_gradient_s",
     "recompute": "recompute_s",
     "loss": "loss_s",
+    "gradient copy": "backward_s",
     "optimizer": "optimizer_s",
     "gradient norm": "optimizer_s",
 }

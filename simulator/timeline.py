@@ -63,6 +63,7 @@ BUSY_STYLES = {
     "backward weight": ("backward (weights)", YELLOW),
     "recompute": ("recompute", SKY),
     "loss": ("loss", "#004B75"),
+    "gradient copy": ("backward", ORANGE),
     "optimizer": ("optimizer", "#444444"),
     "gradient norm": ("optimizer", "#444444"),
 }

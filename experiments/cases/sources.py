@@ -17,6 +17,7 @@ from experiments.cases import (
     galvatron_plans,
     galvatron_table2,
     llm_foundry,
+    machine_fitted,
     megatron_dgx2,
     megatron_sc21,
     vtrain,
@@ -38,6 +39,7 @@ SOURCES: tuple[CaseSource, ...] = (
     megatron_dgx2.cases,
     alpa.cases,
     amp.cases,
+    machine_fitted.cases,
     campaigns.cases,
 )
 ENVIRONMENT = "WINDTUNNEL_DATA"

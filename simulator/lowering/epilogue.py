@@ -105,9 +105,11 @@ class EpilogueBuilder:
         """
         for placement in self.placements:
             reductions, _ = epilogue_collectives(placement.view, overlapped=self.overlapped)
-            if self.fidelity.gradient_sync:
+            if self.fidelity.gradient_sync and reductions:
+                self._copies(placement, back=False)
                 for item in reductions:
                     self._collective(placement, item, "gradient sync", "reduce")
+                self._copies(placement, back=True)
         if self.fidelity.gradient_sync:
             self._tied()
         runtime = self.placements[0].view.costs.problem.runtime
@@ -218,6 +220,25 @@ class EpilogueBuilder:
             bound_s=max(seconds, launches - launch + seconds / num_kernels) if self.fidelity.host else 0.0,
             streams=[(c, "compute")],
         )
+
+    def _copies(self, placement: StagePlacement, *, back: bool) -> None:
+        """Copy gradients into the bucket of all, or back."""
+        view = placement.view
+        copied = [
+            operator
+            for bucket in gradient_buckets(view, merged=True)
+            for operator in bucket.copied * (int(bucket.copied_back) if back else bucket.passes)
+        ]
+        for c in placement.classes if copied else ():
+            costs = [
+                view.costs.operator(
+                    operator, view.shardings[operator], placement.samples(operator, c), placement.gpu_type[c]
+                )
+                for operator in copied
+            ]
+            num_kernels = sum(len(cost.parameters) for cost in costs)
+            seconds = sum(cost.gradient_copy.device_s for cost in costs)
+            self._compute(c, "gradient copy", view.position, seconds, num_kernels)
 
     def _optimizer(self, placement: StagePlacement) -> None:
         runtime = placement.view.costs.problem.runtime

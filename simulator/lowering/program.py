@@ -2,7 +2,8 @@
 
 Items are computation (a run of operator phases) and collectives. Most are *chained*: each waits for the
 one before. Gathers of sharded parameters and reductions of gradients are not: they have streams of their
-own and are tied to the chain by ``after`` alone. Nor are collectives that a runtime lets travel beside the gradients
+own and are tied to the chain by ``after`` alone. Nor are copies of reduced gradients out of their buckets, for which
+nothing waits that leaves the stage, nor collectives that a runtime lets travel beside the gradients
 of one operator; these keep to the stream of their chained likes.
 """
 
@@ -25,6 +26,7 @@ Part = tuple[int, str]
 """An operator index and a phase."""
 
 GRADIENTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+GRADIENT_COPY = "gradient_copy"
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
@@ -34,7 +36,7 @@ class Item:
 
     Attributes:
         cause: What its time is spent on.
-        parts: Operator phases computed, in order; empty for collectives.
+        parts: Operator phases computed (or GRADIENT_COPY), in order; empty for collectives.
         collective: What is communicated; None for computation.
         role: Stream of a collective: ``tensor``, ``gather`` or ``reduce``.
         chained: The next chained item waits for it.
@@ -107,6 +109,10 @@ class ProgramBuilder:
         order = self.view.operators[::-1]
         gathers = self._gathers(order) if gather else {}
         buckets = self._buckets_by_last_operator() if sync else {}
+        copies = {
+            operator: bucket.passes for found in buckets.values() for bucket in found for operator in bucket.copied
+        }
+        self._reduced = []
         segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
         cause = {GRADIENTS: "backward", (BACKWARD_INPUT,): "backward input"}.get(phases, "backward weight")
         with_inputs = BACKWARD_INPUT in phases
@@ -117,8 +123,11 @@ class ProgramBuilder:
                 self._run_forward(recomputed_operators(self.view, start, stop), "recompute", gathers)
             self._start_layer(index, gathers)
             self._gradients(cause, index, phases)
+            if index in copies:
+                self._compute(cause, index, (GRADIENT_COPY,) * copies[index])
             for bucket in buckets.get(index, ()):
                 self._reduce(bucket)
+        self._copy_back(cause)
         return self.items
 
     def operator_alone(self, index: int) -> tuple[list[Item], list[Item], dict[int, list[Item]]]:
@@ -354,6 +363,8 @@ class ProgramBuilder:
 
     # Reductions of gradients, overlapped with the rest of the backward pass.
 
+    _reduced: list[tuple[GradientBucket, tuple[int, ...]]] = field(default_factory=list)
+
     def _buckets_by_last_operator(self) -> dict[int, list[GradientBucket]]:
         found: dict[int, list[GradientBucket]] = {}
         if self.fidelity.gradient_sync:
@@ -364,6 +375,9 @@ class ProgramBuilder:
     def _reduce(self, bucket: GradientBucket) -> None:
         last = self._last_chained()
         assert last is not None, "a bucket follows the backward pass that fills it"
+        if bucket.copied_back:
+            first = len(self.items)
+            self._reduced.append((bucket, tuple(range(first, first + len(bucket.collectives)))))
         for collective in bucket.collectives:
             self.items.append(
                 Item(
@@ -372,6 +386,21 @@ class ProgramBuilder:
                     role="reduce",
                     chained=False,
                     after=(last,),
+                    operator=bucket.last_operator,
+                )
+            )
+
+    def _copy_back(self, cause: str) -> None:
+        """Copy gradients back from each bucket once it is reduced, after the rest of the pass."""
+        last = self._last_chained()
+        for bucket, reductions in self._reduced:
+            assert last is not None, "reduced gradients have been computed"
+            self.items.append(
+                Item(
+                    cause=cause,
+                    parts=tuple((operator, GRADIENT_COPY) for operator in bucket.copied),
+                    chained=False,
+                    after=(last, *reductions),
                     operator=bucket.last_operator,
                 )
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -21,10 +21,16 @@ class GradientBucket:
     Attributes:
         last_operator: The operator whose backward completes the bucket.
         collectives: What reduces it, in order.
+        copied: Operators whose gradients the runtime copies into the bucket.
+        passes: How often it goes over them before they are reduced.
+        copied_back: They are copied back afterwards.
     """
 
     last_operator: int
     collectives: tuple[MeshCollective, ...]
+    copied: tuple[int, ...] = ()
+    passes: int = 0
+    copied_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,23 +134,48 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     bucket_bytes = runtime.gradient_bucket_bytes
     limit = float("inf") if merged or bucket_bytes is None else float(bucket_bytes)
     workload = view.costs.problem.workload
-    open_groups: dict[object, tuple[ParameterGroup, float]] = {}
-    buckets = []
+    open_groups: dict[object, tuple[list[ParameterGroup], float]] = {}
+    filled = []
     for group in reversed(list(parameter_groups(view))):
         if not group.reduced_axes:
             continue
         # Sharded parameters are reduced layer by layer: that is the unit they are gathered in.
         layer = workload.operators[group.operator].layer if group.zero == 3 and not merged else -1
         key = (group.sizes, group.reduced_axes, group.sharded_axes, layer)
-        _, so_far = open_groups.get(key, (group, 0.0))
+        members, so_far = open_groups.get(key, ([], 0.0))
+        members.append(group)
         total = so_far + group.num_elements * runtime.gradient_accumulation_bytes
-        open_groups[key] = (group, total)
+        open_groups[key] = (members, total)
         if total >= limit:
-            buckets.append(GradientBucket(group.operator, _reductions(group, total)))
-            del open_groups[key]
-    for group, total in open_groups.values():
-        buckets.append(GradientBucket(group.operator, _reductions(group, total)))
+            filled.append(open_groups.pop(key))
+    filled += open_groups.values()
+    copied = _copied(view, [groups for groups, _ in filled])
+    buckets = []
+    for number, (groups, total) in enumerate(filled):
+        bucket = GradientBucket(groups[-1].operator, _reductions(groups[-1], total))
+        if number in copied:
+            whole = not groups[-1].zero
+            passes = 1 if whole else runtime.sharded_gradient_copies
+            bucket = replace(bucket, copied=tuple(copied[number]), passes=passes, copied_back=whole)
+        buckets.append(bucket)
     return buckets
+
+
+def _copied(view: StageView, buckets: Sequence[Sequence[ParameterGroup]]) -> dict[int, list[int]]:
+    """Return, by bucket, the operators whose last gradient it takes in, of those that the runtime copies."""
+    runtime = view.costs.problem.runtime
+    levels = {0} if runtime.copies_gradients else set()
+    levels |= {3} if runtime.sharded_gradient_copies else set()
+    last: dict[int, int] = {}
+    for number, groups in enumerate(buckets):
+        for group in groups:
+            sharding = view.shardings[group.operator]
+            if group.zero in levels and any(sharding[axis].split == "batch" for axis in group.reduced_axes):
+                last[group.operator] = number
+    found: dict[int, list[int]] = {}
+    for operator, number in last.items():
+        found.setdefault(number, []).append(operator)
+    return found
 
 
 def gather_collectives(view: StageView, operators: Iterable[int]) -> dict[int, list[MeshCollective]]:

@@ -302,6 +302,42 @@ def test_logs_of_unlike_layers_and_plans_without_a_time_are_refused(
     assert code == 2 and "row 1 must have a plan and iteration_time_s above 0" in err
 
 
+def test_constants_of_a_machine_are_fitted_to_logs_of_runs_of_any_models(calibrate: Any, tmp_path: Path) -> None:
+    runs = plans_with_times(tmp_path, 1.2) + plans_with_times(tmp_path, 1.2, model="gpt3-1.3b")
+    table = tmp_path / "runs.csv"
+    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for path, seconds in runs))
+    summary = calibrate("runs", table, "--constants", "products,memory,network")
+    words = {fit["what"]: fit for fit in summary["fits"]}
+    assert words["iterations, shipped constants"]["median"] > 0.15
+    assert words["iterations, fitted constants"]["worst"] < 0.04
+    assert words["factors on the machine's constants"]["constants"]["network"] == 1
+    assert summary["gpus"] == {"a100-sxm4-80gb": ["curves", "optimizer_bandwidth_fraction"]} and not summary["networks"]
+    path, seconds = runs[-1]
+    spec, plan = load_plan(path)
+    on_it = replace(spec, profile=str(tmp_path / "out" / "c.json")).load()
+    assert simulate(plan, on_it).iteration_time_s == pytest.approx(seconds, rel=0.04)
+
+
+def test_runs_of_two_machines_profiled_plans_and_unknown_constants_are_refused(
+    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = plans_with_times(tmp_path, 1.0)[:1], plans_with_times(tmp_path, 1.0, cluster="h100-dgx:1x2")[:1]
+    table = tmp_path / "runs.csv"
+    (tmp_path / "other.yaml").write_text(there[0][0].read_text())
+    here = plans_with_times(tmp_path, 1.2)
+    table.write_text(f"plan,iteration_time_s\n{here[0][0].name},1.0\nother.yaml,1.0\n")
+    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, "--constants", "all")
+    assert code == 2 and "runs must be of one kind of machine" in err and "h100-dgx (other.yaml)" in err
+    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, "--constants", "wheels")
+    assert code == 2 and "must be all or one of products, memory" in err
+    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for path, seconds in here))
+    calibrate("runs", table)
+    spec, plan = load_plan(here[0][0])
+    save_plan(here[0][0], replace(spec, profile=str(tmp_path / "out" / "c.json")), plan)
+    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, "--constants", "all")
+    assert code == 2 and "must be made without --profile" in err
+
+
 def test_a_malicious_pickle_ends_with_exit_code_two(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,8 @@ class Implementation:
             the logits themselves wait as the stage's output (Megatron-LM before its 2.0).
         loss_temporaries: Tensors of the size of the logits, in ``logits_dtype``, that torch's loss makes besides in
             backward: the gradient of the log-softmax and of the logits.
+        loss_metrics: Cross entropies of the logits, in fp32 and forward alone, that a trainer takes besides the loss
+            after each microbatch (timed as part of its backward pass; what they make is gone before the next).
     """
 
     dtype: str = "fp16"
@@ -74,6 +76,7 @@ class Implementation:
     loss_keeps_logits: bool = False
     loss_clones_logits: bool = False
     loss_temporaries: int = 2
+    loss_metrics: int = 0
 
     @property
     def mask_dtype(self) -> str:

@@ -116,11 +116,18 @@ class LanguageModelLoss(Kind):
             found = [MemoryBound(row, row, "gather"), MemoryBound(high, high)]
             if casts:
                 found.append(MemoryBound(high, low))
-            return [*found, Matmul(m=rows, n=hidden, k=vocab, role="data_gradient")]
+            found.append(Matmul(m=rows, n=hidden, k=vocab, role="data_gradient"))
+            return found + self._metric(rows, vocab, low) * local.implementation.loss_metrics
         found = [Matmul(m=vocab, n=hidden, k=rows, role="weight_gradient")]
         if flag(local.attributes, "bias"):
             found.append(MemoryBound(low, float(vocab * local.element_bytes), "reduction"))
         return found
+
+    @staticmethod
+    def _metric(rows: int, vocab: int, low: float) -> list[Kernel]:
+        """Return the kernels of torch's cross entropy of the logits, forward alone, as autocast runs it in fp32."""
+        high, row = float(rows * vocab * DTYPE_BYTES["fp32"]), float(rows * DTYPE_BYTES["fp32"])
+        return [MemoryBound(low, high), MemoryBound(high, high, "reduction"), MemoryBound(row, row, "gather")]
 
     def num_calls(self, phase: str, local: Local) -> int:
         # Logits, cast and cross entropy are called one by one; so is each step of Megatron's cross entropy, either way.

@@ -1,0 +1,152 @@
+"""Gradients copied before they are reduced, and back: closed forms, both engines, all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from simulator.costs import CostTables
+from simulator.engine_compiled import run_compiled
+from simulator.engine_simpy import run_simpy
+from simulator.fidelity import Fidelity
+from simulator.lowering.lower import lower, stage_views
+from simulator.lowering.program import GRADIENT_COPY, GRADIENTS, ProgramBuilder
+from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
+from workloads.kernels import MemoryBound
+
+ALONE = Fidelity().without("host", "overlap-slowdown", "contention", "optimizer")
+"""Tasks take as long as their costs say."""
+
+
+def with_copies(wanted: bool, **changes: object) -> Problem:
+    problem = small_problem("gpt", runtime="pytorch-ddp", cluster="a100-80g-dgx:1x8")
+    return replace(problem, runtime=replace(problem.runtime, copies_gradients=wanted, **changes))
+
+
+def copies_s(problem: Problem, plan: Plan) -> float:
+    """Return the seconds of copying every gradient of the only stage once, from its parameters alone."""
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    sizes = [4.0 * group.num_elements for group in parameter_groups(view)]
+    return sum(
+        problem.hardware.kernel_time_s(view.gpu_type, MemoryBound(size, size), problem.runtime.implementation.dtype)
+        for size in sizes
+    )
+
+
+def difference_s(plan: Plan, **changes: object) -> float:
+    """Return what copying adds to the iteration time."""
+    with_s, without_s = (
+        simulate(plan, with_copies(wanted, **changes), fidelity=ALONE).iteration_time_s for wanted in (True, False)
+    )
+    return with_s - without_s
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_one_bucket_is_filled_before_and_emptied_after_its_reduction(overlap: bool) -> None:
+    problem = with_copies(True)
+    plan = uniform_plan(problem, dp=8, microbatch=2, overlap_gradient_sync=overlap)
+    copies = copies_s(problem, plan)
+    assert copies > 1e-4
+    assert difference_s(plan, gradient_bucket_bytes=None) == pytest.approx(2 * copies)
+
+
+def test_copies_hide_behind_the_reductions_of_other_buckets() -> None:
+    """All but those before the first bucket and after the last, where reductions rule."""
+    problem = with_copies(True)
+    plan = uniform_plan(problem, dp=8, microbatch=2)
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    buckets = gradient_buckets(view, merged=False)
+    assert len(buckets) > 3
+    first, last = (
+        sum(view.cost(operator).gradient_copy.device_s for operator in bucket.copied)
+        for bucket in (buckets[0], buckets[-1])
+    )
+    found = difference_s(plan)
+    assert max(first, last) < found < 2 * copies_s(problem, plan)
+
+
+def test_every_gradient_is_copied_once_each_way_and_back_when_its_bucket_is_reduced() -> None:
+    problem = with_copies(True)
+    plan = uniform_plan(problem, dp=8, microbatch=2)
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    items = ProgramBuilder(view, Fidelity()).backward(GRADIENTS, gather=False, sync=True)
+    owners = sorted({group.operator for group in parameter_groups(view)})
+    copies = [
+        (operator, position)
+        for position, item in enumerate(items)
+        for operator, phase in item.parts
+        if phase == GRADIENT_COPY
+    ]
+    end = max(position for position, item in enumerate(items) if item.chained)
+    assert sorted(operator for operator, position in copies if position <= end) == owners
+    assert sorted(operator for operator, position in copies if position > end) == owners
+    for item in items[end + 1 :]:
+        if not item.collective:
+            last, *reductions = item.after
+            assert last == end and all(items[position].role == "reduce" for position in reductions)
+            assert max(operator for operator, _ in item.parts) >= item.operator == min(item.parts)[0]
+
+
+def test_the_next_forward_pass_waits_for_the_buckets_of_the_last_backward_pass() -> None:
+    """Where every pass reduces, as DistributedDataParallel does unless told otherwise, nothing hides behind it."""
+    problem = with_copies(True, gradient_bucket_bytes=None)
+    one, two = (uniform_plan(problem, dp=8, microbatch=each) for each in (2, 1))
+    cost = CostTables(problem)
+    (view,) = stage_views(one.canonical(problem.workload), cost)
+    (bucket,) = gradient_buckets(view, merged=False)
+    (reduction,) = bucket.collectives
+    alone_s = problem.hardware.collective(reduction.collective, reduction.num_bytes, tuple(range(8))).alone_s
+    for plan, passes in ((one, 1), (two, 2)):
+        silent = simulate(plan, problem, fidelity=ALONE.without("gradient-sync")).iteration_time_s
+        whole = simulate(plan, problem, fidelity=ALONE).iteration_time_s
+        assert whole - silent == pytest.approx(passes * (alone_s + 2 * copies_s(problem, plan)))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sharded_gradients_are_gone_over_before_they_are_scattered(times: int) -> None:
+    """Two microbatches that both reduce; where no gather is waited for, nothing of it hides."""
+    with_s, without_s = (
+        simulate(plan, problem, fidelity=ALONE.without("parameter-gather")).iteration_time_s
+        for copies in (times, 0)
+        for problem in [with_copies(False, sharded_gradient_copies=copies)]
+        for plan in [uniform_plan(problem, dp=8, microbatch=1, zero=3)]
+    )
+    problem = with_copies(False, sharded_gradient_copies=times)
+    once = copies_s(problem, uniform_plan(problem, dp=8, microbatch=1, zero=3))
+    assert with_s - without_s == pytest.approx(2 * times * once, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [dict(tp=8), dict(dp=8, zero=3), dict(dp=8, zero=1)])
+def test_what_is_sharded_or_not_replicated_is_not_copied(shape: dict) -> None:
+    assert difference_s(uniform_plan(with_copies(True), microbatch=2, **shape)) == 0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(dp=8),
+        dict(tp=2, dp=2, pp=2),
+        dict(tp=2, dp=4, sequence_parallel=True, recompute="full"),
+        dict(dp=4, pp=2, schedule="interleaved", chunks=2),
+        dict(dp=4, pp=2, schedule="zb-h1"),
+        dict(dp=8, overlap_gradient_sync=False),
+        dict(dp=8, zero=3),
+        dict(tp=2, dp=4, zero=3, recompute="full"),
+    ],
+)
+def test_representatives_unmerged_tasks_and_both_engines_agree(shape: dict) -> None:
+    problem = with_copies(True, sharded_gradient_copies=2)
+    plan = uniform_plan(problem, microbatch=1, **shape)
+    times = []
+    for fidelity in (Fidelity(), replace(Fidelity(), merge=False), replace(Fidelity(), symmetry=False)):
+        graph = lower(plan.canonical(problem.workload), CostTables(problem), fidelity).graph
+        times += [max(run(graph).end_s) for run in (run_simpy, run_compiled)]
+    for one, other in pairwise(times):
+        assert one == pytest.approx(other, rel=1e-6)
