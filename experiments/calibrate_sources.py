@@ -80,6 +80,7 @@ def alpa(file: Path, *, preset: str | None, gpu: str | None) -> Outcome:
     Raises:
         ValueError: If the file is no such database or refused.
     """
+    own_type = load_gpu(gpu) if gpu is not None else None
     if file.name.removesuffix(".gz").endswith(".csv"):
         database = AlpaDatabase((), tuple(read_alpa_table(file)), ())
     else:
@@ -88,16 +89,18 @@ def alpa(file: Path, *, preset: str | None, gpu: str | None) -> Outcome:
     parts = communication_parts(database.rows, source, preset) if database.rows else None
     notes = ["times hold the measuring loop's 14 to 18 us each"] if database.rows else []
     calibration, fits, points = Calibration(source=source), list[FitRecord](), list[Point]()
-    if database.matmuls and gpu is None:
+    if database.matmuls and own_type is None:
         notes.append(f"{len(database.matmuls)} matmuls were not used: --gpu says whose they are")
-    elif database.matmuls and gpu is not None:
+    elif own_type is not None and not database.matmuls:
+        notes.append("--gpu changed nothing: the database has no matmuls (its table as CSV holds collectives alone)")
+    elif own_type is not None:
         words = {"f16": "fp16", "f32": "fp32"}
         rows = [(Matmul(each.n, each.n, each.n), words.get(each.dtype, each.dtype), each.seconds)
                 for each in database.matmuls]  # fmt: skip
-        found = fit_curves(load_gpu(gpu), rows, source)
+        found = fit_curves(own_type, rows, source)
         if found is not None:
             curves, constants, points = found
-            calibration = replace(calibration, gpus={gpu: GpuConstants(curves=curves)})
+            calibration = replace(calibration, gpus={own_type.name: GpuConstants(curves=curves)})
             fits = [fit_record(f"matmuls on {gpu}", "fitted", points, constants)]
     return with_communication(calibration, parts, preset, fits, points, notes)
 

@@ -78,6 +78,11 @@ def accuracy(
         outcomes, skipped = core.run_cases(
             all_cases(folder), only=only, fidelity=Fidelity().without(*off), listener=listener
         )
+    known = dict.fromkeys(name for each in outcomes for name in each.case.features)
+    for name in comma_separated(by):
+        if name not in known:
+            words = ", ".join(known) or "which have none"
+            raise ValueError(f"--by must name features of the runs, {words}; got {name!r}")
     reports = core.group_reports(outcomes, skipped, only=only)
     baseline = accuracy_baseline.load_baseline()
     found = accuracy_baseline.findings(reports, baseline, with_data=folder is not None, only=only) if check else []

@@ -53,7 +53,7 @@ def search(
     """
     from searchers.budget import Budget
     from searchers.plan_words import describe_plan
-    from searchers.registry import searcher_named
+    from searchers.registry import is_file, raised, searcher_named
     from simulator.plan_file import save_plan
 
     chosen = searcher_named(searcher, objective=objective)
@@ -68,7 +68,15 @@ def search(
     )
     problem = spec.load()
     with messages().status(f"{searcher} searches, at most {limit} ..."):
-        found = chosen.search(problem, limit, seed)
+        try:
+            found = chosen.search(problem, limit, seed)
+        except ValueError:
+            raise
+        except Exception as error:
+            if not is_file(searcher):  # a mistake of ours, not of whoever wrote the file
+                raise
+            words = f"{searcher} must end with plans or a ValueError; it raised {raised(error, searcher)}"
+            raise ValueError(words) from error
     if output is not None:
         save_plan(writable(output), spec, found.best, fingerprint=problem.workload.fingerprint)
     if as_json:

@@ -18,7 +18,7 @@ from experiments.compare_files import ComparisonFolder
 from experiments.judged import first_that_fits
 from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
-from searchers.registry import searcher_class, searcher_named
+from searchers.registry import raised, searcher_class, searcher_named
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
@@ -187,6 +187,8 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
         return _without_plan(name, error, started_s)
     except ValueError as error:  # the searcher does not apply to this problem; others may
         return _without_plan(name, error, started_s)
+    except Exception as error:  # a searcher's own mistake must not end the others
+        return _without_plan(name, ValueError(f"the searcher raised {raised(error, name)}"), started_s)
     judged = first_that_fits(
         found, problem, fidelity, inputs.engine, lambda num_tasks: tell(name, "simulating", num_tasks)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import traceback
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,18 @@ def _plugins() -> dict[str, EntryPoint]:
 
 
 def _from_file(reference: str) -> object:
-    file_name, _, class_name = reference.rpartition(":") if ".py:" in reference else (reference, "", "")
-    path = Path(file_name)
+    path, class_name = _file_and_class(reference)
+    file_name = str(path)
     if not path.is_file():
         raise ValueError(f"searcher file {file_name!r} does not exist; write path/to/file.py:ClassName")
     spec = importlib.util.spec_from_file_location(f"windtunnel_plugin_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a .py path always has a loader"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        words = f"searcher file {file_name!r} must run as Python; it raised {raised(error, reference)}"
+        raise ValueError(words) from error
     classes = [
         attribute
         for attribute, value in vars(module).items()
@@ -110,6 +115,31 @@ def _from_file(reference: str) -> object:
     if not hasattr(module, class_name):
         raise ValueError(f"{file_name} has no {class_name!r}; {nearest(class_name, classes)}")
     return getattr(module, class_name)
+
+
+def is_file(name: str) -> bool:
+    """Return whether a searcher's name is a class in somebody's own file.
+
+    >>> is_file("searcher/mine.py:HillClimber"), is_file("aceso")
+    (True, False)
+    """
+    return ".py" in name
+
+
+def raised(error: BaseException, name: str) -> str:
+    """Return an error of a searcher in words: its type, what it says, and where (the last place in its own file)."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = list(traceback.extract_tb(error.__traceback__))
+    if is_file(name):
+        path = _file_and_class(name)[0].resolve()
+        frames = [frame for frame in frames if Path(frame.filename).resolve() == path] or frames
+    return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})"
+
+
+def _file_and_class(reference: str) -> tuple[Path, str]:
+    file_name, _, class_name = reference.rpartition(":") if ".py:" in reference else (reference, "", "")
+    return Path(file_name), class_name
 
 
 def _is_searcher(value: object) -> bool:

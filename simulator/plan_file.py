@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -125,8 +126,15 @@ def _sharding(axes: tuple[Any, ...]) -> Sharding:
     return tuple(Axis(*axis) for axis in axes)
 
 
+def _found(name: str, plan: str | Path) -> str:
+    """Return a file that a plan names: as it stands, else the one beside the plan if that is there."""
+    file, mark, rest = name.partition("@")
+    beside = Path(plan).parent / file
+    return f"{beside}{mark}{rest}" if not Path(file).exists() and beside.is_file() else name
+
+
 def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
-    """Read a plan file.
+    """Read a plan file. A model or profile that it names as a file may lie beside it.
 
     Raises:
         DataFileError: If the file is malformed, of another version, or was made for a model that has
@@ -135,6 +143,7 @@ def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
     mapping = load_mapping(path)
     envelope = validated(_Envelope, mapping, str(path))
     spec = ProblemSpec(**envelope.problem.model_dump())
+    spec = replace(spec, model=_found(spec.model, path), profile=spec.profile and _found(spec.profile, path))
     if envelope.workload_fingerprint is not None:
         workload = spec.load().workload
         if workload.fingerprint != envelope.workload_fingerprint:

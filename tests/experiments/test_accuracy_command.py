@@ -41,6 +41,12 @@ def test_the_table_says_how_many_cases_ran(app: typer.Typer) -> None:
     assert "aceso_gpt_1_3b.yaml#1" in result.output
 
 
+def test_a_feature_that_no_run_has_is_refused(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, ["accuracy", *GROUP, "--by", "colour"])
+    assert isinstance(result.exception, ValueError)
+    assert "--by must name features of the runs" in str(result.exception) and "'colour'" in str(result.exception)
+
+
 def test_residuals_of_groups_that_miss_their_target(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = {"dapple-table5": 0.0001, "aceso-gpt-modelled": 0.9}
     known = accuracy_groups.groups()

@@ -150,3 +150,22 @@ def test_a_limit_that_nothing_fits_gives_rows_not_errors(tmp_path: Path) -> None
     found = compare(spec, ("ddp", "megatron-grid"), budget=BUDGET, output=tmp_path)
     assert set(found["status"]) == {"no plan"}
     assert all("out of memory" in reason and "GiB" in reason for reason in found["reason"])
+
+
+def test_a_searcher_that_raises_is_a_row_that_says_where(tmp_path: Path) -> None:
+    text = """
+from searchers.base import CandidateSearcher
+
+
+class Mine(CandidateSearcher):
+    name = "mine"
+    paper = "none"
+
+    def candidates(self, problem, random, ledger):
+        yield [].pop()
+"""
+    (tmp_path / "mine.py").write_text(text)
+    found = compare(SPEC, (f"{tmp_path}/mine.py:Mine", "ddp"), budget=BUDGET)
+    assert list(found["status"]) == ["ok", "no plan"]
+    reason = found["reason"].iloc[1]
+    assert "raised IndexError: pop from empty list" in reason and "line 10, in candidates" in reason

@@ -86,6 +86,20 @@ def test_a_wrong_searcher_name_says_what_would_be_right(plugin: Path, name: str,
         searcher_class(name.format(plugin=plugin))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import math\nx = 1 / 0\n", r"must run as Python; it raised ZeroDivisionError: division by zero \(.*line 2"),
+        ("def search(:\n", r"it raised SyntaxError: .*line 1\)"),
+        ("import nothing_of_this_name\n", "it raised ModuleNotFoundError: No module named"),
+    ],
+)
+def test_a_file_that_does_not_run_says_where(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        searcher_class(f"{tmp_path}/broken.py:Mine")
+
+
 def test_exhaustive_refuses_large_problems_with_a_remedy() -> None:
     with pytest.raises(ValueError, match=r"at most 100 plans.*such as random"):
         searcher_named("exhaustive", max_plans=100).search(tiny_problem(8, 1024))

@@ -77,6 +77,18 @@ def test_a_saved_plan_loads_with_its_problem(tmp_path: Path) -> None:
         assert load_plan(tmp_path / name) == (SPEC, plan)
 
 
+def test_what_a_plan_names_as_a_file_may_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    spec = replace(SPEC, profile="measured.json")
+    save_plan(tmp_path / "plan.yaml", spec, uniform_plan(SPEC.load()))
+    assert load_plan(tmp_path / "plan.yaml")[0] == spec
+    (tmp_path / "measured.json").touch()
+    assert load_plan("../plan.yaml")[0].profile == "../measured.json"
+    (tmp_path / "here" / "measured.json").touch()
+    assert load_plan("../plan.yaml")[0] == spec, "what stands as it is named comes first"
+
+
 def test_a_plan_made_for_another_graph_is_refused(tmp_path: Path) -> None:
     save_plan(tmp_path / "p.yaml", SPEC, uniform_plan(SPEC.load()), fingerprint="0123456789abcdef")
     with pytest.raises(DataFileError, match=r"another version of model gpt3-1\.3b"):
