@@ -40,6 +40,14 @@ def measured_runs(table: Path) -> list[Measured]:
     return found
 
 
+def _one_of_each(runs: Sequence[Measured]) -> list[Measured]:
+    """Return one run of each plan, with the median of its times: leaving out one of several would leave it in."""
+    of_plan: dict[tuple[object, str], list[Measured]] = {}
+    for run in runs:
+        of_plan.setdefault((run.problem.spec, run.plan.canonical_hash(run.problem.workload)), []).append(run)
+    return [replace(same[0], seconds=float(np.median([run.seconds for run in same]))) for same in of_plan.values()]
+
+
 def constants(table: Path, names: Sequence[str], progress: Callable[[str], None] | None = None) -> Outcome:
     """Return the calibration with a machine's constants times the factors that explain a table of runs.
 
@@ -49,8 +57,8 @@ def constants(table: Path, names: Sequence[str], progress: Callable[[str], None]
         progress: Called with what is done, in words.
 
     Raises:
-        ValueError: As `measured_runs`, or if the runs are not of one machine, or measured tables stand in for
-            constants.
+        ValueError: As `measured_runs`, or if runs are not of one machine, of fewer than two plans, or a plan names a
+            profile.
     """
     found = measured_runs(table)
     clusters = {run.name: run.problem.hardware.cluster for run in found}
@@ -60,14 +68,14 @@ def constants(table: Path, names: Sequence[str], progress: Callable[[str], None]
         words = ", ".join(f"{' and '.join(preset)} ({name})" for preset, name in some.items())
         raise ValueError(f"{table}: runs must be of one kind of machine, got {words}; make a table for each")
     for run in found:
-        hardware = run.problem.hardware
-        if hardware.operator_profile is not None or hardware.collective_table is not None:
+        if run.problem.spec is None or run.problem.spec.profile is not None:
             raise ValueError(
-                f"{table}: plans must be made without --profile, whose tables stand in for constants, got one with "
+                f"{table}: plans must be made without --profile: factors are on the shipped constants; got one with "
                 f"({run.name})"
             )
+    found = _one_of_each(found)
     fitted = fit_constants(found, names, progress)
-    source = f"fitted to {len(found)} runs of {table.name}"
+    source = f"fitted to runs of {len(found)} plans of {table.name}"
     factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}
     points = [
         Point("iterations", run.seconds, run.seconds * (1 + float(error)))

@@ -5,7 +5,8 @@ logs of the factors that make predictions and measurements meet are estimated by
 around 0, so that a factor on which no run depends stays 1; runs far off count less than squared. The prior's width
 is chosen by what it says of each run from all others: residuals of the linearised model are then ``e / (1 - h)``, with
 ``h`` from the diagonal of the hat matrix. No width, which keeps the shipped constants, is among the choices, and stands
-where the others do not do better in the end.
+where the others do not do better in the end. Width and weights have seen the runs that they leave out, so what is said
+of these is a little too good; runs held back altogether say more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ REPEATS_TO, MOSTLY_PRIOR = 0.01, 0.5
 """Runs of one plan differ by about so much; a factor that keeps so much of its prior's width is not determined."""
 STEP = 0.05
 """By how much a factor's log is moved to see what runs make of it."""
-MAX_ROUNDS, SETTLED, LARGEST_STEP = 8, 2e-3, 0.5
+MAX_ROUNDS, MAX_HALVINGS, SETTLED, LARGEST_STEP = 8, 4, 2e-3, 0.5
+
+ErrorsAt = Callable[[NDArray[np.float64], str], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -116,33 +119,34 @@ def fit_constants(
     relative = np.array([WIDER.get(name, 1.0) for name in names])
     logs = np.zeros(len(names))
     before = errors = errors_at(logs, "shipped constants")
-    width, left_out, slopes = 0.0, before, np.zeros((len(runs), len(names)))
+    width, slopes = 0.0, np.zeros((len(runs), len(names)))
     for round_ in range(1, MAX_ROUNDS + 1):
-        for column, name in enumerate(names):
-            step = np.zeros(len(names))
-            step[column] = STEP
-            slopes[:, column] = (errors_at(logs + step, f"round {round_}, {name}") - errors) / STEP
-        weights = 1 / np.sqrt(1 + (errors / NOISE) ** 2)
-        width, target, left_out = _best(slopes, errors - slopes @ logs, weights, relative)
-        step = np.clip(target - logs, -LARGEST_STEP, LARGEST_STEP)
-        logs = logs + step
-        errors = errors_at(logs, f"round {round_}") if step.any() else errors
-        if np.abs(step).max() < SETTLED:
+        slopes = _slopes(errors_at, names, logs, errors, f"round {round_}")
+        width, target = _best(slopes, errors - slopes @ logs, _weights(errors), relative)
+        if not width:
             break
-    if np.abs(left_out).mean() >= np.abs(before).mean():
+        step, moved_on = np.clip(target - logs, -LARGEST_STEP, LARGEST_STEP), False
+        for _ in range(MAX_HALVINGS):
+            tried = errors_at(logs + step, f"round {round_}")
+            if _cost(tried, logs + step, width * relative) < _cost(errors, logs, width * relative):
+                logs, errors, moved_on = logs + step, tried, True
+                break
+            step = step / 2
+        if not moved_on or np.abs(step).max() < SETTLED:
+            break
+    precision = _precision(slopes, _weights(errors), width * relative) if width else np.eye(len(names))
+    hat = np.einsum("ij,ji->i", slopes, np.linalg.solve(precision, slopes.T * _weights(errors)))
+    left_out = errors / (1 - hat) if width else before
+    if not width or np.abs(left_out).mean() >= np.abs(before).mean():
         width, logs, errors, left_out = 0.0, np.zeros(len(names)), before, before
-    deviations = np.zeros(len(names))
-    if width:
-        noise = max(REPEATS_TO, float(np.sqrt(np.mean(errors**2))))
-        precision = slopes.T @ slopes / noise**2 + np.diag((width * relative) ** -2.0)
-        deviations = np.sqrt(np.diag(np.linalg.inv(precision)))
+    noise = max(REPEATS_TO, float(np.sqrt(np.mean(_weights(errors) * errors**2))))
+    deviations = noise * np.sqrt(np.diag(np.linalg.inv(precision))) if width else np.zeros(len(names))
+    wide = noise / NOISE * width * relative
     return FittedConstants(
         factors=dict(zip(names, np.exp(logs).tolist(), strict=True)),
         deviations=dict(zip(names, deviations.tolist(), strict=True)),
         undetermined=tuple(
-            name
-            for name, deviation, wide in zip(names, deviations, width * relative, strict=True)
-            if deviation >= MOSTLY_PRIOR * wide
+            name for name, own, prior in zip(names, deviations, wide, strict=True) if own >= MOSTLY_PRIOR * prior
         ),
         width=width,
         before=np.expm1(before),
@@ -151,8 +155,37 @@ def fit_constants(
     )
 
 
-def _best(slopes: Vector, at_zero: Vector, weights: Vector, relative: Vector) -> tuple[float, Vector, Vector]:
-    """Return the width with the least mean absolute error of left-out runs, its estimate, and these errors.
+def _slopes(errors_at: ErrorsAt, names: Sequence[str], logs: Vector, errors: Vector, what: str) -> Vector:
+    """Return what runs' log errors gain with each factor's log; below where it has an end (a share of a peak)."""
+    found = np.zeros((len(errors), len(names)))
+    for column, name in enumerate(names):
+        for step in (STEP, -STEP):
+            moved_logs = logs.copy()
+            moved_logs[column] += step
+            found[:, column] = (errors_at(moved_logs, f"{what}, {name}") - errors) / step
+            if found[:, column].any():
+                break
+    return found
+
+
+def _weights(errors: Vector) -> Vector:
+    """Return the weights of squared errors that make runs far off count less."""
+    weights: Vector = 1 / np.sqrt(1 + (errors / NOISE) ** 2)
+    return weights
+
+
+def _cost(errors: Vector, logs: Vector, widths: Vector) -> float:
+    """Return what is made small: errors, squared up to the noise and linear beyond, and the distance from the prior."""
+    return float(2 * (np.sqrt(1 + (errors / NOISE) ** 2) - 1).sum() + ((logs / widths) ** 2).sum())
+
+
+def _precision(slopes: Vector, weights: Vector, widths: Vector) -> Vector:
+    precision: Vector = (slopes.T * weights) @ slopes + np.diag((NOISE / widths) ** 2)
+    return precision
+
+
+def _best(slopes: Vector, at_zero: Vector, weights: Vector, relative: Vector) -> tuple[float, Vector]:
+    """Return the width with the least mean absolute error of left-out runs under these slopes, and its estimate.
 
     Args:
         slopes: float64[runs, factors]. What a run's log error gains with a factor's log.
@@ -161,14 +194,12 @@ def _best(slopes: Vector, at_zero: Vector, weights: Vector, relative: Vector) ->
         relative: float64[factors]. Width of each factor's prior over that of a rate.
     """
     found = []
-    weighted = slopes.T * weights
     for width in WIDTHS:
         estimate, left_out = np.zeros(slopes.shape[1]), at_zero
         if width:
-            solved = np.linalg.solve(weighted @ slopes + np.diag((NOISE / (width * relative)) ** 2), weighted)
+            solved = np.linalg.solve(_precision(slopes, weights, width * relative), slopes.T * weights)
             estimate = -solved @ at_zero
-            hat = np.einsum("ij,ji->i", slopes, solved)
-            left_out = (at_zero + slopes @ estimate) / (1 - hat)
-        found.append((float(np.abs(left_out).mean()), width, estimate, left_out))
-    _, width, estimate, left_out = min(found, key=lambda each: each[0])
-    return width, estimate, left_out
+            left_out = (at_zero + slopes @ estimate) / (1 - np.einsum("ij,ji->i", slopes, solved))
+        found.append((float(np.abs(left_out).mean()), width, estimate))
+    _, width, estimate = min(found, key=lambda each: each[0])
+    return width, estimate

@@ -47,7 +47,6 @@ class OperatorCost:
 
     Attributes:
         forward, backward_input, backward_weight: Work of each phase.
-        gradient_copy: Work of copying its gradients into the buckets they are reduced in, or back.
         input_bytes, output_bytes: Local bytes of each input and output.
         saved: ``(reference, bytes)`` of what forward keeps; references name ``input:i``/``output:i``.
         parameters: ``(parameter, local elements)``.
@@ -63,7 +62,6 @@ class OperatorCost:
     forward: Segment
     backward_input: Segment
     backward_weight: Segment
-    gradient_copy: Segment
     input_bytes: tuple[float, ...]
     output_bytes: tuple[float, ...]
     saved: tuple[tuple[str, float], ...]
@@ -180,7 +178,6 @@ class CostTables:
             forward=segments[FORWARD],
             backward_input=segments[BACKWARD_INPUT],
             backward_weight=segments[BACKWARD_WEIGHT],
-            gradient_copy=self._segment(self._copies(local), gpu_type, 0.0, 0),
             input_bytes=tuple(float(size) for size in input_bytes(kind, local)),
             output_bytes=tuple(float(size) for size in output_bytes(kind, local)),
             saved=saved,
@@ -227,13 +224,9 @@ class CostTables:
         counts = [float(prod(shape)) for shape in self._apart(kind, local)]
         return [MemoryBound(count * (kept + new), count * kept) for count in counts]
 
-    def _copies(self, local: Local) -> list[Kernel]:
-        """Return the kernels that copy gradients once, one per parameter; none where nothing copies them."""
-        runtime = self.problem.runtime
-        if not (runtime.copies_gradients or runtime.sharded_gradient_copies):
-            return []
-        sizes = [float(prod(shape)) * runtime.gradient_accumulation_bytes for shape in local.parameters]
-        return [MemoryBound(size, size) for size in sizes]
+    def launched(self, kernels: Sequence[Kernel], gpu_type: str) -> Segment:
+        """Return kernels that no operator has, as they are launched."""
+        return self._segment(kernels, gpu_type, 0.0, 0)
 
     def _segment(self, kernels: Sequence[Kernel], gpu_type: str, dispatch_s: float, num_calls: int) -> Segment:
         """Return kernels as they are launched, the first of each call after the framework's dispatch."""

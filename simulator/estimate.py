@@ -4,7 +4,8 @@ Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once
 microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
 sum_{i<=j} t_i + sum_{i>=j} s_i``. Memory: model
 states, saved activations times microbatches in flight, and the last stage's logits. No overlap (that of collectives
-with the gradients of one operator neither), contention, optimizer or allocator: the engine has those.
+with the gradients of one operator neither), contention, copies of gradients, optimizer or allocator: the engine has
+those.
 
 Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
 launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may

@@ -7,6 +7,7 @@ from typing import Any
 
 from simulator.fidelity import Fidelity
 from simulator.lowering.channels import ChannelTable
+from simulator.lowering.gradient_copies import copied_groups, copy_segment
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import StageView
@@ -229,15 +230,9 @@ class EpilogueBuilder:
             for bucket in gradient_buckets(view, merged=True)
             for operator in bucket.copied * (int(bucket.copied_back) if back else bucket.passes)
         ]
+        num_kernels = sum(len(copied_groups(view)[operator]) for operator in copied)
         for c in placement.classes if copied else ():
-            costs = [
-                view.costs.operator(
-                    operator, view.shardings[operator], placement.samples(operator, c), placement.gpu_type[c]
-                )
-                for operator in copied
-            ]
-            num_kernels = sum(len(cost.parameters) for cost in costs)
-            seconds = sum(cost.gradient_copy.device_s for cost in costs)
+            seconds = sum(copy_segment(view, operator, placement.gpu_type[c]).device_s for operator in copied)
             self._compute(c, "gradient copy", view.position, seconds, num_kernels)
 
     def _optimizer(self, placement: StagePlacement) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from operator import itemgetter
 
 from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
+from simulator.lowering.gradient_copies import GRADIENT_COPY, copy_segment
 from simulator.lowering.mesh import batch_coordinate, batch_degree
 from simulator.lowering.program import Item, Program, StageView
 from simulator.segments import EMPTY, Segment
@@ -86,18 +86,24 @@ class StagePlacement:
     def _segment(self, item: Item, representative: int, shift: int) -> Segment:
         total = EMPTY
         for named, phase in item.parts:
-            total = total.then(getattr(self._cost(named + shift, representative), phase))
+            total = total.then(self._phase(named + shift, phase, representative))
         return total
 
     def _segment_apart(self, item: Item, representative: int, shift: int) -> Segment:
         total = EMPTY
-        for named, parts in groupby(item.parts, key=itemgetter(0)):
-            cost, whole = self._cost(named + shift, representative), EMPTY
+        for (named, _), parts in groupby(item.parts, key=lambda part: (part[0], part[1] == GRADIENT_COPY)):
+            whole = EMPTY
             for _, phase in parts:
-                whole = whole.then(getattr(cost, phase))
+                whole = whole.then(self._phase(named + shift, phase, representative))
             seconds = max(whole.device_s, whole.host_s)
             total = total.then(Segment(device_s=seconds, bound_s=seconds, recorded=whole.recorded))
         return total
+
+    def _phase(self, index: int, phase: str, representative: int) -> Segment:
+        if phase == GRADIENT_COPY:
+            return copy_segment(self.view, index, self.gpu_type[representative])
+        segment: Segment = getattr(self._cost(index, representative), phase)
+        return segment
 
     def _cost(self, index: int, representative: int) -> OperatorCost:
         view = self.view

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
+from simulator.lowering.gradient_copies import GRADIENT_COPY
 from simulator.lowering.mesh import MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
@@ -26,7 +27,6 @@ Part = tuple[int, str]
 """An operator index and a phase."""
 
 GRADIENTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-GRADIENT_COPY = "gradient_copy"
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 

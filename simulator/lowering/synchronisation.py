@@ -163,19 +163,20 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
 
 def _copied(view: StageView, buckets: Sequence[Sequence[ParameterGroup]]) -> dict[int, list[int]]:
     """Return, by bucket, the operators whose last gradient it takes in, of those that the runtime copies."""
-    runtime = view.costs.problem.runtime
-    levels = {0} if runtime.copies_gradients else set()
-    levels |= {3} if runtime.sharded_gradient_copies else set()
-    last: dict[int, int] = {}
-    for number, groups in enumerate(buckets):
-        for group in groups:
-            sharding = view.shardings[group.operator]
-            if group.zero in levels and any(sharding[axis].split == "batch" for axis in group.reduced_axes):
-                last[group.operator] = number
+    last = {
+        group.operator: number for number, groups in enumerate(buckets) for group in groups if is_copied(view, group)
+    }
     found: dict[int, list[int]] = {}
     for operator, number in last.items():
         found.setdefault(number, []).append(operator)
     return found
+
+
+def is_copied(view: StageView, group: ParameterGroup) -> bool:
+    """Return whether the runtime copies a parameter's gradient before data parallelism reduces it."""
+    runtime, sharding = view.costs.problem.runtime, view.shardings[group.operator]
+    wanted = {0: runtime.copies_gradients, 3: runtime.sharded_gradient_copies}.get(group.zero)
+    return bool(wanted) and any(sharding[axis].split == "batch" for axis in group.reduced_axes)
 
 
 def gather_collectives(view: StageView, operators: Iterable[int]) -> dict[int, list[MeshCollective]]:

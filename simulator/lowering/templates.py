@@ -60,7 +60,7 @@ class TemplateBuilder:
         sends = [] if outgoing.family is None else self.channels.carrying(outgoing.family, outgoing.traffic)
         num_sends = self._num_sends(outgoing) if sends else {}
         pass_s = view.costs.problem.runtime.host_seconds_per_pass
-        computed = [position for position, item in enumerate(items) if item.collective is None]
+        computed = [position for position, item in enumerate(items) if item.collective is None and item.chained]
         for c in self.placement.classes:
             if num_receives.get(c, 0) and self._waits_for_receives:
                 wait = template.rows.add(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -63,6 +65,21 @@ def test_what_no_run_depends_on_stays() -> None:
     fitted = fit_constants(runs_under({"products": 0.7}, alone, ({},)), ("products", "links", "network", "overlap"))
     assert fitted.factors["products"] == pytest.approx(0.7, rel=0.05)
     assert [fitted.factors[name] for name in ("links", "network", "overlap")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("factor", "names"), [(0.75, ("products",)), (0.6, ("products", "memory"))])
+def test_a_machine_that_is_quicker_than_a_peak_is_fitted_as_far_as_it_goes(
+    factor: float, names: tuple[str, ...]
+) -> None:
+    """Shares of a peak end at 1, where a factor moves nothing more: no oscillation, and no error that is made up."""
+    alone = small_problem("gpt", cluster="v100-32g-dgx1:1x1")
+    runs = runs_under({}, alone, ({}, dict(recompute="full")))
+    quicker = [replace(run, seconds=run.seconds * factor) for run in runs]
+    fitted = fit_constants(quicker, names)
+    assert np.abs(fitted.after).mean() <= np.abs(fitted.before).mean()
+    assert np.abs(fitted.left_out).mean() >= np.abs(fitted.after).mean()
+    again = [np.expm1(run.log_error(fitted.factors)) for run in quicker]
+    assert again == pytest.approx(fitted.after)
 
 
 def test_right_constants_stay_as_they_are() -> None:
