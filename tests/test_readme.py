@@ -40,6 +40,10 @@ def test_every_command_shown_exists_with_its_options(page: str, line: str) -> No
     if len(words) > 2 and words[2] in getattr(command, "commands", ()):
         command = command.commands[words[2]]
     known = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
+    for parameter in command.params:
+        wanted = [*parameter.opts, *parameter.secondary_opts]
+        asks = not parameter.required or parameter.param_type_name == "argument" or "--help" in words
+        assert asks or set(wanted) & set(words), f"{page}: {words[1]} needs {wanted[0]}"
     for word in words[2:]:
         assert not word.startswith("-") or word in known, f"{page}: {word} is no option of {words[1]}"
 
@@ -60,14 +64,16 @@ def test_the_facade_names_what_it_promises() -> None:
         _ = windtunnel.nothing
 
 
-def test_the_searcher_of_the_guide_works(tmp_path: Path) -> None:
+def test_the_searchers_of_the_guide_work(tmp_path: Path) -> None:
+    from searchers.budget import Budget
     from searchers.registry import searcher_named
     from tests.searchers.tiny import tiny_problem
 
     guide = (ROOT / "docs" / "write-your-own-searcher.md").read_text()
-    first = re.search(r"```python\n(.*?)```", guide, flags=re.DOTALL)
-    assert first is not None
+    first, second = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)[:2]
     path = tmp_path / "mine.py"
-    path.write_text(first[1])
+    path.write_text(first + second)
     found = searcher_named(f"{path}:PipelineOrReplicas").search(tiny_problem(2))
     assert found.counters["evaluations"] == 2
+    climbed = searcher_named(f"{path}:HillClimber").search(tiny_problem(2), Budget(evaluations=10))
+    assert climbed.counters["evaluations"] == 10 and climbed.counters["moves"] >= 1
