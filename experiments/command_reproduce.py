@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.console import AsJson, Seed, comma_separated, console, messages, print_json, table
+from experiments.console import AsJson, Seed, comma_separated, console, messages, num_that_fit, print_json, table
 
 ROWS_SHOWN = 60
 """Rows of a table on the terminal; its file has all."""
@@ -83,7 +83,12 @@ def reproduce(
             ]
             shown = frame.head(ROWS_SHOWN)
             rows = [[text_cell(value) for value in row] for row in shown.itertuples(index=False, name=None)]
-            console().print(table(f"{experiment.name}: {title}", columns, rows))
+            shown_columns = num_that_fit(columns, rows, console().width)
+            left_out = ", ".join(header for header, _ in columns[shown_columns:])
+            visible = [row[:shown_columns] for row in rows]
+            console().print(table(f"{experiment.name}: {title}", columns[:shown_columns], visible))
+            if left_out:
+                console().print(f"... more columns in {folder / title}.csv: {left_out}", markup=False, soft_wrap=True)
             if len(frame) > ROWS_SHOWN:
                 console().print(f"... {len(frame) - ROWS_SHOWN:,} more rows in {folder / title}.csv", markup=False)
         for verdict in report.verdicts:

@@ -178,7 +178,7 @@ def print_lines(text: str) -> None:
 
 
 def table(title: str | None, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table.
+    """Return a table. Where it is wider than the console, heads of numbers wrap between words.
 
     Args:
         title: Above it.
@@ -188,14 +188,48 @@ def table(title: str | None, columns: Sequence[tuple[str, str]], rows: Iterable[
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     built = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for header, justify in columns:
+    rows = list(rows)
+    natural = [max(len(header), *(len(row[number]) for row in rows), 0) for number, (header, _) in enumerate(columns)]
+    is_wide = sum(natural) + BETWEEN * len(columns) > console().width
+    for (header, justify), words in zip(columns, _longest_words(columns, rows), strict=True):
         is_number = justify == "right"
-        built.add_column(header, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        head = Text(header, no_wrap=False)
+        width = words if is_number and is_wide else None
+        built.add_column(
+            head, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold", width=width
+        )
     for row in rows:
         built.add_row(*(escape(cell) for cell in row))
     return built
+
+
+WIDEST_CELL, BETWEEN = 40, 3
+"""Columns of text beyond the first are folded rather than left out; the second lies between columns."""
+
+
+def num_that_fit(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], width: int) -> int:
+    """Return how many of a table's first columns fit side by side, heads wrapped between words; at least one.
+
+    >>> num_that_fit([("plan", "left"), ("mean seconds", "right")], [("dp 8", "1.5")], 14)
+    1
+    """
+    used = 0
+    for position, words in enumerate(_longest_words(columns, rows)):
+        used += min(words, WIDEST_CELL) + BETWEEN
+        if used > width and position:
+            return position
+    return len(columns)
+
+
+def _longest_words(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the least width of each column whose head wraps between words and whose cells do not."""
+    return [
+        max(map(len, [*header.split(), *(row[position] for row in rows)]), default=0)
+        for position, (header, _) in enumerate(columns)
+    ]
 
 
 def fail(error: BaseException) -> int:
