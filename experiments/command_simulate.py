@@ -43,6 +43,7 @@ def simulate_file(
     from simulator.fidelity import Fidelity
     from simulator.plan_file import load_plan
     from simulator.simulate import simulate
+    from simulator.timeline import readable_window
 
     fidelity = Fidelity().without(*comma_separated(without))
     spec, plan = load_plan(plan_file)
@@ -52,7 +53,10 @@ def simulate_file(
     if trace is not None:
         result.write_trace(writable(trace))
     if timeline is not None:
-        result.plot_timeline(writable(timeline))
+        window = readable_window(plan, result.iteration_time_s)
+        result.plot_timeline(writable(timeline), window=window)
+        if window is not None:
+            messages().print(f"the timeline shows the first {window[1]:.3g} s: what follows repeats itself")
     if as_json:
         print_json(result.summary())
         return

@@ -44,14 +44,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _readable_window(plan: Plan, iteration_time_s: float) -> tuple[float, float] | None:
-    """Return what to draw of a timeline: where it repeats itself, its beginning is enough."""
-    shown = 2 * len(plan.stages) + 12
-    if plan.schedule == "gpipe" or plan.num_microbatches <= 2 * shown:
-        return None
-    return 0.0, shown / plan.num_microbatches * iteration_time_s
-
-
 def code_fingerprint(searcher: str) -> str:
     """Return a hash of all code and data files a row depends on, a plug-in's file included."""
     digest = hashlib.sha256(_own_files_hash().encode())
@@ -129,6 +121,7 @@ class ComparisonFolder:
     ) -> None:
         """Write what a searcher found; its row last, since that marks it as finished."""
         from simulator.plan_file import save_plan
+        from simulator.timeline import readable_window
 
         name = file_name(searcher)
         if plan is not None:
@@ -137,7 +130,7 @@ class ComparisonFolder:
         if result is not None:
             assert plan is not None, "a result has a plan"
             path = self.path / "timelines" / f"{name}.png"
-            window = _readable_window(plan, result.iteration_time_s)
+            window = readable_window(plan, result.iteration_time_s)
             result.plot_timeline(path, window=window, title=f"{searcher}: {row['plan']}")
         saved = {
             "searcher": searcher,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from simulator.plan import Plan
     from simulator.result import SimulationResult
     from simulator.taskgraph import TaskGraph
 
@@ -79,10 +80,21 @@ LANE_STYLES = {
 }
 """Causes of communication: lane, name, colour."""
 
+SHOWN_TURNS = 12
+"""Microbatches of a full pipeline that a picture shows, beside those that fill it."""
+
 OTHER_BUSY, OTHER_LANE = ("other computation", GREY), (2, "other communication", GREY)
 
 LABELLED_WITH = {"loss": "forward", "recompute": "backward", "backward input": "backward"}
 """Causes that share one microbatch number with another."""
+
+
+def readable_window(plan: Plan, iteration_time_s: float) -> tuple[float, float] | None:
+    """Return what to draw of a timeline: where it repeats itself, its beginning is enough; None for all of it."""
+    shown = 2 * len(plan.stages) + SHOWN_TURNS
+    if plan.schedule == "gpipe" or plan.num_microbatches <= 2 * shown:
+        return None
+    return 0.0, shown / plan.num_microbatches * iteration_time_s
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ import pytest
 
 from simulator.memory_plot import MEMORY_COLUMNS, _envelope
 from simulator.result import SimulationResult
-from simulator.timeline import NUM_COLUMNS, _Boxes, _thin
+from simulator.timeline import NUM_COLUMNS, _Boxes, _thin, readable_window
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
 from tests.simulator.results import pipeline_result
 
 
@@ -81,3 +83,12 @@ def test_results_load_neither_matplotlib_nor_pandas_before_they_need_them() -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_long_pipelines_are_drawn_where_they_begin_and_short_ones_whole() -> None:
+    problem = small_problem(global_batch=512)
+    long, short = (uniform_plan(problem, pp=2, dp=2, microbatch=each) for each in (1, 16))
+    window = readable_window(long, 64.0)
+    assert window == (0.0, 64.0 * (2 * 2 + 12) / 256)
+    assert readable_window(short, 64.0) is None
+    assert readable_window(uniform_plan(problem, pp=2, dp=2, microbatch=1, schedule="gpipe"), 64.0) is None

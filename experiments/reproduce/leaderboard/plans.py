@@ -14,9 +14,7 @@ from experiments.reproduce.leaderboard.causes import loaded, simulated
 from searchers.plan_words import stage_degrees
 from simulator.memory_plot import plot_memory
 from simulator.plan import Plan
-from simulator.timeline import plot_timeline
-
-SHOWN_TURNS = 12
+from simulator.timeline import SHOWN_TURNS, plot_timeline
 
 
 def best_rows(frame: pd.DataFrame) -> pd.DataFrame:
