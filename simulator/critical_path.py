@@ -190,26 +190,36 @@ def host_bound(graph: TaskGraph, schedule: Schedule) -> Bools:
     return launched & (excess > tolerance) & (bound_end >= schedule.end_s - tolerance)
 
 
+NOBODY = -1
+"""Before the first of a row."""
+
+
 class Positions:
     """Where each task stands in the rows of a Csr: the inverse of its items."""
 
     def __init__(self, rows: Csr, num_tasks: int) -> None:
-        self._rows = rows
-        self._entries = np.argsort(rows.items, kind="stable")
-        self._offsets = np.concatenate(([0], np.cumsum(np.bincount(rows.items, minlength=num_tasks))))
+        lengths = np.diff(rows.offsets)
+        before = np.concatenate(([NOBODY], rows.items))[: len(rows.items)]
+        before[rows.offsets[:-1][lengths > 0]] = NOBODY
+        # Lists: the walk asks for one number at a time.
+        self._entries = np.argsort(rows.items, kind="stable").tolist()
+        self._offsets = [0, *np.cumsum(np.bincount(rows.items, minlength=num_tasks)).tolist()]
+        self._row = np.repeat(np.arange(len(lengths)), lengths).tolist()
+        self._before = before.tolist()
 
     def of(self, task: int) -> list[int]:
         """Return the indices into ``rows.items`` that hold the task, by row."""
-        return [int(entry) for entry in self._entries[self._offsets[task] : self._offsets[task + 1]]]
+        found: list[int] = self._entries[self._offsets[task] : self._offsets[task + 1]]
+        return found
 
     def row_of(self, entry: int) -> int:
         """Return the row of an index into ``rows.items``."""
-        return int(np.searchsorted(self._rows.offsets, entry, side="right")) - 1
+        row: int = self._row[entry]
+        return row
 
     def previous(self, task: int) -> list[int]:
         """Return the tasks directly before this one in each of its rows."""
-        items = self._rows.items
-        return [int(items[entry - 1]) for entry in self.of(task) if entry > self._rows.offsets[self.row_of(entry)]]
+        return [self._before[entry] for entry in self.of(task) if self._before[entry] != NOBODY]
 
 
 def critical_path(graph: TaskGraph, schedule: Schedule, iteration_time_s: float | None = None) -> CriticalPath:
@@ -238,7 +248,10 @@ class _Walk:
         self._graph = graph
         self._schedule = schedule
         self._tolerance = tolerance_s(schedule)
-        self._host_bound = host_bound(graph, schedule)
+        self._host_bound = host_bound(graph, schedule).tolist()
+        self._start, self._end = schedule.start_s.tolist(), schedule.end_s.tolist()
+        self._arrival = schedule.host_arrival_s.tolist()
+        self._alone = (graph.latency_s + graph.work_s).tolist()
         self._streams = Positions(graph.streams, graph.num_tasks)
         self._hosts: tuple[Positions, HostWalk] | None = None
         self._segments: list[Segment] = []
@@ -263,10 +276,8 @@ class _Walk:
 
     def _step(self, task: int) -> int | None:
         """Add the segments of a task that ends now; return the task whose end fixed where they begin."""
-        graph, schedule = self._graph, self._schedule
-        start, end = float(schedule.start_s[task]), float(schedule.end_s[task])
-        arrival = float(schedule.host_arrival_s[task])
-        alone = float(graph.latency_s[task] + graph.work_s[task])
+        graph = self._graph
+        start, end, arrival, alone = self._start[task], self._end[task], self._arrival[task], self._alone[task]
         cause = graph.causes[graph.cause[task]]
         device = self._device(task)
         if self._host_bound[task]:
@@ -279,14 +290,14 @@ class _Walk:
             self._add(0.0, cause, task, device)
             return None
         self._add(start, cause, task, device)
-        candidates = [*self._streams.previous(task), *(int(item) for item in graph.predecessors.row(task))]
+        candidates: list[int] = [*self._streams.previous(task), *graph.predecessors.row(task).tolist()]
         for candidate in candidates:
-            if schedule.end_s[candidate] >= start - self._tolerance:
+            if self._end[candidate] >= start - self._tolerance:
                 return candidate
         if arrival >= start - self._tolerance:
             return self._go_to_host(task)
-        latest = max(candidates, key=lambda candidate: float(schedule.end_s[candidate]), default=None)
-        self._add(0.0 if latest is None else float(schedule.end_s[latest]), WAITING, task, device)
+        latest = max(candidates, key=self._end.__getitem__, default=None)
+        self._add(0.0 if latest is None else self._end[latest], WAITING, task, device)
         return latest
 
     def _go_to_host(self, task: int) -> int | None:
