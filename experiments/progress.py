@@ -9,18 +9,6 @@ from experiments.console import messages
 
 
 @contextmanager
-def simulation_progress(title: str) -> Iterator[Callable[[int], None]]:
-    """Show the number of simulated tasks while the block runs; yields a function that takes it."""
-    from rich.markup import escape
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=messages(), transient=True, disable=not messages().is_terminal) as bar:
-        task = bar.add_task(escape(title))
-        yield lambda num_tasks: bar.update(task, description=f"{escape(title)}, {num_tasks:,} tasks done")
-
-
-@contextmanager
 def steps_progress(title: str) -> Iterator[Callable[[str], None]]:
     """Show what is being done while the block runs; yields a function that takes it in words."""
     from rich.markup import escape
@@ -30,6 +18,13 @@ def steps_progress(title: str) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=messages(), transient=True, disable=not messages().is_terminal) as bar:
         task = bar.add_task(escape(title))
         yield lambda words: bar.update(task, description=f"{escape(title)}: {escape(words)}")
+
+
+@contextmanager
+def simulation_progress(title: str) -> Iterator[Callable[[int], None]]:
+    """Show the number of simulated tasks while the block runs; yields a function that takes it."""
+    with steps_progress(title) as say:
+        yield lambda num_tasks: say(f"{num_tasks:,} tasks done")
 
 
 @contextmanager
