@@ -13,6 +13,7 @@ from experiments.console import AsJson, Without, comma_separated, console, messa
 
 if TYPE_CHECKING:
     from experiments.accuracy import GroupReport, Listener, Outcome
+    from experiments.cases.case import Case, Skipped
 
 
 def register(app: typer.Typer) -> None:
@@ -74,15 +75,12 @@ def accuracy(
         raise ValueError("--docs writes about all groups: leave --group out")
     only = tuple(group or ())
     folder = data_folder(data)
+    entries = list(all_cases(folder))
+    _check_features(comma_separated(by), entries, only)
     with _progress() as listener:
         outcomes, skipped = core.run_cases(
-            all_cases(folder), only=only, fidelity=Fidelity().without(*off), listener=listener
+            entries, only=only, fidelity=Fidelity().without(*off), listener=listener
         )
-    known = dict.fromkeys(name for each in outcomes for name in each.case.features)
-    for name in comma_separated(by):
-        if name not in known:
-            words = ", ".join(known) or "which have none"
-            raise ValueError(f"--by must name features of the runs, {words}; got {name!r}")
     reports = core.group_reports(outcomes, skipped, only=only)
     baseline = accuracy_baseline.load_baseline()
     found = accuracy_baseline.findings(reports, baseline, with_data=folder is not None, only=only) if check else []
@@ -112,6 +110,18 @@ def accuracy(
         raise typer.Exit(1)
     if check:
         messages().print("no group is worse than accepted")
+
+
+def _check_features(wanted: Sequence[str], entries: Sequence[Case | Skipped], only: Sequence[str]) -> None:
+    """Refuse a feature that no run has, before minutes of simulation."""
+    from experiments.cases.case import Case
+
+    cases = [entry for entry in entries if isinstance(entry, Case) and (not only or set(only) & set(entry.groups))]
+    known = dict.fromkeys(name for case in cases for name in case.features)
+    for name in wanted:
+        if name not in known:
+            words = ", ".join(known) or "which have none"
+            raise ValueError(f"--by must name features of the runs, {words}; got {name!r}")
 
 
 @contextmanager

@@ -70,10 +70,8 @@ def search(
     with messages().status(f"{searcher} searches, at most {limit} ..."):
         try:
             found = chosen.search(problem, limit, seed)
-        except ValueError:
-            raise
         except Exception as error:
-            if not is_file(searcher):  # a mistake of ours, not of whoever wrote the file
+            if isinstance(error, ValueError) or not is_file(searcher):  # a refusal, or a mistake of ours
                 raise
             words = f"{searcher} must end with plans or a ValueError; it raised {raised(error, searcher)}"
             raise ValueError(words) from error

@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--draw", type=int, choices=range(1, ONE_IN + 1), help="look at another draw, write nothing")
     arguments = parser.parse_args()
     fits = {}
-    for group, (_, source) in SOURCES.items():
+    for group, source in SOURCES.items():
         cases = [entry for entry in source(arguments.data) if isinstance(entry, Case)]
         if arguments.draw is not None:
             look(group, cases, arguments.draw)

@@ -60,7 +60,7 @@ def with_factors(cluster: Cluster, factors: Mapping[str, float], source: str) ->
     unknown = sorted(set(moved) - set(FACTORS))
     if unknown or not all(factor > 0 for factor in moved.values()):
         raise ValueError(f"factors must be above 0 and of {', '.join(FACTORS)}, got {dict(factors)}")
-    gpus = {gpu: _gpu(node.gpu, moved, source) for node in cluster.nodes if (gpu := node.gpu.name)}
+    gpus = {node.gpu.name: _gpu(node.gpu, moved, source) for node in cluster.nodes}
     links = {node.preset: _links(node.links, moved["links"], source) for node in cluster.nodes if "links" in moved}
     networks = {
         node.preset: _network(node.network, moved["network"], source) for node in cluster.nodes if "network" in moved

@@ -205,7 +205,7 @@ class CostTables:
                 work = [*work, *self._additions(kind, local)]
             forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
             dispatch_s = forward_s if phase == FORWARD else backward_s
-            return self._segment(work, gpu_type, dispatch_s, kind.num_calls(phase, local) if dispatch_s else 0)
+            return self.launched(work, gpu_type, dispatch_s, kind.num_calls(phase, local) if dispatch_s else 0)
         return Segment(stated, 0.0, stated, 0.0, (stated, 0.0, 0.0))
 
     def _apart(self, kind: Kind, local: Local) -> list[Shape]:
@@ -224,11 +224,9 @@ class CostTables:
         counts = [float(prod(shape)) for shape in self._apart(kind, local)]
         return [MemoryBound(count * (kept + new), count * kept) for count in counts]
 
-    def launched(self, kernels: Sequence[Kernel], gpu_type: str) -> Segment:
-        """Return kernels that no operator has, as they are launched."""
-        return self._segment(kernels, gpu_type, 0.0, 0)
-
-    def _segment(self, kernels: Sequence[Kernel], gpu_type: str, dispatch_s: float, num_calls: int) -> Segment:
+    def launched(
+        self, kernels: Sequence[Kernel], gpu_type: str, dispatch_s: float = 0.0, num_calls: int = 0
+    ) -> Segment:
         """Return kernels as they are launched, the first of each call after the framework's dispatch."""
         hardware, runtime = self.problem.hardware, self.problem.runtime
         launch_s = self.launch_s(gpu_type)

@@ -126,7 +126,7 @@ def _sharding(axes: tuple[Any, ...]) -> Sharding:
     return tuple(Axis(*axis) for axis in axes)
 
 
-def _found(name: str, plan: str | Path) -> str:
+def _here_or_beside(name: str, plan: str | Path) -> str:
     """Return a file that a plan names: as it stands, else the one beside the plan if that is there."""
     file, mark, rest = name.partition("@")
     beside = Path(plan).parent / file
@@ -143,7 +143,8 @@ def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
     mapping = load_mapping(path)
     envelope = validated(_Envelope, mapping, str(path))
     spec = ProblemSpec(**envelope.problem.model_dump())
-    spec = replace(spec, model=_found(spec.model, path), profile=spec.profile and _found(spec.profile, path))
+    profile = spec.profile and _here_or_beside(spec.profile, path)
+    spec = replace(spec, model=_here_or_beside(spec.model, path), profile=profile)
     if envelope.workload_fingerprint is not None:
         workload = spec.load().workload
         if workload.fingerprint != envelope.workload_fingerprint:

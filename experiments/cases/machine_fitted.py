@@ -26,11 +26,8 @@ from simulator.problem import Problem
 FILE = PRINTED / "machine_constants.yaml"
 SUFFIX = " on fitted constants"
 ONE_IN = 5
-SOURCES: Mapping[str, tuple[str, CaseSource]] = {
-    "amp-fitted": (amp.GROUPS[0], amp.cases),
-    "llm-foundry-fitted": (llm_foundry.GROUPS[0], llm_foundry.cases),
-}
-"""By group: the group whose runs it has, and where these come from."""
+SOURCES: Mapping[str, CaseSource] = {"amp-fitted": amp.cases, "llm-foundry-fitted": llm_foundry.cases}
+"""By group, where its runs come from."""
 
 Positive = Annotated[float, Field(gt=0, le=100)]
 
@@ -79,7 +76,7 @@ def measured(case: Case) -> Measured:
 
 def cases(data: Path | None) -> Iterator[Case | Skipped]:
     """Yield every run that no factor was fitted on."""
-    for group, (_, source) in SOURCES.items():
+    for group, source in SOURCES.items():
         fit, held_out = machine_fits()[group], 0
         for entry in source(data):
             if isinstance(entry, Skipped):

@@ -117,17 +117,19 @@ class LanguageModelLoss(Kind):
             if casts:
                 found.append(MemoryBound(high, low))
             found.append(Matmul(m=rows, n=hidden, k=vocab, role="data_gradient"))
-            return found + self._metric(rows, vocab, low) * local.implementation.loss_metrics
+            return found + self._metric(rows, vocab, local) * local.implementation.loss_metrics
         found = [Matmul(m=vocab, n=hidden, k=rows, role="weight_gradient")]
         if flag(local.attributes, "bias"):
             found.append(MemoryBound(low, float(vocab * local.element_bytes), "reduction"))
         return found
 
     @staticmethod
-    def _metric(rows: int, vocab: int, low: float) -> list[Kernel]:
+    def _metric(rows: int, vocab: int, local: Local) -> list[Kernel]:
         """Return the kernels of torch's cross entropy of the logits, forward alone, as autocast runs it in fp32."""
-        high, row = float(rows * vocab * DTYPE_BYTES["fp32"]), float(rows * DTYPE_BYTES["fp32"])
-        return [MemoryBound(low, high), MemoryBound(high, high, "reduction"), MemoryBound(row, row, "gather")]
+        wide, row = float(rows * vocab * DTYPE_BYTES["fp32"]), float(rows * DTYPE_BYTES["fp32"])
+        made = float(rows * vocab * local.implementation.logits_bytes)
+        casts: list[Kernel] = [MemoryBound(made, wide)] if made < wide else []
+        return [*casts, MemoryBound(wide, wide, "reduction"), MemoryBound(row, row, "gather")]
 
     def num_calls(self, phase: str, local: Local) -> int:
         # Logits, cast and cross entropy are called one by one; so is each step of Megatron's cross entropy, either way.
