@@ -16,6 +16,8 @@ from hardware_models.calibration.outcome import Outcome, Point
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
+LINEAR_PERCENT = 10
+"""Errors up to here are drawn to scale."""
 MAX_ROWS = 60
 """Lines of the printed table; all are in the file and in the JSON."""
 
@@ -111,7 +113,7 @@ def _title(outcome: Outcome) -> str:
 
 
 def _draw(left: Any, right: Any, points: list[Point], unit: str) -> None:
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, SymmetricalLogLocator
 
     groups = list(dict.fromkeys(point.group for point in points))
     low = min(min(point.measured, point.predicted) for point in points)
@@ -138,8 +140,10 @@ def _draw(left: Any, right: Any, points: list[Point], unit: str) -> None:
     _ticks(left.yaxis, high / low)
     left.set_ylabel(f"model, {words.get(unit, unit)}; band: 10 %")
     right.axhline(0, color=MUTED, linewidth=1)
-    right.set_yscale("symlog", linthresh=10)
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    if max(map(abs, right.get_ylim())) > LINEAR_PERCENT:  # a few far points must not flatten the others
+        right.set_yscale("symlog", linthresh=LINEAR_PERCENT, subs=[2, 5])
+        right.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=LINEAR_PERCENT, subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:.3g}"))
     right.set_ylabel("error of the model, %")
     left.legend(frameon=False, fontsize=9, loc="upper left")
 
