@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from datafiles.tables import load_table
-from experiments.fitted_constants import Measured, fit_constants
+from experiments.fitted_constants import fit_constants
 from experiments.inferred_parts import profile_of
-from experiments.inferred_profile import SETTLED, Run, infer
+from experiments.inferred_profile import SETTLED, LayersRun, infer
 from experiments.inferred_ridge import priors
+from experiments.measured_run import MeasuredRun
 from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.machine_factors import with_factors
@@ -23,7 +24,7 @@ SHAPE = "layers"
 """All runs of a table have layers of one shape: a profile knows roles, not shapes."""
 
 
-def measured_runs(table: Path) -> list[Measured]:
+def measured_runs(table: Path) -> list[MeasuredRun]:
     """Return the runs of a table.
 
     Raises:
@@ -34,15 +35,15 @@ def measured_runs(table: Path) -> list[Measured]:
         if not row.get(PLAN) or not row[SECONDS] or row[SECONDS] <= 0:
             raise ValueError(f"{table}: row {number} must have a {PLAN} and {SECONDS} above 0, got {row}")
         spec, plan = load_plan(table.parent / row[PLAN])
-        found.append(Measured(row[PLAN], spec.load(), plan, row[SECONDS]))
+        found.append(MeasuredRun(row[PLAN], spec.load(), plan, row[SECONDS]))
     if len(found) < 2:
         raise ValueError(f"{table}: must hold at least two runs, got {len(found)}")
     return found
 
 
-def _one_of_each(runs: Sequence[Measured]) -> list[Measured]:
+def _one_of_each(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Return one run of each plan, with the median of its times: leaving out one of several would leave it in."""
-    of_plan: dict[tuple[object, str], list[Measured]] = {}
+    of_plan: dict[tuple[object, str], list[MeasuredRun]] = {}
     for run in runs:
         of_plan.setdefault((run.problem.spec, run.plan.canonical_hash(run.problem.workload)), []).append(run)
     return [replace(same[0], seconds=float(np.median([run.seconds for run in same]))) for same in of_plan.values()]
@@ -112,7 +113,7 @@ def runs(table: Path) -> Outcome:
     Raises:
         ValueError: If there are fewer than two runs, a column or a time is missing, or operators of one role differ.
     """
-    found = [Run(run.name, run.problem, run.plan, SHAPE, run.seconds) for run in measured_runs(table)]
+    found = [LayersRun(run.name, run.problem, run.plan, run.seconds, SHAPE) for run in measured_runs(table)]
     placed = [(run.problem, run.plan) for run in found]
     source = f"inferred from {len(found)} runs of {table.name}"
     ones = dict.fromkeys((part for run in found for part in run.parts()), 1.0)

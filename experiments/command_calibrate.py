@@ -155,7 +155,7 @@ def runs(
     constants: Annotated[
         str | None,
         typer.Option(
-            help="Fit constants of the machine in place of operators' times: all, or some of products, memory, launch, "
+            help="Fit constants of the machine in place of operators' times: all, or some of products, memory, host, "
             "links, network, overlap, comma-separated. Plans may then be of any models.",
             show_default=False,
         ),

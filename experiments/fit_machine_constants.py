@@ -22,7 +22,7 @@ from experiments.cases.machine_fitted import (
     drawn,
     measured,
 )
-from experiments.fitted_constants import FittedConstants, fit_constants
+from experiments.fitted_constants import FittedConstants, fit_constants, log_error
 from hardware_models.machine_factors import FACTORS
 
 DIGITS = 4
@@ -45,7 +45,7 @@ def look(group: str, cases: list[Case], draw: int) -> None:
     found = fit_constants(runs[draw - 1 :: ONE_IN], tuple(FACTORS))
     others = [run for number, run in enumerate(runs) if number % ONE_IN != draw - 1]
     before, after = (
-        float(np.abs(np.expm1([run.log_error(factors) for run in others])).mean())
+        float(np.abs(np.expm1([log_error(run, factors) for run in others])).mean())
         for factors in ({}, found.factors)
     )
     words = ", ".join(f"{name} {factor:.2f}" for name, factor in found.factors.items())

@@ -26,16 +26,16 @@ from experiments.cases.vtrain_host import TIMED
 from experiments.cases.vtrain_inferred import FILE, ONE_IN, ProfileFile, drawn, problem_under, profile_file, shape_of
 from experiments.fit_host import fit
 from experiments.inferred_parts import BLOCKS, Part
-from experiments.inferred_profile import Inferred, Run, infer
+from experiments.inferred_profile import Inferred, LayersRun, infer
 from experiments.inferred_ridge import priors
 
 DIGITS = 4
 
 
-def run_of(row: dict[str, Any], host: Mapping[str, float]) -> Run:
+def run_of(row: dict[str, Any], host: Mapping[str, float]) -> LayersRun:
     """Return a row as a run under constants of the host."""
     case, problem = vtrain.case_of(row), problem_under(row, host)
-    return Run(case.row_id, problem, case.plan(problem), shape_of(row["hidden"]), row["value"] / 1e3)
+    return LayersRun(case.row_id, problem, case.plan(problem), row["value"] / 1e3, shape_of(row["hidden"]))
 
 
 def file_of(

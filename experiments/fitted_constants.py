@@ -17,19 +17,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.accuracy import fastest_engine
+from experiments.measured_run import MeasuredRun
 from hardware_models.machine_factors import with_factors
-from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate
 
 Vector = NDArray[np.float64]
 
 WIDTHS, NOISE = (0.0, 0.03, 0.1, 0.3, 1.0), 0.05
 """Of the log of a rate's factor, to choose among, for runs that no factor explains to better than the noise. Only their
 ratio counts: the widest stands also for runs that repeat to a hundredth."""
-WIDER = {"launch": 2.0, "overlap": 2.0}
-"""Rates are known to some thirty per cent, what a launch and an overlap cost to a factor of two or so."""
+WIDER = {"host": 2.0, "overlap": 2.0}
+"""Rates are known to some thirty per cent, what a host and an overlap cost to a factor of two or so."""
 REPEATS_TO, MOSTLY_PRIOR = 0.01, 0.5
 """Runs of one plan differ by about so much; a factor that keeps so much of its prior's width is not determined."""
 STEP = 0.05
@@ -37,28 +35,6 @@ STEP = 0.05
 MAX_ROUNDS, MAX_HALVINGS, SETTLED, LARGEST_STEP = 8, 4, 2e-3, 0.5
 
 ErrorsAt = Callable[[NDArray[np.float64], str], NDArray[np.float64]]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A measured iteration.
-
-    Attributes:
-        name: Row or file.
-        problem: What was run, on the shipped constants.
-        plan: How.
-        seconds: Measured iteration time.
-    """
-
-    name: str
-    problem: Problem
-    plan: Plan
-    seconds: float
-
-    def log_error(self, factors: Mapping[str, float]) -> float:
-        """Return log(predicted / measured) with factors on the machine's constants."""
-        own = moved(self.problem, factors)
-        return float(np.log(simulate(self.plan, own, engine=fastest_engine()).iteration_time_s / self.seconds))
 
 
 @dataclass(frozen=True)
@@ -83,6 +59,11 @@ class FittedConstants:
     left_out: Vector
 
 
+def log_error(run: MeasuredRun, factors: Mapping[str, float]) -> float:
+    """Return log(predicted / measured) of a run with factors on the machine's constants."""
+    return float(np.log(run.simulated_s(moved(run.problem, factors)) / run.seconds))
+
+
 def moved(problem: Problem, factors: Mapping[str, float]) -> Problem:
     """Return the problem on hardware with its constants times factors."""
     if all(factor == 1 for factor in factors.values()):
@@ -92,7 +73,7 @@ def moved(problem: Problem, factors: Mapping[str, float]) -> Problem:
 
 
 def fit_constants(
-    runs: Sequence[Measured], names: Sequence[str], progress: Callable[[str], None] | None = None
+    runs: Sequence[MeasuredRun], names: Sequence[str], progress: Callable[[str], None] | None = None
 ) -> FittedConstants:
     """Return the factors that explain runs, under the prior that predicts left-out runs best.
 
@@ -113,7 +94,7 @@ def fit_constants(
         for number, run in enumerate(runs, start=1):
             if progress is not None:
                 progress(f"{what}, run {number} of {len(runs)}")
-            found.append(run.log_error(factors))
+            found.append(log_error(run, factors))
         return np.array(found)
 
     relative = np.array([WIDER.get(name, 1.0) for name in names])

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.accuracy import fastest_engine
 from experiments.inferred_parts import AFTER, BEFORE, LAYER, Factors, Part, corrected, parts_of
 from experiments.inferred_ridge import Prior, Sums, choose
-from simulator.plan import Plan
-from simulator.problem import Problem
-from simulator.simulate import simulate
+from experiments.measured_run import MeasuredRun
 
 STEP = 0.05
 """How much longer a part is made to see its share."""
@@ -30,27 +27,19 @@ MAX_ROUNDS, SETTLED = 5, 1e-3
 
 
 @dataclass(frozen=True)
-class Run:
-    """A measured iteration.
+class LayersRun(MeasuredRun):
+    """A measured iteration of a model of repeated layers.
 
     Attributes:
-        name: Row or file.
-        problem: What was run, on the model's own prices.
-        plan: How.
-        shape: What its layers are, in words; runs of one shape share parts.
-        seconds: Measured iteration time.
+        shape: What the layers are, in words; runs of one shape share parts.
     """
 
-    name: str
-    problem: Problem
-    plan: Plan
     shape: str
-    seconds: float
 
     def predicted_s(self, factors: Factors) -> float:
         """Return the simulated iteration time with factors on parts."""
         own = corrected(self.problem, self.plan, self.shape, factors, f"inferred for {self.name}")
-        return simulate(self.plan, own, engine=fastest_engine()).iteration_time_s
+        return self.simulated_s(own)
 
     def parts(self) -> set[Part]:
         """Return the parts of the run."""
@@ -76,7 +65,7 @@ class Inferred:
     unsettled: float
 
 
-def sums_of(runs: Sequence[Run], around: Factors) -> Sums:
+def sums_of(runs: Sequence[LayersRun], around: Factors) -> Sums:
     """Return runs as sums of their parts, with shares as they are around given factors (1 where none is given)."""
     parts = tuple(sorted({part for run in runs for part in run.parts()}))
     column = {part: number for number, part in enumerate(parts)}
@@ -94,7 +83,7 @@ def sums_of(runs: Sequence[Run], around: Factors) -> Sums:
     return Sums(parts, shares, residuals)
 
 
-def infer(runs: Sequence[Run], priors: Iterable[Prior], wanted: Iterable[Part] = ()) -> Inferred:
+def infer(runs: Sequence[LayersRun], priors: Iterable[Prior], wanted: Iterable[Part] = ()) -> Inferred:
     """Return the factors that explain runs, under the prior that predicts left-out runs best.
 
     Args:

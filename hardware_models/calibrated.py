@@ -20,6 +20,7 @@ class GpuConstants:
     curves: EfficiencyCurves | None = None
     kernel_floor_s: float | None = None
     launch_s: float | None = None
+    host_factor: float | None = None
     optimizer_bandwidth_fraction: float | None = None
     overlap_slowdown_computation: float | None = None
     overlap_slowdown_communication: float | None = None

@@ -50,6 +50,7 @@ class _Gpu(FileModel):
     curves: EfficiencyCurves | None = None
     kernel_floor_s: NonNegative | None = None
     launch_s: NonNegative | None = None
+    host_factor: Positive | None = None
     optimizer_bandwidth_fraction: Positive | None = None
     overlap_slowdown_computation: Slowdown | None = None
     overlap_slowdown_communication: Slowdown | None = None

@@ -85,6 +85,8 @@ class GpuType(FileModel):
         curves: Entry of ``kernel_curves.yaml``.
         kernel_floor_s: Shortest time any kernel occupies the device.
         launch_s: Host seconds per kernel launch from PyTorch.
+        host_factor: What the host of such a GPU takes over what ``launch_s`` and the seconds of a runtime say: 1 for
+            hosts like those that these were measured on.
         optimizer_bandwidth_fraction: Share of the bandwidth of fused multi-tensor optimizer kernels.
         overlap_slowdown_computation, overlap_slowdown_communication: Factors while both run.
         calibrated_curves: A calibration's curves, in the place of the entry that ``curves`` names.
@@ -106,6 +108,7 @@ class GpuType(FileModel):
     overlap_source: Text
     source: Text
     calibrated_curves: EfficiencyCurves | None = None
+    host_factor: Positive = 1.0
 
     def peak(self, dtype: str) -> float:
         """Return the peak of ``dtype`` in flop/s.

@@ -18,7 +18,7 @@ FACTORS: Mapping[str, str] = MappingProxyType(
     {
         "products": "rate of matrix products, convolutions and fused attention",
         "memory": "rate of kernels bound by memory, the optimizer's too",
-        "launch": "host seconds of a kernel launch, where the runtime has none of its own",
+        "host": "host seconds: of launches, and of the framework per operator, pass and collective",
         "links": "rate of the links inside a node",
         "network": "rate of the network between nodes",
         "overlap": "what computation and communication lose while both run (the slowdown less 1)",
@@ -78,7 +78,7 @@ def _gpu(gpu: GpuType, factors: Mapping[str, float], source: str) -> GpuConstant
     lost = (gpu.overlap_slowdown_computation - 1, gpu.overlap_slowdown_communication - 1)
     return GpuConstants(
         curves=_curves(curves_of(gpu), factors, source) if {"products", "memory"} & set(factors) else None,
-        launch_s=gpu.launch_s * factors["launch"] if "launch" in factors else None,
+        host_factor=gpu.host_factor * factors["host"] if "host" in factors else None,
         optimizer_bandwidth_fraction=min(1.0, gpu.optimizer_bandwidth_fraction * memory) if memory != 1 else None,
         overlap_slowdown_computation=1 + overlap * lost[0] if overlap != 1 else None,
         overlap_slowdown_communication=1 + overlap * lost[1] if overlap != 1 else None,

@@ -81,8 +81,12 @@ class HardwareModel:
         return self._kernels[key]
 
     def launch_s(self, gpu_type: str) -> float:
-        """Return host seconds per kernel launch."""
+        """Return host seconds per kernel launch, before ``host_factor``."""
         return self.gpu(gpu_type).launch_s
+
+    def host_factor(self, gpu_type: str) -> float:
+        """Return the host's seconds over those that launches and a runtime's fields have."""
+        return self.gpu(gpu_type).host_factor
 
     def overlap_slowdown(self, gpu_type: str) -> tuple[float, float]:
         """Return the factors ``(computation, communication)`` while both run on a device, each >= 1."""
@@ -100,23 +104,6 @@ class HardwareModel:
         changed = {"overlap_slowdown_computation": factor, "overlap_slowdown_communication": factor}
         nodes = tuple(replace(node, gpu=node.gpu.model_copy(update=changed)) for node in self.cluster.nodes)
         return replace(self, cluster=replace(self.cluster, nodes=nodes))
-
-    def with_rate(self, dtype: str, share: float) -> HardwareModel:
-        """Return the same hardware whose matrix products of a type run at a share of their rate.
-
-        Raises:
-            ValueError: If the share is not positive, or a GPU type has no rate for the type.
-        """
-        if not share > 0:
-            raise ValueError(f"a share of the rate must be above 0, got {share}")
-        nodes = []
-        for node in self.cluster.nodes:
-            if dtype not in node.gpu.peak_flop_per_s:
-                known = ", ".join(node.gpu.peak_flop_per_s)
-                raise ValueError(f"{node.gpu.name} has rates for {known}, got {dtype!r}")
-            rates = {**node.gpu.peak_flop_per_s, dtype: node.gpu.peak_flop_per_s[dtype] * share}
-            nodes.append(replace(node, gpu=node.gpu.model_copy(update={"peak_flop_per_s": rates})))
-        return replace(self, cluster=replace(self.cluster, nodes=tuple(nodes)))
 
     def optimizer_step_s(self, gpu_type: str, num_bytes_touched: float) -> float:
         """Return device seconds of an optimizer step that reads and writes that many bytes in all."""

@@ -204,7 +204,7 @@ class CostTables:
             if phase == BACKWARD_WEIGHT:
                 work = [*work, *self._additions(kind, local)]
             forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
-            dispatch_s = forward_s if phase == FORWARD else backward_s
+            dispatch_s = (forward_s if phase == FORWARD else backward_s) * self._host_factor(gpu_type)
             return self.launched(work, gpu_type, dispatch_s, kind.num_calls(phase, local) if dispatch_s else 0)
         return Segment(stated, 0.0, stated, 0.0, (stated, 0.0, 0.0))
 
@@ -246,15 +246,24 @@ class CostTables:
     def launch_s(self, gpu_type: str) -> float:
         """Return the host's seconds per kernel launch: the runtime's, else the device type's."""
         own = self.problem.runtime.host_seconds_per_kernel
-        return own if own is not None else self.problem.hardware.launch_s(gpu_type)
+        launch_s = own if own is not None else self.problem.hardware.launch_s(gpu_type)
+        return launch_s * self._host_factor(gpu_type)
+
+    def pass_s(self, gpu_type: str) -> float:
+        """Return the host's seconds before a pass of a microbatch through a stage."""
+        return self.problem.runtime.host_seconds_per_pass * self._host_factor(gpu_type)
+
+    def _host_factor(self, gpu_type: str) -> float:
+        return self.problem.hardware.host_factor(gpu_type)
 
     def collective_host_s(self, members: Sequence[int]) -> float:
         """Return the host's seconds for a collective over ``members`` beyond one launch."""
         once_s, per_rank_s = self.problem.runtime.host_seconds_per_collective
-        if not per_rank_s:
-            return once_s
+        if not once_s and not per_rank_s:
+            return 0.0
         ranks = Counter(self.problem.hardware.cluster.node_of(device) for device in members)
-        return once_s + per_rank_s * max(ranks.values())
+        slowest = max(self._host_factor(gpu_type) for gpu_type in {self.problem.gpu_types[d] for d in members})
+        return (once_s + per_rank_s * max(ranks.values())) * slowest
 
     def collective_delay_s(self, members: Sequence[int]) -> float:
         """Return the seconds by which launching a collective delays it: 0 where the host runs ahead."""

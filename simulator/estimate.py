@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from hardware_models.runtime import Runtime
 from simulator.costs import CostTables, saved_tensors
 from simulator.fidelity import Fidelity
 from simulator.lowering.epilogue import epilogue_collectives
@@ -135,7 +134,6 @@ def queued_s(
 def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], list[float], list[float]]:
     """Return per stage the seconds of one microbatch, those of its host, and what is exposed once per iteration."""
     costs = views[0].costs
-    problem = costs.problem
     crossing = crossing_tensors(views)
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
@@ -154,10 +152,10 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], l
             time += transfers_s(costs, transfers[view.position - 1][1])
         if view.position + 1 < len(views):
             time += transfers_s(costs, transfers[view.position][0])
-        time += passes_s(problem.runtime, plan.schedule)
+        time += passes_s(costs, view.gpu_type, plan.schedule)
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
-        hosts.append((host + num_passes(plan.schedule) * problem.runtime.host_seconds_per_pass) / view.num_turns)
+        hosts.append((host + num_passes(plan.schedule) * costs.pass_s(view.gpu_type)) / view.num_turns)
         reductions, refresh = epilogue_collectives(view, overlapped=False)
         synced = sum(collective_s(view, item) for item in reductions) * (
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
@@ -278,9 +276,9 @@ def transfers_s(costs: CostTables, transfers: list[Transfer]) -> float:
     )
 
 
-def passes_s(runtime: Runtime, schedule: str) -> float:
+def passes_s(costs: CostTables, gpu_type: str, schedule: str) -> float:
     """Return what the framework spends on the passes of a microbatch through a stage, if nothing hides it."""
-    return 0.0 if runtime.host_runs_ahead else num_passes(schedule) * runtime.host_seconds_per_pass
+    return 0.0 if costs.problem.runtime.host_runs_ahead else num_passes(schedule) * costs.pass_s(gpu_type)
 
 
 def num_passes(schedule: str) -> int:

@@ -221,7 +221,7 @@ class FastEstimator:
         states = np.empty(count, dtype=np.int64)
         chosen = np.arange(count)
         runtime, store = self.problem.runtime, self._store
-        passes = np.array([passes_s(runtime, schedule) for schedule in SCHEDULES])
+        passes = np.array([passes_s(self.costs, self.problem.gpu_types[0], schedule) for schedule in SCHEDULES])
         everything = chosen
         while True:
             misses, counts = store.misses, store.counts

@@ -19,7 +19,8 @@ from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from experiments.cases import amp, llm_foundry
 from experiments.cases.case import PRINTED, Case, CaseSource, Skipped
-from experiments.fitted_constants import Measured, moved
+from experiments.fitted_constants import moved
+from experiments.measured_run import MeasuredRun
 from hardware_models.schema import Text
 from simulator.problem import Problem
 
@@ -67,11 +68,11 @@ def drawn(cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if case.measured.iteration_time_s is not None][ONE_IN - 1 :: ONE_IN]
 
 
-def measured(case: Case) -> Measured:
+def measured(case: Case) -> MeasuredRun:
     """Return a case that ran as a run to fit on."""
     problem = case.problem()
     assert case.measured.iteration_time_s is not None, "only runs that ended are fitted on"
-    return Measured(case.row_id, problem, case.plan(problem), case.measured.iteration_time_s)
+    return MeasuredRun(case.row_id, problem, case.plan(problem), case.measured.iteration_time_s)
 
 
 def cases(data: Path | None) -> Iterator[Case | Skipped]:

@@ -59,7 +59,6 @@ class TemplateBuilder:
         waited: set[int] = set()
         sends = [] if outgoing.family is None else self.channels.carrying(outgoing.family, outgoing.traffic)
         num_sends = self._num_sends(outgoing) if sends else {}
-        pass_s = view.costs.problem.runtime.host_seconds_per_pass
         computed = [position for position, item in enumerate(items) if item.collective is None and item.chained]
         for c in self.placement.classes:
             if num_receives.get(c, 0) and self._waits_for_receives:
@@ -81,6 +80,7 @@ class TemplateBuilder:
             if item.collective is None:
                 for c in self.placement.classes:
                     first, last = position == computed[0], position == computed[-1]
+                    pass_s = view.costs.pass_s(self.placement.gpu_type[c])
                     before_s = self.launch_s[c] * num_receives.get(c, 0) + pass_s if first else 0.0
                     after_s = self.launch_s[c] * num_sends.get(c, 0) if last else 0.0
                     segment = self._between(before_s, segments[c][position], after_s)

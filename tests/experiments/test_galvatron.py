@@ -10,6 +10,7 @@ import pytest
 
 from experiments.cases.galvatron_budget import STEP, within_budget
 from experiments.cases.galvatron_table2 import SEARCHED, Run, num_microbatches
+from experiments.fitted_constants import fit_constants, moved
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron import EXPERIMENTS, fig4, table1
 from experiments.reproduce.galvatron.agreement import ordered_pairs, summary, winners
@@ -18,9 +19,10 @@ from experiments.reproduce.galvatron.cells import TITLES, at_batch, fixed_cell
 from experiments.reproduce.galvatron.grid import Column, compute, frame_of
 from experiments.reproduce.galvatron.table2 import MEMORIES, MODELS, STRATEGIES, printed_cells
 from experiments.reproduce.galvatron.table5 import printed_table5
-from experiments.reproduce.galvatron.table5_calibration import Constants, differences, fitted, planned
+from experiments.reproduce.galvatron.table5_calibration import FITTED, planned
 from experiments.strategy_trees import draw_trees, save_trees
 from searchers.registry import searcher_names
+from simulator.simulate import simulate
 
 VIT = Run(model="vit-huge-32", cluster="titan-rtx-pcie:1x8", memory_gb=8)
 
@@ -113,22 +115,21 @@ def test_errors_of_the_other_budgets_use_the_factors_of_one() -> None:
 
 
 def test_constants_of_table_v_are_recovered_from_cells_that_have_them() -> None:
-    true = Constants(host_forward_s=60e-6, host_backward_s=40e-6, rate=0.6)
+    true = {"host": 0.6, "products": 0.7}
     asked = [(key, printed) for key, printed in printed_table5().items() if key[0] == 8 and key[2].endswith("mem")]
     cells = [planned(key, printed) for key, printed in asked]
     for cell in cells:
-        assert len(cell.plan.stages) == len(cell.printed.partition.split("-"))
-        assert cell.plan.global_batch == cell.printed.batch
-    theirs = [1 + difference for difference in differences(cells, true)]
-    cells = [
-        replace(cell, printed=replace(cell.printed, throughput=ratio * (cell.printed.throughput or 0)))
-        for cell, ratio in zip(cells, theirs, strict=True)
-    ]
-    found = fitted(cells)
-    assert abs(differences(cells, found)).max() < 0.02
-    assert found.rate == pytest.approx(true.rate, rel=0.1)
-    both_s = found.host_forward_s + found.host_backward_s
-    assert both_s == pytest.approx(true.host_forward_s + true.host_backward_s, rel=0.1)
+        assert len(cell.run.plan.stages) == len(cell.printed.partition.split("-"))
+        assert cell.run.plan.global_batch == cell.printed.batch
+    theirs = [replace(cell.run, seconds=cell.run.seconds / (1 + cell.difference(true))) for cell in cells]
+    assert cells[0].difference(true) == pytest.approx(
+        simulate(cells[0].run.plan, moved(cells[0].run.problem, true)).samples_per_s
+        / (cells[0].printed.throughput or 0)
+        - 1
+    )
+    found = fit_constants(theirs, FITTED)
+    assert abs(found.after).max() < 0.02
+    assert found.factors == pytest.approx(true, rel=0.1)
 
 
 def test_microbatches_of_the_pipelines_are_the_release_tables() -> None:

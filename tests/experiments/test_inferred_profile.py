@@ -10,7 +10,7 @@ import pytest
 
 from experiments.cases.case import problem_of, uniform
 from experiments.inferred_parts import AFTER, BLOCKS, LAYER, Factors, Part, corrected, parts_of, profile_of
-from experiments.inferred_profile import Run, infer, sums_of
+from experiments.inferred_profile import LayersRun, infer, sums_of
 from experiments.inferred_ridge import LEVELS, Prior, Sums, choose, priors
 from simulator.simulate import simulate
 from workloads.models.gpt import GPTSpec
@@ -27,11 +27,11 @@ def sums(num_runs: int, deviations: np.ndarray, parts: tuple[Part, ...] = PARTS,
     return Sums(parts, shares, shares @ deviations + noise * random.standard_normal(num_runs))
 
 
-def a_run(factors: Factors, *, runtime: str = "megatron-deepspeed-timed", batch: int = 8, **degrees: int) -> Run:
+def a_run(factors: Factors, *, runtime: str = "megatron-deepspeed-timed", batch: int = 8, **degrees: int) -> LayersRun:
     """Return a run whose measured time is what the simulator has with given factors."""
     problem = problem_of(model=MODEL, cluster="a100-80g-dgx:1x2", runtime=runtime, global_batch=batch)()
     plan = uniform(**degrees)(problem)
-    run = Run(f"{degrees}", problem, plan, SHAPE, 1.0)
+    run = LayersRun(f"{degrees}", problem, plan, 1.0, SHAPE)
     return replace(run, seconds=run.predicted_s(factors))
 
 

@@ -23,7 +23,7 @@ def seconds(hardware: HardwareModel) -> dict[str, float]:
     return {
         "products": hardware.kernel_time_s(GPU, PRODUCT, "fp16"),
         "memory": hardware.kernel_time_s(GPU, COPY, "fp16"),
-        "launch": hardware.launch_s(GPU),
+        "host": hardware.host_factor(GPU),
         "links": hardware.collective("all_reduce", 1e9, range(8)).alone_s,
         "network": hardware.collective("all_gather", 4e9, range(16)).alone_s,
         "overlap": gpu.overlap_slowdown_computation - 1,
@@ -35,7 +35,7 @@ def test_a_factor_moves_what_it_is_named_after_and_nothing_else(name: str) -> No
     before = seconds(HardwareModel(CLUSTER))
     after = seconds(with_factors(CLUSTER, {name: 0.8}, "test").hardware(CLUSTER))
     ratio = after[name] / before[name]
-    assert ratio == pytest.approx(0.8 if name in ("launch", "overlap") else 1.25, rel=0.02)
+    assert ratio == pytest.approx(0.8 if name in ("host", "overlap") else 1.25, rel=0.02)
     assert all(after[other] == before[other] for other in FACTORS if other != name)
 
 

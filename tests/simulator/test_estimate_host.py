@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hardware_models.collective_table import CollectiveTable
+from hardware_models.machine_factors import with_factors
 from simulator.batch import BatchEvaluator
 from simulator.estimate import Estimate, estimate
 from simulator.fast_estimate import FastEstimator
@@ -117,7 +118,8 @@ def test_the_fast_estimate_has_the_same_host() -> None:
         host_seconds_per_pass=3e-3,
         host_seconds_per_collective=(50e-6, 20e-6),
     )
-    problem = replace(problem, runtime=runtime)
+    slower = with_factors(problem.hardware.cluster, {"host": 1.7}, "test").hardware(problem.hardware.cluster)
+    problem = replace(problem, runtime=runtime, hardware=slower)
     fast = FastEstimator(problem)
     for degrees in (
         dict(tp=2, dp=4),
@@ -153,3 +155,24 @@ def test_batches_refuse_a_host_that_never_runs_ahead() -> None:
     behind = replace(problem, runtime=replace(problem.runtime, host_runs_ahead=False))
     with pytest.raises(ValueError, match=r"never runs ahead.*galvatron-v1.*FastEstimator, or simulate"):
         BatchEvaluator(behind)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), runs_ahead=st.booleans(), factor=st.floats(0.2, 5.0))
+def test_a_slower_host_is_a_runtime_that_takes_longer_for_everything_it_does(data, runs_ahead, factor) -> None:
+    problem = data.draw(problems(runs_ahead=runs_ahead))
+    plan = data.draw(plans(problem, tensor=True))
+    runtime = problem.runtime
+    longer = replace(
+        runtime,
+        host_seconds_per_kernel=factor * (runtime.host_seconds_per_kernel or 0.0),
+        host_seconds_per_operator=tuple(factor * seconds for seconds in runtime.host_seconds_per_operator),
+        host_seconds_per_pass=factor * runtime.host_seconds_per_pass,
+        host_seconds_per_collective=tuple(factor * seconds for seconds in runtime.host_seconds_per_collective),
+    )
+    cluster = problem.hardware.cluster
+    on_slower = replace(problem, hardware=with_factors(cluster, {"host": factor}, "test").hardware(cluster))
+    expected = replace(problem, runtime=longer)
+    assert simulate(plan, on_slower).iteration_time_s == pytest.approx(simulate(plan, expected).iteration_time_s)
+    slower, same = estimate(plan, on_slower), estimate(plan, expected)
+    assert (slower.iteration_time_s, slower.host_time_s) == pytest.approx((same.iteration_time_s, same.host_time_s))
