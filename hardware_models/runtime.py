@@ -53,6 +53,7 @@ class Runtime:
             kernel; a pass ends when all are back. Whether memory holds both is in ``gradient_bytes``.
         sharded_gradient_copies: How often ZeRO-3 goes over a unit's whole gradients before it scatters them: to write
             them into one tensor, to divide them.
+        copies_gathered: What ZeRO-3 gathered is copied into the parameters before the layer computes, in one kernel.
         gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
         overlap_gradient_sync: Buckets travel while the last backward still runs.
@@ -91,7 +92,7 @@ class Runtime:
         refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
             for all of them, from which it is copied.
         keeps_root_gathered: ZeRO-3 parameters outside the repeated layers stay gathered from a forward pass to the end
-            of its backward pass, as one unit.
+            of its backward pass, as one unit; their gradients are reduced as one.
         optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
         gradient_clipping: The global gradient norm is computed each step.
         loss_scaling: Gradients are unscaled and checked for infinities each step.
@@ -138,6 +139,7 @@ class Runtime:
     adds_gradients_in_products: bool = False
     copies_gradients: bool = False
     sharded_gradient_copies: int = 0
+    copies_gathered: bool = False
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -215,6 +217,7 @@ class RuntimeFile(FileModel):
     adds_gradients_in_products: bool = False
     copies_gradients: bool = False
     sharded_gradient_copies: Annotated[int, Field(ge=0, le=8)] = 0
+    copies_gathered: bool = False
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

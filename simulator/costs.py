@@ -24,6 +24,7 @@ from simulator.plan import Sharding
 from simulator.problem import Problem
 from simulator.saved import saved_tensors as saved_tensors
 from simulator.segments import EMPTY, Segment
+from simulator.uniform import repeated_layers
 from workloads.kernels import Kernel, MemoryBound
 from workloads.kinds.base import (
     BACKWARD_INPUT,
@@ -118,6 +119,14 @@ class CostTables:
         self.replays = Kept(MAX_STAGES)
         self.bound_plans = Kept(MAX_PLANS)
         self.forms = Kept(MAX_STAGES)
+
+    @cached_property
+    def root_layers(self) -> frozenset[int]:
+        """Layers that do not repeat, where the runtime keeps what ZeRO-3 gathers of them until their backward pass."""
+        workload = self.problem.workload
+        inside = {workload.operators[start].layer for start, _ in repeated_layers(workload)}
+        kept = {op.layer for op in workload.operators} - inside
+        return frozenset(kept) if self.problem.runtime.keeps_root_gathered else frozenset()
 
     @cached_property
     def operator_forms(self) -> NDArray[np.int64]:

@@ -25,6 +25,7 @@ from operator import itemgetter
 
 from simulator.costs import CostTables, saved_tensors
 from simulator.fidelity import Fidelity
+from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import epilogue_collectives
 from simulator.lowering.lower import stage_views
 from simulator.lowering.mesh import MeshCollective, groups
@@ -245,7 +246,7 @@ def items_s(view: StageView, items: list[Item]) -> float:
             continue
         for index, parts in groupby(item.parts, key=itemgetter(0)):
             cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
-            segments = [getattr(cost, phase) for _, phase in parts]
+            segments = [getattr(cost, phase) for _, phase in parts if phase not in COPIES]
             if runs_ahead:
                 total += sum(max(segment.device_s, segment.host_s) for segment in segments)
             else:
@@ -294,6 +295,8 @@ def host_seconds(view: StageView, items: list[Item]) -> float:
         if item.collective is not None:
             total += launch_s + costs.collective_host_s(_members(view, item.collective))
         for index, phase in item.parts:
+            if phase in COPIES:
+                continue
             cost = costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
             total += getattr(cost, phase).host_s
     return total

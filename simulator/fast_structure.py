@@ -118,6 +118,7 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         layer_of,
         np.array([first for first, _ in layers], dtype=np.int64),
         np.array([stop for _, stop in layers], dtype=np.int64),
+        np.array([1 if layer in costs.root_layers else 2 for layer in range(len(layers))], dtype=np.int64),
         tied_operators,
     )
     saved = Savings(

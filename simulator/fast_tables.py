@@ -184,7 +184,7 @@ class TableBuilder:
         )
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
-        """Fill the seconds of gathering whole layers; layers with tied parameters are added up plan by plan."""
+        """Fill the seconds of gathering whole layers, in both passes; tied parameters are added up by plan."""
         structure, gathered_bytes = self.structure, self.problem.runtime.gathered_parameter_bytes
         known: dict[tuple[float, ...], float] = {}
         tied_layers = set(structure.layer_of[structure.tied].tolist())
@@ -202,7 +202,7 @@ class TableBuilder:
                         channel_of[own] = int(families[family, GATHER_CHANNEL])
                 known[key] = sum(self.channels.price_s(channel_of[own], size) for own, size in num_bytes.items())
             if layer not in tied_layers:
-                total += known[key]
+                total += known[key] * structure.gathers_of[layer]
             sums[first + 1 : stop + 1, GATHER_S] = total
 
     def _tensors(

@@ -60,6 +60,7 @@ class Structure(NamedTuple):
         reader_offsets, readers: Readers of each tensor.
         first_saver: int64[N]. First operator that saves an output of the operator; NEVER for none.
         layer_of, layer_first, layer_stop: Layers.
+        gathers_of: int64[layers]. How often ZeRO-3 gathers a layer for a microbatch.
         tied: int64[O]. Operators of tied parameters, ascending; one with two stands there twice.
     """
 
@@ -80,6 +81,7 @@ class Structure(NamedTuple):
     layer_of: Ints
     layer_first: Ints
     layer_stop: Ints
+    gathers_of: Ints
     tied: Ints
 
 
@@ -407,8 +409,8 @@ def estimate_times(
                                 break
                         if layer != pending_layer:
                             for at in range(num_pending):
-                                channel = pend_channel[at]
-                                gather_s += _channel_s(tables, channel, pend_elements[at] * gathered_bytes)
+                                alone_s = _channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
+                                gather_s += shape.gathers_of[pending_layer] * alone_s
                             num_pending, pending_layer = 0, layer
                         a, b = max(start, shape.layer_first[layer]), min(ends, shape.layer_stop[layer])
                         for family in range(MAX_FAMILIES):
@@ -436,9 +438,9 @@ def estimate_times(
             if state < 0:
                 break
             for at in range(num_pending):
-                channel = pend_channel[at]
-                gather_s += _channel_s(tables, channel, pend_elements[at] * gathered_bytes)
-            seconds += 2.0 * gather_s
+                alone_s = _channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
+                gather_s += shape.gathers_of[pending_layer] * alone_s
+            seconds += gather_s
 
             # Outputs that nothing in the stage reads.
             other = begin

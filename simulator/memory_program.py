@@ -30,7 +30,6 @@ from simulator.memory_events import (
     Events,
     Pass,
 )
-from simulator.uniform import repeated_layers
 from workloads.operators import Operator
 
 
@@ -63,7 +62,7 @@ class StageMemory:
         self._keeps_outputs = runtime.keeps_stage_outputs
         self._gathers = self._zero3_layers() if reshards else {}
         self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
-        self._root = self._root_layers() if runtime.keeps_root_gathered else frozenset()
+        self._root = view.costs.root_layers & {self.workload.operators[index].layer for index in view.operators}
         self._anew = gradients_anew or {}
         self._own = set(view.operators)
         self._regathers = not runtime.keeps_gathered_inputs
@@ -333,11 +332,6 @@ class StageMemory:
                     layer = self.workload.operators[index].layer
                     found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gradient_accumulation_bytes
         return found
-
-    def _root_layers(self) -> frozenset[int]:
-        """Return the layers that do not repeat: the unit that is wrapped around all others."""
-        inside = {self.workload.operators[start].layer for start, _ in repeated_layers(self.workload)}
-        return frozenset(self.workload.operators[index].layer for index in self.view.operators) - inside
 
     def _unshard(self, layer: int, events: Pass) -> None:
         """Make room for a layer's gradients; those of the layer but one above have been scattered by then."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from simulator.fidelity import Fidelity
 from simulator.lowering.channels import ChannelTable
-from simulator.lowering.gradient_copies import copied_groups, copy_segment
+from simulator.lowering.copies import copied_groups, gradient_copy
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import StageView
@@ -232,7 +232,7 @@ class EpilogueBuilder:
         ]
         num_kernels = sum(len(copied_groups(view)[operator]) for operator in copied)
         for c in placement.classes if copied else ():
-            seconds = sum(copy_segment(view, operator, placement.gpu_type[c]).device_s for operator in copied)
+            seconds = sum(gradient_copy(view, operator, placement.gpu_type[c]).device_s for operator in copied)
             self._compute(c, "gradient copy", view.position, seconds, num_kernels)
 
     def _optimizer(self, placement: StagePlacement) -> None:

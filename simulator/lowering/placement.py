@@ -9,7 +9,7 @@ from itertools import groupby
 
 from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
-from simulator.lowering.gradient_copies import GRADIENT_COPY, copy_segment
+from simulator.lowering.copies import COPIES, copy_segment
 from simulator.lowering.mesh import batch_coordinate, batch_degree
 from simulator.lowering.program import Item, Program, StageView
 from simulator.segments import EMPTY, Segment
@@ -91,7 +91,7 @@ class StagePlacement:
 
     def _segment_apart(self, item: Item, representative: int, shift: int) -> Segment:
         total = EMPTY
-        for (named, _), parts in groupby(item.parts, key=lambda part: (part[0], part[1] == GRADIENT_COPY)):
+        for (named, _), parts in groupby(item.parts, key=lambda part: (part[0], part[1] in COPIES)):
             whole = EMPTY
             for _, phase in parts:
                 whole = whole.then(self._phase(named + shift, phase, representative))
@@ -100,8 +100,8 @@ class StagePlacement:
         return total
 
     def _phase(self, index: int, phase: str, representative: int) -> Segment:
-        if phase == GRADIENT_COPY:
-            return copy_segment(self.view, index, self.gpu_type[representative])
+        if phase in COPIES:
+            return copy_segment(self.view, phase, index, self.gpu_type[representative])
         segment: Segment = getattr(self._cost(index, representative), phase)
         return segment
 

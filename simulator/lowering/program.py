@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
-from simulator.lowering.gradient_copies import GRADIENT_COPY
+from simulator.lowering.copies import GATHERED_COPY, GRADIENT_COPY
 from simulator.lowering.mesh import MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
@@ -36,7 +36,7 @@ class Item:
 
     Attributes:
         cause: What its time is spent on.
-        parts: Operator phases computed (or GRADIENT_COPY), in order; empty for collectives.
+        parts: Operator phases computed (or copies), in order; empty for collectives.
         collective: What is communicated; None for computation.
         role: Stream of a collective: ``tensor``, ``gather`` or ``reduce``.
         chained: The next chained item waits for it.
@@ -85,6 +85,9 @@ class ProgramBuilder:
         """
         self.items = self._made_whole(received)
         gathers = self._gathers(self.view.operators) if gather else {}
+        for layer in self._units if gathers else ():
+            if layer in self.view.costs.root_layers:
+                self._emit_gather(layer, gathers, None, self.view.operators[0])
         self._run_forward(self.view.operators, "forward", gathers)
         for tensor in self.view.leaving:
             self._settle_output(tensor)
@@ -108,6 +111,8 @@ class ProgramBuilder:
         self.items = self._made_whole(received)
         order = self.view.operators[::-1]
         gathers = self._gathers(order) if gather else {}
+        for layer in self.view.costs.root_layers:
+            gathers.pop(layer, None)
         buckets = self._buckets_by_last_operator() if sync else {}
         copies = {
             operator: bucket.passes for found in buckets.values() for bucket in found for operator in bucket.copied
@@ -119,9 +124,9 @@ class ProgramBuilder:
         for index in order:
             if with_inputs and index in segment_ends and self.fidelity.recompute:
                 start, stop = segment_ends[index]
-                self._start_layer(index, gathers)
+                self._start_layer(index, gathers, "recompute")
                 self._run_forward(recomputed_operators(self.view, start, stop), "recompute", gathers)
-            self._start_layer(index, gathers)
+            self._start_layer(index, gathers, cause)
             self._gradients(cause, index, phases)
             if index in copies:
                 self._compute(cause, index, (GRADIENT_COPY,) * copies[index])
@@ -154,7 +159,7 @@ class ProgramBuilder:
     def _run_forward(self, operators: list[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
         inside = set(operators) if cause == "recompute" else None
         for index in operators:
-            self._start_layer(index, gathers)
+            self._start_layer(index, gathers, cause)
             for item, owner in self._forward_collectives(index, inside):
                 if not self._cost(owner).includes_collectives:
                     self._collective(item, index)
@@ -302,6 +307,7 @@ class ProgramBuilder:
     _pending_after: tuple[int, ...] = ()
     _units: list[int] = field(default_factory=list)
     _gather_items: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _copied: set[int] = field(default_factory=set)
     _layer_started: int | None = None
     _previous_chain_end: int | None = None
 
@@ -310,7 +316,7 @@ class ProgramBuilder:
         return pending
 
     def _gathers(self, order: list[int]) -> dict[int, list[MeshCollective]]:
-        self._units, self._gather_items = [], {}
+        self._units, self._gather_items, self._copied = [], {}, set()
         self._layer_started = self._previous_chain_end = None
         if not self.fidelity.parameter_gather:
             return {}
@@ -319,7 +325,7 @@ class ProgramBuilder:
         self._units = list(dict.fromkeys(workload.operators[index].layer for index in order))
         return found
 
-    def _start_layer(self, index: int, gathers: dict[int, list[MeshCollective]]) -> None:
+    def _start_layer(self, index: int, gathers: dict[int, list[MeshCollective]], cause: str) -> None:
         if not gathers:
             return
         layer = self.view.costs.problem.workload.operators[index].layer
@@ -333,7 +339,11 @@ class ProgramBuilder:
             self._emit_gather(self._units[position + 1], gathers, before, index)
         self._layer_started = layer
         self._previous_chain_end = before
-        self._pending_after += self._gather_items.get(layer, ())
+        gathered = self._gather_items.get(layer, ())
+        self._pending_after += gathered
+        if gathered and layer not in self._copied and self.view.costs.problem.runtime.copies_gathered:
+            self._copied.add(layer)
+            self._compute(cause, index, (GATHERED_COPY,))
 
     def _emit_gather(
         self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None, operator: int

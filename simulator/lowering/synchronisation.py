@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from simulator.lowering.program import StageView
 
 
+ROOT = -2
+"""The unit of what does not repeat, beside those of layers, by number."""
+
+
 @dataclass(frozen=True)
 class GradientBucket:
     """Gradients that are reduced together.
@@ -139,9 +143,9 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     for group in reversed(list(parameter_groups(view))):
         if not group.reduced_axes:
             continue
-        # Sharded parameters are reduced layer by layer: that is the unit they are gathered in.
-        layer = workload.operators[group.operator].layer if group.zero == 3 and not merged else -1
-        key = (group.sizes, group.reduced_axes, group.sharded_axes, layer)
+        # Sharded parameters are reduced by the unit they are gathered in: a layer, or the root.
+        unit = workload.operators[group.operator].layer if group.zero == 3 and not merged else -1
+        key = (group.sizes, group.reduced_axes, group.sharded_axes, ROOT if unit in view.costs.root_layers else unit)
         members, so_far = open_groups.get(key, ([], 0.0))
         members.append(group)
         total = so_far + group.num_elements * runtime.gradient_accumulation_bytes
@@ -149,6 +153,7 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
         if total >= limit:
             filled.append(open_groups.pop(key))
     filled += open_groups.values()
+    filled.sort(key=lambda each: -each[0][-1].operator)
     copied = _copied(view, [groups for groups, _ in filled])
     buckets = []
     for number, (groups, total) in enumerate(filled):
@@ -179,10 +184,15 @@ def is_copied(view: StageView, group: ParameterGroup) -> bool:
     return bool(wanted) and any(sharding[axis].split == "batch" for axis in group.reduced_axes)
 
 
+def is_gathered(group: ParameterGroup) -> bool:
+    """Return whether ZeRO-3 gathers a parameter before it is used."""
+    return group.zero == 3 and group.num_shards > 1
+
+
 def gather_collectives(view: StageView, operators: Iterable[int]) -> dict[int, list[MeshCollective]]:
     """Return, per layer, the all-gathers that ZeRO-3 needs before the layer can run."""
     wanted = set(operators)
-    return _gathered(view, lambda group: group.zero == 3 and group.operator in wanted, by_layer=True)
+    return _gathered(view, lambda group: is_gathered(group) and group.operator in wanted, by_layer=True)
 
 
 def parameter_refresh(view: StageView) -> list[MeshCollective]:

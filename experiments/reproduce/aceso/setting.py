@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments.reproduce.experiment import Context
+from experiments.reproduce.legends import legend_beside
 from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.import_aceso import import_collectives, import_table
@@ -169,7 +170,7 @@ def curves(
     axes.set_ylabel(y)
     axes.set_title(title)
     if series:
-        axes.legend(fontsize=8)
+        legend_beside(axes)
     plt.close(figure)
     return figure
 
@@ -179,10 +180,11 @@ def bars(groups: Sequence[str], series: Mapping[str, Sequence[float]], *, y: str
     figure, axes = plt.subplots(figsize=(max(6.0, 0.9 * len(groups)), 4))
     width = 0.8 / max(1, len(series))
     for number, (name, values) in enumerate(series.items()):
-        axes.bar([place + number * width for place in range(len(groups))], values, width, label=name)
+        words = name.removesuffix("_s").replace("_", " ")
+        axes.bar([place + number * width for place in range(len(groups))], values, width, label=words)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(groups))], groups, rotation=30, ha="right")
     axes.set_ylabel(y)
     axes.set_title(title)
-    axes.legend(fontsize=8)
+    legend_beside(axes)
     plt.close(figure)
     return figure

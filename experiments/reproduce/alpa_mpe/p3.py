@@ -10,6 +10,7 @@ from experiments.cases import alpa as cases
 from experiments.cases.case import Case
 from experiments.reproduce.alpa_mpe.counting import problem_named
 from experiments.reproduce.experiment import Context, Report, Verdict
+from experiments.reproduce.legends import legend_beside
 from searchers.alpa.searcher import Alpa
 from searchers.base import Searcher, cost_tables
 from searchers.megatron_grid import MegatronGrid
@@ -124,5 +125,5 @@ def _figure(frame: pd.DataFrame) -> Figure:
     axes.set_xlabel("GPUs")
     axes.set_ylabel("TFLOP/s per GPU")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
+    legend_beside(axes)
     return figure

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from datafiles.writer import dump_yaml
 from experiments.reproduce.experiment import Context, Report, Verdict
+from experiments.reproduce.legends import legend_beside
 from experiments.reproduce.swept import record_of, swept
 
 PAIRS = (
@@ -178,6 +179,7 @@ def _figure(pairs: pd.DataFrame) -> Figure:
     )
     relative.index = pd.Index(pairs["model"] + "\n" + pairs["cluster"])
     relative.plot.bar(ax=axes, rot=60)
+    legend_beside(axes)
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_ylabel("iteration time / Alpa's")
     return figure

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from experiments.reproduce.alpa_mpe.counting import Asker, ask, oracle_of, problem_named
 from experiments.reproduce.experiment import Context, Report, Verdict
+from experiments.reproduce.legends import legend_beside
 
 MODELS = ("gpt2-1.5b", "bert-large", "bert-5b", "t5-3b", "t5-11b", "t5-22b")
 CLUSTER = "rtx3090-pcie:1x8"
@@ -70,6 +71,7 @@ def _figure(frame: pd.DataFrame) -> Figure:
     axes = figure.subplots()
     table = frame.pivot(index="model", columns="searcher", values="estimated_h")[list(_ASKERS)]
     table.plot.bar(ax=axes, logy=True, rot=20)
+    legend_beside(axes)
     axes.set_ylabel("accounted search cost (h)")
     axes.set_xlabel("")
     return figure

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from experiments.cases.case import problem_of
 from experiments.cases.dapple_table5 import MICROBATCH, MODEL
 from experiments.reproduce.experiment import Context, Report, Verdict
+from experiments.reproduce.legends import legend_beside
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 
@@ -47,7 +48,7 @@ def run(context: Context) -> Report:
                 axes.step(first.times_s, first.live_bytes / 1e9, where="post", label=f"{name}, M = {count}", lw=0.8)
     axes.set_xlabel("time, s")
     axes.set_ylabel("live tensors of the first stage, GB")
-    axes.legend()
+    legend_beside(axes)
     table = pd.DataFrame(rows)
     peaks = table.pivot(index="M", columns="schedule", values="peak of the first stage, GB")
     times = table.pivot(index="M", columns="schedule", values="iteration, s")

@@ -13,6 +13,7 @@ from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.cells import searched_cell
 from experiments.reproduce.galvatron.figures import new_figure
 from experiments.reproduce.galvatron.other_tables import A100_RUNTIME, A100S_16, TITANS_16
+from experiments.reproduce.legends import legend_beside
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.strategies import Strategy
@@ -86,7 +87,8 @@ def draw(plans: dict[str, tuple[PipelinePlan, LayerProfiles]]) -> Figure:
             width = profiles.profile(kind, 1, 1).saved_bytes / MIB
             colour = f"C{strategies.index(str(strategy))}"
             place.add_patch(Rectangle((x, 0), width, height, facecolor=colour, edgecolor="black"))
-            place.text(x + width / 2, height, f"x{len(layers)}", ha="center", va="bottom", fontsize=8)
+            if len(layers) > 1:
+                place.text(x + width / 2, height, f"x{len(layers)}", ha="center", va="bottom", fontsize=8)
             place.text(x + width / 2, 0, f"{stage}", ha="center", va="bottom", fontsize=7)
             x += 1.15 * width
             tallest = max(tallest, height)
@@ -99,5 +101,5 @@ def draw(plans: dict[str, tuple[PipelinePlan, LayerProfiles]]) -> Figure:
         )
         place.set_xlabel("activations of a layer, MiB a sample; the number at the bottom is the stage", fontsize=7)
         place.set_ylabel("parameters, MiB", fontsize=8)
-        place.legend(fontsize=7, loc="upper right")
+        legend_beside(place)
     return figure

@@ -14,6 +14,7 @@ from experiments.cases.galvatron_table2 import Run, profiles_of
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.figures import new_figure
 from experiments.reproduce.galvatron.table2 import MODELS
+from experiments.reproduce.legends import legend_beside
 from searchers.galvatron.options import Options
 from searchers.galvatron.pipeline_plan import split
 from searchers.galvatron.planner import Planner
@@ -72,7 +73,7 @@ def run(context: Context) -> Report:
     place.bar(positions + 0.2, summary["without_slowdown"], 0.4, label="without")
     place.set_xticks(positions, list(summary["model"]), rotation=20, fontsize=8)
     place.set_ylabel("mean absolute error of iteration time")
-    place.legend(fontsize=8)
+    legend_beside(place)
     verdicts = [
         Verdict(
             "the estimator's average error is below 5 %", "against the simulator", f"{with_it:.1%}", with_it < 0.05

@@ -42,5 +42,5 @@ def throughput_bars(frame: pd.DataFrame) -> Figure:
         place.set_xlabel("samples/s (nothing: out of memory)", fontsize=8)
     for place in axes[len(models) :]:
         place.set_visible(False)
-    axes[0].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=7, frameon=False)
     return figure

@@ -11,6 +11,7 @@ from matplotlib.ticker import NullFormatter
 from numpy.typing import NDArray
 
 from experiments.reproduce.leaderboard.table import per_problem
+from experiments.reproduce.legends import legend_beside
 
 WORST_SHOWN = 2.0
 CURVES_UP_TO = 6.0
@@ -89,7 +90,7 @@ def convergence(histories: Mapping[str, Sequence[History]], unit: str) -> Figure
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("best plan so far / best plan known\n(median over problems solved)")
     axes.set_ylim(0.97, CURVES_UP_TO)
-    axes.legend(fontsize=6, ncols=2, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    legend_beside(axes, columns=2, size=6)
     figure.tight_layout()
     return figure
 

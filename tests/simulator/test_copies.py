@@ -1,4 +1,4 @@
-"""Gradients copied before they are reduced, and back: closed forms, both engines, all ranks."""
+"""What is copied beside what is communicated, and the root unit: closed forms, both engines, all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from simulator.costs import CostTables
 from simulator.engine_compiled import run_compiled
 from simulator.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
-from simulator.lowering.gradient_copies import GRADIENT_COPY, copy_segment
+from simulator.lowering.copies import GRADIENT_COPY, gradient_copy
 from simulator.lowering.lower import lower, stage_views
 from simulator.lowering.program import GRADIENTS, ProgramBuilder
-from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
+from simulator.lowering.synchronisation import gather_collectives, gradient_buckets, parameter_groups
+from simulator.lowering.view import StageView
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
-from simulator.uniform import uniform_plan
+from simulator.uniform import repeated_layers, uniform_plan
 from tests.simulator.problems import small_problem
 from workloads.kernels import MemoryBound
 
@@ -69,7 +70,7 @@ def test_copies_hide_behind_the_reductions_of_other_buckets() -> None:
     buckets = gradient_buckets(view, merged=False)
     assert len(buckets) > 3
     first, last = (
-        sum(copy_segment(view, operator, view.gpu_type).device_s for operator in bucket.copied)
+        sum(gradient_copy(view, operator, view.gpu_type).device_s for operator in bucket.copied)
         for bucket in (buckets[0], buckets[-1])
     )
     found = difference_s(plan)
@@ -151,7 +152,7 @@ def test_what_is_sharded_or_not_replicated_is_not_copied(shape: dict) -> None:
 )
 @pytest.mark.parametrize("host_behind", [False, True])
 def test_representatives_unmerged_tasks_and_both_engines_agree(shape: dict, host_behind: bool) -> None:
-    problem = with_copies(True, sharded_gradient_copies=2)
+    problem = with_copies(True, sharded_gradient_copies=2, copies_gathered=True, keeps_root_gathered=True)
     plan = uniform_plan(problem, microbatch=1, **shape)
     times = []
     if host_behind:
@@ -161,3 +162,82 @@ def test_representatives_unmerged_tasks_and_both_engines_agree(shape: dict, host
         times += [max(run(graph).end_s) for run in (run_simpy, run_compiled)]
     for one, other in pairwise(times):
         assert one == pytest.approx(other, rel=1e-6)
+
+
+def sharded(family: str, **changes: object) -> tuple[Problem, Plan, StageView]:
+    """Return a problem whose gathers are all waited for, a plan of one sharded stage, and its view."""
+    problem = with_copies(False, family, prefetches_gathers=False, **changes)
+    plan = uniform_plan(problem, dp=8, microbatch=1, zero=3)
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    return problem, plan, view
+
+
+def gathers_s(view: StageView) -> dict[int, float]:
+    """Return the seconds of gathering each layer alone."""
+    hardware = view.costs.problem.hardware
+    return {
+        layer: sum(hardware.collective(each.collective, each.num_bytes, tuple(range(8))).alone_s for each in found)
+        for layer, found in gather_collectives(view, view.operators).items()
+    }
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["gpt", "t5", "vit"])
+def test_what_was_gathered_is_copied_once_for_each_gather(family: str, recompute: str) -> None:
+    with_s, without_s = (
+        simulate(
+            uniform_plan(problem, dp=8, microbatch=1, zero=3, recompute=recompute),
+            problem,
+            fidelity=ALONE.without("gradient-sync"),
+        ).iteration_time_s
+        for wanted in (True, False)
+        for problem, _, _ in [sharded(family, copies_gathered=wanted, keeps_root_gathered=False)]
+    )
+    problem, plan, view = sharded(family)
+    sizes: dict[int, float] = {}
+    for group in parameter_groups(view):
+        layer = problem.workload.operators[group.operator].layer
+        sizes[layer] = sizes.get(layer, 0.0) + group.num_elements * problem.runtime.gathered_parameter_bytes
+    kernels = [MemoryBound(size, size) for size in sizes.values()]
+    once = sum(problem.hardware.kernel_time_s(view.gpu_type, kernel, "bf16") for kernel in kernels)
+    assert with_s - without_s == pytest.approx(2 * plan.num_microbatches * once, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "t5", "vit"])
+def test_the_root_unit_is_gathered_for_the_forward_pass_and_stays(family: str) -> None:
+    """Embedding, head and what else does not repeat; gathers of the layers come twice."""
+    own_s = dict[bool, float]()
+    for kept in (True, False):
+        problem, plan, view = sharded(family, keeps_root_gathered=kept, overlap_gradient_sync=False)
+        plan = replace(plan, overlap_gradient_sync=False)
+        own_s[kept] = simulate(plan, problem, fidelity=ALONE.without("gradient-sync")).iteration_time_s
+        found = gathers_s(view)
+        root = set(found) - {problem.workload.operators[first].layer for first, _ in repeated_layers(problem.workload)}
+        assert view.costs.root_layers >= root if kept else not view.costs.root_layers
+        with_prefetch = replace(problem, runtime=replace(problem.runtime, prefetches_gathers=True))
+        items = ProgramBuilder(replace(view, costs=CostTables(with_prefetch)), Fidelity()).forward(gather=True)
+        first = next(position for position, item in enumerate(items) if item.collective is None)
+        gathered = [item.operator for item in items[:first] if item.role == "gather"]
+        assert len(gathered) == (len(root) if kept else 1) + 1, "the root, or its first layer, and the next one ahead"
+    saved_s = {layer: seconds for layer, seconds in found.items() if layer in root}
+    gained_s = (own_s[False] - own_s[True]) / plan.num_microbatches
+    behind_s = gained_s - sum(saved_s.values())
+    assert min(saved_s.values()) > 0
+    assert -1e-9 < behind_s < sum(saved_s.values()) - saved_s[0] + 1e-9, "the head's also hides behind the embedding"
+
+
+def test_gradients_of_the_root_unit_are_reduced_as_one_when_the_last_is_there() -> None:
+    for kept in (True, False):
+        problem, _, view = sharded("bert", keeps_root_gathered=kept)
+        buckets = gradient_buckets(view, merged=False)
+        inside = {problem.workload.operators[first].layer for first, _ in repeated_layers(problem.workload)}
+        outside = [b for b in buckets if problem.workload.operators[b.last_operator].layer not in inside]
+        assert len(outside) == 1 if kept else len(outside) > 1
+        assert [bucket.last_operator for bucket in buckets] == sorted(
+            (bucket.last_operator for bucket in buckets), reverse=True
+        )
+        (whole,) = {item.collective for bucket in buckets for item in bucket.collectives}
+        assert whole == "reduce_scatter"
+    total = sum(item.num_bytes for bucket in buckets for item in bucket.collectives)
+    assert total == 4 * sum(group.num_elements for group in parameter_groups(view))
+

@@ -1,0 +1,61 @@
+"""What data parallelism copies beside what it communicates: which tensors, and what that takes."""
+
+from __future__ import annotations
+
+from simulator.lowering.synchronisation import ParameterGroup, is_copied, is_gathered, parameter_groups
+from simulator.lowering.view import StageView
+from simulator.segments import EMPTY, Segment
+from workloads.kernels import MemoryBound
+
+GRADIENT_COPY, GATHERED_COPY = COPIES = ("gradient copy", "gathered copy")
+"""Phases of an operator: its gradients are gone over once; what was gathered of its layer is copied into parameters."""
+
+
+def copied_groups(view: StageView) -> dict[int, list[ParameterGroup]]:
+    """Return the parameters whose gradients the runtime copies, by operator; a tied one with its first."""
+    if "copied groups" not in view.kept:
+        found: dict[int, list[ParameterGroup]] = {}
+        for group in parameter_groups(view):
+            if is_copied(view, group):
+                found.setdefault(group.operator, []).append(group)
+        view.kept["copied groups"] = found
+    kept: dict[int, list[ParameterGroup]] = view.kept["copied groups"]
+    return kept
+
+
+def copy_segment(view: StageView, phase: str, operator: int, gpu_type: str) -> Segment:
+    """Return the work of one of COPIES."""
+    if phase == GRADIENT_COPY:
+        return gradient_copy(view, operator, gpu_type)
+    return _gathered_copy(view, operator, gpu_type)
+
+
+def gradient_copy(view: StageView, operator: int, gpu_type: str) -> Segment:
+    """Return the work of going over an operator's gradients once, a kernel per parameter.
+
+    Sharded gradients are read as backward makes them; whole ones are kept as they travel.
+    """
+    costs = view.costs
+    sums = costs.problem.runtime.gradient_accumulation_bytes
+    made = costs.problem.runtime.implementation.activation_bytes
+    total = EMPTY
+    for group in copied_groups(view)[operator]:
+        read = min(made, sums) if group.zero else sums
+        kernel = MemoryBound(float(group.num_elements * read), float(group.num_elements * sums))
+        total = total.then(costs.launched([kernel], gpu_type))
+    return total
+
+
+def _gathered_copy(view: StageView, operator: int, gpu_type: str) -> Segment:
+    """Return the work of copying what was gathered of an operator's layer into its parameters, in one kernel."""
+    operators = view.costs.problem.workload.operators
+    if "gathered elements" not in view.kept:
+        found: dict[int, int] = {}
+        for group in parameter_groups(view):
+            if is_gathered(group):
+                layer = operators[group.operator].layer
+                found[layer] = found.get(layer, 0) + group.num_elements
+        view.kept["gathered elements"] = found
+    elements: int = view.kept["gathered elements"][operators[operator].layer]
+    size = float(elements * view.costs.problem.runtime.gathered_parameter_bytes)
+    return view.costs.launched([MemoryBound(size, size)], gpu_type)
