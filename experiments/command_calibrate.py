@@ -39,7 +39,7 @@ Preset = Annotated[
 ]
 Gpu = Annotated[
     str | None,
-    typer.Option("--gpu", help="GPU type (windtunnel list clusters) whose kernel constants are fitted.",
+    typer.Option("--gpu", help="GPU type (windtunnel list gpus) whose kernel constants are fitted.",
                  show_default=False),
 ]  # fmt: skip
 Files = Annotated[list[Path], typer.Argument(help="Files.", show_default=False)]

@@ -16,6 +16,7 @@ class What(StrEnum):
 
     MODELS = "models"
     CLUSTERS = "clusters"
+    GPUS = "gpus"
     RUNTIMES = "runtimes"
     SEARCHERS = "searchers"
     EXPERIMENTS = "experiments"
@@ -31,7 +32,7 @@ def list_names(
         Path | None, typer.Option("--output", "-o", help="strategies: draw them into this PNG.", show_default=False)
     ] = None,
 ) -> None:
-    """List models, clusters, runtimes, searchers, experiments, effects one can switch off, or Galvatron's strategies.
+    """List models, clusters, GPUs, runtimes, searchers, experiments, effects to switch off, or Galvatron's strategies.
 
     Example: windtunnel list strategies --gpus 8 -o trees.png
     """
@@ -51,7 +52,6 @@ def list_names(
         console().print(f"each with and without activation checkpointing: {2 * len(rows)} strategies")
         if output is not None:
             console().print(f"written: {output}", markup=False)
-
 
 
 def _models() -> list[tuple[str, ...]]:
@@ -76,6 +76,23 @@ def _clusters() -> list[tuple[str, ...]]:
     from hardware_models.cluster import cluster_description, cluster_presets
 
     return [(f"{name}:NODESxGPUS", cluster_description(name)) for name in cluster_presets()]
+
+
+def _gpus() -> list[tuple[str, ...]]:
+    from hardware_models.cluster import cluster_presets, parse_cluster
+    from hardware_models.gpus import gpu_names, load_gpu
+
+    presets: dict[str, list[str]] = {}
+    for preset in cluster_presets():
+        for gpu_type in set(parse_cluster(f"{preset}:1x1").gpu_types):
+            presets.setdefault(gpu_type, []).append(preset)
+    rows: list[tuple[str, ...]] = []
+    for name in gpu_names():
+        gpu = load_gpu(name)
+        peaks = ", ".join(f"{dtype} {peak / 1e12:.4g}" for dtype, peak in gpu.peak_flop_per_s.items())
+        size, rate = f"{gpu.memory_bytes / 2**30:.1f}", f"{gpu.memory_bytes_per_s / 1e9:.0f}"
+        rows.append((name, peaks, size, rate, ", ".join(presets.get(name, ("none",)))))
+    return rows
 
 
 def _runtimes() -> list[tuple[str, ...]]:
@@ -124,6 +141,7 @@ def _strategies(gpus: int) -> list[tuple[str, ...]]:
 _ROWS = {
     What.MODELS: _models,
     What.CLUSTERS: _clusters,
+    What.GPUS: _gpus,
     What.RUNTIMES: _runtimes,
     What.SEARCHERS: _searchers,
     What.EXPERIMENTS: _experiments,
@@ -132,6 +150,7 @@ _ROWS = {
 _COLUMNS = {
     What.MODELS: ("model", "family", "parameters_1e9", "layers", "tokens_per_sample"),
     What.CLUSTERS: ("cluster", "description"),
+    What.GPUS: ("gpu", "peak_tflop_per_s", "memory_gib", "memory_gb_per_s", "clusters"),
     What.RUNTIMES: ("runtime", "description"),
     What.SEARCHERS: ("searcher", "what_it_does", "source"),
     What.EXPERIMENTS: ("experiment", "what_it_shows", "source"),

@@ -19,6 +19,7 @@ from experiments.judged import first_that_fits
 from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
 from searchers.registry import raised, searcher_class, searcher_named
+from simulator.compiled_cache import load_compiler
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
@@ -134,10 +135,12 @@ def compare(
     folder = ComparisonFolder(output, inputs.to_mapping()) if output is not None else None
     tell: Listener = listener or (lambda searcher, state, num_tasks: None)
     rows: list[dict[str, Any]] = []
+    load_compiler()
     for name in inputs.searchers:
         row = folder.finished_row(name) if folder else None
         if row is None:
-            judged = _judge(name, inputs, problem, fidelity, tell)
+            # Loaded anew: no searcher's seconds gain from what another has priced.
+            judged = _judge(name, inputs, spec.load(), fidelity, tell)
             row = judged.row
             if folder:
                 folder.add(

@@ -169,8 +169,10 @@ def _problem(spec: ProblemSpec, digests: tuple[tuple[str, str], ...]) -> Problem
 def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> Outcome:
     from searchers.base import NoFeasiblePlan, cost_tables
     from searchers.registry import searcher_named
+    from simulator.compiled_cache import load_compiler
     from simulator.problem import ProblemSpec
 
+    load_compiler()
     spec = ProblemSpec(run.model, run.cluster, run.runtime, run.global_batch, run.memory_limit_bytes, run.profile)
     problem = _problem(spec, digests)
     cost_tables(problem)  # shared with neighbouring runs, so no run's budget pays for them

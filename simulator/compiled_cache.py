@@ -40,6 +40,19 @@ def compiled(function: Function) -> Function:
     return cast(Function, made)
 
 
+@compiled
+def _nothing() -> int:
+    return 0
+
+
+def load_compiler() -> None:
+    """Load what numba loads for the first compiled function that a process calls (half a second).
+
+    Who times several things calls this first, lest the first of them pays for all.
+    """
+    _nothing()
+
+
 def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
     """Return a decorator like `compiled`, for functions that take compiled functions or constants of other modules.
 

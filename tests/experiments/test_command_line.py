@@ -48,6 +48,7 @@ def test_help_loads_nothing_heavy() -> None:
     [
         ("models", "gpt3-1.3b"),
         ("clusters", "v100-32g-dgx1"),
+        ("gpus", "v100-sxm2-32gb"),
         ("runtimes", "megatron-lm-2021"),
         ("searchers", "megatron-grid"),
         ("experiments", "mpe-counts"),
