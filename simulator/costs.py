@@ -270,9 +270,12 @@ class CostTables:
         once_s, per_rank_s = self.problem.runtime.host_seconds_per_collective
         if not once_s and not per_rank_s:
             return 0.0
-        ranks = Counter(self.problem.hardware.cluster.node_of(device) for device in members)
-        slowest = max(self._host_factor(gpu_type) for gpu_type in {self.problem.gpu_types[d] for d in members})
-        return (once_s + per_rank_s * max(ranks.values())) * slowest
+        nodes = {device: self.problem.hardware.cluster.node_of(device) for device in members}
+        ranks = Counter(nodes.values())
+        return max(
+            (once_s + per_rank_s * ranks[node]) * self._host_factor(self.problem.gpu_types[device])
+            for device, node in nodes.items()
+        )
 
     def collective_delay_s(self, members: Sequence[int]) -> float:
         """Return the seconds by which launching a collective delays it: 0 where the host runs ahead."""

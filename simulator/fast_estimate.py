@@ -88,6 +88,9 @@ class FastEstimator:
     Args:
         problem: The problem.
         costs: Cost tables to share; made anew if None.
+
+    Raises:
+        ValueError: If a pass of a microbatch costs some hosts more than others and nothing hides it.
     """
 
     def __init__(self, problem: Problem, costs: CostTables | None = None) -> None:
@@ -95,6 +98,12 @@ class FastEstimator:
             logging.getLogger("windtunnel").warning("compiling the estimate, once on this machine (some seconds) ...")
         self.problem = problem
         self.costs = costs or CostTables(problem)
+        passes_of = {passes_s(self.costs, gpu_type, "1f1b") for gpu_type in problem.gpu_types}
+        if len(passes_of) > 1:
+            raise ValueError(
+                f"the fast estimate needs hosts that take equally long for a pass, got {len(passes_of)} kinds on "
+                f"{problem.hardware.cluster.name}; use estimate"
+            )
         self._structure, self._savings, names = structure(problem, self.costs)
         self._builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(self.costs))
         self._store = Store(self._builder)

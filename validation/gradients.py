@@ -1,6 +1,6 @@
 """Sums gradients over microbatches and reduces them over replicas, in buckets.
 
-Buckets and collectives are those of ``simulator.lowering.synchronisation.gradient_buckets`` (checked here). A
+Buckets and collectives are those of ``simulator.lowering.synchronisation.gradient_buckets``. A
 bucket's buffer is ``(shards, elements)``: column ranges are parameters, row i is what rank i of the sharded
 axes keeps after a reduce-scatter.
 """
@@ -15,7 +15,7 @@ import torch
 
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import ParameterGroup, gradient_buckets, parameter_groups
+from simulator.lowering.synchronisation import gradient_buckets
 from validation.groups import GroupKey, StageGroups, group_keys
 from validation.operator_call import storage_key
 from validation.stage_parameters import Held, StageParameters
@@ -29,32 +29,10 @@ def is_overlapped(view: StageView) -> bool:
 
 def bucket_members(view: StageView, *, merged: bool) -> list[tuple[list[int], tuple[MeshCollective, ...], int]]:
     """Return ``(positions among the stage's parameters, collectives, last operator)`` of every bucket."""
-    runtime = view.costs.problem.runtime
-    limit = float("inf") if merged or runtime.gradient_bucket_bytes is None else float(runtime.gradient_bucket_bytes)
-    operators = view.costs.problem.workload.operators
-    everything: list[ParameterGroup] = list(parameter_groups(view))
-    open_members: dict[object, list[int]] = {}
-    closed: list[list[int]] = []
-    for position in range(len(everything) - 1, -1, -1):
-        group = everything[position]
-        if not group.reduced_axes:
-            continue
-        layer = operators[group.operator].layer if group.zero == 3 and not merged else -1
-        key = (group.sizes, group.reduced_axes, group.sharded_axes, layer)
-        members = open_members.setdefault(key, [])
-        members.append(position)
-        total = sum(everything[member].num_elements for member in members) * runtime.gradient_accumulation_bytes
-        if total >= limit:
-            closed.append(open_members.pop(key))
-    closed.extend(open_members.values())
-    derived = gradient_buckets(view, merged=merged)
-    found = []
-    for members, bucket in zip(closed, derived, strict=True):
-        size = sum(everything[member].num_elements for member in members) * runtime.gradient_accumulation_bytes
-        assert bucket.collectives[0].num_bytes == size, (bucket, size)
-        last = bucket.last_operator if not merged else -1
-        found.append((members, bucket.collectives, last))
-    return found
+    return [
+        (list(bucket.members), bucket.collectives, bucket.last_operator if not merged else -1)
+        for bucket in gradient_buckets(view, merged=merged)
+    ]
 
 
 def gradient_group_keys(view: StageView, ranks: tuple[int, ...]) -> set[GroupKey]:

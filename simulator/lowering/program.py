@@ -83,7 +83,7 @@ class ProgramBuilder:
             gather: Gather ZeRO-3 parameters before each layer.
             received: Gathers that make whole what arrived in parts.
         """
-        self.items = self._made_whole(received)
+        self.items, self._pass_cause = self._made_whole(received), "forward"
         gathers = self._gathers(self.view.operators) if gather else {}
         for layer in self._units if gathers else ():
             if layer in self.view.costs.root_layers:
@@ -120,13 +120,14 @@ class ProgramBuilder:
         self._reduced = []
         segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
         cause = {GRADIENTS: "backward", (BACKWARD_INPUT,): "backward input"}.get(phases, "backward weight")
+        self._pass_cause = cause
         with_inputs = BACKWARD_INPUT in phases
         for index in order:
             if with_inputs and index in segment_ends and self.fidelity.recompute:
                 start, stop = segment_ends[index]
-                self._start_layer(index, gathers, "recompute")
+                self._start_layer(index, gathers)
                 self._run_forward(recomputed_operators(self.view, start, stop), "recompute", gathers)
-            self._start_layer(index, gathers, cause)
+            self._start_layer(index, gathers)
             self._gradients(cause, index, phases)
             if index in copies:
                 self._compute(cause, index, (GRADIENT_COPY,) * copies[index])
@@ -159,7 +160,7 @@ class ProgramBuilder:
     def _run_forward(self, operators: list[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
         inside = set(operators) if cause == "recompute" else None
         for index in operators:
-            self._start_layer(index, gathers, cause)
+            self._start_layer(index, gathers)
             for item, owner in self._forward_collectives(index, inside):
                 if not self._cost(owner).includes_collectives:
                     self._collective(item, index)
@@ -308,6 +309,7 @@ class ProgramBuilder:
     _units: list[int] = field(default_factory=list)
     _gather_items: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _copied: set[int] = field(default_factory=set)
+    _pass_cause: str = "forward"
     _layer_started: int | None = None
     _previous_chain_end: int | None = None
 
@@ -325,7 +327,7 @@ class ProgramBuilder:
         self._units = list(dict.fromkeys(workload.operators[index].layer for index in order))
         return found
 
-    def _start_layer(self, index: int, gathers: dict[int, list[MeshCollective]], cause: str) -> None:
+    def _start_layer(self, index: int, gathers: dict[int, list[MeshCollective]]) -> None:
         if not gathers:
             return
         layer = self.view.costs.problem.workload.operators[index].layer
@@ -340,10 +342,12 @@ class ProgramBuilder:
         self._layer_started = layer
         self._previous_chain_end = before
         gathered = self._gather_items.get(layer, ())
-        self._pending_after += gathered
+        root = self.view.costs.root_layers
+        together = [layer] if layer not in root else [each for each in self._gather_items if each in root]
+        self._pending_after += tuple(item for each in together for item in self._gather_items.get(each, ()))
         if gathered and layer not in self._copied and self.view.costs.problem.runtime.copies_gathered:
             self._copied.add(layer)
-            self._compute(cause, index, (GATHERED_COPY,))
+            self._compute(self._pass_cause, index, (GATHERED_COPY,))
 
     def _emit_gather(
         self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None, operator: int

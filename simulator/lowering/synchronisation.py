@@ -23,6 +23,7 @@ class GradientBucket:
     """Gradients that are reduced together.
 
     Attributes:
+        members: Its parameters, as positions among `parameter_groups`.
         last_operator: The operator whose backward completes the bucket.
         collectives: What reduces it, in order.
         copied: Operators whose gradients the runtime copies into the bucket.
@@ -30,6 +31,7 @@ class GradientBucket:
         copied_back: They are copied back afterwards.
     """
 
+    members: tuple[int, ...]
     last_operator: int
     collectives: tuple[MeshCollective, ...]
     copied: tuple[int, ...] = ()
@@ -138,28 +140,31 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     bucket_bytes = runtime.gradient_bucket_bytes
     limit = float("inf") if merged or bucket_bytes is None else float(bucket_bytes)
     workload = view.costs.problem.workload
-    open_groups: dict[object, tuple[list[ParameterGroup], float]] = {}
+    everything = list(parameter_groups(view))
+    open_groups: dict[object, tuple[list[int], float]] = {}
     filled = []
-    for group in reversed(list(parameter_groups(view))):
+    for position in range(len(everything) - 1, -1, -1):
+        group = everything[position]
         if not group.reduced_axes:
             continue
         # Sharded parameters are reduced by the unit they are gathered in: a layer, or the root.
         unit = workload.operators[group.operator].layer if group.zero == 3 and not merged else -1
         key = (group.sizes, group.reduced_axes, group.sharded_axes, ROOT if unit in view.costs.root_layers else unit)
         members, so_far = open_groups.get(key, ([], 0.0))
-        members.append(group)
+        members.append(position)
         total = so_far + group.num_elements * runtime.gradient_accumulation_bytes
         open_groups[key] = (members, total)
         if total >= limit:
             filled.append(open_groups.pop(key))
     filled += open_groups.values()
-    filled.sort(key=lambda each: -each[0][-1].operator)
-    copied = _copied(view, [groups for groups, _ in filled])
+    filled.sort(key=lambda each: -each[0][-1])
+    copied = _copied(view, [[everything[member] for member in members] for members, _ in filled])
     buckets = []
-    for number, (groups, total) in enumerate(filled):
-        bucket = GradientBucket(groups[-1].operator, _reductions(groups[-1], total))
+    for number, (members, total) in enumerate(filled):
+        last = everything[members[-1]]
+        bucket = GradientBucket(tuple(members), last.operator, _reductions(last, total))
         if number in copied:
-            whole = not groups[-1].zero
+            whole = not last.zero
             passes = 1 if whole else runtime.sharded_gradient_copies
             bucket = replace(bucket, copied=tuple(copied[number]), passes=passes, copied_back=whole)
         buckets.append(bucket)

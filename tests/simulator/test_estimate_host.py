@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.machine_factors import with_factors
 from simulator.batch import BatchEvaluator
+from simulator.costs import CostTables
 from simulator.estimate import Estimate, estimate
 from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
@@ -155,6 +156,30 @@ def test_batches_refuse_a_host_that_never_runs_ahead() -> None:
     behind = replace(problem, runtime=replace(problem.runtime, host_runs_ahead=False))
     with pytest.raises(ValueError, match=r"never runs ahead.*galvatron-v1.*FastEstimator, or simulate"):
         BatchEvaluator(behind)
+
+
+def unlike_hosts(runtime: str, **changes: object) -> Problem:
+    """Return a problem on a V100 whose host takes three times as long as that of eight A100 beside it."""
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x1+a100-80g-dgx:1x8", runtime=runtime, global_batch=16)
+    cluster = problem.hardware.cluster
+    (first, *rest) = cluster.nodes
+    slow = replace(first, gpu=first.gpu.model_copy(update={"host_factor": 3.0}))
+    hardware = replace(problem.hardware, cluster=replace(cluster, nodes=(slow, *rest)))
+    return replace(problem, hardware=hardware, runtime=replace(problem.runtime, **changes))
+
+
+def test_a_collective_waits_for_the_host_that_takes_longest() -> None:
+    """Eight launches on one host against one on another that takes three times as long."""
+    costs = CostTables(unlike_hosts("megatron-lm-2021", host_seconds_per_collective=(0.0, 10e-6)))
+    assert costs.collective_host_s(range(9)) == pytest.approx(80e-6)
+    assert costs.collective_host_s((0, 1)) == pytest.approx(30e-6)
+
+
+def test_the_fast_estimate_refuses_hosts_that_take_unlike_times_for_a_pass() -> None:
+    changes = {"host_seconds_per_pass": 5e-3, "host_runs_ahead": False}
+    with pytest.raises(ValueError, match="hosts that take equally long for a pass"):
+        FastEstimator(unlike_hosts("megatron-lm-2021", **changes))
+    FastEstimator(unlike_hosts("megatron-lm-2021", host_seconds_per_pass=5e-3))
 
 
 @settings(max_examples=20, deadline=None)

@@ -12,6 +12,7 @@ import pandas as pd
 from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.figures import new_figure
+from experiments.reproduce.legends import legend_beside
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.options import Options
 from searchers.galvatron.planner import Planner
@@ -112,7 +113,7 @@ def draw(frame: pd.DataFrame) -> Figure:
         place.set_xlabel("layers")
         place.set_ylabel("CPU seconds")
         place.set_ylim(bottom=0)
-        place.legend(fontsize=7)
+        legend_beside(place, size=7)
     return figure
 
 
