@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import ceil, gcd
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from searchers.galvatron.partitions import even, filled_from_the_back
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import plan_of_layers, to_plan
 from searchers.galvatron.searcher import variant_options
-from searchers.galvatron.strategies import TENSOR, Level, Strategy
+from searchers.galvatron.strategies import SHARDED, TENSOR, Level, Strategy
 from simulator.costs import CostTables, saved_tensors
 from simulator.plan import Plan
 from simulator.problem import Problem
@@ -159,16 +159,15 @@ class Run:
                 last_microbatch_size=cut.last,
             )
 
-        def tensor_parallel(problem: Problem) -> Plan:
+        def one_strategy(problem: Problem, kind: str) -> Plan:
             layers = profiles_of(self.model, self.cluster, self.runtime).layers
-            strategy = Strategy((Level(TENSOR, num_gpus),))
-            chosen = [strategy] * len(layers)
+            chosen = [Strategy((Level(kind, num_gpus),))] * len(layers)
             return plan_of_layers([(layers, chosen)], cut=Cut(1, batch), schedule="gpipe", outside="data")
 
-        plans = {
+        plans: dict[str, Callable[[Problem], Plan]] = {
             "ddp": uniform(dp=num_gpus, microbatch=each),
-            "fsdp": uniform(dp=num_gpus, microbatch=each, zero=3),
-            "megatron-tp": tensor_parallel,
+            "fsdp": partial(one_strategy, kind=SHARDED),
+            "megatron-tp": partial(one_strategy, kind=TENSOR),
             "gpipe": pipeline,
             DEEPSPEED: uniform(
                 tp=2, pp=2, dp=num_gpus // 4, microbatch=max(1, cut.samples * 4 // num_gpus), schedule="1f1b"
@@ -176,7 +175,13 @@ class Run:
         }
         if strategy not in plans:
             raise ValueError(f"strategy must be one of {', '.join((*plans, *SEARCHED))}, got {strategy!r}")
-        return (lambda: self.problem(batch)), plans[strategy]
+        return (lambda: self._of_megatron(batch) if strategy == DEEPSPEED else self.problem(batch)), plans[strategy]
+
+    def _of_megatron(self, batch: int) -> Problem:
+        """Return the problem under a runtime that sums tied weights over stages, and reduces them once, as Megatron."""
+        problem = self.problem(batch)
+        runtime = replace(problem.runtime, reduces_ties_by_use=False, sums_ties_over_stages=True)
+        return replace(problem, runtime=runtime)
 
     def searched(self, strategy: str, batch: int) -> tuple[Callable[[], Problem], Callable[[Problem], Plan]]:
         """Return problem and plan of a searched strategy; the plan waits for the search, which happens once.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator.lowering.synchronisation import ParameterGroup, is_copied, is_gathered, parameter_groups
+from simulator.lowering.synchronisation import ParameterGroup, is_copied, is_gathered, parameter_groups, times_reduced
 from simulator.lowering.view import StageView
 from simulator.segments import EMPTY, Segment
 from workloads.kernels import MemoryBound
@@ -17,7 +17,7 @@ def copied_groups(view: StageView) -> dict[int, list[ParameterGroup]]:
         found: dict[int, list[ParameterGroup]] = {}
         for group in parameter_groups(view):
             if is_copied(view, group):
-                found.setdefault(group.operator, []).append(group)
+                found.setdefault(group.operator, []).extend([group] * times_reduced(view, group))
         view.kept["copied groups"] = found
     kept: dict[int, list[ParameterGroup]] = view.kept["copied groups"]
     return kept

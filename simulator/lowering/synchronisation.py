@@ -152,7 +152,7 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
         key = (group.sizes, group.reduced_axes, group.sharded_axes, ROOT if unit in view.costs.root_layers else unit)
         members, so_far = open_groups.get(key, ([], 0.0))
         members.append(position)
-        total = so_far + group.num_elements * runtime.gradient_accumulation_bytes
+        total = so_far + times_reduced(view, group) * group.num_elements * runtime.gradient_accumulation_bytes
         open_groups[key] = (members, total)
         if total >= limit:
             filled.append(open_groups.pop(key))
@@ -169,6 +169,19 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
             bucket = replace(bucket, copied=tuple(copied[number]), passes=passes, copied_back=whole)
         buckets.append(bucket)
     return buckets
+
+
+def times_reduced(view: StageView, group: ParameterGroup) -> int:
+    """Return how often the gradient of a parameter is reduced: once, or by each layer of the stage that uses it."""
+    problem = view.costs.problem
+    if group.tie is None or group.zero or not problem.runtime.reduces_ties_by_use:
+        return 1
+    users = (
+        index
+        for index in view.operators
+        if any(parameter.tie == group.tie for parameter in problem.workload.parameters(index))
+    )
+    return len({problem.workload.operators[index].layer for index in users})
 
 
 def _copied(view: StageView, buckets: Sequence[Sequence[ParameterGroup]]) -> dict[int, list[int]]:
