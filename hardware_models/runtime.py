@@ -55,8 +55,6 @@ class Runtime:
             them into one tensor, to divide them.
         reduces_ties_by_use: A weight that several layers of a stage use is reduced once for each of them, where each
             is wrapped for data parallelism on its own.
-        sums_ties_over_stages: The gradients of a weight that several stages hold are summed over them; else each stage
-            trains a copy of its own.
         copies_gathered: What ZeRO-3 gathered is copied into the parameters before the layer computes, in one kernel.
         gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
@@ -145,7 +143,6 @@ class Runtime:
     sharded_gradient_copies: int = 0
     copies_gathered: bool = False
     reduces_ties_by_use: bool = False
-    sums_ties_over_stages: bool = True
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -225,7 +222,6 @@ class RuntimeFile(FileModel):
     sharded_gradient_copies: Annotated[int, Field(ge=0, le=8)] = 0
     copies_gathered: bool = False
     reduces_ties_by_use: bool = False
-    sums_ties_over_stages: bool = True
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

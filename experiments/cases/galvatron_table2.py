@@ -178,10 +178,9 @@ class Run:
         return (lambda: self._of_megatron(batch) if strategy == DEEPSPEED else self.problem(batch)), plans[strategy]
 
     def _of_megatron(self, batch: int) -> Problem:
-        """Return the problem under a runtime that sums tied weights over stages, and reduces them once, as Megatron."""
+        """Return the problem under a runtime that reduces a tied weight once, as Megatron."""
         problem = self.problem(batch)
-        runtime = replace(problem.runtime, reduces_ties_by_use=False, sums_ties_over_stages=True)
-        return replace(problem, runtime=runtime)
+        return replace(problem, runtime=replace(problem.runtime, reduces_ties_by_use=False))
 
     def searched(self, strategy: str, batch: int) -> tuple[Callable[[], Problem], Callable[[Problem], Plan]]:
         """Return problem and plan of a searched strategy; the plan waits for the search, which happens once.

@@ -46,11 +46,8 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
     """Return ``(tie, physical devices, gradient bytes)`` of weights shared between different stages.
 
     Rank i of one stage holds the same shard as rank i of the other (modulo the smaller stage). Two layouts of
-    one weight inside a stage are brought together by a reduction over the whole stage. None, where the runtime leaves
-    each stage its own copy.
+    one weight inside a stage are brought together by a reduction over the whole stage.
     """
-    if not views[0].costs.problem.runtime.sums_ties_over_stages:
-        return []
     holders: dict[str, list[tuple[StageView, ParameterGroup]]] = {}
     for view in views:
         for group in parameter_groups(view):

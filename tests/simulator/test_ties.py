@@ -1,4 +1,4 @@
-"""How often gradients of tied weights are reduced: once, by each layer that uses them, over stages or not."""
+"""How often gradients of tied weights are reduced: once, or by each layer that uses them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
-from simulator.lowering.epilogue import tied_groups
 from simulator.lowering.lower import stage_views
 from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
 from simulator.plan import Plan
@@ -67,16 +66,3 @@ def test_sharded_weights_are_reduced_as_they_are_gathered_once() -> None:
         for problem in (problem_with("t5", reduces_ties_by_use=by_use) for by_use in (False, True))
     ]
     assert times[0] == times[1]
-
-
-@pytest.mark.parametrize("family", ["gpt", "t5"])
-def test_stages_with_copies_of_their_own_exchange_nothing(family: str) -> None:
-    summed, apart = (problem_with(family, sums_ties_over_stages=wanted) for wanted in (True, False))
-    plan = uniform_plan(summed, pp=2, microbatch=2)
-    views, own_views = (stage_views(plan.canonical(each.workload), CostTables(each)) for each in (summed, apart))
-    assert tied_groups(views) and not tied_groups(own_views)
-    exchanged_s = sum(
-        summed.hardware.collective("all_reduce", size, devices).alone_s for _, devices, size in tied_groups(views)
-    )
-    with_s, without_s = (simulate(plan, each, fidelity=ALONE).iteration_time_s for each in (summed, apart))
-    assert with_s - without_s == pytest.approx(exchanged_s, rel=1e-6)
