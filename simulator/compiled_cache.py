@@ -40,19 +40,6 @@ def compiled(function: Function) -> Function:
     return cast(Function, made)
 
 
-@compiled
-def _nothing() -> int:
-    return 0
-
-
-def load_compiler() -> None:
-    """Load what numba loads for the first compiled function that a process calls (half a second).
-
-    Who times several things calls this first, lest the first of them pays for all.
-    """
-    _nothing()
-
-
 def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
     """Return a decorator like `compiled`, for functions that take compiled functions or constants of other modules.
 
@@ -103,3 +90,16 @@ def is_cached(function: Callable[..., Any]) -> bool:
     name = dispatcher.py_func.__qualname__.replace("<", "").replace(">", "")
     module = dispatcher.py_func.__module__.rsplit(".", 1)[-1]
     return any(folder.glob(f"{module}.{name}-*.nbc"))
+
+
+@compiled
+def _nothing() -> int:
+    return 0
+
+
+def load_compiler() -> None:
+    """Load what numba loads for the first compiled function that a process calls (half a second).
+
+    Who times several things calls this first, lest the first of them pays for all.
+    """
+    _nothing()

@@ -137,15 +137,17 @@ class Estimator:
         local = samples // strategy.data
         profile = self.profiles.profile(kind, strategy.tensor, local)
         moved = self.profiles.collectives(kind, strategy.tensor)
-        elements = sum(
-            count for tie, count in self.profiles.parameters(kind, strategy.tensor).items() if tie not in held_ties
-        )
+        parameters = self.profiles.parameters(kind, strategy.tensor)
+        elements = sum(count for tie, count in parameters.items() if tie not in held_ties)
         runtime = self.problem.runtime
+        by_use = runtime.reduces_ties_by_use and strategy.sharded == 1
+        again = sum(parameters[tie] for tie in held_ties) if by_use else 0
         parameter_bytes, gradient_bytes = elements * runtime.parameter_bytes, elements * runtime.gradient_bytes
         sizes = tuple(degree for _, degree in strategy.levels)
         gather_s = self._axis_s("all_gather", parameter_bytes, strategy, sizes, SHARDED)
         reduce_s = self._axis_s("reduce_scatter", gradient_bytes, strategy, sizes, SHARDED)
-        reduce_s += self._axis_s("all_reduce", gradient_bytes / strategy.sharded, strategy, sizes, DATA)
+        reduced_bytes = gradient_bytes / strategy.sharded + again * runtime.gradient_bytes
+        reduce_s += self._axis_s("all_reduce", reduced_bytes, strategy, sizes, DATA)
         forward_s = profile.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
         behind_s, exposed_s = profile.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
         if strategy.checkpoint:
