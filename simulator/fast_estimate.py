@@ -241,6 +241,7 @@ class FastEstimator:
                 columns,
                 chosen,
                 runtime.recompute_stops_early,
+                runtime.reduces_ties_by_use,
                 float(runtime.parameter_bytes),
                 float(runtime.gathered_parameter_bytes),
                 float(runtime.gradient_accumulation_bytes),

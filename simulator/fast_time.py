@@ -229,6 +229,7 @@ def _tied_elements(
     begin: int,
     start: int,
     stop: int,
+    by_use: bool,
 ) -> float:
     """Return elements of tied parameters of ``[start, stop)`` that no operator of the stage before has in the layout.
 
@@ -236,6 +237,7 @@ def _tied_elements(
         shape, tables, plans, run_tables, table, family: See ``estimate_times``.
         first, begin: First operator and first run of the stage.
         start, stop: Operators.
+        by_use: Those that one before has count too.
     """
     elements = 0.0
     for place in range(len(shape.tied)):
@@ -249,7 +251,7 @@ def _tied_elements(
                         other += 1
                     theirs = tables.tied[run_tables[other], before, 2]
                     again = again or theirs == tables.tied[table, place, 2]
-            if not again:
+            if by_use or not again:
                 elements += tables.tied[table, place, 1]
     return elements
 
@@ -261,6 +263,7 @@ def estimate_times(
     plans: PlanColumns,
     chosen: Ints,
     stops_early: bool,
+    ties_by_use: bool,
     parameter_bytes: float,
     gathered_bytes: float,
     gradient_bytes: float,
@@ -278,6 +281,7 @@ def estimate_times(
         shape, tables, plans: See there.
         chosen: Numbers of plans.
         stops_early: The tail of a segment that nothing saved needs is not computed again.
+        ties_by_use: A whole weight that several operators of a stage use is reduced for each.
         parameter_bytes, gathered_bytes, gradient_bytes: Per element, as refreshed, as gathered and as reduced.
         passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
         iteration_s, stage_s, run_tables: Results, per plan, stage and run.
@@ -368,8 +372,9 @@ def estimate_times(
                     if families[family, REDUCTION] < 0:
                         break
                     elements = sums[ends, ELEMENTS + family] - sums[start, ELEMENTS + family]
+                    by_use = ties_by_use and families[family, REFRESH] < 0 and families[family, GATHER] < 0
                     elements += _tied_elements(
-                        shape, tables, plans, run_tables, table, family, first, begin, start, ends
+                        shape, tables, plans, run_tables, table, family, first, begin, start, ends, by_use
                     )
                     gathers = gathers or families[family, GATHER] >= 0
                     if elements > 0:
@@ -419,7 +424,7 @@ def estimate_times(
                                 continue
                             elements = sums[b, ELEMENTS + family] - sums[a, ELEMENTS + family]
                             elements += _tied_elements(
-                                shape, tables, plans, run_tables, table, family, first, begin, a, b
+                                shape, tables, plans, run_tables, table, family, first, begin, a, b, False
                             )
                             if elements > 0:
                                 at = 0

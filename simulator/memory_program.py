@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from simulator.costs import OperatorCost, saved_tensors
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
-from simulator.lowering.synchronisation import parameter_groups
+from simulator.lowering.synchronisation import is_gathered, parameter_groups
 from simulator.memory_events import (
     GATHERED,
     GATHERED_INPUT,
@@ -308,7 +308,7 @@ class StageMemory:
         operators = self.workload.operators
         found: dict[int, float] = {}
         for group in parameter_groups(self.view):
-            if group.zero == 3 and group.num_shards > 1:
+            if is_gathered(group):
                 for layer in {operators[index].layer for index in self._users_of(group.operator, group.tie)}:
                     found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
         return dict(sorted(found.items()))

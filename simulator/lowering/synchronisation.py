@@ -51,6 +51,7 @@ class ParameterGroup:
         sharded_axes: Axes over which ZeRO shards.
         num_elements: Local elements before ZeRO.
         tie: Tie key or None.
+        num_uses: Operators of the stage that hold the parameter in this layout.
     """
 
     operator: int
@@ -60,6 +61,7 @@ class ParameterGroup:
     sharded_axes: tuple[int, ...]
     num_elements: int
     tie: str | None
+    num_uses: int = 1
 
     @property
     def num_shards(self) -> int:
@@ -85,8 +87,9 @@ def _shifted_groups(view: StageView) -> tuple[ParameterGroup, ...]:
     return tuple(replace(group, operator=group.operator - first + own_first) for group in groups)
 
 
-def _parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
-    seen: set[object] = set()
+def _parameter_groups(view: StageView) -> list[ParameterGroup]:
+    found: list[ParameterGroup] = []
+    places: dict[object, int] = {}
     for index in view.operators:
         sharding = view.shardings[index]
         cost = view.cost(index)
@@ -99,14 +102,17 @@ def _parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
         for number, (parameter, elements) in enumerate(cost.parameters):
             if parameter.tie is not None:
                 layout = (parameter.tie, sharding, tuple(split.parameters[number] for split in splits))
-                if layout in seen:
+                if layout in places:
+                    place = places[layout]
+                    found[place] = replace(found[place], num_uses=found[place].num_uses + 1)
                     continue
-                seen.add(layout)
+                places[layout] = len(found)
             reduced = tuple(
                 axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
             )
             sharded = tuple(axis for axis in batch_axes if sharding[axis].zero > 0)
-            yield ParameterGroup(index, sizes, reduced, zero, sharded, elements, parameter.tie)
+            found.append(ParameterGroup(index, sizes, reduced, zero, sharded, elements, parameter.tie))
+    return found
 
 
 def _reductions(group: ParameterGroup, num_bytes: float) -> tuple[MeshCollective, ...]:
@@ -172,16 +178,9 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
 
 
 def times_reduced(view: StageView, group: ParameterGroup) -> int:
-    """Return how often the gradient of a parameter is reduced: once, or by each layer of the stage that uses it."""
-    problem = view.costs.problem
-    if group.tie is None or group.zero or not problem.runtime.reduces_ties_by_use:
-        return 1
-    users = (
-        index
-        for index in view.operators
-        if any(parameter.tie == group.tie for parameter in problem.workload.parameters(index))
-    )
-    return len({problem.workload.operators[index].layer for index in users})
+    """Return how often the gradient of a parameter is reduced: once, or for each use in the stage."""
+    by_use = view.costs.problem.runtime.reduces_ties_by_use and not group.zero
+    return group.num_uses if by_use else 1
 
 
 def _copied(view: StageView, buckets: Sequence[Sequence[ParameterGroup]]) -> dict[int, list[int]]:

@@ -142,6 +142,20 @@ def test_measured_collectives_are_interpolated_as_in_the_hardware_model() -> Non
         assert_equal(uniform_plan(found.problem, tp=tp, dp=dp, zero=zero), found)
 
 
+@pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
+def test_weights_that_each_use_reduces_are_in_both(family: str) -> None:
+    found = estimator(family, "a100-80g-dgx:1x8", "galvatron-v1-bf16")
+    once = replace(found.problem, runtime=replace(found.problem.runtime, reduces_ties_by_use=False))
+    for shape in (dict(dp=8), dict(tp=2, dp=4), dict(pp=2, dp=4), dict(dp=8, zero=1), dict(dp=8, zero=3)):
+        plan = uniform_plan(found.problem, **shape)  # type: ignore[arg-type]
+        assert_equal(plan, found)
+        more_s = estimate(plan, found.problem).iteration_time_s - estimate(plan, once).iteration_time_s
+        assert more_s == 0 if "zero" in shape else more_s >= 0
+    assert estimate(uniform_plan(found.problem, dp=8), found.problem).iteration_time_s > estimate(
+        uniform_plan(once, dp=8), once
+    ).iteration_time_s
+
+
 @pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp"])
 def test_whole_layers_are_gathered_in_the_type_that_travels(runtime) -> None:
     found = estimator("gpt", "a100-80g-dgx:1x8", runtime)
