@@ -85,9 +85,9 @@ class ProgramBuilder:
         """
         self.items, self._pass_cause = self._made_whole(received), "forward"
         gathers = self._gathers(self.view.operators) if gather else {}
-        for layer in self._units if gathers else ():
+        for layer in self._units:
             if layer in self.view.costs.root_layers:
-                self._emit_gather(layer, gathers, None, self.view.operators[0])
+                self._emit_gather(layer, gathers, None)
         self._run_forward(self.view.operators, "forward", gathers)
         for tensor in self.view.leaving:
             self._settle_output(tensor)
@@ -307,6 +307,7 @@ class ProgramBuilder:
 
     _pending_after: tuple[int, ...] = ()
     _units: list[int] = field(default_factory=list)
+    _first_of: dict[int, int] = field(default_factory=dict)
     _gather_items: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _copied: set[int] = field(default_factory=set)
     _pass_cause: str = "forward"
@@ -325,6 +326,7 @@ class ProgramBuilder:
         found = gather_collectives(self.view, order)
         workload = self.view.costs.problem.workload
         self._units = list(dict.fromkeys(workload.operators[index].layer for index in order))
+        self._first_of = {workload.operators[index].layer: index for index in sorted(order, reverse=True)}
         return found
 
     def _start_layer(self, index: int, gathers: dict[int, list[MeshCollective]]) -> None:
@@ -336,9 +338,9 @@ class ProgramBuilder:
         position = self._units.index(layer)
         before = self._last_chained()
         prefetches = self.view.costs.problem.runtime.prefetches_gathers
-        self._emit_gather(layer, gathers, self._previous_chain_end if prefetches else before, index)
+        self._emit_gather(layer, gathers, self._previous_chain_end if prefetches else before)
         if prefetches and position + 1 < len(self._units):
-            self._emit_gather(self._units[position + 1], gathers, before, index)
+            self._emit_gather(self._units[position + 1], gathers, before)
         self._layer_started = layer
         self._previous_chain_end = before
         gathered = self._gather_items.get(layer, ())
@@ -349,9 +351,7 @@ class ProgramBuilder:
             self._copied.add(layer)
             self._compute(self._pass_cause, index, (GATHERED_COPY,))
 
-    def _emit_gather(
-        self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None, operator: int
-    ) -> None:
+    def _emit_gather(self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None) -> None:
         if layer in self._gather_items:
             return
         positions = []
@@ -364,7 +364,7 @@ class ProgramBuilder:
                     role="gather",
                     chained=False,
                     after=() if after is None else (after,),
-                    operator=operator,
+                    operator=self._first_of[layer],
                 )
             )
         self._gather_items[layer] = tuple(positions)
