@@ -1,8 +1,13 @@
-"""For all tests: Ctrl-C interrupts, also where they were started in the background."""
+"""For all tests: one thread each, since they run side by side; Ctrl-C interrupts, also where they run in the background."""
 
 from __future__ import annotations
 
+import os
 import signal
+
+# Threads of torch and BLAS wait for each other by spinning: two test processes on two cores took twenty times as long.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
 
 # A shell starts background jobs with SIGINT ignored, and what they start inherits it; tests interrupt commands.
 signal.signal(signal.SIGINT, signal.default_int_handler)
