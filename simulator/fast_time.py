@@ -231,11 +231,11 @@ def _tied_elements(
     stop: int,
     by_use: bool,
 ) -> float:
-    """Return elements of tied parameters of ``[start, stop)`` that no operator of the stage before has in the layout.
+    """Return elements of tied parameters of ``[start, stop)`` that no operator from ``first`` on has in the layout.
 
     Args:
         shape, tables, plans, run_tables, table, family: See ``estimate_times``.
-        first, begin: First operator and first run of the stage.
+        first, begin: First operator that counts, and first run of its stage.
         start, stop: Operators.
         by_use: Those that one before has count too.
     """
@@ -423,8 +423,10 @@ def estimate_times(
                             if own_key < 0:
                                 continue
                             elements = sums[b, ELEMENTS + family] - sums[a, ELEMENTS + family]
+                            # Each layer gathers what is tied, but for those that stay gathered: the first of them.
+                            since = first if shape.gathers_of[layer] == 1 else max(first, shape.layer_first[layer])
                             elements += _tied_elements(
-                                shape, tables, plans, run_tables, table, family, first, begin, a, b, False
+                                shape, tables, plans, run_tables, table, family, since, begin, a, b, False
                             )
                             if elements > 0:
                                 at = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from simulator.costs import OperatorCost, saved_tensors
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
-from simulator.lowering.synchronisation import is_gathered, parameter_groups
+from simulator.lowering.synchronisation import gathered_for, parameter_groups
 from simulator.memory_events import (
     GATHERED,
     GATHERED_INPUT,
@@ -303,24 +303,13 @@ class StageMemory:
     # ZeRO
 
     def _zero3_layers(self) -> dict[int, float]:
-        """Return the bytes that each layer gathers; a tied weight counts wherever it is used."""
+        """Return the bytes that each layer gathers."""
         runtime = self.view.costs.problem.runtime
-        operators = self.workload.operators
         found: dict[int, float] = {}
         for group in parameter_groups(self.view):
-            if is_gathered(group):
-                for layer in {operators[index].layer for index in self._users_of(group.operator, group.tie)}:
-                    found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
+            for layer in gathered_for(self.view, group):
+                found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
         return dict(sorted(found.items()))
-
-    def _users_of(self, operator: int, tie: str | None) -> list[int]:
-        if tie is None:
-            return [operator]
-        return [
-            index
-            for index in self.view.operators
-            if any(parameter.tie == tie for parameter in self.workload.parameters(index))
-        ]
 
     def _unsharded_gradients(self) -> dict[int, float]:
         """Return the bytes of each layer's gradients before they are scattered."""
@@ -328,7 +317,7 @@ class StageMemory:
         found: dict[int, float] = {}
         for group in parameter_groups(self.view):
             if group.zero >= 2 and group.num_shards > 1:
-                for index in self._users_of(group.operator, group.tie):
+                for index in group.users:
                     layer = self.workload.operators[index].layer
                     found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gradient_accumulation_bytes
         return found

@@ -307,18 +307,6 @@ class PlanExecutor:
             for tie in self.ties
             if not tie.matches
         ]
-        for stage, runner in self.runners.items():
-            again = sorted(
-                {
-                    layer
-                    for layer, units in runner.parameters.units_of_layer.items()
-                    for unit in units
-                    if unit.layer != layer
-                }
-            )
-            if again:
-                names = [self.problem.workload.layer_names[layer] for layer in again]
-                found.append(f"stage {stage}: tied ZeRO-3 parameters are gathered for {', '.join(names)} as well")
         return found
 
 

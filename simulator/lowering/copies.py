@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator.lowering.synchronisation import ParameterGroup, is_copied, is_gathered, parameter_groups, times_reduced
+from simulator.lowering.synchronisation import ParameterGroup, gathered_for, is_copied, parameter_groups, times_reduced
 from simulator.lowering.view import StageView
 from simulator.segments import EMPTY, Segment
 from workloads.kernels import MemoryBound
@@ -52,8 +52,7 @@ def _gathered_copy(view: StageView, operator: int, gpu_type: str) -> Segment:
     if "gathered elements" not in view.kept:
         found: dict[int, int] = {}
         for group in parameter_groups(view):
-            if is_gathered(group):
-                layer = operators[group.operator].layer
+            for layer in gathered_for(view, group):
                 found[layer] = found.get(layer, 0) + group.num_elements
         view.kept["gathered elements"] = found
     elements: int = view.kept["gathered elements"][operators[operator].layer]

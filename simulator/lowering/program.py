@@ -323,7 +323,7 @@ class ProgramBuilder:
         self._layer_started = self._previous_chain_end = None
         if not self.fidelity.parameter_gather:
             return {}
-        found = gather_collectives(self.view, order)
+        found = gather_collectives(self.view)
         workload = self.view.costs.problem.workload
         self._units = list(dict.fromkeys(workload.operators[index].layer for index in order))
         self._first_of = {workload.operators[index].layer: index for index in sorted(order, reverse=True)}

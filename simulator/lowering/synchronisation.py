@@ -51,7 +51,7 @@ class ParameterGroup:
         sharded_axes: Axes over which ZeRO shards.
         num_elements: Local elements before ZeRO.
         tie: Tie key or None.
-        num_uses: Operators of the stage that hold the parameter in this layout.
+        users: Operators of the stage that hold the parameter in this layout; more than one only where it is tied.
     """
 
     operator: int
@@ -61,7 +61,7 @@ class ParameterGroup:
     sharded_axes: tuple[int, ...]
     num_elements: int
     tie: str | None
-    num_uses: int = 1
+    users: tuple[int, ...]
 
     @property
     def num_shards(self) -> int:
@@ -84,7 +84,11 @@ def _shifted_groups(view: StageView) -> tuple[ParameterGroup, ...]:
     first, groups = view.shared["parameter groups"]
     if first == own_first:
         return groups  # type: ignore[no-any-return]
-    return tuple(replace(group, operator=group.operator - first + own_first) for group in groups)
+    shift = own_first - first
+    return tuple(
+        replace(group, operator=group.operator + shift, users=tuple(user + shift for user in group.users))
+        for group in groups
+    )
 
 
 def _parameter_groups(view: StageView) -> list[ParameterGroup]:
@@ -104,14 +108,14 @@ def _parameter_groups(view: StageView) -> list[ParameterGroup]:
                 layout = (parameter.tie, sharding, tuple(split.parameters[number] for split in splits))
                 if layout in places:
                     place = places[layout]
-                    found[place] = replace(found[place], num_uses=found[place].num_uses + 1)
+                    found[place] = replace(found[place], users=(*found[place].users, index))
                     continue
                 places[layout] = len(found)
             reduced = tuple(
                 axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
             )
             sharded = tuple(axis for axis in batch_axes if sharding[axis].zero > 0)
-            found.append(ParameterGroup(index, sizes, reduced, zero, sharded, elements, parameter.tie))
+            found.append(ParameterGroup(index, sizes, reduced, zero, sharded, elements, parameter.tie, (index,)))
     return found
 
 
@@ -180,7 +184,7 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
 def times_reduced(view: StageView, group: ParameterGroup) -> int:
     """Return how often the gradient of a parameter is reduced: once, or for each use in the stage."""
     by_use = view.costs.problem.runtime.reduces_ties_by_use and not group.zero
-    return group.num_uses if by_use else 1
+    return len(group.users) if by_use else 1
 
 
 def _copied(view: StageView, buckets: Sequence[Sequence[ParameterGroup]]) -> dict[int, list[int]]:
@@ -206,31 +210,37 @@ def is_gathered(group: ParameterGroup) -> bool:
     return group.zero == 3 and group.num_shards > 1
 
 
-def gather_collectives(view: StageView, operators: Iterable[int]) -> dict[int, list[MeshCollective]]:
+def gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
+    """Return the layers that ZeRO-3 gathers a parameter for: all that use it, of those in the root unit the first."""
+    operators, root = view.costs.problem.workload.operators, view.costs.root_layers
+    found: list[int] = []
+    for layer in (operators[user].layer for user in group.users if is_gathered(group)):
+        if layer not in found and not (layer in root and root.intersection(found)):
+            found.append(layer)
+    return found
+
+
+def gather_collectives(view: StageView) -> dict[int, list[MeshCollective]]:
     """Return, per layer, the all-gathers that ZeRO-3 needs before the layer can run."""
-    wanted = set(operators)
-    return _gathered(view, lambda group: is_gathered(group) and group.operator in wanted, by_layer=True)
+    wanted = ((layer, group) for group in parameter_groups(view) for layer in gathered_for(view, group))
+    return _gathers(wanted, view.costs.problem.runtime.gathered_parameter_bytes)
 
 
 def parameter_refresh(view: StageView) -> list[MeshCollective]:
     """Return the all-gathers that ZeRO-1 and ZeRO-2 need after the optimizer step."""
     if "parameter refresh" not in view.kept:
-        found = _gathered(view, lambda group: group.zero in (1, 2), by_layer=False)
+        wanted = ((0, group) for group in parameter_groups(view) if group.zero in (1, 2) and group.num_shards > 1)
+        found = _gathers(wanted, view.costs.problem.runtime.parameter_bytes)
         view.kept["parameter refresh"] = [one for collectives in found.values() for one in collectives]
     return list(view.kept["parameter refresh"])
 
 
-def _gathered(view: StageView, chosen, *, by_layer: bool) -> dict[int, list[MeshCollective]]:  # type: ignore[no-untyped-def]
-    workload = view.costs.problem.workload
+def _gathers(wanted: Iterable[tuple[int, ParameterGroup]], element_bytes: int) -> dict[int, list[MeshCollective]]:
     totals: dict[tuple[int, tuple[int, ...], tuple[int, ...]], float] = {}
-    for group in parameter_groups(view):
-        if chosen(group) and group.num_shards > 1:
-            layer = workload.operators[group.operator].layer if by_layer else 0
-            key = (layer, group.sizes, group.sharded_axes)
-            runtime = view.costs.problem.runtime
-            size = group.num_elements * (runtime.gathered_parameter_bytes if by_layer else runtime.parameter_bytes)
-            totals[key] = totals.get(key, 0.0) + size
+    for unit, group in wanted:
+        key = (unit, group.sizes, group.sharded_axes)
+        totals[key] = totals.get(key, 0.0) + group.num_elements * element_bytes
     found: dict[int, list[MeshCollective]] = {}
-    for (layer, sizes, axes), num_bytes in totals.items():
-        found.setdefault(layer, []).append(MeshCollective("all_gather", sizes, axes, num_bytes))
+    for (unit, sizes, axes), num_bytes in totals.items():
+        found.setdefault(unit, []).append(MeshCollective("all_gather", sizes, axes, num_bytes))
     return found
