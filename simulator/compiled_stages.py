@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.costs import CostTables, saved_tensors
-from simulator.lowering.mesh import MeshCollective, mesh_sizes, reshard, settled
-from simulator.lowering.program import REDUCTIONS
+from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
 from simulator.uniform import repeated_layers
@@ -241,7 +240,6 @@ class StageRowsBuilder:
 
     def _around(self, index: int, first: int) -> tuple[list[int], ...]:
         """Return numbers of the collectives before forward, again, before backward and after backward."""
-        runtime = self.costs.problem.runtime
         op = self.workload.operators[index]
         cost = self._cost(index)
         saved = {ref for ref, _ in cost.saved}
@@ -253,13 +251,13 @@ class StageRowsBuilder:
         def sharding_of(other: int) -> Sharding | None:
             return self.resolved[other] if other >= first else None
 
-        for phase, item, owner, position in self.costs.input_collectives(
-            index, sharding_of, self.samples, self.gpu_type
-        ):
-            whole = item.collective == "all_gather" and f"input:{position}" in saved
-            if phase == FORWARD and whole and not runtime.keeps_gathered_inputs:
+        collectives = self.costs.input_collectives(index, sharding_of, self.samples, self.gpu_type)
+        moved_batch = {position for phase, item, _, position in collectives if phase == FORWARD and item.moves_batch}
+        for phase, item, owner, position in collectives:
+            whole = item.collective == "all_gather" and f"input:{position}" in saved and position not in moved_batch
+            if phase == FORWARD and whole and self.costs.keeps_shards_of(self.resolved[owner]):
                 before_backward.append(self._number(item))
-            if self._cost(owner).includes_collectives:
+            if self._cost(owner).contains(item):
                 continue
             (before_forward if phase == FORWARD else after_backward).append(self._number(item))
             reduced_before = item.collective in REDUCTIONS and owner < self.shape.segment_first[index]
@@ -267,7 +265,7 @@ class StageRowsBuilder:
                 before_again.append(self._number(item))
         for position, name in enumerate(op.inputs):
             producer = self.workload.producer.get(name)
-            if producer is None or producer >= first or cost.includes_collectives:
+            if producer is None or producer >= first:
                 continue
             sizes, want = mesh_sizes(self.resolved[index]), self._input_layout(index, position)
             arrival = next(reader for reader in self.workload.consumers[name] if reader >= first)
@@ -277,31 +275,29 @@ class StageRowsBuilder:
             if not moved:
                 before = mesh_sizes(self.resolved[arrival])
                 moves = reshard(before, have, sizes, want, cost.input_bytes[position])
-                before_forward += [self._number(item) for item in moves]
-                before_again += [self._number(item) for item in moves]
+                beside = [self._number(item) for item in moves if not cost.contains(item)]
+                before_forward += beside
+                before_again += beside
             if PARTIAL in gradient and not settled_before:
                 moves = reshard(sizes, gradient, sizes, settled(gradient), cost.input_bytes[position])
-                after_backward += [self._number(item) for item in moves]
+                after_backward += [self._number(item) for item in moves if not cost.contains(item)]
         return before_forward, before_again, before_backward, after_backward
 
     def _inside(self, index: int, phase: str) -> list[int]:
         cost = self._cost(index)
-        if cost.includes_collectives:
-            return []
-        return [self._number(item) for own, item in cost.internal if own == phase]
+        return [self._number(item) for own, item in cost.internal if own == phase and not cost.contains(item)]
 
     def _settling(self, index: int) -> list[int]:
         cost = self._cost(index)
         found: list[int] = []
-        if cost.includes_collectives:
-            return found
         for number, (name, size) in enumerate(
             zip(self.workload.operators[index].outputs, cost.output_bytes, strict=True)
         ):
             have = self._output_layout(index, number)
             if name in self.workload.consumers and PARTIAL in have:
                 sizes = mesh_sizes(self.resolved[index])
-                found += [self._number(item) for item in reshard(sizes, have, sizes, settled(have), size)]
+                moves = reshard(sizes, have, sizes, settled(have), size)
+                found += [self._number(item) for item in moves if not cost.contains(item)]
         return found
 
     def _cost(self, index: int):  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hardware_models.profile import Split as SplitWord
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.forms import operator_forms
-from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, reshard
+from simulator.lowering.mesh import REDUCTIONS, MeshCollective, batch_degree, mesh_sizes, reshard
 from simulator.operator_table import OperatorTable, operator_table
 from simulator.plan import Sharding
 from simulator.problem import Problem
@@ -91,6 +91,13 @@ class OperatorCost:
         """
         made = self.workspace_weight_bytes + self.gradient_elements * bytes_per_element
         return max(self.workspace_backward_bytes if inputs else 0.0, made if weights and self.parameters else 0.0)
+
+    def contains(self, item: MeshCollective) -> bool:
+        """Return whether the durations contain a collective that the operator owns.
+
+        Those measured with the operator's own collectives do, but for what lays samples out for another mesh.
+        """
+        return self.includes_collectives and (item.collective in REDUCTIONS or not item.moves_batch)
 
     @property
     def num_parameter_elements(self) -> int:
@@ -373,6 +380,10 @@ class CostTables:
                 for item in reshard(sizes, gradient_have, their_sizes, gradient_want, input_bytes):
                     found.append((BACKWARD_INPUT, item, index, position))
         return found
+
+    def keeps_shards_of(self, producer: Sharding) -> bool:
+        """Return whether readers keep the shards of the sequence that an operator made, and gather them again."""
+        return not self.problem.runtime.keeps_gathered_inputs and any(axis.split == "sequence" for axis in producer)
 
     def served_before(
         self,

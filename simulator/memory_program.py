@@ -65,7 +65,6 @@ class StageMemory:
         self._root = view.costs.root_layers & {self.workload.operators[index].layer for index in view.operators}
         self._anew = gradients_anew or {}
         self._own = set(view.operators)
-        self._regathers = not runtime.keeps_gathered_inputs
         self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
         self._segment_of = {
             index: (start, stop) for start, stop in view.stage.recompute for index in range(start, stop)
@@ -160,8 +159,8 @@ class StageMemory:
                         category = LOGITS if op.kind == "lm_loss" else RECOMPUTED if recomputing else SAVED
                         events.allocate(name, size, category)
             events.free(f"{op.name}/workspace")
-            if self._regathers or recomputing or in_segment:
-                for position, _ in self._gathered[index]:
+            for position, _ in self._gathered[index]:
+                if recomputing or in_segment or self.view.gathers_again(index, position):
                     events.free(f"{op.name}/gathered input {position}")
             for name in dict.fromkeys(op.inputs):
                 left[name] -= 1

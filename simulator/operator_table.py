@@ -105,11 +105,11 @@ def _collective_seconds(
     """Return seconds of the collectives before operator ``index``, forward and backward, alone."""
     totals = [0.0, 0.0]
     for phase, item, owner, _ in costs.input_collectives(index, resolved.__getitem__, samples, gpu_type):
-        if not costs.operator(owner, resolved[owner], samples, gpu_type).includes_collectives:
+        if not costs.operator(owner, resolved[owner], samples, gpu_type).contains(item):
             totals[phase != FORWARD] += _first_group_s(costs, item)
     cost = costs.operator(index, resolved[index], samples, gpu_type)
-    if not cost.includes_collectives:
-        for phase, item in cost.internal:
+    for phase, item in cost.internal:
+        if not cost.contains(item):
             totals[phase != FORWARD] += _first_group_s(costs, item)
     return totals[0], totals[1]
 

@@ -1,4 +1,4 @@
-"""For all tests: one thread each, since they run side by side; Ctrl-C interrupts, also where they run in the background."""
+"""For all tests: one thread each, since they run side by side; Ctrl-C interrupts, also in the background."""
 
 from __future__ import annotations
 

@@ -222,8 +222,6 @@ class StageRunner:
 
     def _absent(self, index: int, at_hand: Pass, state: InFlight) -> dict[int, Fetch]:
         """Return inputs that are gathered again in backward, where the runtime does not keep them."""
-        if self.problem.runtime.keeps_gathered_inputs:
-            return {}
         found: dict[int, Fetch] = {}
         for position, wire in enumerate(self.wiring.wires[index]):
             key = wire.copy

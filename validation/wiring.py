@@ -31,7 +31,7 @@ class Wire:
         source: GRAPH (training data), OWN (made in this stage) or ARRIVAL (received).
         forward: From the source's layout to the operator's.
         backward: From the layout of the gradient to what the source needs.
-        gathers: Forward ends with a gather whose result backward need not keep.
+        gathers: Backward gathers again what forward gathers.
         want: Layout the operator reads; readers that want one layout share its copy.
         gradient: Layout of the gradient it makes; equal ones are summed before they move.
         alone: Reader and input whose gradient moves alone, where the runtime does not sum partial gradients first.
@@ -143,13 +143,18 @@ class StageWiring:
             have = needed = self.view.arrivals[name]
             source = ARRIVAL
         forward = convert(have, want, ragged=self.ragged)
+        steps = () if forward is None else forward.steps
+        gathered = [step.source_dim for step in steps if step.collective == "all_gather"]
         summed = self.view.costs.problem.runtime.sums_input_gradients or PARTIAL not in gradient[1]
         return Wire(
             tensor=name,
             source=source,
             forward=forward,
             backward=convert(gradient, needed, ragged=self.ragged),
-            gathers=forward is not None and any(step.collective == "all_gather" for step in forward.steps),
+            gathers=bool(gathered)
+            and all(dim > 0 for dim in gathered)
+            and source == OWN
+            and self.view.costs.keeps_shards_of(self.view.shardings[producer]),
             want=want,
             gradient=gradient,
             alone=None if summed else (index, position),

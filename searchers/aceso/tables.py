@@ -266,10 +266,10 @@ def _fill_class(
     cost = cost_of(index)
     seconds = [max(part.device_s, part.host_s) for part in (cost.forward, cost.backward)]
     for phase, item, owner, _ in costs.input_collectives(index, sharding_of, samples, gpu_type):
-        if not cost_of(owner).includes_collectives:
+        if not cost_of(owner).contains(item):
             seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
-    if not cost.includes_collectives:
-        for phase, item in cost.internal:
+    for phase, item in cost.internal:
+        if not cost.contains(item):
             seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
     values[FORWARD], values[BACKWARD] = seconds
     values[GRADIENT] = cost.num_parameter_elements

@@ -200,8 +200,8 @@ class IntraOp:
         forwards = 2 if self.options.recompute else 1
         computation = forwards * cost.forward.bound_s + cost.backward.bound_s
         communication = 0.0
-        if not cost.includes_collectives:
-            for phase, item in cost.internal:
+        for phase, item in cost.internal:
+            if not cost.contains(item):
                 communication += self.collective_s(item) * (forwards if phase == FORWARD else 1)
         sync, states, sharded = 0.0, 0.0, 0.0
         splits = costs.splits(index, sharding)
@@ -250,7 +250,7 @@ class IntraOp:
             consumer, chosen.get, self.samples(want), self.gpu_type
         ):
             owned = self.costs.operator(owner, chosen[owner], self.samples(chosen[owner]), self.gpu_type)
-            if not owned.includes_collectives:
+            if not owned.contains(item):
                 total += self.collective_s(item) * (forwards if phase == FORWARD else 1)
         return total
 

@@ -180,7 +180,7 @@ class EpilogueBuilder:
                 num_bytes = (
                     passes
                     * sum(
-                        group.num_elements / (group.num_shards if group.zero >= 2 else 1)
+                        group.num_elements / (group.num_shards if group.zero else 1)
                         for group in parameter_groups(placement.view)
                     )
                     * runtime.gradient_accumulation_bytes

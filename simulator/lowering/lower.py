@@ -193,7 +193,8 @@ class _Lowering:
     def _program(self, stage: int, variant: Variant) -> Program:
         view = self._flow(variant).views[stage]
         received = self._flow(variant).gathers_of_received(stage, variant)
-        key = ("program", variant.kind, variant.gather, variant.sync, tuple(received), self.fidelity)
+        waits = variant.sync and not self.plan.overlap_gradient_sync
+        key = ("program", variant.kind, variant.gather, variant.sync, waits, tuple(received), self.fidelity)
         if key not in view.shared:
             builder = ProgramBuilder(view, self.fidelity)
             if variant.kind == FORWARD:

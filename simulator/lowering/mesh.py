@@ -87,6 +87,8 @@ class MeshCollective:
     moves_batch: bool = False
 
 
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+
 _ORDER = {"reduce_scatter": 0, "slice": 1, "all_to_all": 2, "all_reduce": 3, "all_gather": 4}
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import GATHERED_COPY, GRADIENT_COPY
-from simulator.lowering.mesh import MeshCollective, mesh_sizes, reshard, settled
+from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
 from simulator.lowering.view import StageView as StageView
@@ -27,7 +27,6 @@ Part = tuple[int, str]
 """An operator index and a phase."""
 
 GRADIENTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass
@@ -105,7 +104,7 @@ class ProgramBuilder:
         Args:
             phases: BACKWARD_INPUT, BACKWARD_WEIGHT or both.
             gather: Gather ZeRO-3 parameters before each layer.
-            sync: Reduce gradients as they become complete.
+            sync: Reduce gradients as they become complete; waited for, unless the plan overlaps them.
             received: Gathers that make whole what arrived in parts.
         """
         self.items = self._made_whole(received)
@@ -151,7 +150,7 @@ class ProgramBuilder:
         backward, entering = self.items, dict[int, list[Item]]()
         view = self.view
         for phase, item, owner, position in view.input_collectives(index):
-            if phase == FORWARD and item.collective in REDUCTIONS and not self._cost(owner).includes_collectives:
+            if phase == FORWARD and item.collective in REDUCTIONS and not self._cost(owner).contains(item):
                 self.items = []
                 self._collective(item, index)
                 entering.setdefault(position, []).extend(self.items)
@@ -162,31 +161,28 @@ class ProgramBuilder:
         for index in operators:
             self._start_layer(index, gathers)
             for item, owner in self._forward_collectives(index, inside):
-                if not self._cost(owner).includes_collectives:
+                if not self._cost(owner).contains(item):
                     self._collective(item, index)
             self._compute(cause, index, (FORWARD,))
-            cost = self._cost(index)
-            if not cost.includes_collectives:
-                for phase, item in cost.internal:
-                    if phase == FORWARD:
-                        self._collective(item, index)
+            for phase, item in self._cost(index).internal:
+                if phase == FORWARD and not self._cost(index).contains(item):
+                    self._collective(item, index)
 
     def _gradients(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
         """Add the backward pass of an operator with its collectives."""
         if BACKWARD_INPUT not in phases:
             self._compute(cause, index, phases)
             return
-        runtime = self.view.costs.problem.runtime
-        gathers = [] if runtime.keeps_gathered_inputs else [item for _, item in self.view.gathered_inputs(index)]
+        view = self.view
+        gathers = [item for position, item in view.gathered_inputs(index) if view.gathers_again(index, position)]
         beside = self._reductions_beside_weights(index) if phases == GRADIENTS else []
-        for item in gathers:
-            if item.moves_batch or not beside:
-                self._collective(item, index)
         if not beside:
+            for item in gathers:
+                self._collective(item, index)
             self._compute(cause, index, phases)
             self._backward_collectives(index)
             return
-        gathered = tuple(self._beside(item, index) for item in gathers if not item.moves_batch)
+        gathered = tuple(self._beside(item, index) for item in gathers)
         self._compute(cause, index, (BACKWARD_INPUT,))
         self._pending_after = gathered
         reduced = tuple(self._beside(item, index) for item in beside)
@@ -245,24 +241,24 @@ class ProgramBuilder:
     def _backward_collectives(self, index: int, without: Sequence[MeshCollective] = ()) -> None:
         view = self.view
         cost = self._cost(index)
-        if not cost.includes_collectives:
-            for phase, item in cost.internal:
-                if phase == BACKWARD_INPUT:
-                    self._collective(item, index)
+        for phase, item in cost.internal:
+            if phase == BACKWARD_INPUT and not cost.contains(item):
+                self._collective(item, index)
         for phase, item, owner, _ in view.input_collectives(index):
-            if phase == BACKWARD_INPUT and item not in without and not self._cost(owner).includes_collectives:
+            if phase == BACKWARD_INPUT and item not in without and not self._cost(owner).contains(item):
                 self._collective(item, index)
         workload = view.costs.problem.workload
         splits = view.costs.splits(index, view.shardings[index])
         for position, name in enumerate(workload.operators[index].inputs):
-            if name in view.arrivals and not cost.includes_collectives:
+            if name in view.arrivals:
                 have = tuple(split.input_gradient(position) for split in splits)
                 want = tuple(split.inputs[position] for split in splits)
                 sizes = mesh_sizes(view.shardings[index])
                 _, served = view.costs.served_before(index, position, name, view.shardings.get, sizes, want, have)
                 if not served:  # The gradient goes back in the layout in which the tensor came.
                     for item in reshard(sizes, have, *view.arrivals[name], cost.input_bytes[position]):
-                        self._collective(item, index)
+                        if not cost.contains(item):
+                            self._collective(item, index)
 
     def output_settled(self, tensor: str) -> list[Item]:
         """Return what makes a tensor whole that leaves the stage and that nothing in it reads."""
@@ -278,10 +274,11 @@ class ProgramBuilder:
         number = workload.operators[producer].outputs.index(tensor)
         have = tuple(split.outputs[number] for split in view.costs.splits(producer, view.shardings[producer]))
         reduced_here = any(reader in view.shardings for reader in workload.consumers[tensor])
-        if PARTIAL in have and not reduced_here and not cost.includes_collectives:
+        if PARTIAL in have and not reduced_here:
             sizes = mesh_sizes(view.shardings[producer])
             for item in reshard(sizes, have, sizes, settled(have), cost.output_bytes[number]):
-                self._collective(item, producer)
+                if not cost.contains(item):
+                    self._collective(item, producer)
 
     def _compute(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
         parts = tuple((index, phase) for phase in phases)
@@ -375,7 +372,7 @@ class ProgramBuilder:
                 return position
         return None
 
-    # Reductions of gradients, overlapped with the rest of the backward pass.
+    # Reductions of gradients within the backward pass.
 
     _reduced: list[tuple[GradientBucket, tuple[int, ...]]] = field(default_factory=list)
 
@@ -398,7 +395,7 @@ class ProgramBuilder:
                     cause="gradient sync",
                     collective=collective,
                     role="reduce",
-                    chained=False,
+                    chained=not self.view.plan.overlap_gradient_sync,
                     after=(last,),
                     operator=bucket.last_operator,
                 )

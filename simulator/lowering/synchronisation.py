@@ -235,7 +235,7 @@ def parameter_refresh(view: StageView) -> list[MeshCollective]:
     return list(view.kept["parameter refresh"])
 
 
-def _gathers(wanted: Iterable[tuple[int, ParameterGroup]], element_bytes: int) -> dict[int, list[MeshCollective]]:
+def _gathers(wanted: Iterable[tuple[int, ParameterGroup]], element_bytes: float) -> dict[int, list[MeshCollective]]:
     totals: dict[tuple[int, tuple[int, ...], tuple[int, ...]], float] = {}
     for unit, group in wanted:
         key = (unit, group.sizes, group.sharded_axes)

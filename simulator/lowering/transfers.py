@@ -1,8 +1,8 @@
 """Who sends what to whom between two consecutive stages, for any two meshes (split and concat included).
 
 A tensor on a mesh is cut into regions: one interval per sharded dimension. A receiving rank needs its own
-region; for every distinct region of the sender that meets it, one of the ranks that hold that region is
-chosen, in turn, so that replicas share the sending.
+region; for every distinct region of the sender that meets it, that of the ranks that hold that region sends
+which has sent least so far, so that replicas share the sending.
 """
 
 from __future__ import annotations
@@ -99,17 +99,17 @@ def route(
     holders: dict[Region, list[int]] = {}
     for rank, region in sender.items():
         holders.setdefault(region, []).append(rank)
-    turn: dict[Region, int] = {}
+    sent = dict.fromkeys(sender, Fraction(0))
     shares: dict[Region, list[tuple[list[int], Fraction]]] = {}
     found = []
     for rank, region in receiver.items():
-        replica = turn.get(region, 0)
-        turn[region] = replica + 1
         if region not in shares:
             met = ((held, overlap(held, region)) for held in holders)
             shares[region] = [(holders[held], share) for held, share in met if share]
         for ranks, share in shares[region]:
-            found.append((ranks[replica % len(ranks)], rank, share / num_parts))
+            source = min(ranks, key=sent.__getitem__)
+            sent[source] += share / num_parts
+            found.append((source, rank, share / num_parts))
     return found
 
 

@@ -35,7 +35,7 @@ class VariantChoice:
     Attributes:
         plan: The plan.
         has_zero3: Per stage, whether it gathers parameters.
-        overlapped: Gradients are reduced while a backward pass still runs.
+        overlapped: Gradients are reduced within backward passes.
         num_turns: Microbatches after which the same replicas have their turn.
     """
 

@@ -120,6 +120,16 @@ class StageView:
             if phase == FORWARD and item.collective == "all_gather" and f"input:{position}" in saved
         ]
 
+    def gathers_again(self, index: int, position: int) -> bool:
+        """Return whether backward gathers again what is among ``gathered_inputs``: shards of the sequence."""
+        producer = self.costs.problem.workload.producer[self.costs.problem.workload.operators[index].inputs[position]]
+        moves_batch = any(
+            item.moves_batch
+            for phase, item, _, place in self.input_collectives(index)
+            if phase == FORWARD and place == position
+        )
+        return not moves_batch and self.costs.keeps_shards_of(self.shardings[producer])
+
     @cached_property
     def num_turns(self) -> int:
         """Replicas that take whole microbatches in turn; 1 where microbatches are sliced."""

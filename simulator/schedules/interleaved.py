@@ -9,7 +9,7 @@ a forward (digits: microbatch; capitals: the rank's first chunk, small letters: 
 Microbatches go in groups of p through all chunks of a rank. Rank r runs 2(p - r - 1) + (v - 1)p
 forwards before it turns to one forward and one backward in turn. With equal stages of t_f and t_b per
 rank (all chunks together) an iteration ends after m(t_f + t_b) + (p - 1)(t_f + t_b)/v: 1/v of the
-bubble of 1F1B, for v times the transfers.
+bubble of 1F1B, for v times the transfers. With m = p all forwards come before the first backward.
 
 Source:
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
@@ -66,6 +66,8 @@ def _actions_of_rank(shape: PipelineShape, rank: int, num_ranks: int) -> list[Ac
 
     if num_chunks == 1:
         warmup = num_ranks - rank - 1
+    elif shape.num_microbatches == num_ranks:
+        warmup = total
     else:
         warmup = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
     warmup = min(warmup, total)

@@ -13,7 +13,7 @@ from hardware_models.profile import OperatorProfile, ProfileRow
 from simulator.costs import CostTables
 from simulator.estimate import estimate
 from simulator.fidelity import Fidelity
-from simulator.plan import Axis, resolve
+from simulator.plan import Axis, Plan, Sharding, Stage, resolve
 from simulator.segments import EMPTY, Segment
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -97,6 +97,42 @@ def test_a_profile_row_that_contains_its_collective_is_not_charged_for_it_again(
     assert 0.9 < result.duration_sources["measured"] < 1.0
     names = [result.graph.names[i] for i in np.unique(result.graph.name[result.graph.kind == 1])]
     assert not any(".mlp_linear_2" in name or ".attention_qkv" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((Axis("batch", 2), Axis("tensor", 2)), (Axis("tensor", 4),)),
+        ((Axis("tensor", 4),), (Axis("batch", 2), Axis("tensor", 2))),
+        ((Axis("batch", 4),), (Axis("tensor", 4),)),
+    ],
+)
+def test_what_lays_samples_out_for_another_mesh_is_in_no_profile_row(first: Sharding, second: Sharding) -> None:
+    """A row with its collectives has those of its own tensor-parallel ranks; neighbours of it know nothing of it."""
+    problem = small_problem("gpt", global_batch=4)
+    axes = {word for sharding in (first, second) for word in sharding if word.split == "tensor"}
+    rows = [
+        ProfileRow(
+            role=op.role, samples=samples, tensor_size=axis.size, split="default", forward_s=1.0, backward_s=2.0,
+            saved_bytes=0.0, forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0,
+            output_bytes=0.0, parameter_bytes=0.0, includes_collectives=True, num_groups=1, source="test",
+        )
+        for op in problem.workload.operators[1:14]
+        for axis in axes
+        for samples in (1, 2, 4)
+    ]  # fmt: skip
+    profile = OperatorProfile("gpt", problem.gpu_types[0], "fp16", tuple(rows), "test")
+    measured = replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
+    count, half = len(problem.workload), problem.workload.layers[2][1]
+    plan = Plan((Stage(((0, count),), (0, 1, 2, 3), ((half, first), (count - half, second))),), 4, 1)
+    found = []
+    for own in (problem, measured):
+        graph = simulate(plan, own).graph
+        causes = np.array(graph.causes)[graph.cause]
+        moved = np.flatnonzero(causes == "resharding")
+        found.append(sorted((graph.names[graph.name[task]], float(graph.work_s[task])) for task in moved))
+    assert found[0] == found[1]
+    assert found[0]
 
 
 @pytest.mark.parametrize(

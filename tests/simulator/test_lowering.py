@@ -245,6 +245,21 @@ def test_neighbours_with_other_meshes_are_resharded() -> None:
     assert quiet < simulate(plan, problem).iteration_time_s
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_was_gathered_for_another_mesh_is_kept_whatever_sequence_parallelism_does(keeps: bool) -> None:
+    problem = small_problem("gpt", global_batch=8)
+    problem = replace(problem, runtime=replace(problem.runtime, keeps_gathered_inputs=keeps))
+    count, half = len(problem.workload), problem.workload.layers[2][1]
+    stage = Stage(((0, count),), (0, 1, 2, 3), ((half, (Axis("batch", 4),)), (count - half, (Axis("tensor", 4),))))
+    plan = Plan(stages=(stage,), microbatch_size=8, num_microbatches=1)
+    result = simulate(plan, problem)
+    graph = result.graph
+    names = [graph.names[i] for i in graph.name[np.array(graph.causes)[graph.cause] == "resharding"]]
+    assert names == ["all_gather layer3.norm_1"]
+    length, hidden = problem.workload.tensors[problem.workload.operators[half].inputs[0]]
+    assert result.memory[0].consumers["gathered inputs"] >= 2 * 8 * length * hidden
+
+
 EFFECTS = [
     "host",
     "tensor-parallel",

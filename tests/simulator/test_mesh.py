@@ -99,6 +99,28 @@ def test_replicas_share_the_sending() -> None:
     assert [(a, b) for a, b, _ in route(alone, pair)] == [(0, 0), (0, 1)]
 
 
+def test_holders_of_one_region_share_what_different_receivers_need_of_it() -> None:
+    """Two pairs of tensor-parallel replicas feed four slices: each sends one."""
+    sender = dict(enumerate(regions((2, 2), (Shard(0), REPLICATE), 4)))
+    receiver = dict(enumerate(regions((4,), (Shard(0),), 4)))
+    assert [(a, b) for a, b, _ in route(sender, receiver)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
+@settings(deadline=None)
+@given(SIZES, SIZES, st.integers(36, 40), st.data())
+def test_no_holder_sends_more_than_one_piece_beyond_another(
+    first: tuple[int, ...], second: tuple[int, ...], samples: int, data: st.DataObject
+) -> None:
+    sender = dict(enumerate(regions(first, [data.draw(KEPT) for _ in first], samples)))
+    receiver = dict(enumerate(regions(second, [data.draw(KEPT) for _ in second], samples)))
+    pieces: dict[int, list[Fraction]] = {rank: [] for rank in sender}
+    for source, _, share in route(sender, receiver):
+        pieces[source].append(share)
+    for rank, other in product(sender, sender):
+        if sender[rank] == sender[other]:
+            assert sum(pieces[rank]) - sum(pieces[other]) <= max(pieces[rank], default=0)
+
+
 def test_slices_of_a_microbatch_differ_by_one_sample_at_most() -> None:
     """DAPPLE's 15 replicas of 32 samples: two get three, the others two."""
     bounds = replica_bounds(32, 15)

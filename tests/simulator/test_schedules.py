@@ -55,6 +55,15 @@ def test_interleaving_divides_the_bubble_by_the_number_of_chunks(p, v, groups) -
     assert interleaved - ideal == (plain - ideal) / v == (p - 1) * (t_f + t_b) / v
 
 
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3)])
+def test_interleaving_as_many_microbatches_as_ranks_runs_all_forwards_first(p, v) -> None:
+    """Megatron-LM's schedules.py: "just the number of pipeline stages"."""
+    for order in schedule_named("interleaved").actions(interleaved_shape(p, v, p)):
+        assert [action.kind for action in order] == [FORWARD] * (p * v) + [BACKWARD] * (p * v)
+    for rank, order in enumerate(schedule_named("interleaved").actions(interleaved_shape(p, v, 2 * p))):
+        assert [action.kind for action in order].index(BACKWARD) == 2 * (p - rank - 1) + (v - 1) * p + 1
+
+
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p in DEPTHS for m in (8, 11, 32)])
 @pytest.mark.parametrize(("t_f", "t_i", "t_w"), [(1.0, 1.0, 1.0), (1.0, 1.5, 1.0), (2.0, 1.5, 1.25), (0.5, 2.5, 0.5)])
 def test_zb_h1_leaves_the_bubble_of_the_zero_bubble_paper(p, m, t_f, t_i, t_w) -> None:

@@ -1,0 +1,52 @@
+"""When gradients are reduced, and what is done with them before the optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from simulator.costs import CostTables
+from simulator.fidelity import Fidelity
+from simulator.lowering.lower import stage_views
+from simulator.lowering.synchronisation import gradient_buckets
+from simulator.simulate import simulate
+from simulator.taskgraph import COMPUTATION
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
+
+
+def test_gradients_reduced_in_every_pass_and_not_overlapped_are_waited_for() -> None:
+    """An iteration is longer by all reductions of all microbatches than without any."""
+    problem = small_problem("gpt", runtime="pytorch-ddp", cluster="a100-80g-dgx:1x4")
+    problem = replace(problem, runtime=replace(problem.runtime, copies_gradients=False))
+    alone = Fidelity().without("host", "overlap-slowdown", "contention", "optimizer")
+    plan = replace(uniform_plan(problem, dp=4, microbatch=4), gradient_reduction="every", overlap_gradient_sync=False)
+    seconds = {
+        sync: simulate(plan, problem, fidelity=alone if sync else alone.without("gradient-sync")).iteration_time_s
+        for sync in (True, False)
+    }
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    reductions_s = sum(
+        problem.hardware.collective(item.collective, item.num_bytes, (0, 1, 2, 3)).alone_s
+        for bucket in gradient_buckets(view, merged=False)
+        for item in bucket.collectives
+    )
+    assert seconds[True] - seconds[False] == pytest.approx(plan.num_microbatches * reductions_s, rel=1e-6)
+    overlapped = simulate(replace(plan, overlap_gradient_sync=True), problem, fidelity=alone).iteration_time_s
+    assert overlapped < seconds[True]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_the_gradient_norm_reads_what_a_rank_has_of_the_gradients(zero: int) -> None:
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime="megatron-deepspeed")
+    graph = simulate(uniform_plan(problem, dp=4, microbatch=4, zero=zero), problem).graph
+    (norm,) = np.flatnonzero(
+        (np.array(graph.causes)[graph.cause] == "gradient norm") & (graph.kind == COMPUTATION)
+    )
+    whole = simulate(uniform_plan(problem, dp=4, microbatch=4), problem).graph
+    (other,) = np.flatnonzero(
+        (np.array(whole.causes)[whole.cause] == "gradient norm") & (whole.kind == COMPUTATION)
+    )
+    assert graph.work_s[norm] == pytest.approx(whole.work_s[other] / (4 if zero else 1), rel=0.01)
