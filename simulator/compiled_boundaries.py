@@ -187,15 +187,17 @@ def _route(
         other_dp, other_tp, other_layout: The same of the receiver.
     """
     found = []
+    sent = [0] * (dp * tp)
     for receiver in range(other_dp * other_tp):
         batch, rank = divmod(receiver, other_tp)
-        replica = rank if other_layout == REPLICATED else 0
         for part in range(batch * dp // other_dp, -(-(batch + 1) * dp // other_dp)):
             low, high = max(part * other_dp, batch * dp), min((part + 1) * other_dp, (batch + 1) * dp)
             share = (high - low) / (dp * other_dp)
             if layout == REPLICATED:
                 cut = 1 if other_layout == REPLICATED else other_tp
-                found.append((part * tp + replica % tp, receiver, share / cut))
+                holder = min(range(part * tp, (part + 1) * tp), key=sent.__getitem__)
+                sent[holder] += high - low
+                found.append((holder, receiver, share / cut))
             elif layout == other_layout:
                 for piece in range(rank * tp // other_tp, -(-(rank + 1) * tp // other_tp)):
                     low = max(piece * other_tp, rank * tp)
