@@ -307,6 +307,21 @@ class PlanExecutor:
             for tie in self.ties
             if not tie.matches
         ]
+        for stage, runner in self.runners.items():
+            again = sorted(
+                {
+                    layer
+                    for layer, units in runner.parameters.units_of_layer.items()
+                    for unit in units
+                    if unit.layer != layer
+                }
+            )
+            if again:
+                names = ", ".join(self.problem.workload.layer_names[layer] for layer in again)
+                found.append(
+                    f"stage {stage}: {names} gather tied ZeRO-3 parameters apart from their own, with all of the layer "
+                    "that has them first"
+                )
         return found
 
 

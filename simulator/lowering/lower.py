@@ -194,7 +194,8 @@ class _Lowering:
         view = self._flow(variant).views[stage]
         received = self._flow(variant).gathers_of_received(stage, variant)
         waits = variant.sync and not self.plan.overlap_gradient_sync
-        key = ("program", variant.kind, variant.gather, variant.sync, waits, tuple(received), self.fidelity)
+        gather = (variant.gather, self.plan.reshard_after_forward)
+        key = ("program", variant.kind, gather, variant.sync, waits, tuple(received), self.fidelity)
         if key not in view.shared:
             builder = ProgramBuilder(view, self.fidelity)
             if variant.kind == FORWARD:

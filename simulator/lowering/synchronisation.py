@@ -211,13 +211,16 @@ def is_gathered(group: ParameterGroup) -> bool:
 
 
 def gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
-    """Return the layers that ZeRO-3 gathers a parameter for: all that use it, of those in the root unit the first."""
-    operators, root = view.costs.problem.workload.operators, view.costs.root_layers
-    found: list[int] = []
-    for layer in (operators[user].layer for user in group.users if is_gathered(group)):
-        if layer not in found and not (layer in root and root.intersection(found)):
-            found.append(layer)
-    return found
+    """Return the layers that ZeRO-3 gathers a parameter for.
+
+    All that use it, but the first alone of those between which it stays: of the root unit, or all where the plan does
+    not reshard after the forward pass.
+    """
+    operators = view.costs.problem.workload.operators
+    layers = dict.fromkeys(operators[user].layer for user in group.users if is_gathered(group))
+    stays = view.costs.root_layers if view.plan.reshard_after_forward else frozenset(layers)
+    later = [layer for layer in layers if layer in stays][1:]
+    return [layer for layer in layers if layer not in later]
 
 
 def gather_collectives(view: StageView) -> dict[int, list[MeshCollective]]:

@@ -212,6 +212,17 @@ def test_a_tied_weight_is_gathered_for_every_layer_that_uses_it(family: str, kep
     assert found == expected
 
 
+def test_a_tied_weight_that_stays_after_the_forward_pass_is_gathered_once() -> None:
+    _, plan, view = sharded("gpt")
+    stays = replace(view, plan=replace(plan, reshard_after_forward=False))
+    first, last = view.operators[0], view.operators[-1]
+    layers = [view.costs.problem.workload.operators[index].layer for index in (first, last)]
+    again, once = (
+        [sum(item.num_bytes for item in gather_collectives(each)[layer]) for layer in layers] for each in (view, stays)
+    )
+    assert again[0] == once[0] and again[1] > 100 * once[1]
+
+
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", ["gpt", "t5", "vit"])
