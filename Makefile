@@ -17,7 +17,7 @@ demo: $(VENV)/.core
 	  --searchers megatron-grid,ddp,megatron-tp,gpipe,fsdp,deepspeed-3d -o out/demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 accuracy: $(VENV)/.core
 	$(BIN)/windtunnel accuracy --check
