@@ -38,6 +38,23 @@ def plan(
     microbatch: Annotated[int, typer.Option(help="Samples per replica.", rich_help_panel=PLAN)] = 1,
     recompute: Annotated[str, typer.Option(help="none, full or selective.", rich_help_panel=PLAN)] = "none",
     zero: Annotated[int, typer.Option(help="ZeRO level, 0-3.", rich_help_panel=PLAN)] = 0,
+    gradient_reduction: Annotated[
+        str | None,
+        typer.Option(
+            help="Gradients are reduced every microbatch or after the last; default: every with ZeRO 2 and 3, else as "
+            "the runtime.",
+            show_default=False,
+            rich_help_panel=PLAN,
+        ),
+    ] = None,
+    overlap_gradient_sync: Annotated[
+        bool | None,
+        typer.Option(
+            help="Gradients travel while the last backward pass runs; default: as the runtime.",
+            show_default=False,
+            rich_help_panel=PLAN,
+        ),
+    ] = None,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Megatron's, with tp.", rich_help_panel=PLAN)
     ] = False,
@@ -99,6 +116,8 @@ def plan(
         sequence_parallel=sequence_parallel,
         schedule=schedule,
         chunks=chunks,
+        gradient_reduction=gradient_reduction,
+        overlap_gradient_sync=overlap_gradient_sync,
         smaller_last=smaller_last,
     )
     validate(built, problem)

@@ -89,6 +89,19 @@ def test_a_plan_without_output_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert "GiB" in error
 
 
+def test_a_plan_says_when_gradients_are_reduced(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*options: str) -> tuple[str, bool]:
+        found = json.loads(run(capsys, "plan", *PROBLEM, "--dp", 2, "--json", *options)[1])["plan"]
+        return found["gradient_reduction"], found["overlap_gradient_sync"]
+
+    assert planned("--zero", "1") == ("last", False)
+    assert planned("--zero", "2") == ("every", False)
+    assert planned("--zero", "2", "--gradient-reduction", "last", "--overlap-gradient-sync") == ("last", True)
+    code, _, error = run(capsys, "plan", *PROBLEM, "--gradient-reduction", "never")
+    assert code == 2
+    assert "one of last, every" in error
+
+
 def test_search_writes_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "best.yaml"
     arguments = ["search", *PROBLEM, "-b", 4, "--searcher", "megatron-grid", "--budget", "20", "-o", path]
