@@ -34,7 +34,14 @@ def plan(
     cluster: Cluster,
     tp: Annotated[int, typer.Option(help="Tensor-parallel degree.", rich_help_panel=PLAN)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=PLAN)] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel replicas.", rich_help_panel=PLAN)] = 1,
+    dp: Annotated[
+        int | None,
+        typer.Option(
+            help="Data-parallel replicas; default: as many as the cluster has GPUs for.",
+            show_default=False,
+            rich_help_panel=PLAN,
+        ),
+    ] = None,
     microbatch: Annotated[int, typer.Option(help="Samples per replica.", rich_help_panel=PLAN)] = 1,
     recompute: Annotated[str, typer.Option(help="none, full or selective.", rich_help_panel=PLAN)] = "none",
     zero: Annotated[int, typer.Option(help="ZeRO level, 0-3.", rich_help_panel=PLAN)] = 0,
@@ -87,6 +94,7 @@ def plan(
     --recompute selective -o plan.yaml
     """
     from datafiles.writer import dump_yaml
+    from hardware_models.cluster import parse_cluster
     from searchers.plan_words import describe_plan
     from simulator.estimate import estimate
     from simulator.plan import plan_to_mapping
@@ -94,6 +102,9 @@ def plan(
     from simulator.uniform import uniform_plan
     from simulator.validate import validate
 
+    num_gpus = parse_cluster(cluster).num_devices
+    if dp is None:
+        dp = max(1, num_gpus // max(1, tp * pp))
     if global_batch is None:
         global_batch = max(1, dp) * max(1, microbatch) * max(1, pp) * MICROBATCHES_PER_STAGE
     spec = problem_spec(
@@ -128,6 +139,8 @@ def plan(
         summary = {
             "plan": plan_to_mapping(built),
             "plan_hash": built.canonical_hash(problem.workload),
+            "num_gpus_used": len(built.devices),
+            "num_gpus": num_gpus,
             "estimated_iteration_time_s": found.iteration_time_s,
             "estimated_peak_bytes": list(found.peak_bytes),
             "estimated_fits": found.fits,
@@ -143,10 +156,28 @@ def plan(
     if found.host_binds:
         fits += ", the host takes longer than this"
     words = (
-        f"{describe_plan(built)}: about {found.iteration_time_s:.2f} s for {global_batch} samples, "
+        f"{describe_plan(built)}, {gpus_words(tp, pp, dp, num_gpus)}: about {found.iteration_time_s:.2f} s for {global_batch} samples, "
         f"peak {max(found.peak_bytes) / 2**30:.1f} GiB, {fits} (estimate; windtunnel simulate knows better)"
     )
     if output is not None:
         console().print(f"{output}: {words}")
     else:
         messages().print(words)
+
+
+def gpus_words(tp: int, pp: int, dp: int, num_gpus: int) -> str:
+    """Return how many of a cluster's GPUs a plan uses, and what would use all.
+
+    >>> gpus_words(2, 2, 2, 8), gpus_words(2, 2, 1, 8)
+    ('on all 8 GPUs', 'on 4 of 8 GPUs (--dp 2 would use all)')
+    >>> gpus_words(3, 1, 2, 8)
+    'on 6 of 8 GPUs (tp * pp must divide 8 to use all, got 3)'
+    """
+    used = tp * pp * dp
+    if used == num_gpus:
+        return f"on all {num_gpus} GPUs" if num_gpus > 1 else "on the one GPU"
+    if num_gpus % (tp * pp):
+        remedy = f"tp * pp must divide {num_gpus} to use all, got {tp * pp}"
+    else:
+        remedy = f"--dp {num_gpus // (tp * pp)} would use all"
+    return f"on {used} of {num_gpus} GPUs ({remedy})"

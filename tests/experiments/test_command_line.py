@@ -89,6 +89,26 @@ def test_a_plan_without_output_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert "GiB" in error
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tp", 2], "dp 2, microbatch 2 x 8, on all 4 GPUs"),
+        (["--tp", 2, "--dp", 1], "on 2 of 4 GPUs (--dp 2 would use all)"),
+        (["--pp", 3], "on 3 of 4 GPUs (tp * pp must divide 4 to use all, got 3)"),
+    ],
+)
+def test_a_plan_uses_the_whole_cluster_or_says_what_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[object], words: str
+) -> None:
+    arguments = ["plan", "--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x4", *options]
+    code, out, error = run(capsys, *arguments, "-o", tmp_path / "plan.yaml")
+    assert code == 0, error
+    assert words in " ".join(out.split())
+    found = json.loads(run(capsys, *arguments, "--json")[1])
+    assert found["num_gpus"] == 4
+    assert str(found["num_gpus_used"]) in words
+
+
 def test_a_plan_says_when_gradients_are_reduced(capsys: pytest.CaptureFixture[str]) -> None:
     def planned(*options: str) -> tuple[str, bool]:
         found = json.loads(run(capsys, "plan", *PROBLEM, "--dp", 2, "--json", *options)[1])["plan"]
