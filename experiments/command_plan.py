@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -94,7 +95,6 @@ def plan(
     --recompute selective -o plan.yaml
     """
     from datafiles.writer import dump_yaml
-    from hardware_models.cluster import parse_cluster
     from searchers.plan_words import describe_plan
     from simulator.estimate import estimate
     from simulator.plan import plan_to_mapping
@@ -102,20 +102,21 @@ def plan(
     from simulator.uniform import uniform_plan
     from simulator.validate import validate
 
-    num_gpus = parse_cluster(cluster).num_devices
-    if dp is None:
-        dp = max(1, num_gpus // max(1, tp * pp))
-    if global_batch is None:
-        global_batch = max(1, dp) * max(1, microbatch) * max(1, pp) * MICROBATCHES_PER_STAGE
     spec = problem_spec(
         model=model,
         cluster=cluster,
         runtime=runtime,
-        global_batch=global_batch,
+        global_batch=1 if global_batch is None else global_batch,
         memory_limit=memory_limit,
         profile=profile,
     )
     problem = spec.load()
+    if dp is None:
+        dp = max(1, problem.num_devices // max(1, tp * pp))
+    if global_batch is None:
+        global_batch = max(1, dp) * max(1, microbatch) * max(1, pp) * MICROBATCHES_PER_STAGE
+        spec = replace(spec, global_batch=global_batch)
+        problem = replace(problem, global_batch=global_batch, spec=spec)
     built = uniform_plan(
         problem,
         tp=tp,
@@ -140,7 +141,7 @@ def plan(
             "plan": plan_to_mapping(built),
             "plan_hash": built.canonical_hash(problem.workload),
             "num_gpus_used": len(built.devices),
-            "num_gpus": num_gpus,
+            "num_gpus": problem.num_devices,
             "estimated_iteration_time_s": found.iteration_time_s,
             "estimated_peak_bytes": list(found.peak_bytes),
             "estimated_fits": found.fits,
@@ -156,7 +157,8 @@ def plan(
     if found.host_binds:
         fits += ", the host takes longer than this"
     words = (
-        f"{describe_plan(built)}, {gpus_words(tp, pp, dp, num_gpus)}: about {found.iteration_time_s:.2f} s for {global_batch} samples, "
+        f"{describe_plan(built)}, {gpus_words(tp, pp, dp, problem.num_devices)}: "
+        f"about {found.iteration_time_s:.2f} s for {global_batch} samples, "
         f"peak {max(found.peak_bytes) / 2**30:.1f} GiB, {fits} (estimate; windtunnel simulate knows better)"
     )
     if output is not None:

@@ -40,7 +40,10 @@ Model = Annotated[
 Cluster = Annotated[
     str,
     typer.Option(
-        "--cluster", "-c", help="PRESET:NODESxGPUS, such as v100-32g-dgx1:1x4.", rich_help_panel=PROBLEM
+        "--cluster",
+        "-c",
+        help="PRESET:NODESxGPUS, such as v100-32g-dgx1:1x4; a YAML file in the place of the preset; + joins parts.",
+        rich_help_panel=PROBLEM,
     ),
 ]
 RuntimeName = Annotated[

@@ -10,6 +10,7 @@ from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Runtime, load_runtime
+from simulator.problem_files import with_files
 from workloads.operators import Workload
 from workloads.registry import build_workload
 
@@ -39,11 +40,12 @@ class ProblemSpec:
         return {key: value for key, value in self.__dict__.items() if value is not None}
 
     def load(self) -> Problem:
-        """Build the problem. Raises ValueError (unknown names, bad files, global_batch < 1)."""
+        """Build the problem. Raises ValueError (unknown names, missing or bad files, global_batch < 1)."""
         if self.global_batch < 1:
             raise ValueError(f"global_batch must be at least 1, got {self.global_batch}")
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
             raise ValueError(f"memory_limit_bytes must be positive, got {self.memory_limit_bytes}")
+        with_files(self)
         runtime = load_runtime(self.runtime)
         cluster = parse_cluster(self.cluster)
         hardware = load_calibration(self.profile).hardware(cluster) if self.profile else HardwareModel(cluster)
