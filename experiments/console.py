@@ -57,7 +57,7 @@ MemoryLimit = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Per GPU, such as 28GiB; default: all the GPU has.",
+        help="Per GPU, such as 28GiB; at most, and by default, all the GPU has.",
         show_default=False,
         rich_help_panel=PROBLEM,
     ),

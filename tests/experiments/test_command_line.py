@@ -169,6 +169,8 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["plan", *PROBLEM, "--recompute", "some"], ["recompute", "'some'", "selective"]),
         (["plan", *PROBLEM, "--memory-limit", "28 apples"], ["28GiB", "'28 apples'"]),
         (["plan", *PROBLEM, "--memory-limit", "16"], ["at least 1 MiB", "'16'", "16GiB"]),
+        (["plan", *PROBLEM, "--memory-limit", "40GiB"], ["at most the 31.75 GiB", "got 40.00 GiB", "leave it out"]),
+        (["plan", *PROBLEM, "--memory-limit", "700MiB"], ["0.78 GiB that megatron", "got 0.68 GiB", "raise it"]),
         (["search", *PROBLEM, "-b", "4", "--searcher", "megatron"], ["searcher", "megatron-grid", "path"]),
         (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--budget", "soon"], ["budget", "20s", "'soon'"]),
         (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--memory-limit", "3GB"], ["out of memory", "GiB"]),

@@ -114,6 +114,16 @@ def test_a_problem_says_where_it_looked_for_a_file(key: str, named: str) -> None
         replace(SPEC, **{key: named}).load()
 
 
+def test_on_a_mixed_cluster_the_limit_may_bind_on_the_larger_gpus_only() -> None:
+    mixed = replace(SPEC, cluster="v100-32g-dgx1:1x2+v100-16g-dgx1:1x2", memory_limit_bytes=20 << 30)
+    problem = mixed.load()
+    outside = problem.runtime.outside_allocator_bytes
+    assert problem.capacity_bytes(0) == (20 << 30) - outside
+    assert problem.capacity_bytes(2) == problem.hardware.memory_bytes(2) - outside
+    with pytest.raises(ValueError, match=r"at most the 31\.75 GiB of v100-sxm2-32gb, got 32\.00 GiB"):
+        replace(mixed, memory_limit_bytes=32 << 30).load()
+
+
 def test_a_plan_made_for_another_graph_is_refused(tmp_path: Path) -> None:
     save_plan(tmp_path / "p.yaml", SPEC, uniform_plan(SPEC.load()), fingerprint="0123456789abcdef")
     with pytest.raises(DataFileError, match=r"another version of model gpt3-1\.3b"):
