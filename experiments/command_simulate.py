@@ -23,7 +23,7 @@ from experiments.console import (
 
 def simulate_file(
     plan_file: Annotated[Path, typer.Argument(help="Plan file (YAML or JSON).")],
-    engine: Engine = "simpy",
+    engine: Engine = "auto",
     without: Without = "",
     profile: Profile = None,
     trace: Annotated[

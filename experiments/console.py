@@ -78,7 +78,10 @@ Without = Annotated[
         "--without", help="Effects to leave out of the simulation, comma-separated (windtunnel list effects)."
     ),
 ]
-Engine = Annotated[str, typer.Option("--engine", help="Engine that runs the task graph.")]
+Engine = Annotated[
+    str,
+    typer.Option("--engine", help="simpy (readable), compiled (quicker on large plans) or auto; same results."),
+]
 BudgetText = Annotated[
     str, typer.Option("--budget", help="Per searcher: a time (20s, 5min) or a number of evaluations (500).")
 ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from experiments.cli import app
+from experiments.sweep_values import DEFAULTS
 from tests.experiments.commands import run
 
 PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]
@@ -131,6 +133,14 @@ def test_search_writes_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["plans"][0]["objective"] <= found["plans"][-1]["objective"]
     assert found["counters"]["evaluations"] <= 20
     assert run(capsys, "simulate", path)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["simulate", "diff", "compare"])
+def test_commands_choose_the_engine_by_default(command: str) -> None:
+    (wanted,) = (each for each in app.registered_commands if each.name == command)
+    assert wanted.callback is not None
+    assert signature(wanted.callback).parameters["engine"].default == "auto"
+    assert DEFAULTS["engine"] == "auto", "of a sweep"
 
 
 def test_diff_explains_two_plans(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
