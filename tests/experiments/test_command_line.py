@@ -51,6 +51,8 @@ def test_help_loads_nothing_heavy() -> None:
         ("models", "gpt3-1.3b"),
         ("clusters", "v100-32g-dgx1"),
         ("gpus", "v100-sxm2-32gb"),
+        ("links", "nvswitch-a100"),
+        ("networks", "ib-200g"),
         ("runtimes", "megatron-lm-2021"),
         ("searchers", "megatron-grid"),
         ("experiments", "mpe-counts"),
@@ -63,7 +65,18 @@ def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str], what: str,
     assert name in out
     rows = json.loads(run(capsys, "list", what, "--json")[1])
     assert any(name in next(iter(row.values())) for row in rows)
-    assert all(all(row.values()) for row in rows), "no empty cells"
+    assert all(cell not in ("", None) for row in rows for cell in row.values()), "no empty cells"
+
+
+def test_numbers_are_numbers_and_layers_those_that_a_pipeline_divides(capsys: pytest.CaptureFixture[str]) -> None:
+    models = {row["model"]: row for row in json.loads(run(capsys, "list", "models", "--json")[1])}
+    assert models["gpt3-1.3b"]["repeated_layers"] == 24
+    assert models["gpt3-1.3b"]["parameters_1e9"] == pytest.approx(1.3, rel=0.02)
+    gpus = {row["gpu"]: row for row in json.loads(run(capsys, "list", "gpus", "--json")[1])}
+    assert gpus["v100-sxm2-32gb"]["memory_gib"] == 31.7
+    networks = {row["network"]: row for row in json.loads(run(capsys, "list", "networks", "--json")[1])}
+    assert networks["ib-200g"]["nominal_gbit_per_s"] == 200
+    assert "a100-80g-dgx" in networks["ib-200g"]["clusters"]
 
 
 def test_a_plan_can_be_simulated(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
