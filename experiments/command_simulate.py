@@ -37,6 +37,8 @@ def simulate_file(
 ) -> None:
     """Simulate one training iteration of a plan: time, throughput, memory, and where the time goes.
 
+    A plan that does not fit is a result too: the first line says so (in JSON "fits"), and the exit code is 0.
+
     Example: windtunnel simulate plan.yaml --without contention,overlap-slowdown --trace trace.json.gz
     """
     from experiments.progress import simulation_progress

@@ -251,5 +251,10 @@ def test_out_of_memory_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(capsys, "plan", *PROBLEM, "--memory-limit", "3GB", "-b", 4, "-o", path)[0] == 0
     code, out, _ = run(capsys, "simulate", path)
     assert code == 0
+    assert out.startswith("DOES NOT FIT")
     assert "OUT OF MEMORY" in out
     assert "optimizer states" in out
+    code, out, _ = run(capsys, "simulate", path, "--json")
+    assert code == 0
+    assert json.loads(out)["fits"] is False
+    assert "does not fit is a result too" in " ".join(run(capsys, "simulate", "--help")[1].split())
