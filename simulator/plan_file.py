@@ -20,6 +20,16 @@ MAX_OPERATORS = 10_000_000
 MAX_DEVICES = 1_000_000
 MAX_MICROBATCHES = 1_000_000
 
+OTHER_FILES = {
+    "family": "a model file",
+    "model_type": "a model's config.json",
+    "gpus_per_node": "a cluster file",
+    "implementation": "a runtime file",
+    "grid": "the spec of a sweep",
+    "format": "a file of measurements",
+}
+"""A key that tells what a file is that was taken for a plan."""
+
 
 def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
@@ -134,6 +144,9 @@ def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
             for a model that has changed since (its operator indices would mean something else).
     """
     mapping = load_mapping(path)
+    if "windtunnel_plan" not in mapping:
+        found = next((words for key, words in OTHER_FILES.items() if key in mapping), "a file without windtunnel_plan")
+        raise DataFileError(str(path), f"this is {found}, not a plan; windtunnel plan or search writes one with -o")
     envelope = validated(_Envelope, mapping, str(path))
     spec = ProblemSpec(**envelope.problem.model_dump())
     try:

@@ -258,3 +258,45 @@ def test_out_of_memory_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 0
     assert json.loads(out)["fits"] is False
     assert "does not fit is a result too" in " ".join(run(capsys, "simulate", "--help")[1].split())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("family: gpt\nlayers: 2", "this is a model file, not a plan; windtunnel plan"),
+        ("gpus_per_node: 8", "this is a cluster file, not a plan"),
+        ("stages: []", "this is a file without windtunnel_plan, not a plan"),
+    ],
+)
+def test_another_file_in_the_place_of_a_plan_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
+) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text(content)
+    code, _, error = run(capsys, "simulate", path)
+    assert code == 2
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_what_an_option_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "plan", *PROBLEM, "--tp", "eight")
+    assert code == 2
+    assert "--tp" in error
+    assert "got 'eight'" in error
+
+
+def test_an_imported_plan_can_be_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, found, output = tmp_path / "two.yaml", tmp_path / "galvatron.json", tmp_path / "plan.yaml"
+    model.write_text("family: gpt\nlayers: 2\nhidden: 256\nheads: 4\nseq_len: 128\nvocab: 1024\n")
+    strategy = {"pp_deg": 2, "tp_sizes_enc": "1,2", "tp_consecutive_flags": "1,0", "dp_types_enc": "1,0",
+                "checkpoint": "1,0", "global_bsz": 8, "chunks": 2, "pp_division": "1,1",
+                "pipeline_type": "pipedream_flush", "default_dp_type": "ddp"}  # fmt: skip
+    found.write_text(json.dumps(strategy))
+    problem = ["-m", model, "-c", "v100-32g-dgx1:1x8", "-b", 8]
+    code, out, error = run(capsys, "import-plan", "galvatron", found, *problem, "-o", output, "--json")
+    assert code == 0, error
+    summary = json.loads(out)
+    assert summary["output"] == str(output)
+    assert len(summary["plan"]["stages"]) == 2
+    assert output.is_file()
