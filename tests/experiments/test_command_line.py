@@ -201,7 +201,7 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["compare", *PROBLEM, "-b", "4", "--searchers", ""], ["at least one searcher"]),
         (["compare", *PROBLEM, "-b", "4", "--without", "contentoin"], ["contention"]),
         (["compare", *PROBLEM, "-b", "0"], ["global_batch", "at least 1"]),
-        (["simulate", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["simulate", "nowhere.yaml"], ["nowhere.yaml: no such file; looked in /"]),
     ],
 )
 def test_wrong_input_ends_with_one_message_and_code_2(
