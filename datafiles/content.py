@@ -16,7 +16,8 @@ def read_text(path: str | Path, max_bytes: int) -> str:
         with Path(path).open("rb") as file:
             data = file.read(max_bytes + 1)
     except FileNotFoundError:
-        raise DataFileError(source, "no such file") from None
+        looked = "" if Path(path).is_absolute() else f"; looked in {Path.cwd()}"
+        raise DataFileError(source, f"no such file{looked}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise DataFileError(source, f"cannot be read: {reason}") from None

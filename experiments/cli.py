@@ -6,8 +6,11 @@ Commands live in one file each and import what they need when they run, so ``--h
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
+from pydantic import ValidationError
+from typer.core import TyperGroup
 
 from experiments import (
     command_calibrate,
@@ -26,8 +29,23 @@ from experiments import (
 from experiments.cli_accuracy import register as register_accuracy
 from experiments.console import fail
 
+
+class Commands(TyperGroup):
+    """The commands; what an option refuses is told with what came."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):
+                error.message += f", got {error.__cause__.errors()[0]['input']!r}"
+            raise
+
+
 app = typer.Typer(
     name="windtunnel",
+    cls=Commands,
     help="""Find, simulate and compare parallel training plans.
 
     [bold]A tour[/bold]

@@ -48,7 +48,7 @@ def compare_searchers(
     runtime: RuntimeName = DEFAULT_RUNTIME,
     memory_limit: MemoryLimit = None,
     profile: Profile = None,
-    engine: Engine = "simpy",
+    engine: Engine = "auto",
     without: Without = "",
     output: Annotated[
         Path | None,

@@ -29,7 +29,7 @@ GIB = 2**30
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="Plan file to start from.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Plan file to explain.")],
-    engine: Engine = "simpy",
+    engine: Engine = "auto",
     without: Without = "",
     plot: Annotated[
         Path | None, typer.Option(help="Write the waterfall as a picture (.png).", show_default=False)

@@ -11,6 +11,7 @@ import typer
 from datafiles.names import nearest
 from experiments.console import (
     DEFAULT_RUNTIME,
+    AsJson,
     Cluster,
     GlobalBatch,
     MemoryLimit,
@@ -18,6 +19,7 @@ from experiments.console import (
     Profile,
     RuntimeName,
     console,
+    print_json,
     problem_spec,
     writable,
 )
@@ -40,13 +42,14 @@ def import_plan(
     runtime: RuntimeName = DEFAULT_RUNTIME,
     memory_limit: MemoryLimit = None,
     profile: Profile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Read a plan in the format of the system that found it, and write it as a plan file.
 
     Example: windtunnel import-plan aceso plan.json -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024 -o plan.yaml
     """
     from searchers.plan_words import describe_plan
-    from simulator.plan import Plan
+    from simulator.plan import Plan, plan_to_mapping
     from simulator.plan_file import save_plan
     from simulator.validate import validate
 
@@ -65,4 +68,14 @@ def import_plan(
     plan: Plan = getattr(importlib.import_module(module), function)(file, problem)
     validate(plan, problem)
     save_plan(writable(output), spec, plan, fingerprint=problem.workload.fingerprint)
+    if as_json:
+        print_json(
+            {
+                "plan": plan_to_mapping(plan),
+                "plan_hash": plan.canonical_hash(problem.workload),
+                "words": describe_plan(plan),
+                "output": str(output),
+            }
+        )
+        return
     console().print(f"{describe_plan(plan)}\nwritten: {output}; next: windtunnel simulate {output}", markup=False)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from experiments.console import AsJson, console, print_json, table, writable
+
+if TYPE_CHECKING:
+    from hardware_models.cluster import Node
+
+Row = tuple[str | int | float, ...]
 
 
 class What(StrEnum):
@@ -17,6 +23,8 @@ class What(StrEnum):
     MODELS = "models"
     CLUSTERS = "clusters"
     GPUS = "gpus"
+    LINKS = "links"
+    NETWORKS = "networks"
     RUNTIMES = "runtimes"
     SEARCHERS = "searchers"
     EXPERIMENTS = "experiments"
@@ -32,7 +40,7 @@ def list_names(
         Path | None, typer.Option("--output", "-o", help="strategies: draw them into this PNG.", show_default=False)
     ] = None,
 ) -> None:
-    """List models, clusters, GPUs, runtimes, searchers, experiments, effects to switch off, or Galvatron's strategies.
+    """List what can be named: models, clusters and their parts, runtimes, searchers, experiments, effects, strategies.
 
     Example: windtunnel list strategies --gpus 8 -o trees.png
     """
@@ -47,77 +55,102 @@ def list_names(
     if as_json:
         print_json([dict(zip(_COLUMNS[what], row, strict=True)) for row in rows])
         return
-    console().print(table(None, [(column.replace("_", " "), "left") for column in _COLUMNS[what]], rows))
+    cells = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    console().print(table(None, [(column.replace("_", " "), "left") for column in _COLUMNS[what]], cells))
     if what is What.STRATEGIES:
         console().print(f"each with and without activation checkpointing: {2 * len(rows)} strategies")
         if output is not None:
             console().print(f"written: {output}", markup=False)
 
 
-def _models() -> list[tuple[str, ...]]:
+def _models() -> list[Row]:
+    from simulator.uniform import repeated_layers
     from workloads.registry import build_workload, model_names
 
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     for name in model_names():
         workload = build_workload(name)
-        rows.append(
-            (
-                name,
-                workload.family,
-                f"{workload.num_parameters / 1e9:.2f}",
-                str(len(workload.layers)),
-                str(workload.tokens_per_sample),
-            )
-        )
+        parameters = round(workload.num_parameters / 1e9, 2)
+        rows.append((name, workload.family, parameters, len(repeated_layers(workload)), workload.tokens_per_sample))
     return rows
 
 
-def _clusters() -> list[tuple[str, ...]]:
+def _clusters() -> list[Row]:
     from hardware_models.cluster import cluster_description, cluster_presets
 
     return [(f"{name}:NODESxGPUS", cluster_description(name)) for name in cluster_presets()]
 
 
-def _gpus() -> list[tuple[str, ...]]:
-    from hardware_models.cluster import cluster_presets, parse_cluster
+def _gpus() -> list[Row]:
     from hardware_models.gpus import gpu_names, load_gpu
 
-    presets: dict[str, list[str]] = {}
-    for preset in cluster_presets():
-        for gpu_type in set(parse_cluster(f"{preset}:1x1").gpu_types):
-            presets.setdefault(gpu_type, []).append(preset)
-    rows: list[tuple[str, ...]] = []
+    nodes = _preset_nodes()
+    rows: list[Row] = []
     for name in gpu_names():
         gpu = load_gpu(name)
         peaks = ", ".join(f"{dtype} {peak / 1e12:.4g}" for dtype, peak in gpu.peak_flop_per_s.items())
-        size, rate = f"{gpu.memory_bytes / 2**30:.1f}", f"{gpu.memory_bytes_per_s / 1e9:.0f}"
-        rows.append((name, peaks, size, rate, ", ".join(presets.get(name, ("none",)))))
+        size, rate = round(gpu.memory_bytes / 2**30, 1), round(gpu.memory_bytes_per_s / 1e9)
+        rows.append((name, peaks, size, rate, _named(preset for preset, node in nodes if node.gpu.name == name)))
     return rows
 
 
-def _runtimes() -> list[tuple[str, ...]]:
+def _links() -> list[Row]:
+    from hardware_models.links import link_names, load_link
+
+    nodes = _preset_nodes()
+    rows: list[Row] = []
+    for name in link_names():
+        link = load_link(name)
+        clusters = _named(preset for preset, node in nodes if node.links == link)
+        rows.append((name, link.kind, round(link.link_bytes_per_s / 1e9, 2), clusters))
+    return rows
+
+
+def _networks() -> list[Row]:
+    from hardware_models.links import load_network, network_names
+
+    nodes = _preset_nodes()
+    rows: list[Row] = []
+    for name in network_names():
+        network = load_network(name)
+        nominal, reached = round(network.nominal_bytes_per_s * 8 / 1e9, 2), round(network.nic_bytes_per_s / 1e9, 2)
+        rows.append((name, nominal, reached, _named(preset for preset, node in nodes if node.network == network)))
+    return rows
+
+
+def _preset_nodes() -> list[tuple[str, Node]]:
+    from hardware_models.cluster import cluster_presets, parse_cluster
+
+    return [(preset, parse_cluster(f"{preset}:1x1").nodes[0]) for preset in cluster_presets()]
+
+
+def _named(presets: Iterable[str]) -> str:
+    return ", ".join(presets) or "none"
+
+
+def _runtimes() -> list[Row]:
     from hardware_models.runtime import runtime_description, runtime_names
 
     return [(name, runtime_description(name)) for name in runtime_names()]
 
 
-def _searchers() -> list[tuple[str, ...]]:
+def _searchers() -> list[Row]:
     from searchers.registry import searcher_class, searcher_names
 
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     for name in searcher_names():
         found = searcher_class(name)
         rows.append((name, (found.__doc__ or "").strip().partition("\n")[0], found.paper))
     return rows
 
 
-def _experiments() -> list[tuple[str, ...]]:
+def _experiments() -> list[Row]:
     from experiments.reproduce.registry import EXPERIMENTS
 
     return [(each.name, each.shows, each.source) for each in EXPERIMENTS.values()]
 
 
-def _effects() -> list[tuple[str, ...]]:
+def _effects() -> list[Row]:
     import re
 
     from simulator.fidelity import Fidelity
@@ -128,13 +161,13 @@ def _effects() -> list[tuple[str, ...]]:
     return [(name, words.get(name, "")) for name in Fidelity.names()]
 
 
-def _strategies(gpus: int) -> list[tuple[str, ...]]:
+def _strategies(gpus: int) -> list[Row]:
     from searchers.galvatron.strategies import decision_trees
 
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     for degree, found in decision_trees(gpus).items():
         plain = [strategy for strategy in found if not strategy.checkpoint]
-        rows += [(str(degree), str(number + 1), str(strategy)) for number, strategy in enumerate(plain)]
+        rows += [(degree, number + 1, str(strategy)) for number, strategy in enumerate(plain)]
     return rows
 
 
@@ -142,15 +175,19 @@ _ROWS = {
     What.MODELS: _models,
     What.CLUSTERS: _clusters,
     What.GPUS: _gpus,
+    What.LINKS: _links,
+    What.NETWORKS: _networks,
     What.RUNTIMES: _runtimes,
     What.SEARCHERS: _searchers,
     What.EXPERIMENTS: _experiments,
     What.EFFECTS: _effects,
 }
 _COLUMNS = {
-    What.MODELS: ("model", "family", "parameters_1e9", "layers", "tokens_per_sample"),
+    What.MODELS: ("model", "family", "parameters_1e9", "repeated_layers", "tokens_per_sample"),
     What.CLUSTERS: ("cluster", "description"),
     What.GPUS: ("gpu", "peak_tflop_per_s", "memory_gib", "memory_gb_per_s", "clusters"),
+    What.LINKS: ("links", "kind", "gb_per_s_of_one", "clusters"),
+    What.NETWORKS: ("network", "nominal_gbit_per_s", "gb_per_s_of_collectives", "clusters"),
     What.RUNTIMES: ("runtime", "description"),
     What.SEARCHERS: ("searcher", "what_it_does", "source"),
     What.EXPERIMENTS: ("experiment", "what_it_shows", "source"),

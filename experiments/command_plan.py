@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,10 +35,34 @@ def plan(
     cluster: Cluster,
     tp: Annotated[int, typer.Option(help="Tensor-parallel degree.", rich_help_panel=PLAN)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=PLAN)] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel replicas.", rich_help_panel=PLAN)] = 1,
+    dp: Annotated[
+        int | None,
+        typer.Option(
+            help="Data-parallel replicas; default: as many as the cluster has GPUs for.",
+            show_default=False,
+            rich_help_panel=PLAN,
+        ),
+    ] = None,
     microbatch: Annotated[int, typer.Option(help="Samples per replica.", rich_help_panel=PLAN)] = 1,
     recompute: Annotated[str, typer.Option(help="none, full or selective.", rich_help_panel=PLAN)] = "none",
     zero: Annotated[int, typer.Option(help="ZeRO level, 0-3.", rich_help_panel=PLAN)] = 0,
+    gradient_reduction: Annotated[
+        str | None,
+        typer.Option(
+            help="Gradients are reduced every microbatch or after the last; default: every with ZeRO 2 and 3, else as "
+            "the runtime.",
+            show_default=False,
+            rich_help_panel=PLAN,
+        ),
+    ] = None,
+    overlap_gradient_sync: Annotated[
+        bool | None,
+        typer.Option(
+            help="Gradients travel while the last backward pass runs; default: as the runtime.",
+            show_default=False,
+            rich_help_panel=PLAN,
+        ),
+    ] = None,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Megatron's, with tp.", rich_help_panel=PLAN)
     ] = False,
@@ -77,17 +102,21 @@ def plan(
     from simulator.uniform import uniform_plan
     from simulator.validate import validate
 
-    if global_batch is None:
-        global_batch = max(1, dp) * max(1, microbatch) * max(1, pp) * MICROBATCHES_PER_STAGE
     spec = problem_spec(
         model=model,
         cluster=cluster,
         runtime=runtime,
-        global_batch=global_batch,
+        global_batch=1 if global_batch is None else global_batch,
         memory_limit=memory_limit,
         profile=profile,
     )
     problem = spec.load()
+    if dp is None:
+        dp = max(1, problem.num_devices // max(1, tp * pp))
+    if global_batch is None:
+        global_batch = max(1, dp) * max(1, microbatch) * max(1, pp) * MICROBATCHES_PER_STAGE
+        spec = replace(spec, global_batch=global_batch)
+        problem = replace(problem, global_batch=global_batch, spec=spec)
     built = uniform_plan(
         problem,
         tp=tp,
@@ -99,6 +128,8 @@ def plan(
         sequence_parallel=sequence_parallel,
         schedule=schedule,
         chunks=chunks,
+        gradient_reduction=gradient_reduction,
+        overlap_gradient_sync=overlap_gradient_sync,
         smaller_last=smaller_last,
     )
     validate(built, problem)
@@ -109,6 +140,8 @@ def plan(
         summary = {
             "plan": plan_to_mapping(built),
             "plan_hash": built.canonical_hash(problem.workload),
+            "num_gpus_used": len(built.devices),
+            "num_gpus": problem.num_devices,
             "estimated_iteration_time_s": found.iteration_time_s,
             "estimated_peak_bytes": list(found.peak_bytes),
             "estimated_fits": found.fits,
@@ -124,10 +157,29 @@ def plan(
     if found.host_binds:
         fits += ", the host takes longer than this"
     words = (
-        f"{describe_plan(built)}: about {found.iteration_time_s:.2f} s for {global_batch} samples, "
+        f"{describe_plan(built)}, {gpus_words(tp, pp, dp, problem.num_devices)}: "
+        f"about {found.iteration_time_s:.2f} s for {global_batch} samples, "
         f"peak {max(found.peak_bytes) / 2**30:.1f} GiB, {fits} (estimate; windtunnel simulate knows better)"
     )
     if output is not None:
         console().print(f"{output}: {words}")
     else:
         messages().print(words)
+
+
+def gpus_words(tp: int, pp: int, dp: int, num_gpus: int) -> str:
+    """Return how many of a cluster's GPUs a plan uses, and what would use all.
+
+    >>> gpus_words(2, 2, 2, 8), gpus_words(2, 2, 1, 8)
+    ('on all 8 GPUs', 'on 4 of 8 GPUs (--dp 2 would use all)')
+    >>> gpus_words(3, 1, 2, 8)
+    'on 6 of 8 GPUs (tp * pp must divide 8 to use all, got 3)'
+    """
+    used = tp * pp * dp
+    if used == num_gpus:
+        return f"on all {num_gpus} GPUs" if num_gpus > 1 else "on the one GPU"
+    if num_gpus % (tp * pp):
+        remedy = f"tp * pp must divide {num_gpus} to use all, got {tp * pp}"
+    else:
+        remedy = f"--dp {num_gpus // (tp * pp)} would use all"
+    return f"on {used} of {num_gpus} GPUs ({remedy})"

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from experiments.command_validate import Device, parse_share, require_torch
-from experiments.console import Cluster, Model, RuntimeName, comma_separated, messages, print_lines, writable
+from experiments.console import (
+    AsJson,
+    Cluster,
+    Model,
+    RuntimeName,
+    comma_separated,
+    messages,
+    print_json,
+    print_lines,
+    writable,
+)
 
 if TYPE_CHECKING:
     from validation.machine_profile import MachineProfile
@@ -41,6 +52,7 @@ def profile_machine_file(
     restart: Annotated[bool, typer.Option("--restart", help="Drop what an interrupted profile has measured.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and measure nothing.")] = False,
     device: Device = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine with a model, inside the executor: operators, memory, collectives, overlap, launches.
 
@@ -75,6 +87,8 @@ def profile_machine_file(
         f"processes: about {least / 60:.1f} to {most / 60:.1f} minutes"
     )
     if dry_run:
+        if as_json:
+            print_json({"parts": len(work.parts), "plans": len(work.job_s), "least_s": least, "most_s": most})
         return
     partial = writable(output).with_name(f"{output.name}.partial")
     if restart:
@@ -94,6 +108,9 @@ def profile_machine_file(
         raise typer.Exit(INTERRUPTED) from None
     save_machine_profile(profile, output)
     journal.remove()
+    if as_json:
+        print_json(_summary(profile, output))
+        return
     _show(profile)
     messages().print(f"profile: {output}", markup=False)
 
@@ -118,6 +135,22 @@ def _progress(work: ProfileWork) -> Iterator[Listener]:
                 console.print(f"next: {words}", markup=False)
 
         yield listen
+
+
+def _summary(profile: MachineProfile, output: Path) -> dict[str, Any]:
+    return {
+        "machine": profile.machine,
+        "date": profile.date,
+        "versions": profile.versions,
+        "operator_rows": len(profile.operators.rows),
+        "communication_rows": len(profile.communication),
+        "operator_factor": profile.operator_factor,
+        "pass_overhead_s": profile.pass_overhead_s,
+        "overlap_slowdown": profile.overlap,
+        "fitted_on": profile.fitted_on,
+        "measurements": [asdict(each) for each in profile.measurements],
+        "output": str(output),
+    }
 
 
 def _show(profile: MachineProfile) -> None:

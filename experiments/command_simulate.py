@@ -23,7 +23,7 @@ from experiments.console import (
 
 def simulate_file(
     plan_file: Annotated[Path, typer.Argument(help="Plan file (YAML or JSON).")],
-    engine: Engine = "simpy",
+    engine: Engine = "auto",
     without: Without = "",
     profile: Profile = None,
     trace: Annotated[
@@ -36,6 +36,8 @@ def simulate_file(
     as_json: AsJson = False,
 ) -> None:
     """Simulate one training iteration of a plan: time, throughput, memory, and where the time goes.
+
+    A plan that does not fit is a result too: the first line says so (in JSON "fits"), and the exit code is 0.
 
     Example: windtunnel simulate plan.yaml --without contention,overlap-slowdown --trace trace.json.gz
     """

@@ -76,7 +76,7 @@ class Comparison:
     searchers: tuple[str, ...]
     budget: Budget = DEFAULT_BUDGET
     seed: int = 0
-    engine: str = "simpy"
+    engine: str = "auto"
     without: tuple[str, ...] = ()
     objective: str = "paper"
 
@@ -98,7 +98,7 @@ def compare(
     *,
     budget: Budget = DEFAULT_BUDGET,
     seed: int = 0,
-    engine: str = "simpy",
+    engine: str = "auto",
     without: Sequence[str] = (),
     objective: str = "paper",
     output: str | Path | None = None,

@@ -40,7 +40,10 @@ Model = Annotated[
 Cluster = Annotated[
     str,
     typer.Option(
-        "--cluster", "-c", help="PRESET:NODESxGPUS, such as v100-32g-dgx1:1x4.", rich_help_panel=PROBLEM
+        "--cluster",
+        "-c",
+        help="PRESET:NODESxGPUS, such as v100-32g-dgx1:1x4; a YAML file in the place of the preset; + joins parts.",
+        rich_help_panel=PROBLEM,
     ),
 ]
 RuntimeName = Annotated[
@@ -54,7 +57,7 @@ MemoryLimit = Annotated[
     str | None,
     typer.Option(
         "--memory-limit",
-        help="Per GPU, such as 28GiB; default: all the GPU has.",
+        help="Per GPU, such as 28GiB; at most, and by default, all the GPU has.",
         show_default=False,
         rich_help_panel=PROBLEM,
     ),
@@ -75,7 +78,10 @@ Without = Annotated[
         "--without", help="Effects to leave out of the simulation, comma-separated (windtunnel list effects)."
     ),
 ]
-Engine = Annotated[str, typer.Option("--engine", help="Engine that runs the task graph.")]
+Engine = Annotated[
+    str,
+    typer.Option("--engine", help="simpy (readable), compiled (quicker on large plans) or auto; same results."),
+]
 BudgetText = Annotated[
     str, typer.Option("--budget", help="Per searcher: a time (20s, 5min) or a number of evaluations (500).")
 ]

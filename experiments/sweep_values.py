@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "budget": "20s",
     "seed": 0,
     "without": [],
-    "engine": "simpy",
+    "engine": "auto",
 }
 """What a run has when the spec is silent; the same as on the command line of ``compare``."""
 
@@ -178,9 +178,9 @@ class ValueChecker:
         return Checked({"objective": _one_of("objective", _given(value), OBJECTIVES)})
 
     def _engine(self, value: str | None) -> Checked:
-        from simulator.simulate import ENGINES
+        from simulator.simulate import ENGINE_NAMES
 
-        return Checked({"engine": _one_of("engine", _given(value), tuple(ENGINES))})
+        return Checked({"engine": _one_of("engine", _given(value), ENGINE_NAMES)})
 
     def _without(self, value: Any) -> Checked:
         from simulator.fidelity import Fidelity

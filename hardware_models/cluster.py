@@ -21,6 +21,7 @@ from hardware_models.schema import Count, Text
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_DEVICES = 1_000_000
+FILE_SUFFIXES = (".yaml", ".yml", ".json")
 
 Edge = tuple[int, int, int]
 """``(gpu, gpu, number of physical links)`` inside a node."""
@@ -180,8 +181,7 @@ def parse_cluster(text: str) -> Cluster:
         match = re.fullmatch(r"\s*(.+):(\d{1,6})x(\d{1,6})\s*", part)
         if match is None:
             raise ValueError(
-                f"a cluster must be written preset:NODESxGPUS, got {part.strip()!r}; "
-                f"for example v100-32g-dgx1:4x8; presets: {', '.join(cluster_presets())}"
+                f"a cluster must be written preset:NODESxGPUS, got {part.strip()!r}; {_shape_remedy(part.strip())}"
             )
         name, num_nodes, num_gpus = match[1], int(match[2]), int(match[3])
         preset = _load_preset(name)
@@ -196,10 +196,20 @@ def parse_cluster(text: str) -> Cluster:
     return Cluster(name=text, nodes=tuple(nodes))
 
 
+def _shape_remedy(part: str) -> str:
+    name, _, _ = part.rpartition(":")
+    named = name if name.endswith(FILE_SUFFIXES) or name in cluster_presets() else part
+    if named in cluster_presets():
+        return f"for example {named}:4x{cluster_gpus_per_node(named)}"
+    if named.endswith(FILE_SUFFIXES):
+        return f"for example {named}:4x8 for four of its nodes with eight GPUs each"
+    return f"for example v100-32g-dgx1:4x8; presets: {', '.join(cluster_presets())}"
+
+
 def _load_preset(name: str) -> NodePreset:
     if name in cluster_presets():
         return _parse_preset(load_mapping(PRESETS / f"{name}.yaml"), f"preset {name}")
-    if name.endswith((".yaml", ".yml", ".json")):
+    if name.endswith(FILE_SUFFIXES):
         return _parse_preset(load_mapping(Path(name)), name)
     raise ValueError(
         f"cluster preset must be a known one or a path to a YAML file, got {name!r}; "

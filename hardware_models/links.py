@@ -137,6 +137,16 @@ def _tables() -> Mapping[str, Mapping[str, Mapping[str, object]]]:
     return load_mapping(Path(__file__).parent / "link_types.yaml")
 
 
+def link_names() -> tuple[str, ...]:
+    """Return the names of all shipped links inside a node, sorted."""
+    return tuple(sorted(_tables()["links"]))
+
+
+def network_names() -> tuple[str, ...]:
+    """Return the names of all shipped networks between nodes, sorted."""
+    return tuple(sorted(_tables()["networks"]))
+
+
 @cache
 def load_link(name: str) -> LinkType:
     """Return a shipped intra-node link type by name."""

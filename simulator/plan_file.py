@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,11 +13,22 @@ from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, dump_yaml, write_text_atomically
 from simulator.plan import Axis, Plan, Sharding, Stage, plan_to_mapping
 from simulator.problem import ProblemSpec
+from simulator.problem_files import with_files
 
 VERSION = 1
 MAX_OPERATORS = 10_000_000
 MAX_DEVICES = 1_000_000
 MAX_MICROBATCHES = 1_000_000
+
+OTHER_FILES = {
+    "family": "a model file",
+    "model_type": "a model's config.json",
+    "gpus_per_node": "a cluster file",
+    "implementation": "a runtime file",
+    "grid": "the spec of a sweep",
+    "format": "a file of measurements",
+}
+"""A key that tells what a file is that was taken for a plan."""
 
 
 def _listed(value: Any) -> Any:
@@ -126,25 +136,23 @@ def _sharding(axes: tuple[Any, ...]) -> Sharding:
     return tuple(Axis(*axis) for axis in axes)
 
 
-def _here_or_beside(name: str, plan: str | Path) -> str:
-    """Return a file that a plan names: as it stands, else the one beside the plan if that is there."""
-    file, mark, rest = name.partition("@")
-    beside = Path(plan).parent / file
-    return f"{beside}{mark}{rest}" if not Path(file).exists() and beside.is_file() else name
-
-
 def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
-    """Read a plan file. A model or profile that it names as a file may lie beside it.
+    """Read a plan file. Model, cluster, runtime and profile that it names as files may lie beside it.
 
     Raises:
-        DataFileError: If the file is malformed, of another version, or was made for a model that has
-            changed since (its operator indices would mean something else).
+        DataFileError: If the file is malformed, of another version, names a file that is not there, or was made
+            for a model that has changed since (its operator indices would mean something else).
     """
     mapping = load_mapping(path)
+    if "windtunnel_plan" not in mapping:
+        found = next((words for key, words in OTHER_FILES.items() if key in mapping), "a file without windtunnel_plan")
+        raise DataFileError(str(path), f"this is {found}, not a plan; windtunnel plan or search writes one with -o")
     envelope = validated(_Envelope, mapping, str(path))
     spec = ProblemSpec(**envelope.problem.model_dump())
-    profile = spec.profile and _here_or_beside(spec.profile, path)
-    spec = replace(spec, model=_here_or_beside(spec.model, path), profile=profile)
+    try:
+        spec = with_files(spec, folder=Path(path).parent)
+    except ValueError as error:
+        raise DataFileError(str(path), f"problem.{error}") from None
     if envelope.workload_fingerprint is not None:
         workload = spec.load().workload
         if workload.fingerprint != envelope.workload_fingerprint:

@@ -10,6 +10,7 @@ from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Runtime, load_runtime
+from simulator.problem_files import with_files
 from workloads.operators import Workload
 from workloads.registry import build_workload
 
@@ -39,15 +40,14 @@ class ProblemSpec:
         return {key: value for key, value in self.__dict__.items() if value is not None}
 
     def load(self) -> Problem:
-        """Build the problem. Raises ValueError (unknown names, bad files, global_batch < 1)."""
+        """Build the problem. Raises ValueError (unknown names, missing or bad files, batch or limit out of range)."""
         if self.global_batch < 1:
             raise ValueError(f"global_batch must be at least 1, got {self.global_batch}")
-        if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
-            raise ValueError(f"memory_limit_bytes must be positive, got {self.memory_limit_bytes}")
+        with_files(self)
         runtime = load_runtime(self.runtime)
         cluster = parse_cluster(self.cluster)
         hardware = load_calibration(self.profile).hardware(cluster) if self.profile else HardwareModel(cluster)
-        return Problem(
+        problem = Problem(
             workload=build_workload(self.model, attention=runtime.attention),
             hardware=hardware,
             runtime=runtime,
@@ -55,6 +55,8 @@ class ProblemSpec:
             memory_limit_bytes=self.memory_limit_bytes,
             spec=self,
         )
+        _check_memory_limit(problem)
+        return problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,3 +95,23 @@ class Problem:
     def gpu_types(self) -> tuple[str, ...]:
         """GPU type of every device."""
         return tuple(self.hardware.gpu_type(device) for device in range(self.num_devices))
+
+
+def _check_memory_limit(problem: Problem) -> None:
+    limit = problem.memory_limit_bytes
+    if limit is None:
+        return
+    outside = problem.runtime.outside_allocator_bytes
+    if limit <= outside:
+        raise ValueError(
+            f"the memory limit must be more than the {outside / 2**30:.2f} GiB that {problem.runtime.name} takes for "
+            f"context and communication buffers, got {limit / 2**30:.2f} GiB; raise it"
+        )
+    cluster = problem.hardware.cluster
+    # Each node's devices are alike; on a mixed cluster a limit may bind on the larger ones only.
+    largest, gpu = max((node.gpu.memory_bytes, node.gpu.name) for node in cluster.nodes)
+    if limit > largest:
+        raise ValueError(
+            f"the memory limit must be at most the {largest / 2**30:.2f} GiB of {gpu}, got {limit / 2**30:.2f} GiB; "
+            "leave it out for all the GPU has"
+        )

@@ -167,7 +167,8 @@ class SimulationResult:
 
     def describe(self) -> str:
         """Return the first screen as plain text."""
-        lines = [
+        lines = [] if self.fits else ["DOES NOT FIT: times are those it would take with memory enough"]
+        lines += [
             f"iteration time  {format_s(self.iteration_time_s)}",
             f"throughput      {self.samples_per_s:,.4g} samples/s, "
             f"{self.tokens_per_s_per_device:,.0f} tokens/s per GPU ({self.num_devices} GPUs)",

@@ -35,6 +35,10 @@ ENGINES: dict[str, Callable[[TaskGraph, Progress | None], Schedule]] = {
     "simpy": run_simpy,
     "compiled": _run_compiled,
 }
+ENGINE_NAMES = ("auto", *ENGINES)
+COMPILED_FROM_TASKS = 50_000
+"""From here on ``auto`` takes the compiled engine. Measured in fresh processes, GPT-3 6.7B in 8 and 16 stages, compiled
+against SimPy: 1.8 and 0.3 s for 826 tasks (it loads numba), 2.4 and 2.0 s for 36,130, 2.6 and 3.3 s for 72,226."""
 MAX_TASKS = 20_000_000
 
 
@@ -43,7 +47,7 @@ def simulate(
     problem: Problem,
     *,
     fidelity: Fidelity | None = None,
-    engine: str = "simpy",
+    engine: str = "auto",
     costs: CostTables | None = None,
     progress: Progress | None = None,
     leave_out_periods: bool = False,
@@ -54,7 +58,8 @@ def simulate(
         plan: Any legal plan.
         problem: Workload, hardware, runtime, batch, memory limit.
         fidelity: Effects to include; None for all.
-        engine: ``simpy`` (the readable one) or ``compiled`` (the fast one); they agree.
+        engine: ``simpy`` (the readable one) or ``compiled`` (the fast one); they agree to the last bit. ``auto``:
+            the quicker one for that many tasks.
         costs: Cost tables to share between calls on the same problem.
         progress: Called with the number of tasks simulated so far.
         leave_out_periods: Simulate fewer microbatches where what a full pipeline does repeats itself
@@ -64,24 +69,25 @@ def simulate(
     Raises:
         ValueError: If the plan is malformed (not if it does not fit: that is a result) or the engine unknown.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if engine not in ENGINE_NAMES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINE_NAMES)}, got {engine!r}")
     began = perf_counter()
     fidelity = fidelity or Fidelity()
     canonical = validate(plan, problem)
     costs = costs or CostTables(problem)
     shorter = None
     if leave_out_periods:
-        shorter = shortened(canonical, costs, fidelity, lambda graph: ENGINES[engine](graph, progress))
+        shorter = shortened(canonical, costs, fidelity, lambda graph: _run_engine(engine, graph, progress))
     run: Run | LaterRun
     if shorter is not None:
         lowered, schedule, iteration_time_s = shorter.lowered, shorter.schedule, shorter.iteration_time_s
         run = LaterRun(partial(_whole_run, canonical, costs, fidelity, engine))
     else:
         lowered = lower(canonical, costs, fidelity)
-        schedule = ENGINES[engine](lowered.graph, progress)
+        schedule = _run_engine(engine, lowered.graph, progress)
         iteration_time_s = float(schedule.end_s.max())
         run = Run(lowered.graph, schedule)
+    engine = _engine_for(engine, lowered.graph)
     memory = device_memory(canonical, lowered, schedule, costs, fidelity, compiled=engine == "compiled")
     model_flop, hardware_flop = model_and_hardware_flop(canonical, problem, costs)
     dtype = problem.runtime.implementation.dtype
@@ -108,4 +114,14 @@ def simulate(
 
 def _whole_run(plan: Plan, costs: CostTables, fidelity: Fidelity, engine: str) -> Run:
     graph = lower(plan, costs, fidelity).graph
-    return Run(graph, ENGINES[engine](graph, None))
+    return Run(graph, _run_engine(engine, graph, None))
+
+
+def _run_engine(engine: str, graph: TaskGraph, progress: Progress | None) -> Schedule:
+    return ENGINES[_engine_for(engine, graph)](graph, progress)
+
+
+def _engine_for(engine: str, graph: TaskGraph) -> str:
+    if engine != "auto":
+        return engine
+    return "compiled" if graph.num_tasks >= COMPILED_FROM_TASKS else "simpy"

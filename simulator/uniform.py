@@ -25,6 +25,7 @@ def uniform_plan(
     sequence_parallel: bool = False,
     schedule: str = "1f1b",
     chunks: int = 1,
+    gradient_reduction: str | None = None,
     overlap_gradient_sync: bool | None = None,
     smaller_last: bool = False,
 ) -> Plan:
@@ -39,11 +40,14 @@ def uniform_plan(
         sequence_parallel: Split norms and dropouts along the sequence over the tensor axis.
         schedule: Pipeline schedule.
         chunks: Virtual stages per device (``interleaved``).
+        gradient_reduction: ``every`` microbatch or the ``last``. None: every one from ZeRO-2 on, so that no device
+            keeps whole gradients; else the runtime's default.
         overlap_gradient_sync: None for the runtime's default.
         smaller_last: The last microbatch takes what is left of a batch that the others do not divide.
 
     Raises:
-        ValueError: If the degrees do not fit; says what would.
+        ValueError: If the degrees do not fit cluster, batch or number of layers; says what would. Whether the
+            operators can be split so is for ``simulator.validate`` to say.
     """
     for name, value in (("tp", tp), ("pp", pp), ("dp", dp), ("microbatch", microbatch), ("chunks", chunks)):
         if value < 1:
@@ -86,7 +90,7 @@ def uniform_plan(
         microbatch_size=microbatch * dp,
         num_microbatches=count + (left > 0),
         schedule=schedule,
-        gradient_reduction=problem.runtime.reduce_gradients,
+        gradient_reduction=gradient_reduction or ("every" if zero >= 2 else problem.runtime.reduce_gradients),
         overlap_gradient_sync=(
             problem.runtime.overlap_gradient_sync if overlap_gradient_sync is None else overlap_gradient_sync
         ),

@@ -11,6 +11,9 @@ import pytest
 import typer
 
 from experiments.cli import app
+from hardware_models.cluster import parse_cluster
+from tests.experiments.commands import run
+from workloads.models.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -77,3 +80,33 @@ def test_the_searchers_of_the_guide_work(tmp_path: Path) -> None:
     assert found.counters["evaluations"] == 2
     climbed = searcher_named(f"{path}:HillClimber").search(tiny_problem(2), Budget(evaluations=10))
     assert climbed.counters["evaluations"] == 10 and climbed.counters["moves"] >= 1
+
+
+def test_the_files_of_the_guide_to_ones_own_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (ROOT / "docs" / "your-own-model-and-cluster.md").read_text()
+    files = re.findall(r"```yaml\n# (\S+)\n(.*?)```", guide, flags=re.DOTALL)
+    assert [name for name, _ in files] == ["my-gpt.yaml", "my-cluster.yaml", "my-runtime.yaml"]
+    for name, content in files:
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    for page, line in COMMANDS:
+        if page == "your-own-model-and-cluster.md":
+            code, _, error = run(capsys, *shlex.split(line)[1:])
+            assert code == 0, f"{line}: {error}"
+    assert parse_cluster("my-cluster.yaml:2x4+v100-32g-dgx1:1x8").num_devices == 16
+
+
+def test_the_guide_to_ones_own_lists_every_field_of_every_family() -> None:
+    guide = (ROOT / "docs" / "your-own-model-and-cluster.md").read_text()
+    rows = [[re.findall(r"`(\w+)`", cell) for cell in line.split("|")[1:4]] for line in guide.splitlines()]
+    listed = {row[0][0]: (row[1], row[2]) for row in rows if len(row) == 3 and row[0]}
+    fields = {name: family.spec.model_fields for name, family in FAMILIES.items()}
+    assert listed == {
+        name: tuple(
+            [key for key, field in own.items() if key not in ("name", "family") and field.is_required() is required]
+            for required in (True, False)
+        )
+        for name, own in fields.items()
+    }

@@ -295,7 +295,7 @@ def _plan(
 
 
 def plan_of_entry(entry: PlanEntry, problem: Problem) -> Plan:
-    """Return the plan of an entry without lists."""
+    """Return the plan of an entry without lists; gradients are reduced when the runtime says, at any ZeRO level."""
     plan = uniform_plan(
         problem,
         tp=entry.tp,
@@ -307,6 +307,7 @@ def plan_of_entry(entry: PlanEntry, problem: Problem) -> Plan:
         sequence_parallel=entry.sequence_parallel,
         schedule=str(entry.schedule),
         chunks=entry.chunks,
+        gradient_reduction=problem.runtime.reduce_gradients,
     )
     if entry.stage_layers is None:
         return plan

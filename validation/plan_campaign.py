@@ -54,7 +54,13 @@ def _calibration_plan(reported: CampaignPlan) -> CampaignPlan:
     for microbatches in count(CALIBRATION_MICROBATCHES):
         own = replace(problem, global_batch=samples * replicas * microbatches)
         uniform = uniform_plan(
-            own, pp=stages, dp=replicas, microbatch=samples, zero=3 if replicas > 1 else 0, schedule="gpipe"
+            own,
+            pp=stages,
+            dp=replicas,
+            microbatch=samples,
+            zero=3 if replicas > 1 else 0,
+            schedule="gpipe",
+            gradient_reduction=own.runtime.reduce_gradients,
         )
         words = f"{reported.name} calibration {microbatches}x{samples}"
         found = replace(reported, name=words, plan=validate(uniform, own), problem=own)

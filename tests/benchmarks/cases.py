@@ -212,7 +212,7 @@ def figures() -> Iterator[Figure]:
     yield Figure("simulate 32 stages, 512 microbatches, periods left out", _long_simulation(True), 1, "runs", repeats=3)
     yield Figure("four cost tables of 1,024 layers", _deep_tables, 1, "runs", repeats=3)
     yield Figure("windtunnel --help", _command("--help"), 1, "runs")
-    yield Figure("windtunnel simulate, SimPy engine", _command("simulate", "PLAN"), 1, "runs")
+    yield Figure("windtunnel simulate, SimPy engine", _command("simulate", "PLAN", "--engine", "simpy"), 1, "runs")
     yield Figure(
         "windtunnel simulate, compiled engine", _command("simulate", "PLAN", "--engine", "compiled"), 1, "runs"
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from experiments.cli import app
+from experiments.sweep_values import DEFAULTS
 from tests.experiments.commands import run
 
 PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]
@@ -49,6 +51,8 @@ def test_help_loads_nothing_heavy() -> None:
         ("models", "gpt3-1.3b"),
         ("clusters", "v100-32g-dgx1"),
         ("gpus", "v100-sxm2-32gb"),
+        ("links", "nvswitch-a100"),
+        ("networks", "ib-200g"),
         ("runtimes", "megatron-lm-2021"),
         ("searchers", "megatron-grid"),
         ("experiments", "mpe-counts"),
@@ -61,7 +65,18 @@ def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str], what: str,
     assert name in out
     rows = json.loads(run(capsys, "list", what, "--json")[1])
     assert any(name in next(iter(row.values())) for row in rows)
-    assert all(all(row.values()) for row in rows), "no empty cells"
+    assert all(cell not in ("", None) for row in rows for cell in row.values()), "no empty cells"
+
+
+def test_numbers_are_numbers_and_layers_those_that_a_pipeline_divides(capsys: pytest.CaptureFixture[str]) -> None:
+    models = {row["model"]: row for row in json.loads(run(capsys, "list", "models", "--json")[1])}
+    assert models["gpt3-1.3b"]["repeated_layers"] == 24
+    assert models["gpt3-1.3b"]["parameters_1e9"] == pytest.approx(1.3, rel=0.02)
+    gpus = {row["gpu"]: row for row in json.loads(run(capsys, "list", "gpus", "--json")[1])}
+    assert gpus["v100-sxm2-32gb"]["memory_gib"] == 31.7
+    networks = {row["network"]: row for row in json.loads(run(capsys, "list", "networks", "--json")[1])}
+    assert networks["ib-200g"]["nominal_gbit_per_s"] == 200
+    assert "a100-80g-dgx" in networks["ib-200g"]["clusters"]
 
 
 def test_a_plan_can_be_simulated(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +104,39 @@ def test_a_plan_without_output_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert "GiB" in error
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tp", 2], "dp 2, microbatch 2 x 8, on all 4 GPUs"),
+        (["--tp", 2, "--dp", 1], "on 2 of 4 GPUs (--dp 2 would use all)"),
+        (["--pp", 3], "on 3 of 4 GPUs (tp * pp must divide 4 to use all, got 3)"),
+    ],
+)
+def test_a_plan_uses_the_whole_cluster_or_says_what_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[object], words: str
+) -> None:
+    arguments = ["plan", "--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x4", *options]
+    code, out, error = run(capsys, *arguments, "-o", tmp_path / "plan.yaml")
+    assert code == 0, error
+    assert words in " ".join(out.split())
+    found = json.loads(run(capsys, *arguments, "--json")[1])
+    assert found["num_gpus"] == 4
+    assert str(found["num_gpus_used"]) in words
+
+
+def test_a_plan_says_when_gradients_are_reduced(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*options: str) -> tuple[str, bool]:
+        found = json.loads(run(capsys, "plan", *PROBLEM, "--dp", 2, "--json", *options)[1])["plan"]
+        return found["gradient_reduction"], found["overlap_gradient_sync"]
+
+    assert planned("--zero", "1") == ("last", False)
+    assert planned("--zero", "2") == ("every", False)
+    assert planned("--zero", "2", "--gradient-reduction", "last", "--overlap-gradient-sync") == ("last", True)
+    code, _, error = run(capsys, "plan", *PROBLEM, "--gradient-reduction", "never")
+    assert code == 2
+    assert "one of last, every" in error
+
+
 def test_search_writes_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "best.yaml"
     arguments = ["search", *PROBLEM, "-b", 4, "--searcher", "megatron-grid", "--budget", "20", "-o", path]
@@ -98,6 +146,14 @@ def test_search_writes_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["plans"][0]["objective"] <= found["plans"][-1]["objective"]
     assert found["counters"]["evaluations"] <= 20
     assert run(capsys, "simulate", path)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["simulate", "diff", "compare"])
+def test_commands_choose_the_engine_by_default(command: str) -> None:
+    (wanted,) = (each for each in app.registered_commands if each.name == command)
+    assert wanted.callback is not None
+    assert signature(wanted.callback).parameters["engine"].default == "auto"
+    assert DEFAULTS["engine"] == "auto", "of a sweep"
 
 
 def test_diff_explains_two_plans(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,12 +184,16 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["plan", "--model", "gpt3-1.3x", "--cluster", "v100-32g-dgx1:1x4"], ["model", "gpt3-1.3b"]),
         (["plan", "--model", "gpt3-350m", "--cluster", "v100-32g-dgx2:1x4"], ["cluster", "v100-32g-dgx1"]),
         (["plan", "--model", "gpt3-350m", "--cluster", "v100-32g-dgx1"], ["NODESxGPUS"]),
+        (["plan", "-m", "gpt3-350m", "-c", "own.yaml:1x4"], ["cluster: no such file: own.yaml; looked in /"]),
+        (["plan", "-m", "gpt3-350m", "-c", "own.yaml"], ["NODESxGPUS", "own.yaml:4x8"]),
         (["plan", *PROBLEM, "--runtime", "megatron"], ["runtime", "megatron-lm-2021"]),
         (["plan", *PROBLEM, "--tp", "4"], ["tp * pp * dp", "2 devices", "smaller degrees"]),
         (["plan", *PROBLEM, "--microbatch", "3", "-b", "4"], ["microbatch", "global batch 4", "try"]),
         (["plan", *PROBLEM, "--recompute", "some"], ["recompute", "'some'", "selective"]),
         (["plan", *PROBLEM, "--memory-limit", "28 apples"], ["28GiB", "'28 apples'"]),
         (["plan", *PROBLEM, "--memory-limit", "16"], ["at least 1 MiB", "'16'", "16GiB"]),
+        (["plan", *PROBLEM, "--memory-limit", "40GiB"], ["at most the 31.75 GiB", "got 40.00 GiB", "leave it out"]),
+        (["plan", *PROBLEM, "--memory-limit", "700MiB"], ["0.78 GiB that megatron", "got 0.68 GiB", "raise it"]),
         (["search", *PROBLEM, "-b", "4", "--searcher", "megatron"], ["searcher", "megatron-grid", "path"]),
         (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--budget", "soon"], ["budget", "20s", "'soon'"]),
         (["search", *PROBLEM, "-b", "4", "-s", "ddp", "--memory-limit", "3GB"], ["out of memory", "GiB"]),
@@ -141,7 +201,7 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["compare", *PROBLEM, "-b", "4", "--searchers", ""], ["at least one searcher"]),
         (["compare", *PROBLEM, "-b", "4", "--without", "contentoin"], ["contention"]),
         (["compare", *PROBLEM, "-b", "0"], ["global_batch", "at least 1"]),
-        (["simulate", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["simulate", "nowhere.yaml"], ["nowhere.yaml: no such file; looked in /"]),
     ],
 )
 def test_wrong_input_ends_with_one_message_and_code_2(
@@ -191,5 +251,52 @@ def test_out_of_memory_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(capsys, "plan", *PROBLEM, "--memory-limit", "3GB", "-b", 4, "-o", path)[0] == 0
     code, out, _ = run(capsys, "simulate", path)
     assert code == 0
+    assert out.startswith("DOES NOT FIT")
     assert "OUT OF MEMORY" in out
     assert "optimizer states" in out
+    code, out, _ = run(capsys, "simulate", path, "--json")
+    assert code == 0
+    assert json.loads(out)["fits"] is False
+    assert "does not fit is a result too" in " ".join(run(capsys, "simulate", "--help")[1].split())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("family: gpt\nlayers: 2", "this is a model file, not a plan; windtunnel plan"),
+        ("gpus_per_node: 8", "this is a cluster file, not a plan"),
+        ("stages: []", "this is a file without windtunnel_plan, not a plan"),
+    ],
+)
+def test_another_file_in_the_place_of_a_plan_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
+) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text(content)
+    code, _, error = run(capsys, "simulate", path)
+    assert code == 2
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_what_an_option_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "plan", *PROBLEM, "--tp", "eight")
+    assert code == 2
+    assert "--tp" in error
+    assert "got 'eight'" in error
+
+
+def test_an_imported_plan_can_be_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, found, output = tmp_path / "two.yaml", tmp_path / "galvatron.json", tmp_path / "plan.yaml"
+    model.write_text("family: gpt\nlayers: 2\nhidden: 256\nheads: 4\nseq_len: 128\nvocab: 1024\n")
+    strategy = {"pp_deg": 2, "tp_sizes_enc": "1,2", "tp_consecutive_flags": "1,0", "dp_types_enc": "1,0",
+                "checkpoint": "1,0", "global_bsz": 8, "chunks": 2, "pp_division": "1,1",
+                "pipeline_type": "pipedream_flush", "default_dp_type": "ddp"}  # fmt: skip
+    found.write_text(json.dumps(strategy))
+    problem = ["-m", model, "-c", "v100-32g-dgx1:1x8", "-b", 8]
+    code, out, error = run(capsys, "import-plan", "galvatron", found, *problem, "-o", output, "--json")
+    assert code == 0, error
+    summary = json.loads(out)
+    assert summary["output"] == str(output)
+    assert len(summary["plan"]["stages"]) == 2
+    assert output.is_file()

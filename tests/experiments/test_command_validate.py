@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.command_validate import parse_share, require_torch
+from hardware_models.calibration_file import load_calibration
 from simulator.plan_file import save_plan
 from simulator.problem import ProblemSpec
 from simulator.uniform import uniform_plan
@@ -43,8 +44,11 @@ def test_a_machine_is_profiled_and_a_plan_validated(tmp_path: Path) -> None:
     model, profile, plan = tmp_path / "model.yaml", tmp_path / "out" / "machine.json", tmp_path / "plan.yaml"
     model.write_text(MODEL)
     done = windtunnel("profile", "-m", model, "-c", "local-cpu:1x2", "--microbatches", "2", "--rounds", "1",
-                      "--skip", "host,memory,groups,overlap", "-o", profile)  # fmt: skip
+                      "--skip", "host,memory,groups,overlap", "-o", profile, "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["output"] == str(profile)
+    assert summary["operator_rows"] == len(load_calibration(profile).operators.rows)
     spec = ProblemSpec(str(model), "local-cpu:1x2", "windtunnel-executor-fp32", 6)
     save_plan(plan, spec, uniform_plan(spec.load(), pp=2, microbatch=2))
     words = ("--profile", profile, "-o", tmp_path / "out", "--rounds", "1")

@@ -200,6 +200,20 @@ def test_simulate_gives_the_same_result_with_either_engine() -> None:
     assert results[1].engine == "compiled"
 
 
+def test_the_engine_is_chosen_by_the_number_of_tasks_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = small_problem()
+    plan = uniform_plan(problem, tp=2, pp=2)
+    few = simulate(plan, problem)
+    assert few.engine == "simpy"
+    monkeypatch.setattr("simulator.simulate.COMPILED_FROM_TASKS", few.graph.num_tasks)
+    assert simulate(plan, problem).engine == "compiled"
+    assert simulate(plan, problem, engine="simpy").engine == "simpy"
+    monkeypatch.setattr("simulator.simulate.COMPILED_FROM_TASKS", few.graph.num_tasks + 1)
+    assert simulate(plan, problem).engine == "simpy"
+    with pytest.raises(ValueError, match="one of auto, simpy, compiled, got 'fast'"):
+        simulate(plan, problem, engine="fast")
+
+
 def test_a_run_in_pieces_is_the_run_in_one(monkeypatch) -> None:
     problem = small_problem(cluster="v100-32g-dgx1:2x4")
     plan = validate(uniform_plan(problem, tp=2, pp=2, dp=2), problem)

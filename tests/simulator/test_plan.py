@@ -77,16 +77,51 @@ def test_a_saved_plan_loads_with_its_problem(tmp_path: Path) -> None:
         assert load_plan(tmp_path / name) == (SPEC, plan)
 
 
-def test_what_a_plan_names_as_a_file_may_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    spec = replace(SPEC, profile="measured.json")
+@pytest.mark.parametrize(
+    ("key", "file", "named"),
+    [
+        ("model", "own.yaml", "own.yaml"),
+        ("model", "vgg.csv", "vgg.csv@32"),
+        ("cluster", "node.yaml", "v100-32g-dgx1:1x4+node.yaml:2x4"),
+        ("runtime", "own.yaml", "own.yaml"),
+        ("profile", "measured.json", "measured.json"),
+    ],
+)
+def test_what_a_plan_names_as_a_file_may_lie_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, file: str, named: str
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    spec = replace(SPEC, **{key: named})
     save_plan(tmp_path / "plan.yaml", spec, uniform_plan(SPEC.load()))
-    assert load_plan(tmp_path / "plan.yaml")[0] == spec
-    (tmp_path / "measured.json").touch()
-    assert load_plan("../plan.yaml")[0].profile == "../measured.json"
-    (tmp_path / "here" / "measured.json").touch()
+    with pytest.raises(DataFileError) as missing:
+        load_plan("../plan.yaml")
+    assert f"../plan.yaml: problem.{key}: no such file: {file}" in str(missing.value)
+    assert f"looked in {here} and beside the plan in {tmp_path}" in str(missing.value)
+    (tmp_path / file).touch()
+    assert getattr(load_plan("../plan.yaml")[0], key) == named.replace(file, f"../{file}")
+    (here / file).touch()
     assert load_plan("../plan.yaml")[0] == spec, "what stands as it is named comes first"
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [("model", "own.yaml"), ("cluster", "node.yaml:2x4"), ("runtime", "own.yaml"), ("profile", "measured.json")],
+)
+def test_a_problem_says_where_it_looked_for_a_file(key: str, named: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{key}: no such file: {named.partition(':')[0]}; looked in /"):
+        replace(SPEC, **{key: named}).load()
+
+
+def test_on_a_mixed_cluster_the_limit_may_bind_on_the_larger_gpus_only() -> None:
+    mixed = replace(SPEC, cluster="v100-32g-dgx1:1x2+v100-16g-dgx1:1x2", memory_limit_bytes=20 << 30)
+    problem = mixed.load()
+    outside = problem.runtime.outside_allocator_bytes
+    assert problem.capacity_bytes(0) == (20 << 30) - outside
+    assert problem.capacity_bytes(2) == problem.hardware.memory_bytes(2) - outside
+    with pytest.raises(ValueError, match=r"at most the 31\.75 GiB of v100-sxm2-32gb, got 32\.00 GiB"):
+        replace(mixed, memory_limit_bytes=32 << 30).load()
 
 
 def test_a_plan_made_for_another_graph_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""Uniform plans: what their arguments mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_from_zero_2_on_no_device_keeps_whole_gradients(zero: int) -> None:
+    """Megatron-LM reduces once an iteration, for which whole gradients would wait."""
+    problem = small_problem("gpt", global_batch=16)
+    assert problem.runtime.reduce_gradients == "last"
+    plan = uniform_plan(problem, dp=4, zero=zero)
+    gradients = {
+        reduction: simulate(replace(plan, gradient_reduction=reduction), problem).memory[0].consumers["gradients"]
+        for reduction in (plan.gradient_reduction, "last")
+    }
+    assert gradients["every"] == pytest.approx(gradients["last"] / 4, rel=1e-3)
+
+
+def test_gradients_are_reduced_when_the_runtime_says_unless_told_otherwise() -> None:
+    problem = small_problem("gpt")
+    every = small_problem("gpt", runtime="pytorch-ddp", cluster="a100-80g-dgx:1x4")
+    assert [uniform_plan(problem, dp=4, zero=zero).gradient_reduction for zero in (0, 1)] == ["last", "last"]
+    assert uniform_plan(every, dp=4).gradient_reduction == "every"
+    assert uniform_plan(problem, dp=4, zero=3, gradient_reduction="last").gradient_reduction == "last"
+    assert uniform_plan(every, dp=4, gradient_reduction="last").gradient_reduction == "last"
