@@ -26,7 +26,7 @@ Dtype = Literal["fp16", "bf16", "fp32", "tf32"]
 Attention = Literal["plain", "flash"]
 Reduce = Literal["last", "every"]
 TransferMode = Literal["overlapped", "blocking"]
-HostWait = Literal["receive", "collective", "optimizer"]
+HostWait = Literal["receive", "collective", "gather", "optimizer"]
 GradientsFreed = Literal["none", "scattered", "all"]
 OptimizerKernels = Literal["fused", "per_tensor"]
 
@@ -53,6 +53,10 @@ class Runtime:
             kernel; a pass ends when all are back. Whether memory holds both is in ``gradient_bytes``.
         sharded_gradient_copies: How often ZeRO-3 goes over a unit's whole gradients before it scatters them: to write
             them into one tensor, to divide them.
+        parameter_calls_above: ZeRO-3 gathers and scatters each parameter by a call of its own, with the latency and the
+            host's time of one; those of at most so many elements stay gathered and take none to gather. None where a
+            call is for a layer.
+        host_seconds_per_list_entry: What such a call costs the host for each rank, where it is given a tensor of each.
         reduces_ties_by_use: A weight that several layers of a stage use is reduced once for each of them, where each
             is wrapped for data parallelism on its own.
         copies_gathered: What ZeRO-3 gathered is copied into the parameters before the layer computes, in one kernel.
@@ -69,7 +73,8 @@ class Runtime:
             gradient is made.
         sends_attention_mask: The mask, one activation per pair of tokens, crosses to the next stage with each
             microbatch, whole to every rank (of models with attention in separate operators).
-        host_waits: Events at which the host waits for the device.
+        host_waits: Events at which the host waits for the device: what a pass receives; what ZeRO-3 gathered for a
+            layer, and all before it; the gradient norm.
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
         recompute_stops_early: Recomputation ends once the last saved tensor is back.
@@ -143,6 +148,8 @@ class Runtime:
     sharded_gradient_copies: int = 0
     copies_gathered: bool = False
     reduces_ties_by_use: bool = False
+    parameter_calls_above: int | None = None
+    host_seconds_per_list_entry: float = 0.0
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -222,6 +229,8 @@ class RuntimeFile(FileModel):
     sharded_gradient_copies: Annotated[int, Field(ge=0, le=8)] = 0
     copies_gathered: bool = False
     reduces_ties_by_use: bool = False
+    parameter_calls_above: Annotated[int, Field(ge=0)] | None = None
+    host_seconds_per_list_entry: NonNegative = 0.0
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

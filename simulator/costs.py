@@ -284,6 +284,12 @@ class CostTables:
             for device, node in nodes.items()
         )
 
+    def listing_s(self, members: Sequence[int], num_entries: int) -> float:
+        """Return the host's seconds for a collective that is given a tensor of each rank."""
+        once_s = self.problem.runtime.host_seconds_per_list_entry
+        slowest = max(self._host_factor(gpu_type) for gpu_type in {self.problem.gpu_types[each] for each in members})
+        return num_entries * once_s * slowest
+
     def collective_delay_s(self, members: Sequence[int]) -> float:
         """Return the seconds by which launching a collective delays it: 0 where the host runs ahead."""
         if self.problem.runtime.host_runs_ahead:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import GATHERED_COPY, GRADIENT_COPY
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.recompute import recomputed_operators
-from simulator.lowering.synchronisation import GradientBucket, gather_collectives, gradient_buckets
+from simulator.lowering.synchronisation import GradientBucket, gather_calls, gather_collectives, gradient_buckets
 from simulator.lowering.view import StageView as StageView
 from simulator.segments import Segment
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -41,6 +42,9 @@ class Item:
         chained: The next chained item waits for it.
         after: Positions of further items that must have ended.
         operator: First operator concerned, for names.
+        num_calls: Of a collective: its latency and what it costs the host count so often.
+        num_entries: Of a collective: tensors, each of one rank, that the host lists for each call.
+        waits: No work; the host goes on when all before it has ended.
     """
 
     cause: str
@@ -50,6 +54,9 @@ class Item:
     chained: bool = True
     after: tuple[int, ...] = ()
     operator: int = -1
+    num_calls: int = 1
+    num_entries: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -336,6 +343,9 @@ class ProgramBuilder:
         before = self._last_chained()
         prefetches = self.view.costs.problem.runtime.prefetches_gathers
         self._emit_gather(layer, gathers, self._previous_chain_end if prefetches else before)
+        if "gather" in self.view.costs.problem.runtime.host_waits and self._gather_items[layer]:
+            after = self._gather_items[layer]
+            self.items.append(Item(cause="parameter gather", after=after, operator=index, waits=True))
         if prefetches and position + 1 < len(self._units):
             self._emit_gather(self._units[position + 1], gathers, before)
         self._layer_started = layer
@@ -352,6 +362,7 @@ class ProgramBuilder:
         if layer in self._gather_items:
             return
         positions = []
+        calls = gather_calls(self.view) if gathers.get(layer) else {}
         for collective in gathers.get(layer, ()):
             positions.append(len(self.items))
             self.items.append(
@@ -362,9 +373,17 @@ class ProgramBuilder:
                     chained=False,
                     after=() if after is None else (after,),
                     operator=self._first_of[layer],
+                    num_calls=calls.get((layer, collective.sizes, collective.axes), 1),
+                    num_entries=self._num_entries(collective),
                 )
             )
         self._gather_items[layer] = tuple(positions)
+
+    def _num_entries(self, collective: MeshCollective) -> int:
+        """Return how many tensors, each of one rank, the host lists for a call of ZeRO-3."""
+        if self.view.costs.problem.runtime.parameter_calls_above is None:
+            return 0
+        return prod(collective.sizes[axis] for axis in collective.axes)
 
     def _last_chained(self) -> int | None:
         for position in range(len(self.items) - 1, -1, -1):
@@ -395,6 +414,8 @@ class ProgramBuilder:
                     cause="gradient sync",
                     collective=collective,
                     role="reduce",
+                    num_calls=bucket.num_calls,
+                    num_entries=self._num_entries(collective) if bucket.listed else 0,
                     chained=not self.view.plan.overlap_gradient_sync,
                     after=(last,),
                     operator=bucket.last_operator,

@@ -29,6 +29,7 @@ class GradientBucket:
         copied: Operators whose gradients the runtime copies into the bucket.
         passes: How often it goes over them before they are reduced.
         copied_back: They are copied back afterwards.
+        listed: The runtime scatters each member by a call that is given a tensor of each rank.
     """
 
     members: tuple[int, ...]
@@ -37,6 +38,12 @@ class GradientBucket:
     copied: tuple[int, ...] = ()
     passes: int = 0
     copied_back: bool = False
+    listed: bool = False
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of each of its collectives."""
+        return len(self.members) if self.listed else 1
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,8 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     buckets = []
     for number, (members, total) in enumerate(filled):
         last = everything[members[-1]]
-        bucket = GradientBucket(tuple(members), last.operator, _reductions(last, total))
+        listed = last.zero == 3 and runtime.parameter_calls_above is not None
+        bucket = GradientBucket(tuple(members), last.operator, _reductions(last, total), listed=listed)
         if number in copied:
             whole = not last.zero
             passes = 1 if whole else runtime.sharded_gradient_copies
@@ -227,6 +235,18 @@ def gather_collectives(view: StageView) -> dict[int, list[MeshCollective]]:
     """Return, per layer, the all-gathers that ZeRO-3 needs before the layer can run."""
     wanted = ((layer, group) for group in parameter_groups(view) for layer in gathered_for(view, group))
     return _gathers(wanted, view.costs.problem.runtime.gathered_parameter_bytes)
+
+
+def gather_calls(view: StageView) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]:
+    """Return the calls of each gather, by layer, mesh and axes, where the runtime gathers parameters one by one."""
+    least = view.costs.problem.runtime.parameter_calls_above
+    found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    if least is not None:
+        for group in parameter_groups(view):
+            for layer in gathered_for(view, group):
+                key = (layer, group.sizes, group.sharded_axes)
+                found[key] = found.get(key, 0) + (group.num_elements > least)
+    return found
 
 
 def parameter_refresh(view: StageView) -> list[MeshCollective]:

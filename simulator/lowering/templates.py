@@ -59,7 +59,11 @@ class TemplateBuilder:
         waited: set[int] = set()
         sends = [] if outgoing.family is None else self.channels.carrying(outgoing.family, outgoing.traffic)
         num_sends = self._num_sends(outgoing) if sends else {}
-        computed = [position for position, item in enumerate(items) if item.collective is None and item.chained]
+        computed = [
+            position
+            for position, item in enumerate(items)
+            if item.collective is None and item.chained and not item.waits
+        ]
         for c in self.placement.classes:
             if num_receives.get(c, 0) and self._waits_for_receives:
                 wait = template.rows.add(
@@ -173,6 +177,7 @@ class TemplateBuilder:
             predecessors=[*tails[c], *extra],
             streams=[(c, "compute")],
             hosts=[c],
+            host_waits=item.waits and host,
         )
 
     def _add_collective(
@@ -196,6 +201,8 @@ class TemplateBuilder:
             launch = 0.0
             if self.fidelity.host:
                 launch = max(self.launch_s[c] for c in members) + costs.collective_host_s(channel.members)
+                launch += costs.listing_s(channel.members, item.num_entries)
+            latency, launch = latency * item.num_calls, launch * item.num_calls
             if self.placement.host_is_behind(self.fidelity):
                 latency, launch = latency + launch, 0.0
             before = [task for c in members for task in tails[c]] if item.chained else []

@@ -1,0 +1,133 @@
+"""ZeRO-3 by parameter, every rank's part listed, with a host that waits: closed forms, both engines, all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from simulator.costs import CostTables
+from simulator.engine_compiled import run_compiled
+from simulator.engine_simpy import run_simpy
+from simulator.estimate import estimate
+from simulator.fidelity import Fidelity
+from simulator.lowering.lower import lower, stage_views
+from simulator.lowering.mesh import MeshCollective
+from simulator.lowering.synchronisation import gather_collectives, gradient_buckets
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
+
+RANKS = 8
+
+ALONE = Fidelity().without("host", "overlap-slowdown", "contention", "optimizer")
+"""Tasks take as long as their costs say."""
+
+
+def problem_with(family: str = "gpt", **changes: object) -> Problem:
+    problem = small_problem(family, runtime="deepspeed-zero3-2021", cluster="a100-80g-dgx:1x8")
+    return replace(problem, runtime=replace(problem.runtime, **changes))
+
+
+def sharded(problem: Problem, **changes: object) -> Plan:
+    plan = uniform_plan(problem, dp=RANKS, zero=3, microbatch=1, **changes)  # type: ignore[arg-type]
+    return replace(plan, gradient_reduction="every")
+
+
+def layers_of_parameters(problem: Problem) -> tuple[dict[object, set[int]], dict[object, int]]:
+    """Return the layers that use each parameter, and its elements, from the graph alone."""
+    users: dict[object, set[int]] = {}
+    elements: dict[object, int] = {}
+    for index, op in enumerate(problem.workload.operators):
+        for number, parameter in enumerate(problem.workload.parameters(index)):
+            key = parameter.tie or (index, number)
+            users.setdefault(key, set()).add(op.layer)
+            count = 1
+            for size in parameter.shape:
+                count *= size
+            elements[key] = count
+    return users, elements
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "vit"])
+def test_the_host_lists_every_rank_for_every_parameter(family: str) -> None:
+    """Each large parameter twice a microbatch for every layer that uses it, to gather; each once, to scatter."""
+    problem = problem_with(family)
+    users, elements = layers_of_parameters(problem)
+    least = problem.runtime.parameter_calls_above
+    assert least == 100_000
+    calls = sum(2 * len(layers) * (elements[key] > least) + 1 for key, layers in users.items())
+    times = []
+    for entry_s in (1e-3, 3e-3):  # Longer than anything on the device: all of it is waited for.
+        own = problem_with(family, host_seconds_per_list_entry=entry_s)
+        times.append(simulate(sharded(own), own).iteration_time_s)
+    num_microbatches = sharded(problem).num_microbatches
+    assert num_microbatches == 2
+    assert times[1] - times[0] == pytest.approx(num_microbatches * calls * RANKS * 2e-3, rel=2e-3)
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_every_call_has_its_latency(family: str) -> None:
+    problem = problem_with(family)
+    plan = sharded(problem)
+    graph = simulate(plan, problem, fidelity=ALONE).graph
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    users, elements = layers_of_parameters(problem)
+    found = {
+        cause: float(sum(graph.latency_s[np.array(graph.causes)[graph.cause] == cause]))
+        for cause in ("parameter gather", "gradient sync")
+    }
+    gathers = {
+        layer: sum(layer in layers and elements[key] > 100_000 for key, layers in users.items())
+        for layer in range(len(problem.workload.layers))
+    }
+    scatters = {
+        layer: sum(min(layers) == layer for layers in users.values()) for layer in range(len(problem.workload.layers))
+    }
+
+    def latency_s(item: MeshCollective) -> float:
+        return problem.hardware.collective(item.collective, item.num_bytes, tuple(range(RANKS))).latency_s
+
+    gather_s = sum(gathers[layer] * latency_s(item) for layer, (item,) in gather_collectives(view).items())
+    scatter_s = sum(
+        scatters[problem.workload.operators[bucket.last_operator].layer] * latency_s(*bucket.collectives)
+        for bucket in gradient_buckets(view, merged=False)
+    )
+    assert found["parameter gather"] == pytest.approx(2 * plan.num_microbatches * gather_s)
+    assert found["gradient sync"] == pytest.approx(plan.num_microbatches * scatter_s)
+
+
+def test_a_host_that_waits_at_each_layer_hides_no_launches() -> None:
+    waits = problem_with(host_seconds_per_list_entry=1e-4)
+    runs_on = replace(waits, runtime=replace(waits.runtime, host_waits=("optimizer",)))
+    plan = sharded(waits)
+    assert simulate(plan, waits).iteration_time_s > simulate(plan, runs_on).iteration_time_s
+    alone = Fidelity().without("host")
+    assert simulate(plan, waits, fidelity=alone).iteration_time_s == pytest.approx(
+        simulate(plan, runs_on, fidelity=alone).iteration_time_s, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_representatives_unmerged_tasks_and_both_engines_agree(family: str, recompute: str) -> None:
+    problem = problem_with(family)
+    plan = sharded(problem, recompute=recompute)
+    times = []
+    fidelity = Fidelity().without("overlap-slowdown")  # Merged runs that launches bind end up to a launch earlier.
+    for fidelity in (fidelity, replace(fidelity, merge=False), replace(fidelity, symmetry=False)):
+        graph = lower(plan.canonical(problem.workload), CostTables(problem), fidelity).graph
+        times += [max(run(graph).end_s) for run in (run_simpy, run_compiled)]
+    for one, other in pairwise(times):
+        assert one == pytest.approx(other, rel=1e-9)
+
+
+def test_the_closed_form_leaves_the_host_of_calls_out() -> None:
+    problem = problem_with()
+    together = problem_with(parameter_calls_above=None, host_seconds_per_list_entry=0.0)
+    plan = sharded(problem)
+    assert estimate(plan, problem).iteration_time_s == estimate(plan, together).iteration_time_s
