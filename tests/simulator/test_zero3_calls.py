@@ -118,8 +118,8 @@ def test_representatives_unmerged_tasks_and_both_engines_agree(family: str, reco
     problem = problem_with(family)
     plan = sharded(problem, recompute=recompute)
     times = []
-    fidelity = Fidelity().without("overlap-slowdown")  # Merged runs that launches bind end up to a launch earlier.
-    for fidelity in (fidelity, replace(fidelity, merge=False), replace(fidelity, symmetry=False)):
+    base = Fidelity().without("overlap-slowdown")  # Merged runs that launches bind end up to a launch earlier.
+    for fidelity in (base, replace(base, merge=False), replace(base, symmetry=False)):
         graph = lower(plan.canonical(problem.workload), CostTables(problem), fidelity).graph
         times += [max(run(graph).end_s) for run in (run_simpy, run_compiled)]
     for one, other in pairwise(times):
