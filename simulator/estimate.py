@@ -2,10 +2,9 @@
 
 Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. A smaller last
 microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
-sum_{i<=j} t_i + sum_{i>=j} s_i``. Memory: model
-states, saved activations times microbatches in flight, and the last stage's logits. No overlap (that of collectives
-with the gradients of one operator neither), contention, copies of gradients, optimizer or allocator: the engine has
-those.
+sum_{i<=j} t_i + sum_{i>=j} s_i``. Memory:
+``estimate_memory``. No overlap (that of collectives with the gradients of one operator neither), contention, copies of
+gradients, time of the optimizer, or allocator: the engine has those.
 
 Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
 launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may
@@ -23,17 +22,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
+from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import epilogue_collectives
 from simulator.lowering.lower import stage_views
 from simulator.lowering.mesh import MeshCollective, groups
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
-from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, received_gathers
-from simulator.model_states import reduces_in_backward, static_bytes
-from simulator.plan import Plan, batch_replicas
+from simulator.plan import Plan
 from simulator.problem import Problem
 
 
@@ -79,7 +77,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     plan = plan.canonical(problem.workload)
     views = stage_views(plan, costs)
     times, hosts, once = _stage_times(plan, views)
-    held = [_held_bytes(view) for view in views]
+    held = [held_bytes(view) for view in views]
     capacities = tuple(min(map(problem.capacity_bytes, view.stage.devices)) for view in views)
     ranks = plan.rank_of_stage
     by_rank = _per_rank(ranks, times)
@@ -92,13 +90,13 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
         last_views = stage_views(plan.all_like_last(), costs)
         last_times, last_hosts, _ = _stage_times(plan, last_views)
         filled_s = queued_s(by_rank, _per_rank(ranks, last_times), plan.num_microbatches, chunks)
-        last_held = [_held_bytes(view) for view in last_views]
+        last_held = [held_bytes(view) for view in last_views]
     iteration = filled_s + (chunks - 1) * fill / len(by_rank)
     all_hosts = [(plan.num_microbatches - 1) * each + last for each, last in zip(hosts, last_hosts, strict=True)]
     return Estimate(
         iteration_time_s=iteration + max(once),
         stage_time_s=tuple(times),
-        peak_bytes=_rank_peaks(plan, held, last_held),
+        peak_bytes=rank_peaks(plan, held, last_held),
         capacity_bytes=capacities,
         host_time_s=max(_per_rank(ranks, all_hosts)),
     )
@@ -165,77 +163,6 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], l
     return times, hosts, once
 
 
-@dataclass(frozen=True)
-class HeldBytes:
-    """What a stage holds on one device, in bytes.
-
-    Attributes:
-        states: Parameters, gradients, optimizer states.
-        kept: One microbatch between its forward and its backward pass.
-        loss: Of that, what the loss keeps.
-        segment: The largest recomputed segment.
-        workspace: The largest workspace.
-        for_weights: Of ``kept``, what weight gradients need.
-    """
-
-    states: float
-    kept: float
-    loss: float
-    segment: float
-    workspace: float
-    for_weights: float
-
-
-def _rank_peaks(plan: Plan, held: list[HeldBytes], last_held: list[HeldBytes]) -> tuple[float, ...]:
-    """Return the peak of every stage's device: stages on one device add up.
-
-    Args:
-        plan: The plan.
-        held, last_held: Per stage, with any microbatch but the last, and with the last.
-    """
-    ranks = plan.rank_of_stage
-    num_ranks = max(ranks) + 1
-    peaks: dict[int, float] = {}
-    for rank in range(num_ranks):
-        own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
-        kept = sum(_kept_bytes(plan, held, stage) for stage in own)
-        if plan.schedule == "interleaved":
-            chunks = min(2 * (num_ranks - rank - 1) + (len(own) - 1) * num_ranks + 1, plan.num_microbatches * len(own))
-            kept = chunks * sum(held[stage].kept for stage in own) / len(own)
-            holds_all = chunks == plan.num_microbatches * len(own)
-        else:
-            holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
-        if holds_all:
-            kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
-        last = held[own[-1]]
-        extra = max(max(held[stage].segment for stage in own), max(held[stage].workspace for stage in own))
-        if plan.schedule != "gpipe" and in_flight(plan, own[-1]) == 1:
-            # The loss is done with before the first segment is computed again.
-            extra = max(last.workspace, extra - last.loss)
-        peaks[rank] = sum(held[stage].states for stage in own) + kept + extra
-    return tuple(peaks[rank] for rank in ranks)
-
-
-def _kept_bytes(plan: Plan, held: list[HeldBytes], stage: int) -> float:
-    whole = in_flight(plan, stage) * held[stage].kept
-    if plan.schedule == "zb-h1":  # as many microbatches as stages, the later ones without what inputs needed
-        waiting = min(plan.num_microbatches, len(plan.stages)) - in_flight(plan, stage)
-        return whole + waiting * held[stage].for_weights
-    return whole
-
-
-def in_flight(plan: Plan, stage: int) -> int:
-    """Return how many microbatches a stage holds at once."""
-    m = plan.num_microbatches
-    if plan.schedule == "gpipe":
-        return m
-    warmup = plan.warmup_in_force()
-    if warmup is not None:
-        replicas = batch_replicas(plan.stages[stage]) if plan.rotates else 1
-        return min(m, -(-warmup[stage] // replicas))
-    return min(m, len(plan.stages) - stage)
-
-
 def items_s(view: StageView, items: list[Item]) -> float:
     """Return the seconds of items one after the other, each alone."""
     total = 0.0
@@ -300,39 +227,3 @@ def host_seconds(view: StageView, items: list[Item]) -> float:
             cost = costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
             total += getattr(cost, phase).host_s
     return total
-
-
-def _held_bytes(view: StageView) -> HeldBytes:
-    problem, plan = view.costs.problem, view.plan
-    sharded = reduces_in_backward(plan)
-    static = static_bytes(
-        list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
-    )
-    gradients = sum(static.gradients) + sum(static.gradients_anew.values())
-    states = sum(static.parameters) + gradients + sum(static.optimizer)
-    segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
-    kept: dict[str, float] = {}
-    inside: dict[int, dict[str, float]] = {}
-    workspace = loss = 0.0
-    workload = problem.workload
-    gradient_bytes = problem.runtime.implementation.activation_bytes
-    for index in view.operators:
-        cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
-        temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
-        workspace = max(workspace, cost.workspace_forward_bytes, temporary)
-        segment = segment_of.get(index)
-        for name, size in saved_tensors(workload, index, cost):
-            producer = workload.producer.get(name)
-            if segment is None or (producer is not None and segment_of.get(producer) != segment and "/" not in name):
-                kept[name] = size
-                loss += size if "/" in name and workload.operators[index].kind == "lm_loss" else 0.0
-            else:
-                inside.setdefault(segment, {})[name] = size
-    largest = max((sum(found.values()) for found in inside.values()), default=0.0)
-    weighted = sum(
-        size
-        for index in view.operators
-        for ref, size in view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type).saved
-        if ref.startswith("input:") and problem.workload.parameters(index)
-    )
-    return HeldBytes(float(states), sum(kept.values()), loss, largest, workspace, min(weighted, sum(kept.values())))

@@ -262,12 +262,15 @@ class FastEstimator:
             self._refuse(columns, states)
             chosen = np.flatnonzero(states == INCOMPLETE)
         estimate_peaks(
+            self._structure,
             self._savings,
             store.memory,
             columns,
             everything,
             states,
             run_tables,
+            runtime.keeps_gathered_inputs,
+            runtime.keeps_stage_outputs,
             peak_bytes,
             capacity_bytes,
             fits,

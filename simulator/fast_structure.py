@@ -121,9 +121,13 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array([1 if layer in costs.root_layers else 2 for layer in range(len(layers))], dtype=np.int64),
         tied_operators,
     )
+    place_of = {name: number for number, name in enumerate(savers)}
+    number_in = {name: number for number, name in enumerate(names)}
     saved = Savings(
         *_rows([[index for index, _ in found_savers] for found_savers in savers.values()]),
         np.array(saved_producers, dtype=np.int64),
+        np.array([number_in.get(name, -1) for name in savers], dtype=np.int64),
+        np.array([place_of.get(name, -1) for name in names], dtype=np.int64),
         *_rows(entering),
         tied_operators,
     )
