@@ -151,10 +151,11 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], l
             time += transfers_s(costs, transfers[view.position - 1][1])
         if view.position + 1 < len(views):
             time += transfers_s(costs, transfers[view.position][0])
-        time += passes_s(costs, view.gpu_type, plan.schedule)
+        time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in gpu_types(view))
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
-        hosts.append((host + num_passes(plan.schedule) * costs.pass_s(view.gpu_type)) / view.num_turns)
+        host += num_passes(plan.schedule) * max(map(costs.pass_s, gpu_types(view)))
+        hosts.append(host / view.num_turns)
         reductions, refresh = epilogue_collectives(view, overlapped=False)
         synced = sum(collective_s(view, item) for item in reductions) * (
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
@@ -164,21 +165,34 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], l
 
 
 def items_s(view: StageView, items: list[Item]) -> float:
-    """Return the seconds of items one after the other, each alone."""
+    """Return the seconds of items one after the other, each alone, each operator on the slowest type of the stage."""
     total = 0.0
-    runs_ahead = view.costs.problem.runtime.host_runs_ahead
+    types = gpu_types(view)
     for item in items:
         if item.collective is not None:
             total += collective_s(view, item.collective)
             continue
         for index, parts in groupby(item.parts, key=itemgetter(0)):
-            cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
-            segments = [getattr(cost, phase) for _, phase in parts if phase not in COPIES]
-            if runs_ahead:
-                total += sum(max(segment.device_s, segment.host_s) for segment in segments)
-            else:
-                total += max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
+            phases = [phase for _, phase in parts if phase not in COPIES]
+            total += max(_operator_s(view, index, phases, gpu_type) for gpu_type in types)
     return total
+
+
+def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: str) -> float:
+    cost = view.costs.operator(index, view.shardings[index], view.samples(index), gpu_type)
+    segments = [getattr(cost, phase) for phase in phases]
+    if view.costs.problem.runtime.host_runs_ahead:
+        return sum(max(segment.device_s, segment.host_s) for segment in segments)
+    return max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
+
+
+def gpu_types(view: StageView) -> tuple[str, ...]:
+    """Return the device types of a stage."""
+    if "gpu types" not in view.kept:
+        types = view.costs.problem.gpu_types
+        view.kept["gpu types"] = tuple(dict.fromkeys(types[device] for device in view.stage.devices))
+    found: tuple[str, ...] = view.kept["gpu types"]
+    return found
 
 
 def collective_s(view: StageView, item: MeshCollective) -> float:
@@ -215,15 +229,19 @@ def num_passes(schedule: str) -> int:
 
 
 def host_seconds(view: StageView, items: list[Item]) -> float:
-    """Return what launching items takes the host: kernels, dispatch, collectives."""
+    """Return what launching items takes the slowest host: kernels, dispatch, collectives."""
+    return max(_host_seconds(view, items, gpu_type) for gpu_type in gpu_types(view))
+
+
+def _host_seconds(view: StageView, items: list[Item], gpu_type: str) -> float:
     costs, total = view.costs, 0.0
-    launch_s = costs.launch_s(view.gpu_type)
+    launch_s = costs.launch_s(gpu_type)
     for item in items:
         if item.collective is not None:
             total += launch_s + costs.collective_host_s(_members(view, item.collective))
         for index, phase in item.parts:
             if phase in COPIES:
                 continue
-            cost = costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
+            cost = costs.operator(index, view.shardings[index], view.samples(index), gpu_type)
             total += getattr(cost, phase).host_s
     return total

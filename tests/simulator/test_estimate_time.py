@@ -1,0 +1,34 @@
+"""The closed form of time where devices, groups or stages are not alike, against the simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator.estimate import estimate
+from simulator.fast_estimate import FastEstimator
+from simulator.fidelity import Fidelity
+from simulator.plan import Axis, Plan, Stage
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from tests.simulator.problems import small_problem
+
+ALONE = Fidelity().without("overlap-slowdown", "contention", "optimizer", "host")
+
+
+def simulated_s(plan: Plan, problem: Problem) -> float:
+    return simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+
+
+@pytest.mark.parametrize("split", ["batch", "tensor"])
+def test_the_slowest_type_of_a_stage_rules_whatever_the_order_of_its_devices(split: str) -> None:
+    mixed = small_problem(cluster="a100-80g-dgx:1x2+v100-32g-dgx1:1x2")
+    count = len(mixed.workload)
+    found = FastEstimator(mixed)
+    plans = [
+        Plan((Stage(((0, count),), devices, ((count, (Axis(split, 4),)),)),), 4, 4)
+        for devices in ((0, 1, 2, 3), (2, 3, 0, 1), (0, 2, 1, 3))
+    ]
+    for plan in plans:
+        expected_s, time_s = simulated_s(plan, mixed), estimate(plan, mixed).iteration_time_s
+        assert found.estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
+        assert 0.97 * expected_s < time_s < 1.1 * expected_s
