@@ -28,11 +28,12 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import epilogue_collectives
 from simulator.lowering.lower import stage_views
-from simulator.lowering.mesh import MeshCollective, groups
+from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
 from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, received_gathers
 from simulator.plan import Plan
 from simulator.problem import Problem
+from simulator.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def items_s(view: StageView, items: list[Item]) -> float:
 
 def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: str) -> float:
     cost = view.costs.operator(index, view.shardings[index], view.samples(index), gpu_type)
-    segments = [getattr(cost, phase) for phase in phases]
+    segments: list[Segment] = [getattr(cost, phase) for phase in phases]
     if view.costs.problem.runtime.host_runs_ahead:
         return sum(max(segment.device_s, segment.host_s) for segment in segments)
     return max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
@@ -196,14 +197,13 @@ def gpu_types(view: StageView) -> tuple[str, ...]:
 
 
 def collective_s(view: StageView, item: MeshCollective) -> float:
-    """Return the seconds of a collective of a stage, alone."""
-    members = _members(view, item)
-    alone_s = view.costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
-    return alone_s + view.costs.collective_delay_s(members)
-
-
-def _members(view: StageView, item: MeshCollective) -> tuple[int, ...]:
-    return tuple(view.stage.devices[local] for local in groups(item.sizes, item.axes)[0])
+    """Return the seconds of a collective of a stage, each group alone: of the slowest group."""
+    costs, num_bytes = view.costs, item.num_bytes
+    hardware = costs.problem.hardware
+    return max(
+        hardware.collective(item.collective, num_bytes, members).alone_s + costs.collective_delay_s(members)
+        for members in costs.unlike_groups(view.stage.devices, item.sizes, item.axes)
+    )
 
 
 def transfers_s(costs: CostTables, transfers: list[Transfer]) -> float:
@@ -238,7 +238,8 @@ def _host_seconds(view: StageView, items: list[Item], gpu_type: str) -> float:
     launch_s = costs.launch_s(gpu_type)
     for item in items:
         if item.collective is not None:
-            total += launch_s + costs.collective_host_s(_members(view, item.collective))
+            unlike = costs.unlike_groups(view.stage.devices, item.collective.sizes, item.collective.axes)
+            total += launch_s + max(map(costs.collective_host_s, unlike))
         for index, phase in item.parts:
             if phase in COPIES:
                 continue

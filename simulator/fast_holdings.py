@@ -25,7 +25,6 @@ from simulator.fast_time import (
     SCATTER,
     SCATTER_DEGREE,
 )
-from simulator.lowering.mesh import groups
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
 from simulator.model_states import static_bytes
@@ -179,8 +178,8 @@ class Holdings:
         row = families[number]
 
         def channel(collective: str, axes: tuple[int, ...]) -> int:
-            members = [devices[local] for local in groups(group.sizes, axes)[0]]
-            return self.channels.number(collective, members) if len(members) > 1 else -1
+            unlike = self.costs.unlike_groups(tuple(devices), group.sizes, axes)
+            return self.channels.number(collective, unlike) if len(unlike[0]) > 1 else -1
 
         scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
         rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)

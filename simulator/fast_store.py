@@ -45,6 +45,7 @@ class Store:
             lines=np.zeros((0, 2)),
             point_offsets=np.zeros(1, dtype=np.int64),
             points=np.zeros((0, 2)),
+            goes_on=none,
             rows=np.zeros((0, 2 + most_inputs)),
             boundaries=np.zeros((0, 4)),
             keys=np.zeros(4 * MAX_MISSES, dtype=np.uint64),
@@ -99,6 +100,7 @@ class Store:
                 lines=np.array([line for found in channels.lines for line in found]).reshape(-1, 2),
                 point_offsets=_offsets([len(found) for found in channels.points]),
                 points=np.array([point for found in channels.points for point in found]).reshape(-1, 2),
+                goes_on=np.array(channels.goes_on, dtype=np.int64),
             )
 
     def add_row(self, slot: int, row: list[float]) -> None:

@@ -99,6 +99,7 @@ class TimeTables(NamedTuple):
         tied: int64[tables, O, 3]. Family, elements and layout of tied parameters.
         aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
         line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
+        goes_on: Per channel, whether the next one belongs to it; the slowest rules.
         rows: float64[., 2 + inputs]. Operators between unlike neighbours: forward, backward, by input what a
             segment does not repeat.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
@@ -121,6 +122,7 @@ class TimeTables(NamedTuple):
     lines: Floats
     point_offsets: Ints
     points: Floats
+    goes_on: Ints
     rows: Floats
     boundaries: Floats
     keys: Keys
@@ -186,9 +188,16 @@ def price_s(lines: Floats, points: Floats, num_bytes: float) -> float:
 
 @inlined
 def _channel_s(tables: TimeTables, channel: int, num_bytes: float) -> float:
-    line, line_end = tables.line_offsets[channel], tables.line_offsets[channel + 1]
-    point, point_end = tables.point_offsets[channel], tables.point_offsets[channel + 1]
-    return _price(tables.lines, line, line_end, tables.points, point, point_end, num_bytes)
+    """Return the seconds of a channel: of its slowest group."""
+    slowest = 0.0
+    while True:
+        line, line_end = tables.line_offsets[channel], tables.line_offsets[channel + 1]
+        point, point_end = tables.point_offsets[channel], tables.point_offsets[channel + 1]
+        slowest = max(slowest, _price(tables.lines, line, line_end, tables.points, point, point_end, num_bytes))
+        if tables.goes_on[channel] == 0:
+            break
+        channel += 1
+    return slowest
 
 
 @inlined

@@ -10,6 +10,7 @@ from simulator.fidelity import Fidelity
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
 
 ALONE = Fidelity().without("overlap-slowdown", "contention", "optimizer", "host")
@@ -32,3 +33,13 @@ def test_the_slowest_type_of_a_stage_rules_whatever_the_order_of_its_devices(spl
         expected_s, time_s = simulated_s(plan, mixed), estimate(plan, mixed).iteration_time_s
         assert found.estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
         assert 0.97 * expected_s < time_s < 1.1 * expected_s
+
+
+@pytest.mark.parametrize("nodes", ["a100-80g-dgx:1x6+a100-80g-dgx:1x2", "a100-80g-dgx:1x2+a100-80g-dgx:1x6"])
+def test_the_slowest_group_of_a_collective_rules_wherever_it_is(nodes: str) -> None:
+    problem, alike = (small_problem(cluster=cluster, global_batch=128) for cluster in (nodes, "a100-80g-dgx:1x8"))
+    plan = uniform_plan(problem, tp=4, dp=2)
+    time_s = estimate(plan, problem).iteration_time_s
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
+    more_s = simulated_s(plan, problem) - simulated_s(plan, alike)
+    assert time_s - estimate(plan, alike).iteration_time_s == pytest.approx(more_s, rel=0.02)
