@@ -2,7 +2,7 @@
 
 Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. A smaller last
 microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
-sum_{i<=j} t_i + sum_{i>=j} s_i``. Memory:
+sum_{i<=j} t_i + sum_{i>=j} s_i``. Where replicas take whole microbatches in turn, ``rotated_s``. Memory:
 ``estimate_memory``. No overlap (that of collectives with the gradients of one operator neither), contention, copies of
 gradients, time of the optimizer, or allocator: the engine has those.
 
@@ -84,7 +84,11 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     by_rank = _per_rank(ranks, times)
     chunks = len(plan.stages) / len(by_rank)
     fill = sum(times) / chunks
-    if plan.last_microbatch_size is None:
+    if plan.rotates and plan.last_microbatch_size is None:
+        turns = [view.num_turns for view in views]
+        filled_s = rotated_s([time * n for time, n in zip(times, turns, strict=True)], turns, plan.num_microbatches)
+        last_held, last_hosts = held, hosts
+    elif plan.last_microbatch_size is None:
         filled_s = (plan.num_microbatches - 1) * max(by_rank) + fill
         last_held, last_hosts = held, hosts
     else:
@@ -128,6 +132,28 @@ def queued_s(
         + (sum(each_s[: j + 1]) + sum(last_s[j + 1 :])) / chunks
         + last_s[j]
         for j in range(len(each_s))
+    )
+
+
+def rotated_s(whole_s: Sequence[float], turns: Sequence[int], num_microbatches: int) -> float:
+    """Return the seconds of a pipeline some of whose stages have replicas that take whole microbatches in turn.
+
+    The longest over stages of: a replica's microbatches one after the other, once through all other stages, and until
+    its last replica has its first microbatch.
+
+    Args:
+        whole_s: Per stage, a microbatch on one replica.
+        turns: Per stage, replicas.
+        num_microbatches: At least one.
+
+    >>> rotated_s([1.0, 3.0], [1, 3], 6), rotated_s([1.0, 3.0], [1, 1], 6)
+    (9.0, 19.0)
+    """
+    return max(
+        (-(-num_microbatches // own) - 1) * time
+        + sum(whole_s)
+        + max(((-(-min(own, num_microbatches) // turns[j]) - 1) * whole_s[j] for j in range(position)), default=0.0)
+        for position, (time, own) in enumerate(zip(whole_s, turns, strict=True))
     )
 
 

@@ -11,7 +11,7 @@ from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
-from tests.simulator.problems import small_problem
+from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
 
 ALONE = Fidelity().without("overlap-slowdown", "contention", "optimizer", "host")
 
@@ -43,3 +43,17 @@ def test_the_slowest_group_of_a_collective_rules_wherever_it_is(nodes: str) -> N
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
     more_s = simulated_s(plan, problem) - simulated_s(plan, alike)
     assert time_s - estimate(plan, alike).iteration_time_s == pytest.approx(more_s, rel=0.02)
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 8, 32])
+@pytest.mark.parametrize(("cut", "replicas"), [(2, (2, 2)), (2, (2, 1)), (1, (1, 2)), (1, (2, 2)), (1, (2, 1))])
+def test_replicas_that_take_turns_fill_with_whole_microbatches(cut, replicas, num_microbatches: int) -> None:
+    problem = chain_problem(chain_of_opaque(4, 0.01, 0.02), num_devices=4, global_batch=2 * num_microbatches)
+    devices = (tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas))))
+    stages = [
+        Stage(((first, stop),), own, ((stop - first, (Axis("batch", len(own)),)),))
+        for (first, stop), own in zip(((0, cut), (cut, 4)), devices, strict=True)
+    ]
+    plan = Plan(tuple(stages), 2, num_microbatches, replica_assignment="round_robin")
+    expected_s = simulate(plan, problem, engine="compiled", fidelity=Fidelity.ideal()).iteration_time_s
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=2e-3)  # Transfers are free there.
