@@ -289,17 +289,18 @@ class CostTables:
         self, devices: tuple[int, ...], sizes: MeshSizes, axes: tuple[int, ...]
     ) -> tuple[tuple[int, ...], ...]:
         """Return the groups of a mesh over devices, one of those that stand alike in nodes of one kind."""
-        return self._groups.get((devices, sizes, axes), lambda: self._unlike_groups(devices, groups(sizes, axes)))
+        return self._groups.get(
+            (devices, sizes, axes),
+            lambda: self.unlike(tuple(devices[local] for local in group) for group in groups(sizes, axes)),
+        )
 
-    def _unlike_groups(
-        self, devices: tuple[int, ...], found: Sequence[tuple[int, ...]]
-    ) -> tuple[tuple[int, ...], ...]:
+    def unlike(self, found: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Return groups of devices, one of those that stand alike in nodes of one kind."""
         cluster = self.problem.hardware.cluster
         kinds = [replace(node, first_device=0) for node in cluster.nodes]
         kind_of = [kinds.index(kind) for kind in kinds]
         forms: dict[object, tuple[int, ...]] = {}
-        for group in found:
-            members = tuple(devices[local] for local in group)
+        for members in found:
             places: dict[int, list[int]] = {}
             for device in members:
                 places.setdefault(cluster.node_of(device), []).append(cluster.slot_of(device))

@@ -26,7 +26,7 @@ from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import COPIES
-from simulator.lowering.epilogue import epilogue_collectives
+from simulator.lowering.epilogue import epilogue_collectives, tied_groups
 from simulator.lowering.lower import stage_views
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
@@ -99,7 +99,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     iteration = filled_s + (chunks - 1) * fill / len(by_rank)
     all_hosts = [(plan.num_microbatches - 1) * each + last for each, last in zip(hosts, last_hosts, strict=True)]
     return Estimate(
-        iteration_time_s=iteration + max(once),
+        iteration_time_s=iteration + max(once) + tied_s(costs, views),
         stage_time_s=tuple(times),
         peak_bytes=rank_peaks(plan, held, last_held),
         capacity_bytes=capacities,
@@ -224,11 +224,37 @@ def gpu_types(view: StageView) -> tuple[str, ...]:
 
 def collective_s(view: StageView, item: MeshCollective) -> float:
     """Return the seconds of a collective of a stage, each group alone: of the slowest group."""
-    costs, num_bytes = view.costs, item.num_bytes
+    unlike = view.costs.unlike_groups(view.stage.devices, item.sizes, item.axes)
+    return _slowest_s(view.costs, item.collective, item.num_bytes, unlike)
+
+
+def _slowest_s(costs: CostTables, collective: str, num_bytes: float, unlike: Sequence[tuple[int, ...]]) -> float:
     hardware = costs.problem.hardware
     return max(
-        hardware.collective(item.collective, num_bytes, members).alone_s + costs.collective_delay_s(members)
-        for members in costs.unlike_groups(view.stage.devices, item.sizes, item.axes)
+        (
+            hardware.collective(collective, num_bytes, members).alone_s + costs.collective_delay_s(members)
+            for members in unlike
+        ),
+        default=0.0,
+    )
+
+
+def tied_s(costs: CostTables, views: Sequence[StageView]) -> float:
+    """Return the seconds of reducing tied weights after the last backward pass.
+
+    Layouts of a stage first, then over stages; groups of either at once, one weight after the other.
+    """
+    inner: dict[str, list[tuple[int, ...]]] = {}
+    outer: dict[str, list[tuple[int, ...]]] = {}
+    sizes: dict[str, float] = {}
+    stages = {view.stage.devices for view in views}
+    for tie, devices, size in tied_groups(views):
+        (inner if devices in stages else outer).setdefault(tie, []).append(devices)
+        sizes[tie] = size
+    return sum(
+        _slowest_s(costs, "all_reduce", size, costs.unlike(found.get(tie, ())))
+        for tie, size in sizes.items()
+        for found in (inner, outer)
     )
 
 

@@ -67,7 +67,7 @@ class Holding:
     largest: float
     elements: Floats
     tied_bytes: list[list[float]]
-    tied: list[tuple[int, int, int]]
+    tied: list[tuple[int, int, int, int]]
     unsuited: bool = False
 
 
@@ -125,7 +125,7 @@ class Holdings:
             place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
             layout = self._layouts((group.tie, sharding, tuple(split.parameters[place] for split in splits)))
             tied_bytes.append(own_states)
-            tied.append((family, group.num_elements, layout))
+            tied.append((family, group.num_elements, layout, group.num_shards))
         return Holding(
             saved=[saved.get(name, 0.0) for name in names],
             made=list(cost.output_bytes),
@@ -162,7 +162,7 @@ class Holdings:
             largest=0.0,
             elements=np.zeros(MAX_FAMILIES),
             tied_bytes=[[0.0] * NUM_STATES] * num_tied,
-            tied=[(0, 0, -1)] * num_tied,
+            tied=[(0, 0, -1, 1)] * num_tied,
             unsuited=True,
         )
 

@@ -39,7 +39,7 @@ class Store:
             read=np.zeros((0, len(shape.readers)), dtype=np.int64),
             passed=np.zeros((0, count), dtype=np.int64),
             families=np.zeros((0, MAX_FAMILIES, FAMILY), dtype=np.int64),
-            tied=np.zeros((0, tied, 3), dtype=np.int64),
+            tied=np.zeros((0, tied, 4), dtype=np.int64),
             aliases=none,
             line_offsets=np.zeros(1, dtype=np.int64),
             lines=np.zeros((0, 2)),
@@ -93,6 +93,14 @@ class Store:
         self.memory.maxima[number, :, : table.maxima.shape[1]] = table.maxima
         self.memory.tied_layouts[number] = table.tied[:, 2]
         self._name(slot, number)
+        self._copy_channels()
+
+    def add_tie(self, slot: int, channel: int) -> None:
+        """Let the slot of the hash table name a channel, as ``tied_channel`` counts it."""
+        self._name(slot, channel)
+        self._copy_channels()
+
+    def _copy_channels(self) -> None:
         channels = self._builder.channels
         if len(channels.lines) + 1 != len(self.time.line_offsets):
             self.time = self.time._replace(

@@ -98,6 +98,8 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         for place, parameter in enumerate(workload.parameters(index))
         if parameter.tie is not None
     ]
+    keys = [workload.parameters(index)[place].tie for index, place in tied]
+    tie_numbers = [list(dict.fromkeys(keys)).index(key) for key in keys]
     layers = list(workload.layers)
     layer_of = np.zeros(count, dtype=np.int64)
     for layer, (first, stop) in enumerate(layers):
@@ -120,6 +122,7 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array([stop for _, stop in layers], dtype=np.int64),
         np.array([1 if layer in costs.root_layers else 2 for layer in range(len(layers))], dtype=np.int64),
         tied_operators,
+        np.array(tie_numbers, dtype=np.int64),
     )
     place_of = {name: number for number, name in enumerate(savers)}
     number_in = {name: number for number, name in enumerate(names)}

@@ -208,7 +208,7 @@ class TableBuilder:
             passed=np.array(passed, dtype=np.int64),
             families=families,
             tied_bytes=np.array(tied_bytes).reshape(-1, NUM_STATES),
-            tied=np.array(tied, dtype=np.int64).reshape(-1, 3),
+            tied=np.array(tied, dtype=np.int64).reshape(-1, 4),
         )
 
     def _sizes(self, holdings: Sequence[Holding]) -> tuple[Floats, Floats]:
@@ -310,6 +310,19 @@ class TableBuilder:
             sum(collective_s(second, item) for item in received_gathers(second, first, names)),
             sum(collective_s(first, item) for item in received_gathers(first, second, names)),
         ]
+
+
+def tied_channel(costs: CostTables, channels: Channels, placements: Sequence[Sequence[int]]) -> int:
+    """Return one more than the channel that reduces a weight of these stages; 0 if nobody else has it.
+
+    Args:
+        costs, channels: Of the problem.
+        placements: Devices of each stage that holds it; of one stage, for two layouts in it.
+    """
+    ranks = min(map(len, placements)) if len(placements) > 1 else 1
+    groups = [tuple(dict.fromkeys(d for devices in placements for d in devices[rank::ranks])) for rank in range(ranks)]
+    unlike = costs.unlike(group for group in groups if len(group) > 1)
+    return channels.number("all_reduce", unlike) + 1 if unlike else 0
 
 
 def _layout(placements: tuple[Placement, ...], sharding: Sharding) -> object:

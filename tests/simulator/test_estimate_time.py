@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.estimate import estimate
+from simulator.costs import CostTables
+from simulator.estimate import estimate, tied_s
 from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
+from simulator.lowering.lower import stage_views
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
+from simulator.validate import validate
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
 
 ALONE = Fidelity().without("overlap-slowdown", "contention", "optimizer", "host")
@@ -57,3 +60,16 @@ def test_replicas_that_take_turns_fill_with_whole_microbatches(cut, replicas, nu
     plan = Plan(tuple(stages), 2, num_microbatches, replica_assignment="round_robin")
     expected_s = simulate(plan, problem, engine="compiled", fidelity=Fidelity.ideal()).iteration_time_s
     assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=2e-3)  # Transfers are free there.
+
+
+@pytest.mark.parametrize(("family", "shape"), [("bert", dict(pp=2)), ("gpt", dict(pp=2)), ("t5", dict(pp=2))])
+def test_tied_weights_are_reduced_over_their_stages_once(family: str, shape: dict[str, int]) -> None:
+    problem = small_problem(family, cluster="v100-1gpu-10g:2x1", global_batch=8)
+    plan = uniform_plan(problem, **shape)  # type: ignore[arg-type]
+    views = stage_views(validate(plan, problem), CostTables(problem))
+    without = ALONE.without("gradient-sync")
+    more_s = simulated_s(plan, problem) - simulate(plan, problem, engine="compiled", fidelity=without).iteration_time_s
+    assert tied_s(views[0].costs, views) == pytest.approx(more_s, rel=0.01)
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(
+        estimate(plan, problem).iteration_time_s, rel=1e-11
+    )
