@@ -222,7 +222,8 @@ def estimate_peaks(
     piece_segment = np.empty(most_pieces, np.int64)  # First operator of the segment; -1 for none.
     held = np.empty((most_stages, 11))
     saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
-    run_stops = plans.run_stops
+    run_stops, tied_bytes = plans.run_stops, tables.tied_bytes
+    all_sums = tables.sums
     whole = np.zeros((2, 4))  # By what is gathered and what is scattered; see ``_add_zero``.
     for plan in chosen:
         if states[plan] != DONE:
@@ -259,24 +260,24 @@ def estimate_peaks(
                 piece_run[num_pieces] = run
                 piece_segment[num_pieces] = segment_first
                 num_pieces += 1
-                sums = tables.sums[table]
                 if start == first or start == plans.run_stops[run - 1]:
                     upto = plans.run_stops[run]
-                    own_states += sums[upto, column] - sums[start, column]
-                    anew += sums[upto, STATES + ANEW + sharded] - sums[start, STATES + ANEW + sharded]
-                    step += sums[upto, STATES + STEP] - sums[start, STATES + STEP]
-                    weighted += sums[upto, WEIGHTED] - sums[start, WEIGHTED]
-                    to_multiply += sums[upto, TO_MULTIPLY] - sums[start, TO_MULTIPLY]
-                    gathered += sums[upto, GATHERED] - sums[start, GATHERED]
-                    unsharded += sums[upto, UNSHARDED] - sums[start, UNSHARDED]
-                    chunks = sums[upto, STATES + REFRESHED] - sums[start, STATES + REFRESHED]
+                    own_states += all_sums[table, upto, column] - all_sums[table, start, column]
+                    place = STATES + ANEW + sharded
+                    anew += all_sums[table, upto, place] - all_sums[table, start, place]
+                    step += all_sums[table, upto, STATES + STEP] - all_sums[table, start, STATES + STEP]
+                    weighted += all_sums[table, upto, WEIGHTED] - all_sums[table, start, WEIGHTED]
+                    to_multiply += all_sums[table, upto, TO_MULTIPLY] - all_sums[table, start, TO_MULTIPLY]
+                    gathered += all_sums[table, upto, GATHERED] - all_sums[table, start, GATHERED]
+                    unsharded += all_sums[table, upto, UNSHARDED] - all_sums[table, start, UNSHARDED]
+                    chunks = all_sums[table, upto, STATES + REFRESHED] - all_sums[table, start, STATES + REFRESHED]
                     if chunks > 0:
                         refreshed += chunks
                         refreshed_most = max(refreshed_most, _longest(maxima, table, LARGEST, start, upto))
                 working = max(working, _longest(maxima, table, WORKING, start, ends))
                 in_segment = segment_first >= 0
                 kind, summed = (SHARD, AGAIN) if in_segment else (WHOLE, KEPT)
-                own = sums[ends, summed] - sums[start, summed]
+                own = all_sums[table, ends, summed] - all_sums[table, start, summed]
                 for place in range(savings.entering_offsets[start], savings.entering_offsets[start + 1]):
                     tensor = savings.entering[place]
                     saving, past = savings.offsets[tensor], savings.offsets[tensor + 1]
@@ -294,10 +295,15 @@ def estimate_peaks(
                     given = producer == NEVER
                     inner = in_segment and (given or producer >= segment_first)
                     summed_here = saved_bytes[table, last, kind] - before
-                    value = _value(
-                        saved_bytes, made_bytes, replicas, run_stops, run_tables, keeps_gathered,
-                        first, begin, producer, savings.tensors[tensor], run, last, kind,
-                    )  # fmt: skip
+                    if given or producer < first:
+                        value = saved_bytes[table, last, OWN]
+                    elif run == begin or run_stops[run - 1] <= producer:
+                        value = saved_bytes[table, last, kind]
+                    else:
+                        value = _value(
+                            saved_bytes, made_bytes, replicas, run_stops, run_tables, keeps_gathered,
+                            first, begin, producer, savings.tensors[tensor], run, last, kind,
+                        )  # fmt: skip
                     # ... but of those before, only one that is held in the same way counts.
                     earlier = saving - 1
                     counted = 0.0
@@ -351,11 +357,11 @@ def estimate_peaks(
                             theirs = tables.tied_layouts[run_tables[other], before_place]
                             seen = seen or theirs == tables.tied_layouts[run_tables[run], place]
                     if not seen:
-                        tied = tables.tied_bytes[run_tables[run], place]
-                        own_states += tied[column - STATES]
-                        anew += tied[ANEW + sharded]
-                        step += tied[STEP]
-                        refreshed += tied[REFRESHED]
+                        table = run_tables[run]
+                        own_states += tied_bytes[table, place, column - STATES]
+                        anew += tied_bytes[table, place, ANEW + sharded]
+                        step += tied_bytes[table, place, STEP]
+                        refreshed += tied_bytes[table, place, REFRESHED]
 
             # What was received, and what was sent if that is held, unless it is kept anyway.
             ends_bytes = 0.0

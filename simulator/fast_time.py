@@ -304,7 +304,7 @@ def estimate_times(
         counts: int64[1]. How many misses there are.
     """
     num_operators = len(shape.classes)
-    num_tied = len(shape.tied)
+    num_tied, tied_of = len(shape.tied), tables.tied
     over_op = np.empty(num_operators, np.int64)
     over_row = np.empty(num_operators, np.int64)
     over_s = np.empty(num_operators, np.float64)
@@ -628,13 +628,14 @@ def estimate_times(
                     if run_tables[run] < 0:
                         known = False
                         break
-                    tied = tables.tied[run_tables[run], other]
+                    table = run_tables[run]
+                    layout = tied_of[table, other, 2]
                     if stage != last_stage:
-                        layouts, first_layout, last_stage = 1, tied[2], stage
+                        layouts, first_layout, last_stage = 1, layout, stage
                         if step:
                             key = _mixed(key, plans.placements[stage])
                             num_holders += 1
-                    elif layouts == 1 and tied[2] != first_layout:
+                    elif layouts == 1 and layout != first_layout:
                         layouts = 2
                         if step:
                             own_key = _mixed(_TIE_KEY, plans.placements[stage])
@@ -645,7 +646,7 @@ def estimate_times(
                                 known = False
                             elif channel > 0:
                                 inner_s = max(inner_s, _channel_s(tables, channel - 1, most * gradient_bytes))
-                    most = max(most, tied[1] / tied[3])
+                    most = max(most, tied_of[table, other, 1] / tied_of[table, other, 3])
             if known and num_holders > 1:
                 channel = _wanted(tables.keys, tables.values, key, misses, counts, TIE, place, -1 - plan)
                 if channel < 0:
