@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 
@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from hardware_models.profile import Split as SplitWord
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.forms import operator_forms
-from simulator.lowering.mesh import REDUCTIONS, MeshCollective, batch_degree, mesh_sizes, reshard
+from simulator.lowering.mesh import (
+    REDUCTIONS,
+    MeshCollective,
+    MeshSizes,
+    batch_degree,
+    groups,
+    mesh_sizes,
+    reshard,
+)
 from simulator.operator_table import OperatorTable, operator_table
 from simulator.plan import Sharding
 from simulator.problem import Problem
@@ -126,6 +134,7 @@ class CostTables:
         self.replays = Kept(MAX_STAGES)
         self.bound_plans = Kept(MAX_PLANS)
         self.forms = Kept(MAX_STAGES)
+        self._groups = Kept(MAX_STAGES)
 
     @cached_property
     def root_layers(self) -> frozenset[int]:
@@ -296,6 +305,29 @@ class CostTables:
             return 0.0
         types = {self.problem.gpu_types[device] for device in members}
         return max(self.launch_s(gpu_type) for gpu_type in types) + self.collective_host_s(members)
+
+    def unlike_groups(
+        self, devices: tuple[int, ...], sizes: MeshSizes, axes: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of a mesh over devices, one of those that stand alike in nodes of one kind."""
+        return self._groups.get(
+            (devices, sizes, axes),
+            lambda: self.unlike(tuple(devices[local] for local in group) for group in groups(sizes, axes)),
+        )
+
+    def unlike(self, found: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Return groups of devices, one of those that stand alike in nodes of one kind."""
+        cluster = self.problem.hardware.cluster
+        kinds = [replace(node, first_device=0) for node in cluster.nodes]
+        kind_of = [kinds.index(kind) for kind in kinds]
+        forms: dict[object, tuple[int, ...]] = {}
+        for members in found:
+            places: dict[int, list[int]] = {}
+            for device in members:
+                places.setdefault(cluster.node_of(device), []).append(cluster.slot_of(device))
+            form = tuple((kind_of[node], *slots) for node, slots in places.items())
+            forms.setdefault(form, members)
+        return tuple(forms.values())
 
     def _internal(self, kind: Kind, local: Local, sharding: Sharding) -> Iterable[tuple[str, MeshCollective]]:
         for position, axis in enumerate(sharding):

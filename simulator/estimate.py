@@ -2,10 +2,9 @@
 
 Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. A smaller last
 microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
-sum_{i<=j} t_i + sum_{i>=j} s_i``. Memory: model
-states, saved activations times microbatches in flight, and the last stage's logits. No overlap (that of collectives
-with the gradients of one operator neither), contention, copies of gradients, optimizer or allocator: the engine has
-those.
+sum_{i<=j} t_i + sum_{i>=j} s_i``. Where replicas take whole microbatches in turn, ``rotated_s``. Memory:
+``estimate_memory``. No overlap (that of collectives with the gradients of one operator neither), contention, copies of
+gradients, time of the optimizer, or allocator: the engine has those.
 
 Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
 launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may
@@ -23,18 +22,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
+from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import COPIES
-from simulator.lowering.epilogue import epilogue_collectives
+from simulator.lowering.epilogue import epilogue_collectives, tied_groups
 from simulator.lowering.lower import stage_views
-from simulator.lowering.mesh import MeshCollective, groups
+from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
-from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, received_gathers
-from simulator.model_states import reduces_in_backward, static_bytes
-from simulator.plan import Plan, batch_replicas
+from simulator.plan import Plan
 from simulator.problem import Problem
+from simulator.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -79,26 +78,30 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     plan = plan.canonical(problem.workload)
     views = stage_views(plan, costs)
     times, hosts, once = _stage_times(plan, views)
-    held = [_held_bytes(view) for view in views]
+    held = [held_bytes(view) for view in views]
     capacities = tuple(min(map(problem.capacity_bytes, view.stage.devices)) for view in views)
     ranks = plan.rank_of_stage
     by_rank = _per_rank(ranks, times)
     chunks = len(plan.stages) / len(by_rank)
     fill = sum(times) / chunks
-    if plan.last_microbatch_size is None:
+    if plan.rotates and plan.last_microbatch_size is None:
+        turns = [view.num_turns for view in views]
+        filled_s = rotated_s([time * n for time, n in zip(times, turns, strict=True)], turns, plan.num_microbatches)
+        last_held, last_hosts = held, hosts
+    elif plan.last_microbatch_size is None:
         filled_s = (plan.num_microbatches - 1) * max(by_rank) + fill
         last_held, last_hosts = held, hosts
     else:
         last_views = stage_views(plan.all_like_last(), costs)
         last_times, last_hosts, _ = _stage_times(plan, last_views)
         filled_s = queued_s(by_rank, _per_rank(ranks, last_times), plan.num_microbatches, chunks)
-        last_held = [_held_bytes(view) for view in last_views]
+        last_held = [held_bytes(view) for view in last_views]
     iteration = filled_s + (chunks - 1) * fill / len(by_rank)
     all_hosts = [(plan.num_microbatches - 1) * each + last for each, last in zip(hosts, last_hosts, strict=True)]
     return Estimate(
-        iteration_time_s=iteration + max(once),
+        iteration_time_s=iteration + max(once) + tied_s(costs, views),
         stage_time_s=tuple(times),
-        peak_bytes=_rank_peaks(plan, held, last_held),
+        peak_bytes=rank_peaks(plan, held, last_held),
         capacity_bytes=capacities,
         host_time_s=max(_per_rank(ranks, all_hosts)),
     )
@@ -132,6 +135,28 @@ def queued_s(
     )
 
 
+def rotated_s(whole_s: Sequence[float], turns: Sequence[int], num_microbatches: int) -> float:
+    """Return the seconds of a pipeline some of whose stages have replicas that take whole microbatches in turn.
+
+    The longest over stages of: a replica's microbatches one after the other, once through all other stages, and until
+    its last replica has its first microbatch.
+
+    Args:
+        whole_s: Per stage, a microbatch on one replica.
+        turns: Per stage, replicas.
+        num_microbatches: At least one.
+
+    >>> rotated_s([1.0, 3.0], [1, 3], 6), rotated_s([1.0, 3.0], [1, 1], 6)
+    (9.0, 19.0)
+    """
+    return max(
+        (-(-num_microbatches // own) - 1) * time
+        + sum(whole_s)
+        + max(((-(-min(own, num_microbatches) // turns[j]) - 1) * whole_s[j] for j in range(position)), default=0.0)
+        for position, (time, own) in enumerate(zip(whole_s, turns, strict=True))
+    )
+
+
 def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], list[float], list[float]]:
     """Return per stage the seconds of one microbatch, those of its host, and what is exposed once per iteration."""
     costs = views[0].costs
@@ -153,10 +178,11 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], l
             time += transfers_s(costs, transfers[view.position - 1][1])
         if view.position + 1 < len(views):
             time += transfers_s(costs, transfers[view.position][0])
-        time += passes_s(costs, view.gpu_type, plan.schedule)
+        time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in gpu_types(view))
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
-        hosts.append((host + num_passes(plan.schedule) * costs.pass_s(view.gpu_type)) / view.num_turns)
+        host += num_passes(plan.schedule) * max(map(costs.pass_s, gpu_types(view)))
+        hosts.append(host / view.num_turns)
         reductions, refresh = epilogue_collectives(view, overlapped=False)
         synced = sum(collective_s(view, item) for item in reductions) * (
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
@@ -165,104 +191,71 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], l
     return times, hosts, once
 
 
-@dataclass(frozen=True)
-class HeldBytes:
-    """What a stage holds on one device, in bytes.
-
-    Attributes:
-        states: Parameters, gradients, optimizer states.
-        kept: One microbatch between its forward and its backward pass.
-        loss: Of that, what the loss keeps.
-        segment: The largest recomputed segment.
-        workspace: The largest workspace.
-        for_weights: Of ``kept``, what weight gradients need.
-    """
-
-    states: float
-    kept: float
-    loss: float
-    segment: float
-    workspace: float
-    for_weights: float
-
-
-def _rank_peaks(plan: Plan, held: list[HeldBytes], last_held: list[HeldBytes]) -> tuple[float, ...]:
-    """Return the peak of every stage's device: stages on one device add up.
-
-    Args:
-        plan: The plan.
-        held, last_held: Per stage, with any microbatch but the last, and with the last.
-    """
-    ranks = plan.rank_of_stage
-    num_ranks = max(ranks) + 1
-    peaks: dict[int, float] = {}
-    for rank in range(num_ranks):
-        own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
-        kept = sum(_kept_bytes(plan, held, stage) for stage in own)
-        if plan.schedule == "interleaved":
-            chunks = min(2 * (num_ranks - rank - 1) + (len(own) - 1) * num_ranks + 1, plan.num_microbatches * len(own))
-            kept = chunks * sum(held[stage].kept for stage in own) / len(own)
-            holds_all = chunks == plan.num_microbatches * len(own)
-        else:
-            holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
-        if holds_all:
-            kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
-        last = held[own[-1]]
-        extra = max(max(held[stage].segment for stage in own), max(held[stage].workspace for stage in own))
-        if plan.schedule != "gpipe" and in_flight(plan, own[-1]) == 1:
-            # The loss is done with before the first segment is computed again.
-            extra = max(last.workspace, extra - last.loss)
-        peaks[rank] = sum(held[stage].states for stage in own) + kept + extra
-    return tuple(peaks[rank] for rank in ranks)
-
-
-def _kept_bytes(plan: Plan, held: list[HeldBytes], stage: int) -> float:
-    whole = in_flight(plan, stage) * held[stage].kept
-    if plan.schedule == "zb-h1":  # as many microbatches as stages, the later ones without what inputs needed
-        waiting = min(plan.num_microbatches, len(plan.stages)) - in_flight(plan, stage)
-        return whole + waiting * held[stage].for_weights
-    return whole
-
-
-def in_flight(plan: Plan, stage: int) -> int:
-    """Return how many microbatches a stage holds at once."""
-    m = plan.num_microbatches
-    if plan.schedule == "gpipe":
-        return m
-    warmup = plan.warmup_in_force()
-    if warmup is not None:
-        replicas = batch_replicas(plan.stages[stage]) if plan.rotates else 1
-        return min(m, -(-warmup[stage] // replicas))
-    return min(m, len(plan.stages) - stage)
-
-
 def items_s(view: StageView, items: list[Item]) -> float:
-    """Return the seconds of items one after the other, each alone."""
+    """Return the seconds of items one after the other, each alone, each operator on the slowest type of the stage."""
     total = 0.0
-    runs_ahead = view.costs.problem.runtime.host_runs_ahead
+    types = gpu_types(view)
     for item in items:
         if item.collective is not None:
             total += collective_s(view, item.collective)
             continue
         for index, parts in groupby(item.parts, key=itemgetter(0)):
-            cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
-            segments = [getattr(cost, phase) for _, phase in parts if phase not in COPIES]
-            if runs_ahead:
-                total += sum(max(segment.device_s, segment.host_s) for segment in segments)
-            else:
-                total += max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
+            phases = [phase for _, phase in parts if phase not in COPIES]
+            total += max(_operator_s(view, index, phases, gpu_type) for gpu_type in types)
     return total
 
 
+def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: str) -> float:
+    cost = view.costs.operator(index, view.shardings[index], view.samples(index), gpu_type)
+    segments: list[Segment] = [getattr(cost, phase) for phase in phases]
+    if view.costs.problem.runtime.host_runs_ahead:
+        return sum(max(segment.device_s, segment.host_s) for segment in segments)
+    return max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
+
+
+def gpu_types(view: StageView) -> tuple[str, ...]:
+    """Return the device types of a stage."""
+    if "gpu types" not in view.kept:
+        types = view.costs.problem.gpu_types
+        view.kept["gpu types"] = tuple(dict.fromkeys(types[device] for device in view.stage.devices))
+    found: tuple[str, ...] = view.kept["gpu types"]
+    return found
+
+
 def collective_s(view: StageView, item: MeshCollective) -> float:
-    """Return the seconds of a collective of a stage, alone."""
-    members = _members(view, item)
-    alone_s = view.costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
-    return alone_s + view.costs.collective_delay_s(members)
+    """Return the seconds of a collective of a stage, each group alone: of the slowest group."""
+    unlike = view.costs.unlike_groups(view.stage.devices, item.sizes, item.axes)
+    return _slowest_s(view.costs, item.collective, item.num_bytes, unlike)
 
 
-def _members(view: StageView, item: MeshCollective) -> tuple[int, ...]:
-    return tuple(view.stage.devices[local] for local in groups(item.sizes, item.axes)[0])
+def _slowest_s(costs: CostTables, collective: str, num_bytes: float, unlike: Sequence[tuple[int, ...]]) -> float:
+    hardware = costs.problem.hardware
+    return max(
+        (
+            hardware.collective(collective, num_bytes, members).alone_s + costs.collective_delay_s(members)
+            for members in unlike
+        ),
+        default=0.0,
+    )
+
+
+def tied_s(costs: CostTables, views: Sequence[StageView]) -> float:
+    """Return the seconds of reducing tied weights after the last backward pass.
+
+    Layouts of a stage first, then over stages; groups of either at once, one weight after the other.
+    """
+    inner: dict[str, list[tuple[int, ...]]] = {}
+    outer: dict[str, list[tuple[int, ...]]] = {}
+    sizes: dict[str, float] = {}
+    stages = {view.stage.devices for view in views}
+    for tie, devices, size in tied_groups(views):
+        (inner if devices in stages else outer).setdefault(tie, []).append(devices)
+        sizes[tie] = size
+    return sum(
+        _slowest_s(costs, "all_reduce", size, costs.unlike(found.get(tie, ())))
+        for tie, size in sizes.items()
+        for found in (inner, outer)
+    )
 
 
 def transfers_s(costs: CostTables, transfers: list[Transfer]) -> float:
@@ -288,51 +281,20 @@ def num_passes(schedule: str) -> int:
 
 
 def host_seconds(view: StageView, items: list[Item]) -> float:
-    """Return what launching items takes the host: kernels, dispatch, collectives."""
+    """Return what launching items takes the slowest host: kernels, dispatch, collectives."""
+    return max(_host_seconds(view, items, gpu_type) for gpu_type in gpu_types(view))
+
+
+def _host_seconds(view: StageView, items: list[Item], gpu_type: str) -> float:
     costs, total = view.costs, 0.0
-    launch_s = costs.launch_s(view.gpu_type)
+    launch_s = costs.launch_s(gpu_type)
     for item in items:
         if item.collective is not None:
-            total += launch_s + costs.collective_host_s(_members(view, item.collective))
+            unlike = costs.unlike_groups(view.stage.devices, item.collective.sizes, item.collective.axes)
+            total += launch_s + max(map(costs.collective_host_s, unlike))
         for index, phase in item.parts:
             if phase in COPIES:
                 continue
-            cost = costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
+            cost = costs.operator(index, view.shardings[index], view.samples(index), gpu_type)
             total += getattr(cost, phase).host_s
     return total
-
-
-def _held_bytes(view: StageView) -> HeldBytes:
-    problem, plan = view.costs.problem, view.plan
-    sharded = reduces_in_backward(plan)
-    static = static_bytes(
-        list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
-    )
-    gradients = sum(static.gradients) + sum(static.gradients_anew.values())
-    states = sum(static.parameters) + gradients + sum(static.optimizer)
-    segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
-    kept: dict[str, float] = {}
-    inside: dict[int, dict[str, float]] = {}
-    workspace = loss = 0.0
-    workload = problem.workload
-    gradient_bytes = problem.runtime.implementation.activation_bytes
-    for index in view.operators:
-        cost = view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type)
-        temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
-        workspace = max(workspace, cost.workspace_forward_bytes, temporary)
-        segment = segment_of.get(index)
-        for name, size in saved_tensors(workload, index, cost):
-            producer = workload.producer.get(name)
-            if segment is None or (producer is not None and segment_of.get(producer) != segment and "/" not in name):
-                kept[name] = size
-                loss += size if "/" in name and workload.operators[index].kind == "lm_loss" else 0.0
-            else:
-                inside.setdefault(segment, {})[name] = size
-    largest = max((sum(found.values()) for found in inside.values()), default=0.0)
-    weighted = sum(
-        size
-        for index in view.operators
-        for ref, size in view.costs.operator(index, view.shardings[index], view.samples(index), view.gpu_type).saved
-        if ref.startswith("input:") and problem.workload.parameters(index)
-    )
-    return HeldBytes(float(states), sum(kept.values()), loss, largest, workspace, min(weighted, sum(kept.values())))

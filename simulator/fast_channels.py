@@ -36,48 +36,63 @@ class Interner:
 class Channels:
     """Prices of collectives as functions of bytes: the quickest of straight lines, or measured points.
 
+    A channel that stands for unlike groups goes on in the next one: the slowest of them rules.
+
     Attributes:
         lines: ``(channel, latency s, s per byte)``.
         points: ``(channel, bytes, seconds)``, ascending.
+        goes_on: Per channel, whether the next one belongs to it.
     """
 
     def __init__(self, costs: CostTables) -> None:
         self.costs = costs
         self.problem = costs.problem
-        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
         self.lines: list[list[tuple[float, float]]] = []
         self.points: list[tuple[tuple[float, float], ...]] = []
+        self.goes_on: list[bool] = []
 
-    def number(self, collective: str, devices: Sequence[int]) -> int:
-        """Return the channel of a collective over devices.
+    def number(self, collective: str, groups: Sequence[Sequence[int]]) -> int:
+        """Return the channel of a collective over groups of devices.
 
         Raises:
             MeasuredSeriesError: If it was only measured with several groups at once, or its launch delays it.
         """
-        members = tuple(sorted(devices))
-        key = (collective, members)
+        key = (collective, tuple(tuple(sorted(group)) for group in groups))
         if key not in self._numbers:
-            hardware = self.problem.hardware
-            points = self._measured(collective, members)
-            delay_s = self.costs.collective_delay_s(members)
-            if points and delay_s:
-                raise MeasuredSeriesError(
-                    "the fast estimate adds what launching a collective costs to a modelled time only, but the host of "
-                    f"runtime {self.problem.runtime.name} never runs ahead and {collective} is measured; use estimate"
-                )
+            priced = [self._priced(collective, members) for members in key[1]]
             self._numbers[key] = len(self.lines)
-            found = []
-            for flow in collective_flows(hardware.cluster, collective, members):
-                for protocol in flow.protocols:
-                    s_per_byte = flow.work_s_per_byte / protocol.bandwidth_fraction
-                    found.append((protocol.latency_s + flow.fill_bytes * s_per_byte + delay_s, s_per_byte))
-            self.lines.append(found)
-            self.points.append(points)
+            for place, (lines, points) in enumerate(priced):
+                self.lines.append(lines)
+                self.points.append(points)
+                self.goes_on.append(place + 1 < len(priced))
             for num_bytes in _PROBES:
-                expected_s = hardware.collective(collective, num_bytes, members).alone_s + delay_s
+                expected_s = max(
+                    self.problem.hardware.collective(collective, num_bytes, members).alone_s
+                    + self.costs.collective_delay_s(members)
+                    for members in key[1]
+                )
                 own_s = self.price_s(self._numbers[key], num_bytes)
                 assert abs(own_s - expected_s) <= 1e-9 * expected_s, "a collective is the quickest of straight lines"
         return self._numbers[key]
+
+    def _priced(
+        self, collective: str, members: tuple[int, ...]
+    ) -> tuple[list[tuple[float, float]], tuple[tuple[float, float], ...]]:
+        """Return the lines and the points of a collective over one group."""
+        points = self._measured(collective, members)
+        delay_s = self.costs.collective_delay_s(members)
+        if points and delay_s:
+            raise MeasuredSeriesError(
+                "the fast estimate adds what launching a collective costs to a modelled time only, but the host of "
+                f"runtime {self.problem.runtime.name} never runs ahead and {collective} is measured; use estimate"
+            )
+        found = []
+        for flow in collective_flows(self.problem.hardware.cluster, collective, members):
+            for protocol in flow.protocols:
+                s_per_byte = flow.work_s_per_byte / protocol.bandwidth_fraction
+                found.append((protocol.latency_s + flow.fill_bytes * s_per_byte + delay_s, s_per_byte))
+        return found, points
 
     def _measured(self, collective: str, members: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
         """Return the measured points that the hardware model would use, chosen by the table itself."""
@@ -101,4 +116,5 @@ class Channels:
         """Return the seconds of a collective of that size alone."""
         lines = np.array(self.lines[channel], dtype=np.float64).reshape(-1, 2)
         points = np.array(self.points[channel], dtype=np.float64).reshape(-1, 2)
-        return float(price_s(lines, points, num_bytes))
+        own_s = float(price_s(lines, points, num_bytes))
+        return max(own_s, self.price_s(channel + 1, num_bytes)) if self.goes_on[channel] else own_s

@@ -41,7 +41,7 @@ from simulator.fast_memory import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
 from simulator.fast_store import Store
 from simulator.fast_structure import structure
-from simulator.fast_tables import TableBuilder
+from simulator.fast_tables import TableBuilder, tied_channel
 from simulator.fast_time import (
     BAD_RUNS,
     BAD_SEGMENTS,
@@ -50,6 +50,7 @@ from simulator.fast_time import (
     INCOMPLETE,
     ROW,
     TABLE,
+    TIE,
     PlanColumns,
     estimate_times,
 )
@@ -262,12 +263,15 @@ class FastEstimator:
             self._refuse(columns, states)
             chosen = np.flatnonzero(states == INCOMPLETE)
         estimate_peaks(
+            self._structure,
             self._savings,
             store.memory,
             columns,
             everything,
             states,
             run_tables,
+            runtime.keeps_gathered_inputs,
+            runtime.keeps_stage_outputs,
             peak_bytes,
             capacity_bytes,
             fits,
@@ -313,13 +317,27 @@ class FastEstimator:
                     store.add_table(slot, self._builder.table(strategy, devices, size), alias)
                 elif kind == ROW:
                     store.add_row(slot, self._row(columns, first, second))
-                else:
-                    assert kind == BOUNDARY
+                elif kind == BOUNDARY:
                     store.add_boundary(slot, self._boundary(columns, first, second))
+                else:
+                    assert kind == TIE
+                    rows = self._holders(columns, first, second)
+                    placements = [self._placement_list[columns.placements[row]] for row in rows]
+                    store.add_tie(slot, tied_channel(self.costs, self._builder.channels, placements))
             except ValueError:
                 store.forget(misses[position:, 1])
                 raise
         store.make_room()
+
+    def _holders(self, columns: PlanColumns, place: int, stage: int) -> list[int]:
+        """Return the stages that hold a tied parameter: one, or all of plan ``-1 - stage``."""
+        if stage >= 0:
+            return [stage]
+        rows = range(columns.stage_offsets[-1 - stage], columns.stage_offsets[-stage])
+        stops = [int(columns.run_stops[columns.run_offsets[row + 1] - 1]) for row in rows]
+        shape = self._structure
+        operators = shape.tied[shape.ties == shape.ties[place]]
+        return [rows[number] for number in dict.fromkeys(np.searchsorted(stops, operators, side="right").tolist())]
 
     def _size(self, columns: PlanColumns, stage: int) -> int:
         plan = int(np.searchsorted(columns.stage_offsets, stage, side="right")) - 1

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.costs import CostTables
+from simulator.estimate_memory import refreshed_bytes, working_bytes, zero_elements
 from simulator.fast_channels import Channels, Interner
+from simulator.fast_memory import NUM_STATES
 from simulator.fast_structure import Ints, saved_by, saved_names
 from simulator.fast_time import (
     GATHER,
@@ -23,11 +25,11 @@ from simulator.fast_time import (
     SCATTER,
     SCATTER_DEGREE,
 )
-from simulator.lowering.mesh import groups
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
+from simulator.lowering.synchronisation import ParameterGroup, is_gathered, parameter_groups
 from simulator.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
+from simulator.problem import Problem
 
 Floats = NDArray[np.float64]
 
@@ -53,14 +55,19 @@ class Holding:
     """What one operator holds; bytes and elements as in ``Table``."""
 
     saved: list[float]
+    made: list[float]
+    read: list[float]
     private: float
-    loss: float
     weighted: float
-    workspace: float
+    to_multiply: float
+    working: float
+    gathered: float
+    unsharded: float
     states: Floats
+    largest: float
     elements: Floats
     tied_bytes: list[list[float]]
-    tied: list[tuple[int, int, int]]
+    tied: list[tuple[int, int, int, int]]
     unsuited: bool = False
 
 
@@ -96,30 +103,23 @@ class Holdings:
         saved = saved_by(self.costs, index, sharding, view.samples(index), view.gpu_type)
         names = saved_names(self.costs, index, view.gpu_type)
         assert all("/" in name or name in names for name in saved), "all that a strategy saves has a place"
-        gradient_bytes = problem.runtime.implementation.activation_bytes
-        temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
-        private = sum(size for name, size in saved.items() if "/" in name)
         op = problem.workload.operators[index]
+        private = sum(size for name, size in saved.items() if "/" in name)
         has_parameters = bool(problem.workload.parameters(index))
+        gathered, unsharded = zero_elements(sharding, cost)
         elements = np.zeros(MAX_FAMILIES)
-        states = np.zeros(4)
+        states = np.zeros(NUM_STATES)
+        largest = 0.0
         tied_bytes, tied = [], []
         splits = self.costs.splits(index, sharding)
         number = -1
         for group in parameter_groups(view):
             number += 1
             family = self._family(group, devices, family_of, families)
-            own_states = [
-                float(
-                    sum(held.parameters)
-                    + sum(held.gradients)
-                    + sum(held.gradients_anew.values())
-                    + sum(held.optimizer)
-                )
-                for sharded in (False, True)
-                for reshards in (False, True)
-                for held in [static_bytes([group], problem, sharded_gradients=sharded, reshards=reshards)]
-            ]
+            own_states = _states(group, problem)
+            largest = max(largest, own_states.pop())
+            is_tied = group.tie is not None and is_gathered(group)
+            own_states.append(group.num_elements * problem.runtime.gathered_parameter_bytes if is_tied else 0.0)
             if group.tie is None:
                 states += own_states
                 elements[family] += group.num_elements
@@ -127,14 +127,19 @@ class Holdings:
             place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
             layout = self._layouts((group.tie, sharding, tuple(split.parameters[place] for split in splits)))
             tied_bytes.append(own_states)
-            tied.append((family, group.num_elements, layout))
+            tied.append((family, group.num_elements, layout, group.num_shards))
         return Holding(
             saved=[saved.get(name, 0.0) for name in names],
+            made=list(cost.output_bytes),
+            read=list(cost.input_bytes),
             private=private,
-            loss=private if op.kind == "lm_loss" else 0.0,
-            weighted=sum(size for ref, size in cost.saved if ref.startswith("input:")) if has_parameters else 0.0,
-            workspace=max(cost.workspace_forward_bytes, temporary),
+            weighted=sum(saved.values()) if has_parameters else 0.0,
+            to_multiply=sum(cost.output_bytes) if has_parameters else 0.0,
+            working=working_bytes(op, cost, problem),
+            gathered=gathered * problem.runtime.gathered_parameter_bytes,
+            unsharded=unsharded * problem.runtime.gradient_accumulation_bytes,
             states=states,
+            largest=largest,
             elements=elements,
             tied_bytes=tied_bytes,
             tied=tied,
@@ -142,19 +147,24 @@ class Holdings:
 
     def nothing(self, index: int) -> Holding:
         """Return what stands in a table for an operator that its strategy does not suit."""
-        gpu_type = self.problem.gpu_types[0]
-        num_saved = len(saved_names(self.costs, index, gpu_type))
+        op = self.problem.workload.operators[index]
+        num_saved = len(saved_names(self.costs, index, self.problem.gpu_types[0]))
         num_tied = sum(parameter.tie is not None for parameter in self.problem.workload.parameters(index))
         return Holding(
             saved=[0.0] * num_saved,
+            made=[0.0] * len(op.outputs),
+            read=[0.0] * len(op.inputs),
             private=0.0,
-            loss=0.0,
             weighted=0.0,
-            workspace=0.0,
-            states=np.zeros(4),
+            to_multiply=0.0,
+            working=0.0,
+            gathered=0.0,
+            unsharded=0.0,
+            states=np.zeros(NUM_STATES),
+            largest=0.0,
             elements=np.zeros(MAX_FAMILIES),
-            tied_bytes=[[0.0] * 4] * num_tied,
-            tied=[(0, 0, -1)] * num_tied,
+            tied_bytes=[[0.0] * NUM_STATES] * num_tied,
+            tied=[(0, 0, -1, 1)] * num_tied,
             unsuited=True,
         )
 
@@ -170,8 +180,8 @@ class Holdings:
         row = families[number]
 
         def channel(collective: str, axes: tuple[int, ...]) -> int:
-            members = [devices[local] for local in groups(group.sizes, axes)[0]]
-            return self.channels.number(collective, members) if len(members) > 1 else -1
+            unlike = self.costs.unlike_groups(tuple(devices), group.sizes, axes)
+            return self.channels.number(collective, unlike) if len(unlike[0]) > 1 else -1
 
         scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
         rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)
@@ -187,3 +197,14 @@ class Holdings:
             elif group.zero in (1, 2):
                 row[REFRESH], row[REFRESH_CHANNEL] = key_number, gathered
         return number
+
+
+def _states(group: ParameterGroup, problem: Problem) -> list[float]:
+    """Return model states as ``fast_memory`` has them, and the largest tensor that is refreshed."""
+    lasting, anew = [], []
+    for sharded in (False, True):
+        for reshards in (False, True):
+            held = static_bytes([group], problem, sharded_gradients=sharded, reshards=reshards)
+            lasting.append(float(sum(held.parameters) + sum(held.gradients) + sum(held.optimizer)))
+        anew.append(float(sum(held.gradients_anew.values())))
+    return [*lasting, *anew, float(sum(held.step_workspace)), *refreshed_bytes(group, problem)]

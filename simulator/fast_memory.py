@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled_cache import compiled
-from simulator.fast_time import PlanColumns
+from simulator.compiled_cache import compiled, inlined
+from simulator.fast_time import PlanColumns, Structure
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -22,13 +22,20 @@ DONE = 0
 # Schedules, as ``PlanArrays.schedule`` has them.
 ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 
-# Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), bytes
-# the loss keeps, bytes weight gradients need, model states by (gradients sharded, parameters resharded).
-KEPT, LOSS, WEIGHTED, STATES = range(4)
-MEMORY_COLUMNS = STATES + 4
+# Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
+# in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
+# gathers and scatters; model states but for gradients made anew by (gradients sharded, parameters resharded), those
+# gradients by sharded, what the optimizer step works in, and what refreshing takes but for its largest tensor.
+KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, STATES = range(7)
+ANEW, STEP, REFRESHED, TIED, NUM_STATES = 4, 6, 7, 8, 9
+MEMORY_COLUMNS = STATES + NUM_STATES
+
+# Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
+OWN, SHARD, WHOLE = range(3)
+WORKING, LARGEST = range(2)
 
 # Columns of what a stage holds.
-_HELD, _LOSS, _SEGMENT, _WORKSPACE, _WEIGHTED, _STATES = range(6)
+_KEPT, _WORKING, _FOR_WEIGHTS, _BEYOND, _GATHERED, _UNSHARDED, _LAST, _STATES, _ANEW, _STEP, _REFRESHED = range(11)
 
 
 class Savings(NamedTuple):
@@ -37,6 +44,8 @@ class Savings(NamedTuple):
     Attributes:
         offsets, operators: Savings of each tensor, ascending by operator.
         producers: Per tensor; NEVER for inputs of the graph.
+        tensors: Per tensor, its number among those that somebody reads; -1 if nobody does.
+        numbers: The way back: per tensor that somebody reads, its number here; -1 if nobody saves it.
         entering_offsets, entering: Per cut, tensors made before it (or given) and saved behind it.
         tied: int64[O]. Operators of tied parameters, ascending.
     """
@@ -44,6 +53,8 @@ class Savings(NamedTuple):
     offsets: Ints
     operators: Ints
     producers: Ints
+    tensors: Ints
+    numbers: Ints
     entering_offsets: Ints
     entering: Ints
     tied: Ints
@@ -54,29 +65,136 @@ class MemoryTables(NamedTuple):
 
     Attributes:
         sums: float64[tables, N + 1, MEMORY_COLUMNS]. Prefix sums.
-        saved_bytes: float64[tables, Q].
-        workspace: float64[tables, levels, N]. Range maxima: row k covers 2^k operators.
-        tied_bytes: float64[tables, O, 4]. Model states of tied parameters.
+        saved_bytes: float64[tables, Q, 3]. As its saver reads it; as it is made where its maker has the same strategy;
+            and with what the saver has gathered, if that is kept.
+        made_bytes, read_bytes: float64[tables, T], [tables, readings]. Sizes of tensors.
+        replicas: int64[tables]. Product of the batch axes.
+        maxima: float64[tables, 2, levels, N]. Range maxima of what operators work in and of tensors that are
+            refreshed: row k covers 2^k operators.
+        tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters; TIED is gathered.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].
     """
 
     sums: Floats
     saved_bytes: Floats
-    workspace: Floats
+    made_bytes: Floats
+    read_bytes: Floats
+    replicas: Ints
+    maxima: Floats
     tied_bytes: Floats
     tied_layouts: Ints
     capacity_bytes: Floats
 
 
+@inlined
+def _table_at(plans: PlanColumns, run_tables: Ints, begin: int, run: int, index: int) -> int:
+    """Return the table of an operator of a stage, looked for from a run at or behind it down to the stage's first."""
+    while run > begin and plans.run_stops[run - 1] > index:
+        run -= 1
+    return int(run_tables[run])
+
+
+@inlined
+def _value(
+    saved_bytes: Floats,
+    made_bytes: Floats,
+    replicas: Ints,
+    run_stops: Ints,
+    run_tables: Ints,
+    keeps_gathered: bool,
+    first: int,
+    begin: int,
+    producer: int,
+    number: int,
+    run: int,
+    saving: int,
+    kind: int,
+) -> float:
+    """Return what is kept of a tensor once one of its savers has run: whole arrays, since each costs a reference.
+
+    Args:
+        saved_bytes, made_bytes, replicas: See ``MemoryTables``.
+        run_stops, run_tables, keeps_gathered: See ``estimate_peaks``.
+        first, begin: First operator and first run of the stage.
+        producer, number: Of the tensor; its number among those that somebody reads.
+        run, saving: Of the saver.
+        kind: SHARD in segments, else WHOLE.
+    """
+    table = run_tables[run]
+    value = saved_bytes[table, saving, OWN]
+    if producer != NEVER and producer >= first and number >= 0:
+        maker = run
+        while maker > begin and run_stops[maker - 1] > producer:
+            maker -= 1
+        if maker == run or run_tables[maker] == table:
+            value = saved_bytes[table, saving, kind]
+        else:
+            made, own = made_bytes[run_tables[maker], number], value
+            value = min(made, own)
+            unlike = replicas[run_tables[maker]] != replicas[table]
+            if own > made and kind == WHOLE and (keeps_gathered or unlike):
+                value += own
+    return float(value)
+
+
+@inlined
+def _longest(maxima: Floats, table: int, kind: int, start: int, stop: int) -> float:
+    """Return the largest of ``[start, stop)`` from range maxima."""
+    level, width = 0, 1
+    while 2 * width <= stop - start:
+        width *= 2
+        level += 1
+    return max(float(maxima[table, kind, level, start]), float(maxima[table, kind, level, stop - width]))
+
+
+@inlined
+def _add_zero(
+    shape: Structure,
+    tables: MemoryTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    begin: int,
+    first: int,
+    stop: int,
+    column: int,
+    found: Floats,
+) -> None:
+    """Fill sum of the root, of the root above the first other layer, most of two neighbours, and lowest other layer."""
+    before, run = 0.0, begin
+    found[:] = 0.0
+    for layer in range(shape.layer_of[first], shape.layer_of[stop - 1] + 1):
+        place, ends = max(first, shape.layer_first[layer]), min(stop, shape.layer_stop[layer])
+        size = 0.0
+        while place < ends:
+            while plans.run_stops[run] <= place:
+                run += 1
+            upto = min(ends, plans.run_stops[run])
+            sums = tables.sums[run_tables[run]]
+            size += sums[upto, column] - sums[place, column]
+            place = upto
+        if shape.gathers_of[layer] == 1:
+            found[0] += size
+            if before > 0:
+                found[1] += size
+        elif size > 0:
+            found[2] = max(found[2], before + size)
+            if before == 0:
+                found[3] = size
+            before = size
+
+
 @compiled
 def estimate_peaks(
+    shape: Structure,
     savings: Savings,
     tables: MemoryTables,
     plans: PlanColumns,
     chosen: Ints,
     states: Ints,
     run_tables: Ints,
+    keeps_gathered: bool,
+    keeps_outputs: bool,
     peak_bytes: Floats,
     capacity_bytes: Floats,
     fits: NDArray[np.bool_],
@@ -84,8 +202,9 @@ def estimate_peaks(
     """Fill the peaks of the chosen plans whose state is DONE, as ``estimate`` has them.
 
     Args:
-        savings, tables, plans: See there.
+        shape, savings, tables, plans: See there.
         chosen, states, run_tables: From ``estimate_times``.
+        keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
         peak_bytes, capacity_bytes: Results, per stage.
         fits: Result, per plan.
     """
@@ -99,9 +218,13 @@ def estimate_peaks(
             segments = plans.segment_offsets[stage + 1] - plans.segment_offsets[stage]
             most_pieces = max(most_pieces, runs + 2 * segments + 1)
     piece_first = np.empty(most_pieces, np.int64)
-    piece_table = np.empty(most_pieces, np.int64)
+    piece_run = np.empty(most_pieces, np.int64)
     piece_segment = np.empty(most_pieces, np.int64)  # First operator of the segment; -1 for none.
-    held = np.empty((most_stages, 6))
+    held = np.empty((most_stages, 11))
+    saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
+    run_stops, tied_bytes = plans.run_stops, tables.tied_bytes
+    all_sums = tables.sums
+    whole = np.zeros((2, 4))  # By what is gathered and what is scattered; see ``_add_zero``.
     for plan in chosen:
         if states[plan] != DONE:
             continue
@@ -113,10 +236,12 @@ def estimate_peaks(
         for stage in range(low, high):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop = plans.run_stops[end - 1]
-            own_states, kept, loss, weighted, workspace = 0.0, 0.0, 0.0, 0.0, 0.0
-            largest, inside = 0.0, 0.0
+            own_states, anew, step, refreshed, refreshed_most, twice = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+            kept, inside, again, most, working = 0.0, 0.0, 0.0, 0.0, 0.0
+            weighted, to_multiply, gathered, unsharded = 0.0, 0.0, 0.0, 0.0
             num_pieces = 0
             run = begin
+            lowest = maxima[run_tables[begin], WORKING, 0, first]
             segment, last_segment = plans.segment_offsets[stage], plans.segment_offsets[stage + 1]
             start = first
             while start < stop:
@@ -132,19 +257,27 @@ def estimate_peaks(
                         ends = min(ends, plans.segment_firsts[segment])
                 table = run_tables[run]
                 piece_first[num_pieces] = start
-                piece_table[num_pieces] = table
+                piece_run[num_pieces] = run
                 piece_segment[num_pieces] = segment_first
                 num_pieces += 1
-                sums = tables.sums[table]
-                own_states += sums[ends, column] - sums[start, column]
-                weighted += sums[ends, WEIGHTED] - sums[start, WEIGHTED]
-                level, width = 0, 1
-                while 2 * width <= ends - start:
-                    width *= 2
-                    level += 1
-                workspace = max(workspace, tables.workspace[table, level, start])
-                workspace = max(workspace, tables.workspace[table, level, ends - width])
-                own = sums[ends, KEPT] - sums[start, KEPT]
+                if start == first or start == plans.run_stops[run - 1]:
+                    upto = plans.run_stops[run]
+                    own_states += all_sums[table, upto, column] - all_sums[table, start, column]
+                    place = STATES + ANEW + sharded
+                    anew += all_sums[table, upto, place] - all_sums[table, start, place]
+                    step += all_sums[table, upto, STATES + STEP] - all_sums[table, start, STATES + STEP]
+                    weighted += all_sums[table, upto, WEIGHTED] - all_sums[table, start, WEIGHTED]
+                    to_multiply += all_sums[table, upto, TO_MULTIPLY] - all_sums[table, start, TO_MULTIPLY]
+                    gathered += all_sums[table, upto, GATHERED] - all_sums[table, start, GATHERED]
+                    unsharded += all_sums[table, upto, UNSHARDED] - all_sums[table, start, UNSHARDED]
+                    chunks = all_sums[table, upto, STATES + REFRESHED] - all_sums[table, start, STATES + REFRESHED]
+                    if chunks > 0:
+                        refreshed += chunks
+                        refreshed_most = max(refreshed_most, _longest(maxima, table, LARGEST, start, upto))
+                working = max(working, _longest(maxima, table, WORKING, start, ends))
+                in_segment = segment_first >= 0
+                kind, summed = (SHARD, AGAIN) if in_segment else (WHOLE, KEPT)
+                own = all_sums[table, ends, summed] - all_sums[table, start, summed]
                 for place in range(savings.entering_offsets[start], savings.entering_offsets[start + 1]):
                     tensor = savings.entering[place]
                     saving, past = savings.offsets[tensor], savings.offsets[tensor + 1]
@@ -152,14 +285,25 @@ def estimate_peaks(
                         saving += 1
                     if saving == past or savings.operators[saving] >= ends:
                         continue
-                    # In the sums, the first saving here counts what it keeps more than the one before ...
-                    before = tables.saved_bytes[table, saving - 1] if saving > savings.offsets[tensor] else 0.0
+                    # In the sums, the first saving here counts what it keeps more than the one before, all as if
+                    # makers and savers had this strategy ...
+                    before = saved_bytes[table, saving - 1, kind] if saving > savings.offsets[tensor] else 0.0
                     last = saving
                     while last + 1 < past and savings.operators[last + 1] < ends:
                         last += 1
                     producer = savings.producers[tensor]
                     given = producer == NEVER
-                    inner = segment_first >= 0 and (given or producer >= segment_first)
+                    inner = in_segment and (given or producer >= segment_first)
+                    summed_here = saved_bytes[table, last, kind] - before
+                    if given or producer < first:
+                        value = saved_bytes[table, last, OWN]
+                    elif run == begin or run_stops[run - 1] <= producer:
+                        value = saved_bytes[table, last, kind]
+                    else:
+                        value = _value(
+                            saved_bytes, made_bytes, replicas, run_stops, run_tables, keeps_gathered,
+                            first, begin, producer, savings.tensors[tensor], run, last, kind,
+                        )  # fmt: skip
                     # ... but of those before, only one that is held in the same way counts.
                     earlier = saving - 1
                     counted = 0.0
@@ -171,23 +315,32 @@ def estimate_peaks(
                         its_inner = its_segment >= 0 and (given or producer >= its_segment)
                         same = its_segment == segment_first if inner else not its_inner
                         if its_inner == inner and same:
-                            counted = tables.saved_bytes[piece_table[piece], earlier]
+                            counted = _value(
+                                saved_bytes, made_bytes, replicas, run_stops, run_tables, keeps_gathered,
+                                first, begin, producer, savings.tensors[tensor], piece_run[piece], earlier,
+                                SHARD if its_segment >= 0 else WHOLE,
+                            )  # fmt: skip
                             break
                         earlier -= 1
-                    if segment_first < 0 or inner:
-                        own += before - counted
+                    if not in_segment or inner:
+                        own += value - counted - summed_here
                     else:
-                        own += before - tables.saved_bytes[table, last]
-                        kept += tables.saved_bytes[table, last] - counted
-                if segment_first < 0:
-                    kept += own
-                    loss += sums[ends, LOSS] - sums[start, LOSS]
-                else:
+                        own -= summed_here
+                        kept += value - counted
+                if in_segment:
                     inside += own
-                    if ends == plans.segment_stops[segment]:
-                        largest = max(largest, inside)
-                        inside = 0.0
-                        segment += 1
+                else:
+                    kept += own
+                following = plans.segment_firsts[segment] if segment < last_segment else stop
+                if in_segment:
+                    following = plans.segment_stops[segment]
+                if ends in (stop, following):
+                    most = max(most, kept + inside + working)
+                    if in_segment and segment == plans.segment_offsets[stage]:
+                        lowest = max(lowest, inside + working)
+                    again += inside
+                    inside, working = 0.0, 0.0
+                    segment += in_segment
                 start = ends
             for place in range(num_tied):
                 index = savings.tied[place]
@@ -195,19 +348,72 @@ def estimate_peaks(
                     run = begin
                     while plans.run_stops[run] <= index:
                         run += 1
-                    again = False
+                    in_root = shape.gathers_of[shape.layer_of[index]] == 1
+                    seen, stays = False, False
                     other = begin
                     for before_place in range(place):
-                        if savings.tied[before_place] >= first:
-                            while plans.run_stops[other] <= savings.tied[before_place]:
+                        user = savings.tied[before_place]
+                        if user >= first:
+                            while plans.run_stops[other] <= user:
                                 other += 1
                             theirs = tables.tied_layouts[run_tables[other], before_place]
-                            again = again or theirs == tables.tied_layouts[run_tables[run], place]
-                    if not again:
-                        own_states += tables.tied_bytes[run_tables[run], place, column - STATES]
+                            if theirs == tables.tied_layouts[run_tables[run], place]:
+                                seen = True
+                                stays = stays or (in_root and shape.gathers_of[shape.layer_of[user]] == 1)
+                    if stays:
+                        twice += tied_bytes[run_tables[run], place, TIED]
+                    if not seen:
+                        table = run_tables[run]
+                        own_states += tied_bytes[table, place, column - STATES]
+                        anew += tied_bytes[table, place, ANEW + sharded]
+                        step += tied_bytes[table, place, STEP]
+                        refreshed += tied_bytes[table, place, REFRESHED]
+
+            # What was received, and what was sent if that is held, unless it is kept anyway.
+            ends_bytes = 0.0
+            for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
+                tensor = shape.crossing[place]
+                maker, number = shape.producers[tensor], savings.numbers[tensor]
+                if not keeps_outputs or maker < first:
+                    continue
+                is_kept = False
+                if number >= 0:
+                    for saving in range(savings.offsets[number], savings.offsets[number + 1]):
+                        if first <= savings.operators[saving] < stop:
+                            piece = 0
+                            while piece + 1 < num_pieces and piece_first[piece + 1] <= savings.operators[saving]:
+                                piece += 1
+                            is_kept = is_kept or piece_segment[piece] < 0 or maker < piece_segment[piece]
+                if not is_kept:
+                    ends_bytes += tables.made_bytes[_table_at(plans, run_tables, begin, end - 1, maker), tensor]
+            for place in range(shape.crossing_offsets[first], shape.crossing_offsets[first + 1]):
+                tensor = shape.crossing[place]
+                number, reading = savings.numbers[tensor], shape.reader_offsets[tensor]
+                while shape.readers[reading] < first:
+                    reading += 1
+                is_kept = shape.readers[reading] >= stop  # Only passed on.
+                if number >= 0:
+                    for saving in range(savings.offsets[number], savings.offsets[number + 1]):
+                        is_kept = is_kept or first <= savings.operators[saving] < stop
+                if not is_kept:
+                    reader = shape.readers[reading]
+                    ends_bytes += tables.read_bytes[_table_at(plans, run_tables, begin, end - 1, reader), reading]
+            kept += ends_bytes
+            most += ends_bytes
+            whole[:] = 0.0
+            if gathered > 0 and plans.reshards[plan] != 0:
+                _add_zero(shape, tables, plans, run_tables, begin, first, stop, GATHERED, whole[0])
+                whole[0, 0] -= twice
+            if unsharded > 0 and sharded:
+                _add_zero(shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, whole[1])
             row = held[stage - low]
-            row[_HELD], row[_LOSS], row[_SEGMENT] = kept, loss, largest
-            row[_WORKSPACE], row[_WEIGHTED], row[_STATES] = workspace, min(weighted, kept), own_states
+            row[_KEPT], row[_WORKING] = kept, most - kept
+            row[_FOR_WEIGHTS] = min(weighted, kept + again) + to_multiply
+            row[_BEYOND] = min(weighted, again) + to_multiply
+            row[_GATHERED], row[_UNSHARDED] = whole[0, 0] + whole[0, 2], whole[1, 1] + whole[1, 2]
+            row[_LAST] = whole[1, 0] + whole[1, 3] + lowest
+            row[_STATES], row[_ANEW], row[_STEP] = own_states + anew, anew, step
+            row[_REFRESHED] = refreshed + refreshed_most
             first = stop
 
         # Stages on one placement add up.
@@ -230,8 +436,9 @@ def estimate_peaks(
             if not is_first:
                 continue
             rank += 1
-            own_states, kept, whole, segment_bytes, workspace, count, last_stage = 0.0, 0.0, 0.0, 0.0, 0.0, 0, stage
-            last_flight = 1
+            own_states, anew, kept, each, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0
+            step, refreshed, gathered, unsharded, beyond, later = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+            holds_all = True
             for other in range(stage, high):
                 if plans.placements[other] != plans.placements[stage]:
                     continue
@@ -241,21 +448,29 @@ def estimate_peaks(
                     flight = m
                 elif plans.warmups[other] > 0:
                     flight = min(m, plans.warmups[other])
-                kept += flight * row[_HELD]
+                holds_all = holds_all and flight == m
+                kept += flight * row[_KEPT]
                 if schedule == ZB_H1:
-                    kept += (min(m, num_stages) - flight) * row[_WEIGHTED]
-                whole += row[_HELD]
+                    kept += (min(m, num_stages) - flight) * row[_FOR_WEIGHTS]
+                each += row[_KEPT]
+                most_kept, working = max(most_kept, row[_KEPT]), max(working, row[_WORKING])
                 own_states += row[_STATES]
-                segment_bytes = max(segment_bytes, row[_SEGMENT])
-                workspace = max(workspace, row[_WORKSPACE])
-                last_flight, last_stage = flight, other
+                anew += row[_ANEW]
+                step += row[_STEP]
+                refreshed, beyond = max(refreshed, row[_REFRESHED]), max(beyond, row[_BEYOND])
+                gathered, unsharded = max(gathered, row[_GATHERED]), max(unsharded, row[_UNSHARDED])
+                later = max(later, row[_LAST])
                 count += 1
             if schedule == INTERLEAVED:
                 chunks = min(2 * (num_ranks - rank - 1) + (count - 1) * num_ranks + 1, m * count)
-                kept = chunks * whole / count
-            extra = max(segment_bytes, workspace)
-            if schedule != GPIPE and last_flight == 1:
-                extra = max(held[last_stage - low, _WORKSPACE], extra - held[last_stage - low, _LOSS])
-            peak_bytes[stage] = own_states + kept + extra
+                kept = chunks * each / count
+                holds_all = chunks == m * count
+            most = working + unsharded
+            if schedule == ZB_H1:
+                most += beyond
+            if m > 1:
+                later = max(later, most)
+            at_first = own_states - (anew if holds_all else 0.0) + kept + most + gathered
+            peak_bytes[stage] = max(at_first, own_states + max(kept - most_kept + later + gathered, step, refreshed))
             capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
             fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]

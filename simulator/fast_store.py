@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.fast_memory import MEMORY_COLUMNS, MemoryTables
+from simulator.fast_memory import MEMORY_COLUMNS, NUM_STATES, MemoryTables
 from simulator.fast_tables import Table, TableBuilder
 from simulator.fast_time import FAMILY, MAX_FAMILIES, TIME_COLUMNS, TimeTables
 
@@ -39,12 +39,13 @@ class Store:
             read=np.zeros((0, len(shape.readers)), dtype=np.int64),
             passed=np.zeros((0, count), dtype=np.int64),
             families=np.zeros((0, MAX_FAMILIES, FAMILY), dtype=np.int64),
-            tied=np.zeros((0, tied, 3), dtype=np.int64),
+            tied=np.zeros((0, tied, 4), dtype=np.int64),
             aliases=none,
             line_offsets=np.zeros(1, dtype=np.int64),
             lines=np.zeros((0, 2)),
             point_offsets=np.zeros(1, dtype=np.int64),
             points=np.zeros((0, 2)),
+            goes_on=none,
             rows=np.zeros((0, 2 + most_inputs)),
             boundaries=np.zeros((0, 4)),
             keys=np.zeros(4 * MAX_MISSES, dtype=np.uint64),
@@ -55,9 +56,12 @@ class Store:
         )
         self.memory = MemoryTables(
             sums=np.zeros((0, count + 1, MEMORY_COLUMNS)),
-            saved_bytes=np.zeros((0, len(savings.operators))),
-            workspace=np.zeros((0, levels, count)),
-            tied_bytes=np.zeros((0, tied, 4)),
+            saved_bytes=np.zeros((0, len(savings.operators), 3)),
+            made_bytes=np.zeros((0, len(shape.producers))),
+            read_bytes=np.zeros((0, len(shape.readers))),
+            replicas=none,
+            maxima=np.zeros((0, 2, levels, count)),
+            tied_bytes=np.zeros((0, tied, NUM_STATES)),
             tied_layouts=np.zeros((0, tied), dtype=np.int64),
             capacity_bytes=np.zeros(0),
         )
@@ -77,17 +81,26 @@ class Store:
     def add_table(self, slot: int, table: Table, alias: int) -> None:
         """Append a table and let the slot of the hash table name it; see ``TimeTables.aliases``."""
         own = ("sums", "entering_s", "settling_s", "has_private", "made", "read", "passed", "families", "tied")
-        of_memory = ("sums", "saved_bytes", "workspace", "tied_bytes", "tied_layouts")
+        same = ("saved_bytes", "made_bytes", "read_bytes", "replicas", "tied_bytes")
+        of_memory = (*same, "sums", "maxima", "tied_layouts")
         number = self._next("table", (*own, "aliases"), of_memory)
         for name in own:
             getattr(self.time, name)[number] = getattr(table, name)
         self.time.aliases[number] = alias
         self.memory.sums[number] = table.memory_sums
-        self.memory.saved_bytes[number] = table.saved_bytes
-        self.memory.workspace[number, : len(table.workspace)] = table.workspace
-        self.memory.tied_bytes[number] = table.tied_bytes
+        for name in same:
+            getattr(self.memory, name)[number] = getattr(table, name)
+        self.memory.maxima[number, :, : table.maxima.shape[1]] = table.maxima
         self.memory.tied_layouts[number] = table.tied[:, 2]
         self._name(slot, number)
+        self._copy_channels()
+
+    def add_tie(self, slot: int, channel: int) -> None:
+        """Let the slot of the hash table name a channel, as ``tied_channel`` counts it."""
+        self._name(slot, channel)
+        self._copy_channels()
+
+    def _copy_channels(self) -> None:
         channels = self._builder.channels
         if len(channels.lines) + 1 != len(self.time.line_offsets):
             self.time = self.time._replace(
@@ -95,6 +108,7 @@ class Store:
                 lines=np.array([line for found in channels.lines for line in found]).reshape(-1, 2),
                 point_offsets=_offsets([len(found) for found in channels.points]),
                 points=np.array([point for found in channels.points for point in found]).reshape(-1, 2),
+                goes_on=np.array(channels.goes_on, dtype=np.int64),
             )
 
     def add_row(self, slot: int, row: list[float]) -> None:

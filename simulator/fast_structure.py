@@ -98,6 +98,8 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         for place, parameter in enumerate(workload.parameters(index))
         if parameter.tie is not None
     ]
+    keys = [workload.parameters(index)[place].tie for index, place in tied]
+    tie_numbers = [list(dict.fromkeys(keys)).index(key) for key in keys]
     layers = list(workload.layers)
     layer_of = np.zeros(count, dtype=np.int64)
     for layer, (first, stop) in enumerate(layers):
@@ -120,10 +122,15 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array([stop for _, stop in layers], dtype=np.int64),
         np.array([1 if layer in costs.root_layers else 2 for layer in range(len(layers))], dtype=np.int64),
         tied_operators,
+        np.array(tie_numbers, dtype=np.int64),
     )
+    place_of = {name: number for number, name in enumerate(savers)}
+    number_in = {name: number for number, name in enumerate(names)}
     saved = Savings(
         *_rows([[index for index, _ in found_savers] for found_savers in savers.values()]),
         np.array(saved_producers, dtype=np.int64),
+        np.array([number_in.get(name, -1) for name in savers], dtype=np.int64),
+        np.array([place_of.get(name, -1) for name in names], dtype=np.int64),
         *_rows(entering),
         tied_operators,
     )

@@ -15,9 +15,26 @@ from numpy.typing import NDArray
 
 from simulator.costs import CostTables
 from simulator.estimate import collective_s, items_s, transfers_s
+from simulator.estimate_memory import saved_bytes
 from simulator.fast_channels import Channels, Interner, MeasuredSeriesError
 from simulator.fast_holdings import Holding, Holdings, view_of
-from simulator.fast_memory import KEPT, LOSS, MEMORY_COLUMNS, STATES, WEIGHTED, Savings
+from simulator.fast_memory import (
+    AGAIN,
+    GATHERED,
+    KEPT,
+    LARGEST,
+    MEMORY_COLUMNS,
+    NUM_STATES,
+    OWN,
+    SHARD,
+    STATES,
+    TO_MULTIPLY,
+    UNSHARDED,
+    WEIGHTED,
+    WHOLE,
+    WORKING,
+    Savings,
+)
 from simulator.fast_structure import Ints, Names
 from simulator.fast_time import (
     ELEMENTS,
@@ -49,8 +66,11 @@ class Table:
     entering_s: Floats
     settling_s: Floats
     saved_bytes: Floats
+    made_bytes: Floats
+    read_bytes: Floats
+    replicas: int
     has_private: Ints
-    workspace: Floats
+    maxima: Floats
     made: Ints
     read: Ints
     passed: Ints
@@ -135,9 +155,10 @@ class TableBuilder:
         families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
         family_of: dict[object, int] = {}
         has_private = np.zeros(count, dtype=np.int64)
-        workspace = np.zeros(count)
+        maxima = np.zeros((2, count))
         own: dict[tuple[int, Sharding], Holding] = {}
-        tied_bytes, tied, saved_sizes = [], [], []
+        tied_bytes, tied = [], []
+        holdings: list[Holding] = []
         for index in range(count):
             key = (workload.signatures[index], resolved[index])
             if key not in own:
@@ -150,18 +171,22 @@ class TableBuilder:
             found = own[key]
             sums[index + 1, UNSUITED] = found.unsuited
             has_private[index] = found.private > 0
-            workspace[index] = found.workspace
+            maxima[WORKING, index], maxima[LARGEST, index] = found.working, found.largest
             column = memory_sums[index + 1]
-            column[KEPT], column[LOSS], column[WEIGHTED] = found.private, found.loss, found.weighted
+            column[KEPT] = column[AGAIN] = found.private
+            column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
+            column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
             column[STATES:] = found.states
             sums[index + 1, ELEMENTS:] = found.elements
             tied_bytes += found.tied_bytes
             tied += found.tied
-            saved_sizes.append(found.saved)
-        saved_bytes = np.array([saved_sizes[index][place] for index, place in self.names.savings])
-        less = np.concatenate([[0.0], saved_bytes[:-1]])
-        less[self.savings.offsets[:-1]] = 0.0
-        np.add.at(memory_sums[:, KEPT], self.savings.operators + 1, saved_bytes - less)
+            holdings.append(found)
+        made_bytes, read_bytes = self._sizes(holdings)
+        saved = self._saved(holdings, made_bytes)
+        for kind, summed in ((WHOLE, KEPT), (SHARD, AGAIN)):
+            less = np.concatenate([[0.0], saved[:-1, kind]])
+            less[self.savings.offsets[:-1]] = 0.0
+            np.add.at(memory_sums[:, summed], self.savings.operators + 1, saved[:, kind] - less)
         np.cumsum(memory_sums, axis=0, out=memory_sums)
         np.cumsum(sums, axis=0, out=sums)
         self._add_gathers(sums, families)
@@ -172,16 +197,40 @@ class TableBuilder:
             memory_sums=memory_sums,
             entering_s=entering_s,
             settling_s=settling_s,
-            saved_bytes=saved_bytes,
+            saved_bytes=saved,
+            made_bytes=made_bytes,
+            read_bytes=read_bytes,
+            replicas=replicas,
             has_private=has_private,
-            workspace=_range_maxima(workspace),
+            maxima=np.stack([_range_maxima(row) for row in maxima]),
             made=made,
             read=read,
             passed=np.array(passed, dtype=np.int64),
             families=families,
-            tied_bytes=np.array(tied_bytes).reshape(-1, 4),
-            tied=np.array(tied, dtype=np.int64).reshape(-1, 3),
+            tied_bytes=np.array(tied_bytes).reshape(-1, NUM_STATES),
+            tied=np.array(tied, dtype=np.int64).reshape(-1, 4),
         )
+
+    def _sizes(self, holdings: Sequence[Holding]) -> tuple[Floats, Floats]:
+        """Return bytes of every tensor where it is made and, by reading, where it is read."""
+        workload, made, read = self.problem.workload, [], []
+        for name in self.names.tensors:
+            producer = workload.producer[name]
+            made.append(holdings[producer].made[workload.operators[producer].outputs.index(name)])
+            for reader in workload.consumers[name]:
+                read.append(holdings[reader].read[workload.operators[reader].inputs.index(name)])
+        return np.array(made, dtype=np.float64), np.array(read, dtype=np.float64)
+
+    def _saved(self, holdings: Sequence[Holding], made_bytes: Floats) -> Floats:
+        """Return what each saving keeps where neighbours have the same strategy; see ``MemoryTables.saved_bytes``."""
+        regathers = not self.problem.runtime.keeps_gathered_inputs
+        saved = np.zeros((len(self.names.savings), 3))
+        tensor_of = np.repeat(self.savings.tensors, np.diff(self.savings.offsets))
+        for saving, ((index, place), tensor) in enumerate(zip(self.names.savings, tensor_of.tolist(), strict=True)):
+            own = holdings[index].saved[place]
+            shard, more = saved_bytes(made_bytes[tensor], own, regathers=regathers) if tensor >= 0 else (own, 0.0)
+            saved[saving, OWN], saved[saving, SHARD], saved[saving, WHOLE] = own, shard, shard + more
+        return saved
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
         """Fill the seconds of gathering whole layers, in both passes; tied parameters are added up by plan."""
@@ -261,6 +310,19 @@ class TableBuilder:
             sum(collective_s(second, item) for item in received_gathers(second, first, names)),
             sum(collective_s(first, item) for item in received_gathers(first, second, names)),
         ]
+
+
+def tied_channel(costs: CostTables, channels: Channels, placements: Sequence[Sequence[int]]) -> int:
+    """Return one more than the channel that reduces a weight of these stages; 0 if nobody else has it.
+
+    Args:
+        costs, channels: Of the problem.
+        placements: Devices of each stage that holds it; of one stage, for two layouts in it.
+    """
+    ranks = min(map(len, placements)) if len(placements) > 1 else 1
+    groups = [tuple(dict.fromkeys(d for devices in placements for d in devices[rank::ranks])) for rank in range(ranks)]
+    unlike = costs.unlike(group for group in groups if len(group) > 1)
+    return channels.number("all_reduce", unlike) + 1 if unlike else 0
 
 
 def _layout(placements: tuple[Placement, ...], sharding: Sharding) -> object:

@@ -34,7 +34,7 @@ REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATH
 FAMILY = 8
 
 # Kinds of what can be missing, and states of a plan.
-TABLE, ROW, BOUNDARY = 1, 2, 3
+TABLE, ROW, BOUNDARY, TIE = 1, 2, 3, 4
 DONE, INCOMPLETE, BAD_RUNS, BAD_SEGMENTS, BAD_STRATEGY, TOO_MANY_GATHERS = 0, 1, -1, -2, -3, -4
 PENDING = -2
 
@@ -44,6 +44,7 @@ _ONE, _NONE = np.uint64(1), np.uint64(0)
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 _BOUNDARY_KEY = np.uint64(0xF1357AEA2E62A9C5)
+_TIE_KEY = np.uint64(0x9FB21C651E98DF25)
 
 
 class Structure(NamedTuple):
@@ -62,6 +63,7 @@ class Structure(NamedTuple):
         layer_of, layer_first, layer_stop: Layers.
         gathers_of: int64[layers]. How often ZeRO-3 gathers a layer for a microbatch.
         tied: int64[O]. Operators of tied parameters, ascending; one with two stands there twice.
+        ties: int64[O]. Equal for parameters that are tied to one another.
     """
 
     neighbour_offsets: Ints
@@ -83,6 +85,7 @@ class Structure(NamedTuple):
     layer_stop: Ints
     gathers_of: Ints
     tied: Ints
+    ties: Ints
 
 
 class TimeTables(NamedTuple):
@@ -96,9 +99,10 @@ class TimeTables(NamedTuple):
         made, read, passed: int64[tables, T], [tables, readings], [tables, N]. Numbers of layouts: of tensors
             where they are made, where they are read, and in stages that begin with the operator and pass them on.
         families: int64[tables, MAX_FAMILIES, FAMILY].
-        tied: int64[tables, O, 3]. Family, elements and layout of tied parameters.
+        tied: int64[tables, O, 4]. Family, elements, layout and ZeRO shards of tied parameters.
         aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
         line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
+        goes_on: Per channel, whether the next one belongs to it; the slowest rules.
         rows: float64[., 2 + inputs]. Operators between unlike neighbours: forward, backward, by input what a
             segment does not repeat.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
@@ -121,6 +125,7 @@ class TimeTables(NamedTuple):
     lines: Floats
     point_offsets: Ints
     points: Floats
+    goes_on: Ints
     rows: Floats
     boundaries: Floats
     keys: Keys
@@ -186,9 +191,16 @@ def price_s(lines: Floats, points: Floats, num_bytes: float) -> float:
 
 @inlined
 def _channel_s(tables: TimeTables, channel: int, num_bytes: float) -> float:
-    line, line_end = tables.line_offsets[channel], tables.line_offsets[channel + 1]
-    point, point_end = tables.point_offsets[channel], tables.point_offsets[channel + 1]
-    return _price(tables.lines, line, line_end, tables.points, point, point_end, num_bytes)
+    """Return the seconds of a channel: of its slowest group."""
+    slowest = 0.0
+    while True:
+        line, line_end = tables.line_offsets[channel], tables.line_offsets[channel + 1]
+        point, point_end = tables.point_offsets[channel], tables.point_offsets[channel + 1]
+        slowest = max(slowest, _price(tables.lines, line, line_end, tables.points, point, point_end, num_bytes))
+        if tables.goes_on[channel] == 0:
+            break
+        channel += 1
+    return slowest
 
 
 @inlined
@@ -287,11 +299,12 @@ def estimate_times(
         iteration_s, stage_s, run_tables: Results, per plan, stage and run.
         states: Per plan: DONE, INCOMPLETE, or what is wrong with it.
         misses: int64[., 4]. Kind, slot in the hash table, and where it is needed: table (run, stage), row
-            (operator, stage), boundary (stage, plan).
+            (operator, stage), boundary (stage, plan), reduction of a tied weight
+            (place in ``Structure.tied``, stage; or -1 - plan for all that hold it).
         counts: int64[1]. How many misses there are.
     """
     num_operators = len(shape.classes)
-    num_tied = len(shape.tied)
+    num_tied, tied_of = len(shape.tied), tables.tied
     over_op = np.empty(num_operators, np.int64)
     over_row = np.empty(num_operators, np.int64)
     over_s = np.empty(num_operators, np.float64)
@@ -595,6 +608,56 @@ def estimate_times(
                 stage_s[stage] += tables.boundaries[number, 0] + tables.boundaries[number, 3]
                 stage_s[stage + 1] += tables.boundaries[number, 1] + tables.boundaries[number, 2]
             first = cut
+        # Tied weights, once per iteration: two layouts of a stage, then over stages.
+        for place in range(num_tied):
+            is_first = True
+            for before in range(place):
+                is_first = is_first and shape.ties[before] != shape.ties[place]
+            if not is_first:
+                continue
+            most, inner_s, num_holders, stage, run = 0.0, 0.0, 0, low, plans.run_offsets[low]
+            key, last_stage, known = _TIE_KEY, -1, True
+            for step in range(2):
+                # First the size, then what reduces it: inside stages here, over stages below.
+                stage, run, last_stage, layouts, first_layout = low, plans.run_offsets[low], -1, 0, 0
+                for other in range(place, num_tied):
+                    if shape.ties[other] != shape.ties[place]:
+                        continue
+                    while plans.run_stops[run] <= shape.tied[other]:
+                        run += 1
+                    while plans.run_offsets[stage + 1] <= run:
+                        stage += 1
+                    if run_tables[run] < 0:
+                        known = False
+                        break
+                    table = run_tables[run]
+                    layout = tied_of[table, other, 2]
+                    if stage != last_stage:
+                        layouts, first_layout, last_stage = 1, layout, stage
+                        if step:
+                            key = _mixed(key, plans.placements[stage])
+                            num_holders += 1
+                    elif layouts == 1 and layout != first_layout:
+                        layouts = 2
+                        if step:
+                            own_key = _mixed(_TIE_KEY, plans.placements[stage])
+                            channel = _wanted(
+                                tables.keys, tables.values, own_key, misses, counts, TIE, place, stage
+                            )
+                            if channel < 0:
+                                known = False
+                            elif channel > 0:
+                                inner_s = max(inner_s, _channel_s(tables, channel - 1, most * gradient_bytes))
+                    most = max(most, tied_of[table, other, 1] / tied_of[table, other, 3])
+            if known and num_holders > 1:
+                channel = _wanted(tables.keys, tables.values, key, misses, counts, TIE, place, -1 - plan)
+                if channel < 0:
+                    known = False
+                elif channel > 0:
+                    once_s += _channel_s(tables, channel - 1, most * gradient_bytes)
+            if not known:
+                state = INCOMPLETE
+            once_s += inner_s
         states[plan] = state
         if state != DONE:
             iteration_s[plan] = np.nan

@@ -1,0 +1,271 @@
+"""Closed form of memory: what a stage holds, from sums over its operators, and the peak of a device from that.
+
+A stretch is a recomputed segment, or what lies between two. While its backward pass runs, a device holds model
+states, what all microbatches in flight keep up to this stretch, what the segment makes again, and the largest need of
+one of its operators. That is above the exact walk (``memory_program``) where what is large comes early in a stretch.
+Gradients that the first backward pass makes are not there yet while all microbatches are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from simulator.costs import OperatorCost
+from simulator.lowering.mesh import batch_degree
+from simulator.lowering.program import StageView
+from simulator.lowering.synchronisation import ParameterGroup, gathered_for, parameter_groups
+from simulator.model_states import reduces_in_backward, static_bytes
+from simulator.plan import Plan, Sharding, batch_replicas
+from simulator.problem import Problem
+from simulator.saved import saved_tensors
+from workloads.operators import Operator
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a stage holds on one device, in bytes.
+
+    Attributes:
+        states: Parameters, gradients, optimizer states.
+        anew: Of that, gradients that the first backward pass makes.
+        kept: One microbatch between its forward and its backward pass.
+        working: What is there besides ``kept`` while a microbatch's backward pass needs most.
+        gathered: Parameters that ZeRO-3 has gathered: the root, and two layers.
+        unsharded: Gradients that are not scattered yet: of two layers and the root above them.
+        last: What the end of a backward pass needs: unsharded gradients of a layer and all of the root, and what the
+            stage's first operator works in, or its first segment takes.
+        for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
+        beyond_kept: Of that, what is not ``kept``.
+        step: What the optimizer step works in.
+        refreshed: What gathering its results takes.
+    """
+
+    states: float
+    anew: float
+    kept: float
+    working: float
+    gathered: float
+    unsharded: float
+    last: float
+    for_weights: float
+    beyond_kept: float
+    step: float
+    refreshed: float
+
+
+def held_bytes(view: StageView) -> HeldBytes:
+    """Return what a stage holds."""
+    problem, plan = view.costs.problem, view.plan
+    static = static_bytes(
+        list(parameter_groups(view)),
+        problem,
+        sharded_gradients=reduces_in_backward(plan),
+        reshards=plan.reshard_after_forward,
+    )
+    anew = sum(static.gradients_anew.values())
+    kept, again, peak, lowest = _activations(view)
+    weighted = to_multiply = 0.0
+    for index in view.operators:
+        if problem.workload.parameters(index):
+            cost = view.cost(index)
+            weighted += sum(dict(saved_tensors(problem.workload, index, cost)).values())
+            to_multiply += sum(cost.output_bytes)
+    gathered, unsharded, last = _whole_for_a_while(view)
+    refreshed = [refreshed_bytes(group, problem) for group in parameter_groups(view)]
+    return HeldBytes(
+        states=float(sum(static.parameters) + sum(static.gradients) + anew + sum(static.optimizer)),
+        anew=float(anew),
+        kept=kept,
+        working=peak - kept,
+        gathered=gathered,
+        unsharded=unsharded,
+        last=last + lowest,
+        for_weights=min(weighted, kept + again) + to_multiply,
+        beyond_kept=min(weighted, again) + to_multiply,
+        step=float(sum(static.step_workspace)),
+        refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),
+    )
+
+
+def refreshed_bytes(group: ParameterGroup, problem: Problem) -> tuple[float, float]:
+    """Return what gathering an updated parameter takes, and the parameter whole, which is cut out last; else zeros."""
+    refreshed = static_bytes([group], problem, sharded_gradients=False, reshards=False).refreshed
+    whole = float(group.num_elements * problem.runtime.parameter_bytes) if refreshed else 0.0
+    return refreshed - whole, whole
+
+
+def working_bytes(op: Operator, cost: OperatorCost, problem: Problem) -> float:
+    """Return what an operator needs besides what is kept: work space, and the gradients of its inputs and outputs."""
+    gradient_bytes = problem.runtime.implementation.activation_bytes
+    temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
+    given = problem.workload.input_names
+    inputs = {name: size for name, size in zip(op.inputs, cost.input_bytes, strict=True) if name not in given}
+    return max(cost.workspace_forward_bytes, temporary + sum(inputs.values()) + sum(cost.output_bytes))
+
+
+def saved_bytes(made: float, read: float, *, regathers: bool) -> tuple[float, float]:
+    """Return what a saved tensor takes as it is made and, besides, as its reader has gathered it.
+
+    Args:
+        made, read: Bytes of the tensor where it is made and where it is read.
+        regathers: What was gathered is dropped, and gathered again in the backward pass.
+
+    >>> saved_bytes(1.0, 8.0, regathers=True), saved_bytes(1.0, 8.0, regathers=False)
+    ((1.0, 0.0), (1.0, 8.0))
+    """
+    return min(made, read), 0.0 if regathers or read <= made else read
+
+
+def _activations(view: StageView) -> tuple[float, float, float, float]:
+    """Return bytes kept, made again by all segments, the most that one microbatch takes, and needs of the first."""
+    runtime, workload = view.costs.problem.runtime, view.costs.problem.workload
+    segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
+    kept: dict[str, float] = {}
+    inside: dict[str, float] = {}
+    again = most = working = 0.0
+    lowest = working_bytes(workload.operators[view.operators[0]], view.cost(view.operators[0]), view.costs.problem)
+    for place, index in enumerate(view.operators):
+        op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
+        for name, size in dict(saved_tensors(workload, index, cost)).items():
+            producer = workload.producer.get(name)
+            whole = 0.0
+            if producer in view.shardings and "/" not in name:
+                assert producer is not None
+                made = view.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
+                alike = batch_degree(view.shardings[producer]) == batch_degree(view.shardings[index])
+                regathers = alike and not runtime.keeps_gathered_inputs
+                size, whole = saved_bytes(made, size, regathers=regathers)
+            if segment is None:
+                kept[name] = size + whole
+            elif producer is not None and segment_of.get(producer) != segment and "/" not in name:
+                kept[name] = size
+            else:
+                inside[name] = size
+        working = max(working, working_bytes(op, cost, view.costs.problem))
+        following = view.operators[place + 1] if place + 1 < len(view.operators) else None
+        if following is None or segment_of.get(following) != segment:
+            most = max(most, sum(kept.values()) + sum(inside.values()) + working)
+            if segment == 0:
+                lowest = max(lowest, sum(inside.values()) + working)
+            again += sum(inside.values())
+            inside, working = {}, 0.0
+    ends = sum(_ends(view, kept))
+    return sum(kept.values()) + ends, again, most + ends, lowest
+
+
+def _ends(view: StageView, kept: Container[str]) -> Iterator[float]:
+    """Yield the bytes of what a stage received, and of what it sent if that is held, unless kept anyway."""
+    workload = view.costs.problem.workload
+    if view.costs.problem.runtime.keeps_stage_outputs:
+        for name in view.leaving:
+            if name not in kept:
+                producer = workload.producer[name]
+                yield view.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
+    for name in view.arrivals:
+        if name not in kept:
+            reader = next(index for index in workload.consumers[name] if index in view.shardings)
+            yield view.cost(reader).input_bytes[workload.operators[reader].inputs.index(name)]
+
+
+def zero_elements(sharding: Sharding, cost: OperatorCost) -> tuple[float, float]:
+    """Return elements of an operator that ZeRO-3 gathers, and gradients that ZeRO-2 or 3 scatters."""
+    axes = [axis for axis in sharding if axis.split == "batch" and axis.zero > 0]
+    level = max((axis.zero for axis in axes), default=0)
+    elements = float(cost.num_parameter_elements) if prod(axis.size for axis in axes) > 1 else 0.0
+    return elements if level == 3 else 0.0, elements if level >= 2 else 0.0
+
+
+def _whole_for_a_while(view: StageView) -> tuple[float, float, float]:
+    """Return bytes of gathered parameters, and of unsharded gradients at the most and at the end of a backward pass."""
+    runtime, workload, plan = view.costs.problem.runtime, view.costs.problem.workload, view.plan
+    layers: dict[int, tuple[float, float]] = {}
+    for index in view.operators:
+        layer = workload.operators[index].layer
+        gathered, unsharded = layers.get(layer, (0.0, 0.0))
+        _, to_scatter = zero_elements(view.shardings[index], view.cost(index))
+        layers[layer] = gathered, unsharded + to_scatter
+    for group in parameter_groups(view):
+        for layer in gathered_for(view, group):
+            gathered, unsharded = layers[layer]
+            layers[layer] = gathered + group.num_elements, unsharded
+    found = [(layer in view.costs.root_layers, *layers[layer]) for layer in sorted(layers)]
+    (root, _, pair), (outer, above, largest) = (
+        _root_and_pair([(in_root, elements[way]) for in_root, *elements in found]) for way in range(2)
+    )
+    parameter_bytes = runtime.gathered_parameter_bytes if plan.reshard_after_forward else 0
+    gradient_bytes = runtime.gradient_accumulation_bytes if reduces_in_backward(plan) else 0
+    lowest = next((elements for in_root, _, elements in found if not in_root and elements), 0.0)
+    return (root + pair) * parameter_bytes, (above + largest) * gradient_bytes, (outer + lowest) * gradient_bytes
+
+
+def _root_and_pair(layers: Sequence[tuple[bool, float]]) -> tuple[float, float, float]:
+    """Return the sum of all of the root, of the root above the first other layer, and the most of two neighbours.
+
+    Args:
+        layers: Whether a layer is of the root, and its size; those without anything are no neighbours.
+    """
+    root = above = before = most = 0.0
+    for in_root, size in layers:
+        if in_root:
+            root += size
+            above += size if before else 0.0
+        elif size:
+            most = max(most, before + size)
+            before = size
+    return root, above, most
+
+
+def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBytes]) -> tuple[float, ...]:
+    """Return the peak of every stage's device: stages on one device add up.
+
+    Args:
+        plan: The plan.
+        held, last_held: Per stage, with any microbatch but the last, and with the last.
+    """
+    ranks = plan.rank_of_stage
+    num_ranks = max(ranks) + 1
+    peaks: dict[int, float] = {}
+    for rank in range(num_ranks):
+        own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
+        kept = sum(_kept_bytes(plan, held, stage) for stage in own)
+        if plan.schedule == "interleaved":
+            chunks = min(2 * (num_ranks - rank - 1) + (len(own) - 1) * num_ranks + 1, plan.num_microbatches * len(own))
+            kept = chunks * sum(held[stage].kept for stage in own) / len(own)
+            holds_all = chunks == plan.num_microbatches * len(own)
+        else:
+            holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
+        if holds_all:
+            kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
+        in_step = max(sum(held[stage].step for stage in own), max(held[stage].refreshed for stage in own))
+        states = sum(held[stage].states for stage in own)
+        before = states - sum(held[stage].anew for stage in own) if holds_all else states
+        gathered = max(held[stage].gathered for stage in own)
+        most = max(held[stage].working for stage in own) + max(held[stage].unsharded for stage in own)
+        if plan.schedule == "zb-h1":
+            most += max(held[stage].beyond_kept for stage in own)
+        last = max(held[stage].last for stage in own)
+        later = kept - max(held[stage].kept for stage in own) + (max(most, last) if plan.num_microbatches > 1 else last)
+        peaks[rank] = max(before + kept + most + gathered, states + max(later + gathered, in_step))
+    return tuple(peaks[rank] for rank in ranks)
+
+
+def _kept_bytes(plan: Plan, held: Sequence[HeldBytes], stage: int) -> float:
+    whole = in_flight(plan, stage) * held[stage].kept
+    if plan.schedule == "zb-h1":  # as many microbatches as stages, the later ones without what inputs needed
+        waiting = min(plan.num_microbatches, len(plan.stages)) - in_flight(plan, stage)
+        return whole + waiting * held[stage].for_weights
+    return whole
+
+
+def in_flight(plan: Plan, stage: int) -> int:
+    """Return how many microbatches a stage holds at once."""
+    m = plan.num_microbatches
+    if plan.schedule == "gpipe":
+        return m
+    warmup = plan.warmup_in_force()
+    if warmup is not None:
+        replicas = batch_replicas(plan.stages[stage]) if plan.rotates else 1
+        return min(m, -(-warmup[stage] // replicas))
+    return min(m, len(plan.stages) - stage)

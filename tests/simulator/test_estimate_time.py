@@ -1,0 +1,75 @@
+"""The closed form of time where devices, groups or stages are not alike, against the simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator.costs import CostTables
+from simulator.estimate import estimate, tied_s
+from simulator.fast_estimate import FastEstimator
+from simulator.fidelity import Fidelity
+from simulator.lowering.lower import stage_views
+from simulator.plan import Axis, Plan, Stage
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
+from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
+
+ALONE = Fidelity().without("overlap-slowdown", "contention", "optimizer", "host")
+
+
+def simulated_s(plan: Plan, problem: Problem) -> float:
+    return simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+
+
+@pytest.mark.parametrize("split", ["batch", "tensor"])
+def test_the_slowest_type_of_a_stage_rules_whatever_the_order_of_its_devices(split: str) -> None:
+    mixed = small_problem(cluster="a100-80g-dgx:1x2+v100-32g-dgx1:1x2")
+    count = len(mixed.workload)
+    found = FastEstimator(mixed)
+    plans = [
+        Plan((Stage(((0, count),), devices, ((count, (Axis(split, 4),)),)),), 4, 4)
+        for devices in ((0, 1, 2, 3), (2, 3, 0, 1), (0, 2, 1, 3))
+    ]
+    for plan in plans:
+        expected_s, time_s = simulated_s(plan, mixed), estimate(plan, mixed).iteration_time_s
+        assert found.estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
+        assert 0.97 * expected_s < time_s < 1.1 * expected_s
+
+
+@pytest.mark.parametrize("nodes", ["a100-80g-dgx:1x6+a100-80g-dgx:1x2", "a100-80g-dgx:1x2+a100-80g-dgx:1x6"])
+def test_the_slowest_group_of_a_collective_rules_wherever_it_is(nodes: str) -> None:
+    problem, alike = (small_problem(cluster=cluster, global_batch=128) for cluster in (nodes, "a100-80g-dgx:1x8"))
+    plan = uniform_plan(problem, tp=4, dp=2)
+    time_s = estimate(plan, problem).iteration_time_s
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
+    more_s = simulated_s(plan, problem) - simulated_s(plan, alike)
+    assert time_s - estimate(plan, alike).iteration_time_s == pytest.approx(more_s, rel=0.02)
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 8, 32])
+@pytest.mark.parametrize(("cut", "replicas"), [(2, (2, 2)), (2, (2, 1)), (1, (1, 2)), (1, (2, 2)), (1, (2, 1))])
+def test_replicas_that_take_turns_fill_with_whole_microbatches(cut, replicas, num_microbatches: int) -> None:
+    problem = chain_problem(chain_of_opaque(4, 0.01, 0.02), num_devices=4, global_batch=2 * num_microbatches)
+    devices = (tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas))))
+    stages = [
+        Stage(((first, stop),), own, ((stop - first, (Axis("batch", len(own)),)),))
+        for (first, stop), own in zip(((0, cut), (cut, 4)), devices, strict=True)
+    ]
+    plan = Plan(tuple(stages), 2, num_microbatches, replica_assignment="round_robin")
+    expected_s = simulate(plan, problem, engine="compiled", fidelity=Fidelity.ideal()).iteration_time_s
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=2e-3)  # Transfers are free there.
+
+
+@pytest.mark.parametrize(("family", "shape"), [("bert", dict(pp=2)), ("gpt", dict(pp=2)), ("t5", dict(pp=2))])
+def test_tied_weights_are_reduced_over_their_stages_once(family: str, shape: dict[str, int]) -> None:
+    problem = small_problem(family, cluster="v100-1gpu-10g:2x1", global_batch=8)
+    plan = uniform_plan(problem, **shape)  # type: ignore[arg-type]
+    views = stage_views(validate(plan, problem), CostTables(problem))
+    without = ALONE.without("gradient-sync")
+    more_s = simulated_s(plan, problem) - simulate(plan, problem, engine="compiled", fidelity=without).iteration_time_s
+    assert tied_s(views[0].costs, views) == pytest.approx(more_s, rel=0.01)
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(
+        estimate(plan, problem).iteration_time_s, rel=1e-11
+    )
