@@ -97,6 +97,10 @@ class Problem:
         return tuple(self.hardware.gpu_type(device) for device in range(self.num_devices))
 
 
+SOLD_AS = 1.05
+"""A GPU sold as one of 80 GB shows 79.35 GiB: a limit of what it is called by is one of all it has."""
+
+
 def _check_memory_limit(problem: Problem) -> None:
     limit = problem.memory_limit_bytes
     if limit is None:
@@ -110,7 +114,7 @@ def _check_memory_limit(problem: Problem) -> None:
     cluster = problem.hardware.cluster
     # Each node's devices are alike; on a mixed cluster a limit may bind on the larger ones only.
     largest, gpu = max((node.gpu.memory_bytes, node.gpu.name) for node in cluster.nodes)
-    if limit > largest:
+    if limit > SOLD_AS * largest:
         raise ValueError(
             f"the memory limit must be at most the {largest / 2**30:.2f} GiB of {gpu}, got {limit / 2**30:.2f} GiB; "
             "leave it out for all the GPU has"
