@@ -19,7 +19,7 @@ from searchers.budget import Budget
 from searchers.plan_words import describe_plan
 from simulator.costs import CostTables
 from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.fast_estimate import FastEstimator, compile_ahead
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
@@ -226,6 +226,8 @@ class Ledger:
     counters: dict[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.searcher.objective == "paper" and type(self.searcher).paper_objective is Searcher.paper_objective:
+            compile_ahead(self.problem)
         self.clock = self.budget.start()
         self._best: list[RankedPlan] = []
         self._history: list[HistoryEntry] = []

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,6 +57,7 @@ from simulator.fast_time import (
 )
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
+from simulator.uniform import uniform_plan
 
 __all__ = ["FastEstimates", "FastEstimator", "PlanArrays", "StageColumns"]
 
@@ -81,6 +83,13 @@ class FastEstimates:
     peak_bytes: Floats
     capacity_bytes: Floats
     fits: NDArray[np.bool_]
+
+
+def compile_ahead(problem: Problem) -> None:
+    """Compile the estimate where this machine has not yet, lest a search's seconds go by with it (half a minute)."""
+    if not (is_cached(estimate_times) and is_cached(estimate_peaks)):
+        with suppress(ValueError):  # No array form, so nothing to compile for.
+            FastEstimator(problem).estimate(uniform_plan(problem))
 
 
 class FastEstimator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import islice
 from math import comb
@@ -221,3 +222,18 @@ def test_what_the_fast_estimate_refuses_is_estimated_all_the_same() -> None:
         FastEstimator(measured).estimate(plan)
     assert estimated(plan, measured).objective == estimate(plan, measured).iteration_time_s
     assert MegatronGrid().search(measured).best
+
+
+def test_no_search_spends_its_seconds_on_compiling_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fresh machine that takes longer than the default budget; the clock starts after it."""
+    began: list[float] = []
+
+    def slow(problem: Problem) -> None:
+        time.sleep(0.3)
+        began.append(time.perf_counter())
+
+    monkeypatch.setattr("searchers.base.compile_ahead", slow)
+    ledger = Ledger(searcher_named("megatron-grid"), tiny_problem())
+    assert ledger.clock.wall_s <= time.perf_counter() - began[0]
+    Ledger(searcher_named("megatron-grid", objective="simulator"), tiny_problem())
+    assert len(began) == 1, "what does not score by the estimate compiles nothing"
