@@ -16,7 +16,7 @@ from math import prod
 from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import GATHERED_COPY, GRADIENT_COPY
-from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
+from simulator.lowering.mesh import REDUCTIONS, MeshCollective, MeshSizes, mesh_sizes, reshard, settled
 from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import GradientBucket, gather_calls, gather_collectives, gradient_buckets
 from simulator.lowering.view import StageView as StageView
@@ -313,6 +313,7 @@ class ProgramBuilder:
     _units: list[int] = field(default_factory=list)
     _first_of: dict[int, int] = field(default_factory=dict)
     _gather_items: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _gather_calls: dict[tuple[int, MeshSizes, tuple[int, ...]], int] = field(default_factory=dict)
     _copied: set[int] = field(default_factory=set)
     _pass_cause: str = "forward"
     _layer_started: int | None = None
@@ -328,6 +329,7 @@ class ProgramBuilder:
         if not self.fidelity.parameter_gather:
             return {}
         found = gather_collectives(self.view)
+        self._gather_calls = gather_calls(self.view)
         workload = self.view.costs.problem.workload
         self._units = list(dict.fromkeys(workload.operators[index].layer for index in order))
         self._first_of = {workload.operators[index].layer: index for index in sorted(order, reverse=True)}
@@ -362,7 +364,6 @@ class ProgramBuilder:
         if layer in self._gather_items:
             return
         positions = []
-        calls = gather_calls(self.view) if gathers.get(layer) else {}
         for collective in gathers.get(layer, ()):
             positions.append(len(self.items))
             self.items.append(
@@ -373,7 +374,7 @@ class ProgramBuilder:
                     chained=False,
                     after=() if after is None else (after,),
                     operator=self._first_of[layer],
-                    num_calls=calls.get((layer, collective.sizes, collective.axes), 1),
+                    num_calls=self._gather_calls.get((layer, collective.sizes, collective.axes), 1),
                     num_entries=self._num_entries(collective),
                 )
             )
