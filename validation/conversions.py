@@ -56,12 +56,12 @@ class Converter:
             return reduced
         if step.collective == "all_gather":
             gathered, _ = group.all_gather(tensor.contiguous())
-            return _joined(gathered, step.source_dim)
+            return joined(gathered, step.source_dim)
         parts = torch.stack(tensor.chunk(group.size, dim=step.target_dim))
         if step.collective == "reduce_scatter":
             return group.reduce_scatter(parts)[0]
         assert step.collective == "all_to_all", step
-        return _joined(group.all_to_all(parts), step.source_dim)
+        return joined(group.all_to_all(parts), step.source_dim)
 
     def _slice(self, sizes: tuple[int, ...], axes: tuple[int, ...], tensor: torch.Tensor, dim: int) -> torch.Tensor:
         coordinates = coordinates_of(sizes, self.groups.local_rank)
@@ -93,6 +93,6 @@ def _regions(layout: Layout, shape: Shape) -> list[Region]:
     return regions(layout[0], layout[1], shape[0])
 
 
-def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+def joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
     """Return ``(size, ...)`` with the parts one after the other along ``dim``."""
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim=dim)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from validation.kind_elementwise import drop
-from validation.operator_context import Forward, OperatorContext, Tensors, builds
+from validation.operator_context import Forward, Gather, OperatorContext, Reduce, Tensors, builds
 from workloads.kinds.attributes import flag, integer, real
 
 _Function: Any = torch.autograd.Function
@@ -77,9 +77,34 @@ def build_pooler(context: OperatorContext) -> Forward:
     return forward
 
 
+class _SumOfRows(_Function):  # type: ignore[misc]
+    """Sum over the ranks that a vocabulary is cut over; each needs the whole gradient for its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, found: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+        return reduce(found.clone(), "sum", "vocab_sequence")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _OwnPart(_Function):  # type: ignore[misc]
+    """A rank's part of the sequence; gradients of all parts are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, own: slice, gather: Gather) -> torch.Tensor:
+        ctx.gather = gather
+        return whole[:, own].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+        return ctx.gather(gradients[0], "vocab_sequence", 1), None, None
+
+
 @builds("embedding")
 def build_embedding(context: OperatorContext) -> Forward:
-    """Token look-up, positions and segments; a vocabulary split gives a partial sum.
+    """Token look-up, positions and segments; a vocabulary split gives a partial sum, or a part of the sequence.
 
     The graph has no segment ids: a sequence is taken to be of equal segments, one after the other.
     """
@@ -91,7 +116,9 @@ def build_embedding(context: OperatorContext) -> Forward:
     length = context.input_shapes[0][1]
     places = torch.arange(tokens.start, tokens.stop, device=context.device)
     segments = places * num_segments // length
-    applies = context.applies(1)
+    own = context.output_boxes[0][1]
+    sums = own != tokens
+    applies = sums or context.applies(1)
     probability = real(attributes, "dropout", 0.0)
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
@@ -102,10 +129,14 @@ def build_embedding(context: OperatorContext) -> Forward:
             found = found.masked_fill(outside.unsqueeze(-1), 0.0)
         else:
             found = F.embedding(ids, parameters[0])
+        if sums:
+            found = _SumOfRows.apply(found, context.reduce)
         if has_positions:
             found = add_once(found, parameters[1][tokens], applies=applies)
         if num_segments:
             found = add_once(found, F.embedding(segments, parameters[-1]), applies=applies)
+        if sums:
+            found = _OwnPart.apply(found, own, context.gather)
         return (drop(context, found, probability) if probability > 0 else found,)
 
     return forward

@@ -33,6 +33,9 @@ Forward = Callable[[Tensors, Tensors], tuple[torch.Tensor, ...]]
 Reduce = Callable[[torch.Tensor, str, str], torch.Tensor]
 """``(tensor, "sum" or "max", split) -> tensor`` reduced over the axes of that split, in place."""
 
+Gather = Callable[[torch.Tensor, str, int], torch.Tensor]
+"""``(tensor, split, dim) -> tensor``: the parts of all ranks of that split one after the other along a dimension."""
+
 Box = tuple[slice, ...]
 """One interval per dimension of a global tensor."""
 
@@ -47,6 +50,10 @@ class RunState:
 
 def _no_group(tensor: torch.Tensor, operation: str, split: str) -> torch.Tensor:
     raise AssertionError(f"{operation} over the {split} axes needs a process group")
+
+
+def _no_parts(tensor: torch.Tensor, split: str, dim: int) -> torch.Tensor:
+    raise AssertionError(f"a gather over the {split} axes needs a process group")
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class OperatorContext:
         producers: The operator that makes each input; None for graph inputs.
         device: Where tensors live.
         run: Progress of the run.
-        reduce: Collective inside the operator.
+        reduce, gather: Collectives inside the operator.
     """
 
     index: int
@@ -82,6 +89,7 @@ class OperatorContext:
     device: torch.device
     run: RunState = field(default_factory=RunState)
     reduce: Reduce = _no_group
+    gather: Gather = _no_parts
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -164,6 +172,7 @@ def make_context(
     device: torch.device,
     run: RunState | None = None,
     reduce: Reduce = _no_group,
+    gather: Gather = _no_parts,
 ) -> OperatorContext:
     """Return the context of operator ``index`` on one rank.
 
@@ -177,7 +186,7 @@ def make_context(
         implementation: Of the runtime.
         device: Where tensors live.
         run: Progress of the run, shared by all operators of a rank.
-        reduce: Collective inside the operator.
+        reduce, gather: Collectives inside the operator.
     """
     op = workload.operators[index]
     kind = op.definition
@@ -224,6 +233,7 @@ def make_context(
         device=device,
         run=run or RunState(),
         reduce=reduce,
+        gather=gather,
     )
 
 

@@ -68,6 +68,7 @@ def _memory(worker: Worker, request: tuple[Problem, int, int]) -> list[OperatorM
             workload, index, axes, local_rank=0, samples=samples, local_samples=samples,
             implementation=problem.runtime.implementation, device=worker.device,
             reduce=lambda tensor, operation, split: tensor,
+            gather=lambda tensor, split, dim: torch.cat([tensor] * tensor_size, dim),
         )  # fmt: skip
         found[op.role] = (op.role, *_operator_memory(context, worker.device))
     return list(found.values())

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from simulator.lowering.mesh import mesh_sizes
-from validation.conversions import Converter
+from validation.conversions import Converter, joined
 from validation.gradients import Gradients
 from validation.groups import StageGroups
 from validation.in_flight import InFlight, Kept, Pass, Segment, Values
@@ -85,6 +85,10 @@ class StageRunner:
             self.groups.along("tensor", mesh_sizes(sharding), axes).all_reduce(tensor, operation)
             return tensor
 
+        def gather(tensor: torch.Tensor, split: str, dim: int) -> torch.Tensor:
+            group = self.groups.along("tensor", mesh_sizes(sharding), axes)
+            return joined(group.all_gather(tensor.contiguous())[0], dim)
+
         return make_context(
             self.workload,
             index,
@@ -96,6 +100,7 @@ class StageRunner:
             device=self.device,
             run=self.run,
             reduce=reduce,
+            gather=gather,
         )
 
     # Forward

@@ -253,7 +253,6 @@ class StageWiring:
 
 
 def internal_axes(kind: str, sharding: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
-    """Return the axes over which an operator communicates inside: the vocabulary of a loss."""
-    if kind != "lm_loss":
-        return ()
-    return tuple(position for position, (split, _, _) in enumerate(sharding) if split == "vocab")
+    """Return the axes over which an operator communicates inside: those that cut its vocabulary."""
+    inside = {"lm_loss": "vocab", "embedding": "vocab_sequence"}.get(kind)
+    return tuple(position for position, (split, _, _) in enumerate(sharding) if split == inside)

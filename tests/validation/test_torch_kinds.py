@@ -35,7 +35,8 @@ def test_every_kind_has_a_builder_or_is_refused_by_name() -> None:
 def test_the_examples_cover_every_builder_and_split() -> None:
     assert {example.workload.operators[example.index].kind for example in EXAMPLES} >= set(BUILDERS) - {"add"}
     assert {example.split for example in EXAMPLES} == {
-        "batch", "replicate", "column", "row", "head", "sequence", "vocab", "in_channel", "out_channel", "channel"
+        "batch", "replicate", "column", "row", "head", "sequence", "vocab", "vocab_sequence",
+        "in_channel", "out_channel", "channel",
     }  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def allowed(context: OperatorContext, example: Example, dtype: str) -> tuple[int
     kind = context.operator.kind
     if kind in ("lm_loss", "classifier_loss") and example.split != "vocab":
         return stated + 4, stated + 4  # nll_loss keeps the sum of weights, one number
-    if kind in ("embedding", "lm_loss") and example.split == "vocab":
+    if kind in ("embedding", "lm_loss") and example.split in ("vocab", "vocab_sequence"):
         # A byte per token: is its row on another rank? The loss counts rows, not labels, twice.
         return stated + tokens(context), stated + tokens(context)
     if kind in ("attention_score", "attention_context"):

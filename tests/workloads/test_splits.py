@@ -1,5 +1,7 @@
 """Every split of every kind: work is shared, parameters are cut, placements fit shapes."""
 
+from math import prod
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,7 +117,9 @@ def test_splits_share_the_work_and_cut_what_they_say(
                 assert matmul_flop(kind.kernels(phase, whole)) <= one * share
                 continue
             assert one * share == pytest.approx(matmul_flop(kind.kernels(phase, whole))), (split, phase)
-            assert workspace_bytes(kind, phase, local) <= workspace_bytes(kind, phase, whole)
+            # What an embedding sums over ranks is its whole output: a tensor of its own where a part of it goes on.
+            passed_on = prod(whole.outputs[0]) * whole.element_bytes if split == "vocab_sequence" else 0
+            assert workspace_bytes(kind, phase, local) <= workspace_bytes(kind, phase, whole) + passed_on
             stated = kind.stated_time_s(phase, whole)
             if stated is not None:
                 assert kind.stated_time_s(phase, local) == pytest.approx(stated / share)
@@ -204,3 +208,18 @@ def test_loss_of_a_vocabulary_split_has_three_small_all_reduces() -> None:
     assert [(c.collective, c.shape, c.dtype) for c in found] == [("all_reduce", (2, 8), "fp32")] * 3
     assert kind.internal_collectives("forward", "batch", local) == ()
     assert kind.internal_collectives("backward_input", "vocab", local) == ()
+
+
+def test_an_embedding_under_sequence_parallelism_keeps_the_mask_of_its_part() -> None:
+    """Korthikanti et al. 2022, Section 4.3: embedding dropout is cut along the sequence too (s b h p / t)."""
+    kind = kind_named("embedding")
+    attributes: Attributes = {"vocab": 64, "hidden": 16, "positions": 8, "dropout": 0.1}
+    local = localize(kind, attributes, [(2, 8)], [("vocab_sequence", 4)], HALF)
+    assert local.outputs == ((2, 2, 16),) and local.parameters == ((16, 16), (8, 16))
+    assert [item.shape for item in kind.saved(local) if item.ref == "mask"] == [(2, 2, 16)]
+    found = [(phase, item) for phase in PHASES for item in kind.internal_collectives(phase, "vocab_sequence", local)]
+    assert [(phase, item.collective, item.shape) for phase, item in found] == [
+        ("forward", "all_reduce", (2, 8, 16)),
+        ("backward_input", "all_gather", (2, 8, 16)),
+    ]
+    assert kind.internal_collectives("forward", "vocab", local) == ()

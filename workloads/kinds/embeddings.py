@@ -9,9 +9,11 @@ from workloads.kernels import Kernel, Matmul, MemoryBound
 from workloads.kinds.attributes import flag, integer, real, require_rank, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     DTYPE_BYTES,
     FORWARD,
     Attributes,
+    InternalCollective,
     Kind,
     Local,
     Parameter,
@@ -28,8 +30,10 @@ from workloads.placements import PARTIAL, REPLICATE, Shard
 class Embedding(Kind):
     """Token look-up, plus optional position and segment tables and dropout: ``(B, S) -> (B, S, H)``.
 
-    A vocabulary split leaves a partial sum (every rank adds the rows it has), so the all-reduce, or the
-    reduce-scatter of sequence parallelism, follows from the consumer.
+    A vocabulary split leaves a partial sum (every rank adds the rows it has), so the all-reduce follows from the
+    consumer. Under sequence parallelism Megatron-LM sums inside, adds positions, and only drops in its part of the
+    sequence (``vocab_sequence``; language_model.py, Embedding): the mask is that part's (Korthikanti et al. 2022,
+    Section 4.3).
 
     Attributes of the operator: ``vocab``, ``hidden``, ``positions`` (rows of the position table, 0: none),
     ``segments`` (rows of the segment table, 0: none), ``dropout`` (probability).
@@ -63,13 +67,17 @@ class Embedding(Kind):
             "vocab": Split(
                 (REPLICATE,), (PARTIAL,), (Shard(0), *(REPLICATE,) * (count - 1)), whole_gradients=(1, 2)
             ),
+            "vocab_sequence": Split(
+                (REPLICATE,), (Shard(1),), (Shard(0), *(REPLICATE,) * (count - 1)), whole_gradients=(1, 2)
+            ),
             "column": Split((REPLICATE,), (Shard(2),), (Shard(1),) * count),
             "sequence": Split((Shard(1),), (Shard(1),), (REPLICATE,) * count),
         }
         return SplitTable(1, 1, count, own).build()
 
     def split_limit(self, attributes: Attributes, split: str) -> int | None:
-        return {"vocab": integer(attributes, "vocab"), "column": integer(attributes, "hidden")}.get(split)
+        vocab = integer(attributes, "vocab")
+        return {"vocab": vocab, "vocab_sequence": vocab, "column": integer(attributes, "hidden")}.get(split)
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
         kept = (Saved("input:0"),)
@@ -78,8 +86,9 @@ class Embedding(Kind):
         return kept
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
-        size = size_bytes(local, local.outputs)
-        tokens, mask = float(DTYPE_BYTES["index"] * prod(local.inputs[0])), float(prod(local.outputs[0]))
+        kept, mask = size_bytes(local, local.outputs), float(prod(local.outputs[0]))
+        size = size_bytes(local, [self._found(local)])
+        tokens = float(DTYPE_BYTES["index"] * prod(local.inputs[0]))
         position_bytes = size / local.outputs[0][0]  # one sequence: the same for every sample
         positions = integer(local.attributes, "positions", 0) > 0
         segments = integer(local.attributes, "segments", 0) > 0
@@ -94,11 +103,13 @@ class Embedding(Kind):
                 ]
             if segments:
                 found += [MemoryBound(size + tokens, size, "gather"), MemoryBound(2 * size, size)]
+            if kept < size:
+                found.append(MemoryBound(kept, kept))
             if drops:
-                found.append(MemoryBound(size, size + mask, "random"))
+                found.append(MemoryBound(kept, kept + mask, "random"))
             return found
         if phase == BACKWARD_INPUT:
-            return [MemoryBound(size + mask, size)] if drops else []
+            return [MemoryBound(kept + mask, kept)] if drops else []
         # A dense gradient: set to zero, then scatter-add.
         found = [
             MemoryBound(0.0, size_bytes(local, local.parameters[:1])),
@@ -112,6 +123,22 @@ class Embedding(Kind):
         if segments:
             found.append(MemoryBound(size + tokens, size_bytes(local, local.parameters[-1:]), "reduction"))
         return found
+
+    @staticmethod
+    def _found(local: Local) -> Shape:
+        """Return the shape of what is looked up: longer than the output where only a part of the sequence goes on."""
+        return (*local.inputs[0], local.outputs[0][2])
+
+    def internal_collectives(self, phase: str, split: str, local: Local) -> tuple[InternalCollective, ...]:
+        if split != "vocab_sequence" or phase == BACKWARD_WEIGHT:
+            return ()
+        collective = "all_reduce" if phase == FORWARD else "all_gather"
+        return (InternalCollective(collective, self._found(local), "activation"),)
+
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        # What all ranks' rows sum up to, and the gradient of all of it.
+        found = self._found(local)
+        return ((found, "activation"),) if phase != BACKWARD_INPUT and found != local.outputs[0] else ()
 
     def num_calls(self, phase: str, local: Local) -> int:
         # Look-ups, their sum and dropout; in backward dropout, and a node per table.

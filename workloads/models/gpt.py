@@ -53,6 +53,7 @@ def build(spec: GPTSpec, attention: str) -> Workload:
             "dropout": spec.dropout,
         },
         tensor="vocab",
+        sequence="vocab_sequence",
         ties=ties,
     )
     for index in range(1, spec.layers + 1):

@@ -111,15 +111,14 @@ def build(spec: T5Spec, attention: str) -> Workload:
     decoder_tokens = graph.input("decoder_tokens", (spec.decoder_seq_len,))
     labels = graph.input("labels", (spec.decoder_seq_len,))
     graph.layer("embedding")
-    x = graph.add("embedding", "embedding", [tokens], embedding, tensor="vocab", ties=embedding_ties)
+    splits = {"tensor": "vocab", "sequence": "vocab_sequence"}
+    x = graph.add("embedding", "embedding", [tokens], embedding, **splits, ties=embedding_ties)
     for index in range(1, spec.layers + 1):
         graph.layer(f"encoder{index}")
         x = blocks.add_pre_norm_layer(x, causal=False, tie="encoder.relative_bias")
     graph.layer("decoder_embedding")
     memory = blocks.add_norm("encoder_final_norm", x)
-    x = graph.add(
-        "decoder_embedding", "embedding", [decoder_tokens], embedding, tensor="vocab", ties=embedding_ties
-    )
+    x = graph.add("decoder_embedding", "embedding", [decoder_tokens], embedding, **splits, ties=embedding_ties)
     decoder = replace(blocks, prefix="decoder_")
     for index in range(1, (spec.decoder_layers or spec.layers) + 1):
         graph.layer(f"decoder{index}")
