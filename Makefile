@@ -1,5 +1,6 @@
 # make demo      set up everything, then run the main job
-# make test      set up everything, then run all tests (installs torch, for those that execute plans)
+# make test      set up everything (torch too, for tests that execute plans), then run all tests: first those that run side
+#                by side, then those that measure this machine, which want it for themselves
 # make check     linter and type checker
 # make accuracy  compare predictions with published runs; fails where they got worse
 # make setup     only set up
@@ -18,6 +19,7 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(BIN)/python -m pytest -q -m measured
 
 accuracy: $(VENV)/.core
 	$(BIN)/windtunnel accuracy --check

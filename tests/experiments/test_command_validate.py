@@ -39,6 +39,7 @@ def test_a_limit_is_a_positive_share(text: str) -> None:
         parse_share(text)
 
 
+@pytest.mark.measured
 def test_a_machine_is_profiled_and_a_plan_validated(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     model, profile, plan = tmp_path / "model.yaml", tmp_path / "out" / "machine.json", tmp_path / "plan.yaml"

@@ -31,6 +31,8 @@ from validation.jobs import execute_rounds  # noqa: E402
 from validation.machine_profile import machine_name  # noqa: E402
 from validation.measurement_file import measurement_from_mapping, measurement_mapping  # noqa: E402
 
+pytestmark = pytest.mark.measured
+
 BOUND = 0.20
 
 MAPPING = {

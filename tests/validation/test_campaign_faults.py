@@ -41,6 +41,7 @@ def command(campaign: Path, folder: Path, rounds: int) -> list[str]:
     return [sys.executable, "-c", code, "validate", str(campaign), "-o", str(folder), "--rounds", str(rounds)]
 
 
+@pytest.mark.measured
 def test_an_interrupted_campaign_keeps_what_is_finished_and_goes_on(tmp_path: Path) -> None:
     campaign, folder = tmp_path / "alone.yaml", tmp_path / "out"
     campaign.write_text(dump_yaml(ALONE))

@@ -37,6 +37,7 @@ def test_there_are_at_least_25_plans_and_every_family() -> None:
     assert {case.problem.workload.family for case in cases} == families
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("world_size", CASES)
 def test_planned_runs_equal_the_single_process_run(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
     cases = CASES[world_size]

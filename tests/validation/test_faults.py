@@ -64,6 +64,7 @@ def test_a_rank_that_raises_is_named_with_its_error_not_the_echo_of_the_others()
         launch(fault_worker.fail, 0, num_processes=2, timeout_s=120, num_threads=1)
 
 
+@pytest.mark.measured
 def test_a_rank_that_hangs_is_named_after_the_time_limit() -> None:
     with pytest.raises(WorkerError, match=r"no answer within 12 s from .*rank 1 \(start-up\)"):
         launch(fault_worker.sleep, 1, num_processes=2, timeout_s=12, num_threads=1)
@@ -88,6 +89,7 @@ def test_a_plan_for_more_processes_than_there_are_says_how_many_it_needs() -> No
             execute(plan, of, device="cuda")
 
 
+@pytest.mark.measured
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "from validation.launch import launch\n"
@@ -113,6 +115,7 @@ def wait_until(condition, limit_s: float) -> None:  # type: ignore[no-untyped-de
         time.sleep(0.05)
 
 
+@pytest.mark.measured
 def test_torchrun_can_launch_a_plan_file(tmp_path: Path) -> None:
     model = tmp_path / "model.yaml"
     model.write_text(

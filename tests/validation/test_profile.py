@@ -276,6 +276,7 @@ def windtunnel(*words: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.measured
 def test_a_profile_killed_in_the_middle_goes_on_and_leaves_no_process(tmp_path: Path) -> None:
     model, output = tmp_path / "model.yaml", tmp_path / "machine.json"
     model.write_text(MODEL)
