@@ -172,13 +172,14 @@ def group_reports(
 ) -> list[GroupReport]:
     """Return one report per group, in the order of the groups' file."""
     return [
-        _report(name, [each for each in outcomes if name in each.case.groups], skipped)
+        report_of(name, [each for each in outcomes if name in each.case.groups], skipped)
         for name in known_groups()
         if not only or name in only
     ]
 
 
-def _report(name: str, outcomes: Sequence[Outcome], skipped: Sequence[Skipped]) -> GroupReport:
+def report_of(name: str, outcomes: Sequence[Outcome], skipped: Sequence[Skipped] = ()) -> GroupReport:
+    """Return the figures of some outcomes together."""
     left_out = [entry for entry in skipped if name in entry.groups]
     asked = [each for each in outcomes if each.case.measured.out_of_memory is not None]
     wrong = [each for each in asked if each.out_of_memory != each.case.measured.out_of_memory]

@@ -10,6 +10,7 @@ import numpy as np
 
 from datafiles.writer import write_bytes_atomically
 from experiments.accuracy import GroupReport, Outcome
+from experiments.accuracy_errors import ErrorReport
 from experiments.accuracy_groups import groups as known_groups
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -20,7 +21,13 @@ COLOR_FEATURES = ("strategy", "tp", "tokens", "method", "system", "recompute", "
 
 
 def plot_group(report: GroupReport, outcomes: Sequence[Outcome], path: Path) -> bool:
-    """Draw a group's iteration times on log axes, with the diagonal and a band of ten percent.
+    """Draw a group's iteration times; return whether there was anything to draw."""
+    own = [each for each in outcomes if report.name in each.case.groups]
+    return plot_outcomes(known_groups()[report.name].title.strip(), report.time, own, path)
+
+
+def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Outcome], path: Path) -> bool:
+    """Draw iteration times on log axes, with the diagonal and a band of ten percent.
 
     Returns:
         Whether there was anything to draw.
@@ -29,10 +36,8 @@ def plot_group(report: GroupReport, outcomes: Sequence[Outcome], path: Path) -> 
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    timed = [
-        each for each in outcomes if report.name in each.case.groups and each.case.measured.iteration_time_s is not None
-    ]
-    if not timed or report.time is None:
+    timed = [each for each in outcomes if each.case.measured.iteration_time_s is not None]
+    if not timed or errors is None:
         return False
     measured = np.array([each.case.measured.iteration_time_s for each in timed], dtype=float)
     predicted = np.array([each.iteration_time_s for each in timed])
@@ -74,8 +79,6 @@ def plot_group(report: GroupReport, outcomes: Sequence[Outcome], path: Path) -> 
     axes.set_ylabel("predicted iteration time, s", color=INK)
     if feature:
         axes.legend(frameon=False, loc="upper left", fontsize=9)
-    errors = report.time
-    title = known_groups()[report.name].title.strip()
     axes.set_title(
         f"{title}\n{errors.num_cases} runs, mean absolute error {100 * errors.mean_absolute:.1f} %, "
         f"bias {100 * errors.bias:+.1f} % (band: 10 %)",

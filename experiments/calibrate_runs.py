@@ -8,34 +8,33 @@ from pathlib import Path
 
 import numpy as np
 
-from datafiles.tables import load_table
 from experiments.fitted_constants import fit_constants
 from experiments.inferred_parts import profile_of
 from experiments.inferred_profile import SETTLED, LayersRun, infer
 from experiments.inferred_ridge import priors
 from experiments.measured_run import MeasuredRun
+from experiments.run_table import PLAN, SECONDS, load_runs
 from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.machine_factors import with_factors
-from simulator.plan_file import load_plan
 
-PLAN, SECONDS = "plan", "iteration_time_s"
 SHAPE = "layers"
 """All runs of a table have layers of one shape: a profile knows roles, not shapes."""
 
 
 def measured_runs(table: Path) -> list[MeasuredRun]:
-    """Return the runs of a table.
+    """Return the runs of a table (`experiments.run_table`).
 
     Raises:
         ValueError: If there are fewer than two, or a column or a time is missing.
     """
     found = []
-    for number, row in enumerate(load_table(table, floats=(SECONDS,)), start=1):
-        if not row.get(PLAN) or not row[SECONDS] or row[SECONDS] <= 0:
-            raise ValueError(f"{table}: row {number} must have a {PLAN} and {SECONDS} above 0, got {row}")
-        spec, plan = load_plan(table.parent / row[PLAN])
-        found.append(MeasuredRun(row[PLAN], spec.load(), plan, row[SECONDS]))
+    for case in load_runs(table):
+        if case.measured.iteration_time_s is None:
+            raise ValueError(f"{table}: every run must have a measured time ({SECONDS}), {case.row_id} has none")
+        problem = case.problem()
+        name = str(case.features.get(PLAN, case.row_id))
+        found.append(MeasuredRun(name, problem, case.plan(problem), case.measured.iteration_time_s))
     if len(found) < 2:
         raise ValueError(f"{table}: must hold at least two runs, got {len(found)}")
     return found
@@ -45,7 +44,9 @@ def _one_of_each(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Return one run of each plan, with the median of its times: leaving out one of several would leave it in."""
     of_plan: dict[tuple[object, str], list[MeasuredRun]] = {}
     for run in runs:
-        of_plan.setdefault((run.problem.spec, run.plan.canonical_hash(run.problem.workload)), []).append(run)
+        problem = run.problem
+        names = problem.workload.fingerprint, problem.hardware.cluster.name, problem.runtime.name, problem.global_batch
+        of_plan.setdefault((names, run.plan.canonical_hash(problem.workload)), []).append(run)
     return [replace(same[0], seconds=float(np.median([run.seconds for run in same]))) for same in of_plan.values()]
 
 
@@ -69,7 +70,7 @@ def constants(table: Path, names: Sequence[str], progress: Callable[[str], None]
         words = ", ".join(f"{' and '.join(preset)} ({name})" for preset, name in some.items())
         raise ValueError(f"{table}: runs must be of one kind of machine, got {words}; make a table for each")
     for run in found:
-        if run.problem.spec is None or run.problem.spec.profile is not None:
+        if run.problem.spec is not None and run.problem.spec.profile is not None:
             raise ValueError(
                 f"{table}: plans must be made without --profile: factors are on the shipped constants; got one with "
                 f"({run.name})"
@@ -108,7 +109,7 @@ def runs(table: Path) -> Outcome:
     """Return the calibration that a table of runs gives.
 
     Args:
-        table: CSV with the columns ``plan`` (a plan file, relative to the table) and ``iteration_time_s``.
+        table: CSV of runs (`experiments.run_table`) that were all timed.
 
     Raises:
         ValueError: If there are fewer than two runs, a column or a time is missing, or operators of one role differ.

@@ -19,6 +19,7 @@ from experiments import (
     command_import_plan,
     command_list,
     command_plan,
+    command_predict,
     command_profile,
     command_reproduce,
     command_search,
@@ -60,6 +61,8 @@ app = typer.Typer(
 
     Your hardware:      windtunnel calibrate nccl-tests logs/*.txt -c a100-80g-dgx -o measured.json
 
+    Runs you measured:  windtunnel predict runs.csv -c a100-80g-dgx -r megatron-lm-2021
+
     Is it so, here:     windtunnel validate plan.yaml --limit 20%
 
     A paper's table:    windtunnel reproduce mpe-counts
@@ -75,6 +78,7 @@ app = typer.Typer(
 app.command("list")(command_list.list_names)
 app.command("plan")(command_plan.plan)
 app.command("search")(command_search.search)
+app.command("predict")(command_predict.predict)
 app.command("simulate")(command_simulate.simulate_file)
 app.command("diff")(command_diff.diff)
 app.command("compare")(command_compare.compare_searchers)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from experiments.console import AsJson, Without, comma_separated, console, messages, print_json, table
 
 if TYPE_CHECKING:
-    from experiments.accuracy import GroupReport, Listener, Outcome
+    from experiments.accuracy import GroupReport, Outcome
     from experiments.cases.case import Case, Skipped
 
 
@@ -66,6 +65,7 @@ def accuracy(
     from experiments import accuracy as core
     from experiments import accuracy_baseline, accuracy_docs, accuracy_plots
     from experiments.cases.sources import all_cases, data_folder
+    from experiments.progress import counted_progress
     from simulator.fidelity import Fidelity
 
     off = comma_separated(without)
@@ -77,7 +77,7 @@ def accuracy(
     folder = data_folder(data)
     entries = list(all_cases(folder))
     _check_features(comma_separated(by), entries, only)
-    with _progress() as listener:
+    with counted_progress("accuracy cases") as listener:
         outcomes, skipped = core.run_cases(
             entries, only=only, fidelity=Fidelity().without(*off), listener=listener
         )
@@ -124,20 +124,6 @@ def _check_features(wanted: Sequence[str], entries: Sequence[Case | Skipped], on
             raise ValueError(f"--by must name features of the runs, {words}; got {name!r}")
 
 
-@contextmanager
-def _progress() -> Iterator[Listener]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=messages(), transient=True, disable=not messages().is_terminal) as bar:
-        task = bar.add_task("accuracy cases")
-
-        def listen(number: int, total: int, row_id: str) -> None:
-            bar.update(task, completed=number, total=total, description=row_id[:48])
-
-        yield listen
-
-
 def _print(
     reports: Sequence[GroupReport], outcomes: Sequence[Outcome], features: Sequence[str], missed: bool, with_cases: bool
 ) -> None:
@@ -178,9 +164,9 @@ def _print(
             target = known_groups()[report.name].target_time
             if report.time is not None and target is not None and report.time.mean_absolute > target:
                 own = [each for each in outcomes if report.name in each.case.groups]
-                _print_residuals(own, features, f": {report.name}", one_by_one=not features)
+                print_residuals(own, features, f": {report.name}", one_by_one=not features)
     elif features:
-        _print_residuals(outcomes, features)
+        print_residuals(outcomes, features)
     if with_cases:
         columns = [
             ("case", "left"), ("features", "left"), ("measured s", "right"), ("predicted s", "right"),
@@ -191,7 +177,7 @@ def _print(
     messages().print(f"{run} cases run, {skipped} rows skipped")
 
 
-def _print_residuals(
+def print_residuals(
     outcomes: Sequence[Outcome], features: Sequence[str], where: str = "", *, one_by_one: bool = False
 ) -> None:
     """Print the time error by values of features together, or of every feature of the cases in turn."""

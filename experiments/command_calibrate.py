@@ -150,7 +150,11 @@ def kineto(
 @app.command("runs")
 def runs(
     table: Annotated[
-        Path, typer.Argument(help="CSV of plan (a file beside it) and iteration_time_s.", show_default=False)
+        Path,
+        typer.Argument(
+            help="CSV of runs (as windtunnel predict) that were all timed: a plan file or degrees, iteration_time_s.",
+            show_default=False,
+        ),
     ],
     constants: Annotated[
         str | None,

@@ -28,6 +28,18 @@ def simulation_progress(title: str) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
+def counted_progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Show how many of several things are done; yields a function of that number, that of all, and what comes next."""
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=messages(), transient=True, disable=not messages().is_terminal) as bar:
+        task = bar.add_task(escape(title))
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=escape(name[:48]))
+
+
+@contextmanager
 def searchers_progress(searchers: tuple[str, ...]) -> Iterator[Callable[[str, str, int | None], None]]:
     """Show one line per searcher while the block runs; yields a listener for `compare`."""
     from rich.markup import escape

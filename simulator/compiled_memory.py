@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from simulator.compiled_cache import compiled
 from simulator.compiled_stages import ModelShape
 from simulator.costs import CostTables, OperatorCost, saved_tensors
+from simulator.lowering.mesh import parameter_layout
 from simulator.plan import Axis, resolve
 
 Floats = NDArray[np.float64]
@@ -148,7 +149,7 @@ def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu
             tied = parameter.tie is not None
             if tied:
                 splits = costs.splits(index, sharding)
-                layout = (parameter.tie, sharding, tuple(split.parameters[place] for split in splits))
+                layout = (parameter.tie, parameter_layout(sharding, splits, place))
                 previous_tied[index] = last_tied.get(layout, -1)
                 last_tied[layout] = index
             row[TIED_STATES if tied else STATES] += sum(_blocks(elements * size) for size in per_element)

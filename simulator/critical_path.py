@@ -59,6 +59,7 @@ class Segment(NamedTuple):
         stage, microbatch: -1 where they do not apply.
         device: Representative on which the time passes.
         task: The task it belongs to; for a host's segment the task it ends with.
+        stretched: Of a STRETCH the cause of the task that took longer than alone.
     """
 
     start_s: float
@@ -68,6 +69,7 @@ class Segment(NamedTuple):
     microbatch: int
     device: int
     task: int
+    stretched: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,18 @@ class CriticalPath:
         ]
         return sorted(rows, key=lambda row: (-row[1], row[0]))
 
+    def stretched_s(self) -> dict[str, float]:
+        """Return the seconds of STRETCH by the cause of what took longer than alone."""
+        seconds: dict[str, float] = {}
+        for segment in self.segments:
+            if segment.cause == STRETCH:
+                seconds[segment.stretched] = seconds.get(segment.stretched, 0.0) + (segment.end_s - segment.start_s)
+        return seconds
+
     def describe(self, limit: int = 6) -> str:
         """Return one line per cause, largest first: ``62.1 %  computation (forward) of stage 3``.
 
-        Stages share a line; the line names a stage that has most of it.
+        Stages share a line; the line names a stage that has most of it, or what was stretched most.
         """
         rows = self.by_cause(per_stage=False)
         parts = self.seconds_by(per_stage=True)
@@ -120,6 +130,9 @@ class CriticalPath:
             where = ""
             if stage >= 0 and most > 0.5 * seconds:
                 where = f" of stage {stage}" if most > 0.9995 * seconds else f", most of it in stage {stage}"
+            if words == STRETCH:
+                stretched = self.stretched_s()
+                where = f", mostly of {cause_words(max(stretched, key=stretched.__getitem__))}"
             lines.append(f"{100 * share:5.1f} %  {words}{where}")
         if len(rows) > limit:
             rest = sum(share for _, _, share in rows[limit:])
@@ -321,7 +334,8 @@ class _Walk:
         if start < self._time:
             graph = self._graph
             stage, microbatch = int(graph.stage[task]), int(graph.microbatch[task])
-            self._segments.append(Segment(start, self._time, cause, stage, microbatch, device, task))
+            stretched = graph.causes[graph.cause[task]] if cause == STRETCH else ""
+            self._segments.append(Segment(start, self._time, cause, stage, microbatch, device, task, stretched))
             self._time = start
 
     def _device(self, task: int) -> int:

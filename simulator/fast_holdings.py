@@ -25,6 +25,7 @@ from simulator.fast_time import (
     SCATTER,
     SCATTER_DEGREE,
 )
+from simulator.lowering.mesh import parameter_layout
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, is_gathered, parameter_groups
 from simulator.model_states import static_bytes
@@ -125,7 +126,7 @@ class Holdings:
                 elements[family] += group.num_elements
                 continue
             place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
-            layout = self._layouts((group.tie, sharding, tuple(split.parameters[place] for split in splits)))
+            layout = self._layouts((group.tie, parameter_layout(sharding, splits, place)))
             tied_bytes.append(own_states)
             tied.append((family, group.num_elements, layout, group.num_shards))
         return Holding(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from simulator.lowering.mesh import MeshSizes
+from simulator.lowering.mesh import MeshSizes, parameter_layout
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
 from validation.groups import GroupKey, StageGroups, group_keys
@@ -55,7 +55,7 @@ def placed_parameters(view: StageView) -> tuple[list[Placed], dict[int, list[int
         splits = view.costs.splits(index, sharding)
         for number, parameter in enumerate(workload.parameters(index)):
             key = parameter_key(workload, index, parameter)
-            layout = (key, sharding, tuple(split.parameters[number] for split in splits))
+            layout = (key, parameter_layout(sharding, splits, number))
             if layout not in known:
                 group = next(groups)
                 assert (group.operator, group.tie) == (index, parameter.tie), (group, index)

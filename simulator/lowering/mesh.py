@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -11,6 +11,7 @@ from math import prod
 import numpy as np
 
 from simulator.plan import Sharding
+from workloads.kinds.base import Split
 from workloads.placements import PARTIAL, REPLICATE, Placement, Shard, collective_between
 
 MeshSizes = tuple[int, ...]
@@ -152,6 +153,15 @@ def reshard(
 def mesh_sizes(sharding: Sharding) -> MeshSizes:
     """Return the axis sizes of a canonical sharding; a single device is the mesh ``(1,)``."""
     return tuple(axis.size for axis in sharding) or (1,)
+
+
+def parameter_layout(sharding: Sharding, splits: Sequence[Split], number: int) -> Hashable:
+    """Return how an operator's parameter lies on its ranks: operators that tie one and agree in this hold it once.
+
+    Splits of other names may lay it out alike (an embedding's rows and those of the head).
+    """
+    axes = tuple((axis.size, axis.split == "batch", axis.zero) for axis in sharding)
+    return axes, tuple((split.parameters[number], split.parameter_gradient(number)) for split in splits)
 
 
 def settled(placements: Iterable[Placement]) -> tuple[Placement, ...]:

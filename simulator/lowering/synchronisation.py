@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from simulator.lowering.mesh import MeshCollective, mesh_sizes
+from simulator.lowering.mesh import MeshCollective, mesh_sizes, parameter_layout
 from workloads.placements import PARTIAL
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _parameter_groups(view: StageView) -> list[ParameterGroup]:
         zero = max((sharding[axis].zero for axis in batch_axes), default=0)
         for number, (parameter, elements) in enumerate(cost.parameters):
             if parameter.tie is not None:
-                layout = (parameter.tie, sharding, tuple(split.parameters[number] for split in splits))
+                layout = (parameter.tie, parameter_layout(sharding, splits, number))
                 if layout in places:
                     place = places[layout]
                     found[place] = replace(found[place], users=(*found[place].users, index))

@@ -109,7 +109,7 @@ def chain(*tasks: dict[str, object]) -> TaskGraph:
 def test_path_of_one_task_is_that_task() -> None:
     graph = chain({"work_s": 2.0})
     (segment,) = critical_path(graph, run_simpy(graph)).segments
-    assert segment == (0.0, 2.0, "forward", 3, -1, 0, 0)
+    assert segment == (0.0, 2.0, "forward", 3, -1, 0, 0, "")
 
 
 def test_launch_before_an_idle_stream_is_host_launch() -> None:
@@ -149,6 +149,11 @@ def test_contention_is_a_cause_of_its_own() -> None:
     graph = with_causes(builder.build(), ["transfer", "transfer"])
     path = critical_path(graph, run_simpy(graph))
     assert [(s.end_s - s.start_s, s.cause) for s in path.segments] == [(1.0, "transfer"), (1.0, STRETCH)]
+    assert path.stretched_s() == {"transfer": 1.0}
+    assert path.describe().splitlines() == [
+        " 50.0 %  overlap slowdown and contention, mostly of transfers between stages",
+        " 50.0 %  transfers between stages",
+    ]
 
 
 def test_a_host_that_ends_last_adds_launching_at_the_end() -> None:

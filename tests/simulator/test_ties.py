@@ -66,3 +66,16 @@ def test_sharded_weights_are_reduced_as_they_are_gathered_once() -> None:
         for problem in (problem_with("t5", reduces_ties_by_use=by_use) for by_use in (False, True))
     ]
     assert times[0] == times[1]
+
+
+def test_a_weight_tied_under_splits_of_two_names_is_held_once() -> None:
+    """Sequence parallelism cuts the embedding's rows as the head's, under another name."""
+    problem = small_problem("gpt")
+    held = {}
+    for splits in (False, True):
+        plan = uniform_plan(problem, tp=4, microbatch=1, sequence_parallel=splits)
+        (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+        held[splits] = sum(group.num_elements for group in parameter_groups(view))
+        tied = [group for group in parameter_groups(view) if group.tie]
+        assert len(tied) == 1 and len(tied[0].users) == 2
+    assert held[True] == held[False]

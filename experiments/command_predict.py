@@ -1,0 +1,210 @@
+"""``windtunnel predict``: every run of a table simulated, and compared with what was measured."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experiments.console import (
+    AsJson,
+    Profile,
+    Without,
+    comma_separated,
+    console,
+    messages,
+    print_json,
+    table,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from experiments.accuracy import GroupReport, Outcome
+
+MOST_ROWS = 40
+"""A longer table is shown by its runs that are furthest off (all go into ``--output``)."""
+FURTHEST = 10
+COLUMNS = (
+    "predicted_iteration_time_s",
+    "measured_iteration_time_s",
+    "time_error",
+    "predicted_out_of_memory",
+    "predicted_peak_gib",
+)
+"""What ``--output`` has beside the table's own columns."""
+
+
+def predict(
+    runs: Annotated[Path, typer.Argument(help="CSV of runs; docs/your-own-model-and-cluster.md has its columns.")],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", "-c", help="Of rows that name none; a preset alone is filled by gpus.", show_default=False
+        ),
+    ] = None,
+    runtime: Annotated[
+        str | None, typer.Option("--runtime", "-r", help="Of rows that name none.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Of rows that name none.", show_default=False)
+    ] = None,
+    profile: Profile = None,
+    without: Without = "",
+    by: Annotated[str, typer.Option(help="Tabulate the error by these columns of the table (tp,microbatch).")] = "",
+    limit: Annotated[
+        str | None,
+        typer.Option(help="Exit with 1 if the mean absolute error is more than this, such as 10%.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="CSV: the table with predictions.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture (.png): predicted against measured.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate every run of a table; where it says what was measured, show the errors.
+
+    A row has a plan file, or model, degrees, microbatch and global_batch; iteration_time_s (or metric, value and unit)
+    where it was measured, out_of_memory where it failed.
+
+    Example: windtunnel predict runs.csv -c a100-80g-dgx -r megatron-lm-2021 --by tp,pp -o predicted.csv
+    """
+    from experiments.accuracy import report_of
+    from experiments.accuracy_plots import plot_outcomes
+    from experiments.command_validate import parse_share
+    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs
+    from simulator.fidelity import Fidelity
+
+    largest = parse_share(limit) if limit is not None else None
+    fidelity = Fidelity().without(*comma_separated(without))
+    cases = load_runs(runs, Common(cluster=cluster, runtime=runtime, model=model, profile=profile))
+    known = list(dict.fromkeys(name for case in cases for name in case.features))
+    features = [ALIASES.get(name, name) for name in comma_separated(by)]
+    for name in features:
+        if name not in known:
+            raise ValueError(f"--by must name columns of {runs}, {', '.join(known)}; got {name!r}")
+    timed = [case for case in cases if case.measured.iteration_time_s is not None]
+    if largest is not None and not timed:
+        raise ValueError(f"--limit needs measured times, and no row of {runs} has one")
+    outcomes = _simulated(cases, fidelity, runs, output)
+    report = report_of(runs.stem, outcomes)
+    if plot is not None and not plot_outcomes(runs.stem, report.time, outcomes, writable(plot)):
+        raise ValueError(f"--plot needs measured times, and no row of {runs} has one")
+    if as_json:
+        print_json({"report": _report_mapping(report), "runs": [_run_mapping(each) for each in outcomes]})
+    else:
+        _print(report, outcomes, features)
+        ignored = columns_not_read(runs)
+        if ignored:
+            messages().print(f"columns that say nothing about a run: {', '.join(ignored)}")
+    for path in (output, plot):
+        if path is not None and not as_json:
+            messages().print(f"written: {path}")
+    if largest is not None and report.time is not None and report.time.mean_absolute > largest:
+        messages().print(f"[bold red]mean absolute error {report.time.mean_absolute:.1%}, allowed {largest:.1%}[/]")
+        raise typer.Exit(1)
+
+
+def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | None) -> list[Outcome]:
+    """Simulate the runs; what was simulated is written whatever ends it."""
+    from experiments.accuracy import run_case
+    from experiments.progress import counted_progress
+
+    outcomes: list[Outcome] = []
+    try:
+        with counted_progress("runs") as advance:
+            for number, case in enumerate(cases):
+                advance(number, len(cases), case.row_id)
+                outcomes.append(run_case(case, fidelity=fidelity))
+    finally:
+        if output is not None and outcomes:
+            _write(runs, outcomes, writable(output))
+    return outcomes
+
+
+def _write(runs: Path, outcomes: Sequence[Outcome], path: Path) -> None:
+    from datafiles.tables import load_table
+    from datafiles.writer import write_text_atomically
+
+    text = io.StringIO()
+    rows = load_table(runs)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*rows[0], *COLUMNS])
+    for row, each in zip(rows, outcomes, strict=False):
+        found = _run_mapping(each)
+        cells = ["" if found[name] is None else found[name] for name in COLUMNS]
+        writer.writerow([*row.values(), *cells])
+    write_text_atomically(path, text.getvalue())
+
+
+def _run_mapping(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "run": outcome.case.row_id,
+        "predicted_iteration_time_s": outcome.iteration_time_s,
+        "measured_iteration_time_s": outcome.case.measured.iteration_time_s,
+        "time_error": outcome.time_error,
+        "predicted_out_of_memory": outcome.out_of_memory,
+        "measured_out_of_memory": outcome.case.measured.out_of_memory,
+        "predicted_peak_gib": outcome.peak_bytes / 2**30,
+    }
+
+
+def _report_mapping(report: GroupReport) -> dict[str, Any]:
+    time, rank = report.time, report.rank
+    return {
+        "num_runs": report.num_run,
+        "num_timed": time.num_cases if time else 0,
+        "mean_absolute_error": time.mean_absolute if time else None,
+        "median_absolute_error": time.median_absolute if time else None,
+        "bias": time.bias if time else None,
+        "worst": {"run": time.worst[0], "error": time.worst[1]} if time else None,
+        "num_fits_right": report.num_fits_right,
+        "num_fits_asked": report.num_fits_asked,
+        "rank_correlation": rank.correlation if rank else None,
+        "rank_pairs": rank.num_pairs if rank else 0,
+    }
+
+
+def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[str]) -> None:
+    from experiments.cli_accuracy import print_residuals
+
+    shown = list(outcomes)
+    if len(shown) > MOST_ROWS:
+        shown = sorted(outcomes, key=lambda each: -abs(each.time_error or 0.0))[:FURTHEST]
+        messages().print(f"the {len(shown)} of {len(outcomes)} runs that are furthest off")
+    columns = [("run", "left"), ("predicted s", "right"), ("peak GiB", "right"), ("fits", "left")]
+    if report.time is not None:
+        columns += [("measured s", "right"), ("error", "right")]
+    rows = []
+    for each in shown:
+        asked = each.case.measured.out_of_memory
+        wrong = asked is not None and asked != each.out_of_memory
+        fits = ("no" if each.out_of_memory else "yes") + (" (wrong)" if wrong else "")
+        row = [each.case.row_id, f"{each.iteration_time_s:.4g}", f"{each.peak_bytes / 2**30:.1f}", fits]
+        if report.time is not None:
+            seconds, error = each.case.measured.iteration_time_s, each.time_error
+            row += [f"{seconds:.4g}" if seconds else "", f"{100 * error:+.1f} %" if error is not None else ""]
+        rows.append(row)
+    console().print(table(None, columns, rows))
+    if features:
+        print_residuals(outcomes, features)
+    words = []
+    if report.time is not None:
+        time = report.time
+        words.append(
+            f"{time.num_cases} measured runs: mean absolute error {time.mean_absolute:.1%}, median "
+            f"{time.median_absolute:.1%}, bias {time.bias:+.1%}, worst {time.worst[1]:+.1%} ({time.worst[0]})"
+        )
+    if report.num_fits_asked:
+        words.append(f"out of memory or not: {report.num_fits_right} of {report.num_fits_asked} right")
+    if report.rank is not None:
+        words.append(
+            f"rank correlation {report.rank.correlation:.3f} of {report.rank.num_pairs} pairs of plans for one problem"
+        )
+    for line in words:
+        console().print(line)

@@ -1,0 +1,266 @@
+"""A table of runs: a CSV with a row for each, what was run and, where it is known, what was measured.
+
+A row names a plan file, or a model, a machine and degrees that hold for the whole model::
+
+    model,layers,hidden,heads,seq,vocab,gpus,tp,pp,dp,microbatch,global_batch,recompute,iteration_time_s
+    mine,24,2304,24,2048,51200,32,1,1,32,16,512,full,3.53
+
+What the rows have in common (cluster, runtime, model) may be said once instead of in a column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from datafiles.tables import load_table
+from datafiles.values import resolve_scalar
+from experiments.cases.case import Case, Measured, cluster_string
+from hardware_models.calibration_file import load_calibration
+from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
+from hardware_models.model import HardwareModel
+from hardware_models.runtime import load_runtime
+from simulator.plan import Plan
+from simulator.plan_file import load_plan
+from simulator.problem import Problem, ProblemSpec
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
+from workloads.model_file import spec_from_mapping
+from workloads.models.families import FAMILIES
+from workloads.models.fields import ModelSpec
+from workloads.models.gpt import GPTSpec
+from workloads.registry import build_from_spec, build_workload, model_spec
+
+PLAN = "plan"
+DEGREES = ("tp", "pp", "dp", "zero", "chunks", "microbatch")
+WORDS = ("recompute", "schedule")
+ALIASES = {"seq": "seq_len", "vpp": "chunks", "virtual_stages": "chunks", "seqpar": "sequence_parallel"}
+"""What published tables call these columns."""
+SECONDS, OUT_OF_MEMORY = "iteration_time_s", "out_of_memory"
+METRICS = ("iteration_time", "tokens_per_s", "samples_per_s", "tflops_per_gpu")
+"""What ``value`` may be, named by the column ``metric``; an iteration time in ``unit`` s or ms."""
+MEASURED = (SECONDS, OUT_OF_MEMORY, "metric", "value", "unit")
+_PROBLEM = ("model", "family", "cluster", "runtime", "gpus", "gpus_per_node", "global_batch", "sequence_parallel")
+_SHAPES = frozenset(name for family in FAMILIES.values() for name in family.spec.model_fields) - {"name"}
+_TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no")
+
+
+@dataclass(frozen=True)
+class Common:
+    """What holds for every row whose own column is missing or empty.
+
+    Attributes:
+        cluster: Cluster string, or preset alone: then each row's ``gpus`` fill its nodes.
+        runtime: Name or file.
+        model: Name or file.
+        profile: Calibration file.
+    """
+
+    cluster: str | None = None
+    runtime: str | None = None
+    model: str | None = None
+    profile: str | None = None
+
+
+def load_runs(table: Path, common: Common | None = None) -> list[Case]:
+    """Return the runs of a table, each with its plan built and checked.
+
+    Args:
+        table: CSV; the header names the columns above, others are kept as features of the run.
+        common: What is the same in all rows.
+
+    Raises:
+        ValueError: If a row lacks what a run needs or its plan is not legal; names the row and what would help.
+    """
+    rows = load_table(table)
+    if not rows:
+        raise ValueError(f"{table}: must hold at least one run, got only a header")
+    found = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            found.append(_Row(table, number, _cells(row), common or Common()).case())
+        except ValueError as error:
+            raise ValueError(f"{table}, row {number}: {error}") from None
+    return found
+
+
+def columns_not_read(table: Path) -> list[str]:
+    """Return the columns that say nothing about the run itself (sources, notes)."""
+    known = {PLAN, *DEGREES, *WORDS, *MEASURED, *_PROBLEM, *_SHAPES, *ALIASES}
+    return [name for name in (load_table(table) or [{}])[0] if name not in known]
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells that hold something, under their own names."""
+    cells: dict[str, str] = {}
+    for name, text in row.items():
+        if text.strip():
+            key = ALIASES.get(name, name)
+            if key in cells:
+                raise ValueError(f"columns {name} and {key} say the same; keep one of them")
+            cells[key] = text.strip()
+    return cells
+
+
+@dataclass(frozen=True)
+class _Row:
+    table: Path
+    number: int
+    cells: Mapping[str, str]
+    common: Common
+
+    def case(self) -> Case:
+        if PLAN in self.cells:
+            spec, plan = load_plan(self.table.parent / self.cells[PLAN])
+            problem = (replace(spec, profile=self.common.profile) if self.common.profile else spec).load()
+            name = self.cells[PLAN]
+        else:
+            problem = self._problem()
+            plan = self._plan(problem)
+            name = problem.workload.name
+        validate(plan, problem)
+        return Case(
+            row_id=f"{self.table.name}#{self.number}",
+            groups=(),
+            problem=lambda: problem,
+            plan=lambda _: plan,
+            measured=self._measured(problem, plan),
+            source=self.table.name,
+            rivals=f"{name} on {problem.hardware.cluster.name}, batch {problem.global_batch}",
+            rival_samples=plan.global_batch,
+            features={name: text for name, text in self.cells.items() if name not in MEASURED},
+        )
+
+    def _problem(self) -> Problem:
+        batch = self._count("global_batch")
+        runtime = load_runtime(self._file("runtime", self.common.runtime))
+        shape = {name: resolve_scalar(text) for name, text in self.cells.items() if name in _SHAPES}
+        if shape:
+            workload, spec = build_from_spec(self._shaped(shape), runtime.attention), None
+        else:
+            model = self._file("model", self.common.model)
+            workload = build_workload(model, attention=runtime.attention)
+            spec = ProblemSpec(model, self._cluster(), runtime.name, batch, profile=self.common.profile)
+        return Problem(
+            workload=workload,
+            hardware=_hardware(self._cluster(), self.common.profile),
+            runtime=runtime,
+            global_batch=batch,
+            spec=spec,
+        )
+
+    def _shaped(self, shape: Mapping[str, Any]) -> ModelSpec:
+        name = self.cells.get("model", f"row {self.number}")
+        mapping = {"family": self.cells.get("family", "gpt"), "name": name, **shape}
+        return spec_from_mapping(mapping, f"{self.table.name}#{self.number}")
+
+    def _cluster(self) -> str:
+        text = self._file("cluster", self.common.cluster)
+        if re.search(r":\d+x\d+\s*$", text):
+            return text
+        per_node = self._count("gpus_per_node", cluster_gpus_per_node(text))
+        used = self._count("tp", 1) * self._count("pp", 1) * self._count("dp", 1)
+        return cluster_string(text, self._count("gpus", used), per_node)
+
+    def _plan(self, problem: Problem) -> Plan:
+        degrees = {name: self._count(name, default=None) for name in DEGREES}
+        given = {name: count for name, count in degrees.items() if count is not None}
+        if "dp" not in given:
+            given["dp"] = max(1, problem.num_devices // (given.get("tp", 1) * given.get("pp", 1)))
+        if "microbatch" not in given:
+            raise ValueError("a run without a plan file must have a microbatch (samples of one replica)")
+        words = {name: self.cells[name] for name in WORDS if name in self.cells}
+        if given.get("chunks", 1) > 1:
+            words.setdefault("schedule", "interleaved")
+        split = self._flag("sequence_parallel") and given.get("tp", 1) > 1
+        return uniform_plan(problem, **given, **words, sequence_parallel=split)  # type: ignore[arg-type]
+
+    def _measured(self, problem: Problem, plan: Plan) -> Measured:
+        out_of_memory = self._flag(OUT_OF_MEMORY) if OUT_OF_MEMORY in self.cells else None
+        seconds = self._number(SECONDS)
+        value = self._number("value")
+        if seconds is None and value is not None:
+            seconds = self._seconds(self._word("metric"), value, problem, plan)
+        return Measured(iteration_time_s=seconds, out_of_memory=out_of_memory)
+
+    def _seconds(self, metric: str, value: float, problem: Problem, plan: Plan) -> float:
+        """Return the iteration time that a value of a metric says."""
+        if metric == "iteration_time":
+            unit = self.cells.get("unit", "s")
+            if unit not in ("s", "ms"):
+                raise ValueError(f"unit of an iteration time must be s or ms, got {unit!r}")
+            return value / 1e3 if unit == "ms" else value
+        samples = plan.global_batch
+        if metric == "samples_per_s":
+            return samples / value
+        if metric == "tokens_per_s":
+            return samples * problem.workload.tokens_per_sample / value
+        if metric == "tflops_per_gpu":
+            return self._flop(problem, samples) / (len(plan.devices) * value * 1e12)
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+
+    def _flop(self, problem: Problem, samples: int) -> float:
+        """Return the FLOP that a published rate counts.
+
+        Source:
+            Narayanan et al., SC 2021, Equation 3, with full recomputation; Korthikanti et al. 2022, Equation 7, else.
+        """
+        shape = {name: resolve_scalar(text) for name, text in self.cells.items() if name in _SHAPES}
+        spec = self._shaped(shape) if shape else model_spec(self._file("model", self.common.model))
+        if not isinstance(spec, GPTSpec):
+            raise ValueError("tflops_per_gpu has a published formula for GPT alone; give iteration_time_s")
+        passes = 4 if self.cells.get("recompute") == "full" else 3
+        layers = 24.0 * passes * spec.layers * spec.hidden**2 * (1 + spec.seq_len / (6 * spec.hidden))
+        return samples * spec.seq_len * (layers + 6.0 * spec.hidden * spec.vocab)
+
+    # Cells
+
+    def _word(self, name: str, common: str | None = None) -> str:
+        text = self.cells.get(name, common)
+        if text is None:
+            raise ValueError(f"a run must have a {name}: give the column, or say it once for all rows (--{name})")
+        return text
+
+    def _file(self, name: str, common: str | None) -> str:
+        """Return a word that may name a file, beside the table or as it stands; of a cluster, before its shape."""
+        found = re.fullmatch(r"(.+?)(:\d+x\d+)?", self._word(name, common))
+        assert found is not None, "cells are not empty"
+        beside = self.table.parent / found[1]
+        return f"{beside if name in self.cells and beside.is_file() else found[1]}{found[2] or ''}"
+
+    def _count(self, name: str, default: Any = ...) -> Any:
+        if name not in self.cells:
+            if default is ...:
+                raise ValueError(f"a run without a plan file must have a {name}")
+            return default
+        found = resolve_scalar(self.cells[name])
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
+        if isinstance(found, bool) or not isinstance(found, int):
+            raise ValueError(f"{name} must be an integer, got {self.cells[name]!r}")
+        return found
+
+    def _number(self, name: str) -> float | None:
+        if name not in self.cells:
+            return None
+        found = resolve_scalar(self.cells[name])
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or found <= 0:
+            raise ValueError(f"{name} must be a number above 0, got {self.cells[name]!r}")
+        return float(found)
+
+    def _flag(self, name: str) -> bool:
+        text = self.cells.get(name, "").lower()
+        if text not in _TRUE + _FALSE:
+            raise ValueError(f"{name} must be 1 or 0, got {self.cells[name]!r}")
+        return text in _TRUE
+
+
+@lru_cache(maxsize=64)
+def _hardware(cluster: str, profile: str | None) -> HardwareModel:
+    parsed = parse_cluster(cluster)
+    return load_calibration(profile).hardware(parsed) if profile else HardwareModel(parsed)
+

@@ -1,0 +1,82 @@
+"""``windtunnel predict``: a table of runs with predictions and errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import accuracy
+from tests.experiments.commands import run
+
+HEAD = "model,layers,hidden,heads,seq,vocab,tp,pp,dp,microbatch,global_batch,iteration_time_s,notes\n"
+ON = ("-c", "a100-80g-dgx", "-r", "megatron-lm-2021")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Return a table of three plans of one GPT, the last not measured."""
+    path = tmp_path / "runs.csv"
+    shape = "small,4,256,4,128,1024"
+    path.write_text(f"{HEAD}{shape},1,1,2,4,16,0.02,a\n{shape},2,1,1,4,16,0.04,b\n{shape},1,2,1,4,16,,c\n")
+    return path
+
+
+def test_a_table_gets_predictions_and_errors(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, plot = runs.parent / "out" / "predicted.csv", runs.parent / "out" / "runs.png"
+    code, out, err = run(capsys, "predict", runs, *ON, "--by", "tp", "-o", output, "--plot", plot)
+    assert code == 0, err
+    rows = list(csv.DictReader(output.open()))
+    assert [row["notes"] for row in rows] == ["a", "b", "c"]
+    for row in rows[:2]:
+        predicted, measured = float(row["predicted_iteration_time_s"]), float(row["iteration_time_s"])
+        assert float(row["time_error"]) == pytest.approx(predicted / measured - 1)
+    assert rows[2]["time_error"] == "" and float(rows[2]["predicted_iteration_time_s"]) > 0
+    assert "2 measured runs: mean absolute error" in out and "time error by feature" in out
+    assert "columns that say nothing about a run: notes" in err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_what_the_table_has(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "predict", runs, *ON, "--json")
+    found = json.loads(out)
+    errors = [each["time_error"] for each in found["runs"]]
+    assert code == 0 and errors[2] is None
+    assert found["report"]["mean_absolute_error"] == pytest.approx(sum(map(abs, errors[:2])) / 2)
+    assert found["report"]["num_runs"] == 3 and found["report"]["num_timed"] == 2
+
+
+def test_a_limit_that_is_not_met_is_exit_code_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "predict", runs, *ON, "--limit", "1000%")[0] == 0
+    code, _, err = run(capsys, "predict", runs, *ON, "--limit", "0.01%")
+    assert code == 1 and "mean absolute error" in err and "allowed 0.0%" in err
+
+
+def test_an_interrupted_command_keeps_what_was_simulated(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, output = accuracy.run_case, runs.parent / "predicted.csv"
+
+    def interrupted(case: accuracy.Case, **options: object) -> accuracy.Outcome:
+        if case.row_id == "runs.csv#2":
+            raise KeyboardInterrupt
+        return real(case, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(accuracy, "run_case", interrupted)
+    code, _, _ = run(capsys, "predict", runs, *ON, "-o", output)
+    assert code == 130
+    assert [row["notes"] for row in csv.DictReader(output.open())] == ["a"]
+
+
+def test_wrong_input_is_one_message(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "predict", runs, *ON, "--by", "weather")
+    assert code == 2 and "--by must name columns of" in err and "got 'weather'" in err
+    runs.write_text(HEAD + "small,4,256,4,128,1024,1,1,2,4,16,,\n")
+    for option, value in (("--limit", "5%"), ("--plot", runs.parent / "a.png")):
+        code, _, err = run(capsys, "predict", runs, *ON, option, value)
+        assert code == 2 and f"{option} needs measured times" in err
+    runs.write_text(HEAD)
+    code, _, err = run(capsys, "predict", runs, *ON)
+    assert code == 2 and "must hold at least one run" in err

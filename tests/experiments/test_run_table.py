@@ -1,0 +1,129 @@
+"""A table of runs says the same as the plans and times that its rows name."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.run_table import Common, columns_not_read, load_runs
+from simulator.plan_file import save_plan
+from simulator.problem import ProblemSpec
+from simulator.uniform import uniform_plan
+
+GPT = {"model": "mine", "layers": 4, "hidden": 256, "heads": 4, "seq": 128, "vocab": 1024}
+DEGREES = {"gpus": 16, "tp": 2, "pp": 2, "dp": 4, "microbatch": 2, "global_batch": 64}
+COMMON = Common(cluster="a100-80g-dgx", runtime="megatron-lm-2021")
+
+
+def table(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "runs.csv"
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_a_row_of_degrees_is_the_plan_that_they_name(tmp_path: Path) -> None:
+    row = {**GPT, **DEGREES, "recompute": "full", "vpp": 2, "seqpar": 1, "iteration_time_s": 1.5, "source": "a log"}
+    path = table(tmp_path, row)
+    (case,) = load_runs(path, COMMON)
+    problem = case.problem()
+    assert problem.hardware.cluster.name == "a100-80g-dgx:2x8" and problem.global_batch == 64
+    assert problem.workload.tokens_per_sample == 128 and len(problem.workload.layers) == 6
+    wanted = uniform_plan(
+        problem, tp=2, pp=2, dp=4, microbatch=2, recompute="full", sequence_parallel=True, schedule="interleaved",
+        chunks=2,
+    )  # fmt: skip
+    assert case.plan(problem) == wanted
+    assert case.measured.iteration_time_s == 1.5 and case.measured.out_of_memory is None
+    assert case.features["chunks"] == "2" and case.features["source"] == "a log"
+    assert columns_not_read(path) == ["source"]
+
+
+def test_a_row_may_name_a_plan_file_or_a_model(tmp_path: Path) -> None:
+    spec = ProblemSpec("gpt3-350m", "v100-32g-dgx1:1x4", "megatron-lm-2021", 16)
+    plan = uniform_plan(spec.load(), tp=2, dp=2, microbatch=4)
+    save_plan(tmp_path / "plan.yaml", spec, plan)
+    named = {
+        "model": "gpt3-350m", "cluster": "v100-32g-dgx1:1x4", "tp": 2, "microbatch": 4, "global_batch": 16,
+    }  # fmt: skip
+    first, second = load_runs(table(tmp_path, {"plan": "plan.yaml"}, named), Common(runtime="megatron-lm-2021"))
+    assert first.plan(first.problem()) == second.plan(second.problem()) == plan
+    assert second.problem().spec == spec
+
+
+def test_models_clusters_and_runtimes_may_be_files_beside_the_table(tmp_path: Path) -> None:
+    node = {"gpu": "a100-sxm4-80gb", "gpus_per_node": 4, "links": "nvswitch-a100", "network": "ib-100g"}
+    lines = [*(f"{key}: {value}" for key, value in node.items()), "nics_per_node: 1", 'description: "four"']
+    (tmp_path / "node.yaml").write_text("\n".join([*lines, 'source: "none"']))
+    (tmp_path / "gpt.yaml").write_text("family: gpt\nlayers: 4\nhidden: 256\nheads: 4\nseq_len: 128\nvocab: 1024\n")
+    row = {"model": "gpt.yaml", "cluster": "node.yaml:2x4", "tp": 2, "pp": 2, "microbatch": 1, "global_batch": 8}
+    (case,) = load_runs(table(tmp_path, row), COMMON)
+    assert case.problem().num_devices == 8 and len(case.problem().workload.layers) == 6
+    (case,) = load_runs(table(tmp_path, {**row, "cluster": "node.yaml"}), COMMON)
+    assert case.problem().num_devices == 4, "as many as the degrees need"
+
+
+@pytest.mark.parametrize(
+    ("measured", "seconds"),
+    [
+        ({"metric": "iteration_time", "value": 2500, "unit": "ms"}, 2.5),
+        ({"metric": "samples_per_s", "value": 32}, 2.0),
+        ({"metric": "tokens_per_s", "value": 4096}, 2.0),
+        # 3 passes of 24 s l h^2 (1 + s / 6h), and the head's 6 s h V, a sample; 64 samples, 16 GPUs.
+        (
+            {"metric": "tflops_per_gpu", "value": 1.5},
+            64 * (72 * 128 * 4 * 256**2 * (1 + 128 / (6 * 256)) + 6 * 128 * 256 * 1024) / (16 * 1.5e12),
+        ),
+        (
+            {"metric": "tflops_per_gpu", "value": 1.5, "recompute": "full"},
+            64 * 96 * 128 * 4 * 256**2 * (1 + 128 / (6 * 256) + 1024 / (16 * 4 * 256)) / (16 * 1.5e12),
+        ),
+        ({"value": ""}, None),
+    ],
+)
+def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[str, Any], seconds: float) -> None:
+    (case,) = load_runs(table(tmp_path, {**GPT, **DEGREES, **measured}), COMMON)
+    found = case.measured.iteration_time_s
+    assert found == (None if seconds is None else pytest.approx(seconds, rel=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatch": ""}, "row 1: a run without a plan file must have a microbatch"),
+        ({"global_batch": ""}, "must have a global_batch"),
+        ({"tp": "two"}, "tp must be an integer, got 'two'"),
+        ({"tp": 3, "pp": 1}, "cannot be split|must divide|divisible"),
+        ({"microbatch": 3}, r"dp \* microbatch must divide the global batch 64"),
+        ({"recompute": "most"}, "recompute must be one of none, selective, full"),
+        ({"seqpar": "maybe"}, "sequence_parallel must be 1 or 0"),
+        ({"vpp": 2, "chunks": 2}, "columns chunks and chunks say the same|columns vpp and chunks say the same"),
+        ({"heads": 5}, "heads must divide hidden=256"),
+        ({"value": 5, "metric": "furlongs"}, "metric must be one of iteration_time, tokens_per_s"),
+        ({"value": 5, "metric": "iteration_time", "unit": "min"}, "unit of an iteration time must be s or ms"),
+        ({"value": 5}, "a run must have a metric"),
+        ({"iteration_time_s": -1}, "iteration_time_s must be a number above 0"),
+        ({"cluster": "a101"}, "preset must be a known one"),
+        ({"gpus": 12}, "GPUs must fill nodes of 8, got 12"),
+        ({"family": "bart"}, "unknown family 'bart'"),
+    ],
+)
+def test_a_row_that_cannot_be_run_is_refused_by_its_number(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        load_runs(table(tmp_path, {**GPT, **DEGREES, **change}), COMMON)
+    assert "runs.csv, row 1: " in str(refused.value)
+
+
+def test_what_all_rows_lack_can_be_said_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must have a runtime: give the column, or say it once for all rows"):
+        load_runs(table(tmp_path, {**GPT, **DEGREES}), Common(cluster="a100-80g-dgx"))
+    with pytest.raises(ValueError, match=r"must have a cluster: .*--cluster"):
+        load_runs(table(tmp_path, {**GPT, **DEGREES}), Common(runtime="megatron-lm-2021"))
