@@ -98,6 +98,18 @@ def test_the_files_of_the_guide_to_ones_own_work(
     assert parse_cluster("my-cluster.yaml:2x4+v100-32g-dgx1:1x8").num_devices == 16
 
 
+def test_the_table_of_the_guide_to_ones_own_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (ROOT / "docs" / "your-own-runs.md").read_text()
+    (content,) = re.findall(r"```csv\n(.*?)```", guide, flags=re.DOTALL)
+    (tmp_path / "runs.csv").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    ((_, line),) = [found for found in COMMANDS if found[0] == "your-own-runs.md"]
+    code, out, error = run(capsys, *shlex.split(line)[1:])
+    assert code == 0 and "2 measured runs" in out, error
+
+
 def test_the_guide_to_ones_own_lists_every_field_of_every_family() -> None:
     guide = (ROOT / "docs" / "your-own-model-and-cluster.md").read_text()
     rows = [[re.findall(r"`(\w+)`", cell) for cell in line.split("|")[1:4]] for line in guide.splitlines()]

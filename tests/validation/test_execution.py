@@ -14,6 +14,7 @@ from validation.executor import execute  # noqa: E402
 from validation.reference import run_reference  # noqa: E402
 
 
+@pytest.mark.measured
 def test_a_pipeline_is_measured_stage_by_stage_and_operator_by_operator() -> None:
     of = problem("gpt")
     plan = uniform_plan(of, pp=2, microbatch=2)
