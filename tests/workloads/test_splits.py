@@ -204,3 +204,18 @@ def test_loss_of_a_vocabulary_split_has_three_small_all_reduces() -> None:
     assert [(c.collective, c.shape, c.dtype) for c in found] == [("all_reduce", (2, 8), "fp32")] * 3
     assert kind.internal_collectives("forward", "batch", local) == ()
     assert kind.internal_collectives("backward_input", "vocab", local) == ()
+
+
+def test_logits_of_tf32_products_are_fp32_already() -> None:
+    """No cast and no second copy: TF32 rounds what a product reads, and keeps nothing."""
+    kind, attributes = kind_named("lm_loss"), {"vocab": 64, "hidden": 16}
+    same = {}
+    for dtype in ("fp32", "tf32", "bf16"):
+        implementation = Implementation(dtype=dtype, fused_loss=True, loss_keeps_logits=True)
+        local = localize(kind, attributes, [(2, 8, 16), (2, 8)], [], implementation)
+        same[dtype] = [
+            (kind.kernels(phase, local), workspace_bytes(kind, phase, local), kind.num_calls(phase, local))
+            for phase in PHASES
+        ]
+    assert same["tf32"] == same["fp32"]
+    assert len(same["bf16"][0][0]) == len(same["fp32"][0][0]) + 1
