@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
+from hardware_models.communication import Communication
 from hardware_models.model import HardwareModel
 from searchers.galvatron.strategies import Layout
 from simulator.lowering.mesh import MeshCollective, groups, reshard
@@ -91,12 +92,14 @@ def transfer_s(hardware: HardwareModel, first: Sequence[int], second: Sequence[i
     """Return seconds in which every device of a stage sends ``num_bytes`` to its counterpart in the next."""
     if num_bytes <= 0:
         return 0.0
+    return at_once_s([hardware.transfer(num_bytes, *pair) for pair in zip(first, second, strict=True)])
+
+
+def at_once_s(costs: Sequence[Communication]) -> float:
+    """Return seconds of what runs at once and shares links: the slowest, by the load of the fullest link."""
     load: dict[str, float] = {}
-    slowest = None
-    for source, target in zip(first, second, strict=True):
-        cost = hardware.transfer(num_bytes, source, target)
-        slowest = cost if slowest is None or cost.alone_s > slowest.alone_s else slowest
+    for cost in costs:
         for resource, share in cost.shares:
             load[resource] = load.get(resource, 0.0) + share
-    assert slowest is not None, "a stage has devices"
+    slowest = max(costs, key=lambda cost: cost.alone_s)
     return slowest.latency_s + slowest.work_s * max(1.0, *load.values(), 1.0)

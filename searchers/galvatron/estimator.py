@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from searchers.galvatron.communication import CollectiveTimes, transfer_s
+from searchers.galvatron.communication import CollectiveTimes, at_once_s, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
 from searchers.galvatron.overlap import overlapped_s
 from searchers.galvatron.released_memory import ReleasedMemory
@@ -102,7 +102,7 @@ class Estimator:
         self._optimizer_s = problem.hardware.optimizer_step_s(gpu_type, float(touched))
         self._costs: dict[tuple[object, ...], LayerCost | None] = {}
         self._transfers: dict[tuple[int, float], float] = {}
-        self._ties: dict[str, float] = {}
+        self._ties: dict[tuple[tuple[int, ...], float], float] = {}
 
     def capacity_bytes(self) -> float:
         """Return the memory budget E of a device."""
@@ -144,7 +144,9 @@ class Estimator:
         again = sum(parameters[tie] for tie in held_ties) if by_use else 0
         parameter_bytes, gradient_bytes = elements * runtime.parameter_bytes, elements * runtime.gradient_bytes
         sizes = tuple(degree for _, degree in strategy.levels)
-        gather_s = self._axis_s("all_gather", parameter_bytes, strategy, sizes, SHARDED)
+        # A sharded weight is gathered for every layer that uses it, also where an earlier one holds it.
+        used_bytes = parameter_bytes + sum(parameters[tie] for tie in held_ties) * runtime.parameter_bytes
+        gather_s = self._axis_s("all_gather", used_bytes, strategy, sizes, SHARDED)
         reduce_s = self._axis_s("reduce_scatter", gradient_bytes, strategy, sizes, SHARDED)
         reduced_bytes = gradient_bytes / strategy.sharded + again * runtime.gradient_bytes
         reduce_s += self._axis_s("all_reduce", reduced_bytes, strategy, sizes, DATA)
@@ -158,14 +160,15 @@ class Estimator:
         plain_s = overlapped_s(behind_s, prefetched_s, self.factors)
         synced_s = overlapped_s(behind_s, prefetched_s + reduce_s, self.factors)
         released = profile.core_saved_bytes if strategy.checkpoint else 0.0
+        entering = profile.core_unkept_bytes if strategy.checkpoint else 0.0
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
-        gathered_bytes = parameter_bytes + (0.0 if accumulates else gradient_bytes) if shards > 1 else 0.0
+        gathered_bytes = used_bytes + (0.0 if accumulates else gradient_bytes) if shards > 1 else 0.0
         cost = LayerCost(
             step_s=forward_s + plain_s + exposed_s,
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
-            forward_bytes=profile.saved_bytes - released,
+            forward_bytes=profile.saved_bytes - released + entering,
             backward_bytes=released + profile.workspace_bytes + gathered_bytes,
             state_bytes=parameter_bytes / shards
             + gradient_bytes / whole_gradients
@@ -208,23 +211,41 @@ class Estimator:
             )
         return self._transfers[key]
 
-    def tie_sync_s(self, stages: Sequence[Sequence[Layer]]) -> float:
-        """Return seconds of summing tied gradients that several stages hold, once an iteration."""
-        holders: dict[str, list[int]] = {}
-        sizes: dict[str, int] = {}
-        for position, layers in enumerate(stages):
-            for layer in layers:
-                for tie, count in self.profiles.parameters(layer.kind, 1).items():
-                    if tie and position not in holders.setdefault(tie, []):
-                        holders[tie].append(position)
-                        sizes[tie] = count
+    def tie_sync_s(
+        self, stages: Sequence[Sequence[Layer]], chosen: Sequence[Sequence[Strategy]], *, whole: bool
+    ) -> float:
+        """Return seconds of summing tied gradients that several stages hold, once an iteration.
+
+        Every device does so with its counterparts at once: over nodes they share the NICs.
+
+        Args:
+            stages: Layers of each stage.
+            chosen: A strategy for each.
+            whole: Whether embedding and head are whole on each device, whatever the layers do.
+        """
+        holders: dict[str, dict[int, float]] = {}
+        for position, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
+            for layer, strategy in zip(layers, choice, strict=True):
+                tensor, shards = (1, 1) if whole else (strategy.tensor, strategy.sharded)
+                for tie, count in self.profiles.parameters(layer.kind, tensor).items():
+                    if tie:
+                        own = holders.setdefault(tie, {})
+                        own[position] = max(own.get(position, 0.0), count / shards)
         total = 0.0
-        for tie, positions in holders.items():
-            if len(positions) > 1:
-                num_bytes = sizes[tie] * self.problem.runtime.gradient_bytes
-                devices = [position * self.num_devices for position in positions]
-                total += self.problem.hardware.collective("all_reduce", num_bytes, devices).alone_s
+        for found in holders.values():
+            if len(found) > 1:
+                num_bytes = max(found.values()) * self.problem.runtime.gradient_bytes
+                total += self._counterparts_s(tuple(found), num_bytes)
         return total
+
+    def _counterparts_s(self, positions: tuple[int, ...], num_bytes: float) -> float:
+        """Return seconds in which each device of a stage all-reduces with its counterparts in others."""
+        key = (positions, num_bytes)
+        if key not in self._ties:
+            size = self.num_devices
+            members = [tuple(position * size + rank for position in positions) for rank in range(size)]
+            self._ties[key] = at_once_s([self.problem.hardware.collective("all_reduce", num_bytes, m) for m in members])
+        return self._ties[key]
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:

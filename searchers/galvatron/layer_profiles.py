@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from simulator.costs import CostTables, saved_tensors
 from simulator.plan import Axis, Sharding, resolve
 from simulator.uniform import repeated_layers
 from workloads.kinds.base import FORWARD
+from workloads.local import dtype_bytes
 
 Collective = tuple[str, float]
 """Name of a collective and its bytes for one sample of a rank."""
@@ -46,6 +48,8 @@ class LayerProfile:
         input_bytes: Of that, the layer's input.
         core_saved_bytes: Of that, what checkpointing lets go: the core's, without the input.
         core_input_bytes: What the core keeps of its input.
+        core_unkept_bytes: What enters the core and nobody keeps (Swin's patch merging needs its shape alone), which
+            checkpointing does.
         workspace_bytes: Largest buffer of one operator.
         output_bytes: What leaves the layer.
     """
@@ -57,6 +61,7 @@ class LayerProfile:
     input_bytes: float
     core_saved_bytes: float
     core_input_bytes: float
+    core_unkept_bytes: float
     workspace_bytes: float
     output_bytes: float
 
@@ -84,6 +89,7 @@ class LayerProfiles:
         self._collectives: dict[tuple[int, int], LayerCollectives] = {}
         self._parameters: dict[tuple[int, int], Mapping[str, int]] = {}
         self._core_parameters: dict[tuple[int, int], int] = {}
+        self._crossing: dict[int, float] = {}
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -141,6 +147,22 @@ class LayerProfiles:
         extra = len(own) - len(plain)
         return own[:extra] if extra > 0 and own[extra:] == plain else []
 
+    def crossing_bytes(self, layer: Layer) -> float:
+        """Return the bytes, for one sample, of what crosses a boundary behind a layer.
+
+        Its output, and what later layers read besides: an encoder's output crosses every boundary of the decoder.
+        """
+        if layer.number not in self._crossing:
+            workload, problem = self.costs.problem.workload, self.costs.problem
+            stop, total = layer.span[1], 0.0
+            for op in workload.operators[:stop]:
+                for number, name in enumerate(op.outputs):
+                    if any(reader >= stop for reader in workload.consumers[name]):
+                        dtype = op.definition.output_dtype(number)
+                        total += prod(workload.tensors[name]) * dtype_bytes(dtype, problem.runtime.implementation)
+            self._crossing[layer.number] = total
+        return self._crossing[layer.number]
+
     def profile(self, kind: int, tensor: int, samples: int) -> LayerProfile:
         """Return the costs of a layer kind for that many samples on a rank.
 
@@ -169,6 +191,7 @@ class LayerProfiles:
         workload = self.costs.problem.workload
         device, host, core_device, core_host = np.zeros(2), np.zeros(2), 0.0, 0.0
         saved: dict[str, tuple[float, bool]] = {}
+        entered: dict[str, float] = {}
         workspace = output = 0.0
         for index in range(*layer.span):
             cost = self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
@@ -178,6 +201,9 @@ class LayerProfiles:
             if inside:
                 core_device += cost.forward.device_s
                 core_host += cost.forward.host_s
+                for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True):
+                    if workload.producer.get(name, index) < layer.core[0]:
+                        entered[name] = size
             for name, size in saved_tensors(workload, index, cost):
                 saved.setdefault(name, (size, inside))
             workspace = max(workspace, cost.workspace_forward_bytes, cost.workspace_backward_bytes)
@@ -195,6 +221,9 @@ class LayerProfiles:
             input_bytes=sum(kept[name][0] for name in entering),
             core_saved_bytes=sum(size for name, (size, inside) in kept.items() if inside and name not in core_input),
             core_input_bytes=sum(size for name, (size, inside) in kept.items() if inside and name in core_input),
+            core_unkept_bytes=sum(
+                size for name, size in entered.items() if name not in saved and self._comes_from(name, layer) != "far"
+            ),
             workspace_bytes=workspace,
             output_bytes=output,
         )
