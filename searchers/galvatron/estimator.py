@@ -143,12 +143,14 @@ class Estimator:
         by_use = runtime.reduces_ties_by_use and strategy.sharded == 1
         again = sum(parameters[tie] for tie in held_ties) if by_use else 0
         parameter_bytes, gradient_bytes = elements * runtime.parameter_bytes, elements * runtime.gradient_bytes
+        travelling = runtime.gradient_accumulation_bytes  # Gradients are kept in gradient_bytes.
         sizes = tuple(degree for _, degree in strategy.levels)
         # A sharded weight is gathered for every layer that uses it, also where an earlier one holds it.
-        used_bytes = parameter_bytes + sum(parameters[tie] for tie in held_ties) * runtime.parameter_bytes
+        used = elements + sum(parameters[tie] for tie in held_ties)
+        used_bytes = used * runtime.gathered_parameter_bytes
         gather_s = self._axis_s("all_gather", used_bytes, strategy, sizes, SHARDED)
-        reduce_s = self._axis_s("reduce_scatter", gradient_bytes, strategy, sizes, SHARDED)
-        reduced_bytes = gradient_bytes / strategy.sharded + again * runtime.gradient_bytes
+        reduce_s = self._axis_s("reduce_scatter", elements * travelling, strategy, sizes, SHARDED)
+        reduced_bytes = (elements / strategy.sharded + again) * travelling
         reduce_s += self._axis_s("all_reduce", reduced_bytes, strategy, sizes, DATA)
         forward_s = profile.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
         behind_s, exposed_s = profile.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
@@ -164,7 +166,7 @@ class Estimator:
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
-        gathered_bytes = used_bytes + (0.0 if accumulates else gradient_bytes) if shards > 1 else 0.0
+        gathered_bytes = used_bytes + (0.0 if accumulates else elements * travelling) if shards > 1 else 0.0
         cost = LayerCost(
             step_s=forward_s + plain_s + exposed_s,
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
@@ -234,7 +236,7 @@ class Estimator:
         total = 0.0
         for found in holders.values():
             if len(found) > 1:
-                num_bytes = max(found.values()) * self.problem.runtime.gradient_bytes
+                num_bytes = max(found.values()) * self.problem.runtime.gradient_accumulation_bytes
                 total += self._counterparts_s(tuple(found), num_bytes)
         return total
 

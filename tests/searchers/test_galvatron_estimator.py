@@ -111,3 +111,14 @@ def test_counterparts_of_two_stages_sum_tied_weights_at_once(
     stages, strategy = (layers[:16], layers[16:]), Strategy(levels)
     seconds = search.estimator.tie_sync_s(stages, [[strategy] * len(stage) for stage in stages], whole=whole)
     assert seconds == pytest.approx(8 * 30592 * 1280 * 4 * share / 10e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("runtime", "cluster"), [
+    ("galvatron-v1-bf16", "a100-80g-dgx-400g:4x8"),  # kept in 2 bytes, reduced in 4
+    ("pytorch-ddp", "a100-80g-dgx-100g:2x8"),  # kept in 8 bytes, with their buckets, reduced in 4
+])  # fmt: skip
+def test_gradients_travel_in_the_type_they_are_summed_in(runtime: str, cluster: str) -> None:
+    """One sample a device over nodes: little but gradients. Half or twice their bytes is half or twice the time."""
+    num_devices = 8 * int(cluster.split(":")[1][0])
+    own, simulated = both("gpt3-1.3b", (cluster, runtime), microbatch=1, parts=1, dp=num_devices)
+    assert own.iteration_time_s == pytest.approx(simulated.iteration_time_s, rel=0.08)
