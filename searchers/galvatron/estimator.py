@@ -153,14 +153,18 @@ class Estimator:
         reduced_bytes = (elements / strategy.sharded + again) * travelling
         reduce_s += self._axis_s("all_reduce", reduced_bytes, strategy, sizes, DATA)
         forward_s = profile.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
+        forward_s = max(forward_s, profile.forward_host_s)
         behind_s, exposed_s = profile.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
+        host_s = profile.backward_host_s
         if strategy.checkpoint:
             behind_s += profile.core_forward_s
+            host_s += profile.core_host_s
             exposed_s += self._collectives_s(moved.core_forward, local, strategy, sizes)
         prefetched_s = gather_s if self.gathers_ahead else 0.0
         exposed_s += gather_s - prefetched_s
-        plain_s = overlapped_s(behind_s, prefetched_s, self.factors)
-        synced_s = overlapped_s(behind_s, prefetched_s + reduce_s, self.factors)
+        # The host launches ahead while the device communicates; where it takes longer than both, it alone counts.
+        plain_s = max(overlapped_s(behind_s, prefetched_s, self.factors) + exposed_s, host_s)
+        synced_s = max(overlapped_s(behind_s, prefetched_s + reduce_s, self.factors) + exposed_s, host_s)
         released = profile.core_saved_bytes if strategy.checkpoint else 0.0
         entering = profile.core_unkept_bytes if strategy.checkpoint else 0.0
         shards = strategy.sharded
@@ -168,7 +172,7 @@ class Estimator:
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
         gathered_bytes = used_bytes + (0.0 if accumulates else elements * travelling) if shards > 1 else 0.0
         cost = LayerCost(
-            step_s=forward_s + plain_s + exposed_s,
+            step_s=forward_s + plain_s,
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
             forward_bytes=profile.saved_bytes - released + entering,
             backward_bytes=released + profile.workspace_bytes + gathered_bytes,

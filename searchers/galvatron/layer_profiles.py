@@ -42,8 +42,9 @@ class LayerProfile:
     """One layer for one microbatch on one rank under a tensor degree.
 
     Attributes:
-        forward_s, backward_s: Computation, no collective.
+        forward_s, backward_s: Computation on the device, no collective.
         core_forward_s: Of that, what is computed again under checkpointing.
+        forward_host_s, backward_host_s, core_host_s: What launching these takes the host, whatever the device does.
         saved_bytes: Kept for backward, the input included.
         input_bytes: Of that, the layer's input.
         core_saved_bytes: Of that, what checkpointing lets go: the core's, without the input.
@@ -57,6 +58,9 @@ class LayerProfile:
     forward_s: float
     backward_s: float
     core_forward_s: float
+    forward_host_s: float
+    backward_host_s: float
+    core_host_s: float
     saved_bytes: float
     input_bytes: float
     core_saved_bytes: float
@@ -214,9 +218,12 @@ class LayerProfiles:
         kept = {name: value for name, value in saved.items() if name not in borrowed}
         core_input = {name for name in kept if "/" not in name and not layer.core[0] <= workload.producer.get(name, -1)}
         return LayerProfile(
-            forward_s=float(max(device[0], host[0])),
-            backward_s=float(max(device[1], host[1])),
-            core_forward_s=max(core_device, core_host),
+            forward_s=float(device[0]),
+            backward_s=float(device[1]),
+            core_forward_s=core_device,
+            forward_host_s=float(host[0]),
+            backward_host_s=float(host[1]),
+            core_host_s=core_host,
             saved_bytes=sum(size for size, _ in kept.values()),
             input_bytes=sum(kept[name][0] for name in entering),
             core_saved_bytes=sum(size for name, (size, inside) in kept.items() if inside and name not in core_input),
