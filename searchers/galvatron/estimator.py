@@ -53,7 +53,7 @@ class Estimator:
     Args:
         problem: Gives hardware and runtime.
         profiles: Costs of its layers.
-        num_devices: Devices of a stage; all stages are taken to be alike.
+        num_devices: Devices of a stage; all stages are taken to be alike, and as slow as the slowest.
         overlap_slowdown: Whether overlapping slows both sides (section V); off for Fig. 7's comparison.
         paper: Backward gathers of SDP hide behind computation, whatever the runtime does.
         memory: ``shapes`` or ``released``, see `searchers.galvatron.released_memory`.
@@ -82,9 +82,13 @@ class Estimator:
         self.released = (
             ReleasedMemory(problem, profiles, self.num_stages, schedule) if memory == "released" else None
         )
-        gpu_type = problem.gpu_types[0]
-        self.factors = problem.hardware.overlap_slowdown(gpu_type) if overlap_slowdown else (1.0, 1.0)
-        self.times = CollectiveTimes(problem.hardware, range(num_devices))
+        self.factors = (1.0, 1.0)
+        if overlap_slowdown:
+            each = [problem.hardware.overlap_slowdown(gpu_type) for gpu_type in profiles.gpu_types]
+            self.factors = max(computation for computation, _ in each), max(other for _, other in each)
+        starts = range(0, problem.num_devices - num_devices + 1, num_devices)
+        stages = profiles.costs.unlike(tuple(range(start, start + num_devices)) for start in starts)
+        self.times = CollectiveTimes(problem.hardware, *stages)
         self.released_time = None
         if time == "released":
             self.released_time = ReleasedTime(
@@ -99,7 +103,9 @@ class Estimator:
             if runtime.optimizer_kernels == "fused"
             else PER_TENSOR_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
         )
-        self._optimizer_s = problem.hardware.optimizer_step_s(gpu_type, float(touched))
+        self._optimizer_s = max(
+            problem.hardware.optimizer_step_s(gpu_type, float(touched)) for gpu_type in profiles.gpu_types
+        )
         self._costs: dict[tuple[object, ...], LayerCost | None] = {}
         self._transfers: dict[tuple[int, float], float] = {}
         self._ties: dict[tuple[tuple[int, ...], float], float] = {}

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from searchers.layers import blocks
 from simulator.costs import CostTables, saved_tensors
@@ -88,7 +89,8 @@ class LayerProfiles:
 
     def __init__(self, costs: CostTables) -> None:
         self.costs = costs
-        self.gpu_type = costs.problem.gpu_types[0]
+        self.gpu_types = tuple(dict.fromkeys(costs.problem.gpu_types))
+        self.gpu_type = self.gpu_types[0]  # For sizes, which are the same on all; times are those of the slowest.
         self._profiles: dict[tuple[int, int, int], LayerProfile] = {}
         self._collectives: dict[tuple[int, int], LayerCollectives] = {}
         self._parameters: dict[tuple[int, int], Mapping[str, int]] = {}
@@ -193,18 +195,14 @@ class LayerProfiles:
     def _build(self, kind: int, tensor: int, samples: int) -> LayerProfile:
         layer = self.examples[kind]
         workload = self.costs.problem.workload
-        device, host, core_device, core_host = np.zeros(2), np.zeros(2), 0.0, 0.0
+        times = np.max([self._times(layer, tensor, samples, gpu_type) for gpu_type in self.gpu_types], axis=0).tolist()
         saved: dict[str, tuple[float, bool]] = {}
         entered: dict[str, float] = {}
         workspace = output = 0.0
         for index in range(*layer.span):
             cost = self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
             inside = layer.core[0] <= index < layer.core[1]
-            device += cost.forward.device_s, cost.backward.device_s
-            host += cost.forward.host_s, cost.backward.host_s
             if inside:
-                core_device += cost.forward.device_s
-                core_host += cost.forward.host_s
                 for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True):
                     if workload.producer.get(name, index) < layer.core[0]:
                         entered[name] = size
@@ -218,12 +216,12 @@ class LayerProfiles:
         kept = {name: value for name, value in saved.items() if name not in borrowed}
         core_input = {name for name in kept if "/" not in name and not layer.core[0] <= workload.producer.get(name, -1)}
         return LayerProfile(
-            forward_s=float(device[0]),
-            backward_s=float(device[1]),
-            core_forward_s=core_device,
-            forward_host_s=float(host[0]),
-            backward_host_s=float(host[1]),
-            core_host_s=core_host,
+            forward_s=times[0],
+            backward_s=times[1],
+            core_forward_s=times[2],
+            forward_host_s=times[3],
+            backward_host_s=times[4],
+            core_host_s=times[5],
             saved_bytes=sum(size for size, _ in kept.values()),
             input_bytes=sum(kept[name][0] for name in entering),
             core_saved_bytes=sum(size for name, (size, inside) in kept.items() if inside and name not in core_input),
@@ -234,6 +232,17 @@ class LayerProfiles:
             workspace_bytes=workspace,
             output_bytes=output,
         )
+
+    def _times(self, layer: Layer, tensor: int, samples: int, gpu_type: str) -> NDArray[np.float64]:
+        """Return seconds forward, backward and of the core forward: those of the device, then those of the host."""
+        total = np.zeros(6)
+        for index in range(*layer.span):
+            cost = self.costs.operator(index, self._sharding(tensor, index), samples, gpu_type)
+            inside = layer.core[0] <= index < layer.core[1]
+            for first, name in ((0, "device_s"), (3, "host_s")):
+                forward, backward = getattr(cost.forward, name), getattr(cost.backward, name)
+                total[first : first + 3] += forward, backward, inside * forward
+        return total
 
     def _comes_from(self, name: str, layer: Layer) -> str:
         """Return whether a saved tensor is made in the layer, in the one before, or far away (an encoder's output).

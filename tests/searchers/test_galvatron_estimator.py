@@ -130,3 +130,17 @@ def test_the_host_launches_while_the_device_communicates(model: str) -> None:
     microbatch = 16 if model.startswith("vit") else 8
     own, simulated = both(model, A100S, microbatch=microbatch, parts=8, pp=2, tp=8)
     assert own.iteration_time_s == pytest.approx(simulated.iteration_time_s, rel=0.05)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 16}, {"pp": 2, "dp": 8}, {"pp": 2, "tp": 8}])
+def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(degrees: dict[str, int | str]) -> None:
+    """Everything was priced on the first node: with A100s in front, at a fifth of the simulated time."""
+    titans, a100s = "titan-rtx-pcie:1x8", "a100-40g-dgx-100g:1x8"
+    parts = 8 if "pp" in degrees else 1
+    own = {}
+    for cluster in (f"{titans}+{a100s}", f"{a100s}+{titans}", "titan-rtx-pcie:2x8"):
+        own[cluster], simulated = both("bert-huge-32", (cluster, "galvatron-v1"), microbatch=4, parts=parts, **degrees)
+        assert own[cluster].iteration_time_s > 0.97 * simulated.iteration_time_s
+    assert max(each.iteration_time_s for each in own.values()) == pytest.approx(
+        min(each.iteration_time_s for each in own.values()), rel=1e-3
+    )
