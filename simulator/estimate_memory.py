@@ -32,7 +32,7 @@ class HeldBytes:
         anew: Of that, gradients that the first backward pass makes.
         kept: One microbatch between its forward and its backward pass.
         working: What is there besides ``kept`` while a microbatch's backward pass needs most.
-        gathered: Parameters that ZeRO-3 has gathered: the root, and two layers.
+        gathered: Parameters that ZeRO-3 has gathered: the root, and two layers, or one where none is prefetched.
         unsharded: Gradients that are not scattered yet: of two layers and the root above them.
         last: What the end of a backward pass needs: unsharded gradients of a layer and all of the root, and what the
             stage's first operator works in, or its first segment takes.
@@ -191,8 +191,10 @@ def _whole_for_a_while(view: StageView) -> tuple[float, float, float]:
             gathered, unsharded = layers[layer]
             layers[layer] = gathered + group.num_elements, unsharded
     found = [(layer in view.costs.root_layers, *layers[layer]) for layer in sorted(layers)]
+    ahead = runtime.prefetches_gathers
     (root, _, pair), (outer, above, largest) = (
-        _root_and_pair([(in_root, elements[way]) for in_root, *elements in found]) for way in range(2)
+        _root_and_pair([(in_root, elements[way]) for in_root, *elements in found], pairs=pairs)
+        for way, pairs in enumerate((ahead, True))
     )
     parameter_bytes = runtime.gathered_parameter_bytes if plan.reshard_after_forward else 0
     gradient_bytes = runtime.gradient_accumulation_bytes if reduces_in_backward(plan) else 0
@@ -200,11 +202,12 @@ def _whole_for_a_while(view: StageView) -> tuple[float, float, float]:
     return (root + pair) * parameter_bytes, (above + largest) * gradient_bytes, (outer + lowest) * gradient_bytes
 
 
-def _root_and_pair(layers: Sequence[tuple[bool, float]]) -> tuple[float, float, float]:
+def _root_and_pair(layers: Sequence[tuple[bool, float]], *, pairs: bool) -> tuple[float, float, float]:
     """Return the sum of all of the root, of the root above the first other layer, and the most of two neighbours.
 
     Args:
         layers: Whether a layer is of the root, and its size; those without anything are no neighbours.
+        pairs: Two neighbours are there at once; else the largest counts.
     """
     root = above = before = most = 0.0
     for in_root, size in layers:
@@ -212,7 +215,7 @@ def _root_and_pair(layers: Sequence[tuple[bool, float]]) -> tuple[float, float, 
             root += size
             above += size if before else 0.0
         elif size:
-            most = max(most, before + size)
+            most = max(most, before + size if pairs else size)
             before = size
     return root, above, most
 

@@ -281,6 +281,7 @@ class FastEstimator:
             run_tables,
             runtime.keeps_gathered_inputs,
             runtime.keeps_stage_outputs,
+            runtime.prefetches_gathers,
             peak_bytes,
             capacity_bytes,
             fits,

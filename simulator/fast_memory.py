@@ -158,9 +158,13 @@ def _add_zero(
     first: int,
     stop: int,
     column: int,
+    pairs: bool,
     found: Floats,
 ) -> None:
-    """Fill sum of the root, of the root above the first other layer, most of two neighbours, and lowest other layer."""
+    """Fill sum of the root, of the root above the first other layer, most of two neighbours, and lowest other layer.
+
+    Of one, not two, without ``pairs``.
+    """
     before, run = 0.0, begin
     found[:] = 0.0
     for layer in range(shape.layer_of[first], shape.layer_of[stop - 1] + 1):
@@ -178,7 +182,7 @@ def _add_zero(
             if before > 0:
                 found[1] += size
         elif size > 0:
-            found[2] = max(found[2], before + size)
+            found[2] = max(found[2], before + size if pairs else size)
             if before == 0:
                 found[3] = size
             before = size
@@ -195,6 +199,7 @@ def estimate_peaks(
     run_tables: Ints,
     keeps_gathered: bool,
     keeps_outputs: bool,
+    prefetches: bool,
     peak_bytes: Floats,
     capacity_bytes: Floats,
     fits: NDArray[np.bool_],
@@ -205,6 +210,7 @@ def estimate_peaks(
         shape, savings, tables, plans: See there.
         chosen, states, run_tables: From ``estimate_times``.
         keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
+        prefetches: ZeRO-3 holds a layer and the next one.
         peak_bytes, capacity_bytes: Results, per stage.
         fits: Result, per plan.
     """
@@ -402,10 +408,10 @@ def estimate_peaks(
             most += ends_bytes
             whole[:] = 0.0
             if gathered > 0 and plans.reshards[plan] != 0:
-                _add_zero(shape, tables, plans, run_tables, begin, first, stop, GATHERED, whole[0])
+                _add_zero(shape, tables, plans, run_tables, begin, first, stop, GATHERED, prefetches, whole[0])
                 whole[0, 0] -= twice
             if unsharded > 0 and sharded:
-                _add_zero(shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, whole[1])
+                _add_zero(shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, True, whole[1])
             row = held[stage - low]
             row[_KEPT], row[_WORKING] = kept, most - kept
             row[_FOR_WEIGHTS] = min(weighted, kept + again) + to_multiply

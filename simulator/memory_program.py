@@ -334,7 +334,7 @@ class StageMemory:
         events.allocate(f"layer {layer}/unsharded", self._unsharded[layer], UNSHARDED)
 
     def _gather(self, leaving: int | None, entering: int | None, events: Pass) -> None:
-        """Free the gathered parameters of a layer; hold those of the next and of the one after (prefetched).
+        """Free the gathered parameters of a layer; hold those of the next, and of the one after where it is prefetched.
 
         Those of the root unit are gathered first and stay from a forward pass to the end of its backward pass.
         """
@@ -351,6 +351,8 @@ class StageMemory:
             return
         if entering in layers:
             events.allocate(f"layer {entering}/gathered", self._gathers[entering], GATHERED)
+            if not self.view.costs.problem.runtime.prefetches_gathers:
+                return
             position = layers.index(entering)
             step = -1 if leaving is not None and leaving > entering else 1
             if leaving is None and position == len(layers) - 1:

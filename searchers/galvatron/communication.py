@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
+from hardware_models.communication import Communication
 from hardware_models.model import HardwareModel
 from searchers.galvatron.strategies import Layout
 from simulator.lowering.mesh import MeshCollective, groups, reshard
@@ -20,38 +21,47 @@ LARGE_BYTES = float(1 << 26)
 
 
 class CollectiveTimes:
-    """Prices collectives on the devices of one stage.
+    """Prices collectives on the devices of one stage, or of the slowest of several.
 
     Args:
         hardware: Cluster and cost functions.
-        devices: The stage's devices, in mesh order.
+        stages: The devices of each stage, in mesh order; of those that lie alike, one is enough.
     """
 
-    def __init__(self, hardware: HardwareModel, devices: Sequence[int]) -> None:
+    def __init__(self, hardware: HardwareModel, *stages: Sequence[int]) -> None:
         self.hardware = hardware
-        self.devices = tuple(devices)
-        self._crowding: dict[tuple[str, tuple[int, ...], tuple[int, ...]], float] = {}
+        self.stages = tuple(map(tuple, stages))
+        self._slowest: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[tuple[int, ...], float]]] = {}
         self._transitions: dict[tuple[Layout, Layout, float, float], float] = {}
 
     def seconds(self, collective: str, num_bytes: float, sizes: tuple[int, ...], axes: tuple[int, ...]) -> float:
         """Return seconds of a collective over some axes of a mesh, all of the axes' groups at once."""
         if num_bytes <= 0 or prod(sizes[axis] for axis in axes) == 1:
             return 0.0
-        members = tuple(self.devices[local] for local in groups(sizes, axes)[0])
-        cost = self.hardware.collective(collective, num_bytes, members)
-        return cost.latency_s + cost.work_s * self._crowded(collective, sizes, axes)
+        longest_s = 0.0
+        for members, crowding in self._slowest_groups(collective, sizes, axes):
+            cost = self.hardware.collective(collective, num_bytes, members)
+            longest_s = max(longest_s, cost.latency_s + cost.work_s * crowding)
+        return longest_s
 
-    def _crowded(self, collective: str, sizes: tuple[int, ...], axes: tuple[int, ...]) -> float:
-        """Return by what the groups of an axis slow each other: the load of the fullest resource, at least 1."""
+    def _slowest_groups(
+        self, collective: str, sizes: tuple[int, ...], axes: tuple[int, ...]
+    ) -> list[tuple[tuple[int, ...], float]]:
+        """Return the slowest group of each stage, and by what groups slow each other: the load of the fullest link."""
         key = (collective, sizes, axes)
-        if key not in self._crowding:
-            load: dict[str, float] = {}
-            for group in groups(sizes, axes):
-                members = tuple(self.devices[local] for local in group)
-                for resource, share in self.hardware.collective(collective, LARGE_BYTES, members).shares:
-                    load[resource] = load.get(resource, 0.0) + share
-            self._crowding[key] = max(1.0, *load.values()) if load else 1.0
-        return self._crowding[key]
+        if key not in self._slowest:
+            self._slowest[key] = []
+            for devices in self.stages:
+                load: dict[str, float] = {}
+                costs = {}
+                for group in groups(sizes, axes):
+                    members = tuple(devices[local] for local in group)
+                    costs[members] = self.hardware.collective(collective, LARGE_BYTES, members)
+                    for resource, share in costs[members].shares:
+                        load[resource] = load.get(resource, 0.0) + share
+                slowest = max(costs, key=lambda members: costs[members].alone_s)
+                self._slowest[key].append((slowest, max(1.0, *load.values()) if load else 1.0))
+        return self._slowest[key]
 
     def item(self, item: MeshCollective) -> float:
         """Return seconds of a mesh collective."""
@@ -91,12 +101,14 @@ def transfer_s(hardware: HardwareModel, first: Sequence[int], second: Sequence[i
     """Return seconds in which every device of a stage sends ``num_bytes`` to its counterpart in the next."""
     if num_bytes <= 0:
         return 0.0
+    return at_once_s([hardware.transfer(num_bytes, *pair) for pair in zip(first, second, strict=True)])
+
+
+def at_once_s(costs: Sequence[Communication]) -> float:
+    """Return seconds of what runs at once and shares links: the slowest, by the load of the fullest link."""
     load: dict[str, float] = {}
-    slowest = None
-    for source, target in zip(first, second, strict=True):
-        cost = hardware.transfer(num_bytes, source, target)
-        slowest = cost if slowest is None or cost.alone_s > slowest.alone_s else slowest
+    for cost in costs:
         for resource, share in cost.shares:
             load[resource] = load.get(resource, 0.0) + share
-    assert slowest is not None, "a stage has devices"
+    slowest = max(costs, key=lambda cost: cost.alone_s)
     return slowest.latency_s + slowest.work_s * max(1.0, *load.values(), 1.0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from searchers.galvatron.communication import CollectiveTimes, transfer_s
+from searchers.galvatron.communication import CollectiveTimes, at_once_s, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
 from searchers.galvatron.overlap import overlapped_s
 from searchers.galvatron.released_memory import ReleasedMemory
@@ -53,7 +53,7 @@ class Estimator:
     Args:
         problem: Gives hardware and runtime.
         profiles: Costs of its layers.
-        num_devices: Devices of a stage; all stages are taken to be alike.
+        num_devices: Devices of a stage; all stages are taken to be alike, and as slow as the slowest.
         overlap_slowdown: Whether overlapping slows both sides (section V); off for Fig. 7's comparison.
         paper: Backward gathers of SDP hide behind computation, whatever the runtime does.
         memory: ``shapes`` or ``released``, see `searchers.galvatron.released_memory`.
@@ -82,9 +82,13 @@ class Estimator:
         self.released = (
             ReleasedMemory(problem, profiles, self.num_stages, schedule) if memory == "released" else None
         )
-        gpu_type = problem.gpu_types[0]
-        self.factors = problem.hardware.overlap_slowdown(gpu_type) if overlap_slowdown else (1.0, 1.0)
-        self.times = CollectiveTimes(problem.hardware, range(num_devices))
+        self.factors = (1.0, 1.0)
+        if overlap_slowdown:
+            each = [problem.hardware.overlap_slowdown(gpu_type) for gpu_type in profiles.gpu_types]
+            self.factors = max(computation for computation, _ in each), max(other for _, other in each)
+        starts = range(0, problem.num_devices - num_devices + 1, num_devices)
+        stages = profiles.costs.unlike(tuple(range(start, start + num_devices)) for start in starts)
+        self.times = CollectiveTimes(problem.hardware, *stages)
         self.released_time = None
         if time == "released":
             self.released_time = ReleasedTime(
@@ -99,10 +103,12 @@ class Estimator:
             if runtime.optimizer_kernels == "fused"
             else PER_TENSOR_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
         )
-        self._optimizer_s = problem.hardware.optimizer_step_s(gpu_type, float(touched))
+        self._optimizer_s = max(
+            problem.hardware.optimizer_step_s(gpu_type, float(touched)) for gpu_type in profiles.gpu_types
+        )
         self._costs: dict[tuple[object, ...], LayerCost | None] = {}
         self._transfers: dict[tuple[int, float], float] = {}
-        self._ties: dict[str, float] = {}
+        self._ties: dict[tuple[tuple[int, ...], float], float] = {}
 
     def capacity_bytes(self) -> float:
         """Return the memory budget E of a device."""
@@ -143,29 +149,38 @@ class Estimator:
         by_use = runtime.reduces_ties_by_use and strategy.sharded == 1
         again = sum(parameters[tie] for tie in held_ties) if by_use else 0
         parameter_bytes, gradient_bytes = elements * runtime.parameter_bytes, elements * runtime.gradient_bytes
+        travelling = runtime.gradient_accumulation_bytes  # Gradients are kept in gradient_bytes.
         sizes = tuple(degree for _, degree in strategy.levels)
-        gather_s = self._axis_s("all_gather", parameter_bytes, strategy, sizes, SHARDED)
-        reduce_s = self._axis_s("reduce_scatter", gradient_bytes, strategy, sizes, SHARDED)
-        reduced_bytes = gradient_bytes / strategy.sharded + again * runtime.gradient_bytes
+        # A sharded weight is gathered for every layer that uses it, also where an earlier one holds it.
+        used = elements + sum(parameters[tie] for tie in held_ties)
+        used_bytes = used * runtime.gathered_parameter_bytes
+        gather_s = self._axis_s("all_gather", used_bytes, strategy, sizes, SHARDED)
+        reduce_s = self._axis_s("reduce_scatter", elements * travelling, strategy, sizes, SHARDED)
+        reduced_bytes = (elements / strategy.sharded + again) * travelling
         reduce_s += self._axis_s("all_reduce", reduced_bytes, strategy, sizes, DATA)
         forward_s = profile.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
+        forward_s = max(forward_s, profile.forward_host_s)
         behind_s, exposed_s = profile.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
+        host_s = profile.backward_host_s
         if strategy.checkpoint:
             behind_s += profile.core_forward_s
+            host_s += profile.core_host_s
             exposed_s += self._collectives_s(moved.core_forward, local, strategy, sizes)
         prefetched_s = gather_s if self.gathers_ahead else 0.0
         exposed_s += gather_s - prefetched_s
-        plain_s = overlapped_s(behind_s, prefetched_s, self.factors)
-        synced_s = overlapped_s(behind_s, prefetched_s + reduce_s, self.factors)
+        # The host launches ahead while the device communicates; where it takes longer than both, it alone counts.
+        plain_s = max(overlapped_s(behind_s, prefetched_s, self.factors) + exposed_s, host_s)
+        synced_s = max(overlapped_s(behind_s, prefetched_s + reduce_s, self.factors) + exposed_s, host_s)
         released = profile.core_saved_bytes if strategy.checkpoint else 0.0
+        entering = profile.core_unkept_bytes if strategy.checkpoint else 0.0
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
-        gathered_bytes = parameter_bytes + (0.0 if accumulates else gradient_bytes) if shards > 1 else 0.0
+        gathered_bytes = used_bytes + (0.0 if accumulates else elements * travelling) if shards > 1 else 0.0
         cost = LayerCost(
-            step_s=forward_s + plain_s + exposed_s,
+            step_s=forward_s + plain_s,
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
-            forward_bytes=profile.saved_bytes - released,
+            forward_bytes=profile.saved_bytes - released + entering,
             backward_bytes=released + profile.workspace_bytes + gathered_bytes,
             state_bytes=parameter_bytes / shards
             + gradient_bytes / whole_gradients
@@ -208,23 +223,41 @@ class Estimator:
             )
         return self._transfers[key]
 
-    def tie_sync_s(self, stages: Sequence[Sequence[Layer]]) -> float:
-        """Return seconds of summing tied gradients that several stages hold, once an iteration."""
-        holders: dict[str, list[int]] = {}
-        sizes: dict[str, int] = {}
-        for position, layers in enumerate(stages):
-            for layer in layers:
-                for tie, count in self.profiles.parameters(layer.kind, 1).items():
-                    if tie and position not in holders.setdefault(tie, []):
-                        holders[tie].append(position)
-                        sizes[tie] = count
+    def tie_sync_s(
+        self, stages: Sequence[Sequence[Layer]], chosen: Sequence[Sequence[Strategy]], *, whole: bool
+    ) -> float:
+        """Return seconds of summing tied gradients that several stages hold, once an iteration.
+
+        Every device does so with its counterparts at once: over nodes they share the NICs.
+
+        Args:
+            stages: Layers of each stage.
+            chosen: A strategy for each.
+            whole: Whether embedding and head are whole on each device, whatever the layers do.
+        """
+        holders: dict[str, dict[int, float]] = {}
+        for position, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
+            for layer, strategy in zip(layers, choice, strict=True):
+                tensor, shards = (1, 1) if whole else (strategy.tensor, strategy.sharded)
+                for tie, count in self.profiles.parameters(layer.kind, tensor).items():
+                    if tie:
+                        own = holders.setdefault(tie, {})
+                        own[position] = max(own.get(position, 0.0), count / shards)
         total = 0.0
-        for tie, positions in holders.items():
-            if len(positions) > 1:
-                num_bytes = sizes[tie] * self.problem.runtime.gradient_bytes
-                devices = [position * self.num_devices for position in positions]
-                total += self.problem.hardware.collective("all_reduce", num_bytes, devices).alone_s
+        for found in holders.values():
+            if len(found) > 1:
+                num_bytes = max(found.values()) * self.problem.runtime.gradient_accumulation_bytes
+                total += self._counterparts_s(tuple(found), num_bytes)
         return total
+
+    def _counterparts_s(self, positions: tuple[int, ...], num_bytes: float) -> float:
+        """Return seconds in which each device of a stage all-reduces with its counterparts in others."""
+        key = (positions, num_bytes)
+        if key not in self._ties:
+            size = self.num_devices
+            members = [tuple(position * size + rank for position in positions) for rank in range(size)]
+            self._ties[key] = at_once_s([self.problem.hardware.collective("all_reduce", num_bytes, m) for m in members])
+        return self._ties[key]
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from searchers.layers import blocks
 from simulator.costs import CostTables, saved_tensors
 from simulator.plan import Axis, Sharding, resolve
 from simulator.uniform import repeated_layers
 from workloads.kinds.base import FORWARD
+from workloads.local import dtype_bytes
 
 Collective = tuple[str, float]
 """Name of a collective and its bytes for one sample of a rank."""
@@ -40,12 +43,15 @@ class LayerProfile:
     """One layer for one microbatch on one rank under a tensor degree.
 
     Attributes:
-        forward_s, backward_s: Computation, no collective.
+        forward_s, backward_s: Computation on the device, no collective.
         core_forward_s: Of that, what is computed again under checkpointing.
+        forward_host_s, backward_host_s, core_host_s: What launching these takes the host, whatever the device does.
         saved_bytes: Kept for backward, the input included.
         input_bytes: Of that, the layer's input.
         core_saved_bytes: Of that, what checkpointing lets go: the core's, without the input.
         core_input_bytes: What the core keeps of its input.
+        core_unkept_bytes: What enters the core and nobody keeps (Swin's patch merging needs its shape alone), which
+            checkpointing does.
         workspace_bytes: Largest buffer of one operator.
         output_bytes: What leaves the layer.
     """
@@ -53,10 +59,14 @@ class LayerProfile:
     forward_s: float
     backward_s: float
     core_forward_s: float
+    forward_host_s: float
+    backward_host_s: float
+    core_host_s: float
     saved_bytes: float
     input_bytes: float
     core_saved_bytes: float
     core_input_bytes: float
+    core_unkept_bytes: float
     workspace_bytes: float
     output_bytes: float
 
@@ -79,11 +89,13 @@ class LayerProfiles:
 
     def __init__(self, costs: CostTables) -> None:
         self.costs = costs
-        self.gpu_type = costs.problem.gpu_types[0]
+        self.gpu_types = tuple(dict.fromkeys(costs.problem.gpu_types))
+        self.gpu_type = self.gpu_types[0]  # For sizes, which are the same on all; times are those of the slowest.
         self._profiles: dict[tuple[int, int, int], LayerProfile] = {}
         self._collectives: dict[tuple[int, int], LayerCollectives] = {}
         self._parameters: dict[tuple[int, int], Mapping[str, int]] = {}
         self._core_parameters: dict[tuple[int, int], int] = {}
+        self._crossing: dict[int, float] = {}
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -141,6 +153,22 @@ class LayerProfiles:
         extra = len(own) - len(plain)
         return own[:extra] if extra > 0 and own[extra:] == plain else []
 
+    def crossing_bytes(self, layer: Layer) -> float:
+        """Return the bytes, for one sample, of what crosses a boundary behind a layer.
+
+        Its output, and what later layers read besides: an encoder's output crosses every boundary of the decoder.
+        """
+        if layer.number not in self._crossing:
+            workload, problem = self.costs.problem.workload, self.costs.problem
+            stop, total = layer.span[1], 0.0
+            for op in workload.operators[:stop]:
+                for number, name in enumerate(op.outputs):
+                    if any(reader >= stop for reader in workload.consumers[name]):
+                        dtype = op.definition.output_dtype(number)
+                        total += prod(workload.tensors[name]) * dtype_bytes(dtype, problem.runtime.implementation)
+            self._crossing[layer.number] = total
+        return self._crossing[layer.number]
+
     def profile(self, kind: int, tensor: int, samples: int) -> LayerProfile:
         """Return the costs of a layer kind for that many samples on a rank.
 
@@ -167,17 +195,17 @@ class LayerProfiles:
     def _build(self, kind: int, tensor: int, samples: int) -> LayerProfile:
         layer = self.examples[kind]
         workload = self.costs.problem.workload
-        device, host, core_device, core_host = np.zeros(2), np.zeros(2), 0.0, 0.0
+        times = np.max([self._times(layer, tensor, samples, gpu_type) for gpu_type in self.gpu_types], axis=0).tolist()
         saved: dict[str, tuple[float, bool]] = {}
+        entered: dict[str, float] = {}
         workspace = output = 0.0
         for index in range(*layer.span):
             cost = self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
             inside = layer.core[0] <= index < layer.core[1]
-            device += cost.forward.device_s, cost.backward.device_s
-            host += cost.forward.host_s, cost.backward.host_s
             if inside:
-                core_device += cost.forward.device_s
-                core_host += cost.forward.host_s
+                for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True):
+                    if workload.producer.get(name, index) < layer.core[0]:
+                        entered[name] = size
             for name, size in saved_tensors(workload, index, cost):
                 saved.setdefault(name, (size, inside))
             workspace = max(workspace, cost.workspace_forward_bytes, cost.workspace_backward_bytes)
@@ -188,16 +216,33 @@ class LayerProfiles:
         kept = {name: value for name, value in saved.items() if name not in borrowed}
         core_input = {name for name in kept if "/" not in name and not layer.core[0] <= workload.producer.get(name, -1)}
         return LayerProfile(
-            forward_s=float(max(device[0], host[0])),
-            backward_s=float(max(device[1], host[1])),
-            core_forward_s=max(core_device, core_host),
+            forward_s=times[0],
+            backward_s=times[1],
+            core_forward_s=times[2],
+            forward_host_s=times[3],
+            backward_host_s=times[4],
+            core_host_s=times[5],
             saved_bytes=sum(size for size, _ in kept.values()),
             input_bytes=sum(kept[name][0] for name in entering),
             core_saved_bytes=sum(size for name, (size, inside) in kept.items() if inside and name not in core_input),
             core_input_bytes=sum(size for name, (size, inside) in kept.items() if inside and name in core_input),
+            core_unkept_bytes=sum(
+                size for name, size in entered.items() if name not in saved and self._comes_from(name, layer) != "far"
+            ),
             workspace_bytes=workspace,
             output_bytes=output,
         )
+
+    def _times(self, layer: Layer, tensor: int, samples: int, gpu_type: str) -> NDArray[np.float64]:
+        """Return seconds forward, backward and of the core forward: those of the device, then those of the host."""
+        total = np.zeros(6)
+        for index in range(*layer.span):
+            cost = self.costs.operator(index, self._sharding(tensor, index), samples, gpu_type)
+            inside = layer.core[0] <= index < layer.core[1]
+            for first, name in ((0, "device_s"), (3, "host_s")):
+                forward, backward = getattr(cost.forward, name), getattr(cost.backward, name)
+                total[first : first + 3] += forward, backward, inside * forward
+        return total
 
     def _comes_from(self, name: str, layer: Layer) -> str:
         """Return whether a saved tensor is made in the layer, in the one before, or far away (an encoder's output).

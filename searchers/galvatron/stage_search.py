@@ -27,15 +27,17 @@ from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import Strategy, strategies
 from simulator.problem import Problem
 
+FORWARD_SHARE = 1 / 3
+"""Of a step, where only the larger of two stages matters: backward does about twice the work."""
+
 
 class _StageCost(NamedTuple):
-    """What a stage costs: fields as of `StagePlan`, the last microbatch's step, and what leaves with each."""
+    """What a stage costs: fields as of `StagePlan`, and the last microbatch's step."""
 
     step_s: float
     sync_s: float
     peak_bytes: float
     last_step_s: float
-    output_bytes: tuple[float, float]
 
 
 class DegreeSearch:
@@ -85,7 +87,6 @@ class DegreeSearch:
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self._found: dict[object, NDArray[np.int64] | None] = {}
         self._stages: dict[object, _StageCost | None] = {}
-        self._tied: dict[Partition, float] = {}
         self._ties_of: dict[int, frozenset[str]] = {}
         self._rows: dict[object, list[LayerCost | None]] = {}
         self._moves: dict[object, NDArray[np.float64]] = {}
@@ -153,7 +154,6 @@ class DegreeSearch:
         """Return the plan of given strategies with its costs, or None if one cannot be used."""
         found: list[StagePlan] = []
         steps: list[list[float]] = [[], []]
-        leaving: list[tuple[float, float]] = []
         for place, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
             own = self._stage(layers, tuple(choice), place, batch, cut)
             if own is None:
@@ -161,24 +161,53 @@ class DegreeSearch:
             found.append(StagePlan(tuple(layers), tuple(choice), own.step_s, own.sync_s, own.peak_bytes))
             steps[0].append(own.step_s)
             steps[1].append(own.last_step_s)
-            leaving.append(own.output_bytes)
         if self.estimator.released_time is not None:
             return self._planned(batch, cut, found, self._released_s(self.estimator.released_time, found, batch))
-        for boundary, sizes in enumerate(leaving[:-1]):
-            sender, receiver = chosen[boundary][-1], chosen[boundary + 1][0]
-            for step_s, size in zip(steps, sizes, strict=True):
-                num_bytes = size * max(1.0, sender.data / receiver.data)
-                both_ways_s = 2 * self.estimator.transfer_s(boundary, num_bytes)
-                step_s[boundary] += both_ways_s
-                step_s[boundary + 1] += both_ways_s
+        waits_s = self._add_transfers(stages, chosen, cut, steps)
         total_s = pipeline_s(
             steps[0],
             [stage.sync_s for stage in found],
             cut.parts,
             last_s=None if cut.last is None else steps[1],
             paper=self.options.paper,
-        ) + self._tie_sync_s(stages)
+        )
+        total_s += (cut.parts - 1) * waits_s
+        total_s += self.estimator.tie_sync_s(stages, chosen, whole=self.options.outside == "data")
         return self._planned(batch, cut, found, total_s)
+
+    def _add_transfers(
+        self,
+        stages: Sequence[Sequence[Layer]],
+        chosen: Sequence[Sequence[Strategy]],
+        cut: Cut,
+        steps: Sequence[list[float]],
+    ) -> float:
+        """Add transfers to the steps of the stages that send them, which wait: activations ahead, gradients back.
+
+        Args:
+            stages, chosen, cut: The plan.
+            steps: Of a microbatch, and of the last.
+
+        Returns:
+            Seconds a microbatch takes longer than the slowest step: under GPipe one stage can be the slowest of all
+            forward passes, since it sends on, and another of all backward passes.
+        """
+        own_s = tuple(steps[0])
+        there_s, back_s = ([0.0] * len(stages) for _ in range(2))
+        for boundary, layers in enumerate(stages[:-1]):
+            sender, receiver = chosen[boundary][-1], chosen[boundary + 1][0]
+            sample_bytes = self.estimator.profiles.crossing_bytes(layers[-1])
+            for step_s, samples in ((steps[1], cut.last or cut.samples), (steps[0], cut.samples)):
+                there, back = (samples / each.data * sample_bytes for each in (receiver, sender))
+                there_s[boundary] = self.estimator.transfer_s(boundary, there)
+                back_s[boundary + 1] = self.estimator.transfer_s(boundary, back)
+                step_s[boundary] += there_s[boundary]
+                step_s[boundary + 1] += back_s[boundary + 1]
+        if self.options.schedule != "gpipe" or self.options.paper:
+            return 0.0
+        forward_s = max(FORWARD_SHARE * own + there for own, there in zip(own_s, there_s, strict=True))
+        backward_s = max((1 - FORWARD_SHARE) * own + back for own, back in zip(own_s, back_s, strict=True))
+        return max(0.0, forward_s + backward_s - max(steps[0]))
 
     def _planned(self, batch: int, cut: Cut, stages: Sequence[StagePlan], total_s: float) -> PipelinePlan:
         options = self.options
@@ -218,8 +247,7 @@ class DegreeSearch:
         last_step_s = step_s if cut.last is None else self._step_s(last, chosen)
         whole = self.estimator.released is None
         peak = peak_bytes(costs, held) if whole else released_bytes(costs, held) + outside
-        output_bytes = (costs[-1].output_bytes, last[-1].output_bytes)
-        return _StageCost(step_s, sum(cost.sync_s for cost in last), peak, last_step_s, output_bytes)
+        return _StageCost(step_s, sum(cost.sync_s for cost in last), peak, last_step_s)
 
     def _step_s(self, costs: Sequence[LayerCost], chosen: Sequence[Strategy]) -> float:
         """Return the seconds of a microbatch, forward and backward."""
@@ -227,12 +255,6 @@ class DegreeSearch:
         for (cost, first), (_, second) in pairwise(zip(costs, chosen, strict=True)):
             step_s += self.estimator.transition_s(cost, first, second)
         return step_s
-
-    def _tie_sync_s(self, stages: Sequence[Sequence[Layer]]) -> float:
-        key = tuple(map(len, stages))
-        if key not in self._tied:
-            self._tied[key] = self.estimator.tie_sync_s(stages)
-        return self._tied[key]
 
     def _costs_of(
         self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from math import prod
 
 import numpy as np
 import pytest
@@ -264,6 +266,35 @@ def test_the_root_unit_stays_gathered_from_forward_to_backward() -> None:
     assert gathered[False] == 0
     # One unit holds a tied weight once; bf16.
     assert gathered[True] == 2 * sum(ends.values())
+
+
+@pytest.mark.parametrize("prefetches", [True, False])
+def test_the_next_layer_is_held_only_where_it_is_gathered_ahead(prefetches: bool) -> None:
+    """A runtime that gathers when a layer begins has freed the one before: one layer at a time, not two."""
+    problem = small_problem("gpt", runtime="galvatron-v1", cluster="titan-rtx-pcie:1x4")
+    problem = replace(problem, runtime=replace(problem.runtime, prefetches_gathers=prefetches))
+    costs = CostTables(problem)
+    plan = validate(uniform_plan(problem, dp=4, zero=3), problem)
+    view = stage_views(plan, costs)[0]
+    memory = StageMemory(
+        view,
+        lambda index: costs.operator(index, view.shardings[index], 1, view.gpu_type),
+        reshards=True,
+        sharded_gradients=True,
+    )
+    layers = [
+        4 * sum(prod(parameter.shape) for index in range(*bounds) for parameter in problem.workload.parameters(index))
+        for bounds in problem.workload.layers
+    ]
+    for tensors, allocates in (memory.forward(), memory.backward()):
+        alive: set[int] = set()
+        most = 0
+        for tensor, allocated in zip(tensors, allocates, strict=True):
+            (alive.add if allocated else alive.discard)(tensor)
+            gathered = [each for each in alive if CATEGORIES[memory.table.categories[each]] == "gathered parameters"]
+            most = max(most, sum(memory.table.sizes[each] for each in gathered))
+        pairs = pairwise(layers)
+        assert most == (max(map(sum, pairs)) if prefetches else max(layers))
 
 
 def test_recomputation_that_stops_early_is_not_counted_as_work() -> None:

@@ -223,3 +223,18 @@ def test_an_embedding_under_sequence_parallelism_keeps_the_mask_of_its_part() ->
         ("backward_input", "all_gather", (2, 8, 16)),
     ]
     assert kind.internal_collectives("forward", "vocab", local) == ()
+
+
+def test_logits_of_tf32_products_are_fp32_already() -> None:
+    """No cast and no second copy: TF32 rounds what a product reads, and keeps nothing."""
+    kind, attributes = kind_named("lm_loss"), {"vocab": 64, "hidden": 16}
+    same = {}
+    for dtype in ("fp32", "tf32", "bf16"):
+        implementation = Implementation(dtype=dtype, fused_loss=True, loss_keeps_logits=True)
+        local = localize(kind, attributes, [(2, 8, 16), (2, 8)], [], implementation)
+        same[dtype] = [
+            (kind.kernels(phase, local), workspace_bytes(kind, phase, local), kind.num_calls(phase, local))
+            for phase in PHASES
+        ]
+    assert same["tf32"] == same["fp32"]
+    assert len(same["bf16"][0][0]) == len(same["fp32"][0][0]) + 1

@@ -93,6 +93,12 @@ class Implementation:
         """Bytes of one logit as the loss sees it."""
         return DTYPE_BYTES[self.logits_dtype]
 
+    @property
+    def casts_logits(self) -> bool:
+        """Whether the loss works in another type than the logits have. TF32 products leave fp32."""
+        kept, wanted = ("fp32" if dtype == "tf32" else dtype for dtype in (self.dtype, self.logits_dtype))
+        return kept != wanted
+
 
 @dataclass(frozen=True)
 class Parameter:

@@ -91,7 +91,7 @@ class LanguageModelLoss(Kind):
         low = float(rows * vocab * local.element_bytes)
         high = float(rows * vocab * local.implementation.logits_bytes)
         row = float(rows * DTYPE_BYTES["fp32"])
-        casts = local.implementation.logits_dtype != local.implementation.dtype
+        casts = local.implementation.casts_logits
         if phase == FORWARD:
             found: list[Kernel] = [Matmul(m=rows, n=vocab, k=hidden)]
             if flag(local.attributes, "bias"):
@@ -152,7 +152,7 @@ class LanguageModelLoss(Kind):
             return (high,) * choice.loss_temporaries
         if phase == BACKWARD_WEIGHT:
             return (low,)
-        made = [high] if choice.logits_dtype != choice.dtype else []
+        made = [high] if choice.casts_logits else []
         return tuple(made) if choice.loss_keeps_logits else (low, *made)
 
 

@@ -1,0 +1,146 @@
+"""Galvatron's estimator beside the simulator and hand counts, over nodes: what crosses, who waits, what is shared."""
+
+from __future__ import annotations
+
+import pytest
+
+from searchers.galvatron.layer_profiles import LayerProfiles
+from searchers.galvatron.options import Options
+from searchers.galvatron.pipeline_plan import PipelinePlan
+from searchers.galvatron.planner import Planner
+from searchers.galvatron.searcher import assess
+from searchers.galvatron.strategies import DATA, TENSOR, Level, Strategy
+from simulator.costs import CostTables
+from simulator.problem import Problem, ProblemSpec
+from simulator.result import SimulationResult
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+
+TITANS = ("titan-rtx-pcie:2x8", "galvatron-v1")
+A100S = ("a100-40g-dgx-100g:2x8", "galvatron-v1-tf32")
+
+
+def problem_of(model: str, machines: tuple[str, str], batch: int) -> Problem:
+    return ProblemSpec(model=model, cluster=machines[0], runtime=machines[1], global_batch=batch).load()
+
+
+def both(
+    model: str, machines: tuple[str, str], *, microbatch: int, parts: int, **degrees: int | str
+) -> tuple[PipelinePlan, SimulationResult]:
+    problem = problem_of(model, machines, microbatch * int(degrees.get("dp", 1)) * parts)
+    plan = uniform_plan(
+        problem, microbatch=microbatch, gradient_reduction="last", overlap_gradient_sync=True,
+        **degrees,  # type: ignore[arg-type]
+    )  # fmt: skip
+    own = assess(plan, problem)
+    assert own is not None
+    return own, simulate(plan, problem, engine="compiled")
+
+
+@pytest.mark.parametrize(
+    ("model", "machines", "degrees"),
+    [
+        ("vit-huge-32", A100S, {"pp": 2, "dp": 8}),
+        ("vit-huge-32", A100S, {"pp": 4, "dp": 4}),
+        ("vit-huge-32", A100S, {"pp": 2, "dp": 8, "schedule": "gpipe"}),
+        ("vit-huge-32", TITANS, {"pp": 16, "dp": 1, "schedule": "gpipe"}),
+        ("swin-huge-32", TITANS, {"pp": 16, "dp": 1, "schedule": "gpipe"}),
+        ("bert-huge-32", A100S, {"pp": 2, "dp": 8}),
+        ("t5-large-32", A100S, {"pp": 2, "dp": 8, "schedule": "gpipe"}),
+    ],
+)
+def test_pipelines_over_nodes_take_as_long_as_simulated(
+    model: str, machines: tuple[str, str], degrees: dict[str, int | str]
+) -> None:
+    """Each boundary was charged four times over, its tied weights as if one pair had the network card to itself."""
+    microbatch = 16 if model.startswith(("vit", "swin")) else 8
+    own, simulated = both(model, machines, microbatch=microbatch, parts=8, **degrees)
+    assert own.iteration_time_s == pytest.approx(simulated.iteration_time_s, rel=0.04)
+
+
+@pytest.mark.parametrize("model", ["bert-huge-32", "t5-large-32"])
+@pytest.mark.parametrize("machines", [TITANS, A100S])
+def test_a_sharded_tied_weight_is_gathered_for_each_use(model: str, machines: tuple[str, str]) -> None:
+    own, simulated = both(model, machines, microbatch=8, parts=4, dp=16, zero=3)
+    assert own.iteration_time_s == pytest.approx(simulated.iteration_time_s, rel=0.025)
+
+
+def test_checkpointing_keeps_what_enters_a_layer_even_if_its_first_operator_does_not() -> None:
+    """Swin's patch merging saves nothing: its layers kept nothing at all under checkpointing, a tenth of the peak."""
+    own, simulated = both("swin-huge-32", TITANS, microbatch=64, parts=1, tp=8, dp=2, recompute="full")
+    assert own.peak_bytes == pytest.approx(simulated.peak_allocated_bytes, rel=0.03)
+    profiles = LayerProfiles(CostTables(problem_of("swin-huge-32", TITANS, 16)))
+    merging = [layer for layer in profiles.layers if profiles.profile(layer.kind, 1, 1).core_unkept_bytes]
+    assert [layer.number for layer in merging] == [2, 4, 30]
+    # The tokens of the stage before, in fp32.
+    assert [profiles.profile(layer.kind, 1, 1).core_unkept_bytes for layer in merging] == [
+        4 * 3136 * 320, 4 * 784 * 640, 4 * 196 * 1280,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "last_layer", "elements"),
+    [
+        ("bert-huge-32", 15, 512 * 1280),
+        ("t5-large-32", 7, 512 * 1024),
+        ("t5-large-32", 15, 2 * 512 * 1024),
+        ("t5-large-32", 23, 2 * 512 * 1024),
+        ("t5-512-4-32", 23, (512 + 4) * 1024),
+        ("swin-huge-32", 1, 3136 * 320),
+        ("swin-huge-32", 3, 784 * 640),
+    ],
+)
+def test_what_crosses_a_boundary(model: str, last_layer: int, elements: int) -> None:
+    """Between decoder layers the encoder's output goes along."""
+    profiles = LayerProfiles(CostTables(problem_of(model, TITANS, 16)))
+    assert profiles.crossing_bytes(profiles.layers[last_layer]) == 4 * elements
+
+
+@pytest.mark.parametrize(("levels", "whole", "share"), [
+    ((Level(DATA, 8),), False, 1.0),
+    ((Level(TENSOR, 8),), False, 1 / 8),
+    ((Level(TENSOR, 8),), True, 1.0),
+])  # fmt: skip
+def test_counterparts_of_two_stages_sum_tied_weights_at_once(
+    levels: tuple[Level, ...], whole: bool, share: float
+) -> None:
+    """Eight pairs over one card of 10 GB/s each way, whatever a pair alone would take; shards where it is cut."""
+    planner = Planner(problem_of("bert-huge-32", A100S, 16), Options())
+    search = planner.searches[2]
+    layers = search.layers
+    stages, strategy = (layers[:16], layers[16:]), Strategy(levels)
+    seconds = search.estimator.tie_sync_s(stages, [[strategy] * len(stage) for stage in stages], whole=whole)
+    assert seconds == pytest.approx(8 * 30592 * 1280 * 4 * share / 10e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("runtime", "cluster"), [
+    ("galvatron-v1-bf16", "a100-80g-dgx-400g:4x8"),  # kept in 2 bytes, reduced in 4
+    ("pytorch-ddp", "a100-80g-dgx-100g:2x8"),  # kept in 8 bytes, with their buckets, reduced in 4
+])  # fmt: skip
+def test_gradients_travel_in_the_type_they_are_summed_in(runtime: str, cluster: str) -> None:
+    """One sample a device over nodes: little but gradients. Half or twice their bytes is half or twice the time."""
+    num_devices = 8 * int(cluster.split(":")[1][0])
+    own, simulated = both("gpt3-1.3b", (cluster, runtime), microbatch=1, parts=1, dp=num_devices)
+    assert own.iteration_time_s == pytest.approx(simulated.iteration_time_s, rel=0.08)
+
+
+@pytest.mark.parametrize("model", ["bert-huge-32", "vit-huge-32", "t5-large-32"])
+def test_the_host_launches_while_the_device_communicates(model: str) -> None:
+    """Tensor parallel 8 on A100s: launching takes longest, and collectives hide behind it instead of adding to it."""
+    microbatch = 16 if model.startswith("vit") else 8
+    own, simulated = both(model, A100S, microbatch=microbatch, parts=8, pp=2, tp=8)
+    assert own.iteration_time_s == pytest.approx(simulated.iteration_time_s, rel=0.05)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 16}, {"pp": 2, "dp": 8}, {"pp": 2, "tp": 8}])
+def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(degrees: dict[str, int | str]) -> None:
+    """Everything was priced on the first node: with A100s in front, at a fifth of the simulated time."""
+    titans, a100s = "titan-rtx-pcie:1x8", "a100-40g-dgx-100g:1x8"
+    parts = 8 if "pp" in degrees else 1
+    own = {}
+    for cluster in (f"{titans}+{a100s}", f"{a100s}+{titans}", "titan-rtx-pcie:2x8"):
+        own[cluster], simulated = both("bert-huge-32", (cluster, "galvatron-v1"), microbatch=4, parts=parts, **degrees)
+        assert own[cluster].iteration_time_s > 0.97 * simulated.iteration_time_s
+    assert max(each.iteration_time_s for each in own.values()) == pytest.approx(
+        min(each.iteration_time_s for each in own.values()), rel=1e-3
+    )
