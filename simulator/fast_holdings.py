@@ -27,7 +27,7 @@ from simulator.fast_time import (
 )
 from simulator.lowering.mesh import parameter_layout
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import ParameterGroup, is_gathered, parameter_groups
+from simulator.lowering.synchronisation import ParameterGroup, is_gathered, parameter_groups, tied_shards
 from simulator.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from simulator.problem import Problem
@@ -128,7 +128,7 @@ class Holdings:
             place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
             layout = self._layouts((group.tie, parameter_layout(sharding, splits, place)))
             tied_bytes.append(own_states)
-            tied.append((family, group.num_elements, layout, group.num_shards))
+            tied.append((family, group.num_elements, layout, tied_shards(view, group)))
         return Holding(
             saved=[saved.get(name, 0.0) for name in names],
             made=list(cost.output_bytes),

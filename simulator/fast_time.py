@@ -99,7 +99,7 @@ class TimeTables(NamedTuple):
         made, read, passed: int64[tables, T], [tables, readings], [tables, N]. Numbers of layouts: of tensors
             where they are made, where they are read, and in stages that begin with the operator and pass them on.
         families: int64[tables, MAX_FAMILIES, FAMILY].
-        tied: int64[tables, O, 4]. Family, elements, layout and ZeRO shards of tied parameters.
+        tied: int64[tables, O, 4]. Family, elements, layout and shards (`tied_shards`) of tied parameters.
         aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
         line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
         goes_on: Per channel, whether the next one belongs to it; the slowest rules.

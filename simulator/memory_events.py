@@ -42,7 +42,7 @@ class Events:
     """Named tensors, their sizes and categories.
 
     Attributes:
-        lasting: Tensors that outlive their microbatch.
+        lasting: Tensors that all microbatches share.
     """
 
     names: dict[str, int] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class Events:
     categories: list[int] = field(default_factory=list)
     lasting: set[int] = field(default_factory=set)
 
-    def tensor(self, name: str, num_bytes: float, category: str) -> int:
+    def tensor(self, name: str, num_bytes: float, category: str, *, lasting: bool) -> int:
         """Return the number of a tensor, registering it."""
         if name not in self.names:
             self.names[name] = len(self.sizes)
             self.sizes.append(int(num_bytes))
             self.categories.append(CATEGORIES.index(category))
-            if category == GRADIENTS:
+            if lasting:
                 self.lasting.add(self.names[name])
         return self.names[name]
 
@@ -71,10 +71,10 @@ class Pass:
         self._live: set[int] = set()
         self._freed: set[int] = set()
 
-    def allocate(self, name: str, num_bytes: float, category: str) -> None:
+    def allocate(self, name: str, num_bytes: float, category: str, *, lasting: bool = False) -> None:
         if num_bytes <= 0:
             return
-        tensor = self.table.tensor(name, num_bytes, category)
+        tensor = self.table.tensor(name, num_bytes, category, lasting=lasting)
         if tensor in self._live:
             return
         self._live.add(tensor)

@@ -325,7 +325,7 @@ class StageMemory:
         """Make room for a layer's gradients; those of the layer but one above have been scattered by then."""
         for unit, size in self._anew.items():
             if unit > layer or (unit == layer and layer not in self._unsharded):
-                events.allocate(f"layer {unit}/gradients", size, GRADIENTS)
+                events.allocate(f"layer {unit}/gradients", size, GRADIENTS, lasting=True)
         if layer not in self._unsharded:
             return
         above = sorted(unit for unit in self._unsharded if unit > layer and unit not in self._root)
@@ -336,12 +336,13 @@ class StageMemory:
     def _gather(self, leaving: int | None, entering: int | None, events: Pass) -> None:
         """Free the gathered parameters of a layer; hold those of the next, and of the one after where it is prefetched.
 
-        Those of the root unit are gathered first and stay from a forward pass to the end of its backward pass.
+        Those of the root unit are gathered first and stay from a forward pass to the end of its backward pass, once
+        for all microbatches in flight.
         """
         if not self._gathers:
             return
         for layer in self._root if leaving is None else ():
-            events.allocate(f"layer {layer}/gathered", self._gathers.get(layer, 0.0), GATHERED)
+            events.allocate(f"layer {layer}/gathered", self._gathers.get(layer, 0.0), GATHERED, lasting=True)
         layers = [layer for layer in self._gathers if layer not in self._root]
         if leaving in layers:
             events.free(f"layer {leaving}/gathered")

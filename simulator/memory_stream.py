@@ -21,7 +21,7 @@ class StagePasses:
     Attributes:
         num_tensors: Of one microbatch.
         passes: By kind of action.
-        lasting: int64, ascending. Tensors that outlive their microbatch, in the order their stage makes them.
+        lasting: int64, ascending. Tensors that all microbatches share, in the order their stage makes them.
     """
 
     num_tensors: int
@@ -30,7 +30,7 @@ class StagePasses:
 
     def counterpart(self, tensors: NDArray[np.int64], other: StagePasses) -> NDArray[np.int64]:
         """Return one's own numbers for the lasting tensors of a microbatch of another size; any for the rest."""
-        assert len(self.lasting) == len(other.lasting), "a stage's gradients do not depend on samples"
+        assert len(self.lasting) == len(other.lasting), "gradients and gathered parameters do not depend on samples"
         if not len(self.lasting):
             return np.zeros_like(tensors)
         places = np.searchsorted(other.lasting, tensors)
@@ -43,7 +43,7 @@ class PassEvents:
 
     Attributes:
         tensors: int64, counted within a microbatch.
-        lasting: bool. Whether the tensor outlives its microbatch.
+        lasting: bool. Whether all microbatches share the tensor.
         is_alloc: bool.
         sizes, categories: int64.
         portions: float64. When, from 0 at the start of the pass to 1 at its end.
@@ -118,7 +118,7 @@ class EventStream:
         smaller: dict[int, StagePasses],
         last: int,
     ) -> None:
-        """Append the events of every action. What outlives its microbatch is one tensor, made by the first.
+        """Append the events of every action. What microbatches share is one tensor, made by the first that needs it.
 
         Args:
             programs: By stage.

@@ -17,6 +17,7 @@ from simulator.lowering.synchronisation import (
     gradient_buckets,
     parameter_groups,
     parameter_refresh,
+    tied_shards,
 )
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
 from workloads.kernels import MemoryBound
@@ -59,8 +60,8 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
             continue
         ranks = min(len(view.stage.devices) for view, _ in places)
         runtime = places[0][0].costs.problem.runtime
-        # Under ZeRO a rank is left with its shard of the gradient.
-        size = max(group.num_elements / group.num_shards for _, group in places) * runtime.gradient_accumulation_bytes
+        size = max(group.num_elements / tied_shards(view, group) for view, group in places)
+        size *= runtime.gradient_accumulation_bytes
         positions = [view.position for view, _ in places]
         for position in dict.fromkeys(found_at for found_at in positions if positions.count(found_at) > 1):
             if len(views[position].stage.devices) > 1:

@@ -195,6 +195,12 @@ def times_reduced(view: StageView, group: ParameterGroup) -> int:
     return len(group.users) if by_use else 1
 
 
+def tied_shards(view: StageView, group: ParameterGroup) -> int:
+    """Return of how many shards of a tied weight's gradient the holders of the weight add up one."""
+    whole = view.costs.problem.runtime.reduces_ties_whole and group.zero == 1
+    return 1 if whole else group.num_shards
+
+
 def _copied(view: StageView, buckets: Sequence[Sequence[ParameterGroup]]) -> dict[int, list[int]]:
     """Return, by bucket, the operators whose last gradient it takes in, of those that the runtime copies."""
     last = {

@@ -297,6 +297,18 @@ def test_the_next_layer_is_held_only_where_it_is_gathered_ahead(prefetches: bool
         assert most == (max(map(sum, pairs)) if prefetches else max(layers))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_microbatches_in_flight_share_the_gathered_root_unit(schedule: str) -> None:
+    """A unit of FSDP has one whole tensor, however many microbatches have used it and have yet to."""
+    gathered = []
+    for batch in (4, 8, 14, 16):  # of four samples each, of which the last may be two
+        problem = small_problem("gpt", runtime="composer-fsdp", cluster="a100-80g-dgx:1x4", global_batch=batch)
+        stages = usage(problem, pp=2, dp=2, zero=3, schedule=schedule, microbatch=2, smaller_last=True)
+        gathered.append([live_of(memory, "gathered parameters") for memory in stages])
+    assert gathered[0][0] > 0
+    assert gathered == gathered[:1] * 4
+
+
 def test_recomputation_that_stops_early_is_not_counted_as_work() -> None:
     """Without dropout nothing saves what the second linear makes: of 12 h^2 + attention, 4 h^2 are not done again."""
     workload = build_workload("gpt3-350m", overrides={"layers": 4, "dropout": 0.0, "attention_dropout": 0.0})

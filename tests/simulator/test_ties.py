@@ -1,4 +1,4 @@
-"""How often gradients of tied weights are reduced: once, or by each layer that uses them."""
+"""How gradients of tied weights are reduced: once, or by each layer that uses them; over stages whole, or by shards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from hardware_models.runtime import load_runtime
 from simulator.costs import CostTables
+from simulator.estimate import estimate
+from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
+from simulator.lowering.epilogue import tied_groups
 from simulator.lowering.lower import stage_views
 from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
 from simulator.plan import Plan
@@ -79,3 +83,28 @@ def test_a_weight_tied_under_splits_of_two_names_is_held_once() -> None:
         tied = [group for group in parameter_groups(view) if group.tie]
         assert len(tied) == 1 and len(tied[0].users) == 2
     assert held[True] == held[False]
+
+
+@pytest.mark.parametrize(("zero", "shards"), [(0, (1, 1)), (1, (4, 1)), (2, (4, 4))])
+def test_stages_that_share_a_weight_reduce_it_whole_where_the_runtime_does(zero: int, shards: tuple[int, int]) -> None:
+    """Before ZeRO-1 scatters gradients, as Megatron-LM and DeepSpeed: two stages of four, pair by pair."""
+    times, expected = [], []
+    for whole, parts in zip((False, True), shards, strict=True):
+        problem = problem_with("gpt", reduces_ties_whole=whole)
+        plan = uniform_plan(problem, pp=2, dp=4, zero=zero)
+        views = stage_views(plan.canonical(problem.workload), CostTables(problem))
+        tied = next(group for group in parameter_groups(views[0]) if group.tie)
+        size = 4.0 * tied.num_elements / parts
+        assert {(devices, num_bytes) for _, devices, num_bytes in tied_groups(views)} == {
+            ((rank, rank + 4), size) for rank in range(4)
+        }
+        times.append(simulate(plan, problem, fidelity=ALONE).iteration_time_s)
+        expected.append(problem.hardware.collective("all_reduce", size, (0, 4)).alone_s)
+        by_classes = estimate(plan, problem).iteration_time_s
+        assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(by_classes, rel=1e-11)
+    assert times[1] - times[0] == pytest.approx(expected[1] - expected[0], rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["megatron-lm-2021", "megatron-lm-2023", "megatron-deepspeed"])
+def test_runtimes_of_megatron_and_deepspeed_reduce_tied_weights_whole(name: str) -> None:
+    assert load_runtime(name).reduces_ties_whole
