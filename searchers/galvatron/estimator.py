@@ -176,7 +176,11 @@ class Estimator:
         slowed_s = stretch_s(behind_s, prefetched_s + reduce_s, self.factors)
         slowed_s -= stretch_s(behind_s, prefetched_s, self.factors)
         released = profile.core_saved_bytes if strategy.checkpoint else 0.0
-        entering = profile.core_unkept_bytes if strategy.checkpoint else 0.0
+        entering, working = 0.0, profile.workspace_bytes
+        if strategy.checkpoint:
+            # The head's backward pass comes first: what it kept is gone when the layer is computed again.
+            entering = profile.core_unkept_bytes
+            working = max(working, released + profile.core_workspace_bytes - profile.behind_bytes)
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
@@ -186,7 +190,7 @@ class Estimator:
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
             stretch_s=min(slowed_s, synced_s - plain_s),
             forward_bytes=profile.saved_bytes - released + entering,
-            backward_bytes=released + profile.workspace_bytes + gathered_bytes,
+            backward_bytes=working + gathered_bytes,
             state_bytes=parameter_bytes / shards
             + gradient_bytes / whole_gradients
             + elements * runtime.optimizer_bytes / shards,
