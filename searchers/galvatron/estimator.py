@@ -13,7 +13,7 @@ from math import ceil
 
 from searchers.galvatron.communication import CollectiveTimes, at_once_s, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
-from searchers.galvatron.overlap import overlapped_s
+from searchers.galvatron.overlap import overlapped_s, stretch_s
 from searchers.galvatron.released_memory import ReleasedMemory
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
@@ -33,6 +33,7 @@ class LayerCost:
     Attributes:
         step_s: Forward and backward without gradient synchronisation (Eq. 9's no_grad_sync).
         sync_s: What the last microbatch takes longer: gradients behind its backward pass, and the optimizer.
+        stretch_s: Of that, by how much its backward pass ends later, for which the stage before waits.
         forward_bytes: O_f: kept per microbatch in flight.
         backward_bytes: O_b: needed on top during the layer's own backward pass.
         state_bytes: O_ms: parameters, gradients, optimizer states.
@@ -41,6 +42,7 @@ class LayerCost:
 
     step_s: float
     sync_s: float
+    stretch_s: float
     forward_bytes: float
     backward_bytes: float
     state_bytes: float
@@ -171,8 +173,14 @@ class Estimator:
         # The host launches ahead while the device communicates; where it takes longer than both, it alone counts.
         plain_s = max(overlapped_s(behind_s, prefetched_s, self.factors) + exposed_s, host_s)
         synced_s = max(overlapped_s(behind_s, prefetched_s + reduce_s, self.factors) + exposed_s, host_s)
+        slowed_s = stretch_s(behind_s, prefetched_s + reduce_s, self.factors)
+        slowed_s -= stretch_s(behind_s, prefetched_s, self.factors)
         released = profile.core_saved_bytes if strategy.checkpoint else 0.0
-        entering = profile.core_unkept_bytes if strategy.checkpoint else 0.0
+        entering, working = 0.0, profile.workspace_bytes
+        if strategy.checkpoint:
+            # The head's backward pass comes first: what it kept is gone when the layer is computed again.
+            entering = profile.core_unkept_bytes
+            working = max(working, released + profile.core_workspace_bytes - profile.behind_bytes)
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
@@ -180,8 +188,9 @@ class Estimator:
         cost = LayerCost(
             step_s=forward_s + plain_s,
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
+            stretch_s=min(slowed_s, synced_s - plain_s),
             forward_bytes=profile.saved_bytes - released + entering,
-            backward_bytes=released + profile.workspace_bytes + gathered_bytes,
+            backward_bytes=working + gathered_bytes,
             state_bytes=parameter_bytes / shards
             + gradient_bytes / whole_gradients
             + elements * runtime.optimizer_bytes / shards,
@@ -275,19 +284,25 @@ def pipeline_s(
     num_microbatches: int,
     *,
     last_s: Sequence[float] | None = None,
+    delays_s: Sequence[float] | None = None,
     paper: bool = False,
 ) -> float:
     """Return Eq. 9: ``(m - 1) max(step) + sum(step + sync)``, seconds per iteration.
 
     The printed sum counts every stage's synchronisation, though stages synchronise side by side; here the
-    longest counts once, unless ``paper``. A last microbatch that is smaller takes ``last_s``.
+    longest counts once, unless ``paper``, but for ``delays_s``, the part of each that delays the backward pass of
+    the stage before. A last microbatch that is smaller takes ``last_s``.
 
     >>> pipeline_s([2.0, 3.0], [1.0, 0.5], 4), pipeline_s([2.0, 3.0], [1.0, 0.5], 4, paper=True)
     (15.0, 15.5)
     >>> pipeline_s([2.0, 3.0], [1.0, 0.5], 4, last_s=[1.0, 1.5])
     13.5
+    >>> pipeline_s([2.0, 3.0], [1.0, 0.5], 4, delays_s=[0.25, 0.5])
+    15.5
     """
-    synced_s = sum(sync_s) if paper else max(sync_s)
+    delays_s = delays_s or [0.0] * len(sync_s)
+    rest_s = max(sync - delay for sync, delay in zip(sync_s, delays_s, strict=True))
+    synced_s = sum(sync_s) if paper else sum(delays_s) + rest_s
     if last_s is not None:
         return queued_s(step_s, last_s, num_microbatches) + synced_s
     return (num_microbatches - 1) * max(step_s) + sum(step_s) + synced_s

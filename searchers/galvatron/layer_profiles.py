@@ -53,6 +53,8 @@ class LayerProfile:
         core_unkept_bytes: What enters the core and nobody keeps (Swin's patch merging needs its shape alone), which
             checkpointing does.
         workspace_bytes: Largest buffer of one operator.
+        core_workspace_bytes: Of one in the core.
+        behind_bytes: Of what is kept, what lies behind the core (the head), gone when the core's backward pass begins.
         output_bytes: What leaves the layer.
     """
 
@@ -68,6 +70,8 @@ class LayerProfile:
     core_input_bytes: float
     core_unkept_bytes: float
     workspace_bytes: float
+    core_workspace_bytes: float
+    behind_bytes: float
     output_bytes: float
 
 
@@ -198,7 +202,7 @@ class LayerProfiles:
         times = np.max([self._times(layer, tensor, samples, gpu_type) for gpu_type in self.gpu_types], axis=0).tolist()
         saved: dict[str, tuple[float, bool]] = {}
         entered: dict[str, float] = {}
-        workspace = output = 0.0
+        workspace = core_workspace = output = behind = 0.0
         for index in range(*layer.span):
             cost = self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
             inside = layer.core[0] <= index < layer.core[1]
@@ -207,8 +211,12 @@ class LayerProfiles:
                     if workload.producer.get(name, index) < layer.core[0]:
                         entered[name] = size
             for name, size in saved_tensors(workload, index, cost):
+                if index >= layer.core[1] and name not in saved and workload.producer.get(name, index) >= layer.core[1]:
+                    behind += size
                 saved.setdefault(name, (size, inside))
-            workspace = max(workspace, cost.workspace_forward_bytes, cost.workspace_backward_bytes)
+            needed = max(cost.workspace_forward_bytes, cost.workspace_backward_bytes)
+            workspace = max(workspace, needed)
+            core_workspace = max(core_workspace, needed if inside else 0.0)
             if cost.output_bytes:
                 output = cost.output_bytes[0]
         entering = {name for name in saved if self._comes_from(name, layer) == "before"}
@@ -230,6 +238,8 @@ class LayerProfiles:
                 size for name, size in entered.items() if name not in saved and self._comes_from(name, layer) != "far"
             ),
             workspace_bytes=workspace,
+            core_workspace_bytes=core_workspace,
+            behind_bytes=behind,
             output_bytes=output,
         )
 

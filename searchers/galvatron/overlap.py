@@ -13,3 +13,12 @@ def overlapped_s(computation_s: float, communication_s: float, factors: tuple[fl
     if slow_computation >= slow_communication:
         return slow_communication + (computation_s - slow_communication / factors[0])
     return slow_computation + (communication_s - slow_computation / factors[1])
+
+
+def stretch_s(computation_s: float, communication_s: float, factors: tuple[float, float]) -> float:
+    """Return the seconds by which a computation ends later for the communication beside it.
+
+    >>> stretch_s(2.0, 1.0, (1.5, 1.5)), stretch_s(2.0, 8.0, (1.5, 1.5))
+    (0.5, 1.0)
+    """
+    return min(computation_s * (factors[0] - 1), communication_s * factors[1] * (1 - 1 / factors[0]))

@@ -32,10 +32,11 @@ FORWARD_SHARE = 1 / 3
 
 
 class _StageCost(NamedTuple):
-    """What a stage costs: fields as of `StagePlan`, and the last microbatch's step."""
+    """What a stage costs: fields as of `StagePlan` and `LayerCost`, and the last microbatch's step."""
 
     step_s: float
     sync_s: float
+    stretch_s: float
     peak_bytes: float
     last_step_s: float
 
@@ -154,6 +155,7 @@ class DegreeSearch:
         """Return the plan of given strategies with its costs, or None if one cannot be used."""
         found: list[StagePlan] = []
         steps: list[list[float]] = [[], []]
+        delays_s: list[float] = []
         for place, (layers, choice) in enumerate(zip(stages, chosen, strict=True)):
             own = self._stage(layers, tuple(choice), place, batch, cut)
             if own is None:
@@ -161,6 +163,7 @@ class DegreeSearch:
             found.append(StagePlan(tuple(layers), tuple(choice), own.step_s, own.sync_s, own.peak_bytes))
             steps[0].append(own.step_s)
             steps[1].append(own.last_step_s)
+            delays_s.append(own.stretch_s)
         if self.estimator.released_time is not None:
             return self._planned(batch, cut, found, self._released_s(self.estimator.released_time, found, batch))
         waits_s = self._add_transfers(stages, chosen, cut, steps)
@@ -169,6 +172,7 @@ class DegreeSearch:
             [stage.sync_s for stage in found],
             cut.parts,
             last_s=None if cut.last is None else steps[1],
+            delays_s=delays_s,
             paper=self.options.paper,
         )
         total_s += (cut.parts - 1) * waits_s
@@ -247,7 +251,8 @@ class DegreeSearch:
         last_step_s = step_s if cut.last is None else self._step_s(last, chosen)
         whole = self.estimator.released is None
         peak = peak_bytes(costs, held) if whole else released_bytes(costs, held) + outside
-        return _StageCost(step_s, sum(cost.sync_s for cost in last), peak, last_step_s)
+        sync_s, stretch_s = sum(cost.sync_s for cost in last), sum(cost.stretch_s for cost in last)
+        return _StageCost(step_s, sync_s, stretch_s, peak, last_step_s)
 
     def _step_s(self, costs: Sequence[LayerCost], chosen: Sequence[Strategy]) -> float:
         """Return the seconds of a microbatch, forward and backward."""
