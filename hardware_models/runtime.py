@@ -105,6 +105,9 @@ class Runtime:
         optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
         gradient_clipping: The global gradient norm is computed each step.
         loss_scaling: Gradients are unscaled and checked for infinities each step.
+        gradient_pass_bytes: What a step reads and writes of gradients before the optimizer, bytes per parameter: of all
+            that a rank holds (zeroing, averaging) and of what it steps (unscaling, norm). None: one pass over what is
+            summed for clipping, two for unscaling.
         sources: One line per field.
     """
 
@@ -141,6 +144,7 @@ class Runtime:
     gradient_clipping: bool
     loss_scaling: bool
     sources: Mapping[str, str]
+    gradient_pass_bytes: tuple[float, float] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
@@ -223,6 +227,7 @@ class RuntimeFile(FileModel):
     gradient_clipping: bool
     loss_scaling: bool
     sources: Mapping[str, Text]
+    gradient_pass_bytes: tuple[NonNegative, NonNegative] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True

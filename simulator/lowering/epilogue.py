@@ -77,6 +77,17 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
     return found
 
 
+def _passed_bytes(view: StageView) -> float:
+    """Return the bytes that a device reads and writes of its gradients between their reduction and the optimizer."""
+    runtime = view.costs.problem.runtime
+    passes = float(runtime.gradient_clipping) + 2.0 * runtime.loss_scaling
+    whole, stepped = runtime.gradient_pass_bytes or (0.0, passes * runtime.gradient_accumulation_bytes)
+    return sum(
+        group.num_elements * (whole + stepped / (group.num_shards if group.zero else 1))
+        for group in parameter_groups(view)
+    )
+
+
 class EpilogueBuilder:
     """Adds the epilogue of all stages to one set of rows; task ids start at 0 here."""
 
@@ -174,18 +185,10 @@ class EpilogueBuilder:
 
     def _norm(self, latency_s: float, all_classes: Sequence[int]) -> None:
         runtime = self.placements[0].view.costs.problem.runtime
-        passes = float(runtime.gradient_clipping) + 2.0 * runtime.loss_scaling
         for placement in self.placements:
             costs = placement.view.costs
+            num_bytes = _passed_bytes(placement.view)
             for c in placement.classes:
-                num_bytes = (
-                    passes
-                    * sum(
-                        group.num_elements / (group.num_shards if group.zero else 1)
-                        for group in parameter_groups(placement.view)
-                    )
-                    * runtime.gradient_accumulation_bytes
-                )
                 seconds = costs.problem.hardware.kernel_time_s(
                     placement.gpu_type[c],
                     MemoryBound(num_bytes * 0.75, num_bytes * 0.25, "reduction"),

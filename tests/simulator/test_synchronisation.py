@@ -10,11 +10,12 @@ import pytest
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
-from simulator.lowering.synchronisation import gradient_buckets
+from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
 from simulator.simulate import simulate
 from simulator.taskgraph import COMPUTATION
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
+from workloads.kernels import MemoryBound
 
 
 def test_gradients_reduced_in_every_pass_and_not_overlapped_are_waited_for() -> None:
@@ -50,3 +51,17 @@ def test_the_gradient_norm_reads_what_a_rank_has_of_the_gradients(zero: int) -> 
         (np.array(whole.causes)[whole.cause] == "gradient norm") & (whole.kind == COMPUTATION)
     )
     assert graph.work_s[norm] == pytest.approx(whole.work_s[other] / (4 if zero else 1), rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_megatron_averages_all_gradients_and_takes_the_norm_of_what_it_steps(zero: int) -> None:
+    """Bytes a parameter by hand: a buffer of fp16 zeroed (2) and divided (4); fp32 copies unscaled (8) and read (4)."""
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime="megatron-lm-2021")
+    plan = uniform_plan(problem, dp=4, microbatch=4, zero=zero)
+    graph = simulate(plan, problem).graph
+    (norm,) = np.flatnonzero((np.array(graph.causes)[graph.cause] == "gradient norm") & (graph.kind == COMPUTATION))
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    elements = sum(group.num_elements for group in parameter_groups(view))
+    touched = elements * (2 + 4 + (8 + 4) / (4 if zero else 1))
+    kernel = MemoryBound(0.75 * touched, 0.25 * touched, "reduction")
+    assert graph.work_s[norm] == pytest.approx(problem.hardware.kernel_time_s(view.gpu_type, kernel, "fp16"), rel=1e-9)
