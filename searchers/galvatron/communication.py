@@ -1,7 +1,7 @@
 """Seconds of a strategy's collectives, of resharding between two strategies and of transfers between stages.
 
 All groups of an axis communicate at once, as in Galvatron's own measurements, so what they share (a NIC, the
-PCIe bridge) is divided among them.
+PCIe bridge) is divided among them; so it is among the transfers of a boundary (``hardware_models.crowding``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
+from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from hardware_models.model import HardwareModel
 from searchers.galvatron.strategies import Layout
 from simulator.lowering.mesh import MeshCollective, groups, reshard
 from workloads.placements import REPLICATE, Placement, Shard
-
-LARGE_BYTES = float(1 << 26)
-"""Message at which shares of links are read: far above where latency matters."""
 
 
 class CollectiveTimes:
@@ -30,28 +28,19 @@ class CollectiveTimes:
     def __init__(self, hardware: HardwareModel, devices: Sequence[int]) -> None:
         self.hardware = hardware
         self.devices = tuple(devices)
-        self._crowding: dict[tuple[str, tuple[int, ...], tuple[int, ...]], float] = {}
+        self._groups: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[CrowdedGroup, ...]] = {}
         self._transitions: dict[tuple[Layout, Layout, float, float], float] = {}
 
     def seconds(self, collective: str, num_bytes: float, sizes: tuple[int, ...], axes: tuple[int, ...]) -> float:
         """Return seconds of a collective over some axes of a mesh, all of the axes' groups at once."""
         if num_bytes <= 0 or prod(sizes[axis] for axis in axes) == 1:
             return 0.0
-        members = tuple(self.devices[local] for local in groups(sizes, axes)[0])
-        cost = self.hardware.collective(collective, num_bytes, members)
-        return cost.latency_s + cost.work_s * self._crowded(collective, sizes, axes)
-
-    def _crowded(self, collective: str, sizes: tuple[int, ...], axes: tuple[int, ...]) -> float:
-        """Return by what the groups of an axis slow each other: the load of the fullest resource, at least 1."""
-        key = (collective, sizes, axes)
-        if key not in self._crowding:
-            load: dict[str, float] = {}
-            for group in groups(sizes, axes):
-                members = tuple(self.devices[local] for local in group)
-                for resource, share in self.hardware.collective(collective, LARGE_BYTES, members).shares:
-                    load[resource] = load.get(resource, 0.0) + share
-            self._crowding[key] = max(1.0, *load.values()) if load else 1.0
-        return self._crowding[key]
+        key = (sizes, axes)
+        if key not in self._groups:
+            members = (tuple(self.devices[local] for local in group) for group in groups(sizes, axes))
+            self._groups[key] = unlike_groups(self.hardware.cluster, members)
+        crowded_s = self.hardware.crowded_collective_s
+        return max(crowded_s(collective, num_bytes, group) for group in self._groups[key])
 
     def item(self, item: MeshCollective) -> float:
         """Return seconds of a mesh collective."""
@@ -91,12 +80,5 @@ def transfer_s(hardware: HardwareModel, first: Sequence[int], second: Sequence[i
     """Return seconds in which every device of a stage sends ``num_bytes`` to its counterpart in the next."""
     if num_bytes <= 0:
         return 0.0
-    load: dict[str, float] = {}
-    slowest = None
-    for source, target in zip(first, second, strict=True):
-        cost = hardware.transfer(num_bytes, source, target)
-        slowest = cost if slowest is None or cost.alone_s > slowest.alone_s else slowest
-        for resource, share in cost.shares:
-            load[resource] = load.get(resource, 0.0) + share
-    assert slowest is not None, "a stage has devices"
-    return slowest.latency_s + slowest.work_s * max(1.0, *load.values(), 1.0)
+    pairs = zip(first, second, strict=True)
+    return together_s(hardware.transfer(num_bytes, source, target) for source, target in pairs)
