@@ -3,8 +3,10 @@
 Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. A smaller last
 microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
 sum_{i<=j} t_i + sum_{i>=j} s_i``. Where replicas take whole microbatches in turn, ``rotated_s``. Memory:
-``estimate_memory``. No overlap (that of collectives with the gradients of one operator neither), contention, copies of
-gradients, time of the optimizer, or allocator: the engine has those.
+``estimate_memory``. Groups of one collective, transfers of one boundary and reductions of one tied weight run at once
+and share links (``hardware_models.crowding``); nothing else does, such as two boundaries or stages that meet on a card.
+No overlap (that of collectives with the gradients of one operator neither), copies of gradients, time of the optimizer,
+or allocator: the engine has those.
 
 Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
 launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may

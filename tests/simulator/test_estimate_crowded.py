@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from hardware_models.communication import Communication
+from hardware_models.crowding import together_s, unlike_groups
 from hardware_models.links import load_network
+from hardware_models.model import HardwareModel
 from simulator.costs import CostTables
+from simulator.engine_simpy import run_simpy
 from simulator.estimate import estimate, tied_s, transfers_s
 from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
+from simulator.lowering.mesh import groups
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.transfers import Transfer
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
+from simulator.taskgraph import COMMUNICATION
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
+from tests.simulator.graphs import GraphBuilder
 from tests.simulator.problems import small_problem
 
 SHARING = Fidelity().without("overlap-slowdown", "optimizer", "host", "allocator")
@@ -30,6 +39,17 @@ UNLIKE = "p3.8xlarge:2x4+v100-32g-dgx1:1x8"
 
 def simulated_s(plan: Plan, problem: Problem, fidelity: Fidelity = SHARING) -> float:
     return simulate(plan, problem, engine="compiled", fidelity=fidelity).iteration_time_s
+
+
+def run_together_s(costs: Sequence[Communication]) -> float:
+    """Return when the last of some collectives or transfers ends in the engine, if all start at once."""
+    names = dict.fromkeys(name for cost in costs for name, _ in cost.shares)
+    numbers = {name: number for number, name in enumerate(names)}
+    graph = GraphBuilder(num_resources=len(numbers))
+    for cost in costs:
+        shares = {numbers[name]: share for name, share in cost.shares}
+        graph.add(cost.work_s, latency_s=cost.latency_s, shares=shares, kind=COMMUNICATION)
+    return float(run_simpy(graph.build()).end_s.max())
 
 
 def check(plan: Plan, problem: Problem, most: float = 1.04) -> None:
@@ -63,6 +83,33 @@ def test_tensor_parallel_groups_over_nodes_share_their_cards() -> None:
     count = len(problem.workload)
     sharding = ((count, (Axis("tensor", 2), Axis("batch", 4))),)
     check(Plan((Stage(((0, count),), tuple(range(8)), sharding),), 8, 4), problem)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("num_bytes", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize(
+    ("cluster", "sizes", "tolerance"),
+    [
+        ("p3.8xlarge:2x4", (2, 4), 1e-9),
+        ("v100-32g-dgx1:2x8", (4, 4), 1e-9),
+        ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", (4, 4), 1e-9),
+        ("rtx3090-pcie:2x8", (4, 3), 0.04),  # unlike: groups with one, two and three ranks on a node
+    ],
+)
+def test_groups_at_once_take_what_the_engine_says(cluster, sizes, tolerance, kind, num_bytes) -> None:
+    hardware = HardwareModel.from_name(cluster)
+    every = groups(sizes, (0,))
+    expected_s = run_together_s([hardware.collective(kind, num_bytes, members) for members in every])
+    unlike = unlike_groups(hardware.cluster, every)
+    found_s = max(hardware.crowded_collective_s(kind, num_bytes, group) for group in unlike)
+    assert found_s == pytest.approx(expected_s, rel=tolerance)
+
+
+@pytest.mark.parametrize("sizes", [(1e8, 1e8, 1e8, 1e8), (1e8, 1e6, 2e7, 5e7), (1e3, 1e9, 1e6, 1e6)])
+def test_transfers_at_once_take_what_the_engine_says(sizes: tuple[float, ...]) -> None:
+    hardware = HardwareModel.from_name("p3.8xlarge:2x4")
+    costs = [hardware.transfer(size, rank, rank + 4) for rank, size in enumerate(sizes)]
+    assert together_s(costs) == pytest.approx(run_together_s(costs), rel=1e-9)
 
 
 def test_gradients_of_strided_groups_pass_one_card_one_after_the_other_as_it_were() -> None:
