@@ -13,7 +13,7 @@ CrowdedGroup(members=(0, 4), beside=((1, 5), (2, 6), (3, 7)))
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
 
@@ -52,9 +52,7 @@ def unlike_groups(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> tuple[
         cluster: Whose nodes they are on.
         groups: All of them.
     """
-    kinds = [replace(node, first_device=0) for node in cluster.nodes]
-    kind_of = [kinds.index(kind) for kind in kinds]
-    found = list(groups)
+    found, kind_of = list(groups), cluster.kind_of_node
     forms: dict[object, int] = {}
     standing: list[tuple[int, list[int]]] = []
     on_node: dict[int, list[tuple[int, int, int]]] = {}
