@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import cache, cached_property
 from pathlib import Path
@@ -110,6 +110,12 @@ class Cluster:
     def devices_per_node(self) -> int:
         """Devices of the largest node (of every node, in the usual uniform cluster)."""
         return max(node.num_devices for node in self.nodes)
+
+    @cached_property
+    def kind_of_node(self) -> tuple[int, ...]:
+        """Per node a number that nodes share which differ in nothing but their devices' ids."""
+        kinds = [replace(node, first_device=0) for node in self.nodes]
+        return tuple(kinds.index(kind) for kind in kinds)
 
     def node_of(self, device: int) -> int:
         """Return the index of the node that holds ``device``."""

@@ -62,7 +62,7 @@ class Flow:
     fill_bytes: float = 0.0
 
     @cached_property
-    def _shares(self) -> tuple[tuple[tuple[str, float], ...], ...]:
+    def shares(self) -> tuple[tuple[tuple[str, float], ...], ...]:
         """Shares under each protocol; they do not depend on the size."""
         every = []
         for protocol in self.protocols:
@@ -70,15 +70,19 @@ class Flow:
             every.append(tuple((name, min(1.0, load * scale)) for name, load in self.loads))
         return tuple(every)
 
-    def price(self, num_bytes: float) -> Communication:
-        """Return the cost with the quickest protocol."""
+    def quickest(self, num_bytes: float) -> tuple[float, int, float]:
+        """Return the seconds of the quickest protocol, which one that is, and its work in seconds."""
         options = []
         for index, protocol in enumerate(self.protocols):
             work = (num_bytes + self.fill_bytes) * self.work_s_per_byte / protocol.bandwidth_fraction
             options.append((protocol.latency_s + work, index, work))
-        _, index, work = min(options)
+        return min(options)
+
+    def price(self, num_bytes: float) -> Communication:
+        """Return the cost with the quickest protocol."""
+        _, index, work = self.quickest(num_bytes)
         return Communication(
-            latency_s=self.protocols[index].latency_s, work_s=work, shares=self._shares[index]
+            latency_s=self.protocols[index].latency_s, work_s=work, shares=self.shares[index]
         )
 
 

@@ -10,6 +10,7 @@ from hardware_models.collective_table import TRANSFERS, CollectiveTable
 from hardware_models.collectives import Flow, collective_flows, transfer_flow
 from hardware_models.communication import Communication
 from hardware_models.compute import kernel_time_s
+from hardware_models.crowding import CrowdedGroup, slowdowns
 from hardware_models.gpus import GpuType
 from hardware_models.group_shapes import GroupShape, full_nodes, groups_at_once, shape_of, slots_by_node
 from hardware_models.profile import OperatorProfile
@@ -37,6 +38,12 @@ class HardwareModel:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _prices: dict[tuple[str, float, tuple[int, ...]], Communication] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _crowded_s: dict[tuple[str, float, CrowdedGroup], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _slowdowns: dict[tuple[str, CrowdedGroup], tuple[tuple[float, ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _kernels: dict[tuple[str, Kernel, str], float] = field(
@@ -129,6 +136,35 @@ class HardwareModel:
             self._prices[key] = self._price(kind, float(num_bytes), group)
         return self._prices[key]
 
+    def crowded_collective_s(self, kind: str, num_bytes: float, group: CrowdedGroup) -> float:
+        """Return the seconds of a collective while the groups beside it run the same; see ``collective``."""
+        key = (kind, num_bytes, group)
+        if key not in self._crowded_s:
+            cost = self.collective(kind, num_bytes, group.members)
+            seconds = cost.alone_s
+            if group.beside and cost.work_s > 0:
+                own = self.flows(kind, group.members)
+                quickest = [flow.quickest(num_bytes) for flow in own]
+                flow = min(range(len(own)), key=lambda index: quickest[index][0])
+                seconds += cost.work_s * (self.slowdowns(kind, group)[flow][quickest[flow][1]] - 1)
+            self._crowded_s[key] = seconds
+        return self._crowded_s[key]
+
+    def slowdowns(self, kind: str, group: CrowdedGroup) -> tuple[tuple[float, ...], ...]:
+        """Return by what the groups beside it stretch a collective's work, per flow and protocol of ``flows``."""
+        key = (kind, group)
+        if key not in self._slowdowns:
+            beside = [self.flows(kind, members) for members in group.beside]
+            self._slowdowns[key] = slowdowns(self.flows(kind, group.members), beside)
+        return self._slowdowns[key]
+
+    def flows(self, kind: str, devices: Sequence[int]) -> tuple[Flow, ...]:
+        """Return the algorithms that the library may take for a collective of at least two ranks."""
+        key = (kind, tuple(sorted(devices)))
+        if key not in self._flows:
+            self._flows[key] = collective_flows(self.cluster, *key)
+        return self._flows[key]
+
     def transfer(self, num_bytes: float, source: int, destination: int) -> Communication:
         """Return the cost of a send/receive of ``num_bytes`` between two devices alone."""
         key = ("transfer", float(num_bytes), (source, destination))
@@ -141,12 +177,10 @@ class HardwareModel:
         if len(group) == 1:
             self.cluster.node_of(group[0])
             return NOTHING
-        key = (kind, group)
-        if key not in self._flows:
-            self._flows[key] = collective_flows(self.cluster, kind, group)
+        flows = self.flows(kind, group)
         if num_bytes == 0:
             return NOTHING
-        modelled = min((flow.price(num_bytes) for flow in self._flows[key]), key=lambda cost: cost.alone_s)
+        modelled = min((flow.price(num_bytes) for flow in flows), key=lambda cost: cost.alone_s)
         return self._refined(kind, num_bytes, group, modelled) if self.collective_table is not None else modelled
 
     def _refined(self, kind: str, num_bytes: float, group: tuple[int, ...], modelled: Communication) -> Communication:

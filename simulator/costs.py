@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware_models.crowding import CrowdedGroup, unlike_groups
 from hardware_models.profile import Split as SplitWord
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.forms import operator_forms
@@ -308,26 +309,15 @@ class CostTables:
 
     def unlike_groups(
         self, devices: tuple[int, ...], sizes: MeshSizes, axes: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of a mesh over devices, one of those that stand alike in nodes of one kind."""
+    ) -> tuple[CrowdedGroup, ...]:
+        """Return the groups of a mesh over devices, one of those that stand alike, with those beside it."""
         return self._groups.get(
             (devices, sizes, axes),
-            lambda: self.unlike(tuple(devices[local] for local in group) for group in groups(sizes, axes)),
+            lambda: unlike_groups(
+                self.problem.hardware.cluster,
+                (tuple(devices[local] for local in group) for group in groups(sizes, axes)),
+            ),
         )
-
-    def unlike(self, found: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Return groups of devices, one of those that stand alike in nodes of one kind."""
-        cluster = self.problem.hardware.cluster
-        kinds = [replace(node, first_device=0) for node in cluster.nodes]
-        kind_of = [kinds.index(kind) for kind in kinds]
-        forms: dict[object, tuple[int, ...]] = {}
-        for members in found:
-            places: dict[int, list[int]] = {}
-            for device in members:
-                places.setdefault(cluster.node_of(device), []).append(cluster.slot_of(device))
-            form = tuple((kind_of[node], *slots) for node, slots in places.items())
-            forms.setdefault(form, members)
-        return tuple(forms.values())
 
     def _internal(self, kind: Kind, local: Local, sharding: Sharding) -> Iterable[tuple[str, MeshCollective]]:
         for position, axis in enumerate(sharding):

@@ -3,8 +3,10 @@
 Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. A smaller last
 microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
 sum_{i<=j} t_i + sum_{i>=j} s_i``. Where replicas take whole microbatches in turn, ``rotated_s``. Memory:
-``estimate_memory``. No overlap (that of collectives with the gradients of one operator neither), contention, copies of
-gradients, time of the optimizer, or allocator: the engine has those.
+``estimate_memory``. Groups of one collective, transfers of one boundary and reductions of one tied weight run at once
+and share links (``hardware_models.crowding``); nothing else does, such as two boundaries or stages that meet on a card.
+No overlap (that of collectives with the gradients of one operator neither), copies of gradients, time of the optimizer,
+or allocator: the engine has those.
 
 Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
 launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
@@ -223,17 +226,17 @@ def gpu_types(view: StageView) -> tuple[str, ...]:
 
 
 def collective_s(view: StageView, item: MeshCollective) -> float:
-    """Return the seconds of a collective of a stage, each group alone: of the slowest group."""
+    """Return the seconds of a collective of a stage, all its groups at once: of the slowest group."""
     unlike = view.costs.unlike_groups(view.stage.devices, item.sizes, item.axes)
     return _slowest_s(view.costs, item.collective, item.num_bytes, unlike)
 
 
-def _slowest_s(costs: CostTables, collective: str, num_bytes: float, unlike: Sequence[tuple[int, ...]]) -> float:
+def _slowest_s(costs: CostTables, collective: str, num_bytes: float, groups: Sequence[CrowdedGroup]) -> float:
     hardware = costs.problem.hardware
     return max(
         (
-            hardware.collective(collective, num_bytes, members).alone_s + costs.collective_delay_s(members)
-            for members in unlike
+            hardware.crowded_collective_s(collective, num_bytes, group) + costs.collective_delay_s(group.members)
+            for group in groups
         ),
         default=0.0,
     )
@@ -242,7 +245,7 @@ def _slowest_s(costs: CostTables, collective: str, num_bytes: float, unlike: Seq
 def tied_s(costs: CostTables, views: Sequence[StageView]) -> float:
     """Return the seconds of reducing tied weights after the last backward pass.
 
-    Layouts of a stage first, then over stages; groups of either at once, one weight after the other.
+    Layouts of a stage first, each as if alone, then over stages, all groups at once; one weight after the other.
     """
     inner: dict[str, list[tuple[int, ...]]] = {}
     outer: dict[str, list[tuple[int, ...]]] = {}
@@ -251,17 +254,18 @@ def tied_s(costs: CostTables, views: Sequence[StageView]) -> float:
     for tie, devices, size in tied_groups(views):
         (inner if devices in stages else outer).setdefault(tie, []).append(devices)
         sizes[tie] = size
+    cluster = costs.problem.hardware.cluster
     return sum(
-        _slowest_s(costs, "all_reduce", size, costs.unlike(found.get(tie, ())))
+        _slowest_s(costs, "all_reduce", size, [CrowdedGroup(devices) for devices in inner.get(tie, ())])
+        + _slowest_s(costs, "all_reduce", size, unlike_groups(cluster, outer.get(tie, ())))
         for tie, size in sizes.items()
-        for found in (inner, outer)
     )
 
 
 def transfers_s(costs: CostTables, transfers: list[Transfer]) -> float:
     """Return the seconds of transfers that run side by side, and of launching them one by one if nothing hides that."""
     problem = costs.problem
-    longest = max((problem.hardware.transfer(t.num_bytes, t.source, t.target).alone_s for t in transfers), default=0.0)
+    longest = together_s(problem.hardware.transfer(t.num_bytes, t.source, t.target) for t in transfers)
     if problem.runtime.host_runs_ahead or not transfers:
         return longest
     launches = Counter(transfer.source for transfer in transfers), Counter(transfer.target for transfer in transfers)
@@ -291,7 +295,7 @@ def _host_seconds(view: StageView, items: list[Item], gpu_type: str) -> float:
     for item in items:
         if item.collective is not None:
             unlike = costs.unlike_groups(view.stage.devices, item.collective.sizes, item.collective.axes)
-            total += launch_s + max(map(costs.collective_host_s, unlike))
+            total += launch_s + max(costs.collective_host_s(group.members) for group in unlike)
         for index, phase in item.parts:
             if phase in COPIES:
                 continue

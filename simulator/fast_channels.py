@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hardware_models.collectives import collective_flows
+from hardware_models import collective_table
+from hardware_models.crowding import CrowdedGroup
 from hardware_models.group_shapes import shape_of, slots_by_node
 from simulator.costs import CostTables
-from simulator.fast_time import price_s
+from simulator.fast_time import LINE, MAX_LATENCY_SHARE, price_s
 
 _PROBES = (1e3, 1e6, 1e9)
 """Sizes at which the lines are held against the hardware model, so that a change there is noticed here."""
@@ -17,6 +18,12 @@ _PROBES = (1e3, 1e6, 1e9)
 
 _ANY_SIZE = 1e18
 """Bytes above what any table measures: it answers for every group that it has a series of."""
+
+
+Line = tuple[float, float, float, float]
+"""As in ``price_s``."""
+
+Points = tuple[tuple[float, float], ...]
 
 
 class MeasuredSeriesError(ValueError):
@@ -39,28 +46,29 @@ class Channels:
     A channel that stands for unlike groups goes on in the next one: the slowest of them rules.
 
     Attributes:
-        lines: ``(channel, latency s, s per byte)``.
-        points: ``(channel, bytes, seconds)``, ascending.
+        lines: Per channel, what ``price_s`` says of them.
+        points: Per channel, bytes and seconds, ascending.
         goes_on: Per channel, whether the next one belongs to it.
     """
 
     def __init__(self, costs: CostTables) -> None:
         self.costs = costs
         self.problem = costs.problem
-        self._numbers: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
-        self.lines: list[list[tuple[float, float]]] = []
-        self.points: list[tuple[tuple[float, float], ...]] = []
+        self._numbers: dict[tuple[str, tuple[CrowdedGroup, ...]], int] = {}
+        self.lines: list[tuple[Line, ...]] = []
+        self.points: list[Points] = []
         self.goes_on: list[bool] = []
+        assert MAX_LATENCY_SHARE == collective_table.MAX_LATENCY_SHARE, "what is compiled knows its own constants only"
 
-    def number(self, collective: str, groups: Sequence[Sequence[int]]) -> int:
-        """Return the channel of a collective over groups of devices.
+    def number(self, collective: str, groups: Sequence[CrowdedGroup]) -> int:
+        """Return the channel of a collective over groups of devices that do it at once.
 
         Raises:
             MeasuredSeriesError: If it was only measured with several groups at once, or its launch delays it.
         """
-        key = (collective, tuple(tuple(sorted(group)) for group in groups))
+        key = (collective, tuple(groups))
         if key not in self._numbers:
-            priced = [self._priced(collective, members) for members in key[1]]
+            priced = list(dict.fromkeys(self._priced(collective, group) for group in groups))
             self._numbers[key] = len(self.lines)
             for place, (lines, points) in enumerate(priced):
                 self.lines.append(lines)
@@ -68,33 +76,34 @@ class Channels:
                 self.goes_on.append(place + 1 < len(priced))
             for num_bytes in _PROBES:
                 expected_s = max(
-                    self.problem.hardware.collective(collective, num_bytes, members).alone_s
-                    + self.costs.collective_delay_s(members)
-                    for members in key[1]
+                    self.problem.hardware.crowded_collective_s(collective, num_bytes, group)
+                    + self.costs.collective_delay_s(group.members)
+                    for group in groups
                 )
                 own_s = self.price_s(self._numbers[key], num_bytes)
                 assert abs(own_s - expected_s) <= 1e-9 * expected_s, "a collective is the quickest of straight lines"
         return self._numbers[key]
 
-    def _priced(
-        self, collective: str, members: tuple[int, ...]
-    ) -> tuple[list[tuple[float, float]], tuple[tuple[float, float], ...]]:
+    def _priced(self, collective: str, group: CrowdedGroup) -> tuple[tuple[Line, ...], Points]:
         """Return the lines and the points of a collective over one group."""
-        points = self._measured(collective, members)
-        delay_s = self.costs.collective_delay_s(members)
+        points = self._measured(collective, group.members)
+        delay_s = self.costs.collective_delay_s(group.members)
         if points and delay_s:
             raise MeasuredSeriesError(
                 "the fast estimate adds what launching a collective costs to a modelled time only, but the host of "
                 f"runtime {self.problem.runtime.name} never runs ahead and {collective} is measured; use estimate"
             )
-        found = []
-        for flow in collective_flows(self.problem.hardware.cluster, collective, members):
-            for protocol in flow.protocols:
+        hardware, found = self.problem.hardware, []
+        slowdowns = hardware.slowdowns(collective, group)
+        for flow, of_flow in zip(hardware.flows(collective, group.members), slowdowns, strict=True):
+            for protocol, slowdown in zip(flow.protocols, of_flow, strict=True):
                 s_per_byte = flow.work_s_per_byte / protocol.bandwidth_fraction
-                found.append((protocol.latency_s + flow.fill_bytes * s_per_byte + delay_s, s_per_byte))
-        return found, points
+                latency_s = protocol.latency_s + delay_s
+                start_s = protocol.latency_s + flow.fill_bytes * s_per_byte + delay_s
+                found.append((start_s, s_per_byte, latency_s, slowdown - 1))
+        return tuple(found), points
 
-    def _measured(self, collective: str, members: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
+    def _measured(self, collective: str, members: tuple[int, ...]) -> Points:
         """Return the measured points that the hardware model would use, chosen by the table itself."""
         hardware = self.problem.hardware
         table, shape = hardware.collective_table, shape_of(hardware.cluster, members)
@@ -113,8 +122,8 @@ class Channels:
         return tuple(table.series[collective, found.shape])
 
     def price_s(self, channel: int, num_bytes: float) -> float:
-        """Return the seconds of a collective of that size alone."""
-        lines = np.array(self.lines[channel], dtype=np.float64).reshape(-1, 2)
+        """Return the seconds of a collective of that size."""
+        lines = np.array(self.lines[channel], dtype=np.float64).reshape(-1, LINE)
         points = np.array(self.points[channel], dtype=np.float64).reshape(-1, 2)
         own_s = float(price_s(lines, points, num_bytes))
         return max(own_s, self.price_s(channel + 1, num_bytes)) if self.goes_on[channel] else own_s

@@ -182,7 +182,7 @@ class Holdings:
 
         def channel(collective: str, axes: tuple[int, ...]) -> int:
             unlike = self.costs.unlike_groups(tuple(devices), group.sizes, axes)
-            return self.channels.number(collective, unlike) if len(unlike[0]) > 1 else -1
+            return self.channels.number(collective, unlike) if len(unlike[0].members) > 1 else -1
 
         scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
         rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from simulator.fast_memory import MEMORY_COLUMNS, NUM_STATES, MemoryTables
 from simulator.fast_tables import Table, TableBuilder
-from simulator.fast_time import FAMILY, MAX_FAMILIES, TIME_COLUMNS, TimeTables
+from simulator.fast_time import FAMILY, LINE, MAX_FAMILIES, TIME_COLUMNS, TimeTables
 
 Ints = NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class Store:
             tied=np.zeros((0, tied, 4), dtype=np.int64),
             aliases=none,
             line_offsets=np.zeros(1, dtype=np.int64),
-            lines=np.zeros((0, 2)),
+            lines=np.zeros((0, LINE)),
             point_offsets=np.zeros(1, dtype=np.int64),
             points=np.zeros((0, 2)),
             goes_on=none,
@@ -105,7 +105,7 @@ class Store:
         if len(channels.lines) + 1 != len(self.time.line_offsets):
             self.time = self.time._replace(
                 line_offsets=_offsets([len(found) for found in channels.lines]),
-                lines=np.array([line for found in channels.lines for line in found]).reshape(-1, 2),
+                lines=np.array([line for found in channels.lines for line in found]).reshape(-1, LINE),
                 point_offsets=_offsets([len(found) for found in channels.points]),
                 points=np.array([point for found in channels.points for point in found]).reshape(-1, 2),
                 goes_on=np.array(channels.goes_on, dtype=np.int64),

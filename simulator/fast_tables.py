@@ -13,6 +13,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware_models.crowding import unlike_groups
 from simulator.costs import CostTables
 from simulator.estimate import collective_s, items_s, transfers_s
 from simulator.estimate_memory import saved_bytes
@@ -321,7 +322,7 @@ def tied_channel(costs: CostTables, channels: Channels, placements: Sequence[Seq
     """
     ranks = min(map(len, placements)) if len(placements) > 1 else 1
     groups = [tuple(dict.fromkeys(d for devices in placements for d in devices[rank::ranks])) for rank in range(ranks)]
-    unlike = costs.unlike(group for group in groups if len(group) > 1)
+    unlike = unlike_groups(costs.problem.hardware.cluster, (group for group in groups if len(group) > 1))
     return channels.number("all_reduce", unlike) + 1 if unlike else 0
 
 

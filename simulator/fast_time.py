@@ -33,6 +33,13 @@ TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATHER_CHANNEL = range(8)
 FAMILY = 8
 
+# Columns of lines of prices: seconds alone at no bytes, seconds per byte alone, what part of that is latency, and by
+# which share groups beside it stretch the rest.
+START_S, S_PER_BYTE, LATENCY_S, STRETCH = range(4)
+LINE = 4
+MAX_LATENCY_SHARE = 0.9
+"""Of a measured time, as in ``collective_table``."""
+
 # Kinds of what can be missing, and states of a plan.
 TABLE, ROW, BOUNDARY, TIE = 1, 2, 3, 4
 DONE, INCOMPLETE, BAD_RUNS, BAD_SEGMENTS, BAD_STRATEGY, TOO_MANY_GATHERS = 0, 1, -1, -2, -3, -4
@@ -161,28 +168,35 @@ def _price(
 ) -> float:
     if num_bytes <= 0.0:
         return 0.0
-    best: float = np.inf
+    alone_s, best = np.inf, line
     for option in range(line, line_end):
-        best = min(best, float(lines[option, 0] + num_bytes * lines[option, 1]))
-    if point == point_end or num_bytes < points[point, 0]:
-        return best
-    while point < point_end and points[point, 0] < num_bytes:
-        point += 1
-    if point == point_end:
-        return float(points[point - 1, 1] * num_bytes / points[point - 1, 0])
-    if points[point, 0] == num_bytes:
-        return float(points[point, 1])
-    part = (num_bytes - points[point - 1, 0]) / (points[point, 0] - points[point - 1, 0])
-    return float(points[point - 1, 1] + part * (points[point, 1] - points[point - 1, 1]))
+        option_s = lines[option, START_S] + num_bytes * lines[option, S_PER_BYTE]
+        if option_s < alone_s:
+            alone_s, best = option_s, option
+    latency_s = lines[best, LATENCY_S]
+    if point < point_end and num_bytes >= points[point, 0]:
+        while point < point_end and points[point, 0] < num_bytes:
+            point += 1
+        if point == point_end:
+            alone_s = points[point - 1, 1] * num_bytes / points[point - 1, 0]
+        elif points[point, 0] == num_bytes:
+            alone_s = points[point, 1]
+        else:
+            part = (num_bytes - points[point - 1, 0]) / (points[point, 0] - points[point - 1, 0])
+            alone_s = points[point - 1, 1] + part * (points[point, 1] - points[point - 1, 1])
+        latency_s = min(latency_s, MAX_LATENCY_SHARE * alone_s)
+    return float(alone_s + (alone_s - latency_s) * lines[best, STRETCH])
 
 
 @compiled
 def price_s(lines: Floats, points: Floats, num_bytes: float) -> float:
-    """Return the seconds of a collective alone: its quickest straight line, or linear between measured points.
+    """Return the seconds of a collective beside others: as alone, but for what they stretch its work.
+
+    Alone it is the quickest straight line, or linear between measured points.
 
     Args:
-        lines: float64[., 2]. Latency and seconds per byte.
-        points: float64[., 2]. Bytes and seconds, ascending; below the first the lines hold, above the last its
+        lines: float64[., LINE]. See its columns.
+        points: float64[., 2]. Bytes and seconds alone, ascending; below the first the lines hold, above the last its
             bandwidth.
         num_bytes: Its size.
     """

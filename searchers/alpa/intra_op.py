@@ -18,7 +18,7 @@ import numpy as np
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
 from simulator.costs import CostTables, saved_tensors
-from simulator.lowering.mesh import MeshCollective, batch_degree, groups, mesh_sizes
+from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
 from simulator.plan import Axis, Sharding, resolve
 from workloads.kinds.base import FORWARD
 from workloads.placements import PARTIAL
@@ -148,18 +148,10 @@ class IntraOp:
     def collective_s(self, item: MeshCollective) -> float:
         """Return seconds of a collective that all its groups run at once, links and NICs shared."""
         if item not in self._seconds:
-            hardware = self.costs.problem.hardware
-            priced = [
-                hardware.collective(item.collective, item.num_bytes, [self.devices[local] for local in group])
-                for group in groups(item.sizes, item.axes)
-            ]
-            load: dict[str, float] = {}
-            for each in priced:
-                for name, share in each.shares:
-                    load[name] = load.get(name, 0.0) + share
+            crowded_s = self.costs.problem.hardware.crowded_collective_s
             self._seconds[item] = max(
-                each.latency_s + each.work_s * max([1.0, *(load[name] for name, _ in each.shares)])
-                for each in priced
+                crowded_s(item.collective, item.num_bytes, group)
+                for group in self.costs.unlike_groups(self.devices, item.sizes, item.axes)
             )
         return self._seconds[item]
 

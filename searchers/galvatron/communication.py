@@ -1,7 +1,7 @@
 """Seconds of a strategy's collectives, of resharding between two strategies and of transfers between stages.
 
 All groups of an axis communicate at once, as in Galvatron's own measurements, so what they share (a NIC, the
-PCIe bridge) is divided among them.
+PCIe bridge) is divided among them; so it is among the transfers of a boundary (``hardware_models.crowding``).
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-from hardware_models.communication import Communication
+from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from hardware_models.model import HardwareModel
 from searchers.galvatron.strategies import Layout
 from simulator.lowering.mesh import MeshCollective, groups, reshard
 from workloads.placements import REPLICATE, Placement, Shard
-
-LARGE_BYTES = float(1 << 26)
-"""Message at which shares of links are read: far above where latency matters."""
 
 
 class CollectiveTimes:
@@ -31,37 +28,25 @@ class CollectiveTimes:
     def __init__(self, hardware: HardwareModel, *stages: Sequence[int]) -> None:
         self.hardware = hardware
         self.stages = tuple(map(tuple, stages))
-        self._slowest: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[tuple[int, ...], float]]] = {}
+        self._groups: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[CrowdedGroup, ...]] = {}
         self._transitions: dict[tuple[Layout, Layout, float, float], float] = {}
 
     def seconds(self, collective: str, num_bytes: float, sizes: tuple[int, ...], axes: tuple[int, ...]) -> float:
         """Return seconds of a collective over some axes of a mesh, all of the axes' groups at once."""
         if num_bytes <= 0 or prod(sizes[axis] for axis in axes) == 1:
             return 0.0
-        longest_s = 0.0
-        for members, crowding in self._slowest_groups(collective, sizes, axes):
-            cost = self.hardware.collective(collective, num_bytes, members)
-            longest_s = max(longest_s, cost.latency_s + cost.work_s * crowding)
-        return longest_s
-
-    def _slowest_groups(
-        self, collective: str, sizes: tuple[int, ...], axes: tuple[int, ...]
-    ) -> list[tuple[tuple[int, ...], float]]:
-        """Return the slowest group of each stage, and by what groups slow each other: the load of the fullest link."""
-        key = (collective, sizes, axes)
-        if key not in self._slowest:
-            self._slowest[key] = []
-            for devices in self.stages:
-                load: dict[str, float] = {}
-                costs = {}
-                for group in groups(sizes, axes):
-                    members = tuple(devices[local] for local in group)
-                    costs[members] = self.hardware.collective(collective, LARGE_BYTES, members)
-                    for resource, share in costs[members].shares:
-                        load[resource] = load.get(resource, 0.0) + share
-                slowest = max(costs, key=lambda members: costs[members].alone_s)
-                self._slowest[key].append((slowest, max(1.0, *load.values()) if load else 1.0))
-        return self._slowest[key]
+        key = (sizes, axes)
+        if key not in self._groups:
+            self._groups[key] = tuple(
+                group
+                for devices in self.stages
+                for group in unlike_groups(
+                    self.hardware.cluster,
+                    (tuple(devices[local] for local in members) for members in groups(sizes, axes)),
+                )
+            )
+        crowded_s = self.hardware.crowded_collective_s
+        return max(crowded_s(collective, num_bytes, group) for group in self._groups[key])
 
     def item(self, item: MeshCollective) -> float:
         """Return seconds of a mesh collective."""
@@ -101,14 +86,5 @@ def transfer_s(hardware: HardwareModel, first: Sequence[int], second: Sequence[i
     """Return seconds in which every device of a stage sends ``num_bytes`` to its counterpart in the next."""
     if num_bytes <= 0:
         return 0.0
-    return at_once_s([hardware.transfer(num_bytes, *pair) for pair in zip(first, second, strict=True)])
-
-
-def at_once_s(costs: Sequence[Communication]) -> float:
-    """Return seconds of what runs at once and shares links: the slowest, by the load of the fullest link."""
-    load: dict[str, float] = {}
-    for cost in costs:
-        for resource, share in cost.shares:
-            load[resource] = load.get(resource, 0.0) + share
-    slowest = max(costs, key=lambda cost: cost.alone_s)
-    return slowest.latency_s + slowest.work_s * max(1.0, *load.values(), 1.0)
+    pairs = zip(first, second, strict=True)
+    return together_s(hardware.transfer(num_bytes, source, target) for source, target in pairs)

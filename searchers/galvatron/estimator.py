@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from searchers.galvatron.communication import CollectiveTimes, at_once_s, transfer_s
+from hardware_models.crowding import together_s, unlike_groups
+from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
 from searchers.galvatron.overlap import overlapped_s, stretch_s
 from searchers.galvatron.released_memory import ReleasedMemory
@@ -89,8 +90,10 @@ class Estimator:
             each = [problem.hardware.overlap_slowdown(gpu_type) for gpu_type in profiles.gpu_types]
             self.factors = max(computation for computation, _ in each), max(other for _, other in each)
         starts = range(0, problem.num_devices - num_devices + 1, num_devices)
-        stages = profiles.costs.unlike(tuple(range(start, start + num_devices)) for start in starts)
-        self.times = CollectiveTimes(problem.hardware, *stages)
+        stages = unlike_groups(
+            problem.hardware.cluster, (tuple(range(start, start + num_devices)) for start in starts)
+        )
+        self.times = CollectiveTimes(problem.hardware, *(stage.members for stage in stages))
         self.released_time = None
         if time == "released":
             self.released_time = ReleasedTime(
@@ -265,7 +268,7 @@ class Estimator:
         if key not in self._ties:
             size = self.num_devices
             members = [tuple(position * size + rank for position in positions) for rank in range(size)]
-            self._ties[key] = at_once_s([self.problem.hardware.collective("all_reduce", num_bytes, m) for m in members])
+            self._ties[key] = together_s(self.problem.hardware.collective("all_reduce", num_bytes, m) for m in members)
         return self._ties[key]
 
 

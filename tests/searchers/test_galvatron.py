@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from hardware_models.model import HardwareModel
 from searchers.base import NoFeasiblePlan
 from searchers.degrees import compositions
+from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
@@ -337,3 +339,19 @@ def test_every_searched_plan_passes_the_shared_memory_estimate() -> None:
 def test_no_plan_names_the_leanest() -> None:
     with pytest.raises(NoFeasiblePlan, match="out of memory"):
         GalvatronBMW().search(titan("bert-huge-48", 8, 2))
+
+
+def test_groups_of_an_axis_share_a_card_as_the_protocol_that_they_take_loads_it() -> None:
+    hardware = HardwareModel.from_name("a100-40g-dgx-100g:2x8")
+    times, pair = CollectiveTimes(hardware, range(16)), (0, 8)
+    (low, wide), rate = hardware.cluster.nodes[0].network.protocols, hardware.cluster.nodes[0].network.nic_bytes_per_s
+    assert low.bandwidth_fraction * 8 > 1
+    for num_bytes, protocol in ((1e4, low), (1e9, wide)):
+        cost = hardware.collective("all_reduce", num_bytes, pair)
+        assert cost.work_s == pytest.approx(num_bytes / rate / protocol.bandwidth_fraction)
+        found_s = times.seconds("all_reduce", num_bytes, (2, 8), (0,))
+        assert found_s == pytest.approx(cost.latency_s + 8 * num_bytes / rate)
+    each_s = hardware.transfer(1e8, 0, 8).shares[0][1] * hardware.transfer(1e8, 0, 8).work_s
+    assert transfer_s(hardware, range(8), range(8, 16), 1e8) == pytest.approx(
+        hardware.transfer(1e8, 0, 8).latency_s + 8 * each_s
+    )

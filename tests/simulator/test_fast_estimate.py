@@ -30,6 +30,7 @@ SETTINGS = [
     ("v100-1gpu-25g:6x1", "galvatron-v1"),  # only the network; whole transfers; recomputation does not stop early
     ("v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "megatron-deepspeed"),  # unequal nodes
     ("a100-80g-dgx:2x4", "megatron-deepspeed-timed"),  # a host that never runs ahead
+    ("p3.8xlarge:1x3+p3.8xlarge:1x2+v100-32g-dgx1:1x4", "megatron-lm-2021"),  # groups that share cards, unlike ones too
 ]
 WORDS = ("tensor", "tensor_alternative", "tensor_sequence", "replicate")
 
