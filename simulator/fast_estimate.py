@@ -36,14 +36,7 @@ from numpy.typing import NDArray
 from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
 from simulator.estimate import Estimate, passes_s
-from simulator.fast_channels import Channels, Interner
-from simulator.fast_holdings import view_of
-from simulator.fast_memory import estimate_peaks
-from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
-from simulator.fast_store import Store
-from simulator.fast_structure import structure
-from simulator.fast_tables import TableBuilder, tied_channel
-from simulator.fast_time import (
+from simulator.fast_arrays import (
     BAD_RUNS,
     BAD_SEGMENTS,
     BAD_STRATEGY,
@@ -53,8 +46,15 @@ from simulator.fast_time import (
     TABLE,
     TIE,
     PlanColumns,
-    estimate_times,
 )
+from simulator.fast_channels import Channels, Interner
+from simulator.fast_holdings import view_of
+from simulator.fast_memory import estimate_peaks
+from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
+from simulator.fast_store import Store
+from simulator.fast_structure import structure
+from simulator.fast_tables import TableBuilder, tied_channel
+from simulator.fast_time import estimate_times
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan

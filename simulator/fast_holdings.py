@@ -11,10 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.costs import CostTables
 from simulator.estimate_memory import refreshed_bytes, working_bytes, zero_elements
-from simulator.fast_channels import Channels, Interner
-from simulator.fast_memory import NUM_STATES
-from simulator.fast_structure import Ints, saved_by, saved_names
-from simulator.fast_time import (
+from simulator.fast_arrays import (
     GATHER,
     GATHER_CHANNEL,
     MAX_FAMILIES,
@@ -25,6 +22,9 @@ from simulator.fast_time import (
     SCATTER,
     SCATTER_DEGREE,
 )
+from simulator.fast_channels import Channels, Interner
+from simulator.fast_memory import NUM_STATES
+from simulator.fast_structure import Ints, saved_by, saved_names
 from simulator.lowering.mesh import parameter_layout
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, is_gathered, parameter_groups, tied_shards

@@ -10,14 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled_cache import compiled, inlined
-from simulator.fast_time import PlanColumns, Structure
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-NEVER = np.iinfo(np.int64).max
-DONE = 0
+from simulator import fast_arrays
+from simulator.compiled_cache import compiled_with, inlined
+from simulator.fast_arrays import DONE, NEVER, Floats, Ints, PlanColumns, Structure
 
 # Schedules, as ``PlanArrays.schedule`` has them.
 ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
@@ -188,7 +183,7 @@ def _add_zero(
             before = size
 
 
-@compiled
+@compiled_with(fast_arrays)
 def estimate_peaks(
     shape: Structure,
     savings: Savings,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.fast_arrays import FAMILY, LINE, MAX_FAMILIES, TIME_COLUMNS, TimeTables
 from simulator.fast_memory import MEMORY_COLUMNS, NUM_STATES, MemoryTables
 from simulator.fast_tables import Table, TableBuilder
-from simulator.fast_time import FAMILY, LINE, MAX_FAMILIES, TIME_COLUMNS, TimeTables
 
 Ints = NDArray[np.int64]
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.costs import CostTables, saved_tensors
+from simulator.fast_arrays import NEVER, Structure
 from simulator.fast_memory import Savings
-from simulator.fast_time import NEVER, Structure
 from simulator.plan import Sharding
 from simulator.problem import Problem
 from workloads.local import dtype_bytes

@@ -17,6 +17,17 @@ from hardware_models.crowding import unlike_groups
 from simulator.costs import CostTables
 from simulator.estimate import collective_s, items_s, transfers_s
 from simulator.estimate_memory import saved_bytes
+from simulator.fast_arrays import (
+    ELEMENTS,
+    FAMILY,
+    GATHER,
+    GATHER_CHANNEL,
+    GATHER_S,
+    MAX_FAMILIES,
+    TIME_COLUMNS,
+    UNSUITED,
+    Structure,
+)
 from simulator.fast_channels import Channels, Interner, MeasuredSeriesError
 from simulator.fast_holdings import Holding, Holdings, view_of
 from simulator.fast_memory import (
@@ -37,17 +48,6 @@ from simulator.fast_memory import (
     Savings,
 )
 from simulator.fast_structure import Ints, Names
-from simulator.fast_time import (
-    ELEMENTS,
-    FAMILY,
-    GATHER,
-    GATHER_CHANNEL,
-    GATHER_S,
-    MAX_FAMILIES,
-    TIME_COLUMNS,
-    UNSUITED,
-    Structure,
-)
 from simulator.fidelity import Fidelity
 from simulator.lowering.mesh import mesh_sizes, settled
 from simulator.lowering.program import ProgramBuilder, StageView

@@ -1,0 +1,148 @@
+"""What the compiled estimate reads: a workload, what was worked out for it, and plans, as arrays with numbered columns.
+
+The files that compile functions over these name this one to ``compiled_with``: numba itself looks only at a file's own
+date.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Keys = NDArray[np.uint64]
+
+NEVER = np.iinfo(np.int64).max
+MAX_FAMILIES = 8
+"""Ways in which parameters of one strategy are synchronised."""
+
+# Columns of ``TimeTables.sums``: seconds of either pass, of gathering whole layers, how many operators the strategy
+# does not suit, elements of each family.
+FORWARD_S, BACKWARD_S, GATHER_S, UNSUITED, ELEMENTS = range(5)
+TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
+
+# Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
+# channel of the gather after the step, and of the gather before use; -1 for none.
+REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATHER_CHANNEL = range(8)
+FAMILY = 8
+
+# Columns of lines of prices: seconds alone at no bytes, seconds per byte alone, what part of that is latency, and by
+# which share groups beside it stretch the rest.
+START_S, S_PER_BYTE, LATENCY_S, STRETCH = range(4)
+LINE = 4
+
+# Kinds of what can be missing, and states of a plan.
+TABLE, ROW, BOUNDARY, TIE = 1, 2, 3, 4
+DONE, INCOMPLETE, BAD_RUNS, BAD_SEGMENTS, BAD_STRATEGY, TOO_MANY_GATHERS = 0, 1, -1, -2, -3, -4
+PENDING = -2
+
+
+class Structure(NamedTuple):
+    """Who feeds and reads what in one workload. N operators, T tensors that somebody reads, O tied parameters.
+
+    Attributes:
+        neighbour_offsets, neighbours: Operators whose strategies decide, with its own, which collectives stand
+            around an operator: producers of its inputs and their earlier readers, ascending.
+        classes: int64[N]. Equal for operators with equal surroundings.
+        input_offsets, input_producers: Producer of each input; NEVER for inputs of the graph.
+        touched_offsets, touched: Per cut, operators behind it with a neighbour before it, ascending.
+        crossing_offsets, crossing: Per cut, tensors made before it and read behind it.
+        producers, sizes: int64[T]. Producer, and a number that tensors of equal size share.
+        reader_offsets, readers: Readers of each tensor.
+        first_saver: int64[N]. First operator that saves an output of the operator; NEVER for none.
+        layer_of, layer_first, layer_stop: Layers.
+        gathers_of: int64[layers]. How often ZeRO-3 gathers a layer for a microbatch.
+        tied: int64[O]. Operators of tied parameters, ascending; one with two stands there twice.
+        ties: int64[O]. Equal for parameters that are tied to one another.
+    """
+
+    neighbour_offsets: Ints
+    neighbours: Ints
+    classes: Ints
+    input_offsets: Ints
+    input_producers: Ints
+    touched_offsets: Ints
+    touched: Ints
+    crossing_offsets: Ints
+    crossing: Ints
+    producers: Ints
+    sizes: Ints
+    reader_offsets: Ints
+    readers: Ints
+    first_saver: Ints
+    layer_of: Ints
+    layer_first: Ints
+    layer_stop: Ints
+    gathers_of: Ints
+    tied: Ints
+    ties: Ints
+
+
+class TimeTables(NamedTuple):
+    """Everything worked out so far. The first axis of most is the number of a table.
+
+    Attributes:
+        sums: float64[tables, N + 1, TIME_COLUMNS]. Prefix sums.
+        entering_s: float64[tables, inputs]. Seconds that a segment which the input enters does not repeat.
+        settling_s: float64[tables, T]. Reducing a tensor that leaves the stage and nothing there reads.
+        has_private: int64[tables, N]. Whether the operator saves something of its own.
+        made, read, passed: int64[tables, T], [tables, readings], [tables, N]. Numbers of layouts: of tensors
+            where they are made, where they are read, and in stages that begin with the operator and pass them on.
+        families: int64[tables, MAX_FAMILIES, FAMILY].
+        tied: int64[tables, O, 4]. Family, elements, layout and shards (`tied_shards`) of tied parameters.
+        aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
+        line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
+        goes_on: Per channel, whether the next one belongs to it; the slowest rules.
+        rows: float64[., 2 + inputs]. Operators between unlike neighbours: forward, backward, by input what a
+            segment does not repeat.
+        boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
+        keys, values: Hash table of 64-bit keys to numbers of tables, rows and boundaries.
+        placement_shape, placement_form, placement_node: Of each placement: equal for equal prices inside it;
+            equal for equal places in nodes; number of the node it begins in.
+    """
+
+    sums: Floats
+    entering_s: Floats
+    settling_s: Floats
+    has_private: Ints
+    made: Ints
+    read: Ints
+    passed: Ints
+    families: Ints
+    tied: Ints
+    aliases: Ints
+    line_offsets: Ints
+    lines: Floats
+    point_offsets: Ints
+    points: Floats
+    goes_on: Ints
+    rows: Floats
+    boundaries: Floats
+    keys: Keys
+    values: Ints
+    placement_shape: Ints
+    placement_form: Ints
+    placement_node: Ints
+
+
+class PlanColumns(NamedTuple):
+    """Plans as arrays; see ``fast_plans.PlanArrays``."""
+
+    stage_offsets: Ints
+    placements: Ints
+    warmups: Ints
+    run_offsets: Ints
+    run_stops: Ints
+    strategies: Ints
+    segment_offsets: Ints
+    segment_firsts: Ints
+    segment_stops: Ints
+    microbatch_size: Ints
+    num_microbatches: Ints
+    schedule: Ints
+    reduces_every: Ints
+    reshards: Ints
+    overlaps: Ints
