@@ -19,6 +19,10 @@ from simulator.problem import Problem
 
 BASE = Options(partition="base", schedule="gpipe", microbatches="table")
 
+LOWERED = (0.97, 0.93, 0.88)
+"""Shares of the budget that are searched again where the best plan takes more: dynamic programming fills memory to the
+last step, and what an allocator loses is in no estimate. Their best plans come after the others."""
+
 
 @lru_cache(maxsize=4)
 def planner_for(problem: Problem, options: Options) -> Planner:
@@ -31,7 +35,7 @@ class Galvatron(Searcher):
 
     Args:
         objective: See `searchers.base.Searcher`.
-        keep: How many of the best plans to return.
+        keep: How many of the best plans to return; besides, the best of each lower budget.
         choices: Fields of `searchers.galvatron.options.Options` that differ from the variant's.
     """
 
@@ -39,7 +43,8 @@ class Galvatron(Searcher):
     variant: ClassVar[Options] = Options()
 
     def __init__(self, *, objective: str | Objective = "paper", keep: int = 5, **choices: Any) -> None:
-        super().__init__(objective=objective, keep=keep)
+        super().__init__(objective=objective, keep=keep + len(LOWERED))
+        self.num_whole = keep
         unknown = set(choices) - set(Options.__dataclass_fields__)
         if unknown:
             known = ", ".join(Options.__dataclass_fields__)
@@ -59,6 +64,13 @@ class Galvatron(Searcher):
         ledger.counters["stage_searches"] = sum(each.num_searches for each in planner.searches.values())
         found.sort(key=lambda plan: plan.iteration_time_s)
         self._evaluate(ledger, problem, found)
+        for share in LOWERED if found else ():
+            budget_bytes = share * found[0].capacity_bytes
+            if ledger.spent or found[0].peak_bytes <= budget_bytes:
+                break
+            lower = Planner(problem, self.options, budget_bytes=budget_bytes, profiles=planner.profiles)
+            best = lower.best(problem.global_batch)
+            self._evaluate(ledger, problem, [best] if best is not None else [])
         if ledger.best_objective == float("inf") and not ledger.spent:
             leanest = planner.leanest(problem.global_batch)
             if leanest is None:
@@ -70,7 +82,7 @@ class Galvatron(Searcher):
     def _evaluate(self, ledger: Ledger, problem: Problem, found: list[PipelinePlan]) -> None:
         fitting = 0
         for plan in dict.fromkeys(to_plan(each, problem) for each in found):
-            if ledger.spent or fitting >= self.keep:
+            if ledger.spent or fitting >= self.num_whole:
                 return
             if ledger.is_legal(plan):
                 fitting += ledger.evaluate(plan).fits

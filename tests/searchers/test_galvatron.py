@@ -23,11 +23,13 @@ from searchers.galvatron.partitions import filled_from_the_back, least_maximum, 
 from searchers.galvatron.pipeline_plan import PipelinePlan, split
 from searchers.galvatron.planner import Planner, around
 from searchers.galvatron.plans import from_plan, to_plan
-from searchers.galvatron.searcher import GalvatronBMW, assess
+from searchers.galvatron.searcher import LOWERED, GalvatronBMW, assess
 from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
+from searchers.registry import searcher_named
 from simulator.estimate import estimate
 from simulator.lowering.mesh import groups
+from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -355,3 +357,17 @@ def test_groups_of_an_axis_share_a_card_as_the_protocol_that_they_take_loads_it(
     assert transfer_s(hardware, range(8), range(8, 16), 1e8) == pytest.approx(
         hardware.transfer(1e8, 0, 8).latency_s + 8 * each_s
     )
+
+
+def test_plans_of_lower_budgets_come_after_those_that_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the allocator loses is in no estimate: here it takes the plans that fill memory to the last step."""
+    spec = ProblemSpec(model="gpt2-1.5b", cluster="rtx3090-pcie:1x8", runtime="alpa", global_batch=64)
+    problem = spec.load()
+    times = []
+    for shares in ((), LOWERED):
+        monkeypatch.setattr("searchers.galvatron.searcher.LOWERED", shares)
+        plans = searcher_named("galvatron-base").search(problem).plans
+        assert [each.objective for each in plans] == sorted(each.objective for each in plans)
+        results = [simulate(each.plan, problem) for each in plans]
+        times.append(next(result.iteration_time_s for result in results if result.fits))
+    assert times[1] < 0.95 * times[0]
