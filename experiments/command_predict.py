@@ -59,6 +59,9 @@ def predict(
         str | None,
         typer.Option(help="Exit with 1 if the mean absolute error is more than this, such as 10%.", show_default=False),
     ] = None,
+    skip_refused: Annotated[
+        bool, typer.Option("--skip-refused", help="Leave out, and list, rows that cannot be run.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="CSV: the table with predictions.", show_default=False)
     ] = None,
@@ -82,7 +85,9 @@ def predict(
 
     largest = parse_share(limit) if limit is not None else None
     fidelity = Fidelity().without(*comma_separated(without))
-    cases = load_runs(runs, Common(cluster=cluster, runtime=runtime, model=model, profile=profile))
+    refused: list[str] = []
+    common = Common(cluster=cluster, runtime=runtime, model=model, profile=profile)
+    cases = load_runs(runs, common, refused if skip_refused else None)
     known = list(dict.fromkeys(name for case in cases for name in case.features))
     features = [ALIASES.get(name, name) for name in comma_separated(by)]
     for name in features:
@@ -96,12 +101,15 @@ def predict(
     if plot is not None and not plot_outcomes(runs.stem, report.time, outcomes, writable(plot)):
         raise ValueError(f"--plot needs measured times, and no row of {runs} has one")
     if as_json:
-        print_json({"report": _report_mapping(report), "runs": [_run_mapping(each) for each in outcomes]})
+        found = [_run_mapping(each) for each in outcomes]
+        print_json({"report": _report_mapping(report), "runs": found, "refused": refused})
     else:
         _print(report, outcomes, features)
         ignored = columns_not_read(runs)
         if ignored:
             messages().print(f"columns that say nothing about a run: {', '.join(ignored)}")
+    for line in refused:
+        messages().print(f"left out: {line}", soft_wrap=True)
     for path in (output, plot):
         if path is not None and not as_json:
             messages().print(f"written: {path}")
@@ -130,15 +138,16 @@ def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | N
 def _write(runs: Path, outcomes: Sequence[Outcome], path: Path) -> None:
     from datafiles.tables import load_table
     from datafiles.writer import write_text_atomically
+    from experiments.run_table import row_id
 
     text = io.StringIO()
     rows = load_table(runs)
+    found = {each.case.row_id: _run_mapping(each) for each in outcomes}
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*rows[0], *COLUMNS])
-    for row, each in zip(rows, outcomes, strict=False):
-        found = _run_mapping(each)
-        cells = ["" if found[name] is None else found[name] for name in COLUMNS]
-        writer.writerow([*row.values(), *cells])
+    for number, row in enumerate(rows, start=1):
+        own = found.get(row_id(runs, number), {})
+        writer.writerow([*row.values(), *("" if own.get(name) is None else own[name] for name in COLUMNS)])
     write_text_atomically(path, text.getvalue())
 
 

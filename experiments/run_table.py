@@ -66,26 +66,38 @@ class Common:
     profile: str | None = None
 
 
-def load_runs(table: Path, common: Common | None = None) -> list[Case]:
+def load_runs(table: Path, common: Common | None = None, refused: list[str] | None = None) -> list[Case]:
     """Return the runs of a table, each with its plan built and checked.
 
     Args:
         table: CSV; the header names the columns above, others are kept as features of the run.
         common: What is the same in all rows.
+        refused: Takes what is wrong with rows that cannot be run, which are then left out.
 
     Raises:
-        ValueError: If a row lacks what a run needs or its plan is not legal; names the row and what would help.
+        ValueError: If a row lacks what a run needs or its plan is not legal; names the row and what would help. With
+            ``refused``, if no row can be run.
     """
     rows = load_table(table)
     if not rows:
         raise ValueError(f"{table}: must hold at least one run, got only a header")
-    found = []
+    found, first = [], ""
     for number, row in enumerate(rows, start=1):
         try:
             found.append(_Row(table, number, _cells(row), common or Common()).case())
         except ValueError as error:
-            raise ValueError(f"{table}, row {number}: {error}") from None
+            first = first or f"{table}, row {number}: {error}"
+            if refused is None:
+                raise ValueError(first) from None
+            refused.append(f"row {number}: {error}")
+    if not found:
+        raise ValueError(first)
     return found
+
+
+def row_id(table: Path, number: int) -> str:
+    """Return what a row is called; the first after the header is 1."""
+    return f"{table.name}#{number}"
 
 
 def columns_not_read(table: Path) -> list[str]:
@@ -124,7 +136,7 @@ class _Row:
             name = problem.workload.name
         validate(plan, problem)
         return Case(
-            row_id=f"{self.table.name}#{self.number}",
+            row_id=row_id(self.table, self.number),
             groups=(),
             problem=lambda: problem,
             plan=lambda _: plan,
@@ -156,7 +168,7 @@ class _Row:
     def _shaped(self, shape: Mapping[str, Any]) -> ModelSpec:
         name = self.cells.get("model", f"row {self.number}")
         mapping = {"family": self.cells.get("family", "gpt"), "name": name, **shape}
-        return spec_from_mapping(mapping, f"{self.table.name}#{self.number}")
+        return spec_from_mapping(mapping, row_id(self.table, self.number))
 
     def _cluster(self) -> str:
         text = self._file("cluster", self.common.cluster)

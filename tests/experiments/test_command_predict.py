@@ -67,7 +67,21 @@ def test_an_interrupted_command_keeps_what_was_simulated(
     monkeypatch.setattr(accuracy, "run_case", interrupted)
     code, _, _ = run(capsys, "predict", runs, *ON, "-o", output)
     assert code == 130
-    assert [row["notes"] for row in csv.DictReader(output.open())] == ["a"]
+    assert [bool(row["predicted_iteration_time_s"]) for row in csv.DictReader(output.open())] == [True, False, False]
+
+
+def test_rows_that_cannot_be_run_may_be_left_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with runs.open("a") as lines:
+        lines.write("small,4,256,4,128,1024,1,8,1,4,16,0.1,d\n")
+    code, _, err = run(capsys, "predict", runs, *ON)
+    assert code == 2 and "row 4: pp * chunks must be at most the 4 repeated layers" in err
+    output = runs.parent / "predicted.csv"
+    code, _, err = run(capsys, "predict", runs, *ON, "--skip-refused", "-o", output)
+    assert code == 0 and "left out: row 4: pp * chunks must be at most" in err
+    assert [bool(row["predicted_iteration_time_s"]) for row in csv.DictReader(output.open())] == [True] * 3 + [False]
+    runs.write_text(HEAD + "small,4,256,4,128,1024,1,8,1,4,16,0.1,d\n")
+    code, _, err = run(capsys, "predict", runs, *ON, "--skip-refused")
+    assert code == 2 and "row 1: pp * chunks" in err
 
 
 def test_wrong_input_is_one_message(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
