@@ -28,8 +28,8 @@ def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 def test_help_shows_every_command_and_every_command_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     _, overview, _ = run(capsys, "--help")
     commands = [command.name for command in app.registered_commands]
-    tour = ["list", "plan", "search", "simulate", "diff", "compare", "import-plan", "sweep", "profile", "reproduce"]
-    assert commands == [*tour, "validate", "accuracy"]
+    tour = ["list", "plan", "search", "simulate", "predict", "diff", "compare", "import-plan", "sweep", "profile"]
+    assert commands == [*tour, "reproduce", "validate", "accuracy"]
     for command in commands:
         assert command in overview
         assert f"Example: windtunnel {command}" in run(capsys, command, "--help")[1]
