@@ -13,7 +13,7 @@ from experiments.inferred_parts import profile_of
 from experiments.inferred_profile import SETTLED, LayersRun, infer
 from experiments.inferred_ridge import priors
 from experiments.measured_run import MeasuredRun
-from experiments.run_table import PLAN, SECONDS, load_runs
+from experiments.run_table import PLAN, SECONDS, Common, load_runs
 from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.machine_factors import with_factors
@@ -22,21 +22,23 @@ SHAPE = "layers"
 """All runs of a table have layers of one shape: a profile knows roles, not shapes."""
 
 
-def measured_runs(table: Path) -> list[MeasuredRun]:
-    """Return the runs of a table (`experiments.run_table`).
+def measured_runs(table: Path, common: Common | None = None) -> list[MeasuredRun]:
+    """Return the runs of a table (`experiments.run_table`), but for those that ran out of memory.
 
     Raises:
         ValueError: If there are fewer than two, or a column or a time is missing.
     """
     found = []
-    for case in load_runs(table):
+    for case in load_runs(table, common):
         if case.measured.iteration_time_s is None:
+            if case.measured.out_of_memory:
+                continue
             raise ValueError(f"{table}: every run must have a measured time ({SECONDS}), {case.row_id} has none")
         problem = case.problem()
         name = str(case.features.get(PLAN, case.row_id))
         found.append(MeasuredRun(name, problem, case.plan(problem), case.measured.iteration_time_s))
     if len(found) < 2:
-        raise ValueError(f"{table}: must hold at least two runs, got {len(found)}")
+        raise ValueError(f"{table}: must hold at least two timed runs, got {len(found)}")
     return found
 
 
@@ -45,24 +47,37 @@ def _one_of_each(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     of_plan: dict[tuple[object, str], list[MeasuredRun]] = {}
     for run in runs:
         problem = run.problem
-        names = problem.workload.fingerprint, problem.hardware.cluster.name, problem.runtime.name, problem.global_batch
+        profile = problem.spec.profile if problem.spec is not None else None
+        names = (
+            problem.workload.fingerprint,
+            problem.hardware.cluster.name,
+            problem.runtime.name,
+            problem.global_batch,
+            profile,
+        )
         of_plan.setdefault((names, run.plan.canonical_hash(problem.workload)), []).append(run)
     return [replace(same[0], seconds=float(np.median([run.seconds for run in same]))) for same in of_plan.values()]
 
 
-def constants(table: Path, names: Sequence[str], progress: Callable[[str], None] | None = None) -> Outcome:
+def constants(
+    table: Path,
+    names: Sequence[str],
+    progress: Callable[[str], None] | None = None,
+    common: Common | None = None,
+) -> Outcome:
     """Return the calibration with a machine's constants times the factors that explain a table of runs.
 
     Args:
         table: As for `runs`; plans may be of any models.
         names: What may move (`hardware_models.machine_factors.FACTORS`).
         progress: Called with what is done, in words.
+        common: What all rows have in common.
 
     Raises:
         ValueError: As `measured_runs`, or if runs are not of one machine, of fewer than two plans, or a plan names a
             profile.
     """
-    found = measured_runs(table)
+    found = measured_runs(table, common)
     clusters = {run.name: run.problem.hardware.cluster for run in found}
     presets = {name: tuple(sorted({node.preset for node in cluster.nodes})) for name, cluster in clusters.items()}
     if len(set(presets.values())) > 1:
@@ -105,16 +120,17 @@ def constants(table: Path, names: Sequence[str], progress: Callable[[str], None]
     return Outcome(replace(calibration, fits=fits), tuple(points), notes)
 
 
-def runs(table: Path) -> Outcome:
+def runs(table: Path, common: Common | None = None) -> Outcome:
     """Return the calibration that a table of runs gives.
 
     Args:
-        table: CSV of runs (`experiments.run_table`) that were all timed.
+        table: CSV of runs (`experiments.run_table`) that were timed.
+        common: What all rows have in common.
 
     Raises:
         ValueError: If there are fewer than two runs, a column or a time is missing, or operators of one role differ.
     """
-    found = [LayersRun(run.name, run.problem, run.plan, run.seconds, SHAPE) for run in measured_runs(table)]
+    found = [LayersRun(run.name, run.problem, run.plan, run.seconds, SHAPE) for run in measured_runs(table, common)]
     placed = [(run.problem, run.plan) for run in found]
     source = f"inferred from {len(found)} runs of {table.name}"
     ones = dict.fromkeys((part for run in found for part in run.parts()), 1.0)

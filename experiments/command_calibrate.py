@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.console import AsJson, messages, print_json, writable
+from experiments.console import AsJson, CommonCluster, CommonModel, CommonRuntime, messages, print_json, writable
 from experiments.progress import steps_progress
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def runs(
     table: Annotated[
         Path,
         typer.Argument(
-            help="CSV of runs (as windtunnel predict) that were all timed: a plan file or degrees, iteration_time_s.",
+            help="CSV of runs (as windtunnel predict) that were timed: a plan file or degrees, iteration_time_s.",
             show_default=False,
         ),
     ],
@@ -164,6 +164,9 @@ def runs(
             show_default=False,
         ),
     ] = None,
+    cluster: CommonCluster = None,
+    runtime: CommonRuntime = None,
+    model: CommonModel = None,
     output: Output = None,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -173,14 +176,16 @@ def runs(
     Example: windtunnel calibrate runs runs.csv --constants all -o mine.json
     """
     from experiments import calibrate_runs
+    from experiments.run_table import Common
     from hardware_models.machine_factors import named
 
+    common = Common(cluster=cluster, runtime=runtime, model=model)
     if constants is None:
-        _finish(calibrate_runs.runs(table), output, plot, as_json)
+        _finish(calibrate_runs.runs(table, common), output, plot, as_json)
         return
     names = named(constants)
     with steps_progress("constants") as say:
-        found = calibrate_runs.constants(table, names, say)
+        found = calibrate_runs.constants(table, names, say, common)
     _finish(found, output, plot, as_json)
 
 

@@ -12,12 +12,16 @@ import typer
 
 from experiments.console import (
     AsJson,
+    CommonCluster,
+    CommonModel,
+    CommonRuntime,
     Profile,
     Without,
     comma_separated,
     console,
     messages,
     print_json,
+    print_lines,
     table,
     writable,
 )
@@ -39,19 +43,10 @@ COLUMNS = (
 
 
 def predict(
-    runs: Annotated[Path, typer.Argument(help="CSV of runs; docs/your-own-model-and-cluster.md has its columns.")],
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster", "-c", help="Of rows that name none; a preset alone is filled by gpus.", show_default=False
-        ),
-    ] = None,
-    runtime: Annotated[
-        str | None, typer.Option("--runtime", "-r", help="Of rows that name none.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Of rows that name none.", show_default=False)
-    ] = None,
+    runs: Annotated[Path, typer.Argument(help="CSV of runs; docs/your-own-runs.md has its columns.")],
+    cluster: CommonCluster = None,
+    runtime: CommonRuntime = None,
+    model: CommonModel = None,
     profile: Profile = None,
     without: Without = "",
     by: Annotated[str, typer.Option(help="Tabulate the error by these columns of the table (tp,microbatch).")] = "",
@@ -93,26 +88,30 @@ def predict(
     for name in features:
         if name not in known:
             raise ValueError(f"--by must name columns of {runs}, {', '.join(known)}; got {name!r}")
-    timed = [case for case in cases if case.measured.iteration_time_s is not None]
-    if largest is not None and not timed:
-        raise ValueError(f"--limit needs measured times, and no row of {runs} has one")
+    timed = any(case.measured.iteration_time_s is not None for case in cases)
+    for option, given in (("--limit", largest), ("--plot", plot), ("--by", features)):
+        if given and not timed:
+            raise ValueError(f"{option} needs measured times, and no row of {runs} has one")
+    for path in (output, plot):
+        if path is not None:
+            writable(path)
     outcomes = _simulated(cases, fidelity, runs, output)
     report = report_of(runs.stem, outcomes)
-    if plot is not None and not plot_outcomes(runs.stem, report.time, outcomes, writable(plot)):
-        raise ValueError(f"--plot needs measured times, and no row of {runs} has one")
+    if plot is not None:
+        plot_outcomes(runs.stem, report.time, outcomes, plot)
+    ignored = columns_not_read(runs)
     if as_json:
         found = [_run_mapping(each) for each in outcomes]
-        print_json({"report": _report_mapping(report), "runs": found, "refused": refused})
+        print_json({"report": _report_mapping(report), "runs": found, "refused": refused, "columns_not_read": ignored})
     else:
         _print(report, outcomes, features)
-        ignored = columns_not_read(runs)
-        if ignored:
-            messages().print(f"columns that say nothing about a run: {', '.join(ignored)}")
+    if ignored:
+        messages().print(f"columns that say nothing about a run: {', '.join(ignored)}", markup=False)
     for line in refused:
-        messages().print(f"left out: {line}", soft_wrap=True)
+        messages().print(f"left out: {line}", soft_wrap=True, markup=False)
     for path in (output, plot):
         if path is not None and not as_json:
-            messages().print(f"written: {path}")
+            messages().print(f"written: {path}", markup=False)
     if largest is not None and report.time is not None and report.time.mean_absolute > largest:
         messages().print(f"[bold red]mean absolute error {report.time.mean_absolute:.1%}, allowed {largest:.1%}[/]")
         raise typer.Exit(1)
@@ -131,7 +130,7 @@ def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | N
                 outcomes.append(run_case(case, fidelity=fidelity))
     finally:
         if output is not None and outcomes:
-            _write(runs, outcomes, writable(output))
+            _write(runs, outcomes, output)
     return outcomes
 
 
@@ -144,10 +143,12 @@ def _write(runs: Path, outcomes: Sequence[Outcome], path: Path) -> None:
     rows = load_table(runs)
     found = {each.case.row_id: _run_mapping(each) for each in outcomes}
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*rows[0], *COLUMNS])
+    names = [name for name in rows[0] if name not in COLUMNS]
+    writer.writerow([*names, *COLUMNS])
     for number, row in enumerate(rows, start=1):
         own = found.get(row_id(runs, number), {})
-        writer.writerow([*row.values(), *("" if own.get(name) is None else own[name] for name in COLUMNS)])
+        predicted = ["" if own.get(name) is None else own[name] for name in COLUMNS]
+        writer.writerow([*(row[name] for name in names), *predicted])
     write_text_atomically(path, text.getvalue())
 
 
@@ -185,7 +186,8 @@ def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[
     shown = list(outcomes)
     if len(shown) > MOST_ROWS:
         shown = sorted(outcomes, key=lambda each: -abs(each.time_error or 0.0))[:FURTHEST]
-        messages().print(f"the {len(shown)} of {len(outcomes)} runs that are furthest off")
+        which = "that are furthest off" if report.time is not None else "at the top; --output has all"
+        messages().print(f"the {len(shown)} of {len(outcomes)} runs {which}")
     columns = [("run", "left"), ("predicted s", "right"), ("peak GiB", "right"), ("fits", "left")]
     if report.time is not None:
         columns += [("measured s", "right"), ("error", "right")]
@@ -216,4 +218,4 @@ def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[
             f"rank correlation {report.rank.correlation:.3f} of {report.rank.num_pairs} pairs of plans for one problem"
         )
     for line in words:
-        console().print(line)
+        print_lines(line)

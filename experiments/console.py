@@ -50,6 +50,16 @@ RuntimeName = Annotated[
     str,
     typer.Option("--runtime", "-r", help="Whose defaults: name or YAML file.", rich_help_panel=PROBLEM),
 ]
+CommonCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", "-c", help="Of rows that name none; a preset alone is filled by gpus.", show_default=False
+    ),
+]
+CommonRuntime = Annotated[
+    str | None, typer.Option("--runtime", "-r", help="Of rows that name none.", show_default=False)
+]
+CommonModel = Annotated[str | None, typer.Option("--model", "-m", help="Of rows that name none.", show_default=False)]
 GlobalBatch = Annotated[
     int, typer.Option("--global-batch", "-b", help="Samples per iteration.", rich_help_panel=PROBLEM)
 ]

@@ -17,9 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from datafiles.schema import validated
 from datafiles.tables import load_table
 from datafiles.values import resolve_scalar
-from experiments.cases.case import Case, Measured, cluster_string
+from experiments.cases.case import Case, Measured, cluster_string, hardware
 from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
 from hardware_models.model import HardwareModel
@@ -57,7 +58,7 @@ class Common:
         cluster: Cluster string, or preset alone: then each row's ``gpus`` fill its nodes.
         runtime: Name or file.
         model: Name or file.
-        profile: Calibration file.
+        profile: Calibration file of all rows, in place of a plan file's own.
     """
 
     cluster: str | None = None
@@ -129,11 +130,9 @@ class _Row:
         if PLAN in self.cells:
             spec, plan = load_plan(self.table.parent / self.cells[PLAN])
             problem = (replace(spec, profile=self.common.profile) if self.common.profile else spec).load()
-            name = self.cells[PLAN]
         else:
             problem = self._problem()
             plan = self._plan(problem)
-            name = problem.workload.name
         validate(plan, problem)
         return Case(
             row_id=row_id(self.table, self.number),
@@ -142,21 +141,21 @@ class _Row:
             plan=lambda _: plan,
             measured=self._measured(problem, plan),
             source=self.table.name,
-            rivals=f"{name} on {problem.hardware.cluster.name}, batch {problem.global_batch}",
+            rivals=f"{problem.workload.fingerprint} on {problem.hardware.cluster.name}, batch {problem.global_batch}",
             rival_samples=plan.global_batch,
             features={name: text for name, text in self.cells.items() if name not in MEASURED},
         )
 
     def _problem(self) -> Problem:
         batch = self._count("global_batch")
-        runtime = load_runtime(self._file("runtime", self.common.runtime))
-        shape = {name: resolve_scalar(text) for name, text in self.cells.items() if name in _SHAPES}
+        named = self._file("runtime", self.common.runtime)
+        runtime, shape = load_runtime(named), self._shape()
         if shape:
-            workload, spec = build_from_spec(self._shaped(shape), runtime.attention), None
+            workload, spec = build_from_spec(self._model_spec(shape), runtime.attention), None
         else:
             model = self._file("model", self.common.model)
             workload = build_workload(model, attention=runtime.attention)
-            spec = ProblemSpec(model, self._cluster(), runtime.name, batch, profile=self.common.profile)
+            spec = ProblemSpec(model, self._cluster(), named, batch, profile=self.common.profile)
         return Problem(
             workload=workload,
             hardware=_hardware(self._cluster(), self.common.profile),
@@ -165,21 +164,31 @@ class _Row:
             spec=spec,
         )
 
-    def _shaped(self, shape: Mapping[str, Any]) -> ModelSpec:
+    def _shape(self) -> dict[str, Any]:
+        return {name: resolve_scalar(text) for name, text in self.cells.items() if name in _SHAPES}
+
+    def _model_spec(self, shape: Mapping[str, Any]) -> ModelSpec:
+        """Return the shape of the model: all in columns, or a known model with some fields of its own."""
+        where = row_id(self.table, self.number)
+        if "layers" not in shape and ("model" in self.cells or self.common.model is not None):
+            known = model_spec(self._file("model", self.common.model))
+            return validated(type(known), {**known.model_dump(), **shape}, where)
         name = self.cells.get("model", f"row {self.number}")
-        mapping = {"family": self.cells.get("family", "gpt"), "name": name, **shape}
-        return spec_from_mapping(mapping, row_id(self.table, self.number))
+        return spec_from_mapping({"family": self.cells.get("family", "gpt"), "name": name, **shape}, where)
 
     def _cluster(self) -> str:
         text = self._file("cluster", self.common.cluster)
         if re.search(r":\d+x\d+\s*$", text):
+            gpus = parse_cluster(text).num_devices
+            if self._count("gpus", gpus) != gpus:
+                raise ValueError(f"gpus must be those of the cluster, {gpus} of {text}, got {self.cells['gpus']}")
             return text
         per_node = self._count("gpus_per_node", cluster_gpus_per_node(text))
         used = self._count("tp", 1) * self._count("pp", 1) * self._count("dp", 1)
         return cluster_string(text, self._count("gpus", used), per_node)
 
     def _plan(self, problem: Problem) -> Plan:
-        degrees = {name: self._count(name, default=None) for name in DEGREES}
+        degrees = {name: self._count(name, default=None, least=0 if name == "zero" else 1) for name in DEGREES}
         given = {name: count for name, count in degrees.items() if count is not None}
         if "dp" not in given:
             given["dp"] = max(1, problem.num_devices // (given.get("tp", 1) * given.get("pp", 1)))
@@ -196,7 +205,9 @@ class _Row:
         seconds = self._number(SECONDS)
         value = self._number("value")
         if seconds is None and value is not None:
-            seconds = self._seconds(self._word("metric"), value, problem, plan)
+            if "metric" not in self.cells:
+                raise ValueError(f"a run with a value must have a metric, one of {', '.join(METRICS)}")
+            seconds = self._seconds(self.cells["metric"], value, problem, plan)
         return Measured(iteration_time_s=seconds, out_of_memory=out_of_memory)
 
     def _seconds(self, metric: str, value: float, problem: Problem, plan: Plan) -> float:
@@ -221,8 +232,9 @@ class _Row:
         Source:
             Narayanan et al., SC 2021, Equation 3, with full recomputation; Korthikanti et al. 2022, Equation 7, else.
         """
-        shape = {name: resolve_scalar(text) for name, text in self.cells.items() if name in _SHAPES}
-        spec = self._shaped(shape) if shape else model_spec(self._file("model", self.common.model))
+        if PLAN in self.cells:
+            raise ValueError("tflops_per_gpu is counted from columns, which a plan file has not; give iteration_time_s")
+        spec = self._model_spec(self._shape())
         if not isinstance(spec, GPTSpec):
             raise ValueError("tflops_per_gpu has a published formula for GPT alone; give iteration_time_s")
         passes = 4 if self.cells.get("recompute") == "full" else 3
@@ -244,7 +256,7 @@ class _Row:
         beside = self.table.parent / found[1]
         return f"{beside if name in self.cells and beside.is_file() else found[1]}{found[2] or ''}"
 
-    def _count(self, name: str, default: Any = ...) -> Any:
+    def _count(self, name: str, default: Any = ..., least: int = 1) -> Any:
         if name not in self.cells:
             if default is ...:
                 raise ValueError(f"a run without a plan file must have a {name}")
@@ -254,6 +266,8 @@ class _Row:
             found = int(found)
         if isinstance(found, bool) or not isinstance(found, int):
             raise ValueError(f"{name} must be an integer, got {self.cells[name]!r}")
+        if found < least:
+            raise ValueError(f"{name} must be at least {least}, got {found}")
         return found
 
     def _number(self, name: str) -> float | None:
@@ -265,7 +279,7 @@ class _Row:
         return float(found)
 
     def _flag(self, name: str) -> bool:
-        text = self.cells.get(name, "").lower()
+        text = self.cells.get(name, "").lower().removesuffix(".0")
         if text not in _TRUE + _FALSE:
             raise ValueError(f"{name} must be 1 or 0, got {self.cells[name]!r}")
         return text in _TRUE
@@ -273,6 +287,5 @@ class _Row:
 
 @lru_cache(maxsize=64)
 def _hardware(cluster: str, profile: str | None) -> HardwareModel:
-    parsed = parse_cluster(cluster)
-    return load_calibration(profile).hardware(parsed) if profile else HardwareModel(parsed)
+    return load_calibration(profile).hardware(parse_cluster(cluster)) if profile else hardware(cluster)
 

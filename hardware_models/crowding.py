@@ -24,6 +24,7 @@ from hardware_models.communication import Communication
 ROUNDING = 1e-12
 """Resources that need no more than this share beyond a work's own time are full, not overfull."""
 
+
 @dataclass(frozen=True)
 class CrowdedGroup:
     """A group of ranks, and the groups that run the same collective at the same time on its nodes.

@@ -50,7 +50,7 @@ def check_executable(plan: Plan, problem: Problem, *, device: str, num_processes
             "plan for fewer devices"
         )
     if not refused:
-        refused += _stages(canonical, problem)
+        refused += [*_stages(canonical, problem), *_embeddings(canonical, problem)]
     if refused:
         raise ValueError("the plan cannot be executed:\n  " + "\n  ".join(refused))
     return canonical
@@ -108,6 +108,20 @@ def _stages(plan: Plan, problem: Problem) -> list[str]:
         for view in stage_views(plan, CostTables(problem))
         for message in _rotation(StageWiring(view, tuple(range(len(view.stage.devices)))))
     ]
+
+
+def _embeddings(plan: Plan, problem: Problem) -> list[str]:
+    """An embedding that goes on with its part of the sequence adds positions once it is whole: nothing else cuts it."""
+    refused = []
+    for stage in plan.stages:
+        for index, sharding in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
+            words = {axis.split for axis in sharding} - {"batch", "replicate"}
+            if "vocab_sequence" in words and len(words) > 1:
+                refused.append(
+                    f"operator {problem.workload.operators[index].name!r}: split by {' and '.join(sorted(words))}; use "
+                    "one of them"
+                )
+    return refused
 
 
 def _rotation(wiring: StageWiring) -> list[str]:

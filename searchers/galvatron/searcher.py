@@ -43,8 +43,8 @@ class Galvatron(Searcher):
     variant: ClassVar[Options] = Options()
 
     def __init__(self, *, objective: str | Objective = "paper", keep: int = 5, **choices: Any) -> None:
-        super().__init__(objective=objective, keep=keep + len(LOWERED))
-        self.num_whole = keep
+        super().__init__(objective=objective, keep=keep)
+        self.num_whole, self.keep = keep, keep + len(LOWERED)
         unknown = set(choices) - set(Options.__dataclass_fields__)
         if unknown:
             known = ", ".join(Options.__dataclass_fields__)
@@ -66,8 +66,10 @@ class Galvatron(Searcher):
         self._evaluate(ledger, problem, found)
         for share in LOWERED if found else ():
             budget_bytes = share * found[0].capacity_bytes
-            if ledger.spent or found[0].peak_bytes <= budget_bytes:
+            if ledger.spent:
                 break
+            if found[0].peak_bytes <= budget_bytes:
+                continue
             lower = Planner(problem, self.options, budget_bytes=budget_bytes, profiles=planner.profiles)
             best = lower.best(problem.global_batch)
             self._evaluate(ledger, problem, [best] if best is not None else [])

@@ -127,8 +127,9 @@ class EpilogueBuilder:
             self._tied()
         runtime = self.placements[0].view.costs.problem.runtime
         if self.fidelity.optimizer:
-            if runtime.gradient_clipping or runtime.loss_scaling:
-                self._norm(norm_latency_s, all_classes)
+            has_norm = runtime.gradient_clipping or runtime.loss_scaling
+            if has_norm or runtime.gradient_pass_bytes is not None:
+                self._norm(norm_latency_s, all_classes if has_norm else ())
             for placement in self.placements:
                 self._optimizer(placement)
         if self.fidelity.parameter_gather:
@@ -195,7 +196,7 @@ class EpilogueBuilder:
                     runtime.implementation.dtype,
                 )
                 self._compute(c, "gradient norm", placement.view.position, seconds)
-        if len(all_classes) > 1 or latency_s > 0:
+        if len(all_classes) > 1 or (all_classes and latency_s > 0):
             self._append(
                 list(all_classes),
                 cause="gradient norm",

@@ -88,9 +88,33 @@ def test_wrong_input_is_one_message(runs: Path, capsys: pytest.CaptureFixture[st
     code, _, err = run(capsys, "predict", runs, *ON, "--by", "weather")
     assert code == 2 and "--by must name columns of" in err and "got 'weather'" in err
     runs.write_text(HEAD + "small,4,256,4,128,1024,1,1,2,4,16,,\n")
-    for option, value in (("--limit", "5%"), ("--plot", runs.parent / "a.png")):
+    for option, value in (("--limit", "5%"), ("--plot", runs.parent / "a.png"), ("--by", "tp")):
         code, _, err = run(capsys, "predict", runs, *ON, option, value)
         assert code == 2 and f"{option} needs measured times" in err
     runs.write_text(HEAD)
     code, _, err = run(capsys, "predict", runs, *ON)
     assert code == 2 and "must hold at least one run" in err
+
+
+def test_words_in_brackets_are_shown_as_they_are(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = runs.rename(runs.parent / "runs[v2].csv")
+    runs.write_text(runs.read_text().replace("notes", "note [/s]") + "small,4,256,4,128,1024,1,8,1,4,16,0.1,d\n")
+    code, out, err = run(capsys, "predict", runs, *ON, "--skip-refused")
+    assert code == 0 and "(runs[v2].csv#" in out and "note [/s]" in err
+
+
+def test_predictions_of_a_table_with_predictions_take_their_place(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = runs.parent / "first.csv", runs.parent / "second.csv"
+    assert run(capsys, "predict", runs, *ON, "-o", first)[0] == 0
+    assert run(capsys, "predict", first, *ON, "-o", second)[0] == 0
+    assert second.read_text() == first.read_text()
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accuracy, "run_case", lambda *_, **__: pytest.fail("nothing may be simulated"))
+    code, _, err = run(capsys, "predict", runs, *ON, "-o", runs.parent)
+    assert code == 2 and "output must be a file" in err

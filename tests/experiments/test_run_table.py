@@ -96,6 +96,10 @@ def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[s
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"tp": 0}, "tp must be at least 1, got 0"),
+        ({"global_batch": -8}, "global_batch must be at least 1, got -8"),
+        ({"gpus_per_node": 0}, "gpus_per_node must be at least 1, got 0"),
+        ({"cluster": "a100-80g-dgx:1x8"}, "gpus must be those of the cluster, 8 of a100-80g-dgx:1x8, got 16"),
         ({"microbatch": ""}, "row 1: a run without a plan file must have a microbatch"),
         ({"global_batch": ""}, "must have a global_batch"),
         ({"tp": "two"}, "tp must be an integer, got 'two'"),
@@ -107,7 +111,7 @@ def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[s
         ({"heads": 5}, "heads must divide hidden=256"),
         ({"value": 5, "metric": "furlongs"}, "metric must be one of iteration_time, tokens_per_s"),
         ({"value": 5, "metric": "iteration_time", "unit": "min"}, "unit of an iteration time must be s or ms"),
-        ({"value": 5}, "a run must have a metric"),
+        ({"value": 5}, "a run with a value must have a metric, one of iteration_time"),
         ({"iteration_time_s": -1}, "iteration_time_s must be a number above 0"),
         ({"cluster": "a101"}, "preset must be a known one"),
         ({"gpus": 12}, "GPUs must fill nodes of 8, got 12"),
@@ -127,3 +131,28 @@ def test_what_all_rows_lack_can_be_said_once(tmp_path: Path) -> None:
         load_runs(table(tmp_path, {**GPT, **DEGREES}), Common(cluster="a100-80g-dgx"))
     with pytest.raises(ValueError, match=r"must have a cluster: .*--cluster"):
         load_runs(table(tmp_path, {**GPT, **DEGREES}), Common(runtime="megatron-lm-2021"))
+
+
+def test_a_column_changes_a_field_of_a_known_model(tmp_path: Path) -> None:
+    row = {"model": "gpt3-350m", "seq": 512, "microbatch": 1, "global_batch": 8, "gpus": 8}
+    (case,) = load_runs(table(tmp_path, row), COMMON)
+    workload = case.problem().workload
+    assert workload.tokens_per_sample == 512 and len(workload.layers) == 26
+
+
+def test_a_rate_is_not_counted_for_a_plan_file(tmp_path: Path) -> None:
+    spec = ProblemSpec("gpt3-350m", "v100-32g-dgx1:1x4", "megatron-lm-2021", 16)
+    save_plan(tmp_path / "plan.yaml", spec, uniform_plan(spec.load(), dp=4, microbatch=4))
+    row = {"plan": "plan.yaml", "metric": "tflops_per_gpu", "value": 30}
+    with pytest.raises(ValueError, match="counted from columns, which a plan file has not"):
+        load_runs(table(tmp_path, row), COMMON)
+
+
+def test_plans_for_one_problem_are_rivals_whatever_they_are_called(tmp_path: Path) -> None:
+    """Not those of another shape under the same word."""
+    spec = ProblemSpec("gpt3-350m", "a100-80g-dgx:1x8", "megatron-lm-2021", 16)
+    save_plan(tmp_path / "plan.yaml", spec, uniform_plan(spec.load(), dp=8, microbatch=2))
+    named = {"model": "gpt3-350m", "tp": 2, "dp": 4, "microbatch": 2, "global_batch": 16, "gpus": 8}
+    shorter = {**named, "seq": 512}
+    rivals = [case.rivals for case in load_runs(table(tmp_path, {"plan": "plan.yaml"}, named, shorter), COMMON)]
+    assert rivals[0] == rivals[1] != rivals[2]

@@ -367,7 +367,33 @@ def test_plans_of_lower_budgets_come_after_those_that_fill_memory(monkeypatch: p
     for shares in ((), LOWERED):
         monkeypatch.setattr("searchers.galvatron.searcher.LOWERED", shares)
         plans = searcher_named("galvatron-base").search(problem).plans
-        assert [each.objective for each in plans] == sorted(each.objective for each in plans)
         results = [simulate(each.plan, problem) for each in plans]
         times.append(next(result.iteration_time_s for result in results if result.fits))
     assert times[1] < 0.95 * times[0]
+
+
+@pytest.mark.parametrize("shift", [-1, 0, 1, 2])
+def test_every_lower_budget_that_the_best_plan_exceeds_is_searched(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = tiny_problem(2)
+    planner_of = Planner
+    best = planner_of(problem, GalvatronBMW.variant).best(problem.global_batch)
+    assert best is not None
+    share = best.peak_bytes / best.capacity_bytes
+    shares = tuple(share * (1 + 0.01 * (step - shift - 0.5)) for step in range(3))
+    budgets = []
+
+    def planner_under(*positional: object, **named: object) -> Planner:
+        budgets.append(named["budget_bytes"])
+        return planner_of(*positional, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("searchers.galvatron.searcher.LOWERED", shares)
+    monkeypatch.setattr("searchers.galvatron.searcher.planner_for", lambda *both: planner_of(*both))
+    monkeypatch.setattr("searchers.galvatron.searcher.Planner", planner_under)
+    GalvatronBMW().search(problem)
+    assert budgets == [each * best.capacity_bytes for each in shares if each < share]
+
+
+@pytest.mark.parametrize("keep", [0, -2])
+def test_a_search_keeps_at_least_one_plan(keep: int) -> None:
+    with pytest.raises(ValueError, match=f"keep must be at least 1, got {keep}"):
+        GalvatronBMW(keep=keep)

@@ -65,3 +65,13 @@ def test_megatron_averages_all_gradients_and_takes_the_norm_of_what_it_steps(zer
     touched = elements * (2 + 4 + (8 + 4) / (4 if zero else 1))
     kernel = MemoryBound(0.75 * touched, 0.25 * touched, "reduction")
     assert graph.work_s[norm] == pytest.approx(problem.hardware.kernel_time_s(view.gpu_type, kernel, "fp16"), rel=1e-9)
+
+
+def test_passes_over_gradients_take_their_time_without_a_norm_too() -> None:
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime="megatron-lm-2021")
+    bare = replace(problem.runtime, gradient_clipping=False, loss_scaling=False, gradient_pass_bytes=None)
+    times = []
+    for runtime in (bare, replace(bare, gradient_pass_bytes=(600.0, 0.0))):
+        own = replace(problem, runtime=runtime)
+        times.append(simulate(uniform_plan(own, dp=4, microbatch=4), own).iteration_time_s)
+    assert times[1] > times[0]

@@ -33,7 +33,7 @@ class Embedding(Kind):
     A vocabulary split leaves a partial sum (every rank adds the rows it has), so the all-reduce follows from the
     consumer. Under sequence parallelism Megatron-LM sums inside, adds positions, and only drops in its part of the
     sequence (``vocab_sequence``; language_model.py, Embedding): the mask is that part's (Korthikanti et al. 2022,
-    Section 4.3).
+    Section 4.3). GPT and T5 take it; BERT's graph has a norm before its dropout, LLaMA's no dropout.
 
     Attributes of the operator: ``vocab``, ``hidden``, ``positions`` (rows of the position table, 0: none),
     ``segments`` (rows of the segment table, 0: none), ``dropout`` (probability).
