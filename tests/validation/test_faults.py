@@ -20,7 +20,7 @@ from simulator.plan_file import save_plan  # noqa: E402
 from simulator.problem import ProblemSpec  # noqa: E402
 from simulator.uniform import uniform_plan  # noqa: E402
 from tests.validation import fault_worker  # noqa: E402
-from tests.validation.tiny import problem  # noqa: E402
+from tests.validation.tiny import axes, problem, stage  # noqa: E402
 from validation.executable import check_executable  # noqa: E402
 from validation.executor import execute  # noqa: E402
 from validation.launch import WorkerError, launch  # noqa: E402
@@ -166,3 +166,11 @@ def test_replicas_in_turn_with_moving_batch_axes_are_refused_by_name() -> None:
     assert "stage 0: replica_assignment round_robin with operators whose batch axes lie differently" in refusal(
         llama, plan
     )
+
+
+def test_an_embedding_cut_twice_is_refused_by_name() -> None:
+    of = problem("gpt")
+    mixed = axes(("tensor", 2), ("tensor_sequence", 2))
+    plan = Plan((stage((0, len(of.workload)), range(4), mixed),), 4, 2)
+    with pytest.raises(ValueError, match=r"'embedding\.embedding': split by vocab and vocab_sequence; use one of them"):
+        check_executable(plan, of, device="cpu")
