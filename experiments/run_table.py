@@ -245,14 +245,14 @@ class _Row:
 
     def _word(self, name: str, common: str | None = None) -> str:
         text = self.cells.get(name, common)
-        if text is None:
+        if not text:
             raise ValueError(f"a run must have a {name}: give the column, or say it once for all rows (--{name})")
         return text
 
     def _file(self, name: str, common: str | None) -> str:
         """Return a word that may name a file, beside the table or as it stands; of a cluster, before its shape."""
-        found = re.fullmatch(r"(.+?)(:\d+x\d+)?", self._word(name, common))
-        assert found is not None, "cells are not empty"
+        found = re.fullmatch(r"(.+?)(:\d+x\d+)?", self._word(name, common), flags=re.DOTALL)
+        assert found is not None, "words are not empty"
         beside = self.table.parent / found[1]
         return f"{beside if name in self.cells and beside.is_file() else found[1]}{found[2] or ''}"
 

@@ -116,6 +116,7 @@ def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[s
         ({"cluster": "a101"}, "preset must be a known one"),
         ({"gpus": 12}, "GPUs must fill nodes of 8, got 12"),
         ({"family": "bart"}, "unknown family 'bart'"),
+        ({"runtime": "two\nlines"}, "runtime must be a known one"),
     ],
 )
 def test_a_row_that_cannot_be_run_is_refused_by_its_number(
@@ -129,6 +130,8 @@ def test_a_row_that_cannot_be_run_is_refused_by_its_number(
 def test_what_all_rows_lack_can_be_said_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must have a runtime: give the column, or say it once for all rows"):
         load_runs(table(tmp_path, {**GPT, **DEGREES}), Common(cluster="a100-80g-dgx"))
+    with pytest.raises(ValueError, match="must have a runtime"):
+        load_runs(table(tmp_path, {**GPT, **DEGREES}), Common(cluster="a100-80g-dgx", runtime=""))
     with pytest.raises(ValueError, match=r"must have a cluster: .*--cluster"):
         load_runs(table(tmp_path, {**GPT, **DEGREES}), Common(runtime="megatron-lm-2021"))
 
