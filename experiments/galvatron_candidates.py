@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from experiments.cases.galvatron_table2 import NUM_GPUS, SEARCHED, Run, planner_options, profiles_of
+from experiments.cases.galvatron_table2 import NUM_GPUS, SEARCHED, Run, planner_options
 from experiments.reproduce.galvatron.cells import TITLES, at_batch
 from experiments.reproduce.galvatron.table2 import MEMORIES, MODELS, STRATEGIES, printed_cells
 from searchers.galvatron.judged import judged_plan
@@ -36,7 +36,7 @@ def released(run: Run, strategy: str, batch: int, throughput: float) -> tuple[fl
         run.problem,
         replace(planner_options(strategy, run.num_gpus), time="released"),
         lambda planner: planner.best(batch),
-        profiles_of(run.model, run.cluster, run.runtime),
+        run.profiles,
     )
     if judged is None:
         return None

@@ -14,7 +14,6 @@ from experiments.cases.galvatron_table2 import (
     Run,
     num_microbatches,
     planner_options,
-    profiles_of,
 )
 from searchers.galvatron.microbatches import chunked
 from searchers.galvatron.partitions import base_partition
@@ -67,5 +66,5 @@ def _planner(run: Run) -> Planner:
     return Planner(
         run.problem(STEP),
         planner_options("galvatron-base", run.num_gpus),
-        profiles=profiles_of(run.model, run.cluster, run.runtime),
+        profiles=run.profiles,
     )

@@ -27,6 +27,7 @@ from experiments.cases.case import (
     stages_of_layers,
     uniform,
 )
+from experiments.fitted_constants import moved
 from searchers.galvatron.judged import judged_plan
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import Cut, chunked, released_count, table_count
@@ -111,6 +112,7 @@ class Run:
         memory_gb: Memory budget of a device, GiB.
         runtime: Name.
         overlap: Factor by which computation and communication slow each other; None for the GPU type's own.
+        factors: On the machine's constants, by name (`hardware_models.machine_factors.FACTORS`).
     """
 
     model: str
@@ -118,21 +120,30 @@ class Run:
     memory_gb: int
     runtime: str = "galvatron-v1"
     overlap: float | None = None
+    factors: tuple[tuple[str, float], ...] = ()
 
     @property
     def num_gpus(self) -> int:
         """Devices of the cluster."""
         return hardware(self.cluster).cluster.num_devices
 
+    @property
+    def profiles(self) -> LayerProfiles:
+        """Layer costs, shared by searches for one model on one machine: neither budget nor overlap is in them."""
+        return _profiles(replace(self, memory_gb=1, overlap=None))
+
     def problem(self, batch: int) -> Problem:
         """Return the problem of a batch."""
-        problem = problem_of(
-            model=self.model,
-            cluster=self.cluster,
-            runtime=self.runtime,
-            global_batch=batch,
-            memory_limit_bytes=self.memory_gb << 30,
-        )()
+        problem = moved(
+            problem_of(
+                model=self.model,
+                cluster=self.cluster,
+                runtime=self.runtime,
+                global_batch=batch,
+                memory_limit_bytes=self.memory_gb << 30,
+            )(),
+            dict(self.factors),
+        )
         if self.overlap is None:
             return problem
         return replace(problem, hardware=problem.hardware.with_overlap_slowdown(self.overlap))
@@ -160,7 +171,7 @@ class Run:
             )
 
         def one_strategy(problem: Problem, kind: str) -> Plan:
-            layers = profiles_of(self.model, self.cluster, self.runtime).layers
+            layers = self.profiles.layers
             chosen = [Strategy((Level(kind, num_gpus),))] * len(layers)
             return plan_of_layers([(layers, chosen)], cut=Cut(1, batch), schedule="gpipe", outside="data")
 
@@ -191,11 +202,10 @@ class Run:
         @cache
         def found() -> Plan:
             options = planner_options(strategy, self.num_gpus)
-            profiles = profiles_of(self.model, self.cluster, self.runtime)
-            judged = judged_plan(self.problem, options, lambda planner: planner.best(batch), profiles)
+            judged = judged_plan(self.problem, options, lambda planner: planner.best(batch), self.profiles)
             if judged is not None:
                 return judged.plan
-            leanest = Planner(self.problem(batch), options, profiles=profiles).leanest(batch)
+            leanest = Planner(self.problem(batch), options, profiles=self.profiles).leanest(batch)
             if leanest is None:
                 raise ValueError(f"{strategy} has no plan for {batch} samples of {self.model}")
             return to_plan(leanest, self.problem(batch))
@@ -218,9 +228,8 @@ def planner_options(strategy: str, num_gpus: int = NUM_GPUS) -> Options:
 
 
 @lru_cache(maxsize=8)
-def profiles_of(model: str, cluster: str, runtime: str) -> LayerProfiles:
-    """Return layer costs, shared by searches for one model and cluster."""
-    return LayerProfiles(CostTables(Run(model=model, cluster=cluster, memory_gb=1, runtime=runtime).problem(1)))
+def _profiles(run: Run) -> LayerProfiles:
+    return LayerProfiles(CostTables(run.problem(1)))
 
 
 def num_microbatches(model: str, batch: int, strategy: str = "gpipe", num_gpus: int = NUM_GPUS) -> int:

@@ -26,9 +26,6 @@ SATURATED = 0.03
 WAYPOINTS = 3
 """Partitions between the memory- and the time-balanced one from which Algorithm 2 walks besides."""
 
-RADIUS = 96
-"""Algorithm 2's r, which the paper does not print: its BMW batches for BERT are 56 to 120 above Base's."""
-
 
 @dataclass(frozen=True)
 class Exploration:
@@ -211,8 +208,13 @@ class Planner:
         return Exploration(tuple(found), tried)
 
 
-def around(centre: int, radius: int = RADIUS, step: int = 8, growth: float = 0.0) -> list[int]:
+def around(centre: int, radius: int, step: int = 8, growth: float = 0.0) -> list[int]:
     """Return Algorithm 2's batch sizes ``[B0 - r, B0 + r]``.
+
+    Args:
+        centre: B0, samples.
+        radius: r, samples.
+        step, growth: As for `Planner.explore`.
 
     >>> around(16, radius=16)
     [8, 16, 24, 32]

@@ -15,11 +15,11 @@ from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron import EXPERIMENTS, fig4, table1
 from experiments.reproduce.galvatron.agreement import ordered_pairs, summary, winners
 from experiments.reproduce.galvatron.calibration import GPIPE, errors, fitted_overlap
-from experiments.reproduce.galvatron.cells import TITLES, at_batch, fixed_cell
+from experiments.reproduce.galvatron.cells import TITLES, at_batch, fixed_cell, searched_cell
 from experiments.reproduce.galvatron.grid import Column, compute, frame_of
+from experiments.reproduce.galvatron.machines import A100_RUNTIME, A100S_16
 from experiments.reproduce.galvatron.table2 import MEMORIES, MODELS, STRATEGIES, printed_cells
-from experiments.reproduce.galvatron.table5 import printed_table5
-from experiments.reproduce.galvatron.table5_calibration import FITTED, planned
+from experiments.reproduce.galvatron.table5_calibration import FITTED, planned, printed_table5
 from experiments.strategy_trees import draw_trees, save_trees
 from searchers.registry import searcher_names
 from simulator.simulate import simulate
@@ -169,3 +169,25 @@ def test_trees_are_drawn(tmp_path: Path) -> None:
     figure = draw_trees(4)
     drawn = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert len(drawn) == 7 + 3 + 1 and "dp 2 > tp 2" in drawn
+
+
+def test_factors_of_a_run_move_what_plans_are_chosen_by_and_what_they_are_judged_by() -> None:
+    run = Run(model="bert-huge-32", cluster=A100S_16, memory_gb=16, runtime=A100_RUNTIME)
+    slower = replace(run, factors=(("products", 0.5),))
+    shipped, moved_cell = (at_batch(each, "galvatron", 24) for each in (run, slower))
+    judged = slower.searched("galvatron", 24)
+    again = simulate(judged[1](judged[0]()), moved(run.problem(24), {"products": 0.5}), engine="compiled")
+    assert moved_cell.throughput == pytest.approx(again.samples_per_s, rel=1e-9)
+    assert moved_cell.throughput is not None and shipped.throughput is not None
+    assert moved_cell.throughput < 0.9 * shipped.throughput
+    assert moved_cell.estimated == pytest.approx(moved_cell.throughput, rel=0.1)
+    names = {Column(run=each, strategies=(), batches={}).name for each in (run, slower)}
+    assert len(names) == 2, "each has its own kept file"
+
+
+def test_one_forward_one_backward_variants_explore_up_to_twice_the_batch_they_start_from() -> None:
+    run = Run(model="bert-huge-48", cluster="titan-rtx-pcie:1x8", memory_gb=8)
+    base, bmw = (searched_cell(run, name)[0] for name in ("galvatron-base", "galvatron-bmw"))
+    assert base.batch is not None and bmw.batch is not None and bmw.batch <= 2 * base.batch
+    assert base.estimated is not None and bmw.estimated is not None and bmw.estimated >= base.estimated
+    assert searched_cell(run, "galvatron-1f1b-bi")[0].throughput is None, "nothing fits without recomputation"

@@ -12,7 +12,7 @@ import pytest
 from datafiles.loader import load_mapping
 from datafiles.tables import load_table
 from experiments.cases.galvatron_budget import largest_batch, within_budget
-from experiments.cases.galvatron_table2 import PURE, Run, planner_options, profiles_of
+from experiments.cases.galvatron_table2 import PURE, Run, planner_options
 from experiments.reproduce.galvatron.table2 import printed_cells
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.partitions import base_partition
@@ -35,7 +35,7 @@ BERT_LAYER_STATES = 16 * BERT_LAYER + 8 * MIB
 @cache
 def planner(model: str, memory_gb: int, strategy: str = "galvatron-base") -> Planner:
     run = Run(model=model, cluster=TITANS, memory_gb=memory_gb)
-    return Planner(run.problem(8), planner_options(strategy), profiles=profiles_of(model, TITANS, run.runtime))
+    return Planner(run.problem(8), planner_options(strategy), profiles=run.profiles)
 
 
 def released(model: str, num_stages: int) -> ReleasedMemory:
@@ -97,14 +97,10 @@ def test_checkpointing_keeps_the_input_and_sets_one_layer_aside_of_all_samples_i
     search = planner("bert-huge-32", 24).searches[2]
     strategies = [Strategy((Level(DATA, 4),), checkpoint) for checkpoint in (False, True)]
     stages = split(search.layers, (16, 16))
-    plain, spared = (
-        search.assess(stages, [[strategy] * 16] * 2, 32, Cut(2, 16)) for strategy in strategies
-    )
+    plain, spared = (search.assess(stages, [[strategy] * 16] * 2, 32, Cut(2, 16)) for strategy in strategies)
     assert plain is not None and spared is not None
     entering = 4 * 512 * 1280 * 8  # fp32, eight samples of a device
-    inner = search.estimator.layer(
-        search.layers[1], strategies[1], 16, accumulates=True, held_ties=frozenset()
-    )
+    inner = search.estimator.layer(search.layers[1], strategies[1], 16, accumulates=True, held_ties=frozenset())
     assert inner is not None
     assert inner.forward_bytes * 2 == entering
     difference = plain.stages[1].peak_bytes - spared.stages[1].peak_bytes
@@ -115,7 +111,7 @@ def test_the_first_stage_pays_for_embedding_and_head_of_one_node_alone() -> None
     one_node = released("bert-huge-32", 8)
     assert one_node.outside_bytes(7, 8, 8) == 0 < one_node.outside_bytes(0, 8, 8)
     run = Run(model="bert-huge-32", cluster="titan-rtx-pcie:2x8", memory_gb=8)
-    two_nodes = ReleasedMemory(run.problem(16), profiles_of(run.model, run.cluster, run.runtime), 8, "gpipe")
+    two_nodes = ReleasedMemory(run.problem(16), run.profiles, 8, "gpipe")
     first, last = two_nodes.outside_bytes(0, 0, 0), two_nodes.outside_bytes(7, 0, 0)
     assert first > 0 and last > 0
     # Both hold the tied word embedding; together they hold it once.
@@ -152,7 +148,7 @@ def test_stages_are_cut_as_in_the_shipped_plans(file: str, model: str, cluster: 
     shipped = load_mapping(PLANS / f"{file}.json")
     run = Run(model=model, cluster=f"titan-rtx-pcie:{cluster}", memory_gb=12)
     options = planner_options("galvatron")
-    found = Planner(run.problem(8), options, profiles=profiles_of(model, run.cluster, run.runtime))
+    found = Planner(run.problem(8), options, profiles=run.profiles)
     search = found.searches[shipped["pp_deg"]]
     devices, parts = search.estimator.num_devices, shipped["chunks"]
     samples = devices * ceil(shipped["global_bsz"] / devices / parts)
@@ -164,7 +160,7 @@ def test_stages_are_cut_as_in_the_shipped_plans(file: str, model: str, cluster: 
 def test_exploration_does_not_end_before_every_device_has_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Throughput is flat to 16 samples on 16 devices, where few degrees cut the batch, and rises after."""
     run = Run(model="bert-huge-32", cluster="titan-rtx-pcie:2x8", memory_gb=12)
-    profiles = profiles_of(run.model, run.cluster, run.runtime)
+    profiles = run.profiles
     explorer = Planner(run.problem(8), planner_options("galvatron"), profiles=profiles)
 
     def best(batch: int) -> SimpleNamespace | None:

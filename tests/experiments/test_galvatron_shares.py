@@ -8,7 +8,7 @@ from statistics import geometric_mean
 
 import pytest
 
-from experiments.cases.galvatron_table2 import profiles_of
+from experiments.cases.galvatron_table2 import Run
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.released_memory import MEASURED_SHARES
 from tests.hardware_models.data_folder import data_folder
@@ -24,7 +24,7 @@ MODELS = {
 
 
 def profiles(model: str) -> LayerProfiles:
-    return profiles_of(model, "titan-rtx-pcie:1x8", "galvatron-v1")
+    return Run(model=model, cluster="titan-rtx-pcie:1x8", memory_gb=8).profiles
 
 
 def typical(costs: LayerProfiles, layer_type: str, hidden: int) -> Layer:

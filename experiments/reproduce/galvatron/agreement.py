@@ -70,3 +70,8 @@ def winners(frame: pd.DataFrame) -> tuple[int, int]:
         fastest = np.isclose(ours, ours.max(), rtol=SAME, atol=0.0)
         right += bool((theirs.to_numpy()[fastest] == theirs.max()).any())
     return right, total
+
+
+def is_fastest(throughputs: list[float]) -> bool:
+    """Return whether the last one is within 2 % of the highest."""
+    return throughputs[-1] > 0 and throughputs[-1] >= 0.98 * max(throughputs)

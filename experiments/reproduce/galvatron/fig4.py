@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from experiments.cases.galvatron_table2 import Run, profiles_of
+from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.figures import new_figure
-from experiments.reproduce.galvatron.other_tables import A100_RUNTIME
+from experiments.reproduce.galvatron.machines import A100_RUNTIME
 from searchers.galvatron.estimator import balance_degree
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
@@ -67,7 +67,7 @@ def pipelines(model: str, batch: int) -> Mapping[str, PipelinePlan]:
     run_ = Run(model=model, cluster=CLUSTER, memory_gb=MEMORY_GB, runtime=A100_RUNTIME)
     options = Options(kinds=("dp",), checkpoint=False)
     cut = Cut(NUM_MICROBATCHES, batch // NUM_MICROBATCHES)
-    profiles = profiles_of(model, CLUSTER, A100_RUNTIME)
+    profiles = run_.profiles
     bounded = Planner(run_.problem(batch), options, profiles=profiles)
     capacity = bounded.searches[NUM_STAGES].budget_bytes
     free = Planner(run_.problem(batch), options, profiles=profiles, budget_bytes=float("1e15"))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from experiments.cases.galvatron_table2 import Run, profiles_of
+from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.cells import searched_cell
 from experiments.reproduce.galvatron.figures import new_figure
-from experiments.reproduce.galvatron.other_tables import A100_RUNTIME, A100S_16, TITANS_16
+from experiments.reproduce.galvatron.machines import A100_RUNTIME, A100S_16, TITANS_16
 from experiments.reproduce.legends import legend_beside
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.pipeline_plan import PipelinePlan
@@ -39,7 +39,7 @@ def run(context: Context) -> Report:
         _, judged = searched_cell(own, "galvatron-bmw")
         if judged is None:
             continue
-        plans[title] = (judged.found, profiles_of(own.model, own.cluster, own.runtime))
+        plans[title] = (judged.found, own.profiles)
         for stage, layers, strategy in runs_of(judged.found):
             rows.append(
                 {

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from experiments.cases.galvatron_table2 import Run, profiles_of
+from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.figures import new_figure
 from experiments.reproduce.galvatron.table2 import MODELS
@@ -34,7 +34,7 @@ def run(context: Context) -> Report:
     for model in models:
         context.say(model)
         own = Run(model=model, cluster="titan-rtx-pcie:1x8", memory_gb=MEMORY_GB)
-        profiles = profiles_of(model, own.cluster, own.runtime)
+        profiles = own.profiles
         for batch in BATCHES:
             problem = own.problem(batch)
             seen = set()

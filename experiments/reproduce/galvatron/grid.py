@@ -52,8 +52,10 @@ class Column:
     @property
     def name(self) -> str:
         """For files and progress."""
-        overlap = "" if self.run.overlap is None else f"-overlap-{self.run.overlap:.6f}"
-        return f"{self.run.cluster.replace(':', '-')}-{self.run.model}-{self.run.memory_gb}{overlap}"
+        run = self.run
+        overlap = "" if run.overlap is None else f"-overlap-{run.overlap:.6f}"
+        factors = "".join(f"-{name}-{factor:.6f}" for name, factor in run.factors)
+        return f"{run.cluster.replace(':', '-')}-{run.model}-{run.memory_gb}{overlap}{factors}"
 
 
 def cell_of(run: Run, strategy: str) -> Cell:

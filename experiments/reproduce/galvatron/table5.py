@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from datafiles.tables import load_table
-from experiments.cases.case import PRINTED
 from experiments.reproduce.experiment import Context, Report, Verdict
-from experiments.reproduce.galvatron.agreement import ordered_pairs, summary
+from experiments.reproduce.galvatron.agreement import is_fastest, ordered_pairs, summary
 from experiments.reproduce.galvatron.figures import throughput_bars
-from experiments.reproduce.galvatron.grid import Column, Key, Printed, compute, frame_of
-from experiments.reproduce.galvatron.other_tables import FULL_TF32, is_fastest
-from experiments.reproduce.galvatron.table5_calibration import calibrated, run_of
+from experiments.reproduce.galvatron.grid import Column, compute, frame_of
+from experiments.reproduce.galvatron.machines import FULL_TF32
+from experiments.reproduce.galvatron.table5_calibration import calibrated, printed_table5, run_of
 
 BALANCED = ("galvatron-1f1b-mem", "galvatron-1f1b-time", "galvatron-1f1b-bi")
-
-
-def printed_table5() -> Mapping[Key, Printed]:
-    """Return the paper's cells of Table V."""
-    table = load_table(
-        PRINTED / "galvatron_table5.csv",
-        integers=("row", "memory_gb", "global_batch"),
-        floats=("throughput_samples_per_s",),
-    )
-    return {
-        (row["memory_gb"], row["model"], row["strategy"]): Printed(
-            row["throughput_samples_per_s"], row["global_batch"], row["partition"]
-        )
-        for row in table
-    }
 
 
 def run(context: Context) -> Report:

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from experiments.cases.galvatron_table2 import Run, planner_options, profiles_of
+from datafiles.tables import load_table
+from experiments.cases.case import PRINTED
+from experiments.cases.galvatron_table2 import Run, planner_options
 from experiments.fitted_constants import fit_constants, log_error
 from experiments.measured_run import MeasuredRun
 from experiments.reproduce.experiment import Verdict
 from experiments.reproduce.galvatron.cells import TITLES
 from experiments.reproduce.galvatron.grid import Key, Printed
-from experiments.reproduce.galvatron.other_tables import A100_RUNTIME, A100S_16
+from experiments.reproduce.galvatron.machines import A100_RUNTIME, A100S_16
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
 
@@ -44,6 +46,21 @@ class PlannedCell:
         return float(np.expm1(-log_error(self.run, factors)))
 
 
+def printed_table5() -> Mapping[Key, Printed]:
+    """Return the paper's cells of Table V."""
+    table = load_table(
+        PRINTED / "galvatron_table5.csv",
+        integers=("row", "memory_gb", "global_batch"),
+        floats=("throughput_samples_per_s",),
+    )
+    return {
+        (row["memory_gb"], row["model"], row["strategy"]): Printed(
+            row["throughput_samples_per_s"], row["global_batch"], row["partition"]
+        )
+        for row in table
+    }
+
+
 def run_of(model: str, memory_gb: int) -> Run:
     """Return what a cell of the table is about."""
     return Run(model=model, cluster=A100S_16, memory_gb=memory_gb, runtime=A100_RUNTIME)
@@ -56,7 +73,7 @@ def planned(key: Key, printed: Printed) -> PlannedCell:
     assert printed.batch is not None, "every cell of the table has a batch"
     partition = tuple(map(int, printed.partition.split("-")))
     problem = run.problem(printed.batch)
-    profiles = profiles_of(model, run.cluster, run.runtime)
+    profiles = run.profiles
     planner = Planner(problem, planner_options(strategy, run.num_gpus), profiles=profiles)
     search = planner.searches[len(partition)]
     cuts = planner.cuts(printed.batch, len(partition))
@@ -68,6 +85,13 @@ def planned(key: Key, printed: Printed) -> PlannedCell:
     assert printed.throughput is not None, "every cell of the table has a throughput"
     seconds = printed.batch / printed.throughput
     return PlannedCell(key, printed, MeasuredRun(" ".join(map(str, key)), problem, to_plan(best, problem), seconds))
+
+
+def cluster_factors(say: Callable[[str], None]) -> tuple[tuple[str, float], ...]:
+    """Return the factors that all printed cells of the table say of its machine, rounded: other tables take them."""
+    say("constants of the A100s, fitted on Table V")
+    found = fit_constants([planned(key, value).run for key, value in printed_table5().items()], FITTED).factors
+    return tuple((name, round(factor, 3)) for name, factor in found.items())
 
 
 def calibrated(printed: Mapping[Key, Printed], say: Callable[[str], None]) -> tuple[pd.DataFrame, Verdict]:
