@@ -320,8 +320,12 @@ class _Lowering:
         tiling = Tiling(templates=templates, blocks=blocks)
         tiling.add_inner_edges()
         blocking = self.fidelity.transfers and self.problem.runtime.transfer_mode == "blocking"
-        tiling.add_previous_action_edges(after_sends=blocking)
-        backward_kind = BACKWARD_INPUT if schedule_named(self.plan.schedule).splits_backward else BACKWARD
+        schedule = schedule_named(self.plan.schedule)
+        tiling.add_previous_action_edges()
+        if blocking:
+            has_chunks = len(self.views) > len(self.orders)
+            tiling.add_blocking_edges(exchanges_pairs=schedule.exchanges_pairs and has_chunks)
+        backward_kind = BACKWARD_INPUT if schedule.splits_backward else BACKWARD
         for stage in range(1, len(self.views)):
             shared = frozenset(placements[stage].classes) & frozenset(placements[stage - 1].classes)
             tiling.add_received_edges((stage, FORWARD), (stage - 1, FORWARD), shared)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.lowering.rows import StreamKey, Template
+from simulator.schedules.actions import BACKWARD, FORWARD
 from simulator.taskgraph import COMMUNICATION, Csr
 
 Ids = NDArray[np.int64]
@@ -31,6 +32,12 @@ class Block:
     microbatch: Ids
     kind: NDArray[np.str_]
     stage: Ids
+
+    @property
+    def all_forwards_first(self) -> bool:
+        """No forward pass comes after a backward pass."""
+        forwards = self.kind == FORWARD
+        return bool(forwards[: int(forwards.sum())].all())
 
 
 def ragged(offsets_of: Ids, rows: Sequence[Sequence[int]], template: Ids, base: Ids) -> tuple[Ids, Ids]:
@@ -85,24 +92,56 @@ class Tiling:
             others = bases if other_bases is None else other_bases
             self.edges.append(((bases[:, None] + tasks).ravel(), (others[:, None] + before).ravel()))
 
-    def add_previous_action_edges(self, *, after_sends: bool) -> None:
-        """Let what comes first wait for the action before; with ``after_sends`` the chain, for its sends too.
+    def add_previous_action_edges(self) -> None:
+        """Let what comes first wait for the action before."""
+        for block in self.blocks:
+            for c in self._members(block):
+                own = self._actions_of(block, c)
+                for first, second, earlier, later in self._pairs(block, own[:-1], own[1:]):
+                    self._add(later, *self._waits(first, second, c), earlier)
+
+    def add_blocking_edges(self, *, exchanges_pairs: bool) -> None:
+        """Let computation go on only when what the action before sent has arrived.
 
         Args:
-            after_sends: Computation goes on only when what was sent has arrived (blocking transfers).
+            exchanges_pairs: What a forward pass sends leaves with what the backward pass right after it sends, and the
+                rank waits once, for both.
         """
         for block in self.blocks:
-            for c in dict.fromkeys(c for number in set(block.template.tolist()) for c in self.templates[number].tails):
-                takes_part = np.array([c in template.tails for template in self.templates])
-                own = np.flatnonzero(takes_part[block.template])
-                earlier, later = block.template[own][:-1], block.template[own][1:]
-                for pair in np.unique(np.stack([earlier, later], axis=1), axis=0):
-                    chosen = np.flatnonzero((earlier == pair[0]) & (later == pair[1]))
-                    tasks, before = self._waits(self.templates[pair[0]], self.templates[pair[1]], c, after_sends)
-                    self._add(block.base[own[1:][chosen]], tasks, before, block.base[own[:-1][chosen]])
+            for c in self._members(block):
+                own = self._actions_of(block, c)
+                fused = np.zeros(len(own), dtype=bool)
+                if exchanges_pairs and not block.all_forwards_first:
+                    fused[:-1] = (block.kind[own][:-1] == FORWARD) & (block.kind[own][1:] == BACKWARD)
+                alone = np.flatnonzero(~fused[:-1])
+                for first, second, earlier, later in self._pairs(block, own[alone], own[alone + 1]):
+                    self._add(later, *_after_sends(first, second.starters.get(c, ()), c), earlier)
+                both = np.flatnonzero(fused)
+                for first, second, earlier, later in self._pairs(block, own[both], own[both + 1]):
+                    sends = [send.task for send in first.sends if send.source == c]
+                    self._add(earlier, *_every(sends, second.tails[c]), later)
+                both = both[both + 2 < len(own)]
+                for first, second, earlier, later in self._pairs(block, own[both], own[both + 2]):
+                    self._add(later, *_after_sends(first, second.starters.get(c, ()), c), earlier)
+
+    def _members(self, block: Block) -> Iterable[int]:
+        """Return the representatives that take part in a rank's actions."""
+        return dict.fromkeys(c for number in set(block.template.tolist()) for c in self.templates[number].tails)
+
+    def _actions_of(self, block: Block, c: int) -> Ids:
+        takes_part = np.array([c in template.tails for template in self.templates])
+        return np.flatnonzero(takes_part[block.template])
+
+    def _pairs(self, block: Block, earlier: Ids, later: Ids) -> Iterator[tuple[Template, Template, Ids, Ids]]:
+        """Yield each pair of templates among pairs of actions, and the first task ids of these actions."""
+        table = np.stack([block.template[earlier], block.template[later]], axis=1)
+        for pair in np.unique(table, axis=0):
+            chosen = (table == pair).all(axis=1)
+            first, second = (self.templates[number] for number in pair)
+            yield first, second, block.base[earlier[chosen]], block.base[later[chosen]]
 
     @staticmethod
-    def _waits(first: Template, second: Template, c: int, after_sends: bool) -> tuple[Ids, Ids]:
+    def _waits(first: Template, second: Template, c: int) -> tuple[Ids, Ids]:
         """Return the edges from one action of a representative to its next."""
         starters = second.starters.get(c, ())
         beside = {*second.free_heads.get(c, ()), *second.openers.get(c, ())}
@@ -113,10 +152,6 @@ class Tiling:
             for tail in first.tails[c]
             if head in beside or first.rows.kind[tail] == COMMUNICATION
         ]
-        if after_sends:
-            pairs += [
-                (head, send.task) for send in first.sends if send.source == c for head in starters
-            ]
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
@@ -212,6 +247,17 @@ class Tiling:
                     slots = (starts[:-1] + shift[:-1])[actions][:, None] + np.arange(ids.shape[1])
                     order[slots.ravel()] = ids.ravel()
                 self.hosts[c] = order
+
+
+def _after_sends(first: Template, heads: Sequence[int], c: int) -> tuple[Ids, Ids]:
+    """Return edges from what a representative sends after one action to tasks of a later one."""
+    return _every(heads, [send.task for send in first.sends if send.source == c])
+
+
+def _every(tasks: Sequence[int], before: Sequence[int]) -> tuple[Ids, Ids]:
+    """Return edges from every one of ``before`` to every one of ``tasks``."""
+    found = np.array([(task, other) for task in tasks for other in before], dtype=np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
 
 
 def csr_of_edges(tasks: Ids, before: Ids, num_tasks: int) -> Csr:

@@ -18,12 +18,15 @@ class PipelineSchedule:
         name: As in plans and on the command line.
         actions: Gives the order of each rank for a shape; raises ValueError for a shape it cannot run.
         splits_backward: Whether backwards come as input and weight gradients (I and W).
+        exchanges_pairs: Whether a forward pass and the backward pass right after it exchange with the neighbours at
+            once, after both, where passes wait for what they send.
         takes_warmup: Whether a shape may give the warm-up of each stage.
     """
 
     name: str
     actions: Callable[[PipelineShape], list[list[Action]]]
     splits_backward: bool = False
+    exchanges_pairs: bool = False
     takes_warmup: bool = False
 
 
@@ -32,7 +35,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     for schedule in (
         PipelineSchedule("gpipe", gpipe.actions),
         PipelineSchedule("1f1b", one_f_one_b.actions, takes_warmup=True),
-        PipelineSchedule("interleaved", interleaved.actions),
+        PipelineSchedule("interleaved", interleaved.actions, exchanges_pairs=True),
         PipelineSchedule("zb-h1", zero_bubble.actions, splits_backward=True),
     )
 }
