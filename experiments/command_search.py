@@ -42,19 +42,26 @@ def search(
     memory_limit: MemoryLimit = None,
     profile: Profile = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Plan file for the best plan.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", help="Plan file for the first plan that fits when simulated.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let one searcher find a plan, and show its best plans and what the search cost.
+    """Let one searcher find a plan, and show its best plans, what the search cost and what the simulator says.
+
+    Plans are simulated in the searcher's order until one fits, as in compare; that one is written.
 
     Example: windtunnel search -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024
     --searcher megatron-grid --budget 20s -o plan.yaml
     """
+    from experiments.judged import first_that_fits
+    from experiments.progress import simulation_progress
     from searchers.budget import Budget
     from searchers.plan_words import describe_plan
     from searchers.registry import is_file, raised, searcher_named
+    from simulator.fidelity import Fidelity
     from simulator.plan_file import save_plan
+    from simulator.result import format_bytes, format_s
 
     chosen = searcher_named(searcher, objective=objective)
     limit = Budget.parse(budget)
@@ -75,8 +82,10 @@ def search(
                 raise
             words = f"{searcher} must end with plans or a ValueError; it raised {raised(error, searcher)}"
             raise ValueError(words) from error
+    with simulation_progress("simulating what was found") as progress:
+        judged = first_that_fits(found, problem, Fidelity(), "auto", lambda num_tasks: progress(num_tasks or 0))
     if output is not None:
-        save_plan(writable(output), spec, found.best, fingerprint=problem.workload.fingerprint)
+        save_plan(writable(output), spec, judged.plan, fingerprint=problem.workload.fingerprint)
     if as_json:
         print_json(
             {
@@ -92,6 +101,9 @@ def search(
                     }
                     for ranked in found.plans
                 ],
+                "simulated": {
+                    name: value for name, value in judged.row(found).items() if name not in ("search_s", "evaluations")
+                },
                 "history": [
                     {
                         "wall_s": entry.wall_s,
@@ -112,5 +124,9 @@ def search(
     console().print(table(f"{searcher} on {problem.workload.name}, {cluster}", columns, rows))
     counters = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in found.counters.items())
     console().print(f"{counters}; {found.wall_s:.2f} s")
+    tightest = judged.tightest
+    memory = f"{format_bytes(tightest.peak_reserved_bytes)} reserved of {format_bytes(tightest.capacity_bytes)}"
+    verdict = f"; {judged.reason}" if judged.reason else ""
+    console().print(f"simulated: {format_s(judged.result.iteration_time_s)}, {memory}{verdict}")
     if output is not None:
-        console().print(f"best plan: {output}; next: windtunnel simulate {output}")
+        console().print(f"plan: {output}; next: windtunnel simulate {output}")

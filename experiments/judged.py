@@ -10,6 +10,7 @@ from typing import Any
 from searchers.base import SearchResult, cost_tables
 from searchers.plan_words import describe_plan
 from simulator.fidelity import Fidelity
+from simulator.memory_usage import DeviceMemory
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
@@ -34,10 +35,14 @@ class Judged:
     reason: str
     simulate_s: float
 
+    @property
+    def tightest(self) -> DeviceMemory:
+        """Memory of the device that is nearest to its capacity, or furthest beyond."""
+        return max(self.result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
+
     def row(self, found: SearchResult) -> dict[str, Any]:
         """Return the columns that every table of searches has, of the search that this came from."""
-        result = self.result
-        tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
+        result, tightest = self.result, self.tightest
         return {
             "status": "ok" if result.fits else "out of memory",
             "iteration_time_s": result.iteration_time_s,

@@ -145,7 +145,38 @@ def test_search_writes_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     found = json.loads(out)
     assert found["plans"][0]["objective"] <= found["plans"][-1]["objective"]
     assert found["counters"]["evaluations"] <= 20
-    assert run(capsys, "simulate", path)[0] == 0
+    code, out, error = run(capsys, "simulate", path, "--json")
+    assert code == 0, error
+    assert json.loads(out)["iteration_time_s"] == found["simulated"]["iteration_time_s"]
+
+
+BLIND = """
+import windtunnel as wt
+
+
+class Blind(wt.CandidateSearcher):
+    name = "blind"
+    paper = "none: it takes memory for free and long times for good ones"
+
+    def candidates(self, problem, random, ledger):
+        yield wt.uniform_plan(problem, dp=2, microbatch=4)
+        yield wt.uniform_plan(problem, tp=2, recompute="full")
+
+    def paper_objective(self, plan, problem):
+        objective = float(len(plan.stages[0].recompute))
+        return wt.Score(objective=objective, fits=True, peak_bytes=0.0, capacity_bytes=1.0, where="")
+"""
+
+
+def test_search_writes_the_first_plan_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The paper's objectives know nothing of what an allocator loses; a plan beyond the memory is no answer."""
+    searcher, path = tmp_path / "blind.py", tmp_path / "found.yaml"
+    searcher.write_text(BLIND)
+    arguments = ["search", *PROBLEM, "-b", 8, "-s", f"{searcher}:Blind", "--memory-limit", "6GiB", "-o", path]
+    code, out, error = run(capsys, *arguments)
+    assert code == 0, error
+    assert "choice 2: those before it ran out of memory" in out
+    assert json.loads(run(capsys, "simulate", path, "--json")[1])["fits"]
 
 
 @pytest.mark.parametrize("command", ["simulate", "diff", "compare"])
