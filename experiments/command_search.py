@@ -43,7 +43,7 @@ def search(
     profile: Profile = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Plan file for the first plan that fits when simulated.", show_default=False),
+        typer.Option("--output", "-o", help="Plan file for the first that fits when simulated.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
