@@ -30,7 +30,7 @@ from experiments.cases.case import (
 from experiments.fitted_constants import moved
 from searchers.galvatron.judged import judged_plan
 from searchers.galvatron.layer_profiles import LayerProfiles
-from searchers.galvatron.microbatches import Cut, chunked, released_count, table_count
+from searchers.galvatron.microbatches import Cut, chunked, formula_count, table_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import even, filled_from_the_back
 from searchers.galvatron.planner import Planner
@@ -249,7 +249,7 @@ def num_microbatches(model: str, batch: int, strategy: str = "gpipe", num_gpus: 
     if strategy == DEEPSPEED:
         each = max(1, batch // (num_gpus // 4))
         return each // gcd(each, DEEPSPEED_SAMPLES)
-    rule = table_count if num_gpus == NUM_GPUS else released_count
+    rule = table_count if num_gpus == NUM_GPUS else formula_count
     return max(1, ceil(rule(family, batch, num_gpus)))
 
 

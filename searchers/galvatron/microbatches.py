@@ -2,10 +2,12 @@
 
 Rules by name (B samples, P stages, b samples of a replica, which spans t = b N / (B P) tensor ranks):
 
-- ``released``: one for a single stage; else the release's formula for more than eight devices, which its
-  later versions use everywhere: ceil(b / t / 4) for text, ceil(b / t / 16) for images;
-- ``table``: one for a single stage; else the release's hand tables of b on eight devices, ``released`` on others (BERT
-  under tensor and pipeline parallelism alone: b / 4);
+- ``released``: one for a single stage; else four samples at a time but at most eight microbatches, as in the
+  releases of 2023, which have BMW: min(8, ceil(b / t / 4)). So larger batches need more memory, and one is the largest;
+- ``formula``: likewise, by the formulas that the release of 2022 has for sixteen devices: sixteen samples at a time of
+  images (32 on sixteen stages and more), four of text;
+- ``table``: one for a single stage; else as in the release of 2022: hand tables of b on eight devices (BERT under
+  tensor and pipeline parallelism alone: b / 4), its formulas on others, however many that makes;
 - ``free``: every number that divides the batch, gradients accumulated on a single stage too;
 - ``divisors``: the same, at least P (the third release).
 
@@ -13,7 +15,8 @@ Where a rule's number does not divide the batch it is moved to the nearest that 
 lets PyTorch cut it: into parts of ceil(b / m) samples, the last one smaller. Parts are multiples of a stage's devices,
 so that every strategy divides them; under tensor parallelism, where b is larger, that can leave fewer than m.
 
-Source: Galvatron data README (``titan_v1``), Hetu-Galvatron releases 1 to 3.
+Source: Galvatron data README (``titan_v1``); ``optimal_chunk_func`` of hetu-galvatron 0.0.2 and 1.0.0 (both of November
+2023, the same for every model); Hetu-Galvatron release 3 (divisors).
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from typing import NamedTuple
 
 from searchers.degrees import divisors
 
-RULES = ("released", "table", "free", "divisors")
+RULES = ("released", "formula", "table", "free", "divisors")
 TABLE_DEVICES = 8
+MOST, EACH = 8, 4
+"""Microbatches of a batch, and samples of a microbatch, in the releases of 2023."""
 IMAGE_FAMILIES = ("vit", "swin")
 
 
@@ -103,7 +108,7 @@ def microbatch_counts(
     return [nearest_divisor(batch, replica_count(rule, family, samples, tensor, num_stages, num_devices))]
 
 
-def released_count(family: str, samples: float, num_stages: int) -> float:
+def formula_count(family: str, samples: float, num_stages: int) -> float:
     """Return ceil(b / 4) for text, ceil(b / 16) for images (ceil(b / 32) on sixteen stages and more)."""
     if family in IMAGE_FAMILIES:
         return ceil(samples / (16 if num_stages <= 8 else 32))
@@ -128,11 +133,15 @@ def table_count(family: str, samples: float, num_stages: int) -> float:
 def replica_count(rule: str, family: str, samples: float, tensor: int, num_stages: int, num_devices: int) -> float:
     """Return the count that a rule gives a layer whose replicas have that many samples each; a fraction where it does.
 
-    The hand tables ask for a replica's samples, whatever its tensor degree; the later formula divides them by it.
+    The hand tables ask for a replica's samples, whatever its tensor degree; the formulas divide them by it.
     BERT with pipeline and tensor but no data parallelism has a formula of its own, b / 4.
     """
-    if rule == "released" or num_devices != TABLE_DEVICES:
-        return released_count(family, samples / tensor, num_stages)
+    if rule == "released":
+        return min(MOST, ceil(samples / tensor / EACH))
+    if rule == "formula":
+        return min(MOST, formula_count(family, samples / tensor, num_stages))
+    if num_devices != TABLE_DEVICES:
+        return formula_count(family, samples / tensor, num_stages)
     if family == "bert" and tensor > 1 and tensor * num_stages == num_devices:
         return samples / 4
     return table_count(family, samples, num_stages)

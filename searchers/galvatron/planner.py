@@ -208,27 +208,6 @@ class Planner:
         return Exploration(tuple(found), tried)
 
 
-def around(centre: int, radius: int, step: int = 8, growth: float = 0.0) -> list[int]:
-    """Return Algorithm 2's batch sizes ``[B0 - r, B0 + r]``.
-
-    Args:
-        centre: B0, samples.
-        radius: r, samples.
-        step, growth: As for `Planner.explore`.
-
-    >>> around(16, radius=16)
-    [8, 16, 24, 32]
-    """
-    low = max(0, centre - radius)
-    sizes: list[int] = []
-    for batch in _steps(step, growth):
-        if batch > centre + radius:
-            return sizes
-        if batch >= low:
-            sizes.append(batch)
-    raise AssertionError("steps do not end")
-
-
 def _steps(step: int, growth: float) -> Iterator[int]:
     """Yield multiples of ``step``, each at least ``growth`` larger than the one before."""
     batch = step

@@ -174,21 +174,21 @@ class GalvatronMemoryBalanced(Galvatron):
     """Galvatron (1F1B+Mem): no checkpointing, memory-balanced pipelines."""
 
     name = "galvatron-1f1b-mem"
-    variant = Options(checkpoint=False, partition="memory")
+    variant = Options(checkpoint=False, partition="memory", microbatches="formula")
 
 
 class GalvatronTimeBalanced(Galvatron):
     """Galvatron (1F1B+Time): no checkpointing, time-balanced pipelines."""
 
     name = "galvatron-1f1b-time"
-    variant = Options(checkpoint=False, partition="time")
+    variant = Options(checkpoint=False, partition="time", microbatches="formula")
 
 
 class GalvatronBiObjective(Galvatron):
     """Galvatron (1F1B+Bi-obj): BMW without checkpointing."""
 
     name = "galvatron-1f1b-bi"
-    variant = Options(checkpoint=False)
+    variant = Options(checkpoint=False, microbatches="formula")
 
 
 VARIANTS: dict[str, type[Galvatron]] = {

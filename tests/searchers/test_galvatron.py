@@ -21,7 +21,7 @@ from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import filled_from_the_back, least_maximum, neighbours
 from searchers.galvatron.pipeline_plan import PipelinePlan, split
-from searchers.galvatron.planner import Planner, around
+from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
 from searchers.galvatron.searcher import LOWERED, GalvatronBMW, assess
 from searchers.galvatron.stage_search import DegreeSearch
@@ -329,7 +329,6 @@ def test_exploration_ends_and_finds_the_best_throughput() -> None:
     assert found.best is not None and found.num_batches < 60
     assert found.best.throughput == max(plan.throughput for plan in found.plans)
     assert [plan.batch for plan in found.plans] == sorted(plan.batch for plan in found.plans)
-    assert around(64, radius=8) == [56, 64, 72]
 
 
 def test_every_searched_plan_passes_the_shared_memory_estimate() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from searchers.galvatron.microbatches import RULES, Cut, chunked, cuts, microbatch_counts, released_count, replica_count
+from searchers.galvatron.microbatches import RULES, Cut, chunked, cuts, microbatch_counts, replica_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.pipeline_plan import split
 from searchers.galvatron.searcher import GalvatronBMW
@@ -30,7 +30,7 @@ def test_unequal_microbatches_are_those_of_pytorch() -> None:
         for stages in (2, 4, 8):
             (cut,) = cuts("released", "bert", batch, stages, 8, unequal=True)
             width = 8 // stages
-            own = torch.arange(batch // width).chunk(int(released_count("bert", batch / width, stages)))
+            own = torch.arange(batch // width).chunk(min(8, -(-batch // width // 4)))
             sizes = [cut.samples] * (cut.parts - 1) + [cut.last or cut.samples]
             assert [len(part) * width for part in own] == sizes
             assert cut.batch == batch
@@ -76,7 +76,7 @@ def test_a_searcher_plans_for_the_very_batch_with_a_smaller_last_microbatch() ->
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="released, table, free, divisors, got 'some'"):
+    with pytest.raises(ValueError, match="released, formula, table, free, divisors, got 'some'"):
         Options(microbatches="some")
     with pytest.raises(ValueError, match=r"options of galvatron-bmw are .*got 'granularty'"):
         GalvatronBMW(granularty=3)
@@ -92,7 +92,14 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
         ("vit", 64, 1, 8, 16, 4),
     ],
 )
-def test_microbatches_follow_the_samples_of_a_replica(
+def test_hand_tables_follow_the_samples_of_a_replica(
     family: str, samples: float, tensor: int, stages: int, devices: int, count: float
 ) -> None:
     assert replica_count("table", family, samples, tensor, stages, devices) == count
+
+
+def test_the_releases_of_bmw_cut_a_batch_into_at_most_eight() -> None:
+    counts = [replica_count("released", "bert", samples, 1, 2, 16) for samples in (3, 24, 32, 47, 1000)]
+    assert counts == [1, 6, 8, 8, 8]
+    assert replica_count("released", "vit", 24, 2, 2, 8) == 3
+    assert [replica_count("formula", "vit", samples, 1, 2, 8) for samples in (24, 480)] == [2, 8]

@@ -6,22 +6,15 @@ The budget is the paper's planner's, by its memory model; time is the simulator'
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any
 
 from experiments.cases.galvatron_budget import largest_batch
 from experiments.cases.galvatron_table2 import PURE, Run, planner_options
 from searchers.galvatron.judged import Judged, judged_exploration, judged_plan
-from searchers.galvatron.planner import around
 from searchers.plan_words import describe_plan
 from simulator.simulate import simulate
 
 FIXED = (*PURE, "deepspeed-3d")
-STARTS_FROM = {
-    "galvatron-1f1b-mem": "galvatron", "galvatron-1f1b-time": "galvatron", "galvatron-1f1b-bi": "galvatron",
-    "galvatron-bmw": "galvatron-base",
-}  # fmt: skip
-"""Whose best batch is B0 of Algorithm 2, and whose plan it keeps if it finds no better one."""
 GROWTH = 0.12
 """Batches beyond 64 grow by about this share: throughput is flat there."""
 
@@ -98,21 +91,10 @@ def _fixed(run: Run, strategy: str, batch: int) -> Cell:
 
 def searched_cell(run: Run, strategy: str) -> tuple[Cell, Judged | None]:
     """Return the best batch of a searched strategy, and its plan."""
-    judged = _explored(run, strategy)
+    judged = judged_exploration(
+        run.problem, planner_options(strategy, run.num_gpus), growth=GROWTH, profiles=run.profiles
+    )
     return _cell(strategy, judged), judged
-
-
-@lru_cache(maxsize=16)
-def _explored(run: Run, strategy: str) -> Judged | None:
-    """Return the plan of the best batch: of all that fit, or of Algorithm 2's range around that of what it starts from.
-
-    The range's r is not printed; here it is B0 itself.
-    """
-    start = _explored(run, STARTS_FROM[strategy]) if strategy in STARTS_FROM else None
-    batches = around(start.found.batch, start.found.batch, growth=GROWTH) if start else None
-    options = planner_options(strategy, run.num_gpus)
-    found = judged_exploration(run.problem, options, batches, growth=GROWTH, profiles=run.profiles)
-    return max((each for each in (found, start) if each), key=lambda each: each.found.throughput, default=None)
 
 
 def at_batch(run: Run, strategy: str, batch: int) -> Cell:
