@@ -57,6 +57,18 @@ def test_a_convolution_never_moves_the_windows_of_its_pixels() -> None:
     assert kernel.flop / A100.peak_flop_per_s(A100_GPU, "bf16") < seconds < windows_s
 
 
+def test_h100_passes_over_memory_reach_what_a100_ones_do() -> None:
+    """As kernel_curves.yaml says of them; Vidur's residual adds reach 0.88 (A100) and 0.96 (H100) of the bandwidth."""
+    h100 = HardwareModel.from_name("h100-dgx:1x1")
+    for pattern in ("elementwise", "reduction", "random", "gather"):
+        kernel = MemoryBound(2e9, 1e9, pattern)
+        share = [
+            3e9 / model.kernel_time_s(gpu, kernel, "bf16") / model.gpu(gpu).memory_bytes_per_s
+            for model, gpu in ((A100, A100_GPU), (h100, h100.gpu_type(0)))
+        ]
+        assert share[1] == pytest.approx(share[0], rel=1e-3)
+
+
 def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:
     gpu = V100.gpu(GPU)
     assert V100.optimizer_step_s(GPU, 9e9) == pytest.approx(9e9 / (900e9 * gpu.optimizer_bandwidth_fraction))
