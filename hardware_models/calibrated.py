@@ -133,7 +133,12 @@ class Calibration:
                 "--profile out"
             )
         nodes = tuple(self._node(node) for node in cluster.nodes)
-        return HardwareModel(replace(cluster, nodes=nodes), operator_profile=operators, collective_table=table)
+        return HardwareModel(
+            replace(cluster, nodes=nodes),
+            operator_profile=operators,
+            collective_table=table,
+            table_of=self.collectives_of,
+        )
 
     def _node(self, node: Node) -> Node:
         constants = self.gpus.get(node.gpu.name)

@@ -48,6 +48,12 @@ def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> fl
     Arithmetic counts whole tiles, and falls short by ``waves / (waves + half_waves)`` where tiles do not
     fill the GPU and by ``k / (k + half_k)`` where each tile has little to do.
     """
+    num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
+    traffic = num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction)
+    return max(_arithmetic_s(gpu, curve, kernel, dtype), traffic)
+
+
+def _arithmetic_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> float:
     tiles_m, tiles_n = ceil(kernel.m / curve.tile_m), ceil(kernel.n / curve.tile_n)
     # A library has narrower tiles for narrow products: a dimension below the tile is not padded up to it.
     rows = kernel.m if kernel.m < curve.tile_m else tiles_m * curve.tile_m
@@ -58,9 +64,7 @@ def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> fl
     )
     if is_misaligned(kernel, DTYPE_BYTES[dtype]):
         efficiency *= curve.misaligned_fraction
-    arithmetic = 2.0 * kernel.batch * rows * columns * kernel.k / (gpu.peak(dtype) * efficiency)
-    num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
-    return max(arithmetic, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
+    return 2.0 * kernel.batch * rows * columns * kernel.k / (gpu.peak(dtype) * efficiency)
 
 
 ALIGNED_BYTES = 16
@@ -89,8 +93,11 @@ WINOGRAD_SPEEDUP = {"forward": 2.31, "data_gradient": 2.68, "weight_gradient": 2
 
 
 def convolution_s(gpu: GpuType, curve: MatmulCurve, kernel: Convolution, dtype: str) -> float:
-    """Return seconds of a convolution: relative to its matrix product, or the images' traffic if that is longer."""
-    product = matmul_s(gpu, curve, kernel.product, dtype)
+    """Return seconds of a convolution: relative to its matrix product, or the images' traffic if that is longer.
+
+    Libraries never write the product's windows to memory: their overlapping pixels count once, as the images.
+    """
+    product = _arithmetic_s(gpu, curve, kernel.product, dtype)
     if kernel.kernel == 3 and kernel.stride == 1 and dtype == "fp32":
         product /= WINOGRAD_SPEEDUP[kernel.role]
     else:

@@ -29,11 +29,13 @@ class HardwareModel:
         operator_profile: Measured operator times; where present they come before the efficiency curves
             (the cost tables decide, from ``lookup``).
         collective_table: Measured collectives and transfers; where present they come before the link model.
+        table_of: Preset of the nodes that the table was measured on; None: any. Others keep the link model.
     """
 
     cluster: Cluster
     operator_profile: OperatorProfile | None = None
     collective_table: CollectiveTable | None = None
+    table_of: str | None = None
     _flows: dict[tuple[str, tuple[int, ...]], tuple[Flow, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -172,6 +174,10 @@ class HardwareModel:
             self._prices[key] = self._price_transfer(float(num_bytes), source, destination)
         return self._prices[key]
 
+    def is_tabled(self, nodes: Sequence[int]) -> bool:
+        """Return whether the table is about groups and transfers of these nodes."""
+        return self.table_of is None or all(self.cluster.nodes[node].preset == self.table_of for node in nodes)
+
     def _price(self, kind: str, num_bytes: float, group: tuple[int, ...]) -> Communication:
         _check_size(num_bytes)
         if len(group) == 1:
@@ -187,9 +193,9 @@ class HardwareModel:
         """Return the measured cost of a collective, if there is one."""
         assert self.collective_table is not None
         shape = shape_of(self.cluster, group)
-        if shape is None:
-            return modelled
         nodes = tuple(slots_by_node(self.cluster, group))
+        if shape is None or not self.is_tabled(nodes):
+            return modelled
         alike = all(self.cluster.nodes[node].links.kind != "mesh" for node in nodes)
         found = self.collective_table.find(kind, shape, num_bytes, any_stride=alike)
         if found is None:
@@ -215,7 +221,7 @@ class HardwareModel:
         if source == destination or num_bytes == 0:
             return NOTHING
         modelled = transfer_flow(self.cluster, source, destination).price(num_bytes)
-        if self.collective_table is None:
+        if self.collective_table is None or not self.is_tabled((a, b)):
             return modelled
         kind = "transfer_intra_node" if a == b else "transfer_inter_node"
         found = self.collective_table.find(kind, 2, num_bytes, any_stride=True)

@@ -234,9 +234,11 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
         own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
         kept = sum(_kept_bytes(plan, held, stage) for stage in own)
         if plan.schedule == "interleaved":
-            chunks = min(2 * (num_ranks - rank - 1) + (len(own) - 1) * num_ranks + 1, plan.num_microbatches * len(own))
+            chunks = every = plan.num_microbatches * len(own)
+            if plan.num_microbatches > num_ranks:  # else all forwards come first
+                chunks = min(2 * (num_ranks - rank - 1) + (len(own) - 1) * num_ranks + 1, every)
             kept = chunks * sum(held[stage].kept for stage in own) / len(own)
-            holds_all = chunks == plan.num_microbatches * len(own)
+            holds_all = chunks == every
         else:
             holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
         if holds_all:

@@ -110,7 +110,9 @@ class Channels:
         table, shape = hardware.collective_table, shape_of(hardware.cluster, members)
         if table is None or shape is None or len(members) < 2:
             return ()
-        nodes = slots_by_node(hardware.cluster, members)
+        nodes = tuple(slots_by_node(hardware.cluster, members))
+        if not hardware.is_tabled(nodes):
+            return ()
         alike = all(hardware.cluster.nodes[node].links.kind != "mesh" for node in nodes)
         found = table.find(collective, shape, _ANY_SIZE, any_stride=alike)
         if found is None:

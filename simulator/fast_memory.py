@@ -463,7 +463,9 @@ def estimate_peaks(
                 later = max(later, row[_LAST])
                 count += 1
             if schedule == INTERLEAVED:
-                chunks = min(2 * (num_ranks - rank - 1) + (count - 1) * num_ranks + 1, m * count)
+                chunks = m * count
+                if m > num_ranks:
+                    chunks = min(2 * (num_ranks - rank - 1) + (count - 1) * num_ranks + 1, chunks)
                 kept = chunks * each / count
                 holds_all = chunks == m * count
             most = working + unsharded

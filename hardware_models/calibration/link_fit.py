@@ -24,6 +24,9 @@ Sample = tuple[str, GroupShape, float, float]
 MAX_POINTS = 6
 """Of a series: more sizes say the same, and every residual prices all groups that ran at once."""
 
+FAR_OFF = 2.0
+"""A machine whose largest message takes so many times what the preset says, or as much less, is fitted from there."""
+
 OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -144,12 +147,13 @@ def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
     for where, own, protocols in (("links", inside, links.protocols), ("network", across, network.protocols)):
         if not own:
             continue
+        rate = _rate(cluster, own)
         if where == "links":
-            add("links.rate", 1.0, 0.05, 20.0)
+            add("links.rate", rate, 0.05, 20.0)
             if links.kind != "mesh" and len({row[1].size == 2 for row in own}) == 2:
                 add("links.pair_fraction", links.pair_fraction, 0.2, 1.0)
         else:
-            add("network.collective_fraction", network.collective_fraction, 0.02, 1.0)
+            add("network.collective_fraction", rate * network.collective_fraction, 0.02, 1.0)
         if len({row[2] for row in own}) > 1:
             for protocol in protocols:
                 add(f"{where}.{protocol.name}.launch_s", protocol.launch_s, 0.0, 1e-3)
@@ -171,6 +175,14 @@ def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
             if len({row[2] for row in rows if row[0] == kind}) > 1:
                 add(f"{where}.point_to_point_latency_s", latency_s, 0.0, 5e-3)
     return found
+
+
+def _rate(cluster: Cluster, rows: Sequence[Sample]) -> float:
+    """Return the rate to start from, over the preset's: that of the largest message where the preset is far off."""
+    kind, shape, num_bytes, seconds = max(rows, key=lambda row: row[2])
+    groups = groups_at_once(cluster, range(shape.num_nodes), shape)
+    found = _at_once_s(cluster, kind, num_bytes, groups) / seconds
+    return 1.0 if 1 / FAR_OFF < found < FAR_OFF else found
 
 
 def _changed(cluster: Cluster, values: Mapping[str, float], source: str) -> Cluster:

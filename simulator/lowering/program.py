@@ -410,6 +410,7 @@ class ProgramBuilder:
             first = len(self.items)
             self._reduced.append((bucket, tuple(range(first, first + len(bucket.collectives)))))
         for collective in bucket.collectives:
+            after, last = last, len(self.items)  # shards are summed over replicas once they are scattered
             self.items.append(
                 Item(
                     cause="gradient sync",
@@ -418,7 +419,7 @@ class ProgramBuilder:
                     num_calls=bucket.num_calls,
                     num_entries=self._num_entries(collective) if bucket.listed else 0,
                     chained=not self.view.plan.overlap_gradient_sync,
-                    after=(last,),
+                    after=(after,),
                     operator=bucket.last_operator,
                 )
             )

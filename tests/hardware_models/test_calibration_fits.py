@@ -181,3 +181,14 @@ def test_published_square_matmuls_and_copies_are_fitted_within_five_percent(mach
         print(f"{machine} {group}: {record.num_points} points, median {100 * (record.median or 0):.1f} %")
         assert record.median is not None
         assert record.median < 0.05
+
+
+@pytest.mark.parametrize("slower", [8.0, 30.0])
+def test_a_network_far_from_the_presets_is_found_from_its_largest_message(slower: float) -> None:
+    """A latency and a bandwidth, the latter a few times off: no size is left out as if it were a mistake."""
+    shape = GroupShape(16, 2, 1)
+    sizes = [2.0**power for power in range(14, 30, 2)]
+    rows = [("all_reduce", shape, size, 60e-6 + size * slower / 160e9) for size in sizes]
+    fit = fit_links("a100-80g-dgx", rows, "test")
+    for (_, _, size, seconds), predicted in zip(fit.used, fit.predicted_s, strict=True):
+        assert predicted == pytest.approx(seconds, rel=0.15), size

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hardware_models.calibrated import Calibration
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import CollectiveTable, interpolated
 from hardware_models.collectives import collective_flows
@@ -109,3 +110,18 @@ def test_measured_transfers_know_their_nodes() -> None:
     )
     assert hardware.transfer(1e6, 0, 1).alone_s == pytest.approx(1e-3)
     assert hardware.transfer(1e6, 0, 9).alone_s == pytest.approx(5e-3)
+
+
+def test_a_table_says_nothing_of_the_other_nodes_of_a_mixed_cluster() -> None:
+    cluster = parse_cluster("a100-80g-dgx:1x8+v100-32g-dgx1:1x8")
+    slow = [(kind, size, 2.0**20, 1.0) for kind, size in (("all_reduce", 8), ("transfer_intra_node", 2))]
+    slow += [("all_reduce", GroupShape(16, 2), 2.0**20, 1.0), ("transfer_inter_node", 2, 2.0**20, 1.0)]
+    of_v100 = CollectiveTable.from_rows(slow, "test")
+    model = Calibration(source="test", collectives=of_v100, collectives_of="v100-32g-dgx1").hardware(cluster)
+    shipped = HardwareModel(cluster)
+    assert model.collective("all_reduce", 2**20, range(8, 16)).alone_s == pytest.approx(1.0)
+    assert model.transfer(2**20, 8, 9).alone_s == pytest.approx(1.0)
+    for group in (range(8), range(16)):
+        assert model.collective("all_reduce", 2**20, group) == shipped.collective("all_reduce", 2**20, group)
+    for source, target in ((0, 1), (0, 8)):
+        assert model.transfer(2**20, source, target) == shipped.transfer(2**20, source, target)

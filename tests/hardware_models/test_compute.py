@@ -11,7 +11,7 @@ from hardware_models.compute import is_misaligned
 from hardware_models.gpus import curves_of
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
-from workloads.kernels import FlashAttention, Matmul, MemoryBound
+from workloads.kernels import Convolution, FlashAttention, Matmul, MemoryBound
 
 V100 = HardwareModel.from_name("v100-32g-dgx1:1x8")
 A100 = HardwareModel.from_name("a100-80g-dgx:1x8")
@@ -47,6 +47,26 @@ def test_causal_attention_takes_half_of_full_attention() -> None:
     full = A100.kernel_time_s(A100_GPU, FlashAttention(32, 4096, 4096, 128, causal=False), "bf16")
     causal = A100.kernel_time_s(A100_GPU, FlashAttention(32, 4096, 4096, 128, causal=True), "bf16")
     assert causal == pytest.approx(full / 2)
+
+
+def test_a_convolution_never_moves_the_windows_of_its_pixels() -> None:
+    """A 3x3 convolution of 64 channels reads each pixel nine times, but on the chip: 25.7 MB are moved, not 128."""
+    kernel = Convolution(32, 64, 64, 56 * 56, 56 * 56, 3)
+    seconds = A100.kernel_time_s(A100_GPU, kernel, "bf16")
+    windows_s = kernel.product.num_elements() * 2 / 2039e9
+    assert kernel.flop / A100.peak_flop_per_s(A100_GPU, "bf16") < seconds < windows_s
+
+
+def test_h100_passes_over_memory_reach_what_a100_ones_do() -> None:
+    """As kernel_curves.yaml says of them; Vidur's residual adds reach 0.88 (A100) and 0.96 (H100) of the bandwidth."""
+    h100 = HardwareModel.from_name("h100-dgx:1x1")
+    for pattern in ("elementwise", "reduction", "random", "gather"):
+        kernel = MemoryBound(2e9, 1e9, pattern)
+        share = [
+            3e9 / model.kernel_time_s(gpu, kernel, "bf16") / model.gpu(gpu).memory_bytes_per_s
+            for model, gpu in ((A100, A100_GPU), (h100, h100.gpu_type(0)))
+        ]
+        assert share[1] == pytest.approx(share[0], rel=1e-3)
 
 
 def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:

@@ -72,6 +72,16 @@ def test_peaks_are_those_of_the_simulator(shape, runtime: str, recompute: str) -
         assert -BELOW < error < ABOVE
 
 
+@pytest.mark.parametrize("runtime", ["megatron-lm-2021", "megatron-lm-2023", "windtunnel-executor"])
+def test_an_interleaved_pipeline_of_one_group_of_microbatches_holds_them_all(runtime: str) -> None:
+    """As many microbatches as ranks: Megatron's warm-up is all forwards, on every rank."""
+    found = fast(runtime)
+    plan = uniform_plan(found.problem, pp=4, dp=2, microbatch=4, schedule="interleaved", chunks=2)
+    assert plan.num_microbatches == 4
+    for error in errors(plan, found):
+        assert -BELOW < error < ABOVE
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("runtime", ["composer-fsdp", "pytorch-fsdp2", "megatron-deepspeed", "windtunnel-executor"])
 @pytest.mark.parametrize("zero", [1, 2, 3])

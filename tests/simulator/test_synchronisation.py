@@ -11,6 +11,7 @@ from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
+from simulator.plan import Axis
 from simulator.simulate import simulate
 from simulator.taskgraph import COMPUTATION
 from simulator.uniform import uniform_plan
@@ -75,3 +76,22 @@ def test_passes_over_gradients_take_their_time_without_a_norm_too() -> None:
         own = replace(problem, runtime=runtime)
         times.append(simulate(uniform_plan(own, dp=4, microbatch=4), own).iteration_time_s)
     assert times[1] > times[0]
+
+
+def test_shards_of_gradients_are_summed_over_replicas_once_they_are_scattered() -> None:
+    """Hybrid sharding: reduce-scatter over four shards, then all-reduce of the shard over two replicas."""
+    problem = small_problem("gpt", runtime="pytorch-fsdp2", cluster="a100-80g-dgx:2x4")
+    plan = uniform_plan(problem, dp=8, zero=3)
+    (stage,) = plan.stages
+    hybrid = ((stage.num_operators(), (Axis("batch", 2), Axis("batch", 4, 3))),)
+    result = simulate(replace(plan, stages=(replace(stage, shardings=hybrid),)), problem)
+    graph, schedule = result.graph, result.schedule
+    tasks: dict[tuple[str, str], list[int]] = {}
+    for task in np.flatnonzero(np.array(graph.causes)[graph.cause] == "gradient sync"):
+        collective, _, unit = graph.names[graph.name[task]].partition(" ")
+        tasks.setdefault((collective, unit), []).append(int(task))
+    scattered = [unit for collective, unit in tasks if collective == "reduce_scatter"]
+    assert len(scattered) > 4
+    for unit in scattered:
+        for first, then in zip(tasks["reduce_scatter", unit], tasks["all_reduce", unit], strict=True):
+            assert schedule.start_s[then] >= schedule.end_s[first]
