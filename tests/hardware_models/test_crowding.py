@@ -119,7 +119,7 @@ def test_what_runs_together_lasts_as_long_as_its_fullest_resource_needs() -> Non
         (2, 1, 3.6744, 0.05),
         (2, 8, 1.1608, 0.05),
         (4, 4, 1.978, 0.2),  # a tree would be 76 % too quick
-        (8, 2, 3.3433, 0.4),  # neither ring nor tree: what leaves a node slows the rings inside it, which is not modelled
+        (8, 2, 3.3433, 0.4),  # not modelled: what leaves a node slows the rings inside it
     ],
 )
 def test_all_reduces_at_once_on_two_titan_boxes_take_what_was_measured(
