@@ -12,7 +12,7 @@ from experiments.fitted_constants import fit_constants
 from experiments.inferred_parts import profile_of
 from experiments.inferred_profile import SETTLED, LayersRun, infer
 from experiments.inferred_ridge import priors
-from experiments.measured_run import MeasuredRun
+from experiments.measured_run import MeasuredRun, doubt
 from experiments.run_table import PLAN, SECONDS, Common, load_runs
 from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
@@ -92,6 +92,7 @@ def constants(
             )
     found = _one_of_each(found)
     fitted = fit_constants(found, names, progress)
+    _check_units(table, (1 / (1 + fitted.before)).tolist())
     source = f"fitted to runs of {len(found)} plans of {table.name}"
     factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}
     points = [
@@ -120,6 +121,11 @@ def constants(
     return Outcome(replace(calibration, fits=fits), tuple(points), notes)
 
 
+def _check_units(table: Path, ratios: Sequence[float]) -> None:
+    if (words := doubt(ratios)) is not None:
+        raise ValueError(f"{table}: {words}")
+
+
 def runs(table: Path, common: Common | None = None) -> Outcome:
     """Return the calibration that a table of runs gives.
 
@@ -135,9 +141,10 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
     source = f"inferred from {len(found)} runs of {table.name}"
     ones = dict.fromkeys((part for run in found for part in run.parts()), 1.0)
     profile_of(placed, SHAPE, ones, source)  # refuses plans of unlike layers before anything is simulated
+    before = [Point("before", run.seconds, run.predicted_s({})) for run in found]
+    _check_units(table, [point.measured / point.predicted for point in before])
     inferred = infer(found, priors())
     profile = profile_of(placed, SHAPE, inferred.factors, source)
-    before = [Point("before", run.seconds, run.predicted_s({})) for run in found]
     points = [
         Point("iterations", run.seconds, run.seconds * (1 + float(error)))
         for run, error in zip(found, inferred.errors, strict=True)

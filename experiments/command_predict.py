@@ -75,6 +75,7 @@ def predict(
     from experiments.accuracy import report_of
     from experiments.accuracy_plots import plot_outcomes
     from experiments.command_validate import parse_share
+    from experiments.measured_run import doubt
     from experiments.run_table import ALIASES, Common, columns_not_read, load_runs
     from simulator.fidelity import Fidelity
 
@@ -99,6 +100,13 @@ def predict(
     report = report_of(runs.stem, outcomes)
     if plot is not None:
         plot_outcomes(runs.stem, report.time, outcomes, plot)
+    measured = [
+        each.case.measured.iteration_time_s / each.iteration_time_s
+        for each in outcomes
+        if each.case.measured.iteration_time_s is not None
+    ]
+    if measured and (words := doubt(measured)) is not None:
+        messages().print(f"[bold red]{words}[/]")
     ignored = columns_not_read(runs)
     if as_json:
         found = [_run_mapping(each) for each in outcomes]

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from experiments.accuracy import fastest_engine
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
+
+IN_DOUBT = 20.0
+"""If all runs take so many times what is predicted, or so small a part, their unit is wrong, not the machine."""
+WANTED = "times must be in seconds, of one iteration"
+
+
+def doubt(ratios: Iterable[float]) -> str | None:
+    """Return what speaks against the unit of measured times, in words, or None.
+
+    Args:
+        ratios: Measured over predicted seconds.
+
+    >>> doubt([900.0, 1100.0])
+    'every run took 900 times the predicted seconds or more: times must be in seconds, of one iteration'
+    >>> doubt([900.0, 1.1])
+    """
+    least, most = min(found := list(ratios)), max(found)
+    if least > IN_DOUBT:
+        return f"every run took {least:.3g} times the predicted seconds or more: {WANTED}"
+    if most < 1 / IN_DOUBT:
+        return f"every run took {most:.3g} of the predicted seconds or less: {WANTED}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,10 @@ class _Row:
         if metric == "tokens_per_s":
             return samples * problem.workload.tokens_per_sample / value
         if metric == "tflops_per_gpu":
+            dtype = problem.runtime.implementation.dtype
+            peak = max(node.gpu.peak(dtype) for node in problem.hardware.cluster.nodes) / 1e12
+            if value > peak:
+                raise ValueError(f"tflops_per_gpu must be at most the GPU's peak of {peak:g} in {dtype}, got {value:g}")
             return self._flop(problem, samples) / (len(plan.devices) * value * 1e12)
         raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
 

@@ -48,6 +48,12 @@ def test_json_has_what_the_table_has(runs: Path, capsys: pytest.CaptureFixture[s
     assert found["report"]["num_runs"] == 3 and found["report"]["num_timed"] == 2
 
 
+def test_times_in_a_wrong_unit_are_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "times must be in seconds" not in run(capsys, "predict", runs, *ON)[2]
+    runs.write_text(runs.read_text().replace("0.02", "20").replace("0.04", "40"))
+    assert "seconds or more: times must be in seconds, of one iteration" in run(capsys, "predict", runs, *ON)[2]
+
+
 def test_a_limit_that_is_not_met_is_exit_code_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "predict", runs, *ON, "--limit", "1000%")[0] == 0
     code, _, err = run(capsys, "predict", runs, *ON, "--limit", "0.01%")

@@ -111,6 +111,7 @@ def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[s
         ({"heads": 5}, "heads must divide hidden=256"),
         ({"value": 5, "metric": "furlongs"}, "metric must be one of iteration_time, tokens_per_s"),
         ({"value": 5, "metric": "iteration_time", "unit": "min"}, "unit of an iteration time must be s or ms"),
+        ({"value": 500, "metric": "tflops_per_gpu"}, "at most the GPU's peak of 312 in fp16, got 500"),
         ({"value": 5}, "a run with a value must have a metric, one of iteration_time"),
         ({"iteration_time_s": -1}, "iteration_time_s must be a number above 0"),
         ({"cluster": "a101"}, "preset must be a known one"),
