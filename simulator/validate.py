@@ -31,7 +31,7 @@ def validate(plan: Plan, problem: Problem) -> Plan:
         for position, stage in enumerate(plan.stages):
             _check_shardings(position, stage, plan, problem, problems)
     if not problems:
-        _check_schedule(plan, problems)
+        _check_schedule(plan, problem, problems)
     if problems:
         shown = problems[:MAX_MESSAGES]
         more = f"\n  ... and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
@@ -261,7 +261,14 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
             )
 
 
-def _check_schedule(plan: Plan, problems: list[str]) -> None:
+def _check_schedule(plan: Plan, problem: Problem, problems: list[str]) -> None:
+    shardings = (sharding for stage in plan.stages for sharding in stage.sharding_per_operator())
+    gathers = any(axis.zero == 3 for sharding in shardings for axis in sharding)
+    if gathers and "gather" in problem.runtime.host_waits and len(plan.stages) > len(set(plan.rank_of_stage)):
+        problems.append(
+            f"schedule: under runtime {problem.runtime.name} hosts wait for gathered parameters before they post "
+            "receives, so ranks with several stages would wait for each other; use one stage a rank, or ZeRO-2"
+        )
     try:
         schedule = schedule_named(plan.schedule)
         if plan.warmup is not None and not schedule.takes_warmup:

@@ -131,3 +131,12 @@ def test_the_closed_form_leaves_the_host_of_calls_out() -> None:
     together = problem_with(parameter_calls_above=None, host_seconds_per_list_entry=0.0)
     plan = sharded(problem)
     assert estimate(plan, problem).iteration_time_s == estimate(plan, together).iteration_time_s
+
+
+def test_interleaved_ranks_whose_hosts_wait_for_gathers_are_refused() -> None:
+    """Each would wait for a gather of a stage whose neighbour waits likewise."""
+    problem = replace(problem_with(), global_batch=16)
+    shape = dict(pp=2, dp=4, chunks=2, schedule="interleaved", microbatch=1)
+    with pytest.raises(ValueError, match="before they post receives.* one stage a rank, or ZeRO-2"):
+        simulate(uniform_plan(problem, zero=3, **shape), problem)  # type: ignore[arg-type]
+    simulate(uniform_plan(problem, zero=2, **shape), problem)  # type: ignore[arg-type]
