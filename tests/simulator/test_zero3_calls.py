@@ -137,6 +137,6 @@ def test_interleaved_ranks_whose_hosts_wait_for_gathers_are_refused() -> None:
     """Each would wait for a gather of a stage whose neighbour waits likewise."""
     problem = replace(problem_with(), global_batch=16)
     shape = dict(pp=2, dp=4, chunks=2, schedule="interleaved", microbatch=1)
-    with pytest.raises(ValueError, match="before they post receives.* one stage a rank, or ZeRO-2"):
+    with pytest.raises(ValueError, match=r"before they post receives.* one stage a rank, or ZeRO-2"):
         simulate(uniform_plan(problem, zero=3, **shape), problem)  # type: ignore[arg-type]
     simulate(uniform_plan(problem, zero=2, **shape), problem)  # type: ignore[arg-type]
