@@ -1,6 +1,6 @@
 """How tensors reach the operators of a stage: layouts at every edge and the conversions between them.
 
-The layouts are those of ``CostTables.input_collectives`` and ``ProgramBuilder``: forward, the producer's layout
+The layouts are those of ``lowering.edges`` and ``ProgramBuilder``: forward, the producer's layout
 becomes the consumer's; backward, the gradient as the consumer makes it becomes what the producer needs.
 """
 
@@ -140,7 +140,7 @@ class StageWiring:
             needed = self._placements(producer, "output_gradient", number)
             source = OWN
         else:
-            have = needed = self.view.arrivals[name]
+            have = needed = self.boundary_layout(name)
             source = ARRIVAL
         forward = convert(have, want, ragged=self.ragged)
         steps = () if forward is None else forward.steps
@@ -153,8 +153,7 @@ class StageWiring:
             backward=convert(gradient, needed, ragged=self.ragged),
             gathers=bool(gathered)
             and all(dim > 0 for dim in gathered)
-            and source == OWN
-            and self.view.costs.keeps_shards_of(self.view.shardings[producer]),
+            and self.view.gathers_again(index, position),
             want=want,
             gradient=gradient,
             alone=None if summed else (index, position),
@@ -187,15 +186,8 @@ class StageWiring:
 
     def boundary_layout(self, tensor: str) -> Layout:
         """Return how ``tensor`` lies on this stage where it crosses a boundary: made, read or passed on here."""
-        if self.workload.producer[tensor] in self.view.shardings:
-            return is_settled(self.output_layout(tensor))
-        if tensor in self.view.arrivals:
-            return self.view.arrivals[tensor]
-        sharding = self.view.shardings[self.view.operators[0]]
-        placements: tuple[Placement, ...] = tuple(
-            Shard(0) if axis.split == "batch" else Replicate() for axis in sharding
-        ) or (Replicate(),)
-        return mesh_sizes(sharding), placements
+        held = self.view.crossing(tensor)
+        return held.sizes, held.placements
 
     def boundary_regions(self, tensor: str, turn: int) -> dict[int, Region]:
         """Return, by local device, the part of ``tensor`` it holds at a boundary; see ``transfers.boundary``."""

@@ -18,6 +18,7 @@ import numpy as np
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
 from simulator.costs import CostTables, saved_tensors
+from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
 from simulator.plan import Axis, Sharding, resolve
 from workloads.kinds.base import FORWARD
@@ -238,8 +239,8 @@ class IntraOp:
         chosen = {producer: have, consumer: want}
         forwards = 2 if self.options.recompute else 1
         total = 0.0
-        for phase, item, owner, _ in self.costs.input_collectives(
-            consumer, chosen.get, self.samples(want), self.gpu_type
+        for phase, item, owner, _ in input_collectives(
+            self.costs, consumer, chosen.get, self.samples(want), self.gpu_type
         ):
             owned = self.costs.operator(owner, chosen[owner], self.samples(chosen[owner]), self.gpu_type)
             if not owned.contains(item):
