@@ -35,6 +35,7 @@ class Wire:
         want: Layout the operator reads; readers that want one layout share its copy.
         gradient: Layout of the gradient it makes; equal ones are summed before they move.
         alone: Reader and input whose gradient moves alone, where the runtime does not sum partial gradients first.
+        own_copy: Reader and input that shares its copy with nobody (``StageView.gathers_alone``).
     """
 
     tensor: str
@@ -45,11 +46,12 @@ class Wire:
     want: Layout | None = None
     gradient: Layout | None = None
     alone: tuple[int, int] | None = None
+    own_copy: tuple[int, int] | None = None
 
     @property
     def copy(self) -> CopyKey | None:
         """Which copy of the tensor it reads; None if the tensor as it was made."""
-        return None if self.forward is None or self.want is None else (self.tensor, self.want)
+        return None if self.forward is None or self.want is None else (self.tensor, self.want, self.own_copy)
 
     @property
     def share(self) -> ShareKey | None:
@@ -57,8 +59,8 @@ class Wire:
         return None if self.backward is None or self.gradient is None else (self.tensor, self.gradient, self.alone)
 
 
-CopyKey = tuple[str, Layout]
-"""A tensor in a layout."""
+CopyKey = tuple[str, Layout, tuple[int, int] | None]
+"""A tensor in a layout, for all who read it so or for one reader's input."""
 
 ShareKey = tuple[str, Layout, tuple[int, int] | None]
 """A tensor whose gradients in a layout move together, or that of one reader's input."""
@@ -157,6 +159,7 @@ class StageWiring:
             want=want,
             gradient=gradient,
             alone=None if summed else (index, position),
+            own_copy=(index, position) if self.view.gathers_alone(index, position) else None,
         )
 
     def uses(self, operators: Iterable[int]) -> Uses:
@@ -180,7 +183,7 @@ class StageWiring:
 
     def leaving_copy(self, tensor: str) -> CopyKey | None:
         """Return the copy that a reader of this stage has made of a partial sum that leaves, if it is whole."""
-        key = (tensor, is_settled(self.output_layout(tensor)))
+        key = (tensor, is_settled(self.output_layout(tensor)), None)
         read = {wire.copy for wires in self.wires.values() for wire in wires}
         return key if self.leaving[tensor] is not None and key in read else None
 

@@ -35,6 +35,7 @@ class Crossing:
         sharding: Of the operator whose mesh it is.
         num_parts: Shards into which what that operator would hold is cut; 1 where it lies as that one has it.
         reader: ``(operator, input)`` that reads it first, of what arrives to be read.
+        in_shards: It lies in shards of the sequence, as it was made.
     """
 
     sizes: MeshSizes
@@ -42,6 +43,7 @@ class Crossing:
     sharding: Sharding
     num_parts: int = 1
     reader: tuple[int, int] = (-1, -1)
+    in_shards: bool = False
 
     def arriving_bytes(self, reader: OperatorCost) -> float:
         """Return the bytes of what arrives on one rank, from the cost of its first reader."""
@@ -86,7 +88,7 @@ def arriving(
             SEQUENCE if placement == REPLICATE and axis.split != "batch" else placement
             for axis, placement in zip(sharding, wanted, strict=True)
         )
-    return Crossing(mesh_sizes(sharding), wanted, sharding, parts, reader)
+    return Crossing(mesh_sizes(sharding), wanted, sharding, parts, reader, in_shards and SEQUENCE in wanted)
 
 
 def num_parts(sharding: Sharding, wanted: Sequence[Placement], shape: Sequence[int]) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simulator.lowering.crossing import Crossing
+from simulator.lowering.crossing import SEQUENCE, Crossing, made_in_shards
 from simulator.lowering.mesh import MeshCollective, MeshSizes, batch_degree, mesh_sizes, reshard
 from simulator.plan import Sharding
 from workloads.kinds.base import BACKWARD_INPUT, FORWARD
@@ -30,6 +30,7 @@ class _Source:
         sharding: Of the operator whose mesh it is.
         sizes, placements: Mesh and layout of the tensor.
         gradient: Layout in which its gradient is wanted.
+        in_shards: It lies in shards of the sequence, as it was made.
         bytes_on: Bytes of it on one rank, from the samples that each rank of the mesh works on.
     """
 
@@ -38,6 +39,7 @@ class _Source:
     sizes: MeshSizes
     placements: tuple[Placement, ...]
     gradient: tuple[Placement, ...]
+    in_shards: bool
     bytes_on: Callable[[int], float]
 
 
@@ -78,7 +80,7 @@ def input_collectives(
         if sizes == source.sizes and source.placements == want and source.gradient == gradient:
             continue
         done_forward, done_backward = _served_before(costs, index, position, sharding_of, want, gradient)
-        if not done_forward:
+        if not done_forward or gathers_alone(costs, want, in_shards=source.in_shards):
             source_bytes = source.bytes_on(samples * batch_degree(own) // batch_degree(source.sharding))
             for item in reshard(source.sizes, source.placements, sizes, want, source_bytes):
                 found.append((FORWARD, item, source.owner, position))
@@ -87,6 +89,14 @@ def input_collectives(
             for item in reshard(sizes, gradient, source.sizes, source.gradient, input_bytes):
                 found.append((BACKWARD_INPUT, item, index, position))
     return found
+
+
+def gathers_alone(costs: CostTables, want: Sequence[Placement], *, in_shards: bool) -> bool:
+    """Return whether each reader that wants a layout makes its own copy of a tensor.
+
+    Where operators reduce their own input gradients, they gather their own inputs from shards of the sequence.
+    """
+    return in_shards and SEQUENCE not in want and not costs.problem.runtime.sums_input_gradients
 
 
 def _source(
@@ -104,6 +114,7 @@ def _source(
             sizes=mesh_sizes(theirs),
             placements=tuple(split.outputs[number] for split in splits),
             gradient=tuple(split.output_gradient(number) for split in splits),
+            in_shards=made_in_shards(theirs, [split.outputs[number] for split in splits]),
             bytes_on=lambda samples: costs.operator(producer, theirs, samples, gpu_type).output_bytes[number],
         )
     if name not in arrivals:
@@ -115,6 +126,7 @@ def _source(
         sizes=arrival.sizes,
         placements=arrival.placements,
         gradient=arrival.placements,
+        in_shards=arrival.in_shards,
         bytes_on=lambda samples: arrival.arriving_bytes(
             costs.operator(arrival.reader[0], arrival.sharding, samples, gpu_type)
         ),

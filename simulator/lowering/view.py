@@ -11,7 +11,7 @@ from typing import Any
 
 from simulator.costs import CostTables, OperatorCost
 from simulator.lowering.crossing import Crossing, arriving, is_sequence_parallel, made_in_shards, passing
-from simulator.lowering.edges import input_collectives
+from simulator.lowering.edges import gathers_alone, input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, settled
 from simulator.plan import Plan, Sharding, Stage
 from workloads.kinds.base import FORWARD
@@ -138,6 +138,12 @@ class StageView:
         made_by = self.shardings.get(workload.producer[name])
         return name in self.entering if made_by is None else is_sequence_parallel(made_by)
 
+    def gathers_alone(self, index: int, position: int) -> bool:
+        """Return whether an operator shares no gathered copy of an input with other readers."""
+        name = self.costs.problem.workload.operators[index].inputs[position]
+        want = tuple(split.inputs[position] for split in self.costs.splits(index, self.shardings[index]))
+        return gathers_alone(self.costs, want, in_shards=self.crossing(name).in_shards)
+
     @cached_property
     def num_turns(self) -> int:
         """Replicas that take whole microbatches in turn; 1 where microbatches are sliced."""
@@ -158,12 +164,7 @@ class StageView:
     @cached_property
     def leaving_in_shards(self) -> tuple[str, ...]:
         """Those of the tensors ``leaving`` that are made in shards of the sequence."""
-        producer = self.costs.problem.workload.producer
-        return tuple(
-            name
-            for name in self.leaving
-            if made_in_shards(self.shardings[producer[name]], self.crossing(name).placements)
-        )
+        return tuple(name for name in self.leaving if self.crossing(name).in_shards)
 
     @cached_property
     def arrivals(self) -> dict[str, Crossing]:
@@ -190,7 +191,7 @@ class StageView:
             sharding = self.shardings[producer]
             number = workload.operators[producer].outputs.index(tensor)
             made = settled(split.outputs[number] for split in self.costs.splits(producer, sharding))
-            return Crossing(mesh_sizes(sharding), made, sharding)
+            return Crossing(mesh_sizes(sharding), made, sharding, in_shards=made_in_shards(sharding, made))
         if tensor in self.arrivals:
             return self.arrivals[tensor]
         sharding = self.shardings[self.operators[0]]

@@ -12,7 +12,7 @@ from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.crossing import arriving
 from simulator.lowering.lower import stage_views
-from simulator.lowering.program import GRADIENTS, ProgramBuilder
+from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder
 from simulator.lowering.transfers import boundary, crossing_tensors
 from simulator.lowering.view import StageView
 from simulator.plan import Axis, Plan, Sharding, Stage
@@ -69,7 +69,8 @@ def test_the_encoders_output_crosses_in_shards_and_passes_a_stage_in_them() -> N
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
-def test_a_cut_moves_no_collective_of_a_layer(family: str) -> None:
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_cut_moves_no_collective_of_a_layer(family: str, stages: int) -> None:
     """What a reader gathers from an earlier stage it would gather from its own; so with what it reduces."""
     problem = small_problem(family, cluster="a100-80g-dgx:2x4", runtime=RUNTIME)
 
@@ -83,10 +84,28 @@ def test_a_cut_moves_no_collective_of_a_layer(family: str) -> None:
                         found.append((problem.workload.operators[item.operator].name, repr(item.collective)))
         return sorted(found)
 
-    stages = 2
-    if family == "t5":  # Its decoder layers are of one stage, lest each gather the encoder's output.
-        assert even_layer_cuts(problem.workload, stages)[1][0] <= problem.workload.layers[4][0]
     assert gathered(stages) == gathered(1)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_each_decoder_layer_gathers_the_encoders_output_for_itself(sums: bool) -> None:
+    """Megatron-LM's column-parallel linear gathers its own input: an encoder layer 2, a decoder layer 4, a head 1.
+
+    Backward again, as only shards are kept; and the gradients of what was scattered: an encoder layer 2, a decoder
+    layer 3, two embeddings. Where operators share, the decoder layers have one gather of the memory.
+    """
+    problem = small_problem("t5", cluster="a100-80g-dgx:1x4", runtime=RUNTIME)
+    problem = replace(problem, runtime=replace(problem.runtime, sums_input_gradients=sums))
+    layers = 2
+    (view,) = views_of(uniform_plan(problem, tp=2, sequence_parallel=True), problem)
+    builder = ProgramBuilder(view, Fidelity())
+    inputs = layers * (2 + 4) + 1 - (layers - 1 if sums else 0)
+
+    def num_gathers(items: list[Item]) -> int:
+        return sum(item.collective is not None and item.collective.collective == "all_gather" for item in items)
+
+    assert num_gathers(builder.forward(gather=False)) == inputs
+    assert num_gathers(builder.backward(GRADIENTS, gather=False, sync=False)) == inputs + layers * (2 + 3) + 2
 
 
 def test_a_stage_knows_what_the_one_before_it_sends() -> None:

@@ -264,6 +264,12 @@ def two_processes() -> list[Case]:
         t5 = problem("t5", sums_input_gradients=False)
         add(f"t5 {words}, each decoder layer reduces its gradient of the encoder's output", t5,
             uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=splits))  # fmt: skip
+    t5 = problem("t5", sums_input_gradients=False)
+    add("t5 tp2, sequence parallel, each decoder layer gathers the encoder's output, full recomputation", t5,
+        uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True, recompute="full"))  # fmt: skip
+    t5 = problem("t5", sums_input_gradients=False, keeps_gathered_inputs=False)
+    add("t5 tp2, sequence parallel, each decoder layer gathers the encoder's output again", t5,
+        uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True))  # fmt: skip
     t5 = problem("t5", keeps_gathered_inputs=False)
     add("t5 tp2, sequence parallel, inputs gathered again", t5,
         uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True))  # fmt: skip
@@ -383,7 +389,7 @@ def four_processes() -> list[Case]:
         plan = uniform_plan(bert, pp=2, tp=2, microbatch=2, sequence_parallel=True, recompute=recompute)
         words = "shards cross and are gathered " + ("once" if keeps else "again")
         add(f"bert pp2 tp2, sequence parallel, {words}", bert, plan)
-        t5 = problem("t5-megatron", keeps_gathered_inputs=keeps)
+        t5 = problem("t5-megatron", keeps_gathered_inputs=keeps, sums_input_gradients=keeps)
         roles = ("norm_1", "post_attention_dropout", "mlp_linear_2")
         cuts = [cut(t5.workload, f"decoder_{role}", 4) for role in roles]
         parts = [(stop, [0, 1] if number % 2 == 0 else [2, 3], SP2) for number, stop in enumerate([*cuts, -1])]
