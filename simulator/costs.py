@@ -378,9 +378,10 @@ def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | Non
     if not tensor_axes:
         return 1, "default"
     (axis, *others), own = tensor_axes, op.tensor_split
-    if others or axis.split not in (own, op.alternative_split):
+    split = "row" if axis.split == "row_sequence" else axis.split
+    if others or split not in (own, op.alternative_split):
         return None
-    return axis.size, "default" if axis.split == own else "alternative"
+    return axis.size, "default" if split == own else "alternative"
 
 
 def _measured(modelled: Segment, seconds: float, source: str, kernels_only: bool) -> Segment:

@@ -24,6 +24,8 @@ from simulator.plan import Axis, Sharding, resolve
 from workloads.kinds.base import FORWARD
 from workloads.placements import PARTIAL
 
+NOT_OF_ALPA = ("row_sequence",)
+"""Splits that are Megatron-LM's: to Alpa a row split whose sum is scattered is a row split."""
 ATTRIBUTES = ("seconds", "sync_s", "state_bytes", "sharded_state_bytes", "saved_bytes", "output_bytes")
 """What a choice of strategies adds up besides its objective: seconds of one microbatch forward and backward,
 seconds of gradient synchronisation, model states (whole, and under ZeRO-2 over the batch axes), tensors kept for
@@ -116,7 +118,7 @@ class IntraOp:
             elif number == 0 and self.mesh.batch_forced and not self.options.free_axes:
                 axes.append([Axis("batch", size)])
             else:
-                axes.append([Axis(name, size) for name in table])
+                axes.append([Axis(name, size) for name in table if name not in NOT_OF_ALPA])
         found: list[Sharding] = []
         repeats: list[Sharding] = []
         for choice in itertools.product(*axes):
