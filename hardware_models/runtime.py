@@ -69,7 +69,8 @@ class Runtime:
         scatters_transfers: A tensor that several ranks hold alike crosses to the next stage in parts, one from each,
             and is gathered there.
         sums_input_gradients: Where several operators read a tensor, the partial gradients they make of it are added
-            before they are reduced, once. Else each operator reduces its own, as Megatron's column-parallel linear.
+            before they are reduced, once. Else each operator reduces its own, as Megatron's column-parallel linear, and
+            under sequence parallelism gathers the tensor for itself.
         overlaps_input_reductions: Under tensor parallelism the reduction of an operator's input gradient travels while
             its weight gradients are made, and under sequence parallelism the gather of its input while its input
             gradient is made.

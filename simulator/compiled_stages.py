@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.costs import CostTables, saved_tensors
+from simulator.lowering.crossing import Crossing, arriving, is_sequence_parallel
+from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
@@ -240,7 +242,6 @@ class StageRowsBuilder:
 
     def _around(self, index: int, first: int) -> tuple[list[int], ...]:
         """Return numbers of the collectives before forward, again, before backward and after backward."""
-        op = self.workload.operators[index]
         cost = self._cost(index)
         saved = {ref for ref, _ in cost.saved}
         before_forward: list[int] = []
@@ -251,11 +252,13 @@ class StageRowsBuilder:
         def sharding_of(other: int) -> Sharding | None:
             return self.resolved[other] if other >= first else None
 
-        collectives = self.costs.input_collectives(index, sharding_of, self.samples, self.gpu_type)
+        arrivals = self._arrivals(index, first)
+        collectives = input_collectives(self.costs, index, sharding_of, self.samples, self.gpu_type, arrivals)
         moved_batch = {position for phase, item, _, position in collectives if phase == FORWARD and item.moves_batch}
+        keeps_shards = not self.costs.problem.runtime.keeps_gathered_inputs
         for phase, item, owner, position in collectives:
             whole = item.collective == "all_gather" and f"input:{position}" in saved and position not in moved_batch
-            if phase == FORWARD and whole and self.costs.keeps_shards_of(self.resolved[owner]):
+            if phase == FORWARD and whole and keeps_shards and is_sequence_parallel(self.resolved[owner]):
                 before_backward.append(self._number(item))
             if self._cost(owner).contains(item):
                 continue
@@ -263,25 +266,24 @@ class StageRowsBuilder:
             reduced_before = item.collective in REDUCTIONS and owner < self.shape.segment_first[index]
             if phase == FORWARD and not reduced_before:
                 before_again.append(self._number(item))
-        for position, name in enumerate(op.inputs):
-            producer = self.workload.producer.get(name)
-            if producer is None or producer >= first:
-                continue
-            sizes, want = mesh_sizes(self.resolved[index]), self._input_layout(index, position)
-            arrival = next(reader for reader in self.workload.consumers[name] if reader >= first)
-            have = self._input_layout(arrival, self.workload.operators[arrival].inputs.index(name))
-            gradient = tuple(split.input_gradient(position) for split in self.costs.splits(index, self.resolved[index]))
-            moved, settled_before = self.costs.served_before(index, position, name, sharding_of, sizes, want, gradient)
-            if not moved:
-                before = mesh_sizes(self.resolved[arrival])
-                moves = reshard(before, have, sizes, want, cost.input_bytes[position])
-                beside = [self._number(item) for item in moves if not cost.contains(item)]
-                before_forward += beside
-                before_again += beside
-            if PARTIAL in gradient and not settled_before:
-                moves = reshard(sizes, gradient, sizes, settled(gradient), cost.input_bytes[position])
-                after_backward += [self._number(item) for item in moves if not cost.contains(item)]
         return before_forward, before_again, before_backward, after_backward
+
+    def _arrivals(self, index: int, first: int) -> dict[str, Crossing]:
+        """Return what an operator reads of earlier stages, as it arrives in one that begins with ``first``."""
+        found = {}
+        for name in self.workload.operators[index].inputs:
+            producer = self.workload.producer.get(name)
+            if producer is not None and producer < first:
+                reader = next(reader for reader in self.workload.consumers[name] if reader >= first)
+                position = self.workload.operators[reader].inputs.index(name)
+                found[name] = arriving(
+                    self.resolved[reader],
+                    self._input_layout(reader, position),
+                    self.workload.tensors[name],
+                    in_shards=False,
+                    reader=(reader, position),
+                )
+        return found
 
     def _inside(self, index: int, phase: str) -> list[int]:
         cost = self._cost(index)

@@ -7,7 +7,7 @@ rows; there is no second path to a duration.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -26,7 +26,6 @@ from simulator.lowering.mesh import (
     batch_degree,
     groups,
     mesh_sizes,
-    reshard,
 )
 from simulator.operator_table import OperatorTable, operator_table
 from simulator.plan import Sharding
@@ -48,7 +47,6 @@ from workloads.kinds.base import (
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
 from workloads.operators import Operator
-from workloads.placements import PARTIAL, Placement
 
 
 @dataclass(frozen=True)
@@ -366,85 +364,6 @@ class CostTables:
             self._tables[key] = operator_table(self, *key)
         return self._tables[key]
 
-    def input_collectives(
-        self, index: int, sharding_of: Callable[[int], Sharding | None], samples: int, gpu_type: str
-    ) -> list[tuple[str, MeshCollective, int, int]]:
-        """Return collectives between operator ``index`` and the producers of its inputs in its stage.
-
-        Returns:
-            ``(phase, collective, owner, input position)``: in FORWARD the producer's layout becomes this operator's, in
-            BACKWARD_INPUT the gradient's layout becomes the producer's. The owner is the operator whose
-            split causes it (the row-parallel producer, the column-parallel consumer).
-        """
-        workload = self.problem.workload
-        op = workload.operators[index]
-        own = sharding_of(index)
-        assert own is not None
-        found: list[tuple[str, MeshCollective, int, int]] = []
-        for position, name in enumerate(op.inputs):
-            producer = workload.producer.get(name)
-            if producer is None:
-                continue
-            theirs = sharding_of(producer)
-            if theirs is None:
-                continue
-            number = workload.operators[producer].outputs.index(name)
-            have = tuple(split.outputs[number] for split in self.splits(producer, theirs))
-            want = tuple(split.inputs[position] for split in self.splits(index, own))
-            gradient_have = tuple(split.input_gradient(position) for split in self.splits(index, own))
-            gradient_want = tuple(split.output_gradient(number) for split in self.splits(producer, theirs))
-            sizes, their_sizes = mesh_sizes(own), mesh_sizes(theirs)
-            if sizes == their_sizes and have == want and gradient_have == gradient_want:
-                continue
-            done_forward, done_backward = self.served_before(
-                index, position, name, sharding_of, sizes, want, gradient_have
-            )
-            if not done_forward:
-                cost = self.operator(producer, theirs, samples * batch_degree(own) // batch_degree(theirs), gpu_type)
-                for item in reshard(their_sizes, have, sizes, want, cost.output_bytes[number]):
-                    found.append((FORWARD, item, producer, position))
-            if not done_backward:
-                input_bytes = self.operator(index, own, samples, gpu_type).input_bytes[position]
-                for item in reshard(sizes, gradient_have, their_sizes, gradient_want, input_bytes):
-                    found.append((BACKWARD_INPUT, item, index, position))
-        return found
-
-    def keeps_shards_of(self, producer: Sharding) -> bool:
-        """Return whether readers keep the shards of the sequence that an operator made, and gather them again."""
-        return not self.problem.runtime.keeps_gathered_inputs and any(axis.split == "sequence" for axis in producer)
-
-    def served_before(
-        self,
-        index: int,
-        before_position: int,
-        name: str,
-        sharding_of: Callable[[int], Sharding | None],
-        sizes: tuple[int, ...],
-        want: tuple[Placement, ...],
-        gradient_have: tuple[Placement, ...],
-    ) -> tuple[bool, bool]:
-        """Return whether an earlier reader, or an earlier input of this one, has the tensor moved the same way.
-
-        Readers that want one layout share its copy; their gradients are summed before they move, but for partial ones
-        where the runtime has each operator reduce its own.
-        """
-        forward = backward = False
-        summed = self.problem.runtime.sums_input_gradients or PARTIAL not in gradient_have
-        for reader in self.problem.workload.consumers[name]:
-            if reader > index:
-                break
-            sharding = sharding_of(reader)
-            if sharding is None or mesh_sizes(sharding) != sizes:
-                continue
-            splits = self.splits(reader, sharding)
-            for position, other in enumerate(self.problem.workload.operators[reader].inputs):
-                if reader == index and position >= before_position:
-                    break
-                if other == name:
-                    forward |= tuple(split.inputs[position] for split in splits) == want
-                    backward |= summed and tuple(split.input_gradient(position) for split in splits) == gradient_have
-        return forward, backward
-
 
 _PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
@@ -459,9 +378,10 @@ def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | Non
     if not tensor_axes:
         return 1, "default"
     (axis, *others), own = tensor_axes, op.tensor_split
-    if others or axis.split not in (own, op.alternative_split):
+    split = "row" if axis.split == "row_sequence" else axis.split
+    if others or split not in (own, op.alternative_split):
         return None
-    return axis.size, "default" if axis.split == own else "alternative"
+    return axis.size, "default" if split == own else "alternative"
 
 
 def _measured(modelled: Segment, seconds: float, source: str, kernels_only: bool) -> Segment:

@@ -131,10 +131,10 @@ def _activations(view: StageView) -> tuple[float, float, float, float]:
         for name, size in dict(saved_tensors(workload, index, cost)).items():
             producer = workload.producer.get(name)
             whole = 0.0
-            if producer in view.shardings and "/" not in name:
-                assert producer is not None
-                made = view.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
-                alike = batch_degree(view.shardings[producer]) == batch_degree(view.shardings[index])
+            source = None if "/" in name else _source(view, name)
+            if source is not None:
+                sharding, made = source
+                alike = batch_degree(sharding) == batch_degree(view.shardings[index])
                 regathers = alike and not runtime.keeps_gathered_inputs
                 size, whole = saved_bytes(made, size, regathers=regathers)
             if segment is None:
@@ -155,6 +155,21 @@ def _activations(view: StageView) -> tuple[float, float, float, float]:
     return sum(kept.values()) + ends, again, most + ends, lowest
 
 
+def _source(view: StageView, name: str) -> tuple[Sharding, float] | None:
+    """Return on which mesh a stage has a tensor, and its bytes there: where it is made, or arrives in shards."""
+    workload = view.costs.problem.workload
+    producer = workload.producer.get(name)
+    if producer is None:
+        return None
+    if producer in view.shardings:
+        number = workload.operators[producer].outputs.index(name)
+        return view.shardings[producer], view.cost(producer).output_bytes[number]
+    if name not in view.entering:
+        return None
+    arrival = view.arrivals[name]
+    return arrival.sharding, arrival.arriving_bytes(view.cost(arrival.reader[0]))
+
+
 def _ends(view: StageView, kept: Container[str]) -> Iterator[float]:
     """Yield the bytes of what a stage received, and of what it sent if that is held, unless kept anyway."""
     workload = view.costs.problem.workload
@@ -163,10 +178,9 @@ def _ends(view: StageView, kept: Container[str]) -> Iterator[float]:
             if name not in kept:
                 producer = workload.producer[name]
                 yield view.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
-    for name in view.arrivals:
+    for name, arrival in view.arrivals.items():
         if name not in kept:
-            reader = next(index for index in workload.consumers[name] if index in view.shardings)
-            yield view.cost(reader).input_bytes[workload.operators[reader].inputs.index(name)]
+            yield arrival.arriving_bytes(view.cost(arrival.reader[0]))
 
 
 def zero_elements(sharding: Sharding, cost: OperatorCost) -> tuple[float, float]:

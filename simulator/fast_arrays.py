@@ -48,9 +48,10 @@ class Structure(NamedTuple):
             around an operator: producers of its inputs and their earlier readers, ascending.
         classes: int64[N]. Equal for operators with equal surroundings.
         input_offsets, input_producers: Producer of each input; NEVER for inputs of the graph.
+        input_tensors: Tensor of each input; -1 for inputs of the graph.
         touched_offsets, touched: Per cut, operators behind it with a neighbour before it, ascending.
         crossing_offsets, crossing: Per cut, tensors made before it and read behind it.
-        producers, sizes: int64[T]. Producer, and a number that tensors of equal size share.
+        producers, sizes: int64[T]. Producer, and a number that tensors of equal size and length share.
         reader_offsets, readers: Readers of each tensor.
         first_saver: int64[N]. First operator that saves an output of the operator; NEVER for none.
         layer_of, layer_first, layer_stop: Layers.
@@ -64,6 +65,7 @@ class Structure(NamedTuple):
     classes: Ints
     input_offsets: Ints
     input_producers: Ints
+    input_tensors: Ints
     touched_offsets: Ints
     touched: Ints
     crossing_offsets: Ints
@@ -91,6 +93,7 @@ class TimeTables(NamedTuple):
         has_private: int64[tables, N]. Whether the operator saves something of its own.
         made, read, passed: int64[tables, T], [tables, readings], [tables, N]. Numbers of layouts: of tensors
             where they are made, where they are read, and in stages that begin with the operator and pass them on.
+        in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
         families: int64[tables, MAX_FAMILIES, FAMILY].
         tied: int64[tables, O, 4]. Family, elements, layout and shards (`tied_shards`) of tied parameters.
         aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
@@ -111,6 +114,7 @@ class TimeTables(NamedTuple):
     made: Ints
     read: Ints
     passed: Ints
+    in_shards: Ints
     families: Ints
     tied: Ints
     aliases: Ints

@@ -366,7 +366,22 @@ class FastEstimator:
         runs = begin + np.searchsorted(columns.run_stops[begin:end], own, side="right")
         strategies = {other: self._strategy_list[columns.strategies[run]] for other, run in zip(own, runs, strict=True)}
         devices = self._placement_list[columns.placements[stage]]
-        return self._builder.row(index, strategies, devices, int(columns.microbatch_size[plan]))
+        inputs = slice(shape.input_offsets[index], shape.input_offsets[index + 1])
+        arriving = shape.input_tensors[inputs][shape.input_producers[inputs] < first].tolist()
+        entering = self._made_in_shards(columns, plan, arriving)
+        return self._builder.row(index, strategies, devices, int(columns.microbatch_size[plan]), entering)
+
+    def _made_in_shards(self, columns: PlanColumns, plan: int, tensors: Sequence[int]) -> list[int]:
+        """Return those of the tensors that their makers in a plan leave in shards of the sequence."""
+        rows = columns.run_offsets[columns.stage_offsets[plan : plan + 2]]
+        stops = columns.run_stops[rows[0] : rows[1]]
+        runs = rows[0] + np.searchsorted(stops, self._structure.producers[tensors], side="right")
+        strategies = (self._strategy_list[columns.strategies[run]] for run in runs)
+        return [
+            tensor
+            for tensor, strategy in zip(tensors, strategies, strict=True)
+            if self._builder.makes_in_shards(tensor, strategy)
+        ]
 
     def _stage(self, columns: PlanColumns, row: int, first_row: int) -> Stage:
         first = self._first(columns, row, first_row)
@@ -398,6 +413,7 @@ class FastEstimator:
             else:
                 before.update(readers[np.searchsorted(readers, firsts[0]) :][:1].tolist())
             behind.update(readers[np.searchsorted(readers, cut) :][:1].tolist())
+        entering = [self._builder.names.tensors[i] for i in self._made_in_shards(columns, plan, tensors)]
         sides = []
         for row, indices in ((stage, {i for i in before if i < cut}), (stage + 1, {i for i in behind if i < stop})):
             begin, end = columns.run_offsets[row], columns.run_offsets[row + 1]
@@ -405,7 +421,7 @@ class FastEstimator:
             runs = begin + np.searchsorted(columns.run_stops[begin:end], own, side="right")
             strategies = {i: self._strategy_list[columns.strategies[run]] for i, run in zip(own, runs, strict=True)}
             devices = self._placement_list[columns.placements[row]]
-            sides.append(view_of(self.costs, strategies, devices, int(columns.microbatch_size[plan])))
+            sides.append(view_of(self.costs, strategies, devices, int(columns.microbatch_size[plan]), entering))
         return self._builder.boundary(sides[0], sides[1], tensors)
 
 

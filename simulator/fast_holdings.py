@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -36,9 +36,13 @@ Floats = NDArray[np.float64]
 
 
 def view_of(
-    costs: CostTables, strategies: Mapping[int, Sharding], devices: Sequence[int], microbatch_size: int
+    costs: CostTables,
+    strategies: Mapping[int, Sharding],
+    devices: Sequence[int],
+    microbatch_size: int,
+    entering: Iterable[str] = (),
 ) -> StageView:
-    """Return a stage of these operators only."""
+    """Return a stage of these operators only; see ``StageView.entering``."""
     operators = costs.problem.workload.operators
     indices = sorted(strategies)
     resolved = [resolve(strategies[index], operators[index]) for index in indices]
@@ -48,7 +52,7 @@ def view_of(
         shardings=run_lengths(resolved),
     )
     plan = Plan(stages=(stage,), microbatch_size=microbatch_size, num_microbatches=1)
-    return StageView(0, stage, plan, costs, costs.problem.gpu_types[devices[0]])
+    return StageView(0, stage, plan, costs, costs.problem.gpu_types[devices[0]], tuple(entering))
 
 
 @dataclass(frozen=True)

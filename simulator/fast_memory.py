@@ -63,6 +63,8 @@ class MemoryTables(NamedTuple):
         saved_bytes: float64[tables, Q, 3]. As its saver reads it; as it is made where its maker has the same strategy;
             and with what the saver has gathered, if that is kept.
         made_bytes, read_bytes: float64[tables, T], [tables, readings]. Sizes of tensors.
+        in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
+        num_parts: int64[tables, readings]. In how many of them it arrives where this reading is a stage's first.
         replicas: int64[tables]. Product of the batch axes.
         maxima: float64[tables, 2, levels, N]. Range maxima of what operators work in and of tensors that are
             refreshed: row k covers 2^k operators.
@@ -75,6 +77,8 @@ class MemoryTables(NamedTuple):
     saved_bytes: Floats
     made_bytes: Floats
     read_bytes: Floats
+    in_shards: Ints
+    num_parts: Ints
     replicas: Ints
     maxima: Floats
     tied_bytes: Floats
@@ -105,6 +109,8 @@ def _value(
     run: int,
     saving: int,
     kind: int,
+    arrived: float,
+    arrived_replicas: int,
 ) -> float:
     """Return what is kept of a tensor once one of its savers has run: whole arrays, since each costs a reference.
 
@@ -115,10 +121,16 @@ def _value(
         producer, number: Of the tensor; its number among those that somebody reads.
         run, saving: Of the saver.
         kind: SHARD in segments, else WHOLE.
+        arrived, arrived_replicas: Its bytes and replicas where it came in shards of the sequence; -1 where not.
     """
     table = run_tables[run]
     value = saved_bytes[table, saving, OWN]
-    if producer != NEVER and producer >= first and number >= 0:
+    if arrived >= 0.0:
+        own = value
+        value = min(arrived, own)
+        if own > arrived and kind == WHOLE and (keeps_gathered or arrived_replicas != replicas[table]):
+            value += own
+    elif producer != NEVER and producer >= first and number >= 0:
         maker = run
         while maker > begin and run_stops[maker - 1] > producer:
             maker -= 1
@@ -222,6 +234,7 @@ def estimate_peaks(
     piece_run = np.empty(most_pieces, np.int64)
     piece_segment = np.empty(most_pieces, np.int64)  # First operator of the segment; -1 for none.
     held = np.empty((most_stages, 11))
+    crosses_in_shards = np.zeros(len(shape.producers), np.int64)
     saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
     run_stops, tied_bytes = plans.run_stops, tables.tied_bytes
     all_sums = tables.sums
@@ -296,14 +309,23 @@ def estimate_peaks(
                     given = producer == NEVER
                     inner = in_segment and (given or producer >= segment_first)
                     summed_here = saved_bytes[table, last, kind] - before
-                    if given or producer < first:
+                    arrived, arrived_replicas = -1.0, -1
+                    number = savings.tensors[tensor]
+                    if not given and producer < first and number >= 0 and crosses_in_shards[number]:
+                        reading = shape.reader_offsets[number]
+                        while shape.readers[reading] < first:
+                            reading += 1
+                        read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
+                        arrived = tables.read_bytes[read_by, reading] / tables.num_parts[read_by, reading]
+                        arrived_replicas = replicas[read_by]
+                    if given or (producer < first and arrived < 0.0):
                         value = saved_bytes[table, last, OWN]
-                    elif run == begin or run_stops[run - 1] <= producer:
+                    elif producer >= first and (run == begin or run_stops[run - 1] <= producer):
                         value = saved_bytes[table, last, kind]
                     else:
                         value = _value(
                             saved_bytes, made_bytes, replicas, run_stops, run_tables, keeps_gathered,
-                            first, begin, producer, savings.tensors[tensor], run, last, kind,
+                            first, begin, producer, number, run, last, kind, arrived, arrived_replicas,
                         )  # fmt: skip
                     # ... but of those before, only one that is held in the same way counts.
                     earlier = saving - 1
@@ -318,8 +340,8 @@ def estimate_peaks(
                         if its_inner == inner and same:
                             counted = _value(
                                 saved_bytes, made_bytes, replicas, run_stops, run_tables, keeps_gathered,
-                                first, begin, producer, savings.tensors[tensor], piece_run[piece], earlier,
-                                SHARD if its_segment >= 0 else WHOLE,
+                                first, begin, producer, number, piece_run[piece], earlier,
+                                SHARD if its_segment >= 0 else WHOLE, arrived, arrived_replicas,
                             )  # fmt: skip
                             break
                         earlier -= 1
@@ -375,7 +397,11 @@ def estimate_peaks(
             for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
                 tensor = shape.crossing[place]
                 maker, number = shape.producers[tensor], savings.numbers[tensor]
-                if not keeps_outputs or maker < first:
+                if maker < first:
+                    continue
+                made_by = _table_at(plans, run_tables, begin, end - 1, maker)
+                crosses_in_shards[tensor] = tables.in_shards[made_by, tensor]
+                if not keeps_outputs:
                     continue
                 is_kept = False
                 if number >= 0:
@@ -386,7 +412,7 @@ def estimate_peaks(
                                 piece += 1
                             is_kept = is_kept or piece_segment[piece] < 0 or maker < piece_segment[piece]
                 if not is_kept:
-                    ends_bytes += tables.made_bytes[_table_at(plans, run_tables, begin, end - 1, maker), tensor]
+                    ends_bytes += tables.made_bytes[made_by, tensor]
             for place in range(shape.crossing_offsets[first], shape.crossing_offsets[first + 1]):
                 tensor = shape.crossing[place]
                 number, reading = savings.numbers[tensor], shape.reader_offsets[tensor]
@@ -397,8 +423,9 @@ def estimate_peaks(
                     for saving in range(savings.offsets[number], savings.offsets[number + 1]):
                         is_kept = is_kept or first <= savings.operators[saving] < stop
                 if not is_kept:
-                    reader = shape.readers[reading]
-                    ends_bytes += tables.read_bytes[_table_at(plans, run_tables, begin, end - 1, reader), reading]
+                    read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
+                    parts = tables.num_parts[read_by, reading] if crosses_in_shards[tensor] else 1
+                    ends_bytes += tables.read_bytes[read_by, reading] / parts
             kept += ends_bytes
             most += ends_bytes
             whole[:] = 0.0

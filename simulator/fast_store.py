@@ -38,6 +38,7 @@ class Store:
             made=np.zeros((0, len(shape.producers)), dtype=np.int64),
             read=np.zeros((0, len(shape.readers)), dtype=np.int64),
             passed=np.zeros((0, count), dtype=np.int64),
+            in_shards=np.zeros((0, len(shape.producers)), dtype=np.int64),
             families=np.zeros((0, MAX_FAMILIES, FAMILY), dtype=np.int64),
             tied=np.zeros((0, tied, 4), dtype=np.int64),
             aliases=none,
@@ -59,6 +60,8 @@ class Store:
             saved_bytes=np.zeros((0, len(savings.operators), 3)),
             made_bytes=np.zeros((0, len(shape.producers))),
             read_bytes=np.zeros((0, len(shape.readers))),
+            in_shards=np.zeros((0, len(shape.producers)), dtype=np.int64),
+            num_parts=np.zeros((0, len(shape.readers)), dtype=np.int64),
             replicas=none,
             maxima=np.zeros((0, 2, levels, count)),
             tied_bytes=np.zeros((0, tied, NUM_STATES)),
@@ -80,8 +83,9 @@ class Store:
 
     def add_table(self, slot: int, table: Table, alias: int) -> None:
         """Append a table and let the slot of the hash table name it; see ``TimeTables.aliases``."""
-        own = ("sums", "entering_s", "settling_s", "has_private", "made", "read", "passed", "families", "tied")
-        same = ("saved_bytes", "made_bytes", "read_bytes", "replicas", "tied_bytes")
+        layouts = ("made", "read", "passed", "in_shards")
+        own = ("sums", "entering_s", "settling_s", "has_private", *layouts, "families", "tied")
+        same = ("saved_bytes", "made_bytes", "read_bytes", "in_shards", "num_parts", "replicas", "tied_bytes")
         of_memory = (*same, "sums", "maxima", "tied_layouts")
         number = self._next("table", (*own, "aliases"), of_memory)
         for name in own:

@@ -91,7 +91,9 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         dtype = maker.definition.output_dtype(maker.outputs.index(name))
         size = float(np.prod(workload.tensors[name], dtype=np.float64))
         sizes[name] = size * dtype_bytes(dtype, problem.runtime.implementation)
-    number_of = {size: number for number, size in enumerate(dict.fromkeys(sizes.values()))}
+    forms = [(sizes[name], workload.tensors[name][:1]) for name in names]
+    number_of = {form: number for number, form in enumerate(dict.fromkeys(forms))}
+    number_in = {name: number for number, name in enumerate(names)}
     tied = [
         (index, place)
         for index in range(count)
@@ -111,10 +113,11 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         *_rows(neighbours),
         np.array(classes, dtype=np.int64),
         *_rows(inputs),
+        np.array([number_in.get(name, -1) for op in workload.operators for name in op.inputs], dtype=np.int64),
         *_rows(touched),
         *_rows(crossing),
         np.array(producers, dtype=np.int64),
-        np.array([number_of[sizes[name]] for name in names], dtype=np.int64),
+        np.array([number_of[form] for form in forms], dtype=np.int64),
         *_rows(readers),
         first_saver,
         layer_of,
@@ -125,7 +128,6 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array(tie_numbers, dtype=np.int64),
     )
     place_of = {name: number for number, name in enumerate(savers)}
-    number_in = {name: number for number, name in enumerate(names)}
     saved = Savings(
         *_rows([[index for index, _ in found_savers] for found_savers in savers.values()]),
         np.array(saved_producers, dtype=np.int64),

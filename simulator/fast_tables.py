@@ -49,11 +49,12 @@ from simulator.fast_memory import (
 )
 from simulator.fast_structure import Ints, Names
 from simulator.fidelity import Fidelity
+from simulator.lowering.crossing import made_in_shards, num_parts, passing
 from simulator.lowering.mesh import mesh_sizes, settled
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.transfers import boundary, received_gathers
 from simulator.plan import Sharding, resolve
-from workloads.placements import REPLICATE, Placement, Shard
+from workloads.placements import Placement
 
 Floats = NDArray[np.float64]
 
@@ -75,6 +76,8 @@ class Table:
     made: Ints
     read: Ints
     passed: Ints
+    in_shards: Ints
+    num_parts: Ints
     families: Ints
     tied_bytes: Floats
     tied: Ints
@@ -96,7 +99,12 @@ class TableBuilder:
         self._holdings = Holdings(costs, channels, self._layouts)
 
     def row(
-        self, index: int, strategies: Mapping[int, Sharding], devices: Sequence[int], microbatch_size: int
+        self,
+        index: int,
+        strategies: Mapping[int, Sharding],
+        devices: Sequence[int],
+        microbatch_size: int,
+        entering: Iterable[int] = (),
     ) -> list[float]:
         """Return forward and backward seconds of an operator, and by input what a segment does not repeat.
 
@@ -105,8 +113,10 @@ class TableBuilder:
             strategies: Its own and those of its neighbours in its stage.
             devices: Of the stage.
             microbatch_size: Samples over all replicas.
+            entering: Tensors that arrive in shards of the sequence.
         """
-        view = view_of(self.costs, strategies, devices, microbatch_size)
+        names = [self.names.tensors[tensor] for tensor in entering]
+        view = view_of(self.costs, strategies, devices, microbatch_size, names)
         forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
         inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
         return [
@@ -191,8 +201,9 @@ class TableBuilder:
         np.cumsum(memory_sums, axis=0, out=memory_sums)
         np.cumsum(sums, axis=0, out=sums)
         self._add_gathers(sums, families)
-        made, read, settling_s = self._tensors(resolved, devices, microbatch_size)
-        passed = [self._layouts(_layout(_passing(sharding), sharding)) for sharding in resolved]
+        made, settling_s, in_shards = self._made_tensors(resolved, devices, microbatch_size)
+        read, parts = self._read_tensors(resolved)
+        passed = [self._layouts(_layout(passing(sharding), sharding)) for sharding in resolved]
         return Table(
             sums=sums,
             memory_sums=memory_sums,
@@ -207,6 +218,8 @@ class TableBuilder:
             made=made,
             read=read,
             passed=np.array(passed, dtype=np.int64),
+            in_shards=in_shards,
+            num_parts=parts,
             families=families,
             tied_bytes=np.array(tied_bytes).reshape(-1, NUM_STATES),
             tied=np.array(tied, dtype=np.int64).reshape(-1, 4),
@@ -255,44 +268,64 @@ class TableBuilder:
                 total += known[key] * structure.gathers_of[layer]
             sums[first + 1 : stop + 1, GATHER_S] = total
 
-    def _tensors(
+    def _made_tensors(
         self, resolved: Sequence[Sharding], devices: Sequence[int], microbatch_size: int
-    ) -> tuple[Ints, Ints, Floats]:
-        workload, structure = self.problem.workload, self.structure
-        made, read, settling = [], [], []
-        known: dict[object, tuple[int, float]] = {}
-        known_reads: dict[object, int] = {}
-        for tensor, name in enumerate(self.names.tensors):
-            producer = int(structure.producers[tensor])
+    ) -> tuple[Ints, Floats, Ints]:
+        """Return, per tensor, the number of its layout, seconds of settling it, and whether it is made in shards."""
+        workload = self.problem.workload
+        found = []
+        known: dict[object, tuple[int, float, bool]] = {}
+        for name in self.names.tensors:
+            producer = workload.producer[name]
             number = workload.operators[producer].outputs.index(name)
             key = (workload.signatures[producer], number)
             if key not in known:
                 try:
                     known[key] = self._made(name, producer, number, resolved[producer], devices, microbatch_size)
                 except ValueError:
-                    known[key] = -1, 0.0
-            made.append(known[key][0])
-            settling.append(known[key][1])
-            for reader in workload.consumers[name]:
-                position = workload.operators[reader].inputs.index(name)
-                read_key = (workload.signatures[reader], position)
-                if read_key not in known_reads:
-                    try:
-                        wanted = tuple(split.inputs[position] for split in self.costs.splits(reader, resolved[reader]))
-                        known_reads[read_key] = self._layouts(_layout(wanted, resolved[reader]))
-                    except ValueError:
-                        known_reads[read_key] = -1
-                read.append(known_reads[read_key])
-        return np.array(made, dtype=np.int64), np.array(read, dtype=np.int64), np.array(settling)
+                    known[key] = -1, 0.0, False
+            found.append(known[key])
+        made, settling_s, in_shards = zip(*found, strict=True) if found else ((), (), ())
+        return np.array(made, dtype=np.int64), np.array(settling_s), np.array(in_shards, dtype=np.int64)
 
     def _made(
         self, name: str, producer: int, number: int, sharding: Sharding, devices: Sequence[int], microbatch_size: int
-    ) -> tuple[int, float]:
-        """Return the number of the layout in which a tensor is made, and seconds of settling it."""
+    ) -> tuple[int, float, bool]:
         placements = tuple(split.outputs[number] for split in self.costs.splits(producer, sharding))
         view = view_of(self.costs, {producer: sharding}, devices, microbatch_size)
         settle_s = items_s(view, ProgramBuilder(view, Fidelity()).output_settled(name))
-        return self._layouts(_layout(settled(placements), sharding)), settle_s
+        layout = self._layouts(_layout(settled(placements), sharding))
+        return layout, settle_s, made_in_shards(sharding, placements)
+
+    def makes_in_shards(self, tensor: int, strategy: Sharding) -> bool:
+        """Return whether a tensor is made in shards of the sequence under a strategy."""
+        workload, name = self.problem.workload, self.names.tensors[tensor]
+        producer = workload.producer[name]
+        maker = workload.operators[producer]
+        sharding = resolve(strategy, maker)
+        number = maker.outputs.index(name)
+        return made_in_shards(sharding, [split.outputs[number] for split in self.costs.splits(producer, sharding)])
+
+    def _read_tensors(self, resolved: Sequence[Sharding]) -> tuple[Ints, Ints]:
+        """Return, per reading, the number of its layout, and in how many shards of the sequence it would arrive."""
+        workload = self.problem.workload
+        found = []
+        known: dict[object, tuple[int, int]] = {}
+        for name in self.names.tensors:
+            for reader in workload.consumers[name]:
+                position = workload.operators[reader].inputs.index(name)
+                key = (workload.signatures[reader], position)
+                if key not in known:
+                    try:
+                        wanted = tuple(split.inputs[position] for split in self.costs.splits(reader, resolved[reader]))
+                    except ValueError:
+                        known[key] = -1, 1
+                    else:
+                        layout = self._layouts(_layout(wanted, resolved[reader]))
+                        known[key] = layout, num_parts(resolved[reader], wanted, workload.tensors[name])
+                found.append(known[key])
+        layouts, parts = zip(*found, strict=True) if found else ((), ())
+        return np.array(layouts, dtype=np.int64), np.array(parts, dtype=np.int64)
 
     # Boundaries
 
@@ -329,11 +362,6 @@ def tied_channel(costs: CostTables, channels: Channels, placements: Sequence[Seq
 def _layout(placements: tuple[Placement, ...], sharding: Sharding) -> object:
     """Return what the transfer of a tensor depends on, on one side."""
     return mesh_sizes(sharding), placements, tuple(axis.split == "batch" for axis in sharding)
-
-
-def _passing(sharding: Sharding) -> tuple[Placement, ...]:
-    """Return how a stage holds a tensor that it only passes on."""
-    return tuple(Shard(0) if axis.split == "batch" else REPLICATE for axis in sharding) or (REPLICATE,)
 
 
 def _range_maxima(values: Floats) -> Floats:

@@ -61,6 +61,7 @@ _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 _BOUNDARY_KEY = np.uint64(0xF1357AEA2E62A9C5)
 _TIE_KEY = np.uint64(0x9FB21C651E98DF25)
+_SHARDS_KEY = np.uint64(0xA24BAED4963EE407)
 
 
 @inlined
@@ -183,6 +184,18 @@ def _tied_elements(
     return elements
 
 
+@inlined
+def _key_of_arrivals(shape: Structure, key: Any, index: int, first: int, in_shards: Ints) -> tuple[Any, bool]:
+    """Return a key that knows which inputs of an operator come in shards of the sequence, and whether that is known."""
+    known = True
+    for number in range(shape.input_offsets[index], shape.input_offsets[index + 1]):
+        tensor = shape.input_tensors[number]
+        if tensor >= 0 and shape.input_producers[number] < first and in_shards[tensor] != 0:
+            known = known and in_shards[tensor] > 0
+            key = _mixed(key ^ _SHARDS_KEY, number - shape.input_offsets[index])
+    return key, known
+
+
 @compiled_with(fast_arrays)
 def estimate_times(
     shape: Structure,
@@ -231,6 +244,7 @@ def estimate_times(
     sum_family = np.empty((2, MAX_PENDING), np.int64)
     sum_elements = np.empty((2, MAX_PENDING), np.float64)
     num_sums = np.zeros(2, np.int64)
+    in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
     for plan in chosen:
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, size = plans.num_microbatches[plan], plans.microbatch_size[plan]
@@ -256,6 +270,9 @@ def estimate_times(
                 break
             if not known:
                 state = INCOMPLETE
+                for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
+                    if shape.producers[shape.crossing[place]] >= first:
+                        in_shards[shape.crossing[place]] = PENDING
                 first = stop
                 continue
 
@@ -286,6 +303,10 @@ def estimate_times(
                                 other += 1
                             word = tables.aliases[run_tables[other]] + 1
                         key = _mixed(key, word)
+                    key, known = _key_of_arrivals(shape, key, index, first, in_shards)
+                    if not known:
+                        state = INCOMPLETE
+                        continue
                     row = _wanted(tables.keys, tables.values, key, misses, counts, ROW, index, stage)
                     if row < 0:
                         state = INCOMPLETE
@@ -377,16 +398,17 @@ def estimate_times(
                 gather_s += shape.gathers_of[pending_layer] * alone_s
             seconds += gather_s
 
-            # Outputs that nothing in the stage reads.
-            other = begin
+            # What leaves: in shards of the sequence or not; outputs that nothing in the stage reads.
             for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
                 tensor = shape.crossing[place]
                 maker = shape.producers[tensor]
-                if maker >= first and shape.readers[shape.reader_offsets[tensor]] >= stop:
+                if maker >= first:
                     other = begin
                     while plans.run_stops[other] <= maker:
                         other += 1
-                    seconds += tables.settling_s[run_tables[other], tensor]
+                    in_shards[tensor] = tables.in_shards[run_tables[other], tensor]
+                    if shape.readers[shape.reader_offsets[tensor]] >= stop:
+                        seconds += tables.settling_s[run_tables[other], tensor]
 
             # Recomputed segments.
             previous, run, over = first, begin, 0
@@ -481,6 +503,8 @@ def estimate_times(
             known = True
             for run in range(begin, last):
                 known = known and run_tables[run] >= 0
+            for place in range(shape.crossing_offsets[cut], shape.crossing_offsets[cut + 1]):
+                known = known and in_shards[shape.crossing[place]] >= 0
             if not known:
                 first = cut
                 continue
@@ -515,7 +539,7 @@ def estimate_times(
                     received = tables.read[run_tables[other], reader]
                 else:
                     received = tables.passed[run_tables[end], cut]
-                key = _mixed(_mixed(_mixed(key, shape.sizes[tensor]), sent), received)
+                key = _mixed(_mixed(_mixed(key, 2 * shape.sizes[tensor] + in_shards[tensor]), sent), received)
             number = _wanted(tables.keys, tables.values, key, misses, counts, BOUNDARY, stage, plan)
             if number < 0:
                 state = INCOMPLETE

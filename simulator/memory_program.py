@@ -117,8 +117,9 @@ class StageMemory:
     def forward(self) -> tuple[list[int], list[bool]]:
         """Return (tensor numbers, is allocation) of the forward pass."""
         events = Pass(self.table)
-        for name in self.view.arrivals:
-            events.allocate(name, self._input_bytes(name), self._kept[name])
+        for name, arrival in self.view.arrivals.items():
+            size = arrival.arriving_bytes(self.cost_of(arrival.reader[0]))
+            events.allocate(name, size, self._kept[name])
         self._run(self.view.operators, events, recomputing=False)
         if not self._keeps_outputs:
             for name in self.view.leaving:
@@ -287,12 +288,6 @@ class StageMemory:
             events.free(f"{name}/gradient")
 
     # Sizes
-
-    def _input_bytes(self, tensor: str) -> float:
-        for index in self._readers.get(tensor, ()):
-            op = self.workload.operators[index]
-            return self.cost_of(index).input_bytes[op.inputs.index(tensor)]
-        return 0.0
 
     def _output_bytes(self, tensor: str) -> float:
         producer = self.workload.producer[tensor]

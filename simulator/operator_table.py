@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, groups
 from simulator.plan import Sharding, resolve
 from simulator.saved import saved_tensors
@@ -104,7 +105,7 @@ def _collective_seconds(
 ) -> tuple[float, float]:
     """Return seconds of the collectives before operator ``index``, forward and backward, alone."""
     totals = [0.0, 0.0]
-    for phase, item, owner, _ in costs.input_collectives(index, resolved.__getitem__, samples, gpu_type):
+    for phase, item, owner, _ in input_collectives(costs, index, resolved.__getitem__, samples, gpu_type):
         if not costs.operator(owner, resolved[owner], samples, gpu_type).contains(item):
             totals[phase != FORWARD] += _first_group_s(costs, item)
     cost = costs.operator(index, resolved[index], samples, gpu_type)

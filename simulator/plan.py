@@ -60,6 +60,10 @@ class Stage:
         """Return the operator indices in order."""
         return [index for start, stop in self.operators for index in range(start, stop)]
 
+    def holds(self, index: int) -> bool:
+        """Return whether an operator is one of the stage's."""
+        return any(start <= index < stop for start, stop in self.operators)
+
     def num_operators(self) -> int:
         """Return how many operators the stage has."""
         return sum(stop - start for start, stop in self.operators)

@@ -28,6 +28,24 @@ class _AddOnce(_Function):  # type: ignore[misc]
         return gradient, gradient.sum_to_size(ctx.shape), None
 
 
+class _AddToParts(_Function):  # type: ignore[misc]
+    """Adds a term to a partial sum on one rank only, in place, and gives each rank the gradient of its tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: torch.Tensor, term: torch.Tensor, applies: bool, part: int, num_parts: int
+    ) -> torch.Tensor:
+        ctx.shape, ctx.part, ctx.num_parts = term.shape, part, num_parts
+        ctx.mark_dirty(total)
+        return total.add_(term) if applies else total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        (gradient,) = gradients
+        own = gradient.tensor_split(ctx.num_parts, dim=1)[ctx.part]
+        return gradient, own.sum_to_size(ctx.shape), None, None, None
+
+
 def add_once(total: torch.Tensor, term: torch.Tensor, *, applies: bool) -> torch.Tensor:
     """Return ``total + term`` where ``applies``, else ``total``; the term's gradient is whole everywhere."""
     result: torch.Tensor = _AddOnce.apply(total, term, applies)
@@ -45,9 +63,12 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *,
 def build_linear(context: OperatorContext) -> Forward:
     """Linear; the weight is ``(out, in)``."""
     applies = context.applies(1)
+    part, num_parts = context.coordinate("row_sequence"), context.degree("row_sequence")
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         bias = parameters[1] if len(parameters) > 1 else None
+        if bias is not None and num_parts > 1:
+            return (_AddToParts.apply(F.linear(inputs[0], parameters[0]), bias, applies, part, num_parts),)
         return (project(inputs[0], parameters[0], bias, applies=applies),)
 
     return forward

@@ -105,12 +105,20 @@ class OperatorContext:
         """Return the product of the axes with ``split``."""
         return prod(size for name, size, _ in self.axes if name == split)
 
+    def coordinate(self, split: str) -> int:
+        """Return this rank's number along the axes with ``split``."""
+        number = 0
+        for name, size, coordinate in self.axes:
+            if name == split:
+                number = number * size + coordinate
+        return number
+
     def applies(self, parameter: int) -> bool:
         """Return whether this rank adds a parameter that must be added once to a partial sum."""
         return all(
             coordinate == 0
             for split, (_, _, coordinate) in zip(self.splits, self.axes, strict=False)
-            if parameter in split.whole_gradients
+            if parameter in (*split.whole_gradients, *split.part_gradients)
         )
 
     def seed(self) -> int:

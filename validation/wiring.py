@@ -1,6 +1,6 @@
 """How tensors reach the operators of a stage: layouts at every edge and the conversions between them.
 
-The layouts are those of ``CostTables.input_collectives`` and ``ProgramBuilder``: forward, the producer's layout
+The layouts are those of ``lowering.edges`` and ``ProgramBuilder``: forward, the producer's layout
 becomes the consumer's; backward, the gradient as the consumer makes it becomes what the producer needs.
 """
 
@@ -35,6 +35,7 @@ class Wire:
         want: Layout the operator reads; readers that want one layout share its copy.
         gradient: Layout of the gradient it makes; equal ones are summed before they move.
         alone: Reader and input whose gradient moves alone, where the runtime does not sum partial gradients first.
+        own_copy: Reader and input that shares its copy with nobody (``StageView.gathers_alone``).
     """
 
     tensor: str
@@ -45,11 +46,12 @@ class Wire:
     want: Layout | None = None
     gradient: Layout | None = None
     alone: tuple[int, int] | None = None
+    own_copy: tuple[int, int] | None = None
 
     @property
     def copy(self) -> CopyKey | None:
         """Which copy of the tensor it reads; None if the tensor as it was made."""
-        return None if self.forward is None or self.want is None else (self.tensor, self.want)
+        return None if self.forward is None or self.want is None else (self.tensor, self.want, self.own_copy)
 
     @property
     def share(self) -> ShareKey | None:
@@ -57,8 +59,8 @@ class Wire:
         return None if self.backward is None or self.gradient is None else (self.tensor, self.gradient, self.alone)
 
 
-CopyKey = tuple[str, Layout]
-"""A tensor in a layout."""
+CopyKey = tuple[str, Layout, tuple[int, int] | None]
+"""A tensor in a layout, for all who read it so or for one reader's input."""
 
 ShareKey = tuple[str, Layout, tuple[int, int] | None]
 """A tensor whose gradients in a layout move together, or that of one reader's input."""
@@ -140,7 +142,7 @@ class StageWiring:
             needed = self._placements(producer, "output_gradient", number)
             source = OWN
         else:
-            have = needed = self.view.arrivals[name]
+            have = needed = self.boundary_layout(name)
             source = ARRIVAL
         forward = convert(have, want, ragged=self.ragged)
         steps = () if forward is None else forward.steps
@@ -153,11 +155,11 @@ class StageWiring:
             backward=convert(gradient, needed, ragged=self.ragged),
             gathers=bool(gathered)
             and all(dim > 0 for dim in gathered)
-            and source == OWN
-            and self.view.costs.keeps_shards_of(self.view.shardings[producer]),
+            and self.view.gathers_again(index, position),
             want=want,
             gradient=gradient,
             alone=None if summed else (index, position),
+            own_copy=(index, position) if self.view.gathers_alone(index, position) else None,
         )
 
     def uses(self, operators: Iterable[int]) -> Uses:
@@ -181,21 +183,14 @@ class StageWiring:
 
     def leaving_copy(self, tensor: str) -> CopyKey | None:
         """Return the copy that a reader of this stage has made of a partial sum that leaves, if it is whole."""
-        key = (tensor, is_settled(self.output_layout(tensor)))
+        key = (tensor, is_settled(self.output_layout(tensor)), None)
         read = {wire.copy for wires in self.wires.values() for wire in wires}
         return key if self.leaving[tensor] is not None and key in read else None
 
     def boundary_layout(self, tensor: str) -> Layout:
         """Return how ``tensor`` lies on this stage where it crosses a boundary: made, read or passed on here."""
-        if self.workload.producer[tensor] in self.view.shardings:
-            return is_settled(self.output_layout(tensor))
-        if tensor in self.view.arrivals:
-            return self.view.arrivals[tensor]
-        sharding = self.view.shardings[self.view.operators[0]]
-        placements: tuple[Placement, ...] = tuple(
-            Shard(0) if axis.split == "batch" else Replicate() for axis in sharding
-        ) or (Replicate(),)
-        return mesh_sizes(sharding), placements
+        held = self.view.crossing(tensor)
+        return held.sizes, held.placements
 
     def boundary_regions(self, tensor: str, turn: int) -> dict[int, Region]:
         """Return, by local device, the part of ``tensor`` it holds at a boundary; see ``transfers.boundary``."""

@@ -69,7 +69,8 @@ def localize(
         inputs = _cut_all(inputs, entry.inputs, split, size, who, "input")
         outputs = _cut_all(outputs, entry.outputs, split, size, who, "output")
         parameters = _cut_all(parameters, entry.parameters, split, size, who, "parameter")
-    return Local(attributes, inputs, outputs, parameters, implementation)
+    cuts = tuple((split, size) for _, split, size in chosen)
+    return Local(attributes, inputs, outputs, parameters, implementation, cuts)
 
 
 def splits_of(kind: Kind, attributes: Attributes) -> Mapping[str, Split]:

@@ -31,6 +31,7 @@ from searchers.aceso.arrays import (
     Arrays,
 )
 from simulator.costs import CostTables, saved_tensors
+from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, groups
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
@@ -265,7 +266,7 @@ def _fill_class(
 
     cost = cost_of(index)
     seconds = [max(part.device_s, part.host_s) for part in (cost.forward, cost.backward)]
-    for phase, item, owner, _ in costs.input_collectives(index, sharding_of, samples, gpu_type):
+    for phase, item, owner, _ in input_collectives(costs, index, sharding_of, samples, gpu_type):
         if not cost_of(owner).contains(item):
             seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
     for phase, item in cost.internal:

@@ -18,11 +18,14 @@ import numpy as np
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
 from simulator.costs import CostTables, saved_tensors
+from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
 from simulator.plan import Axis, Sharding, resolve
 from workloads.kinds.base import FORWARD
 from workloads.placements import PARTIAL
 
+NOT_OF_ALPA = ("row_sequence",)
+"""Splits that are Megatron-LM's: to Alpa a row split whose sum is scattered is a row split."""
 ATTRIBUTES = ("seconds", "sync_s", "state_bytes", "sharded_state_bytes", "saved_bytes", "output_bytes")
 """What a choice of strategies adds up besides its objective: seconds of one microbatch forward and backward,
 seconds of gradient synchronisation, model states (whole, and under ZeRO-2 over the batch axes), tensors kept for
@@ -115,7 +118,7 @@ class IntraOp:
             elif number == 0 and self.mesh.batch_forced and not self.options.free_axes:
                 axes.append([Axis("batch", size)])
             else:
-                axes.append([Axis(name, size) for name in table])
+                axes.append([Axis(name, size) for name in table if name not in NOT_OF_ALPA])
         found: list[Sharding] = []
         repeats: list[Sharding] = []
         for choice in itertools.product(*axes):
@@ -238,8 +241,8 @@ class IntraOp:
         chosen = {producer: have, consumer: want}
         forwards = 2 if self.options.recompute else 1
         total = 0.0
-        for phase, item, owner, _ in self.costs.input_collectives(
-            consumer, chosen.get, self.samples(want), self.gpu_type
+        for phase, item, owner, _ in input_collectives(
+            self.costs, consumer, chosen.get, self.samples(want), self.gpu_type
         ):
             owned = self.costs.operator(owner, chosen[owner], self.samples(chosen[owner]), self.gpu_type)
             if not owned.contains(item):

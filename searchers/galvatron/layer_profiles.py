@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from searchers.layers import blocks
 from simulator.costs import CostTables, saved_tensors
+from simulator.lowering.edges import input_collectives
 from simulator.plan import Axis, Sharding, resolve
 from simulator.uniform import repeated_layers
 from workloads.kinds.base import FORWARD
@@ -281,7 +282,7 @@ class LayerProfiles:
 
             for index in range(*layer.span) if tensor > 1 else ():
                 inside = layer.core[0] <= index < layer.core[1]
-                found = self.costs.input_collectives(index, sharding_of, 1, self.gpu_type)
+                found = input_collectives(self.costs, index, sharding_of, 1, self.gpu_type)
                 items = [(phase, item) for phase, item, _, _ in found]
                 items += self.costs.operator(index, sharding_of(index), 1, self.gpu_type).internal
                 for phase, item in items:

@@ -74,19 +74,31 @@ def stage_views(plan: Plan, costs: CostTables) -> tuple[StageView, ...]:
     """Return one view per stage of a canonical plan; the same view for the same stage of a similar plan.
 
     A view asks its plan for what concerns all stages alike, never for another stage, nor for how many microbatches
-    there are beyond one.
+    there are beyond one. What it needs to know of earlier stages it is told.
     """
     types = costs.problem.gpu_types
     settings = tuple({**plan.__dict__, "stages": None, "num_microbatches": min(plan.num_microbatches, 2)}.values())
-    return tuple(
-        costs.stages.get(
-            (position, stage, settings),
-            lambda position=position, stage=stage: StageView(  # type: ignore[misc]
-                position, stage, plan, costs, types[stage.devices[0]]
-            ),
+    views: list[StageView] = []
+    for position, stage in enumerate(plan.stages):
+        entering = _entering_in_shards(views, plan)
+        views.append(
+            costs.stages.get(
+                (position, stage, settings, entering),
+                lambda position=position, stage=stage, entering=entering: StageView(  # type: ignore[misc]
+                    position, stage, plan, costs, types[stage.devices[0]], entering
+                ),
+            )
         )
-        for position, stage in enumerate(plan.stages)
-    )
+    return tuple(views)
+
+
+def _entering_in_shards(before: Sequence[StageView], plan: Plan) -> tuple[str, ...]:
+    """Return the tensors that stages make in shards of the sequence and that the next stage reads or passes on."""
+    if not before:
+        return ()
+    consumers, later = before[0].costs.problem.workload.consumers, plan.stages[len(before) :]
+    made = (*before[-1].entering, *before[-1].leaving_in_shards)
+    return tuple(name for name in made if any(stage.holds(reader) for stage in later for reader in consumers[name]))
 
 
 def pipeline_shape(plan: Plan, num_microbatches: int | None = None) -> PipelineShape:

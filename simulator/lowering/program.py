@@ -192,17 +192,18 @@ class ProgramBuilder:
         gathered = tuple(self._beside(item, index) for item in gathers)
         self._compute(cause, index, (BACKWARD_INPUT,))
         self._pending_after = gathered
-        reduced = tuple(self._beside(item, index) for item in beside)
+        reduced = tuple(self._beside(item, index) for item, _ in beside)
         self._compute(cause, index, (BACKWARD_WEIGHT,))
         self._pending_after = reduced
         self._backward_collectives(index, without=beside)
 
-    def _reductions_beside_weights(self, index: int) -> list[MeshCollective]:
-        """Return the reductions of input gradients that travel while the operator's weight gradients are made.
+    def _reductions_beside_weights(self, index: int) -> list[tuple[MeshCollective, int]]:
+        """Return reductions of input gradients that travel while the operator's weight gradients are made, by input.
 
         Those towards an earlier operator of the stage alone: what leaves the stage is waited for.
         """
         view, cost = self.view, self._cost(index)
+        inputs = view.costs.problem.workload.operators[index].inputs
         if (
             not (view.costs.problem.runtime.overlaps_input_reductions and view.costs.problem.runtime.host_runs_ahead)
             or not self.fidelity.tensor_parallel
@@ -211,9 +212,11 @@ class ProgramBuilder:
         ):
             return []
         found = [
-            item for phase, item, owner, _ in view.input_collectives(index) if (phase, owner) == (BACKWARD_INPUT, index)
+            (item, position)
+            for phase, item, owner, position in view.input_collectives(index)
+            if (phase, owner) == (BACKWARD_INPUT, index) and inputs[position] not in view.arrivals
         ]
-        return [item for item in found if item.collective in REDUCTIONS and not item.moves_batch]
+        return [(item, place) for item, place in found if item.collective in REDUCTIONS and not item.moves_batch]
 
     def _beside(self, item: MeshCollective, index: int) -> int:
         """Add a collective that starts after what is there and that nothing waits for yet; return its position."""
@@ -232,40 +235,17 @@ class ProgramBuilder:
             kept = recomputed is not None and owner not in recomputed and item.collective in REDUCTIONS
             if phase == FORWARD and not kept:
                 yield item, owner
-        workload = view.costs.problem.workload
-        for position, name in enumerate(workload.operators[index].inputs):
-            if name in view.arrivals:
-                sizes, have = view.arrivals[name]
-                splits = view.costs.splits(index, view.shardings[index])
-                want = tuple(split.inputs[position] for split in splits)
-                own = mesh_sizes(view.shardings[index])
-                gradient = tuple(split.input_gradient(position) for split in splits)
-                served, _ = view.costs.served_before(index, position, name, view.shardings.get, own, want, gradient)
-                if (sizes, have) != (own, want) and not served:
-                    for item in reshard(sizes, have, own, want, self._cost(index).input_bytes[position]):
-                        yield item, index
 
-    def _backward_collectives(self, index: int, without: Sequence[MeshCollective] = ()) -> None:
+    def _backward_collectives(self, index: int, without: Sequence[tuple[MeshCollective, int]] = ()) -> None:
         view = self.view
         cost = self._cost(index)
         for phase, item in cost.internal:
             if phase == BACKWARD_INPUT and not cost.contains(item):
                 self._collective(item, index)
-        for phase, item, owner, _ in view.input_collectives(index):
-            if phase == BACKWARD_INPUT and item not in without and not self._cost(owner).contains(item):
+        for phase, item, owner, position in view.input_collectives(index):
+            done = (item, position) in without
+            if phase == BACKWARD_INPUT and not done and not self._cost(owner).contains(item):
                 self._collective(item, index)
-        workload = view.costs.problem.workload
-        splits = view.costs.splits(index, view.shardings[index])
-        for position, name in enumerate(workload.operators[index].inputs):
-            if name in view.arrivals:
-                have = tuple(split.input_gradient(position) for split in splits)
-                want = tuple(split.inputs[position] for split in splits)
-                sizes = mesh_sizes(view.shardings[index])
-                _, served = view.costs.served_before(index, position, name, view.shardings.get, sizes, want, have)
-                if not served:  # The gradient goes back in the layout in which the tensor came.
-                    for item in reshard(sizes, have, *view.arrivals[name], cost.input_bytes[position]):
-                        if not cost.contains(item):
-                            self._collective(item, index)
 
     def output_settled(self, tensor: str) -> list[Item]:
         """Return what makes a tensor whole that leaves the stage and that nothing in it reads."""

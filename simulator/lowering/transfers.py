@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from simulator.lowering.mesh import MeshCollective, MeshSizes, batch_coordinate, mesh_sizes, settled
+from simulator.lowering.mesh import MeshCollective, MeshSizes, batch_coordinate
 from simulator.lowering.program import StageView
 from simulator.plan import Sharding
 from workloads.local import dtype_bytes
@@ -198,11 +198,11 @@ def _num_parts(first: StageView, second: StageView, tensor: str) -> int:
 
 def _holders(view: StageView, tensor: str) -> tuple[MeshSizes, tuple[int, ...]]:
     """Return the mesh of a tensor and the axes along which ranks hold the same of it."""
-    sizes, placements, sharding = _placed(view, tensor)
-    return sizes, tuple(
+    held = view.crossing(tensor)
+    return held.sizes, tuple(
         axis
-        for axis, placement in enumerate(placements)
-        if isinstance(placement, Replicate) and not (sharding and sharding[axis].split == "batch")
+        for axis, placement in enumerate(held.placements)
+        if isinstance(placement, Replicate) and not (held.sharding and held.sharding[axis].split == "batch")
     )
 
 
@@ -239,9 +239,10 @@ def _layout(view: StageView, tensor: str, turn: int) -> tuple[_Layout, float]:
     maker = workload.operators[producer]
     dtype = maker.definition.output_dtype(maker.outputs.index(tensor))
     size = prod(workload.tensors[tensor]) * samples * dtype_bytes(dtype, view.costs.problem.runtime.implementation)
-    sizes, placements, sharding = _placed(view, tensor)
+    held = view.crossing(tensor)
     replica = turn % view.num_turns if view.num_turns > 1 else -1
-    return _laid_out(sizes, placements, sharding if replica >= 0 else (), samples, replica), float(size)
+    sharding = held.sharding if replica >= 0 else ()
+    return _laid_out(held.sizes, held.placements, sharding, samples, replica), float(size)
 
 
 @lru_cache(maxsize=4096)
@@ -257,23 +258,6 @@ def _laid_out(
     )
     numbered = enumerate(regions(sizes, whole, num_samples))
     return _Layout(tuple(one for one in numbered if batch_coordinate(sharding, one[0]) == replica))
-
-
-def _placed(view: StageView, tensor: str) -> tuple[MeshSizes, tuple[Placement, ...], Sharding]:
-    """Return the mesh, the layout and the sharding in which a stage holds a tensor that enters or leaves it."""
-    workload = view.costs.problem.workload
-    producer = workload.producer[tensor]
-    if producer in view.shardings:
-        sharding = view.shardings[producer]
-        number = workload.operators[producer].outputs.index(tensor)
-        placements = settled(split.outputs[number] for split in view.costs.splits(producer, sharding))
-        return mesh_sizes(sharding), placements, sharding
-    sharding = view.shardings[view.operators[0]]
-    if tensor in view.arrivals:
-        first = next(index for index in view.operators if tensor in workload.operators[index].inputs)
-        return *view.arrivals[tensor], view.shardings[first]
-    placements = tuple(Shard(0) if axis.split == "batch" else Replicate() for axis in sharding) or (Replicate(),)
-    return mesh_sizes(sharding), placements, sharding
 
 
 def crossing_tensors(views: Sequence[StageView]) -> list[list[str]]:

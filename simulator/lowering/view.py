@@ -10,10 +10,11 @@ from math import prod
 from typing import Any
 
 from simulator.costs import CostTables, OperatorCost
-from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
+from simulator.lowering.crossing import Crossing, arriving, is_sequence_parallel, made_in_shards, passing
+from simulator.lowering.edges import gathers_alone, input_collectives
+from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, settled
 from simulator.plan import Plan, Sharding, Stage
 from workloads.kinds.base import FORWARD
-from workloads.placements import Placement
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class StageView:
         plan: The canonical plan.
         costs: Cost tables.
         gpu_type: Device type that sizes are asked for (sizes do not depend on it).
+        entering: Tensors that earlier stages make in shards of the sequence and that reach this one.
     """
 
     position: int
@@ -33,6 +35,7 @@ class StageView:
     plan: Plan
     costs: CostTables
     gpu_type: str
+    entering: tuple[str, ...] = ()
 
     @cached_property
     def operators(self) -> list[int]:
@@ -66,6 +69,7 @@ class StageView:
             self.plan.microbatch_size,
             self.plan.replica_assignment,
             self.gpu_type,
+            tuple(name in self.entering for name in self.arrivals),
         )
         return costs.forms.get(form, dict[Hashable, Any])
 
@@ -93,11 +97,11 @@ class StageView:
         return {}
 
     def input_collectives(self, index: int) -> list[tuple[str, MeshCollective, int, int]]:
-        """Return the collectives between an operator and the producers of its inputs (``CostTables``)."""
+        """Return the collectives between an operator and the sources of its inputs (``edges``)."""
         key = ("input collectives", index)
         if key not in self.kept:
-            self.kept[key] = self.costs.input_collectives(
-                index, self.shardings.get, self.samples(index), self.gpu_type
+            self.kept[key] = input_collectives(
+                self.costs, index, self.shardings.get, self.samples(index), self.gpu_type, self.arrivals
             )
         found: list[tuple[str, MeshCollective, int, int]] = self.kept[key]
         return found
@@ -122,13 +126,23 @@ class StageView:
 
     def gathers_again(self, index: int, position: int) -> bool:
         """Return whether backward gathers again what is among ``gathered_inputs``: shards of the sequence."""
-        producer = self.costs.problem.workload.producer[self.costs.problem.workload.operators[index].inputs[position]]
+        workload = self.costs.problem.workload
+        name = workload.operators[index].inputs[position]
         moves_batch = any(
             item.moves_batch
             for phase, item, _, place in self.input_collectives(index)
             if phase == FORWARD and place == position
         )
-        return not moves_batch and self.costs.keeps_shards_of(self.shardings[producer])
+        if self.costs.problem.runtime.keeps_gathered_inputs or moves_batch:
+            return False
+        made_by = self.shardings.get(workload.producer[name])
+        return name in self.entering if made_by is None else is_sequence_parallel(made_by)
+
+    def gathers_alone(self, index: int, position: int) -> bool:
+        """Return whether an operator shares no gathered copy of an input with other readers."""
+        name = self.costs.problem.workload.operators[index].inputs[position]
+        want = tuple(split.inputs[position] for split in self.costs.splits(index, self.shardings[index]))
+        return gathers_alone(self.costs, want, in_shards=self.crossing(name).in_shards)
 
     @cached_property
     def num_turns(self) -> int:
@@ -148,18 +162,38 @@ class StageView:
         )
 
     @cached_property
-    def arrivals(self) -> dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]:
-        """Tensors made elsewhere and read here: mesh and layout of their first reader's input."""
+    def leaving_in_shards(self) -> tuple[str, ...]:
+        """Those of the tensors ``leaving`` that are made in shards of the sequence."""
+        return tuple(name for name in self.leaving if self.crossing(name).in_shards)
+
+    @cached_property
+    def arrivals(self) -> dict[str, Crossing]:
+        """Tensors made elsewhere and read here, as they arrive."""
         workload = self.costs.problem.workload
         own = set(self.operators)
-        found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
+        found: dict[str, Crossing] = {}
         for index in self.operators:
             for position, name in enumerate(workload.operators[index].inputs):
                 producer = workload.producer.get(name)
                 if producer is not None and producer not in own and name not in found:
-                    splits = self.costs.splits(index, self.shardings[index])
-                    found[name] = (
-                        mesh_sizes(self.shardings[index]),
-                        tuple(split.inputs[position] for split in splits),
-                    )
+                    sharding = self.shardings[index]
+                    wanted = tuple(split.inputs[position] for split in self.costs.splits(index, sharding))
+                    shape, in_shards = workload.tensors[name], name in self.entering
+                    reader = index, position
+                    found[name] = arriving(sharding, wanted, shape, in_shards=in_shards, reader=reader)
         return found
+
+    def crossing(self, tensor: str) -> Crossing:
+        """Return how this stage holds a tensor that crosses a boundary of it: made, read or passed on here."""
+        workload = self.costs.problem.workload
+        producer = workload.producer[tensor]
+        if producer in self.shardings:
+            sharding = self.shardings[producer]
+            number = workload.operators[producer].outputs.index(tensor)
+            made = settled(split.outputs[number] for split in self.costs.splits(producer, sharding))
+            return Crossing(mesh_sizes(sharding), made, sharding, in_shards=made_in_shards(sharding, made))
+        if tensor in self.arrivals:
+            return self.arrivals[tensor]
+        sharding = self.shardings[self.operators[0]]
+        shape, in_shards = workload.tensors[tensor], tensor in self.entering
+        return arriving(sharding, passing(sharding), shape, in_shards=in_shards)

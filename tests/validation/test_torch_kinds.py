@@ -35,7 +35,7 @@ def test_every_kind_has_a_builder_or_is_refused_by_name() -> None:
 def test_the_examples_cover_every_builder_and_split() -> None:
     assert {example.workload.operators[example.index].kind for example in EXAMPLES} >= set(BUILDERS) - {"add"}
     assert {example.split for example in EXAMPLES} == {
-        "batch", "replicate", "column", "row", "head", "sequence", "vocab", "vocab_sequence",
+        "batch", "replicate", "column", "row", "row_sequence", "head", "sequence", "vocab", "vocab_sequence",
         "in_channel", "out_channel", "channel",
     }  # fmt: skip
 

@@ -264,6 +264,12 @@ def two_processes() -> list[Case]:
         t5 = problem("t5", sums_input_gradients=False)
         add(f"t5 {words}, each decoder layer reduces its gradient of the encoder's output", t5,
             uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=splits))  # fmt: skip
+    t5 = problem("t5", sums_input_gradients=False)
+    add("t5 tp2, sequence parallel, each decoder layer gathers the encoder's output, full recomputation", t5,
+        uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True, recompute="full"))  # fmt: skip
+    t5 = problem("t5", sums_input_gradients=False, keeps_gathered_inputs=False)
+    add("t5 tp2, sequence parallel, each decoder layer gathers the encoder's output again", t5,
+        uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True))  # fmt: skip
     t5 = problem("t5", keeps_gathered_inputs=False)
     add("t5 tp2, sequence parallel, inputs gathered again", t5,
         uniform_plan(t5, tp=2, microbatch=4, sequence_parallel=True))  # fmt: skip
@@ -377,6 +383,20 @@ def four_processes() -> list[Case]:
     add("t5 pp4, memory relayed", t5, pipeline(t5, parts, microbatch=2))
     parts = [(count // 2 + 3, [0, 1], SP2), (-1, [2, 3], DP2)]
     add("t5 pp2, sequence parallel then dp2", t5, pipeline(t5, parts, microbatch=4))
+    for keeps in (True, False):
+        bert = problem("bert", keeps_gathered_inputs=keeps)
+        recompute = "full" if keeps else "none"  # Recomputed, the executor keeps what a segment gathered.
+        plan = uniform_plan(bert, pp=2, tp=2, microbatch=2, sequence_parallel=True, recompute=recompute)
+        words = "shards cross and are gathered " + ("once" if keeps else "again")
+        add(f"bert pp2 tp2, sequence parallel, {words}", bert, plan)
+        t5 = problem("t5-megatron", keeps_gathered_inputs=keeps, sums_input_gradients=keeps)
+        roles = ("norm_1", "post_attention_dropout", "mlp_linear_2")
+        cuts = [cut(t5.workload, f"decoder_{role}", 4) for role in roles]
+        parts = [(stop, [0, 1] if number % 2 == 0 else [2, 3], SP2) for number, stop in enumerate([*cuts, -1])]
+        plan = pipeline(t5, parts, microbatch=2, schedule="gpipe")
+        add(f"t5 tp2, sequence parallel, memory passed on in shards and {words}", t5, plan)
+    parts = [(even_layer_cuts(bert.workload, 2)[0][1], [0, 1], SP2), (-1, [2, 3], TP2)]
+    add("bert pp2, sequence parallel then tp2", bert, pipeline(bert, parts, microbatch=4))
     bert = problem("bert")
     every = replace(uniform_plan(bert, dp=2, tp=2, microbatch=1), gradient_reduction="every")
     add("bert dp2 tp2, overlapped every microbatch", bert, every)

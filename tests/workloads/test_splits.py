@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workloads.kernels import MemoryBound
 from workloads.kinds import all_kinds, kind_named
-from workloads.kinds.base import PHASES, Attributes, Implementation, Shape
+from workloads.kinds.base import BACKWARD_WEIGHT, PHASES, Attributes, Implementation, Shape
 from workloads.local import localize, matmul_flop, saved_tensors, splits_of, workspace_bytes
 from workloads.placements import PARTIAL, REPLICATE, Replicate, Shard
 
@@ -163,6 +164,23 @@ def test_a_bias_of_a_row_split_needs_no_reduction() -> None:
     assert sequence.parameter_gradient(0) == PARTIAL
     vocab = splits_of(kind_named("embedding"), {"vocab": 8, "hidden": 8, "positions": 4})["vocab"]
     assert [vocab.parameter_gradient(index) for index in range(2)] == [Shard(0), REPLICATE]
+
+
+def test_a_bias_of_a_row_split_under_sequence_parallelism_has_the_gradient_of_its_tokens() -> None:
+    """Megatron-LM adds it to a shard: its gradient reads b s h / t numbers and is summed over ranks as norms' are."""
+    kind, attributes = kind_named("linear"), {"in": 8, "out": 8, "bias": True}
+    table = splits_of(kind, attributes)
+    assert table["row_sequence"].parameter_gradient(0) == table["row"].parameter_gradient(0) == Shard(1)
+    assert table["row_sequence"].parameter_gradient(1) == PARTIAL
+    batch, tokens, hidden, ways = 4, 16, 8, 4
+
+    def read_bytes(split: str) -> float:
+        local = localize(kind, attributes, [(batch, tokens, hidden)], [(split, ways)], HALF)
+        (gradient,) = [one for one in kind.kernels(BACKWARD_WEIGHT, local) if isinstance(one, MemoryBound)]
+        return gradient.read_bytes
+
+    assert read_bytes("row") == 2 * batch * tokens * hidden
+    assert read_bytes("row_sequence") == 2 * batch * tokens * hidden / ways
 
 
 def test_two_axes_cut_twice() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import ClassVar
 
 from workloads.kernels import Kernel
@@ -145,6 +146,8 @@ class Split:
             gradient of a replicated input or parameter is a partial sum.
         whole_gradients: Indices of replicated parameters that are applied after the sum over the axis (the
             bias of a row split), so that every rank computes their whole gradient all the same.
+        part_gradients: The same where that sum is scattered along the sequence: every rank computes the gradient from
+            its part of the tokens.
     """
 
     inputs: tuple[Placement, ...]
@@ -152,6 +155,7 @@ class Split:
     parameters: tuple[Placement, ...] = ()
     shares_work: bool = True
     whole_gradients: tuple[int, ...] = ()
+    part_gradients: tuple[int, ...] = ()
 
     def input_gradient(self, index: int) -> Placement:
         """Return the placement in which backward produces the gradient of input ``index``."""
@@ -181,6 +185,7 @@ class Local:
         attributes: The operator's attributes (global, e.g. ``heads`` of the whole model).
         inputs, outputs, parameters: Local shapes.
         implementation: Framework choices.
+        axes: ``(split, size)`` per mesh axis of more than one rank.
     """
 
     attributes: Attributes
@@ -188,11 +193,16 @@ class Local:
     outputs: tuple[Shape, ...]
     parameters: tuple[Shape, ...]
     implementation: Implementation
+    axes: tuple[tuple[str, int], ...] = ()
 
     @property
     def element_bytes(self) -> int:
         """Bytes of one activation element."""
         return self.implementation.activation_bytes
+
+    def degree(self, split: str) -> int:
+        """Return the product of the axes with ``split``."""
+        return prod(size for name, size in self.axes if name == split)
 
 
 class Kind(ABC):

@@ -31,6 +31,9 @@ class Linear(Kind):
     for the query-key-value projection; default ``out``); ``in_groups``, what a row split must divide (heads
     for the projection after attention; default ``in``); ``defer_bias``, the next operator can add the bias
     in its own kernel (where the implementation fuses so).
+
+    ``row_sequence`` is a row split whose sum is scattered along the sequence before the bias is added (Megatron-LM,
+    RowParallelLinear under sequence parallelism): each rank adds it to its part, and has the gradient of that.
     """
 
     name = "linear"
@@ -59,13 +62,16 @@ class Linear(Kind):
                     (Shard(2),), (PARTIAL,), (Shard(1), REPLICATE)[: 1 + bias], whole_gradients=(1,)
                 ),
                 "sequence": Split((Shard(1),), (Shard(1),), (REPLICATE, REPLICATE)[: 1 + bias]),
+                "row_sequence": Split(
+                    (Shard(2),), (PARTIAL,), (Shard(1), REPLICATE)[: 1 + bias], part_gradients=(1,)
+                ),
             },
         ).build()
 
     def split_limit(self, attributes: Attributes, split: str) -> int | None:
         if split == "column":
             return integer(attributes, "groups", integer(attributes, "out"))
-        if split == "row":
+        if split in ("row", "row_sequence"):
             return integer(attributes, "in_groups", integer(attributes, "in"))
         return None
 
@@ -75,7 +81,7 @@ class Linear(Kind):
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         rows = prod(local.inputs[0][:-1])
         num_in, num_out = local.inputs[0][-1], local.outputs[0][-1]
-        out_bytes = size_bytes(local, local.outputs)
+        out_bytes = size_bytes(local, local.outputs) / local.degree("row_sequence")
         bias = flag(local.attributes, "bias", True)
         if phase == FORWARD:
             found: list[Kernel] = [Matmul(m=rows, n=num_out, k=num_in)]

@@ -174,6 +174,13 @@ class Blocks:
         attributes = self._attributes[key]
         return self.graph.add(self.prefix + role, "linear", [x], attributes, tensor="column", alternative="row")
 
+    def _add_row(self, role: str, key: str, x: str) -> str:
+        attributes = self._attributes[key]
+        sequence = "row_sequence" if self.bias else "row"
+        return self.graph.add(
+            role, "linear", [x], attributes, tensor="row", alternative="column", sequence=sequence
+        )
+
     def _add_attention(self, prefix: str, query: str, key: str, which: str, tie: str | None) -> str:
         graph, attributes = self.graph, self._attributes
         prefix = self.prefix + prefix
@@ -195,9 +202,7 @@ class Blocks:
             context = graph.add(
                 f"{prefix}_context", "attention_context", [scores, key], attributes[which], tensor="head"
             )
-        return graph.add(
-            f"{prefix}_dense", "linear", [context], attributes["dense"], tensor="row", alternative="column"
-        )
+        return self._add_row(f"{prefix}_dense", "dense", context)
 
     def add_mlp(self, x: str) -> str:
         """Add projection, activation (dropout) and projection back."""
@@ -206,9 +211,7 @@ class Blocks:
         x = graph.add(f"{self.prefix}mlp_activation", self.activation, [x], attributes["activation"], tensor="column")
         if self.mlp_dropout and self.dropout > 0:
             x = graph.add(f"{self.prefix}mlp_dropout", "dropout", [x], attributes["mlp_dropout"], tensor="column")
-        return graph.add(
-            f"{self.prefix}mlp_linear_2", "linear", [x], attributes["linear_2"], tensor="row", alternative="column"
-        )
+        return self._add_row(f"{self.prefix}mlp_linear_2", "linear_2", x)
 
     def add_pre_norm_layer(
         self, x: str, *, causal: bool, parallel: bool = False, tie: str | None = None

@@ -84,7 +84,9 @@ def build(spec: XLNetSpec, attention: str) -> Workload:
         x = graph.add("norm_1", "layer_norm", [x], norm, sequence="sequence")
         y = graph.add("mlp_linear_1", "linear", [x], up, tensor="column", alternative="row")
         y = graph.add("mlp_activation", "gelu", [y], {"groups": ffn}, tensor="column")
-        y = graph.add("mlp_linear_2", "linear", [y], down, tensor="row", alternative="column")
+        y = graph.add(
+            "mlp_linear_2", "linear", [y], down, tensor="row", alternative="column", sequence="row_sequence"
+        )
         x = graph.add("post_mlp_dropout", "dropout_add", [y, x], residual, sequence="sequence")
         x = graph.add("norm_2", "layer_norm", [x], norm, sequence="sequence")
     graph.layer("head")
