@@ -11,7 +11,7 @@ from hardware_models.crowding import CrowdedGroup
 from hardware_models.group_shapes import shape_of, slots_by_node
 from simulator.costs import CostTables
 from simulator.fast_arrays import LINE
-from simulator.fast_time import MAX_LATENCY_SHARE, price_s
+from simulator.fast_prices import MAX_LATENCY_SHARE, price_s
 
 _PROBES = (1e3, 1e6, 1e9)
 """Sizes at which the lines are held against the hardware model, so that a change there is noticed here."""
