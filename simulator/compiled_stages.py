@@ -269,7 +269,10 @@ class StageRowsBuilder:
         return before_forward, before_again, before_backward, after_backward
 
     def _arrivals(self, index: int, first: int) -> dict[str, Crossing]:
-        """Return what an operator reads of earlier stages, as it arrives in one that begins with ``first``."""
+        """Return what an operator reads of earlier stages, as it arrives in one that begins with ``first``.
+
+        Nothing comes in shards of the sequence: plans of a batch are tensor parallel without.
+        """
         found = {}
         for name in self.workload.operators[index].inputs:
             producer = self.workload.producer.get(name)
