@@ -65,8 +65,8 @@ def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
 def inlined(function: Function) -> Function:
     """Return ``function`` to be copied into the compiled functions that call it.
 
-    Callers in other files name this one to `compiled_with`. A call proper counts references on every array that it is given, which costs more than a short function. So does a
-    copy in an inner loop if it is given many.
+    Callers in other files name this one to `compiled_with`. A call proper counts references on every array that it is
+    given, which costs more than a short function. So does a copy in an inner loop if it is given many.
     """
     return cast(Function, numba.njit(inline="always")(function))
 
