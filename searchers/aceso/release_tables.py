@@ -88,6 +88,7 @@ def release_arrays(problem: Problem) -> Tables:
         group,
         _recomputed_layers(workload, layer),
         may_free,
+        np.arange(len(workload), dtype=np.int32),
         np.array([knots, knots]),
         np.array(seconds),
         np.zeros((num_degrees, num_degrees, 2)),

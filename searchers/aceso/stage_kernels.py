@@ -7,10 +7,10 @@ import numpy as np
 from searchers.aceso import arrays as layout
 from searchers.aceso import recompute_kernels
 from searchers.aceso.arrays import (
-    ALWAYS,
     BACKWARD,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
+    FAR,
     FORWARD,
     GRADIENT,
     INPUT,
@@ -110,7 +110,7 @@ def stage_figures(
         backward += arrays.columns[cell, BACKWARD, index]
         states += arrays.columns[cell, STATE, index]
         weights += arrays.columns[cell, WEIGHT, index]
-        kept += arrays.columns[cell, KEPT, index] + arrays.columns[cell, ALWAYS, index]
+        kept += arrays.columns[cell, KEPT, index] + arrays.columns[cell, FAR, index]
         gradients += arrays.columns[cell, GRADIENT, index]
         if index + 1 < stop or not release or stop - start == 1:
             extra_forward = max(extra_forward, arrays.columns[cell, EXTRA_FORWARD, index])

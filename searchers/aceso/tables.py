@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.aceso.arrays import (
-    ALWAYS,
     BACKWARD,
     ENTRY,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
+    FAR,
     FORWARD,
     GRADIENT,
     INPUT,
@@ -26,6 +26,7 @@ from searchers.aceso.arrays import (
     LISTED,
     NUM_COLUMNS,
     OUTPUT,
+    OWN,
     STATE,
     WEIGHT,
     Arrays,
@@ -160,6 +161,7 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
     arrays = Arrays(
         columns,
         *operator_marks(workload),
+        _reach(costs, samples[0]),
         np.array([KNOTS_BYTES, KNOTS_BYTES]),
         np.array(seconds),
         sync,
@@ -276,7 +278,8 @@ def _fill_class(
     values[EXTRA_FORWARD], values[EXTRA_BACKWARD] = _working_bytes(cost)
     near, far = 0.0, 0.0
     own = dict(saved_tensors(workload, index, cost))
-    near += sum(size for name, size in own.items() if "/" in name)
+    values[OWN] = sum(size for name, size in own.items() if "/" in name)
+    near += values[OWN]
     for name in workload.operators[index].outputs:
         # A tensor that any reader keeps stays, whoever made it; its bytes are those it has as the reader sees it.
         sizes = {index: own.get(name, 0.0)}
@@ -287,13 +290,28 @@ def _fill_class(
             far += size
         else:
             near += size
-    values[KEPT], values[ALWAYS], values[LISTED] = near, far, near
+    values[KEPT], values[FAR], values[LISTED] = near, far, near
     values[ENTRY] = sum(
         size
         for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True)
         if name in workload.producer and not _is_kept(costs, name, sharding_of, samples, gpu_type)
     )
     produced[0] = sum(cost.output_bytes)
+
+
+def _reach(costs: CostTables, samples: int) -> NDArray[np.int32]:
+    """Return per operator the last one that keeps an output of it: int32[num_operators]."""
+    workload, gpu_type = costs.problem.workload, costs.problem.gpu_types[0]
+    kept = [
+        {name for name, _ in saved_tensors(workload, index, costs.operator(index, (), samples, gpu_type))}
+        for index in range(len(workload))
+    ]
+    found = np.arange(len(workload), dtype=np.int32)
+    for index, op in enumerate(workload.operators):
+        for name in op.outputs:
+            readers = [reader for reader in workload.consumers.get(name, ())[:READERS] if name in kept[reader]]
+            found[index] = max(found[index], *readers, index)
+    return found
 
 
 def _is_kept(

@@ -19,6 +19,7 @@ def warm_up() -> None:
         np.zeros(2, np.int32),
         np.zeros(2, np.int32),
         np.ones(2, np.uint8),
+        np.arange(2, dtype=np.int32),
         np.array([[1.0, 2.0]] * 2),
         np.array([[1.0, 2.0]] * 2),
         np.zeros((1, 1, 2)),

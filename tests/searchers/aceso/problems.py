@@ -99,6 +99,7 @@ def ideal_model(num_devices: int = 8, *, operators_per_layer: int = 4, limit: fl
         np.arange(count, dtype=np.int32) % operators_per_layer,
         np.arange(count, dtype=np.int32) // operators_per_layer,
         (np.arange(count) % operators_per_layer > 0).astype(np.uint8),
+        np.arange(count, dtype=np.int32),
         np.array([knots, knots]),
         np.array([knots * 1e-11, knots * 4e-11]),
         sync,

@@ -1,0 +1,31 @@
+"""Aceso's performance model beside the simulator: what a microbatch keeps, and what crosses nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from searchers.aceso.configuration import from_plan
+from searchers.aceso.searcher import Aceso
+from searchers.base import cost_tables
+from simulator.problem import Problem, ProblemSpec
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+
+
+def problem_on(cluster: str, batch: int, model: str = "bert-large", runtime: str = "megatron-lm-2021") -> Problem:
+    return ProblemSpec(model=model, cluster=cluster, runtime=runtime, global_batch=batch).load()
+
+
+@pytest.mark.parametrize("model", ["gpt3-350m", "t5-770m"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "none"])
+def test_a_microbatch_more_in_flight_keeps_what_it_keeps_in_the_simulator(model: str, recompute: str) -> None:
+    """Of a recomputed layer what enters it: no masks, and nothing that an operator of the same layer needs."""
+    estimated, simulated = [], []
+    for count in (2, 3):
+        problem = problem_on("v100-32g-dgx1:1x4", 4 * count, model)
+        plan = uniform_plan(problem, pp=4, microbatch=4, recompute=recompute)
+        price = Aceso().model(problem).price(from_plan(plan, problem))
+        estimated.append(price.stages[0].memory_bytes)
+        found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
+        simulated.append(found.memory[0].peak_allocated_bytes)
+    assert estimated[1] - estimated[0] == pytest.approx(simulated[1] - simulated[0], rel=0.05)
