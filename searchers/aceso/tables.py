@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware_models.crowding import together_s
 from searchers.aceso.arrays import (
     BACKWARD,
+    ENTERS,
     ENTRY,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
@@ -23,6 +26,7 @@ from searchers.aceso.arrays import (
     GRADIENT,
     INPUT,
     KEPT,
+    LEAVES,
     LISTED,
     NUM_COLUMNS,
     OUTPUT,
@@ -156,20 +160,42 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
         for tensor in range(num_degrees - shift):
             members = [replica << tensor for replica in range(2**shift)]
             sync[tensor, shift] = latency_and_slope(hardware.collective, "all_reduce", members)
-    pairs = [(0, 1 % problem.num_devices), (per_node - 1, min(per_node, problem.num_devices - 1))]
-    seconds = [[hardware.transfer(size, *pair).alone_s for size in KNOTS_BYTES] for pair in pairs]
+    columns[:, [ENTERS, LEAVES]] = columns[:, [INPUT, OUTPUT]]
+    if problem.runtime.scatters_transfers:
+        for degree, count, partition in product(degrees, samples, range(space.partitions)):
+            cell = columns[space.cell(degree, count, partition)]
+            whole = columns[space.cell(1, count, partition)][[INPUT, OUTPUT]]
+            cell[[ENTERS, LEAVES]] = np.minimum(cell[[INPUT, OUTPUT]], whole / degree)
     arrays = Arrays(
         columns,
         *operator_marks(workload),
         _reach(costs, samples[0]),
         np.array([KNOTS_BYTES, KNOTS_BYTES]),
-        np.array(seconds),
+        _transfer_seconds(problem, degrees),
         sync,
         gather,
         space.degree_table(),
         np.array([0, 0, 0], np.int64),
     )
     return Tables(arrays, space)
+
+
+def _transfer_seconds(problem: Problem, degrees: Sequence[int]) -> NDArray[np.float64]:
+    """Return seconds of as many messages at once as a stage has GPUs: float64[2, num_degrees, num_knots]."""
+    hardware, last = problem.hardware, problem.num_devices - 1
+    per_node = min(hardware.cluster.devices_per_node, problem.num_devices)
+    found = np.zeros((2, len(degrees), len(KNOTS_BYTES)))
+    for place, count in enumerate(degrees):
+        near = max(1, min(count, per_node // 2))  # stages of one node
+        senders = range(per_node - count, per_node)
+        pairs = [
+            [(gpu, min(gpu + near, last)) for gpu in range(near)],
+            [(gpu, min(gpu + count, last)) for gpu in senders],
+        ]
+        for between, routes in enumerate(pairs):
+            for knot, size in enumerate(KNOTS_BYTES):
+                found[between, place, knot] = together_s(hardware.transfer(size, *route) for route in routes)
+    return found
 
 
 def _operator_classes(workload: Workload) -> tuple[NDArray[np.int64], list[int]]:

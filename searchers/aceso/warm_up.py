@@ -21,7 +21,7 @@ def warm_up() -> None:
         np.ones(2, np.uint8),
         np.arange(2, dtype=np.int32),
         np.array([[1.0, 2.0]] * 2),
-        np.array([[1.0, 2.0]] * 2),
+        np.array([[[1.0, 2.0]]] * 2),
         np.zeros((1, 1, 2)),
         np.zeros((1, 2)),
         np.zeros((1, 3), np.int32),

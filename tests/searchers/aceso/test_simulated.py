@@ -1,4 +1,4 @@
-"""Aceso's performance model beside the simulator: what a microbatch keeps, and what crosses nodes."""
+"""Aceso's performance model beside the simulator: what a microbatch keeps, what crosses nodes, who is slowest."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def test_a_microbatch_more_in_flight_keeps_what_it_keeps_in_the_simulator(model:
         found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
         simulated.append(found.memory[0].peak_allocated_bytes)
     assert estimated[1] - estimated[0] == pytest.approx(simulated[1] - simulated[0], rel=0.05)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 8), (2, 2, 4), (8, 2, 1), (1, 4, 4)])
+@pytest.mark.parametrize("cluster", ["p3.16xlarge:2x8", "a100-80g-dgx-100g:2x8"])
+def test_stages_on_two_nodes_share_the_network(cluster: str, tp: int, pp: int, dp: int) -> None:
+    """All GPUs of a stage send at once, in parts where they hold the same, and tied embeddings meet at the end."""
+    problem = problem_on(cluster, 64, "gpt3-1.3b")
+    plan = uniform_plan(problem, tp=tp, pp=pp, dp=dp, microbatch=4)
+    found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
+    assert Aceso().paper_objective(plan, problem).objective == pytest.approx(found.iteration_time_s, rel=0.05)
