@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -70,6 +70,19 @@ class LayerTables:
         if key not in self._found:
             self._found[key] = self._build(*key)
         return self._found[key]
+
+    def slowest(self, sharding: Sharding, samples: int) -> LayerCosts:
+        """Return the costs of every layer with the times of the problem's slowest type of device.
+
+        Raises:
+            ValueError: If an operator cannot be split so.
+        """
+        found = [self.layers(sharding, samples, each) for each in dict.fromkeys(self.costs.problem.gpu_types)]
+        return replace(
+            found[0],
+            forward_s=np.max([each.forward_s for each in found], axis=0),
+            backward_s=np.max([each.backward_s for each in found], axis=0),
+        )
 
     def _build(self, sharding: Sharding, samples: int, gpu_type: str) -> LayerCosts:
         table = self.costs.table(sharding, samples, gpu_type)

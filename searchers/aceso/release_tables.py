@@ -82,7 +82,7 @@ def release_arrays(problem: Problem) -> Tables:
     num_degrees = len(powers_of_two(hardware.cluster.devices_per_node))
     gather = np.zeros((num_degrees, 2))
     for shift in range(1, num_degrees):
-        latency, slope = latency_and_slope(hardware.collective, "all_gather", range(2**shift))
+        latency, slope = latency_and_slope(problem, "all_gather", range(2**shift))
         gather[shift] = latency, slope * 2**shift  # what enters is looked up as each rank's part, not as the whole
     group, layer, may_free = operator_marks(workload)
     arrays = Arrays(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,23 +123,34 @@ def block_role(role: str) -> str:
     return role.rsplit("-", 1)[-1] if role.startswith("block-") else role
 
 
-def latency_and_slope(collective: Callable[..., Any], kind: str, members: Sequence[int]) -> tuple[float, float]:
+def latency_and_slope(problem: Problem, kind: str, members: Sequence[int]) -> tuple[float, float]:
     """Return latency and seconds per byte of a collective between 16 and 256 MiB."""
-    low, high = (float(collective(kind, size * MIB, tuple(members)).alone_s) for size in (16, 256))
+    low, high = (slowest_s(problem, kind, size * MIB, tuple(members)) for size in (16, 256))
     slope = (high - low) / (240 * MIB)
     return max(0.0, low - slope * 16 * MIB), slope
+
+
+def slowest_s(problem: Problem, kind: str, num_bytes: float, members: tuple[int, ...]) -> float:
+    """Return seconds of a collective among GPUs that stand so in a node, on the node where it takes longest."""
+    cluster, hardware = problem.hardware.cluster, problem.hardware
+    kinds = dict(zip(reversed(cluster.kind_of_node), reversed(cluster.nodes), strict=True))
+    return max(
+        float(hardware.collective(kind, num_bytes, tuple(node.first_device + gpu for gpu in members)).alone_s)
+        for node in kinds.values()
+        if max(members) < node.num_devices
+    )
 
 
 def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -> Tables:
     """Return the paper's model on the shared cost tables.
 
     Args:
-        problem: The problem; its devices are taken to be of one type.
+        problem: The problem. Everything takes as long as on the slowest kind of node.
         costs: Shared tables.
         largest_samples: Samples per GPU and microbatch go up to this, in powers of two that divide the batch.
     """
-    workload, hardware = problem.workload, problem.hardware
-    per_node = min(hardware.cluster.devices_per_node, problem.num_devices)
+    workload = problem.workload
+    per_node = min(problem.hardware.cluster.devices_per_node, problem.num_devices)
     degrees = powers_of_two(per_node)
     samples = tuple(size for size in powers_of_two(largest_samples) if problem.global_batch % size == 0)
     flexible = np.array([op.kind == "conv2d" and op.tensor_split != op.alternative_split for op in workload.operators])
@@ -156,10 +166,10 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
     num_degrees = len(degrees)
     gather, sync = np.zeros((num_degrees, 2)), np.zeros((num_degrees, num_degrees, 2))
     for shift in range(1, num_degrees):
-        gather[shift] = latency_and_slope(hardware.collective, "all_gather", range(2**shift))
+        gather[shift] = latency_and_slope(problem, "all_gather", range(2**shift))
         for tensor in range(num_degrees - shift):
             members = [replica << tensor for replica in range(2**shift)]
-            sync[tensor, shift] = latency_and_slope(hardware.collective, "all_reduce", members)
+            sync[tensor, shift] = latency_and_slope(problem, "all_reduce", members)
     columns[:, [ENTERS, LEAVES]] = columns[:, [INPUT, OUTPUT]]
     if problem.runtime.scatters_transfers:
         for degree, count, partition in product(degrees, samples, range(space.partitions)):
@@ -292,7 +302,14 @@ def _fill_class(
         return costs.operator(which, sharding_of(which), samples, gpu_type)
 
     cost = cost_of(index)
-    seconds = [max(part.device_s, part.host_s) for part in (cost.forward, cost.backward)]
+    # A stage may lie anywhere: it is as slow as on the slowest type of GPU.
+    on_types = [
+        costs.operator(index, sharding_of(index), samples, each) for each in dict.fromkeys(costs.problem.gpu_types)
+    ]
+    seconds = [
+        max(max(part.device_s, part.host_s) for part in parts)
+        for parts in zip(*((on_type.forward, on_type.backward) for on_type in on_types), strict=True)
+    ]
     for phase, item, owner, _ in costs.input_collectives(index, sharding_of, samples, gpu_type):
         if not cost_of(owner).contains(item):
             seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
@@ -359,5 +376,4 @@ def _working_bytes(cost) -> tuple[float, float]:  # type: ignore[no-untyped-def]
 
 
 def _alone_s(costs: CostTables, item: MeshCollective) -> float:
-    members = groups(item.sizes, item.axes)[0]
-    return costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
+    return slowest_s(costs.problem, item.collective, item.num_bytes, groups(item.sizes, item.axes)[0])
