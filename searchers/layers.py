@@ -18,8 +18,9 @@ from workloads.operators import Workload
 class LayerCosts:
     """Every layer of a workload under one sharding, for one microbatch on one rank.
 
-    Arrays are float64[num_layers]. Times include the collectives that the sharding itself causes (alone, on the
-    devices from 0 on), no gradient synchronisation and no parameter gathers.
+    Arrays are float64[num_layers]. A layer takes its kernels, or its launches if those take longer. Times include the
+    collectives that the sharding itself causes (alone, on the devices from 0 on), no gradient synchronisation and no
+    parameter gathers.
 
     Attributes:
         forward_s, backward_s: Seconds.
@@ -89,9 +90,16 @@ class LayerTables:
         starts = np.array([start for start, _ in self.spans])
         ends = np.array([stop - 1 for _, stop in self.spans])
         boundary = table.boundary_bytes[ends]
+
+        def sums(kernels_s: NDArray[np.float64], launches_s: NDArray[np.float64]) -> NDArray[np.float64]:
+            found: NDArray[np.float64] = np.maximum(
+                np.add.reduceat(kernels_s, starts), np.add.reduceat(launches_s, starts)
+            )
+            return found
+
         return LayerCosts(
-            forward_s=np.add.reduceat(table.forward_s, starts),
-            backward_s=np.add.reduceat(table.backward_s, starts),
+            forward_s=sums(table.forward_s, table.forward_host_s),
+            backward_s=sums(table.backward_s, table.backward_host_s),
             parameter_elements=np.add.reduceat(table.parameter_elements, starts),
             saved_bytes=np.add.reduceat(table.saved_bytes, starts),
             input_bytes=np.concatenate([[0.0], boundary[:-1]]),
