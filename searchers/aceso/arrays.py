@@ -41,8 +41,8 @@ class Arrays(NamedTuple):
         reach: int32[num_operators]: the last operator that ``FAR`` is kept for.
         transfer_bytes: float64[2, num_knots]: message sizes, inside a node and between nodes.
         transfer_s: float64[2, num_degrees, num_knots]: seconds of 2**i such messages at once.
-        sync: float64[num_degrees, num_degrees, 2]: latency and seconds per byte of a gradient all-reduce over 2**j
-            replicas that are 2**i ranks apart.
+        sync: float64[num_degrees, num_replica_counts, 2]: latency and seconds per byte of a gradient all-reduce over
+            2**j replicas that are 2**i ranks apart.
         gather: float64[num_degrees, 2]: the same of an all-gather over 2**i neighbours, for resharding.
         degrees: int32[num_cells, 3]: log2 of tensor degree, samples per GPU, partition.
         rules: int64[3]: steps of the transfer table taken as they are (release) instead of interpolated; the last

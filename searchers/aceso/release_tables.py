@@ -93,7 +93,7 @@ def release_arrays(problem: Problem) -> Tables:
         np.arange(len(workload), dtype=np.int32),
         np.array([knots, knots]),
         np.repeat(np.array(seconds)[:, np.newaxis], num_degrees, axis=1),
-        np.zeros((num_degrees, num_degrees, 2)),
+        np.zeros((num_degrees, problem.num_devices.bit_length(), 2)),
         gather,
         space.degree_table(),
         np.array([1, 1, 1], np.int64),

@@ -42,7 +42,9 @@ kernel = compiled_with(layout, recompute_kernels)
 @kernel
 def transfer_time(arrays: Arrays, between_nodes: int, gpus_log: int, num_bytes: float) -> float:
     """Return seconds of a message from each GPU of a stage, all at once."""
-    sizes, seconds = arrays.transfer_bytes[between_nodes], arrays.transfer_s[between_nodes, gpus_log]
+    sizes = arrays.transfer_bytes[between_nodes]
+    # Stages of whole nodes send from every node at once.
+    seconds = arrays.transfer_s[between_nodes, min(gpus_log, arrays.transfer_s.shape[1] - 1)]
     if num_bytes <= 0.0:
         return 0.0
     last = len(sizes) - 1

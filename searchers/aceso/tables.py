@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware_models.crowding import together_s
+from hardware_models.crowding import CrowdedGroup, together_s
 from searchers.aceso.arrays import (
     BACKWARD,
     ENTERS,
@@ -130,9 +130,17 @@ def latency_and_slope(problem: Problem, kind: str, members: Sequence[int]) -> tu
     return max(0.0, low - slope * 16 * MIB), slope
 
 
+def per_node_of(problem: Problem) -> int:
+    """Return the GPUs of a node that a problem uses."""
+    return min(problem.hardware.cluster.devices_per_node, problem.num_devices)
+
+
 def slowest_s(problem: Problem, kind: str, num_bytes: float, members: tuple[int, ...]) -> float:
     """Return seconds of a collective among GPUs that stand so in a node, on the node where it takes longest."""
     cluster, hardware = problem.hardware.cluster, problem.hardware
+    if max(members) >= per_node_of(problem):  # the stage takes whole nodes, all groups of its stride at once
+        beside = [tuple(gpu + other for gpu in members) for other in range(1, members[1] - members[0])]
+        return float(hardware.crowded_collective_s(kind, num_bytes, CrowdedGroup(members, tuple(beside))))
     kinds = dict(zip(reversed(cluster.kind_of_node), reversed(cluster.nodes), strict=True))
     return max(
         float(hardware.collective(kind, num_bytes, tuple(node.first_device + gpu for gpu in members)).alone_s)
@@ -150,7 +158,7 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
         largest_samples: Samples per GPU and microbatch go up to this, in powers of two that divide the batch.
     """
     workload = problem.workload
-    per_node = min(problem.hardware.cluster.devices_per_node, problem.num_devices)
+    per_node = per_node_of(problem)
     degrees = powers_of_two(per_node)
     samples = tuple(size for size in powers_of_two(largest_samples) if problem.global_batch % size == 0)
     flexible = np.array([op.kind == "conv2d" and op.tensor_split != op.alternative_split for op in workload.operators])
@@ -164,10 +172,11 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
                 sharding = (Axis(PARTITIONS[partition], degree),)
                 _fill(columns[space.cell(degree, count, partition)], costs, sharding, count, kinds, tensors)
     num_degrees = len(degrees)
-    gather, sync = np.zeros((num_degrees, 2)), np.zeros((num_degrees, num_degrees, 2))
+    gather, sync = np.zeros((num_degrees, 2)), np.zeros((num_degrees, problem.num_devices.bit_length(), 2))
     for shift in range(1, num_degrees):
         gather[shift] = latency_and_slope(problem, "all_gather", range(2**shift))
-        for tensor in range(num_degrees - shift):
+    for tensor, shift in product(range(num_degrees), range(1, problem.num_devices.bit_length())):
+        if 1 << tensor + shift <= problem.num_devices:
             members = [replica << tensor for replica in range(2**shift)]
             sync[tensor, shift] = latency_and_slope(problem, "all_reduce", members)
     columns[:, [ENTERS, LEAVES]] = columns[:, [INPUT, OUTPUT]]
@@ -193,7 +202,7 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
 def _transfer_seconds(problem: Problem, degrees: Sequence[int]) -> NDArray[np.float64]:
     """Return seconds of as many messages at once as a stage has GPUs: float64[2, num_degrees, num_knots]."""
     hardware, last = problem.hardware, problem.num_devices - 1
-    per_node = min(hardware.cluster.devices_per_node, problem.num_devices)
+    per_node = per_node_of(problem)
     found = np.zeros((2, len(degrees), len(KNOTS_BYTES)))
     for place, count in enumerate(degrees):
         near = max(1, min(count, per_node // 2))  # stages of one node

