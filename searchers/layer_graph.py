@@ -31,7 +31,7 @@ class LayerGraph:
 
 
 def layer_graph(costs: CostTables, samples: int, spans: Sequence[tuple[int, int]] | None = None) -> LayerGraph:
-    """Return the layer graph of a problem.
+    """Return the layer graph of a problem; times are those of its slowest type of device.
 
     Args:
         costs: Shared cost tables.
@@ -40,7 +40,7 @@ def layer_graph(costs: CostTables, samples: int, spans: Sequence[tuple[int, int]
     """
     workload, runtime = costs.problem.workload, costs.problem.runtime
     spans = tuple(spans or workload.layers)
-    found = LayerTables(costs, spans).layers((), samples, costs.problem.gpu_types[0])
+    found = LayerTables(costs, spans).slowest((), samples)
     owner = {index: position for position, span in enumerate(spans) for index in range(*span)}
     names = [_name(workload, span, position) for position, span in enumerate(spans)]
     nodes = []

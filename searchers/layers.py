@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,8 +18,9 @@ from workloads.operators import Workload
 class LayerCosts:
     """Every layer of a workload under one sharding, for one microbatch on one rank.
 
-    Arrays are float64[num_layers]. Times include the collectives that the sharding itself causes (alone, on the
-    devices from 0 on), no gradient synchronisation and no parameter gathers.
+    Arrays are float64[num_layers]. A layer takes its kernels, or its launches if those take longer. Times include the
+    collectives that the sharding itself causes (alone, on the devices from 0 on), no gradient synchronisation and no
+    parameter gathers.
 
     Attributes:
         forward_s, backward_s: Seconds.
@@ -71,14 +72,34 @@ class LayerTables:
             self._found[key] = self._build(*key)
         return self._found[key]
 
+    def slowest(self, sharding: Sharding, samples: int) -> LayerCosts:
+        """Return the costs of every layer with the times of the problem's slowest type of device.
+
+        Raises:
+            ValueError: If an operator cannot be split so.
+        """
+        found = [self.layers(sharding, samples, each) for each in dict.fromkeys(self.costs.problem.gpu_types)]
+        return replace(
+            found[0],
+            forward_s=np.max([each.forward_s for each in found], axis=0),
+            backward_s=np.max([each.backward_s for each in found], axis=0),
+        )
+
     def _build(self, sharding: Sharding, samples: int, gpu_type: str) -> LayerCosts:
         table = self.costs.table(sharding, samples, gpu_type)
         starts = np.array([start for start, _ in self.spans])
         ends = np.array([stop - 1 for _, stop in self.spans])
         boundary = table.boundary_bytes[ends]
+
+        def sums(kernels_s: NDArray[np.float64], launches_s: NDArray[np.float64]) -> NDArray[np.float64]:
+            found: NDArray[np.float64] = np.maximum(
+                np.add.reduceat(kernels_s, starts), np.add.reduceat(launches_s, starts)
+            )
+            return found
+
         return LayerCosts(
-            forward_s=np.add.reduceat(table.forward_s, starts),
-            backward_s=np.add.reduceat(table.backward_s, starts),
+            forward_s=sums(table.forward_s, table.forward_host_s),
+            backward_s=sums(table.backward_s, table.backward_host_s),
             parameter_elements=np.add.reduceat(table.parameter_elements, starts),
             saved_bytes=np.add.reduceat(table.saved_bytes, starts),
             input_bytes=np.concatenate([[0.0], boundary[:-1]]),

@@ -30,6 +30,7 @@ class OperatorTable:
 
     Attributes:
         forward_s, backward_s: Seconds per microbatch on one rank.
+        forward_host_s, backward_host_s: Seconds that launching it takes the host.
         parameter_elements: Local parameter elements.
         saved_bytes: Kept from forward to backward.
         boundary_bytes: Bytes one microbatch sends over a cut behind the operator (all pass-through
@@ -38,6 +39,8 @@ class OperatorTable:
 
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
+    forward_host_s: NDArray[np.float64]
+    backward_host_s: NDArray[np.float64]
     parameter_elements: NDArray[np.float64]
     saved_bytes: NDArray[np.float64]
     boundary_bytes: NDArray[np.float64]
@@ -60,7 +63,8 @@ def operator_table(costs: CostTables, sharding: Sharding, samples: int, gpu_type
     """
     workload = costs.problem.workload
     count = len(workload)
-    forward, backward, parameters, saved, boundary = (np.zeros(count) for _ in range(5))
+    forward, backward, forward_host, backward_host = (np.zeros(count) for _ in range(4))
+    parameters, saved, boundary = (np.zeros(count) for _ in range(3))
     collective_cache: dict[object, tuple[float, float]] = {}
     seen: set[str] = set()
     open_bytes = 0.0
@@ -75,6 +79,7 @@ def operator_table(costs: CostTables, sharding: Sharding, samples: int, gpu_type
         forward_comm, backward_comm = collective_cache[key]
         forward[index] = cost.forward.device_s + forward_comm
         backward[index] = cost.backward.device_s + backward_comm
+        forward_host[index], backward_host[index] = cost.forward.host_s, cost.backward.host_s
         parameters[index] = cost.num_parameter_elements
         for name, size in saved_tensors(workload, index, cost):
             if name not in seen:
@@ -86,7 +91,7 @@ def operator_table(costs: CostTables, sharding: Sharding, samples: int, gpu_type
                 closing[last_reader[tensor]] = closing.get(last_reader[tensor], 0.0) + size
         open_bytes -= closing.get(index, 0.0)
         boundary[index] = max(open_bytes, 0.0)
-    return OperatorTable(forward, backward, parameters, saved, boundary)
+    return OperatorTable(forward, backward, forward_host, backward_host, parameters, saved, boundary)
 
 
 def _neighbour_signatures(workload: Workload, index: int) -> Iterable[tuple[int, ...]]:

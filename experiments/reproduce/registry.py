@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datafiles.names import nearest
-from experiments.reproduce import aceso, alpa_mpe, amp, dapple, galvatron, leaderboard
+from experiments.reproduce import aceso, alpa_mpe, amp, cost_models, dapple, galvatron, leaderboard
 from experiments.reproduce.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for paper in (aceso, galvatron, dapple, alpa_mpe, amp, leaderboard)
+    for paper in (aceso, galvatron, dapple, alpa_mpe, amp, leaderboard, cost_models)
     for experiment in paper.EXPERIMENTS
 }
 

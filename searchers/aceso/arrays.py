@@ -17,12 +17,13 @@ Int32s = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 
 FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT = range(10)
-ALWAYS, ENTRY, LISTED = range(10, 13)
+FAR, OWN, ENTRY, LISTED, ENTERS, LEAVES = range(10, 16)
 """Columns: seconds; bytes that enter and leave; model states; weights; kept for backward; the allocator's extra of
-each pass; gradients that data-parallel ranks sum; kept even if recomputed, for an operator farther on; kept besides
-if a recomputed run begins here: inputs that nobody keeps otherwise; what the release's choice of recomputed operators
-takes for kept: the profile's figure as it is."""
-NUM_COLUMNS = 13
+each pass; gradients that data-parallel ranks sum; kept besides for an operator farther on than the next; of what is
+kept, what no other operator reads, such as masks; kept besides if a recomputed run begins here: inputs that nobody
+keeps otherwise; what the release's choice of recomputed operators takes for kept: the profile's figure as it is; what
+each GPU gets and sends where a stage begins and ends."""
+NUM_COLUMNS = 16
 
 TIME_FORWARD, TIME_BACKWARD, TIME_RECOMPUTE, TIME_TRANSFER, TIME_RESHARD, TIME_SYNC, MEMORY = range(7)
 """Figures of a stage: seconds per microbatch (synchronisation: per iteration), bytes."""
@@ -37,9 +38,11 @@ class Arrays(NamedTuple):
         group: int32[num_operators]: operators of one name.
         layer: int32[num_operators].
         may_free: uint8[num_operators]: a recomputed run may begin here.
-        transfer_bytes, transfer_s: float64[2, num_knots]: message sizes and seconds, inside a node and between nodes.
-        sync: float64[num_degrees, num_degrees, 2]: latency and seconds per byte of a gradient all-reduce over 2**j
-            replicas that are 2**i ranks apart.
+        reach: int32[num_operators]: the last operator that ``FAR`` is kept for.
+        transfer_bytes: float64[2, num_knots]: message sizes, inside a node and between nodes.
+        transfer_s: float64[2, num_degrees, num_knots]: seconds of 2**i such messages at once.
+        sync: float64[num_degrees, num_replica_counts, 2]: latency and seconds per byte of a gradient all-reduce over
+            2**j replicas that are 2**i ranks apart.
         gather: float64[num_degrees, 2]: the same of an all-gather over 2**i neighbours, for resharding.
         degrees: int32[num_cells, 3]: log2 of tensor degree, samples per GPU, partition.
         rules: int64[3]: steps of the transfer table taken as they are (release) instead of interpolated; the last
@@ -51,6 +54,7 @@ class Arrays(NamedTuple):
     group: Int32s
     layer: Int32s
     may_free: Bytes
+    reach: Int32s
     transfer_bytes: Floats
     transfer_s: Floats
     sync: Floats

@@ -10,8 +10,10 @@ Stages are priced one by one and remembered, so that a change of two stages cost
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +29,16 @@ from searchers.aceso.arrays import (
     TIME_TRANSFER,
 )
 from searchers.aceso.border_kernels import CELLS, GPUS, OPERATORS, Known, nothing_known
-from searchers.aceso.configuration import Configuration, Run, StageChoice, prefix_gpus
+from searchers.aceso.configuration import Configuration, Run, StageChoice, prefix_gpus, to_plan
 from searchers.aceso.release_tables import release_arrays
 from searchers.aceso.stage_kernels import stage_figures
 from searchers.aceso.tables import Tables, cost_arrays
+from searchers.base import cost_tables
 from simulator.costs import CostTables
+from simulator.estimate import tied_s
+from simulator.lowering.lower import stage_views
 from simulator.problem import Problem
+from workloads.operators import Workload
 
 COMPATIBILITIES = ("paper", "release")
 GIVEN, LARGEST_FIRST, WORTH_FIRST, CHEAPEST, RELEASED = range(5)
@@ -148,10 +154,12 @@ class PerformanceModel:
         self._known: dict[tuple[object, ...], StagePrice] = {}
         self._cells: dict[tuple[object, ...], NDArray[np.int32]] = {}
         self._borders: tuple[tuple[float, int], Known] | None = None
+        self._tied = tied_operators(problem.workload)
+        self._tied_s: dict[tuple[tuple[int, int, int], ...], float] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Return what another process needs: the arrays, without what was remembered."""
-        return {**self.__dict__, "_known": {}, "_cells": {}, "_borders": None}
+        return {**self.__dict__, "_known": {}, "_cells": {}, "_borders": None, "_tied_s": {}}
 
     @classmethod
     def of(
@@ -301,7 +309,31 @@ class PerformanceModel:
             )
             for position, choice in enumerate(configuration.stages)
         )  # fmt: skip
-        return Price(self.iteration_s(stages, self.microbatches(configuration)), stages, self.limit_bytes)
+        iteration_s = self.iteration_s(stages, self.microbatches(configuration))
+        if iteration_s < np.inf:
+            iteration_s += self.tied_s(configuration)
+        return Price(iteration_s, stages, self.limit_bytes)
+
+    def tied_s(self, configuration: Configuration) -> float:
+        """Return seconds of reducing weights that stages share, once per iteration (the release has none)."""
+        if self.compat == "release" or not self._tied or len(configuration.stages) == 1:
+            return 0.0
+        cuts, first = configuration.cuts, prefix_gpus(configuration)
+        holders = {bisect_right(cuts, index) - 1: index for index in self._tied}
+        key = (*(self._holder(configuration, first, place, index - cuts[place]) for place, index in holders.items()),)
+        if len(holders) > 1 and key not in self._tied_s:
+            plan = to_plan(configuration, bytes(self.num_operators), self.problem).canonical(self.problem.workload)
+            costs = cost_tables(self.problem)
+            self._tied_s[key] = tied_s(costs, stage_views(plan, costs))
+        return self._tied_s.get(key, 0.0)
+
+    @staticmethod
+    def _holder(configuration: Configuration, first: Sequence[int], place: int, offset: int) -> tuple[int, int, int]:
+        """Return what the layout of a weight depends on: the stage's devices, and the tensor degree of its operator."""
+        stage = configuration.stages[place]
+        ends = accumulate(run.count for run in stage.runs)
+        run = next(run for run, end in zip(stage.runs, ends, strict=True) if offset < end)
+        return first[place], stage.gpus, run.tp
 
     def may_price(self) -> bool:
         """Return whether the search that uses the model may price another configuration."""
@@ -333,6 +365,16 @@ class PerformanceModel:
         stop = start + choice.count
         single = float(columns[0, start:stop].sum() + columns[1, start:stop].sum())
         return single * microbatch / samples / choice.gpus
+
+
+def tied_operators(workload: Workload) -> tuple[int, ...]:
+    """Return the operators that share a weight with another."""
+    holders: dict[str, list[int]] = {}
+    for index in range(len(workload)):
+        for parameter in workload.parameters(index):
+            if parameter.tie is not None:
+                holders.setdefault(parameter.tie, []).append(index)
+    return tuple(sorted({index for found in holders.values() if len(found) > 1 for index in found}))
 
 
 def uniform_stage(count: int, gpus: int, tp: int) -> StageChoice:

@@ -5,10 +5,25 @@ from __future__ import annotations
 import numpy as np
 
 from searchers.aceso import arrays as layout
-from searchers.aceso.arrays import ENTRY, FORWARD, KEPT, LISTED, Arrays, Bytes, Int32s
+from searchers.aceso.arrays import ENTRY, FAR, FORWARD, KEPT, LISTED, OWN, Arrays, Bytes, Int32s
 from simulator.compiled_cache import compiled_with
 
 kernel = compiled_with(layout)
+
+
+@kernel
+def run_made(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -> float:
+    """Return bytes that recomputing the operators ``[first, last]`` of a stage drops and brings back at once.
+
+    What the last hands on stays, and what an operator behind it needs.
+    """
+    total = arrays.columns[cells[last - start], OWN, last]
+    for index in range(first, last + 1):
+        if index < last:
+            total += arrays.columns[cells[index - start], KEPT, index]
+        if arrays.reach[index] <= last:
+            total += arrays.columns[cells[index - start], FAR, index]
+    return float(total)
 
 
 @kernel
@@ -19,11 +34,36 @@ def run_kept(
 
     The release counts the last operator too where the next layer's first is recomputed.
     """
-    total = 0.0
-    for index in range(first, last + 1):
-        if index < last or (arrays.rules[1] and index + 1 < stop and flags[index + 1 - start]):
-            total += arrays.columns[cells[index - start], KEPT, index]
-    return total
+    total = run_made(arrays, cells, first, last, start)
+    if arrays.rules[1] and last + 1 < stop and flags[last + 1 - start]:
+        total += arrays.columns[cells[last - start], KEPT, last]
+    return float(total)
+
+
+@kernel
+def run_freed(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -> float:
+    """Return bytes per microbatch that recomputing ``[first, last]`` frees: without what it must keep to begin."""
+    if last < first:
+        return 0.0
+    entry = arrays.columns[cells[first - start], ENTRY, first]
+    return float(run_made(arrays, cells, first, last, start) - entry)
+
+
+@kernel
+def joined_run(
+    arrays: Arrays, cells: Int32s, flags: Bytes, offset: int, start: int, stop: int
+) -> tuple[float, int, int]:
+    """Return what flagging an operator of a stage and the next frees, and the run they are then part of."""
+    first = last = start + offset
+    layer = arrays.layer[first]
+    while first > start and flags[first - 1 - start] and arrays.layer[first - 1] == layer:
+        first -= 1
+    last += 1
+    while last + 1 < stop and flags[last + 1 - start] and arrays.layer[last + 1] == layer:
+        last += 1
+    before = run_freed(arrays, cells, first, start + offset - 1 + flags[offset], start)
+    behind = run_freed(arrays, cells, start + offset + 2 - flags[offset + 1], last, start)
+    return run_freed(arrays, cells, first, last, start) - before - behind, first, last
 
 
 @kernel
@@ -40,11 +80,9 @@ def freed_and_largest(
         last = index
         while last + 1 < stop and flags[last + 1 - start] and arrays.layer[last + 1] == arrays.layer[index]:
             last += 1
-        freed -= arrays.columns[cells[index - start], ENTRY, index]
+        freed += run_freed(arrays, cells, index, last, start)
         for inner in range(index, last + 1):
             seconds += arrays.columns[cells[inner - start], FORWARD, inner]
-            if inner < last:
-                freed += arrays.columns[cells[inner - start], KEPT, inner]
         largest = max(largest, run_kept(arrays, cells, flags, index, last, start, stop))
         index = last + 1
     return freed, largest, seconds
@@ -79,32 +117,12 @@ def choose(
                 continue
             if flags[offset] and flags[offset + 1]:
                 continue
-            gain = arrays.columns[cells[offset], KEPT, index]
             cost = 0.0
             if not flags[offset]:
                 cost += arrays.columns[cells[offset], FORWARD, index]
             if not flags[offset + 1]:
                 cost += arrays.columns[cells[offset + 1], FORWARD, index + 1]
-            # Neighbours that are flagged already are freed as well.
-            if offset > 0 and flags[offset - 1] and not flags[offset] and (
-                arrays.layer[index - 1] == arrays.layer[index]
-            ):
-                gain += arrays.columns[cells[offset - 1], KEPT, index - 1]
-            if offset + 2 < count and flags[offset + 2] and not flags[offset + 1] and (
-                arrays.layer[index + 2] == arrays.layer[index]
-            ):
-                gain += arrays.columns[cells[offset + 1], KEPT, index + 1]
-            before_flagged = offset > 0 and flags[offset - 1] and arrays.layer[index - 1] == arrays.layer[index]
-            after_flagged = offset + 2 < count and flags[offset + 2] and (
-                arrays.layer[index + 2] == arrays.layer[index]
-            )
-            if not flags[offset]:
-                if not before_flagged:
-                    gain -= arrays.columns[cells[offset], ENTRY, index]
-                if flags[offset + 1]:
-                    gain += arrays.columns[cells[offset + 1], ENTRY, index + 1]
-            if not flags[offset + 1] and after_flagged:
-                gain += arrays.columns[cells[offset + 2], ENTRY, index + 2]
+            gain, _, _ = joined_run(arrays, cells, flags, offset, start, stop)
             if gain <= 0.0:
                 continue
             if by_time:
@@ -128,27 +146,13 @@ def choose(
                 continue
             if arrays.layer[index + 1] != arrays.layer[index] or not arrays.may_free[index]:
                 continue
+            gain, first, last = joined_run(arrays, cells, flags, offset, start, stop)
+            freed += gain
             for flagged in (offset, offset + 1):
                 if not flags[flagged]:
                     flags[flagged] = 1
                     seconds += arrays.columns[cells[flagged], FORWARD, start + flagged]
-                    if flagged > 0 and flags[flagged - 1] and (
-                        arrays.layer[start + flagged - 1] == arrays.layer[start + flagged]
-                    ):
-                        freed += arrays.columns[cells[flagged - 1], KEPT, start + flagged - 1]
-                    else:
-                        freed -= arrays.columns[cells[flagged], ENTRY, start + flagged]
-                    if flagged + 1 < count and flags[flagged + 1] and (
-                        arrays.layer[start + flagged + 1] == arrays.layer[start + flagged]
-                    ):
-                        freed += arrays.columns[cells[flagged], KEPT, start + flagged]
-                        freed += arrays.columns[cells[flagged + 1], ENTRY, start + flagged + 1]
-            first = last = offset
-            while first > 0 and flags[first - 1] and arrays.layer[start + first - 1] == arrays.layer[index]:
-                first -= 1
-            while last + 1 < count and flags[last + 1] and arrays.layer[start + last + 1] == arrays.layer[index]:
-                last += 1
-            largest = max(largest, run_kept(arrays, cells, flags, start + first, start + last, start, stop))
+            largest = max(largest, run_kept(arrays, cells, flags, first, last, start, stop))
             missing = fixed + (kept - freed) * in_flight + largest - limit
             if missing <= 0.0 or (by_time and missing <= gained * in_flight):
                 break

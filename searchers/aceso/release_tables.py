@@ -9,12 +9,14 @@ from hardware_models.group_shapes import GroupShape
 from hardware_models.profile import ProfileRow, Split
 from searchers.aceso.arrays import (
     BACKWARD,
+    ENTERS,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
     FORWARD,
     GRADIENT,
     INPUT,
     KEPT,
+    LEAVES,
     LISTED,
     NUM_COLUMNS,
     OUTPUT,
@@ -80,7 +82,7 @@ def release_arrays(problem: Problem) -> Tables:
     num_degrees = len(powers_of_two(hardware.cluster.devices_per_node))
     gather = np.zeros((num_degrees, 2))
     for shift in range(1, num_degrees):
-        latency, slope = latency_and_slope(hardware.collective, "all_gather", range(2**shift))
+        latency, slope = latency_and_slope(problem, "all_gather", range(2**shift))
         gather[shift] = latency, slope * 2**shift  # what enters is looked up as each rank's part, not as the whole
     group, layer, may_free = operator_marks(workload)
     arrays = Arrays(
@@ -88,9 +90,10 @@ def release_arrays(problem: Problem) -> Tables:
         group,
         _recomputed_layers(workload, layer),
         may_free,
+        np.arange(len(workload), dtype=np.int32),
         np.array([knots, knots]),
-        np.array(seconds),
-        np.zeros((num_degrees, num_degrees, 2)),
+        np.repeat(np.array(seconds)[:, np.newaxis], num_degrees, axis=1),
+        np.zeros((num_degrees, problem.num_devices.bit_length(), 2)),
         gather,
         space.degree_table(),
         np.array([1, 1, 1], np.int64),
@@ -117,7 +120,8 @@ def _recomputed_layers(workload: Workload, layer: NDArray[np.int32]) -> NDArray[
 def _release_row(row: ProfileRow, per_byte: float) -> list[float]:
     values = [0.0] * NUM_COLUMNS
     values[FORWARD], values[BACKWARD] = row.forward_s, row.backward_s
-    values[INPUT], values[OUTPUT] = row.input_bytes, row.output_bytes
+    values[INPUT] = values[ENTERS] = row.input_bytes
+    values[OUTPUT] = values[LEAVES] = row.output_bytes
     values[STATE], values[WEIGHT] = row.parameter_bytes * per_byte, row.parameter_bytes
     values[KEPT], values[LISTED] = row.saved_bytes * _kept_share(row), row.saved_bytes
     values[EXTRA_FORWARD], values[EXTRA_BACKWARD] = row.forward_workspace_bytes, row.backward_workspace_bytes

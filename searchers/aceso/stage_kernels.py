@@ -7,14 +7,16 @@ import numpy as np
 from searchers.aceso import arrays as layout
 from searchers.aceso import recompute_kernels
 from searchers.aceso.arrays import (
-    ALWAYS,
     BACKWARD,
+    ENTERS,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
+    FAR,
     FORWARD,
     GRADIENT,
     INPUT,
     KEPT,
+    LEAVES,
     MEMORY,
     NUM_FIGURES,
     OUTPUT,
@@ -38,9 +40,11 @@ kernel = compiled_with(layout, recompute_kernels)
 
 
 @kernel
-def transfer_time(arrays: Arrays, between_nodes: int, num_bytes: float) -> float:
-    """Return seconds of one message."""
-    sizes, seconds = arrays.transfer_bytes[between_nodes], arrays.transfer_s[between_nodes]
+def transfer_time(arrays: Arrays, between_nodes: int, gpus_log: int, num_bytes: float) -> float:
+    """Return seconds of a message from each GPU of a stage, all at once."""
+    sizes = arrays.transfer_bytes[between_nodes]
+    # Stages of whole nodes send from every node at once.
+    seconds = arrays.transfer_s[between_nodes, min(gpus_log, arrays.transfer_s.shape[1] - 1)]
     if num_bytes <= 0.0:
         return 0.0
     last = len(sizes) - 1
@@ -56,6 +60,17 @@ def transfer_time(arrays: Arrays, between_nodes: int, num_bytes: float) -> float
         return float(num_bytes * seconds[last] / sizes[last])
     part = (num_bytes - sizes[place]) / (sizes[place + 1] - sizes[place])
     return float(seconds[place] + part * (seconds[place + 1] - seconds[place]))
+
+
+@kernel
+def border_time(
+    arrays: Arrays, between_nodes: int, gpus_log: int, tensor_log: int, num_bytes: float, whole_bytes: float
+) -> float:
+    """Return seconds in which a stage's tensors cross a border; those that crossed in parts are gathered."""
+    seconds = transfer_time(arrays, between_nodes, gpus_log, num_bytes)
+    if num_bytes < whole_bytes:
+        seconds += arrays.gather[tensor_log, 0] + arrays.gather[tensor_log, 1] * whole_bytes
+    return float(seconds)
 
 
 @kernel
@@ -110,7 +125,7 @@ def stage_figures(
         backward += arrays.columns[cell, BACKWARD, index]
         states += arrays.columns[cell, STATE, index]
         weights += arrays.columns[cell, WEIGHT, index]
-        kept += arrays.columns[cell, KEPT, index] + arrays.columns[cell, ALWAYS, index]
+        kept += arrays.columns[cell, KEPT, index] + arrays.columns[cell, FAR, index]
         gradients += arrays.columns[cell, GRADIENT, index]
         if index + 1 < stop or not release or stop - start == 1:
             extra_forward = max(extra_forward, arrays.columns[cell, EXTRA_FORWARD, index])
@@ -143,18 +158,27 @@ def stage_figures(
         freed, largest, seconds = freed_and_largest(arrays, cells, flags, start, stop)
     else:
         flags[:] = 0
+    gpus_log = 0
+    while (1 << gpus_log) < gpus:
+        gpus_log += 1
     transfer = 0.0
     # The release also charges what enters the first stage and leaves the last, inside a node.
     if links & 1 or release:
         far = (links >> 2) & 1 if links & 1 else 0
-        transfer += transfer_time(arrays, far, arrays.columns[cells[0], INPUT, start])
+        cell = cells[0]
+        transfer += border_time(
+            arrays, far, gpus_log, arrays.degrees[cell, 0], arrays.columns[cell, ENTERS, start],
+            arrays.columns[cell, INPUT, start],
+        )
     if links & 2 or release:
         far = (links >> 3) & 1 if links & 2 else 0
-        transfer += transfer_time(arrays, far, arrays.columns[cells[stop - start - 1], OUTPUT, stop - 1])
+        cell, last = cells[stop - start - 1], stop - 1
+        transfer += border_time(
+            arrays, far, gpus_log, arrays.degrees[cell, 0], arrays.columns[cell, LEAVES, last],
+            arrays.columns[cell, OUTPUT, last],
+        )
     tensor_log = arrays.degrees[cells[0], 0]
-    replicas_log = 0
-    while (1 << (replicas_log + tensor_log)) < gpus:
-        replicas_log += 1
+    replicas_log = gpus_log - tensor_log
     sync = 0.0
     if replicas_log > 0:
         sync = arrays.sync[tensor_log, replicas_log, 0] + arrays.sync[tensor_log, replicas_log, 1] * gradients

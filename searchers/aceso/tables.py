@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware_models.crowding import CrowdedGroup, together_s
 from searchers.aceso.arrays import (
-    ALWAYS,
     BACKWARD,
+    ENTERS,
     ENTRY,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
+    FAR,
     FORWARD,
     GRADIENT,
     INPUT,
     KEPT,
+    LEAVES,
     LISTED,
     NUM_COLUMNS,
     OUTPUT,
+    OWN,
     STATE,
     WEIGHT,
     Arrays,
@@ -120,23 +124,42 @@ def block_role(role: str) -> str:
     return role.rsplit("-", 1)[-1] if role.startswith("block-") else role
 
 
-def latency_and_slope(collective: Callable[..., Any], kind: str, members: Sequence[int]) -> tuple[float, float]:
+def latency_and_slope(problem: Problem, kind: str, members: Sequence[int]) -> tuple[float, float]:
     """Return latency and seconds per byte of a collective between 16 and 256 MiB."""
-    low, high = (float(collective(kind, size * MIB, tuple(members)).alone_s) for size in (16, 256))
+    low, high = (slowest_s(problem, kind, size * MIB, tuple(members)) for size in (16, 256))
     slope = (high - low) / (240 * MIB)
     return max(0.0, low - slope * 16 * MIB), slope
+
+
+def per_node_of(problem: Problem) -> int:
+    """Return the GPUs of a node that a problem uses."""
+    return min(problem.hardware.cluster.devices_per_node, problem.num_devices)
+
+
+def slowest_s(problem: Problem, kind: str, num_bytes: float, members: tuple[int, ...]) -> float:
+    """Return seconds of a collective among GPUs that stand so in a node, on the node where it takes longest."""
+    cluster, hardware = problem.hardware.cluster, problem.hardware
+    if max(members) >= per_node_of(problem):  # the stage takes whole nodes, all groups of its stride at once
+        beside = [tuple(gpu + other for gpu in members) for other in range(1, members[1] - members[0])]
+        return float(hardware.crowded_collective_s(kind, num_bytes, CrowdedGroup(members, tuple(beside))))
+    kinds = dict(zip(reversed(cluster.kind_of_node), reversed(cluster.nodes), strict=True))
+    return max(
+        float(hardware.collective(kind, num_bytes, tuple(node.first_device + gpu for gpu in members)).alone_s)
+        for node in kinds.values()
+        if max(members) < node.num_devices
+    )
 
 
 def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -> Tables:
     """Return the paper's model on the shared cost tables.
 
     Args:
-        problem: The problem; its devices are taken to be of one type.
+        problem: The problem. Everything takes as long as on the slowest kind of node.
         costs: Shared tables.
         largest_samples: Samples per GPU and microbatch go up to this, in powers of two that divide the batch.
     """
-    workload, hardware = problem.workload, problem.hardware
-    per_node = min(hardware.cluster.devices_per_node, problem.num_devices)
+    workload = problem.workload
+    per_node = per_node_of(problem)
     degrees = powers_of_two(per_node)
     samples = tuple(size for size in powers_of_two(largest_samples) if problem.global_batch % size == 0)
     flexible = np.array([op.kind == "conv2d" and op.tensor_split != op.alternative_split for op in workload.operators])
@@ -150,25 +173,49 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
                 sharding = (Axis(PARTITIONS[partition], degree),)
                 _fill(columns[space.cell(degree, count, partition)], costs, sharding, count, kinds, tensors)
     num_degrees = len(degrees)
-    gather, sync = np.zeros((num_degrees, 2)), np.zeros((num_degrees, num_degrees, 2))
+    gather, sync = np.zeros((num_degrees, 2)), np.zeros((num_degrees, problem.num_devices.bit_length(), 2))
     for shift in range(1, num_degrees):
-        gather[shift] = latency_and_slope(hardware.collective, "all_gather", range(2**shift))
-        for tensor in range(num_degrees - shift):
+        gather[shift] = latency_and_slope(problem, "all_gather", range(2**shift))
+    for tensor, shift in product(range(num_degrees), range(1, problem.num_devices.bit_length())):
+        if 1 << tensor + shift <= problem.num_devices:
             members = [replica << tensor for replica in range(2**shift)]
-            sync[tensor, shift] = latency_and_slope(hardware.collective, "all_reduce", members)
-    pairs = [(0, 1 % problem.num_devices), (per_node - 1, min(per_node, problem.num_devices - 1))]
-    seconds = [[hardware.transfer(size, *pair).alone_s for size in KNOTS_BYTES] for pair in pairs]
+            sync[tensor, shift] = latency_and_slope(problem, "all_reduce", members)
+    columns[:, [ENTERS, LEAVES]] = columns[:, [INPUT, OUTPUT]]
+    if problem.runtime.scatters_transfers:
+        for degree, count, partition in product(degrees, samples, range(space.partitions)):
+            cell = columns[space.cell(degree, count, partition)]
+            whole = columns[space.cell(1, count, partition)][[INPUT, OUTPUT]]
+            cell[[ENTERS, LEAVES]] = np.minimum(cell[[INPUT, OUTPUT]], whole / degree)
     arrays = Arrays(
         columns,
         *operator_marks(workload),
+        _reach(costs, samples[0]),
         np.array([KNOTS_BYTES, KNOTS_BYTES]),
-        np.array(seconds),
+        _transfer_seconds(problem, degrees),
         sync,
         gather,
         space.degree_table(),
         np.array([0, 0, 0], np.int64),
     )
     return Tables(arrays, space)
+
+
+def _transfer_seconds(problem: Problem, degrees: Sequence[int]) -> NDArray[np.float64]:
+    """Return seconds of as many messages at once as a stage has GPUs: float64[2, num_degrees, num_knots]."""
+    hardware, last = problem.hardware, problem.num_devices - 1
+    per_node = per_node_of(problem)
+    found = np.zeros((2, len(degrees), len(KNOTS_BYTES)))
+    for place, count in enumerate(degrees):
+        near = max(1, min(count, per_node // 2))  # stages of one node
+        senders = range(per_node - count, per_node)
+        pairs = [
+            [(gpu, min(gpu + near, last)) for gpu in range(near)],
+            [(gpu, min(gpu + count, last)) for gpu in senders],
+        ]
+        for between, routes in enumerate(pairs):
+            for knot, size in enumerate(KNOTS_BYTES):
+                found[between, place, knot] = together_s(hardware.transfer(size, *route) for route in routes)
+    return found
 
 
 def _operator_classes(workload: Workload) -> tuple[NDArray[np.int64], list[int]]:
@@ -265,7 +312,14 @@ def _fill_class(
         return costs.operator(which, sharding_of(which), samples, gpu_type)
 
     cost = cost_of(index)
-    seconds = [max(part.device_s, part.host_s) for part in (cost.forward, cost.backward)]
+    # A stage may lie anywhere: it is as slow as on the slowest type of GPU.
+    on_types = [
+        costs.operator(index, sharding_of(index), samples, each) for each in dict.fromkeys(costs.problem.gpu_types)
+    ]
+    seconds = [
+        max(max(part.device_s, part.host_s) for part in parts)
+        for parts in zip(*((on_type.forward, on_type.backward) for on_type in on_types), strict=True)
+    ]
     for phase, item, owner, _ in input_collectives(costs, index, sharding_of, samples, gpu_type):
         if not cost_of(owner).contains(item):
             seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
@@ -277,7 +331,8 @@ def _fill_class(
     values[EXTRA_FORWARD], values[EXTRA_BACKWARD] = _working_bytes(cost)
     near, far = 0.0, 0.0
     own = dict(saved_tensors(workload, index, cost))
-    near += sum(size for name, size in own.items() if "/" in name)
+    values[OWN] = sum(size for name, size in own.items() if "/" in name)
+    near += values[OWN]
     for name in workload.operators[index].outputs:
         # A tensor that any reader keeps stays, whoever made it; its bytes are those it has as the reader sees it.
         sizes = {index: own.get(name, 0.0)}
@@ -288,13 +343,28 @@ def _fill_class(
             far += size
         else:
             near += size
-    values[KEPT], values[ALWAYS], values[LISTED] = near, far, near
+    values[KEPT], values[FAR], values[LISTED] = near, far, near
     values[ENTRY] = sum(
         size
         for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True)
         if name in workload.producer and not _is_kept(costs, name, sharding_of, samples, gpu_type)
     )
     produced[0] = sum(cost.output_bytes)
+
+
+def _reach(costs: CostTables, samples: int) -> NDArray[np.int32]:
+    """Return per operator the last one that keeps an output of it: int32[num_operators]."""
+    workload, gpu_type = costs.problem.workload, costs.problem.gpu_types[0]
+    kept = [
+        {name for name, _ in saved_tensors(workload, index, costs.operator(index, (), samples, gpu_type))}
+        for index in range(len(workload))
+    ]
+    found = np.arange(len(workload), dtype=np.int32)
+    for index, op in enumerate(workload.operators):
+        for name in op.outputs:
+            readers = [reader for reader in workload.consumers.get(name, ())[:READERS] if name in kept[reader]]
+            found[index] = max(found[index], *readers, index)
+    return found
 
 
 def _is_kept(
@@ -316,5 +386,4 @@ def _working_bytes(cost) -> tuple[float, float]:  # type: ignore[no-untyped-def]
 
 
 def _alone_s(costs: CostTables, item: MeshCollective) -> float:
-    members = groups(item.sizes, item.axes)[0]
-    return costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
+    return slowest_s(costs.problem, item.collective, item.num_bytes, groups(item.sizes, item.axes)[0])

@@ -17,10 +17,12 @@ import numpy as np
 
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables, OperatorCost, saved_tensors
+from simulator.lowering.crossing import is_sequence_parallel
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
 from simulator.plan import Axis, Sharding, resolve
+from simulator.segments import Segment
 from workloads.kinds.base import FORWARD
 from workloads.placements import PARTIAL
 
@@ -48,6 +50,10 @@ class IntraOpOptions:
     counts_computation: bool = True
     free_axes: bool = False
     min_samples: int = 1
+
+
+WHOLE_BYTES = 2.0**28
+"""What stands for all gradients of a stage where a runtime reduces them at once: larger ones are no quicker a byte."""
 
 
 @lru_cache(maxsize=4)
@@ -125,7 +131,7 @@ class IntraOp:
             sharding = resolve(tuple(axis for axis in choice if axis is not None), op)
             if sharding in found or sharding in repeats or not self._fits(index, sharding):
                 continue
-            heavy = self.costs.operator(index, sharding, self.samples(sharding), self.gpu_type).matmul_flop > 0
+            heavy = self.cost(index, sharding).matmul_flop > 0
             replicated = any(axis.split == "replicate" for axis in sharding)
             (repeats if heavy and replicated else found).append(sharding)
         return found or repeats  # a heavy operator is repeated only where nothing else is legal
@@ -139,7 +145,7 @@ class IntraOp:
             if limit is not None and limit % prod(axis.size for axis in sharding if axis.split == name):
                 return False
         try:
-            self.costs.operator(index, sharding, self.samples(sharding), self.gpu_type)
+            self.cost(index, sharding)
         except ValueError:  # the shape cannot be cut so
             return False
         return True
@@ -147,6 +153,10 @@ class IntraOp:
     def samples(self, sharding: Sharding) -> int:
         """Return the samples of a microbatch on one rank."""
         return self.microbatch_size // batch_degree(sharding)
+
+    def cost(self, index: int, sharding: Sharding) -> OperatorCost:
+        """Return what an operator costs on one rank."""
+        return self.costs.operator(index, sharding, self.samples(sharding), self.gpu_type)
 
     def collective_s(self, item: MeshCollective) -> float:
         """Return seconds of a collective that all its groups run at once, links and NICs shared."""
@@ -191,9 +201,9 @@ class IntraOp:
         self, index: int, sharding: Sharding, leaves_layer: bool, counted: Sequence[str]
     ) -> tuple[float, list[float]]:
         costs, runtime = self.costs, self.costs.problem.runtime
-        cost = costs.operator(index, sharding, self.samples(sharding), self.gpu_type)
+        cost = self.cost(index, sharding)
         forwards = 2 if self.options.recompute else 1
-        computation = forwards * cost.forward.bound_s + cost.backward.bound_s
+        computation = forwards * _busy_s(cost.forward) + _busy_s(cost.backward)
         communication = 0.0
         for phase, item in cost.internal:
             if not cost.contains(item):
@@ -207,12 +217,18 @@ class IntraOp:
             shards = prod(sharding[axis].size for axis in summed if sharding[axis].split == "batch")
             if summed:
                 num_bytes = float(elements * runtime.gradient_accumulation_bytes)
-                sync += self.collective_s(MeshCollective("all_reduce", mesh_sizes(sharding), summed, num_bytes))
+                # A gradient travels in a bucket with others, at the rate of the bucket.
+                together = max(num_bytes, float(runtime.gradient_bucket_bytes or WHOLE_BYTES))
+                reduction = MeshCollective("all_reduce", mesh_sizes(sharding), summed, together)
+                sync += self.collective_s(reduction) * num_bytes / together
             states += elements * runtime.state_bytes_per_parameter
-            sharded += elements * (
-                runtime.parameter_bytes + (runtime.gradient_bytes + runtime.optimizer_bytes) / shards
-            )
-        saved = sum(size for name, size in saved_tensors(costs.problem.workload, index, cost) if name in counted)
+            # Where only the last backward pass reduces, gradients of the microbatches before add up whole.
+            kept_whole = runtime.reduce_gradients == "last" and self.num_microbatches > 1
+            gradients = runtime.gradient_bytes / (1 if kept_whole else shards)
+            sharded += elements * (runtime.parameter_bytes + gradients + runtime.optimizer_bytes / shards)
+        # An operator may keep a tensor twice: scores of attention read queries and keys from one.
+        kept = dict(saved_tensors(costs.problem.workload, index, cost))
+        saved = sum(size for name, size in kept.items() if name in counted)
         seconds = computation + communication
         objective = sync / self.num_microbatches + (seconds if self.options.counts_computation else communication)
         leaving = sum(cost.output_bytes) if leaves_layer else 0.0
@@ -241,12 +257,19 @@ class IntraOp:
         chosen = {producer: have, consumer: want}
         forwards = 2 if self.options.recompute else 1
         total = 0.0
-        for phase, item, owner, _ in input_collectives(
-            self.costs, consumer, chosen.get, self.samples(want), self.gpu_type
-        ):
-            owned = self.costs.operator(owner, chosen[owner], self.samples(chosen[owner]), self.gpu_type)
-            if not owned.contains(item):
+        moves = list(input_collectives(self.costs, consumer, chosen.get, self.samples(want), self.gpu_type))
+        for phase, item, owner, _ in moves:
+            if not self.cost(owner, chosen[owner]).contains(item):
                 total += self.collective_s(item) * (forwards if phase == FORWARD else 1)
+        if is_sequence_parallel(have) and not self.costs.problem.runtime.keeps_gathered_inputs:
+            kept = {ref for ref, _ in self.cost(consumer, want).saved}
+            gathered = [
+                (position, item)
+                for phase, item, _, position in moves
+                if phase == FORWARD and item.collective == "all_gather" and f"input:{position}" in kept
+            ]
+            moved = {position for phase, item, _, position in moves if phase == FORWARD and item.moves_batch}
+            total += sum(self.collective_s(item) for position, item in gathered if position not in moved)
         return total
 
     def factors(self, operators: Sequence[int], leaving: set[int], inside: int) -> list[Factor]:
@@ -282,3 +305,8 @@ class IntraOp:
             if producer >= start
         }
         return StrategyGraph([cost for cost, _ in nodes], edges, [attributes for _, attributes in nodes])
+
+
+def _busy_s(work: Segment) -> float:
+    """Return the seconds of an operator whose launches hide behind those before, unless they take longer."""
+    return max(work.device_s, work.host_s)

@@ -156,11 +156,13 @@ class CostModelOracle(Oracle):
         super().__init__(self.spans, self.cost)
         self._solvers: dict[LogicalMesh, StageSolver] = {}
         self._tables: dict[LogicalMesh, StageCosts] = {}
+        self._working: dict[LogicalMesh, list[float]] = {}
 
     def sharding_states(self) -> CostModelOracle:
         """Return the same oracle with model states sharded over the batch axes; measurements are shared."""
         other = replace(self, zero=2)
         other._solvers, other._tables, other._asked = self._solvers, self._tables, self._asked
+        other._working = self._working
         return other
 
     def solver(self, mesh: LogicalMesh) -> StageSolver:
@@ -177,13 +179,15 @@ class CostModelOracle(Oracle):
         table = self._tables[mesh]
         if not np.isfinite(table.seconds[first, last]):
             return NOT_LEGAL
+        if mesh not in self._working:
+            self._working[mesh] = self.solver(mesh).working_bytes()
         recompute = self.options.recompute
         kept = table.output_bytes if recompute else table.saved_bytes
         return StageCost(
             float(table.seconds[first, last]),
             float((table.sharded_state_bytes if self.zero else table.state_bytes)[first, last]),
             float(kept[first, last]),
-            float(table.layer_bytes[first, last]) if recompute else 0.0,
+            max(self._working[mesh][first : last + 1]),
         )
 
     def shardings(

@@ -18,12 +18,12 @@ from searchers.alpa.elimination import Trail, eliminate, follow
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp
 from searchers.alpa.milp import solve_milp
 from searchers.alpa.pareto import solve_within
-from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph, minimised
+from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph, join, minimised
+from simulator.estimate_memory import working_bytes
 from simulator.plan import Sharding
 
 Spans = tuple[tuple[int, int], ...]
 Solver = Literal["elimination", "milp", "pareto"]
-_SAVED = ATTRIBUTES.index("saved_bytes")
 
 
 class Room(NamedTuple):
@@ -51,7 +51,6 @@ class StageCosts:
         seconds: One microbatch, forward and backward.
         sync_s: Synchronisation of gradients, once per iteration.
         state_bytes, sharded_state_bytes, saved_bytes, output_bytes: Sums over the interval.
-        layer_bytes: Largest ``saved_bytes`` of one layer.
     """
 
     objective: Array
@@ -61,7 +60,6 @@ class StageCosts:
     sharded_state_bytes: Array
     saved_bytes: Array
     output_bytes: Array
-    layer_bytes: Array
 
 
 class StageSolver:
@@ -104,6 +102,25 @@ class StageSolver:
         if self.legal:
             self._walk(first, last, found)
         return {name: float(values[first, last]) for name, values in found.items()}
+
+    def working_bytes(self) -> list[float]:
+        """Return per layer what its hungriest operator works in, the layer sharded for itself.
+
+        Besides what the stage keeps; where layers are recomputed, what the layer has made again is there too.
+        """
+        problem = self.problem.costs.problem
+        known: dict[tuple[int, ...], float] = {}
+        found = []
+        for layer, (start, stop) in enumerate(self.spans):
+            key = problem.workload.signatures[start:stop]
+            if key not in known:
+                chosen = zip(range(start, stop), self.assignment(layer, layer), strict=True)
+                known[key] = max(
+                    working_bytes(problem.workload.operators[index], self.problem.cost(index, sharding), problem)
+                    for index, sharding in chosen
+                ) + (self.stage(layer, layer)["saved_bytes"] if self.problem.options.recompute else 0.0)
+            found.append(known[key])
+        return found
 
     def assignment(
         self, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
@@ -154,8 +171,8 @@ class StageSolver:
         for layer, step in zip(range(first, last + 1), self._steps(first), strict=False):
             least = step.number
             found["objective"][first, layer] = step.table.cost.flat[least]
-            followed = step.table.attributes.reshape(len(ATTRIBUTES) + 1, -1)[:, least]
-            for name, value in zip((*ATTRIBUTES, "layer_bytes"), followed.tolist(), strict=True):
+            followed = step.table.attributes.reshape(len(ATTRIBUTES), -1)[:, least]
+            for name, value in zip(ATTRIBUTES, followed.tolist(), strict=True):
                 found[name][first, layer] = value
 
     def _steps(self, first: int) -> Iterator[_Step]:
@@ -165,7 +182,7 @@ class StageSolver:
         for layer in range(first, len(self.spans)):
             inside = self._layer(layer, start)
             own = inside.table
-            running = _with_largest(own) if running is None else _append(running, own)
+            running = own if running is None else join((running, own))
             stop = self.spans[layer][1]
             read: Trail = []
             for variable in running.variables:
@@ -256,7 +273,7 @@ class _Step:
     """An interval of layers: its table, and what the last layer's coming in has decided.
 
     Attributes:
-        table: Over what leaves the interval, with the largest layer's kept bytes as one more attribute.
+        table: Over what leaves the interval.
         read: Operators that nothing behind the interval reads: their choices.
         inside: The last layer.
     """
@@ -274,21 +291,3 @@ class _Step:
     def best(self) -> tuple[np.intp, ...]:
         """The choices there."""
         return np.unravel_index(self.number, self.table.cost.shape)
-
-
-def _with_largest(layer: Factor) -> Factor:
-    """Return a layer's factor with its kept bytes once more, as the largest of one layer so far."""
-    return Factor(
-        layer.variables, layer.cost, np.concatenate([layer.attributes, layer.attributes[_SAVED : _SAVED + 1]])
-    )
-
-
-def _append(running: Factor, layer: Factor) -> Factor:
-    variables = tuple(sorted({*running.variables, *layer.variables}))
-    cost, attributes = running.aligned(variables)
-    more_cost, more = layer.aligned(variables)
-    joined = cost + more_cost
-    followed = np.empty((len(ATTRIBUTES) + 1, *joined.shape))
-    np.add(attributes[:-1], more, out=followed[:-1])
-    np.maximum(attributes[-1], more[_SAVED], out=followed[-1])
-    return Factor(variables, joined, followed)

@@ -78,7 +78,7 @@ def data_parallel(
     )
     compute = float(chain.forward_s[-1] + chain.backward_s[-1]) * per_device
     latency, slope = planner.communication.all_reduce_line(devices)
-    total = latency + slope * planner.gradient_bytes * float(chain.parameters[-1])
+    total = latency + slope * planner.gradient_bytes * (float(chain.parameters[-1]) - chain.tied_parameters)
     if overlap == "none":
         return DataParallelTime(compute, total, total, step, fitting >= 1)
     ready = sent = 0.0
@@ -86,4 +86,5 @@ def data_parallel(
         ready += float(chain.backward_s[layer + 1] - chain.backward_s[layer]) * step
         size = planner.gradient_bytes * float(chain.parameters[layer + 1] - chain.parameters[layer])
         sent = max(sent, ready) + slope * size
-    return DataParallelTime(compute, total, max(0.0, sent - ready) + latency, step, fitting >= 1)
+    # No more than all of it: a weight that two layers share travels once.
+    return DataParallelTime(compute, total, min(total, max(0.0, sent - ready) + latency), step, fitting >= 1)

@@ -27,6 +27,7 @@ class Chain:
         parameters: Prefix sums of parameter elements.
         saved_bytes: Prefix sums of bytes kept from forward to backward, per sample.
         boundary_bytes: Bytes per sample that cross a cut before layer j (0 at both ends).
+        tied_parameters: Elements counted again by layers that share a weight, where one stage holds them all.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -35,6 +36,7 @@ class Chain:
     parameters: Floats
     saved_bytes: Floats
     boundary_bytes: Floats
+    tied_parameters: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -90,7 +92,21 @@ def build_chain(costs: CostTables, spans: Sequence[tuple[int, int]], samples: in
         parameters=prefix(found.parameter_elements),
         saved_bytes=prefix(found.saved_bytes / samples),
         boundary_bytes=boundary,
+        tied_parameters=_counted_again(costs.problem),
     )
+
+
+def _counted_again(problem: Problem) -> float:
+    """Return elements that operators share with an earlier one, unless the runtime reduces them for each."""
+    ties = [
+        (parameter.tie, float(np.prod(parameter.shape)))
+        for index in range(len(problem.workload))
+        for parameter in problem.workload.parameters(index)
+        if parameter.tie is not None
+    ]
+    if problem.runtime.reduces_ties_by_use:
+        return 0.0
+    return sum(size for _, size in ties) - sum(dict(ties).values())
 
 
 def cuts_of(chain: Chain, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -121,7 +121,10 @@ class Planner:
             part = plan.microbatch / len(devices)
             if self.options.whole_samples:
                 part = float(-(-plan.microbatch // len(devices)))
-            gradients = self.gradient_bytes * float(chain.parameters[high] - chain.parameters[low])
+            elements = float(chain.parameters[high] - chain.parameters[low])
+            if plan.num_stages == 1:
+                elements -= chain.tied_parameters
+            gradients = self.gradient_bytes * elements
             found.append(
                 ExpandedStage(
                     forward_s=float(chain.forward_s[high] - chain.forward_s[low]) * part,

@@ -14,6 +14,8 @@ from searchers.dapple.chain import GRANULARITIES, build_chain, cuts_of, layer_sp
 from searchers.dapple.communication import COMMUNICATION, CommunicationCosts
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
 from searchers.degrees import divisors
+from simulator.estimate import tied_s
+from simulator.lowering.lower import stage_views
 from simulator.plan import Axis, Plan, Stage, batch_replicas
 from simulator.problem import Problem
 from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
@@ -35,7 +37,8 @@ class Dapple(Searcher):
     Args:
         space: ``full`` or ``reported``.
         microbatch: Samples per microbatch (all replicas); None tries every divisor of the global batch.
-        profile_samples: Samples at which layers are profiled; times are taken as linear in the samples.
+        profile_samples: Samples at which layers are profiled; times are taken as linear in the samples. None for what
+            a replica gets in the mean: of a plan's stages, or of as few as a space has (1, 2, all).
         granularity: What counts as a layer: ``layers``, ``blocks`` or ``operators``.
         communication: ``hardware`` or ``released``: see `searchers.dapple.communication`.
         warmup: ``p_a``, ``p_b``, or ``acr``: P_B where transfers take at least 0.1 of a stage.
@@ -55,7 +58,7 @@ class Dapple(Searcher):
         *,
         space: str = "full",
         microbatch: int | None = None,
-        profile_samples: int = 4,
+        profile_samples: int | None = None,
         granularity: str = "layers",
         communication: str = "hardware",
         warmup: str = "acr",
@@ -105,9 +108,10 @@ class Dapple(Searcher):
 
     def paper_objective(self, plan: Plan, problem: Problem) -> Score:
         """Score by formulas 1 to 3 (one stage that overlaps: by the closed form of data parallelism)."""
-        planner = self.planner(problem)
+        planner = self.planner(problem, plan.microbatch_size, len(plan.stages))
         form = pipeline_plan(planner, plan)
-        latency = planner.latency_s(form)
+        costs = cost_tables(problem)
+        latency = planner.latency_s(form) + tied_s(costs, stage_views(plan.canonical(problem.workload), costs))
         if form.num_stages == 1 and plan.overlap_gradient_sync:
             step = max(1, plan.microbatch_size // len(form.devices[0]))
             time = data_parallel(planner, plan.global_batch, window=self.window, samples_per_step=step)
@@ -115,14 +119,14 @@ class Dapple(Searcher):
             latency = time.latency_s + (again if form.recompute else 0.0)
         return replace(estimated(plan, problem), objective=latency)
 
-    def planner(self, problem: Problem) -> Planner:
-        """Return the formula's view of a problem."""
-        key = (self.profile_samples, self.granularity, self.communication, self.options)
-        return _planner(problem, *key)
+    def planner(self, problem: Problem, microbatch: int, num_stages: int = 1) -> Planner:
+        """Return the formula's view of a problem, with layers profiled for replicas of such microbatches and stages."""
+        samples = self.profile_samples or max(1, microbatch * num_stages // problem.num_devices)
+        return _planner(problem, samples, self.granularity, self.communication, self.options)
 
     def to_plan(self, problem: Problem, form: PipelinePlan) -> Plan:
         """Return the executable plan of a planner's result."""
-        planner = self.planner(problem)
+        planner = self.planner(problem, form.microbatch, form.num_stages)
         warmup = None
         if form.num_stages > 1 and self.replica_assignment == "slice":
             deep = self.warmup == "p_b" or (self.warmup == "acr" and communication_ratio(planner, form) >= ACR_OF_P_B)
@@ -150,11 +154,11 @@ class Dapple(Searcher):
         )
 
     def _plans(self, problem: Problem, recompute: bool, ledger: Ledger) -> Iterator[Plan]:
-        planner = self.planner(problem)
         batch, total = problem.global_batch, problem.num_devices
         everything = tuple(range(total))
         sizes = divisors(batch) if self.microbatch is None else [self.microbatch]
-        whole = (0, planner.chain.num_layers)
+        num_layers = len(layer_spans(problem, self.granularity))
+        whole = (0, num_layers)
         # Data parallelism takes as few accumulation steps as fit, whatever the pipelines' microbatch.
         for size in reversed([size for size in divisors(batch) if size >= total]):
             plan = self.to_plan(problem, PipelinePlan(whole, (everything,), size, batch // size, recompute))
@@ -167,12 +171,13 @@ class Dapple(Searcher):
                 continue
             for options in self._spaces():
                 ledger.count("tables")
+                planner = self.planner(problem, size, total if options.max_replicas == 1 else options.max_stages or 1)
                 form = replace(planner, options=options).best(size, batch // size, recompute=recompute)
                 if form is not None and form.num_stages > 1:
                     yield self.to_plan(problem, form)
-        if total <= planner.chain.num_layers and (self.microbatch or 1) * total <= batch:
+        if total <= num_layers and (self.microbatch or 1) * total <= batch:
             # What needs least memory, so that a model too large for all is told how far it is from fitting.
-            cuts = tuple(round(stage * planner.chain.num_layers / total) for stage in range(total + 1))
+            cuts = tuple(round(stage * num_layers / total) for stage in range(total + 1))
             size = self.microbatch or 1
             straight = PipelinePlan(cuts, tuple((device,) for device in everything), size, batch // size, recompute)
             if batch % size == 0:
@@ -215,7 +220,7 @@ def pipeline_plan(planner: Planner, plan: Plan) -> PipelinePlan:
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _planner(
     problem: Problem, profile_samples: int, granularity: str, communication: str, options: PlannerOptions
 ) -> Planner:
@@ -256,7 +261,9 @@ class DataParallelNoOverlap(Searcher):
     paper = "Fan et al., PPoPP 2021, Section 6.3"
     overlaps: ClassVar[bool] = False
 
-    def __init__(self, *, profile_samples: int = 4, objective: str | Objective = "paper", keep: int = 5) -> None:
+    def __init__(
+        self, *, profile_samples: int | None = None, objective: str | Objective = "paper", keep: int = 5
+    ) -> None:
         super().__init__(objective=objective, keep=keep)
         self.profile_samples = profile_samples
 
@@ -279,8 +286,8 @@ class DataParallelNoOverlap(Searcher):
 
     def paper_objective(self, plan: Plan, problem: Problem) -> Score:
         """Score by the closed form of the baseline."""
-        planner = _planner(problem, self.profile_samples, "layers", "hardware", PlannerOptions())
         step = max(1, plan.microbatch_size // problem.num_devices)
+        planner = _planner(problem, self.profile_samples or step, "layers", "hardware", PlannerOptions())
         overlap = "backward" if self.overlaps else "none"
         time = data_parallel(planner, plan.global_batch, overlap=overlap, samples_per_step=step)
         again = float(planner.chain.forward_s[-1]) * plan.global_batch / problem.num_devices

@@ -15,7 +15,7 @@ from searchers.degrees import divisors
 from searchers.layer_graph import LayerGraph, layer_graph
 from searchers.pipedream.antichains import States, antichain_states
 from searchers.pipedream.planner import Level, PipeDreamOptions, PipeDreamStage, bottleneck_s, plan_pipeline
-from simulator.plan import Axis, Plan, Stage
+from simulator.plan import Axis, Plan, Stage, batch_replicas
 from simulator.problem import Problem
 
 
@@ -89,7 +89,13 @@ class PipeDream(Searcher):
         return ledger.result()
 
     def paper_objective(self, plan: Plan, problem: Problem) -> Score:
-        """Score by the bottleneck, for all samples of an iteration."""
+        """Score by the bottleneck, for all samples of an iteration.
+
+        Raises:
+            ValueError: If a stage is split otherwise than by batch, or cuts a layer.
+        """
+        if any(batch_replicas(stage) != len(stage.devices) for stage in plan.stages):
+            raise ValueError("PipeDream's stages are split by batch only")
         graph, states = self._states(problem)
         stages, before = [], -1
         done: set[str] = set()

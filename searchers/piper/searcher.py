@@ -96,7 +96,10 @@ class Piper(Searcher):
             again = {owner[index] for start, stop in stage.recompute for index in range(start, stop)}
             data = batch_replicas(stage)
             chosen = {name: RECOMPUTED if name in again else VANILLA for name in inside}
-            slowest = max(slowest, load_s(stated.problem, chosen, len(stage.devices) // data, data))
+            degree = len(stage.devices) // data
+            if any(degree not in stated.problem.implementations[place] for place in range(len(stated.graph.spans))):
+                raise ValueError(f"Piper's tensor degrees stay inside a node and divide the model, got {degree}")
+            slowest = max(slowest, load_s(stated.problem, chosen, degree, data))
         return replace(estimated(plan, problem), objective=slowest * plan.num_microbatches)
 
     def input(self, problem: Problem, microbatch: int) -> StatedInput:
@@ -194,7 +197,7 @@ def _input(
     for degree in degrees:
         sharding = (Axis("tensor", degree),) if degree > 1 else ()
         try:
-            found = tables.layers(sharding, microbatch, problem.gpu_types[0])
+            found = tables.slowest(sharding, microbatch)
         except ValueError:  # this degree does not divide heads or widths
             continue
         state = runtime.state_bytes_per_parameter

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from searchers.base import Searcher
 from searchers.pipedream.antichains import antichain_states
 from searchers.pipedream.planner import (
     Level,
@@ -16,6 +17,10 @@ from searchers.pipedream.planner import (
     plan_pipeline,
 )
 from searchers.pipedream.searcher import PipeDream
+from searchers.piper.searcher import Piper
+from simulator.problem import ProblemSpec
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
 from tests.hardware_models.data_folder import data_folder
 from tests.simulator.problems import chain_of_opaque, chain_problem
 from workloads.layer_profile import LayerNode, LayerProfile, load_layer_profile
@@ -148,3 +153,20 @@ def test_round_robin_plans_are_legal_and_keep_the_bottleneck() -> None:
     slices = PipeDream(microbatch=8).search(problem)
     assert turns.plans[0].objective == pytest.approx(slices.plans[0].objective, rel=1e-9)
     assert turns.best.rotates
+
+
+@pytest.mark.parametrize("searcher", [PipeDream(), Piper()])
+def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(searcher: Searcher) -> None:
+    v100s, t4s = "p3.8xlarge:1x4", "g4dn.12xlarge:1x4"
+    objectives = []
+    for cluster in (f"{v100s}+{t4s}", f"{t4s}+{v100s}", "g4dn.12xlarge:2x4"):
+        problem = ProblemSpec(
+            model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=64
+        ).load()
+        plan = uniform_plan(problem, pp=8, microbatch=4)
+        found = simulate(plan, problem, engine="compiled")
+        objectives.append(searcher.score(plan, problem).objective)
+        if cluster == "g4dn.12xlarge:2x4":
+            steady = 16 / (16 + 7) * found.iteration_time_s  # without filling and emptying
+            assert objectives[-1] == pytest.approx(steady, rel=0.2)
+    assert objectives == pytest.approx([objectives[-1]] * 3, rel=0.05)  # the V100 server has a slower card

@@ -13,12 +13,14 @@ from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
 from searchers.aceso.arrays import (
     BACKWARD,
+    ENTERS,
     EXTRA_BACKWARD,
     EXTRA_FORWARD,
     FORWARD,
     GRADIENT,
     INPUT,
     KEPT,
+    LEAVES,
     LISTED,
     NUM_COLUMNS,
     OUTPUT,
@@ -82,7 +84,7 @@ def ideal_model(num_devices: int = 8, *, operators_per_layer: int = 4, limit: fl
             share = samples * (1.0 - 0.02 * np.log2(samples)) / degree
             columns[cell, FORWARD] = 1e-3 * share + 3e-6 * np.log2(degree)
             columns[cell, BACKWARD] = 2e-3 * share + 3e-6 * np.log2(degree)
-            columns[cell, [INPUT, OUTPUT]] = 1e6 * samples
+            columns[cell, [INPUT, OUTPUT, ENTERS, LEAVES]] = 1e6 * samples
             columns[cell, STATE] = 16e6 / degree
             columns[cell, WEIGHT] = 2e6 / degree
             columns[cell, GRADIENT] = 2e6 / degree
@@ -99,8 +101,9 @@ def ideal_model(num_devices: int = 8, *, operators_per_layer: int = 4, limit: fl
         np.arange(count, dtype=np.int32) % operators_per_layer,
         np.arange(count, dtype=np.int32) // operators_per_layer,
         (np.arange(count) % operators_per_layer > 0).astype(np.uint8),
+        np.arange(count, dtype=np.int32),
         np.array([knots, knots]),
-        np.array([knots * 1e-11, knots * 4e-11]),
+        np.repeat(np.array([knots * 1e-11, knots * 4e-11])[:, np.newaxis], len(degrees), axis=1),
         sync,
         gather,
         space.degree_table(),

@@ -1,0 +1,162 @@
+"""What the models that searchers minimise say of plans that no search chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import isfinite
+
+from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
+from searchers.alpa.meshes import LogicalMesh, Submesh
+from searchers.base import Searcher, cost_tables
+from searchers.registry import searcher_named
+from simulator.estimate_memory import working_bytes
+from simulator.plan import Plan, Stage, batch_replicas, resolve
+from simulator.problem import Problem, ProblemSpec
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
+
+SEARCHERS = ("aceso", "alpa", "amp", "dapple", "galvatron-bmw", "megatron-grid", "pipedream", "piper")
+OWN_MEMORY = ("aceso", "alpa", "galvatron-bmw", "megatron-grid")
+"""Searchers with an account of memory; the others are given the shared closed form, `megatron-grid`'s."""
+DEGREES = ((1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1))
+"""Tensor, pipeline, data."""
+SHAPES = ((1, "none"), (4, "none"), (4, "full"))
+"""Samples per replica and microbatch, recomputation."""
+QUICK = (
+    ("gpt3-350m", "v100-32g-dgx1:1x4", "megatron-lm-2021"),
+    ("bert-large", "p3.8xlarge:2x2", "megatron-lm-2021"),
+    ("t5-770m", "a100-40g-dgx:1x4", "megatron-lm-2021"),
+)
+PROBLEMS = (
+    *QUICK,
+    ("gpt3-1.3b", "p3.8xlarge:1x4", "megatron-lm-2021"),
+    ("gpt3-1.3b", "a100-80g-dgx-100g:2x2", "megatron-deepspeed"),
+    ("bert-48", "v100-1gpu-25g:4x1", "dapple-tensorflow"),
+    ("vit-large", "titan-rtx-pcie:1x4", "galvatron-v1"),
+    ("vit-large", "a100-40g-dgx:2x2", "megatron-lm-2021"),
+    ("wide-resnet-1b", "v100-32g-dgx1:1x4", "megatron-lm-2021-fp32"),
+    ("wide-resnet-1b", "p3.8xlarge:2x2", "megatron-lm-2021-fp32"),
+)
+"""Model, cluster of four GPUs, runtime."""
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One plan by one searcher's model and by the simulator.
+
+    Attributes:
+        searcher, model, cluster, plan: Names; the plan's degrees.
+        own_s, simulated_s: Seconds of an iteration.
+        own_bytes, simulated_bytes: Peak of the fullest device, allocated.
+    """
+
+    searcher: str
+    model: str
+    cluster: str
+    plan: str
+    own_s: float
+    simulated_s: float
+    own_bytes: float
+    simulated_bytes: float
+
+    @property
+    def time_error(self) -> float:
+        """Of the searcher's time, as a share of the simulated one."""
+        return self.own_s / self.simulated_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Of the searcher's peak, as a share of the simulated one."""
+        return self.own_bytes / self.simulated_bytes - 1
+
+
+def priced(
+    model: str, cluster: str, runtime: str, shapes: Sequence[tuple[int, str]] = SHAPES
+) -> Iterator[Priced]:
+    """Yield every uniform plan of a problem by every searcher whose words it is in."""
+    problem = ProblemSpec(model=model, cluster=cluster, runtime=runtime, global_batch=BATCH).load()
+    for (tp, pp, dp), (microbatch, recompute) in product(DEGREES, shapes):
+        try:
+            plan = uniform_plan(problem, tp=tp, pp=pp, dp=dp, microbatch=microbatch, recompute=recompute)
+            validate(plan, problem)
+        except ValueError:  # heads, layers or the node do not divide so
+            continue
+        found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem), leave_out_periods=True)
+        words = f"tp {tp} pp {pp} dp {dp}, {microbatch}, {recompute}"
+        for searcher in SEARCHERS:
+            try:
+                own_s, own_bytes = own_price(searcher, plan, problem)
+            except ValueError:  # the searcher has no such plans
+                continue
+            peak = float(found.peak_allocated_bytes)
+            yield Priced(searcher, model, cluster, words, own_s, found.iteration_time_s, own_bytes, peak)
+
+
+def own_price(searcher: str, plan: Plan, problem: Problem) -> tuple[float, float]:
+    """Return seconds of an iteration and the peak by what a searcher minimises.
+
+    Raises:
+        ValueError: If the plan is not in its words.
+    """
+    if searcher == "alpa":
+        return _alpa_price(plan, problem)
+    score = _searcher(searcher).paper_objective(plan, problem)
+    if not isfinite(score.objective):
+        raise ValueError(f"{searcher} cannot price the plan")
+    return score.objective, score.peak_bytes
+
+
+@cache
+def _searcher(name: str) -> Searcher:
+    """Return the searcher; it remembers what it worked out for the last problem."""
+    return searcher_named(name)
+
+
+def _alpa_price(plan: Plan, problem: Problem) -> tuple[float, float]:
+    """Return Alpa's pipeline of stages, each the sum of its operators and what lies between them."""
+    seconds, peaks = [], []
+    for position, stage in enumerate(plan.stages):
+        time_s, states, kept, working = _alpa_stage(stage, plan, problem)
+        in_flight = min(plan.num_microbatches, len(plan.stages) - position)
+        seconds.append(time_s)
+        peaks.append(states + in_flight * kept + working)
+    return sum(seconds) + (plan.num_microbatches - 1) * max(seconds), max(peaks)
+
+
+def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> tuple[float, float, float, float]:
+    """Return seconds of a microbatch, and bytes of states, kept for each microbatch, and worked in."""
+    per_node = problem.hardware.cluster.devices_per_node
+    size, rows, again = len(stage.devices), batch_replicas(stage), bool(stage.recompute)
+    nodes = max(1, size // per_node)
+    mesh = LogicalMesh(Submesh(nodes, size // nodes), rows, size // rows, batch_forced=True)
+    intra = IntraOp(
+        cost_tables(problem), mesh, plan.microbatch_size, plan.num_microbatches, IntraOpOptions(recompute=again)
+    )
+    operators = list(stage.indices())
+    words = zip(operators, stage.sharding_per_operator(), strict=True)
+    shardings = {index: resolve(sharding, problem.workload.operators[index]) for index, sharding in words}
+    layer_of = [problem.workload.operators[index].layer for index in operators]
+    following = [*layer_of[1:], -1]
+    last = [index for index, own, behind in zip(operators, layer_of, following, strict=True) if own != behind]
+    graph = intra.graph(operators[0], operators[-1] + 1, last)
+    chosen = [intra.strategies(index).index(shardings[index]) for index in operators]
+    totals = {name: graph.total(number, chosen) for number, name in enumerate(ATTRIBUTES)}
+    between = sum(float(table[chosen[u], chosen[v]]) for (u, v), table in graph.edges.items())
+    saved = ATTRIBUTES.index("saved_bytes")
+    layers: dict[int, tuple[float, float]] = {}
+    for place, index in enumerate(operators):
+        kept, most = layers.get(layer_of[place], (0.0, 0.0))
+        own = working_bytes(problem.workload.operators[index], intra.cost(index, shardings[index]), problem)
+        kept += float(graph.attributes[place][saved, chosen[place]]) if again else 0.0
+        layers[layer_of[place]] = kept, max(most, own)
+    return (
+        totals["seconds"] + between,
+        totals["state_bytes"],
+        totals["output_bytes" if again else "saved_bytes"],
+        max(kept + most for kept, most in layers.values()),
+    )

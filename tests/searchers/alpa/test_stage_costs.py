@@ -1,0 +1,93 @@
+"""What Alpa takes a stage to cost, beside the simulator on the plan that comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from searchers.alpa.inter_op import Pipeline, StageChoice
+from searchers.alpa.intra_op import IntraOpOptions
+from searchers.alpa.meshes import LogicalMesh, Submesh
+from searchers.alpa.oracle import CostModelOracle, StageCost
+from searchers.alpa.stage_table import to_plan
+from searchers.base import cost_tables
+from simulator.problem import Problem, ProblemSpec
+from simulator.result import SimulationResult
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from workloads.models.gpt import GPTSpec
+from workloads.registry import build_from_spec
+
+
+def problem_on(cluster: str, runtime: str = "alpa", *, heads: int = 16, batch: int = 32) -> Problem:
+    """Return a GPT of four layers, its embedding and head two matrices."""
+    problem = ProblemSpec(model="gpt3-350m", cluster=cluster, runtime=runtime, global_batch=batch).load()
+    shape = GPTSpec(name="small", layers=4, hidden=1024, heads=heads, seq_len=1024, vocab=32000, tied_embeddings=False)
+    return replace(problem, workload=build_from_spec(shape), spec=None)
+
+
+def one_stage(
+    problem: Problem, mesh: LogicalMesh, microbatch: int, *, recompute: bool = False, sharded: bool = False
+) -> tuple[StageCost, float, SimulationResult]:
+    """Return the model as one stage on all devices: what Alpa says, with its gradients' seconds, and the simulator."""
+    spans = problem.workload.layers
+    count = problem.global_batch // microbatch
+    model = CostModelOracle(cost_tables(problem), spans, microbatch, count, IntraOpOptions(recompute=recompute))
+    oracle = model.sharding_states() if sharded else model
+    last = len(spans) - 1
+    plan = to_plan(
+        Pipeline(0.0, 0.0, 0.0, (StageChoice(0, last, 0, 0),), 0), problem, oracle, [[mesh]],
+        microbatch_size=microbatch, recompute=recompute,
+    )  # fmt: skip
+    found = oracle.answer(mesh, 0, last)
+    return found, oracle.solver(mesh).stage(0, last)["sync_s"], simulate(plan, problem, engine="compiled")
+
+
+def test_gradients_travel_together_as_the_runtime_sends_them() -> None:
+    problem = problem_on("v100-1gpu-10g:4x1")
+    _, sync_s, found = one_stage(problem, LogicalMesh(Submesh(4, 1), 4, 1, batch_forced=True), 8)
+    exposed_s = float(found.breakdown()["exposed_gradient_sync_s"].iloc[0])
+    assert sync_s == pytest.approx(exposed_s, rel=0.02)  # tensor by tensor, 1.15 times as long
+
+
+def test_launches_behind_others_do_not_add_up() -> None:
+    problem = problem_on("a100-40g-dgx:1x2")
+    cost, _, found = one_stage(problem, LogicalMesh(Submesh(1, 2), 2, 1, batch_forced=True), 2)
+    busy = found.breakdown()[["forward_s", "backward_s", "launch_bound_s"]].iloc[0].sum()
+    assert cost.seconds * 16 == pytest.approx(float(busy), rel=0.06)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_shards_of_the_sequence_are_gathered_again_in_backward(recompute: bool) -> None:
+    # Two samples on eight devices: operators are split along the sequence and by heads.
+    problem = problem_on("a100-40g-dgx-100g:2x4", batch=8)
+    mesh = LogicalMesh(Submesh(2, 4), 8, 1, batch_forced=False)
+    cost, sync_s, found = one_stage(problem, mesh, 2, recompute=recompute)
+    parts = found.breakdown().iloc[0]
+    assert parts["exposed_tensor_parallel_s"] > 0.5 * found.iteration_time_s
+    assert 4 * cost.seconds + sync_s == pytest.approx(found.iteration_time_s, rel=0.06)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_memory_of_a_stage_is_what_is_there_while_its_microbatch_runs(
+    recompute: bool, sharded: bool, samples: int
+) -> None:
+    problem = problem_on("v100-32g-dgx1:1x4")
+    mesh = LogicalMesh(Submesh(1, 4), 4, 1, batch_forced=True)
+    cost, _, found = one_stage(problem, mesh, 4 * samples, recompute=recompute, sharded=sharded)
+    # As the shared closed form: what is not there at once may be added up.
+    assert 0.97 < cost.peak_bytes() / found.peak_allocated_bytes < 1.25
+
+
+def test_a_tensor_that_an_operator_keeps_twice_counts_once() -> None:
+    # Scores of attention read queries and keys from one tensor. Under GPipe every microbatch more is kept.
+    problem = problem_on("v100-32g-dgx1:1x4")
+    cost, _, _ = one_stage(problem, LogicalMesh(Submesh(1, 4), 4, 1, batch_forced=True), 4)
+    peaks = [
+        simulate(uniform_plan(more, dp=4, microbatch=1, schedule="gpipe"), more, engine="compiled").peak_allocated_bytes
+        for more in (replace(problem, global_batch=4 * count) for count in (2, 3))
+    ]
+    assert cost.kept_bytes == pytest.approx(peaks[1] - peaks[0], rel=0.01)
