@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -34,7 +35,8 @@ from simulator.costs import CostTables
 from simulator.problem import Problem
 from tests.searchers.tiny import tiny_problem
 from tests.workloads.graphs import SHARED_DATA
-from workloads.registry import build_workload
+from workloads.models.gpt import GPTSpec
+from workloads.registry import build_from_spec, build_workload
 
 FOLDER = SHARED_DATA / "aceso_v100"
 MODELS = {
@@ -73,6 +75,8 @@ def ideal_model(num_devices: int = 8, *, operators_per_layer: int = 4, limit: fl
     byte-sized unit and doubling.
     """
     problem = tiny_problem(num_devices, 16)
+    shape = GPTSpec(name="tiny", layers=2, hidden=1024, heads=8, seq_len=512, vocab=8000, tied_embeddings=False)
+    problem = replace(problem, workload=build_from_spec(shape))  # sharing weights is no loss of parallelism
     count = len(problem.workload)
     degrees = tuple(2**power for power in range(num_devices.bit_length()))
     space = Space(degrees, (1, 2, 4, 8), 1, np.zeros(count, bool))

@@ -18,6 +18,7 @@ from searchers.aceso.model import RECOMPUTE_ORDERS, PerformanceModel
 from searchers.aceso.stage_kernels import transfer_time
 from searchers.base import estimated
 from simulator.costs import CostTables
+from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.benchmarks.measuring import yardsticks
@@ -68,13 +69,14 @@ def test_the_releases_choice_of_recomputed_operators_is_the_published_one() -> N
 
 
 @needs_profile
-def test_the_papers_model_differs_from_the_release_by_less_than_two_percent_in_time() -> None:
-    """They differ in bandwidth by size, gradient sums and memory; the 38 plans' times stay close."""
+def test_the_papers_model_is_within_three_percent_of_the_simulator_on_published_plans() -> None:
+    """The release is up to 15 % below where eight GPUs of a stage send over one network: it knows one message."""
     for entry in list(published_plans())[::6]:
-        model = release_model(entry["size"], entry["gpus"])
-        configuration = from_plan(plan_of(entry, model.problem), model.problem)
-        own = shared_model(model.problem).price(configuration)
-        assert own.iteration_s == pytest.approx(model.price(configuration).iteration_s, rel=0.02)
+        problem = profiled_problem(entry["size"], entry["gpus"])
+        plan = plan_of(entry, problem)
+        own = shared_model(problem).price(from_plan(plan, problem))
+        found = simulate(plan, problem, engine="compiled", leave_out_periods=True)
+        assert own.iteration_s == pytest.approx(found.iteration_time_s, rel=0.03)
 
 
 @needs_profile
