@@ -59,6 +59,8 @@ class Runtime:
         host_seconds_per_list_entry: What such a call costs the host for each rank, where it is given a tensor of each.
         reduces_ties_by_use: A weight that several layers of a stage use is reduced once for each of them, where each
             is wrapped for data parallelism on its own.
+        regathers_recomputed: ZeRO-3 frees the parameters of a layer that was computed again whole, and gathers them
+            once more for its gradients (checkpointing wrapped around FSDP units rather than inside them).
         reduces_ties_whole: What stages make of the gradient of a weight that they share is added up before data
             parallelism reduces it, hence whole also where ZeRO-1 leaves a rank its shard of the gradients; else after.
         copies_gathered: What ZeRO-3 gathered is copied into the parameters before the layer computes, in one kernel.
@@ -155,6 +157,7 @@ class Runtime:
     sharded_gradient_copies: int = 0
     copies_gathered: bool = False
     reduces_ties_by_use: bool = False
+    regathers_recomputed: bool = False
     reduces_ties_whole: bool = False
     parameter_calls_above: int | None = None
     host_seconds_per_list_entry: float = 0.0
@@ -238,6 +241,7 @@ class RuntimeFile(FileModel):
     sharded_gradient_copies: Annotated[int, Field(ge=0, le=8)] = 0
     copies_gathered: bool = False
     reduces_ties_by_use: bool = False
+    regathers_recomputed: bool = False
     reduces_ties_whole: bool = False
     parameter_calls_above: Annotated[int, Field(ge=0)] | None = None
     host_seconds_per_list_entry: NonNegative = 0.0

@@ -252,6 +252,7 @@ class FastEstimator:
                 chosen,
                 runtime.recompute_stops_early,
                 runtime.reduces_ties_by_use,
+                runtime.regathers_recomputed,
                 float(runtime.parameter_bytes),
                 float(runtime.gathered_parameter_bytes),
                 float(runtime.gradient_accumulation_bytes),

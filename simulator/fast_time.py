@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator import fast_arrays, fast_boundaries, fast_prices, fast_ties
+from simulator import fast_arrays, fast_boundaries, fast_prices, fast_regather, fast_ties
 from simulator.compiled_cache import compiled_with, inlined
 from simulator.fast_arrays import (
     BACKWARD_S,
@@ -42,6 +42,7 @@ from simulator.fast_arrays import (
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
 from simulator.fast_prices import channel_s, mixed, wanted
+from simulator.fast_regather import regathered_s
 from simulator.fast_ties import tied_elements, tied_s
 
 MAX_PENDING = 64
@@ -71,7 +72,7 @@ def _filled_s(plans: PlanColumns, stage_s: Floats, low: int, high: int, m: int) 
     return float(pipeline_s)
 
 
-@compiled_with(fast_arrays, fast_prices, fast_ties, fast_boundaries)
+@compiled_with(fast_arrays, fast_prices, fast_ties, fast_boundaries, fast_regather)
 def estimate_times(
     shape: Structure,
     tables: TimeTables,
@@ -79,6 +80,7 @@ def estimate_times(
     chosen: Ints,
     stops_early: bool,
     ties_by_use: bool,
+    regathers: bool,
     parameter_bytes: float,
     gathered_bytes: float,
     gradient_bytes: float,
@@ -97,6 +99,7 @@ def estimate_times(
         chosen: Numbers of plans.
         stops_early: The tail of a segment that nothing saved needs is not computed again.
         ties_by_use: A whole weight that several operators of a stage use is reduced for each.
+        regathers: Layers that are computed again whole are gathered once more.
         parameter_bytes, gathered_bytes, gradient_bytes: Per element, as refreshed, as gathered and as reduced.
         passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
         iteration_s, stage_s, run_tables: Results, per plan, stage and run.
@@ -337,6 +340,9 @@ def estimate_times(
                                 seconds -= tables.entering_s[run_tables[other], number]
             if state < 0:
                 break
+
+            if regathers and plans.reshards[plan]:
+                seconds += regathered_s(shape, tables, plans, run_tables, stage, first, stop, gathered_bytes)
 
             # Once per iteration (or per microbatch): gradients; and parameters after the step.
             reduced_s, refresh_s = 0.0, 0.0

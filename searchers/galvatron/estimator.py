@@ -171,6 +171,7 @@ class Estimator:
             behind_s += profile.core_forward_s
             host_s += profile.core_host_s
             exposed_s += self._collectives_s(moved.core_forward, local, strategy, sizes)
+            exposed_s += gather_s if runtime.regathers_recomputed else 0.0
         prefetched_s = gather_s if self.gathers_ahead else 0.0
         exposed_s += gather_s - prefetched_s
         # The host launches ahead while the device communicates; where it takes longer than both, it alone counts.

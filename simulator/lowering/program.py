@@ -17,7 +17,7 @@ from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import GATHERED_COPY, GRADIENT_COPY
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, MeshSizes, mesh_sizes, reshard, settled
-from simulator.lowering.recompute import recomputed_operators
+from simulator.lowering.recompute import recomputed_operators, whole_layers
 from simulator.lowering.synchronisation import GradientBucket, gather_calls, gather_collectives, gradient_buckets
 from simulator.lowering.view import StageView as StageView
 from simulator.segments import Segment
@@ -133,6 +133,8 @@ class ProgramBuilder:
                 start, stop = segment_ends[index]
                 self._start_layer(index, gathers)
                 self._run_forward(recomputed_operators(self.view, start, stop), "recompute", gathers)
+                if self.view.costs.problem.runtime.regathers_recomputed:
+                    self._release(start, stop)
             self._start_layer(index, gathers)
             self._gradients(cause, index, phases)
             if index in copies:
@@ -339,6 +341,13 @@ class ProgramBuilder:
         if gathered and layer not in self._copied and self.view.costs.problem.runtime.copies_gathered:
             self._copied.add(layer)
             self._compute(self._pass_cause, index, (GATHERED_COPY,))
+
+    def _release(self, start: int, stop: int) -> None:
+        """Give back the gathered parameters of layers that lie whole in a segment which was just computed again."""
+        operators = self.view.costs.problem.workload.operators
+        for layer in whole_layers(operators, start, stop):
+            self._gather_items.pop(layer, None)
+        self._layer_started = None
 
     def _emit_gather(self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None) -> None:
         if layer in self._gather_items:

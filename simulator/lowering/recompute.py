@@ -1,13 +1,22 @@
-"""Which operators of a recompute segment run again."""
+"""Which operators of a recompute segment run again, and which layers lie whole in it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from simulator.costs import saved_tensors
+from workloads.operators import Operator
 
 if TYPE_CHECKING:
     from simulator.lowering.program import StageView
+
+
+def whole_layers(operators: Sequence[Operator], start: int, stop: int) -> list[int]:
+    """Return the layers that lie whole in ``[start, stop)``; a layer's operators are neighbours."""
+    inside = list(dict.fromkeys(operator.layer for operator in operators[start:stop]))
+    cut = {operators[index].layer for index in (start - 1, stop) if 0 <= index < len(operators)}
+    return [layer for layer in inside if layer not in cut]
 
 
 def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:

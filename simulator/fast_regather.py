@@ -1,0 +1,79 @@
+"""Compiled: seconds of gathering again what recomputed layers gathered and gave back (``regathers_recomputed``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator import fast_arrays, fast_prices, fast_ties
+from simulator.compiled_cache import compiled_with
+from simulator.fast_arrays import (
+    ELEMENTS,
+    GATHER,
+    GATHER_CHANNEL,
+    MAX_FAMILIES,
+    Ints,
+    PlanColumns,
+    Structure,
+    TimeTables,
+)
+from simulator.fast_prices import channel_s
+from simulator.fast_ties import tied_elements
+
+
+@compiled_with(fast_arrays, fast_prices, fast_ties)
+def regathered_s(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    stage: int,
+    first: int,
+    stop: int,
+    gathered_bytes: float,
+) -> float:
+    """Return the seconds of one more gather of every layer that lies whole in a segment of a stage.
+
+    Args:
+        shape, tables, plans, run_tables, gathered_bytes: See ``fast_time.estimate_times``.
+        stage: Its number; it has the operators from ``first`` to ``stop``.
+    """
+    keys = np.empty(MAX_FAMILIES * MAX_FAMILIES, np.int64)
+    channels = np.empty(len(keys), np.int64)
+    elements = np.empty(len(keys), np.float64)
+    begin, seconds, run = plans.run_offsets[stage], 0.0, plans.run_offsets[stage]
+    for segment in range(plans.segment_offsets[stage], plans.segment_offsets[stage + 1]):
+        low, high = plans.segment_firsts[segment], plans.segment_stops[segment]
+        for layer in range(shape.layer_of[low], shape.layer_of[high - 1] + 1):
+            start, ends = shape.layer_first[layer], shape.layer_stop[layer]
+            if start < low or ends > high or shape.gathers_of[layer] == 1:
+                continue
+            while plans.run_stops[run] <= start:
+                run += 1
+            other, found = run, 0
+            while start < ends:
+                table, until = run_tables[other], min(ends, plans.run_stops[other])
+                sums = tables.sums[table]
+                for family in range(MAX_FAMILIES):
+                    own_key = tables.families[table, family, GATHER]
+                    if own_key < 0:
+                        continue
+                    more = sums[until, ELEMENTS + family] - sums[start, ELEMENTS + family]
+                    since = max(first, shape.layer_first[layer])
+                    more += tied_elements(
+                        shape, tables, plans, run_tables, table, family, since, begin, start, until, False
+                    )
+                    if more > 0:
+                        at = 0
+                        while at < found and keys[at] != own_key:
+                            at += 1
+                        if at == len(keys):
+                            continue  # The plan is refused where its gathers are added up.
+                        if at == found:
+                            found += 1
+                            keys[at], elements[at] = own_key, 0.0
+                            channels[at] = tables.families[table, family, GATHER_CHANNEL]
+                        elements[at] += more
+                start, other = until, other + 1
+            for at in range(found):
+                seconds += channel_s(tables, channels[at], elements[at] * gathered_bytes)
+    return seconds

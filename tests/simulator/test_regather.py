@@ -1,0 +1,69 @@
+"""Layers computed again under ZeRO-3: who gathers their parameters how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from simulator.costs import CostTables
+from simulator.estimate import estimate
+from simulator.fast_estimate import FastEstimator
+from simulator.fidelity import Fidelity
+from simulator.lowering.lower import stage_views
+from simulator.lowering.program import GRADIENTS, ProgramBuilder
+from simulator.lowering.recompute import whole_layers
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
+from tests.simulator.problems import small_problem
+
+
+def sharded(problem: Problem, **shape: object) -> Plan:
+    return uniform_plan(problem, zero=3, microbatch=1, **{"dp": 4, "recompute": "full", **shape})  # type: ignore[arg-type]
+
+
+def with_and_without(family: str = "gpt", **changes: object) -> list[Problem]:
+    problem = small_problem(family, runtime="galvatron-v1", cluster="titan-rtx-pcie:1x8")
+    assert problem.runtime.regathers_recomputed
+    runtimes = (replace(problem.runtime, regathers_recomputed=again, **changes) for again in (True, False))
+    return [replace(problem, runtime=runtime) for runtime in runtimes]
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_a_layer_that_is_computed_again_whole_is_gathered_three_times(prefetches: bool) -> None:
+    again, once = with_and_without(prefetches_gathers=prefetches)
+    operators = again.workload.operators
+    plan = sharded(again)
+    (stage,) = plan.stages
+    recomputed = {layer for start, stop in stage.recompute for layer in whole_layers(operators, start, stop)}
+    assert len(recomputed) == len(stage.recompute) > 1
+    for problem, expected in ((again, 3), (once, 2)):
+        (view,) = stage_views(validate(plan, problem), CostTables(problem))
+        builder = ProgramBuilder(view, Fidelity())
+        items = [*builder.forward(gather=True), *builder.backward(GRADIENTS, gather=True, sync=False)]
+        count = Counter(operators[item.operator].layer for item in items if item.role == "gather" and item.collective)
+        assert {count[layer] for layer in recomputed} == {expected}
+        assert {number for layer, number in count.items() if layer not in recomputed} <= {1, 2}
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
+@pytest.mark.parametrize("shape", [{}, {"tp": 2, "dp": 4}, {"pp": 2, "dp": 4}, {"recompute": "selective"}])
+def test_closed_forms_and_engine_pay_for_the_third_gather(family: str, shape: dict[str, object]) -> None:
+    again, once = with_and_without(family)
+    plan = sharded(again, **shape)
+    estimates = [estimate(plan, problem) for problem in (again, once)]
+    fast = [FastEstimator(problem).estimate(plan) for problem in (again, once)]
+    simulated = [simulate(plan, problem).iteration_time_s for problem in (again, once)]
+    for slow, quick in zip(estimates, fast, strict=True):
+        assert quick.iteration_time_s == pytest.approx(slow.iteration_time_s, rel=1e-9)
+        assert quick.peak_bytes == slow.peak_bytes
+    more_s = estimates[0].iteration_time_s - estimates[1].iteration_time_s
+    if shape.get("recompute") == "selective":
+        assert more_s == 0 and simulated[0] == simulated[1]
+    else:
+        assert more_s > 0
+        assert simulated[0] - simulated[1] == pytest.approx(more_s, rel=0.2)
