@@ -28,13 +28,15 @@ tensor, gathers without prefetch, transfers in parts, flash attention by generat
 memory fractions, TensorFlow's one kernel per operation, additions to gradient buffers, the T4's curves and links, RTX
 TITAN's products, the dispatch of an unfused softmax's operations, Composer's metrics and copies of gradients; for
 Galvatron's runs whole embeddings, tied weights reduced by each module, microbatches by the samples of a replica and
-memory in steps of 1 MiB) were added after the residuals of these groups had been seen, each from a published source
-and none tuned on their rows. Five choices had measured rows in view: that Galvatron's pipelines sum tied weights over
+memory in steps of 1 MiB, at most eight microbatches, and sharded layers gathered once more where they are computed
+again) were added after the residuals of these groups had been seen, each from a published source
+and none tuned on their rows. Six choices had measured rows in view: that Galvatron's pipelines sum tied weights over
 stages, which nothing in its later release does ([Galvatron](galvatron.md)); how vTrain's rows are read
 ([model](model.md)); the 2 GB outside the allocator in AMP's runs, which decide one of its five runs out of memory
 ([AMP](amp.md)); of the constants that Galvatron's release has for memory outside the layers, those of BERT alone,
-since its shipped plans come out with them and printed batches of other models do not ([Galvatron](galvatron.md)); and
-that fits to whole iterations count runs far off less than squared ([calibration](calibration.md)). So errors on runs
+since its shipped plans come out with them and printed batches of other models do not; that its variants without
+checkpointing cut batches by the formulas of 2022, and BMW by those of 2023 ([Galvatron](galvatron.md)); and that fits
+to whole iterations count runs far off less than squared ([calibration](calibration.md)). So errors on runs
 nobody here has seen may be larger. [Costs](costs.md) has collectives, layers and overlap. `windtunnel accuracy --docs
 docs/accuracy.md` makes this page; groups marked * need a copy of a public data set (`--data DIR`).
 """
