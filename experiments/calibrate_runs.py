@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.fitted_constants import fit_constants
+from experiments.fitted_constants import fit_constants, log_error
 from experiments.inferred_parts import profile_of
 from experiments.inferred_profile import SETTLED, LayersRun, infer
 from experiments.inferred_ridge import priors
@@ -91,8 +91,8 @@ def constants(
                 f"({run.name})"
             )
     found = _one_of_each(found)
+    _check_units(table, np.exp([-log_error(run, {}) for run in found]).tolist())
     fitted = fit_constants(found, names, progress)
-    _check_units(table, (1 / (1 + fitted.before)).tolist())
     source = f"fitted to runs of {len(found)} plans of {table.name}"
     factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}
     points = [

@@ -43,13 +43,14 @@ def search(
     profile: Profile = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Plan file for the first that fits when simulated.", show_default=False),
+        typer.Option("--output", "-o", help="Plan file: the first that fits, else the best.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let one searcher find a plan, and show its best plans, what the search cost and what the simulator says.
 
-    Plans are simulated in the searcher's order until one fits, as in compare; that one is written.
+    Plans are simulated in the searcher's order until one fits, as in compare; that one is written, or the searcher's
+    best if none does.
 
     Example: windtunnel search -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024
     --searcher megatron-grid --budget 20s -o plan.yaml

@@ -18,6 +18,8 @@ Keys = NDArray[np.uint64]
 NEVER = np.iinfo(np.int64).max
 MAX_FAMILIES = 8
 """Ways in which parameters of one strategy are synchronised."""
+MAX_PENDING = 64
+"""Gathers of one layer, and reductions of one stage, that are added up at once."""
 
 # Columns of ``TimeTables.sums``: seconds of either pass, of gathering whole layers, how many operators the strategy
 # does not suit, elements of each family.

@@ -11,6 +11,7 @@ from simulator.fast_arrays import (
     GATHER,
     GATHER_CHANNEL,
     MAX_FAMILIES,
+    MAX_PENDING,
     Ints,
     PlanColumns,
     Structure,
@@ -37,7 +38,7 @@ def regathered_s(
         shape, tables, plans, run_tables, gathered_bytes: See ``fast_time.estimate_times``.
         stage: Its number; it has the operators from ``first`` to ``stop``.
     """
-    keys = np.empty(MAX_FAMILIES * MAX_FAMILIES, np.int64)
+    keys = np.empty(MAX_PENDING, np.int64)
     channels = np.empty(len(keys), np.int64)
     elements = np.empty(len(keys), np.float64)
     begin, seconds, run = plans.run_offsets[stage], 0.0, plans.run_offsets[stage]
@@ -67,7 +68,7 @@ def regathered_s(
                         while at < found and keys[at] != own_key:
                             at += 1
                         if at == len(keys):
-                            continue  # The plan is refused where its gathers are added up.
+                            continue  # As many as are added up before, where more are refused.
                         if at == found:
                             found += 1
                             keys[at], elements[at] = own_key, 0.0

@@ -23,6 +23,7 @@ from simulator.fast_arrays import (
     GATHER_S,
     INCOMPLETE,
     MAX_FAMILIES,
+    MAX_PENDING,
     PENDING,
     REDUCTION,
     REFRESH,
@@ -45,7 +46,6 @@ from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.fast_regather import regathered_s
 from simulator.fast_ties import tied_elements, tied_s
 
-MAX_PENDING = 64
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 

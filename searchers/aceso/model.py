@@ -315,13 +315,19 @@ class PerformanceModel:
         return Price(iteration_s, stages, self.limit_bytes)
 
     def tied_s(self, configuration: Configuration) -> float:
-        """Return seconds of reducing weights that stages share, once per iteration (the release has none)."""
+        """Return seconds of reducing weights that stages share, once per iteration (the release has none).
+
+        Where one stage has them all, its gradients hold what it reduces.
+        """
         if self.compat == "release" or not self._tied or len(configuration.stages) == 1:
             return 0.0
         cuts, first = configuration.cuts, prefix_gpus(configuration)
-        holders = {bisect_right(cuts, index) - 1: index for index in self._tied}
-        key = (*(self._holder(configuration, first, place, index - cuts[place]) for place, index in holders.items()),)
-        if len(holders) > 1 and key not in self._tied_s:
+        places = [bisect_right(cuts, index) - 1 for index in self._tied]
+        key = tuple(
+            self._holder(configuration, first, place, index - cuts[place])
+            for place, index in zip(places, self._tied, strict=True)
+        )
+        if len(set(places)) > 1 and key not in self._tied_s:
             plan = to_plan(configuration, bytes(self.num_operators), self.problem).canonical(self.problem.workload)
             costs = cost_tables(self.problem)
             self._tied_s[key] = tied_s(costs, stage_views(plan, costs))

@@ -183,8 +183,9 @@ class Planner:
     def explore(self, batches: Iterable[int] | None = None, *, step: int = 8, growth: float = 0.0) -> Exploration:
         """Return the best plan of every batch size, in growing steps of samples until nothing fits.
 
-        A 1F1B pipeline fits any batch, so exploration also ends where the batch has doubled and throughput has
-        risen by less than three per cent, counted from one sample per device on: fewer leave some degrees unused.
+        Under some rules of microbatches a 1F1B pipeline fits any batch, so exploration also ends where the batch has
+        doubled and throughput has risen by less than three per cent, counted from one sample per device on: fewer leave
+        some degrees unused.
 
         Args:
             batches: Batch sizes to try instead, all of them.

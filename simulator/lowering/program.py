@@ -347,6 +347,7 @@ class ProgramBuilder:
         operators = self.view.costs.problem.workload.operators
         for layer in whole_layers(operators, start, stop):
             self._gather_items.pop(layer, None)
+            self._copied.discard(layer)
         self._layer_started = None
 
     def _emit_gather(self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None) -> None:

@@ -192,3 +192,11 @@ def test_a_variant_of_bmw_finds_the_printed_batch_and_throughput_of_a_cell() -> 
     assert printed.throughput is not None and printed.batch is not None and cell.batch is not None
     assert cell.throughput == pytest.approx(printed.throughput, rel=0.03)
     assert cell.batch == pytest.approx(printed.batch, rel=0.1) and cell.microbatches == 8
+
+
+def test_bmw_starts_from_bases_result() -> None:
+    """Base's GPipe plan on one stage is none of BMW's own."""
+    run = Run(model="bert-huge-48", cluster="titan-rtx-pcie:1x8", memory_gb=8)
+    base, bmw = (searched_cell(run, name)[0] for name in ("galvatron-base", "galvatron-bmw"))
+    assert base.estimated is not None and bmw.estimated is not None and bmw.estimated >= base.estimated
+    assert searched_cell(run, "galvatron-1f1b-bi")[0].throughput is None, "nothing fits without recomputation"

@@ -410,8 +410,9 @@ def four_processes() -> list[Case]:
     parts = [(cuts[0][1], [0, 1], DP2), (cuts[1][1], [2], ALONE), (-1, [3], ALONE)]
     add("gpt dp2, 1, 1: replicas of the first stage only", gpt, pipeline(gpt, parts, microbatch=2))
     gnmt, xlnet = problem("gnmt", global_batch=12), problem("xlnet", global_batch=12)
-    found = returned(Dapple(microbatch=4, warmup="p_b"), gnmt, [1, 3])
-    add("gnmt, DAPPLE's plan on 1 and 3 replicas with P_B, unequal slices", gnmt, found)
+    parts = [(even_layer_cuts(gnmt.workload, 2)[0][1], [0], ALONE), (-1, [1, 2, 3], axes(("batch", 3)))]
+    unequal = replace(pipeline(gnmt, parts, microbatch=4), warmup=(3, 1))
+    add("gnmt on 1 and 3 replicas with DAPPLE's P_B, unequal slices", gnmt, unequal)
     found = returned(Dapple(microbatch=4, warmup="p_b"), xlnet, [1, 1, 1, 1])
     add("xlnet, DAPPLE's straight plan with P_B", xlnet, found)
     found = returned(PipeDream(microbatch=1, replica_assignment="round_robin"), xlnet, [2, 2])

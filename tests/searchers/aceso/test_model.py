@@ -14,10 +14,11 @@ import pytest
 from experiments.cases.aceso import plan_of
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan, to_plan
 from searchers.aceso.initial import even_gpus, initial_configuration
-from searchers.aceso.model import RECOMPUTE_ORDERS, PerformanceModel
+from searchers.aceso.model import RECOMPUTE_ORDERS, PerformanceModel, tied_operators
 from searchers.aceso.stage_kernels import transfer_time
 from searchers.base import estimated
 from simulator.costs import CostTables
+from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -212,3 +213,23 @@ def test_devices_are_dealt_without_crossing_nodes() -> None:
     assert even_gpus(4, 3, 8) == [2, 1, 1]
     assert even_gpus(16, 2, 8) == [8, 8]
     assert even_gpus(32, 3, 8) is None
+
+
+def test_what_tied_weights_cost_depends_on_all_that_hold_them_whoever_asked_first() -> None:
+    """T5's embedding, decoder embedding and head share a weight: a stage that holds two layouts of it reduces twice."""
+    spec = ProblemSpec(model="t5-770m", cluster="v100-32g-dgx1:1x8", runtime="megatron-lm-2021", global_batch=32)
+    problem = spec.load()
+    count, (_, second, _) = len(problem.workload), tied_operators(problem.workload)
+    base = from_plan(uniform_plan(problem, tp=2, pp=2, dp=2, microbatch=2), problem)
+    cut, border = second + 50, second - 5
+
+    def with_first(tp: int) -> Configuration:
+        stages = StageChoice(4, (Run(border, tp), Run(cut - border, 2))), StageChoice(4, (Run(count - cut, 2),))
+        return replace(base, stages=stages)
+
+    found = []
+    for order in ((1, 2), (2, 1)):
+        model = PerformanceModel.of(problem, CostTables(problem))
+        found.append({tp: model.tied_s(with_first(tp)) for tp in order})
+    assert found[0] == found[1]
+    assert found[0][1] > found[0][2] > 0
