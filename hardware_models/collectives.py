@@ -108,12 +108,13 @@ def collective_flows(cluster: Cluster, kind: str, devices: tuple[int, ...]) -> t
     if kind == "all_to_all":
         return (_across(cluster, groups, kind, 1.0),)
     if kind == "all_reduce":
+        ring = _across(cluster, groups, kind, bus_factor(kind, len(devices)))
+        fills = [cluster.nodes[index].network.tree_fill_bytes for index in groups]
+        if any(fill is None for fill in fills):
+            return (ring,)
         # A tree: every node passes each byte up once and down once; a pair of nodes shares that work.
         tree_bytes = 1.0 if len(groups) == 2 else 2.0
-        return (
-            _across(cluster, groups, kind, bus_factor(kind, len(devices))),
-            _across(cluster, groups, kind, tree_bytes, tree=True),
-        )
+        return ring, _across(cluster, groups, kind, tree_bytes, tree=True)
     return (_across(cluster, groups, kind, bus_factor(kind, len(devices))),)
 
 
@@ -295,4 +296,4 @@ def _across(
         )
         for protocol in slowest.network.protocols
     )
-    return Flow(work, tuple(loads.items()), protocols, slowest.network.tree_fill_bytes if tree else 0.0)
+    return Flow(work, tuple(loads.items()), protocols, (slowest.network.tree_fill_bytes or 0.0) if tree else 0.0)

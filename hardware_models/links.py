@@ -92,7 +92,7 @@ class NetworkType(FileModel):
         point_to_point_latency_s: Seconds of a send/receive of nothing.
         efficiency, protocols: As for links.
         tree_fill_bytes: Bytes' worth of time until the tree of an all-reduce runs at full rate: what makes the library
-            prefer the ring, which moves more, for all but large messages.
+            prefer the ring, which moves more, for all but large messages. None where it takes rings only.
     """
 
     nominal_bytes_per_s: Positive
@@ -102,7 +102,7 @@ class NetworkType(FileModel):
     efficiency: Mapping[str, Fraction]
     protocols: tuple[Protocol, ...]
     source: Text
-    tree_fill_bytes: NonNegative = 0.0
+    tree_fill_bytes: NonNegative | None = 0.0
 
     @field_validator("efficiency")
     @classmethod
