@@ -24,9 +24,6 @@ Sample = tuple[str, GroupShape, float, float]
 MAX_POINTS = 6
 """Of a series: more sizes say the same, and every residual prices all groups that ran at once."""
 
-FAR_OFF = 2.0
-"""A machine whose largest message takes so many times what the preset says, or as much less, is fitted from there."""
-
 OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -178,11 +175,10 @@ def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
 
 
 def _rate(cluster: Cluster, rows: Sequence[Sample]) -> float:
-    """Return the rate to start from, over the preset's: that of the largest message where the preset is far off."""
+    """Return the rate to start from, over the preset's: what the largest message says."""
     kind, shape, num_bytes, seconds = max(rows, key=lambda row: row[2])
     groups = groups_at_once(cluster, range(shape.num_nodes), shape)
-    found = _at_once_s(cluster, kind, num_bytes, groups) / seconds
-    return 1.0 if 1 / FAR_OFF < found < FAR_OFF else found
+    return _at_once_s(cluster, kind, num_bytes, groups) / seconds
 
 
 def _changed(cluster: Cluster, values: Mapping[str, float], source: str) -> Cluster:
