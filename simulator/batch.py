@@ -196,7 +196,7 @@ class BatchEvaluator:
         on = int(self.fidelity.tensor_parallel)
         nothing = np.zeros(len(rows.forward_s), dtype=np.int64)
         op_counts = [nothing, nothing, rows.after_forward.sum(axis=1), rows.settling.sum(axis=1)]
-        row_counts = [rows.before_forward, rows.before_again, rows.before_backward, rows.after_backward]
+        row_counts = [rows.before_forward, rows.before_again, rows.after_backward]
         return (
             np.concatenate([rows.forward_s[:, None], rows.backward_s[:, None], own], axis=1),
             np.stack(op_counts, axis=1) * on,

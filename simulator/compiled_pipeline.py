@@ -25,7 +25,7 @@ PASS = 5
 
 # Columns of ``op_seconds``/``op_counts`` and of ``row_seconds``/``row_counts``.
 FORWARD_S, BACKWARD_S, AFTER_FORWARD, SETTLING = range(4)
-BEFORE_FORWARD, BEFORE_AGAIN, BEFORE_BACKWARD, AFTER_BACKWARD = range(4)
+BEFORE_FORWARD, BEFORE_AGAIN, AFTER_BACKWARD = range(3)
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing.
 
@@ -158,7 +158,6 @@ def measure_passes(
                     row_limits,
                 )
             row = _row(first, index, row_offsets, row_limits)
-            _communicate(backward, around_s[row, BEFORE_BACKWARD], around[row, BEFORE_BACKWARD], computed)
             _compute(backward, seconds[index, BACKWARD_S])
             computed = True
             _communicate(backward, around_s[row, AFTER_BACKWARD], around[row, AFTER_BACKWARD], True)

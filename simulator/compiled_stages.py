@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.costs import CostTables, saved_tensors
-from simulator.lowering.crossing import Crossing, arriving, is_sequence_parallel
+from simulator.lowering.crossing import Crossing, arriving
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.plan import Axis, Sharding, resolve
@@ -152,10 +152,9 @@ class StageRows:
     Attributes:
         forward_s, backward_s: float64[N]. Computation.
         collectives: Distinct ``(collective, bytes)``, Q of them.
-        before_forward, before_again, before_backward, after_backward: int64[rows, Q]. How often each
-            collective occurs before the operator's forward, before it runs again in recomputation (what was
-            reduced on its way into a segment stays reduced), before its backward (inputs gathered again) and
-            after its backward.
+        before_forward, before_again, after_backward: int64[rows, Q]. How often each collective occurs before the
+            operator's forward, before it runs again in recomputation (what was reduced on its way into a segment
+            stays reduced) and after its backward. Nothing is gathered again: that is for shards of the sequence.
         after_forward: int64[N, Q]. Inside the operator, after its forward.
         settling: int64[N, Q]. After the stage's forward, if nothing in the stage reads the output.
     """
@@ -165,7 +164,6 @@ class StageRows:
     collectives: tuple[tuple[str, float], ...]
     before_forward: Ints
     before_again: Ints
-    before_backward: Ints
     after_backward: Ints
     after_forward: Ints
     settling: Ints
@@ -214,8 +212,7 @@ class StageRowsBuilder:
             collectives=tuple(self.numbers),
             before_forward=self._matrix([row[0] for row in rows]),
             before_again=self._matrix([row[1] for row in rows]),
-            before_backward=self._matrix([row[2] for row in rows]),
-            after_backward=self._matrix([row[3] for row in rows]),
+            after_backward=self._matrix([row[2] for row in rows]),
             after_forward=self._matrix(inside),
             settling=self._matrix(settling),
         )
@@ -241,12 +238,9 @@ class StageRowsBuilder:
         return tuple(key)
 
     def _around(self, index: int, first: int) -> tuple[list[int], ...]:
-        """Return numbers of the collectives before forward, again, before backward and after backward."""
-        cost = self._cost(index)
-        saved = {ref for ref, _ in cost.saved}
+        """Return numbers of the collectives before forward, again, and after backward."""
         before_forward: list[int] = []
         before_again: list[int] = []
-        before_backward: list[int] = []
         after_backward = self._inside(index, BACKWARD_INPUT)
 
         def sharding_of(other: int) -> Sharding | None:
@@ -254,19 +248,14 @@ class StageRowsBuilder:
 
         arrivals = self._arrivals(index, first)
         collectives = input_collectives(self.costs, index, sharding_of, self.samples, self.gpu_type, arrivals)
-        moved_batch = {position for phase, item, _, position in collectives if phase == FORWARD and item.moves_batch}
-        keeps_shards = not self.costs.problem.runtime.keeps_gathered_inputs
-        for phase, item, owner, position in collectives:
-            whole = item.collective == "all_gather" and f"input:{position}" in saved and position not in moved_batch
-            if phase == FORWARD and whole and keeps_shards and is_sequence_parallel(self.resolved[owner]):
-                before_backward.append(self._number(item))
+        for phase, item, owner, _ in collectives:
             if self._cost(owner).contains(item):
                 continue
             (before_forward if phase == FORWARD else after_backward).append(self._number(item))
             reduced_before = item.collective in REDUCTIONS and owner < self.shape.segment_first[index]
             if phase == FORWARD and not reduced_before:
                 before_again.append(self._number(item))
-        return before_forward, before_again, before_backward, after_backward
+        return before_forward, before_again, after_backward
 
     def _arrivals(self, index: int, first: int) -> dict[str, Crossing]:
         """Return what an operator reads of earlier stages, as it arrives in one that begins with ``first``.
@@ -351,9 +340,9 @@ PriceOf = Callable[[str, float], float]
 
 
 def priced(rows: StageRows, price_s: PriceOf) -> tuple[Floats, Floats]:
-    """Return seconds of collectives: float64[N, 2] inside and settling, float64[rows, 4] around operators."""
+    """Return seconds of collectives: float64[N, 2] inside and settling, float64[rows, 3] around operators."""
     prices = np.array([price_s(*key) for key in rows.collectives] or [0.0], dtype=np.float64)
-    around = (rows.before_forward, rows.before_again, rows.before_backward, rows.after_backward)
+    around = (rows.before_forward, rows.before_again, rows.after_backward)
     return (
         np.stack([rows.after_forward @ prices, rows.settling @ prices], axis=1),
         np.stack([found @ prices for found in around], axis=1),
