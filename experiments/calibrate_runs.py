@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.fitted_constants import fit_constants, log_error
+from experiments.fitted_constants import fit_constants
 from experiments.inferred_parts import profile_of
 from experiments.inferred_profile import SETTLED, LayersRun, infer
 from experiments.inferred_ridge import priors
@@ -91,7 +91,6 @@ def constants(
                 f"({run.name})"
             )
     found = _one_of_each(found)
-    _check_units(table, np.exp([-log_error(run, {}) for run in found]).tolist())
     fitted = fit_constants(found, names, progress)
     source = f"fitted to runs of {len(found)} plans of {table.name}"
     factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}
@@ -121,11 +120,6 @@ def constants(
     return Outcome(replace(calibration, fits=fits), tuple(points), notes)
 
 
-def _check_units(table: Path, ratios: Sequence[float]) -> None:
-    if (words := doubt(ratios)) is not None:
-        raise ValueError(f"{table}: {words}")
-
-
 def runs(table: Path, common: Common | None = None) -> Outcome:
     """Return the calibration that a table of runs gives.
 
@@ -142,7 +136,8 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
     ones = dict.fromkeys((part for run in found for part in run.parts()), 1.0)
     profile_of(placed, SHAPE, ones, source)  # refuses plans of unlike layers before anything is simulated
     before = [Point("before", run.seconds, run.predicted_s({})) for run in found]
-    _check_units(table, [point.measured / point.predicted for point in before])
+    if (words := doubt([point.measured / point.predicted for point in before])) is not None:
+        raise ValueError(words)
     inferred = infer(found, priors())
     profile = profile_of(placed, SHAPE, inferred.factors, source)
     points = [

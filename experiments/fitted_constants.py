@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.measured_run import MeasuredRun
+from experiments.measured_run import MeasuredRun, doubt
 from hardware_models.machine_factors import with_factors
 from simulator.problem import Problem
 
@@ -83,7 +83,7 @@ def fit_constants(
         progress: Called before each simulation with what is done, in words.
 
     Raises:
-        ValueError: If there are fewer than two runs, or no name.
+        ValueError: If there are fewer than two runs, no name, or times in no unit of seconds.
     """
     if len(runs) < 2 or not names:
         raise ValueError(f"at least two runs and one constant must be given, got {len(runs)} and {len(names)}")
@@ -100,6 +100,8 @@ def fit_constants(
     relative = np.array([WIDER.get(name, 1.0) for name in names])
     logs = np.zeros(len(names))
     before = errors = errors_at(logs, "shipped constants")
+    if (words := doubt(np.exp(-before).tolist())) is not None:
+        raise ValueError(words)
     width, slopes = 0.0, np.zeros((len(runs), len(names)))
     for round_ in range(1, MAX_ROUNDS + 1):
         slopes = _slopes(errors_at, names, logs, errors, f"round {round_}")

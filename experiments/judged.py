@@ -88,5 +88,5 @@ def first_that_fits(
             reason = f"choice {rank + 1}: those before it ran out of memory" if rank else ""
             return Judged(ranked.plan, ranked.objective, result, reason, time.perf_counter() - started_s)
     assert best is not None, "a search result has at least one plan"
-    reason = f"DOES NOT FIT: nor does any other of the searcher's {len(found.plans)} plans"
+    reason = f"DOES NOT FIT, and no other plan of the search does (of {len(found.plans)})"
     return Judged(*best, reason, time.perf_counter() - started_s)

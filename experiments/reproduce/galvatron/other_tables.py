@@ -75,7 +75,7 @@ def table6(context: Context) -> Report:
 def _without_figures(
     context: Context, runs: Sequence[Run], notes: Sequence[str], strategies: tuple[str, ...] = ALL
 ) -> Report:
-    of_table5 = [run for run in runs if run.runtime == A100_RUNTIME]
+    of_table5 = [run for run in runs if run.cluster in (A100S_16, A100S_64)]
     if of_table5:
         factors = cluster_factors(context.say)
         runs = [*runs, *(replace(run, factors=factors) for run in of_table5)]
