@@ -12,6 +12,7 @@ from simulator.fast_arrays import (
     GATHER_CHANNEL,
     MAX_FAMILIES,
     MAX_PENDING,
+    Floats,
     Ints,
     PlanColumns,
     Structure,
@@ -22,59 +23,58 @@ from simulator.fast_ties import tied_elements
 
 
 @compiled_with(fast_arrays, fast_prices, fast_ties)
-def regathered_s(
+def add_regathers(
     shape: Structure,
     tables: TimeTables,
     plans: PlanColumns,
     run_tables: Ints,
-    stage: int,
-    first: int,
-    stop: int,
+    plan: int,
     gathered_bytes: float,
-) -> float:
-    """Return the seconds of one more gather of every layer that lies whole in a segment of a stage.
+    stage_s: Floats,
+) -> None:
+    """Add to the times of stages one more gather of every layer that lies whole in a recomputed segment.
 
-    Args:
-        shape, tables, plans, run_tables, gathered_bytes: See ``fast_time.estimate_times``.
-        stage: Its number; it has the operators from ``first`` to ``stop``.
+    Arguments as for ``fast_time.estimate_times``.
     """
     keys = np.empty(MAX_PENDING, np.int64)
     channels = np.empty(len(keys), np.int64)
     elements = np.empty(len(keys), np.float64)
-    begin, seconds, run = plans.run_offsets[stage], 0.0, plans.run_offsets[stage]
-    for segment in range(plans.segment_offsets[stage], plans.segment_offsets[stage + 1]):
-        low, high = plans.segment_firsts[segment], plans.segment_stops[segment]
-        for layer in range(shape.layer_of[low], shape.layer_of[high - 1] + 1):
-            start, ends = shape.layer_first[layer], shape.layer_stop[layer]
-            if start < low or ends > high or shape.gathers_of[layer] == 1:
-                continue
-            while plans.run_stops[run] <= start:
-                run += 1
-            other, found = run, 0
-            while start < ends:
-                table, until = run_tables[other], min(ends, plans.run_stops[other])
-                sums = tables.sums[table]
-                for family in range(MAX_FAMILIES):
-                    own_key = tables.families[table, family, GATHER]
-                    if own_key < 0:
-                        continue
-                    more = sums[until, ELEMENTS + family] - sums[start, ELEMENTS + family]
-                    since = max(first, shape.layer_first[layer])
-                    more += tied_elements(
-                        shape, tables, plans, run_tables, table, family, since, begin, start, until, False
-                    )
-                    if more > 0:
-                        at = 0
-                        while at < found and keys[at] != own_key:
-                            at += 1
-                        if at == len(keys):
-                            continue  # As many as are added up before, where more are refused.
-                        if at == found:
-                            found += 1
-                            keys[at], elements[at] = own_key, 0.0
-                            channels[at] = tables.families[table, family, GATHER_CHANNEL]
-                        elements[at] += more
-                start, other = until, other + 1
-            for at in range(found):
-                seconds += channel_s(tables, channels[at], elements[at] * gathered_bytes)
-    return seconds
+    first = 0
+    for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
+        begin, run = plans.run_offsets[stage], plans.run_offsets[stage]
+        for segment in range(plans.segment_offsets[stage], plans.segment_offsets[stage + 1]):
+            low, high = plans.segment_firsts[segment], plans.segment_stops[segment]
+            for layer in range(shape.layer_of[low], shape.layer_of[high - 1] + 1):
+                start, ends = shape.layer_first[layer], shape.layer_stop[layer]
+                if start < low or ends > high or shape.gathers_of[layer] == 1:
+                    continue
+                while plans.run_stops[run] <= start:
+                    run += 1
+                other, found = run, 0
+                while start < ends:
+                    table, until = run_tables[other], min(ends, plans.run_stops[other])
+                    sums = tables.sums[table]
+                    for family in range(MAX_FAMILIES):
+                        own_key = tables.families[table, family, GATHER]
+                        if own_key < 0:
+                            continue
+                        more = sums[until, ELEMENTS + family] - sums[start, ELEMENTS + family]
+                        since = max(first, shape.layer_first[layer])
+                        more += tied_elements(
+                            shape, tables, plans, run_tables, table, family, since, begin, start, until, False
+                        )
+                        if more > 0:
+                            at = 0
+                            while at < found and keys[at] != own_key:
+                                at += 1
+                            if at == len(keys):
+                                continue  # As many as are added up before, where more are refused.
+                            if at == found:
+                                found += 1
+                                keys[at], elements[at] = own_key, 0.0
+                                channels[at] = tables.families[table, family, GATHER_CHANNEL]
+                            elements[at] += more
+                    start, other = until, other + 1
+                for at in range(found):
+                    stage_s[stage] += channel_s(tables, channels[at], elements[at] * gathered_bytes)
+        first = plans.run_stops[plans.run_offsets[stage + 1] - 1]

@@ -43,7 +43,7 @@ from simulator.fast_arrays import (
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
 from simulator.fast_prices import channel_s, mixed, wanted
-from simulator.fast_regather import regathered_s
+from simulator.fast_regather import add_regathers
 from simulator.fast_ties import tied_elements, tied_s
 
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
@@ -341,9 +341,6 @@ def estimate_times(
             if state < 0:
                 break
 
-            if regathers and plans.reshards[plan]:
-                seconds += regathered_s(shape, tables, plans, run_tables, stage, first, stop, gathered_bytes)
-
             # Once per iteration (or per microbatch): gradients; and parameters after the step.
             reduced_s, refresh_s = 0.0, 0.0
             for way in range(2):
@@ -375,6 +372,8 @@ def estimate_times(
             if state < 0:
                 continue
 
+        if regathers and plans.reshards[plan] and state == DONE:
+            add_regathers(shape, tables, plans, run_tables, plan, gathered_bytes, stage_s)
         if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, misses, counts):
             state = INCOMPLETE
         shared_s, known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
