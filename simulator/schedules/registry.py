@@ -19,7 +19,8 @@ class PipelineSchedule:
         actions: Gives the order of each rank for a shape; raises ValueError for a shape it cannot run.
         splits_backward: Whether backwards come as input and weight gradients (I and W).
         exchanges_pairs: Whether a forward pass and the backward pass right after it exchange with the neighbours at
-            once, after both, where passes wait for what they send.
+            once, after both, where passes wait for what they send. Megatron-LM's interleaved schedule does
+            (core/pipeline_parallel/schedules.py: ``send_forward_backward_recv_forward_backward``).
         takes_warmup: Whether a shape may give the warm-up of each stage.
     """
 
