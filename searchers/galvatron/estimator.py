@@ -162,7 +162,7 @@ class Estimator:
         gather_s = self._axis_s("all_gather", used_bytes, strategy, sizes, SHARDED)
         reduce_s = self._axis_s("reduce_scatter", elements * travelling, strategy, sizes, SHARDED)
         reduced_bytes = (elements / strategy.sharded + again) * travelling
-        reduce_s += self._axis_s("all_reduce", reduced_bytes, strategy, sizes, DATA)
+        reduce_s += self._bucketed_s(reduced_bytes, strategy, sizes)
         forward_s = profile.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
         forward_s = max(forward_s, profile.forward_host_s)
         behind_s, exposed_s = profile.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
@@ -207,6 +207,15 @@ class Estimator:
     ) -> float:
         position = strategy.axis_position(kind)
         return 0.0 if position is None else self.times.seconds(collective, num_bytes, sizes, (position,))
+
+    def _bucketed_s(self, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...]) -> float:
+        """Return seconds of a layer's whole gradients: its share of a bucket, where one takes several such layers."""
+        if not num_bytes:
+            return 0.0
+        limit_bytes = self.problem.runtime.gradient_bucket_bytes or float("inf")
+        layers = max(1, len(self.profiles.layers) // self.num_stages)
+        together = max(1.0, min(layers, limit_bytes / num_bytes))
+        return self._axis_s("all_reduce", together * num_bytes, strategy, sizes, DATA) / together
 
     def _collectives_s(
         self, items: Sequence[Collective], samples: int, strategy: Strategy, sizes: tuple[int, ...]
