@@ -229,8 +229,33 @@ def replica_steps(rows: Sequence[Row]) -> dict[tuple[int, ...], list[float]]:
     return dict(found)
 
 
+def step_per_parameter(rows: Sequence[Row]) -> dict[tuple[int, int], list[float]]:
+    """Return what the optimizer step takes for each parameter of a layer, in seconds, by ``(hidden, tp)``.
+
+    From rows on one replica and one stage: what does not grow with microbatches is once per iteration, and what of it
+    grows with layers is a layer's part of the step (a layer has 12 hidden^2 weights, biases and norms left out).
+    """
+    alike: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row["dp"] == row["pp"] == 1:
+            key = tuple(row[name] for name in ("hidden", "tp", "microbatch", "layers"))
+            alike[key][row["global_batch"] // row["microbatch"]] = row["value"] / 1e3
+    once: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    for (*kind, layers), times in alike.items():
+        if len(times) > 1:
+            few, many = min(times), max(times)
+            once[tuple(kind)][layers] = times[few] - few * (times[many] - times[few]) / (many - few)
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for (hidden, tp, _), by_layers in once.items():
+        if len(by_layers) > 1:
+            few, many = min(by_layers), max(by_layers)
+            parameters = (many - few) * 12 * hidden**2 / tp
+            found[hidden, tp].append((by_layers[many] - by_layers[few]) / parameters)
+    return dict(found)
+
+
 def main() -> None:
-    """Print bounds beside the simulator's figures, group by group, and how reductions enter the rows."""
+    """Print bounds beside the simulator's figures, group by group, and how reductions and steps enter the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds measured_runs/dev.csv")
     arguments = parser.parse_args()
@@ -264,6 +289,9 @@ def main() -> None:
     print(f"{len(fewer)} of {len(steps)} fall with replicas: hidden, layers, tp, pp, replicas before, after")
     for key in fewer:
         print(*key, f"{1e3 * min(steps[key]):+.3f} ms")
+    print("\nOptimizer step, ps a parameter of a rank: hidden, tp, by microbatch")
+    for kind, seconds in sorted(step_per_parameter(everything).items()):
+        print(*kind, ", ".join(f"{1e12 * value:.1f}" for value in seconds))
 
 
 if __name__ == "__main__":

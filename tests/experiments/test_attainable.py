@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from experiments import attainable
 from experiments.accuracy import run_case
-from experiments.attainable import conflicts, least_error, parts_of, ranked_pairs, replica_steps
+from experiments.attainable import conflicts, least_error, parts_of, ranked_pairs, replica_steps, step_per_parameter
 from experiments.cases import vtrain
 from experiments.cases.sources import data_folder
 
@@ -107,6 +107,20 @@ def test_rows_that_differ_in_replicas_alone_show_the_reduction() -> None:
     steps = replica_steps(rows)
     assert list(steps) == [(1024, 12, 2, 1, 1, 4)]
     assert steps[1024, 12, 2, 1, 1, 4] == pytest.approx([0.021, 0.021])
+
+
+def test_the_optimizer_step_is_what_grows_with_layers_and_not_with_microbatches() -> None:
+    """A row takes 3 ms a layer and microbatch, 5 a microbatch, 7 at all, and 20 ps for each of 12 * 1024^2 / 2."""
+    step = 20e-12 * 12 * 1024**2 / 2
+    rows = [
+        {**row(4, 4 * m, layers=layers), "value": 1e3 * (m * (0.003 * layers + 0.005) + 0.007 + layers * step)}
+        for layers in (12, 16, 24)
+        for m in (2, 8)
+    ]
+    rows += [{**row(4, 8 * dp, dp=dp), "value": 1.0} for dp in (2, 4)]
+    found = step_per_parameter(rows)
+    assert list(found) == [(1024, 2)]
+    assert found[1024, 2] == pytest.approx([20e-12])
 
 
 def test_the_simulator_is_one_of_the_consistent_tables() -> None:
