@@ -38,6 +38,7 @@ class LayerCost:
         forward_bytes: O_f: kept per microbatch in flight.
         backward_bytes: O_b: needed on top during the layer's own backward pass.
         state_bytes: O_ms: parameters, gradients, optimizer states.
+        optimizer_bytes: What the optimizer step works in, when nothing is kept for backward any more.
         output_bytes: What one rank hands to the next layer.
     """
 
@@ -47,6 +48,7 @@ class LayerCost:
     forward_bytes: float
     backward_bytes: float
     state_bytes: float
+    optimizer_bytes: float
     output_bytes: float
 
 
@@ -198,6 +200,7 @@ class Estimator:
             state_bytes=parameter_bytes / shards
             + gradient_bytes / whole_gradients
             + elements * runtime.optimizer_bytes / shards,
+            optimizer_bytes=elements * runtime.optimizer_workspace_bytes / shards,
             output_bytes=profile.output_bytes,
         )
         return replace(cost, **self.released.layer(kind, strategy, samples)._asdict()) if self.released else cost
@@ -324,6 +327,8 @@ def pipeline_s(
 def peak_bytes(costs: Sequence[LayerCost], held: float) -> float:
     """Return Eq. 2 of a stage: the largest of what is kept up to a layer plus its backward need, and all states.
 
+    The optimizer step, which comes when nothing is kept any more, can need more.
+
     Args:
         costs: Layers of the stage in order.
         held: Microbatches in flight; the others of them keep every layer's forward memory.
@@ -333,7 +338,8 @@ def peak_bytes(costs: Sequence[LayerCost], held: float) -> float:
     for cost in costs:
         running += cost.forward_bytes
         peak = max(peak, running + cost.backward_bytes)
-    return (held - 1) * whole + peak + sum(cost.state_bytes for cost in costs)
+    step = sum(cost.optimizer_bytes for cost in costs)
+    return max((held - 1) * whole + peak, step) + sum(cost.state_bytes for cost in costs)
 
 
 def released_bytes(costs: Sequence[LayerCost], held: float) -> float:

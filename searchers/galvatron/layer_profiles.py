@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from searchers.layers import blocks
 from simulator.costs import CostTables, saved_tensors
+from simulator.estimate_memory import working_bytes
 from simulator.lowering.edges import input_collectives
 from simulator.plan import Axis, Sharding, resolve
 from simulator.uniform import repeated_layers
@@ -53,7 +54,7 @@ class LayerProfile:
         core_input_bytes: What the core keeps of its input.
         core_unkept_bytes: What enters the core and nobody keeps (Swin's patch merging needs its shape alone), which
             checkpointing does.
-        workspace_bytes: Largest buffer of one operator.
+        workspace_bytes: The most that one operator needs besides: buffers, gradients of its inputs and outputs.
         core_workspace_bytes: Of one in the core.
         behind_bytes: Of what is kept, what lies behind the core (the head), gone when the core's backward pass begins.
         output_bytes: What leaves the layer.
@@ -215,7 +216,7 @@ class LayerProfiles:
                 if index >= layer.core[1] and name not in saved and workload.producer.get(name, index) >= layer.core[1]:
                     behind += size
                 saved.setdefault(name, (size, inside))
-            needed = max(cost.workspace_forward_bytes, cost.workspace_backward_bytes)
+            needed = working_bytes(workload.operators[index], cost, self.costs.problem)
             workspace = max(workspace, needed)
             core_workspace = max(core_workspace, needed if inside else 0.0)
             if cost.output_bytes:
