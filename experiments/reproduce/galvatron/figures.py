@@ -33,9 +33,12 @@ def throughput_bars(frame: pd.DataFrame) -> Figure:
     for place, model in zip(axes, models, strict=False):
         own = frame[frame["model"] == model]
         positions = np.arange(len(own))
-        place.barh(positions + 0.2, own["samples_per_s"].fillna(0.0), 0.4, color=OURS, label="ours (simulated)")
-        if "paper_samples_per_s" in own:
-            place.barh(positions - 0.2, own["paper_samples_per_s"].fillna(0.0), 0.4, color=PAPER, label="paper")
+        printed = "paper_samples_per_s" in own
+        shift, height = (0.2, 0.4) if printed else (0.0, 0.8)
+        ours = own["samples_per_s"].fillna(0.0)
+        place.barh(positions + shift, ours, height, color=OURS, label="ours (simulated)")
+        if printed:
+            place.barh(positions - shift, own["paper_samples_per_s"].fillna(0.0), height, color=PAPER, label="paper")
         place.set_yticks(positions, list(own["strategy"]), fontsize=7)
         place.invert_yaxis()
         place.set_title(f"{model}, {own['memory_gb'].iloc[0]} GB", fontsize=9)
