@@ -181,7 +181,10 @@ class _Row:
         if re.search(r":\d+x\d+\s*$", text):
             gpus = parse_cluster(text).num_devices
             if self._count("gpus", gpus) != gpus:
-                raise ValueError(f"gpus must be those of the cluster, {gpus} of {text}, got {self.cells['gpus']}")
+                raise ValueError(
+                    f"gpus must be those of the cluster, {gpus} of {text}, got {self.cells['gpus']}; "
+                    f"name the preset alone, {text.rsplit(':', 1)[0]}, to have each run on its own"
+                )
             return text
         per_node = self._count("gpus_per_node", cluster_gpus_per_node(text))
         used = self._count("tp", 1) * self._count("pp", 1) * self._count("dp", 1)

@@ -99,7 +99,7 @@ def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[s
         ({"tp": 0}, "tp must be at least 1, got 0"),
         ({"global_batch": -8}, "global_batch must be at least 1, got -8"),
         ({"gpus_per_node": 0}, "gpus_per_node must be at least 1, got 0"),
-        ({"cluster": "a100-80g-dgx:1x8"}, "gpus must be those of the cluster, 8 of a100-80g-dgx:1x8, got 16"),
+        ({"cluster": "a100-80g-dgx:1x8"}, "8 of a100-80g-dgx:1x8, got 16; name the preset alone, a100-80g-dgx, to"),
         ({"microbatch": ""}, "row 1: a run without a plan file must have a microbatch"),
         ({"global_batch": ""}, "must have a global_batch"),
         ({"tp": "two"}, "tp must be an integer, got 'two'"),
