@@ -12,10 +12,7 @@ from numpy.typing import NDArray
 
 from simulator import fast_arrays
 from simulator.compiled_cache import compiled_with, inlined
-from simulator.fast_arrays import DONE, NEVER, Floats, Ints, PlanColumns, Structure
-
-# Schedules, as ``PlanArrays.schedule`` has them.
-ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
+from simulator.fast_arrays import DONE, GPIPE, INTERLEAVED, NEVER, ZB_H1, Floats, Ints, PlanColumns, Structure
 
 # Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
 # in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
