@@ -99,6 +99,18 @@ def test_every_rank_holds_what_the_simulator_says(
     assert FastEstimator(problem).estimate(plan).peak_bytes == estimate(plan, problem).peak_bytes
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 4), (4, 2)])
+def test_stages_that_hold_unlike_amounts_count_at_their_own(pp: int, chunks: int, zero: int) -> None:
+    """T5's decoder layers keep more than its encoder's: at the mean of a rank's stages peaks were up to 27 % below."""
+    problem = ProblemSpec("t5-770m", "a100-80g-dgx:1x8", "megatron-lm-2021", 4 * pp).load()
+    short = build_workload("t5-770m", attention=problem.runtime.attention, overrides={"layers": 8})
+    problem = replace(problem, workload=short)
+    plan = uniform_plan(problem, pp=pp, dp=2, tp=4 // pp, zero=zero, chunks=chunks, schedule="interleaved")
+    for error in errors(plan, problem):
+        assert -1e-3 <= error < 0.08
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_a_smaller_last_microbatch_counts_where_it_is_in_flight(groups: int) -> None:
     plan, problem = interleaved(
