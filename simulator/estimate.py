@@ -2,11 +2,11 @@
 
 Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. A smaller last
 microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
-sum_{i<=j} t_i + sum_{i>=j} s_i``. Where replicas take whole microbatches in turn, ``rotated_s``. Memory:
-``estimate_memory``. Groups of one collective, transfers of one boundary and reductions of one tied weight run at once
-and share links (``hardware_models.crowding``); nothing else does, such as two boundaries or stages that meet on a card.
-No overlap (that of collectives with the gradients of one operator neither), copies of gradients, time of the optimizer,
-or allocator: the engine has those.
+sum_{i<=j} t_i + sum_{i>=j} s_i``. Where replicas take whole microbatches in turn, ``rotated_s``; under zb-h1,
+``zero_bubble_time``. Memory: ``estimate_memory``. Groups of one collective, transfers of one boundary and reductions of
+one tied weight run at once and share links (``hardware_models.crowding``); nothing else does, such as two boundaries or
+stages that meet on a card. No overlap (that of collectives with the gradients of one operator neither, nor, but for
+zb-h1, that of transfers), copies of gradients, time of the optimizer, or allocator: the engine has those.
 
 Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
 launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may
@@ -24,6 +24,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
@@ -37,6 +40,8 @@ from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, r
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.segments import Segment
+from simulator.zero_bubble_time import zero_bubble_s
+from workloads.kinds.base import BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True)
@@ -80,34 +85,60 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     costs = costs or CostTables(problem)
     plan = plan.canonical(problem.workload)
     views = stage_views(plan, costs)
-    times, hosts, once = _stage_times(plan, views)
-    held = [held_bytes(view) for view in views]
+    stages = last_stages = _stage_times(plan, views)
+    held = last_held = [held_bytes(view) for view in views]
     capacities = tuple(min(map(problem.capacity_bytes, view.stage.devices)) for view in views)
-    ranks = plan.rank_of_stage
-    by_rank = _per_rank(ranks, times)
-    chunks = len(plan.stages) / len(by_rank)
-    fill = sum(times) / chunks
-    if plan.rotates and plan.last_microbatch_size is None:
-        turns = [view.num_turns for view in views]
-        filled_s = rotated_s([time * n for time, n in zip(times, turns, strict=True)], turns, plan.num_microbatches)
-        last_held, last_hosts = held, hosts
-    elif plan.last_microbatch_size is None:
-        filled_s = (plan.num_microbatches - 1) * max(by_rank) + fill
-        last_held, last_hosts = held, hosts
-    else:
+    if plan.last_microbatch_size is not None:
         last_views = stage_views(plan.all_like_last(), costs)
-        last_times, last_hosts, _ = _stage_times(plan, last_views)
-        filled_s = queued_s(by_rank, _per_rank(ranks, last_times), plan.num_microbatches, chunks)
+        last_stages = _stage_times(plan, last_views)
         last_held = [held_bytes(view) for view in last_views]
-    iteration = filled_s + (chunks - 1) * fill / len(by_rank)
-    all_hosts = [(plan.num_microbatches - 1) * each + last for each, last in zip(hosts, last_hosts, strict=True)]
+    iteration = _filled_s(plan, [view.num_turns for view in views], stages, last_stages)
+    all_hosts = [
+        (plan.num_microbatches - 1) * each + last for each, last in zip(stages.hosts, last_stages.hosts, strict=True)
+    ]
     return Estimate(
-        iteration_time_s=iteration + max(once) + tied_s(costs, views),
-        stage_time_s=tuple(times),
+        iteration_time_s=iteration + max(stages.once) + tied_s(costs, views),
+        stage_time_s=tuple(stages.times),
         peak_bytes=rank_peaks(plan, held, last_held),
         capacity_bytes=capacities,
-        host_time_s=max(_per_rank(ranks, all_hosts)),
+        host_time_s=max(_per_rank(plan.rank_of_stage, all_hosts)),
     )
+
+
+@dataclass(frozen=True)
+class _StageTimes:
+    """Per stage, seconds.
+
+    Attributes:
+        times: One microbatch.
+        hosts: Its launches.
+        once: What is exposed once per iteration.
+        split: Rows of ``zero_bubble_s``, where the schedule is zb-h1.
+    """
+
+    times: list[float]
+    hosts: list[float]
+    once: list[float]
+    split: NDArray[np.float64]
+
+
+def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _StageTimes) -> float:
+    """Return the seconds of all microbatches; see the module's docstring."""
+    m, smaller = plan.num_microbatches, plan.last_microbatch_size is not None
+    if plan.schedule == "zb-h1" and not plan.rotates:
+        found_s = zero_bubble_s(stages.split, last.split, m)
+        # Where the last is much smaller, those before it may take as long alone.
+        return max(found_s, zero_bubble_s(stages.split, stages.split, m - 1)) if smaller else found_s
+    by_rank = _per_rank(plan.rank_of_stage, stages.times)
+    chunks = len(plan.stages) / len(by_rank)
+    fill = sum(stages.times) / chunks
+    if smaller:
+        filled_s = queued_s(by_rank, _per_rank(plan.rank_of_stage, last.times), m, chunks)
+    elif plan.rotates:
+        filled_s = rotated_s([time * n for time, n in zip(stages.times, turns, strict=True)], turns, m)
+    else:
+        filled_s = (m - 1) * max(by_rank) + fill
+    return filled_s + (chunks - 1) * fill / len(by_rank)
 
 
 def _per_rank(ranks: Sequence[int], times: Sequence[float]) -> list[float]:
@@ -160,14 +191,13 @@ def rotated_s(whole_s: Sequence[float], turns: Sequence[int], num_microbatches: 
     )
 
 
-def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], list[float], list[float]]:
-    """Return per stage the seconds of one microbatch, those of its host, and what is exposed once per iteration."""
+def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
     costs = views[0].costs
     crossing = crossing_tensors(views)
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
-    times, hosts, once = [], [], []
+    times, hosts, once, split = [], [], [], []
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
         before, after = view.position - 1, view.position + 1
@@ -176,12 +206,12 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], l
         gather = plan.reshard_after_forward
         forward = builder.forward(gather=gather, received=arrived)
         backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned)
-        time = items_s(view, forward) + items_s(view, backward)
-        if view.position > 0:
-            time += transfers_s(costs, transfers[view.position - 1][1])
-        if view.position + 1 < len(views):
-            time += transfers_s(costs, transfers[view.position][0])
+        up_s = transfers_s(costs, transfers[before][1]) if before >= 0 else 0.0
+        down_s = transfers_s(costs, transfers[view.position][0]) if after < len(views) else 0.0
+        time = items_s(view, forward) + items_s(view, backward) + up_s + down_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in gpu_types(view))
+        if plan.schedule == "zb-h1":
+            split.append(_split_s(view, time, forward, down_s, up_s))
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, gpu_types(view)))
@@ -191,7 +221,31 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> tuple[list[float], l
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
         )
         once.append(synced + sum(collective_s(view, item) for item in refresh))
-    return times, hosts, once
+    return _StageTimes(times, hosts, once, np.array(split))
+
+
+def _split_s(view: StageView, time_s: float, forward: list[Item], down_s: float, up_s: float) -> list[float]:
+    """Return a row of ``zero_bubble_s``; gathers of parameters count as of the backward pass, whichever they are for.
+
+    Args:
+        view: The stage.
+        time_s: All that a microbatch takes there.
+        forward: Its forward pass.
+        down_s, up_s: Of that, what it sends to the next stage and to the one before.
+    """
+    costs = view.costs
+    pass_s = max(passes_s(costs, gpu_type, "zb-h1") for gpu_type in gpu_types(view)) / num_passes("zb-h1")
+    forward_s = pass_s + items_s(view, [item for item in forward if item.role != "gather"])
+    weight_s = pass_s + weights_s(view)
+    input_s = time_s - forward_s - weight_s - down_s - up_s
+    if costs.problem.runtime.transfer_mode == "blocking":
+        return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]
+    return [forward_s, input_s, weight_s, down_s, up_s]
+
+
+def weights_s(view: StageView) -> float:
+    """Return the seconds of the weight gradients of a stage's operators."""
+    return items_s(view, [Item("backward weight", tuple((index, BACKWARD_WEIGHT) for index in view.operators))])
 
 
 def items_s(view: StageView, items: list[Item]) -> float:

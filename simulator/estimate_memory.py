@@ -3,7 +3,8 @@
 A stretch is a recomputed segment, or what lies between two. While its backward pass runs, a device holds model
 states, what all microbatches in flight keep up to this stretch, what the segment makes again, and the largest need of
 one of its operators. That is above the exact walk (``memory_program``) where what is large comes early in a stretch.
-Gradients that the first backward pass makes are not there yet while all microbatches are in flight.
+Gradients that the first backward pass makes are not there yet while all microbatches are in flight. Interleaved stages:
+``interleaved_memory``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from simulator.costs import OperatorCost
+from simulator.interleaved_memory import interleaved_peak_bytes
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, gathered_for, parameter_groups
@@ -246,21 +250,22 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
     peaks: dict[int, float] = {}
     for rank in range(num_ranks):
         own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
-        kept = sum(_kept_bytes(plan, held, stage) for stage in own)
-        if plan.schedule == "interleaved":
-            chunks = every = plan.num_microbatches * len(own)
-            if plan.num_microbatches > num_ranks:  # else all forwards come first
-                chunks = min(2 * (num_ranks - rank - 1) + (len(own) - 1) * num_ranks + 1, every)
-            kept = chunks * sum(held[stage].kept for stage in own) / len(own)
-            holds_all = chunks == every
-        else:
-            holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
-        if holds_all:
-            kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
         in_step = max(sum(held[stage].step for stage in own), max(held[stage].refreshed for stage in own))
         states = sum(held[stage].states for stage in own)
-        before = states - sum(held[stage].anew for stage in own) if holds_all else states
         gathered = max(held[stage].gathered for stage in own)
+        if plan.schedule == "interleaved":
+            chunks = [
+                (held[i].kept, last_held[i].kept, held[i].working + held[i].unsharded, held[i].last, held[i].anew)
+                for i in own
+            ]
+            beyond = interleaved_peak_bytes(np.array(chunks), rank, num_ranks, plan.num_microbatches)
+            peaks[rank] = states + max(beyond + gathered, in_step)
+            continue
+        kept = sum(_kept_bytes(plan, held, stage) for stage in own)
+        holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
+        if holds_all:
+            kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
+        before = states - sum(held[stage].anew for stage in own) if holds_all else states
         most = max(held[stage].working for stage in own) + max(held[stage].unsharded for stage in own)
         if plan.schedule == "zb-h1":
             most += max(held[stage].beyond_kept for stage in own)

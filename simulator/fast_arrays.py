@@ -21,9 +21,12 @@ MAX_FAMILIES = 8
 MAX_PENDING = 64
 """Gathers of one layer, and reductions of one stage, that are added up at once."""
 
-# Columns of ``TimeTables.sums``: seconds of either pass, of gathering whole layers, how many operators the strategy
-# does not suit, elements of each family.
-FORWARD_S, BACKWARD_S, GATHER_S, UNSUITED, ELEMENTS = range(5)
+# Schedules, as ``PlanArrays.schedule`` has them.
+ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
+
+# Columns of ``TimeTables.sums``: seconds of either pass, of the weight gradients in the latter, of gathering whole
+# layers, how many operators the strategy does not suit, elements of each family.
+FORWARD_S, BACKWARD_S, WEIGHT_S, GATHER_S, UNSUITED, ELEMENTS = range(6)
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
 # Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and

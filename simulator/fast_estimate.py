@@ -64,9 +64,6 @@ __all__ = ["FastEstimates", "FastEstimator", "PlanArrays", "StageColumns"]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MAX_MISSES = 4096
-"""Of one pass over the plans."""
-
 
 @dataclass(frozen=True)
 class FastEstimates:
@@ -253,6 +250,7 @@ class FastEstimator:
                 runtime.recompute_stops_early,
                 runtime.reduces_ties_by_use,
                 runtime.regathers_recomputed,
+                runtime.transfer_mode == "blocking",
                 float(runtime.parameter_bytes),
                 float(runtime.gathered_parameter_bytes),
                 float(runtime.gradient_accumulation_bytes),

@@ -1,7 +1,4 @@
-"""Compiled: peaks of plans given as runs of equal strategy, from sums and range maxima in tables.
-
-Everything compiled here is in this file, constants included: numba looks only at a file's own date.
-"""
+"""Compiled: peaks of plans given as runs of equal strategy, from sums and range maxima in tables."""
 
 from __future__ import annotations
 
@@ -10,12 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator import fast_arrays
-from simulator.compiled_cache import compiled_with, inlined
-from simulator.fast_arrays import DONE, NEVER, Floats, Ints, PlanColumns, Structure
-
-# Schedules, as ``PlanArrays.schedule`` has them.
-ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
+from simulator import fast_arrays, interleaved_memory
+from simulator.compiled_cache import compiled, compiled_with, inlined
+from simulator.fast_arrays import DONE, GPIPE, INTERLEAVED, NEVER, ZB_H1, Floats, Ints, PlanColumns, Structure
+from simulator.interleaved_memory import FLIGHT, interleaved_peak_bytes
 
 # Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
 # in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
@@ -31,6 +26,8 @@ WORKING, LARGEST = range(2)
 
 # Columns of what a stage holds.
 _KEPT, _WORKING, _FOR_WEIGHTS, _BEYOND, _GATHERED, _UNSHARDED, _LAST, _STATES, _ANEW, _STEP, _REFRESHED = range(11)
+
+_interleaved_peak_bytes = compiled(interleaved_peak_bytes)
 
 
 class Savings(NamedTuple):
@@ -195,7 +192,7 @@ def _add_zero(
             before = size
 
 
-@compiled_with(fast_arrays)
+@compiled_with(fast_arrays, interleaved_memory)
 def estimate_peaks(
     shape: Structure,
     savings: Savings,
@@ -233,7 +230,7 @@ def estimate_peaks(
     piece_first = np.empty(most_pieces, np.int64)
     piece_run = np.empty(most_pieces, np.int64)
     piece_segment = np.empty(most_pieces, np.int64)  # First operator of the segment; -1 for none.
-    held = np.empty((most_stages, 11))
+    held, flight = np.empty((most_stages, 11)), np.empty((most_stages, FLIGHT))
     crosses_in_shards = np.zeros(len(shape.producers), np.int64)
     saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
     run_stops, tied_bytes = plans.run_stops, tables.tied_bytes
@@ -445,14 +442,7 @@ def estimate_peaks(
             first = stop
 
         # Stages on one placement add up.
-        num_ranks = 0
-        for stage in range(low, high):
-            is_first = True
-            for other in range(low, stage):
-                is_first = is_first and plans.placements[other] != plans.placements[stage]
-            num_ranks += is_first
         schedule, num_stages = plans.schedule[plan], high - low
-        rank = -1
         fits[plan] = True
         for stage in range(low, high):
             is_first = True
@@ -463,24 +453,22 @@ def estimate_peaks(
                     break
             if not is_first:
                 continue
-            rank += 1
-            own_states, anew, kept, each, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0
+            own_states, anew, kept, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
             step, refreshed, gathered, unsharded, beyond, later = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
             holds_all = True
             for other in range(stage, high):
                 if plans.placements[other] != plans.placements[stage]:
                     continue
                 row = held[other - low]
-                flight = min(m, num_stages - (other - low))
+                number = min(m, num_stages - (other - low))
                 if schedule == GPIPE:
-                    flight = m
+                    number = m
                 elif plans.warmups[other] > 0:
-                    flight = min(m, plans.warmups[other])
-                holds_all = holds_all and flight == m
-                kept += flight * row[_KEPT]
+                    number = min(m, plans.warmups[other])
+                holds_all = holds_all and number == m
+                kept += number * row[_KEPT]
                 if schedule == ZB_H1:
-                    kept += (min(m, num_stages) - flight) * row[_FOR_WEIGHTS]
-                each += row[_KEPT]
+                    kept += (min(m, num_stages) - number) * row[_FOR_WEIGHTS]
                 most_kept, working = max(most_kept, row[_KEPT]), max(working, row[_WORKING])
                 own_states += row[_STATES]
                 anew += row[_ANEW]
@@ -488,13 +476,13 @@ def estimate_peaks(
                 refreshed, beyond = max(refreshed, row[_REFRESHED]), max(beyond, row[_BEYOND])
                 gathered, unsharded = max(gathered, row[_GATHERED]), max(unsharded, row[_UNSHARDED])
                 later = max(later, row[_LAST])
-                count += 1
-            if schedule == INTERLEAVED:
-                chunks = m * count
-                if m > num_ranks:
-                    chunks = min(2 * (num_ranks - rank - 1) + (count - 1) * num_ranks + 1, chunks)
-                kept = chunks * each / count
-                holds_all = chunks == m * count
+                if schedule == INTERLEAVED:
+                    flight[count, interleaved_memory.KEPT] = row[_KEPT]
+                    flight[count, interleaved_memory.LAST_KEPT] = row[_KEPT]
+                    flight[count, interleaved_memory.WORKING] = row[_WORKING] + row[_UNSHARDED]
+                    flight[count, interleaved_memory.LAST] = row[_LAST]
+                    flight[count, interleaved_memory.ANEW] = row[_ANEW]
+                    count += 1
             most = working + unsharded
             if schedule == ZB_H1:
                 most += beyond
@@ -502,5 +490,8 @@ def estimate_peaks(
                 later = max(later, most)
             at_first = own_states - (anew if holds_all else 0.0) + kept + most + gathered
             peak_bytes[stage] = max(at_first, own_states + max(kept - most_kept + later + gathered, step, refreshed))
+            if schedule == INTERLEAVED:
+                beyond = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
+                peak_bytes[stage] = own_states + max(beyond + gathered, step, refreshed)
             capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
             fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.fast_arrays import PlanColumns
-from simulator.fast_memory import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1
+from simulator.fast_arrays import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1, PlanColumns
 from simulator.fast_operators import runs_of_operators
 
 if TYPE_CHECKING:

@@ -15,17 +15,20 @@ from numpy.typing import NDArray
 
 from hardware_models.crowding import unlike_groups
 from simulator.costs import CostTables
-from simulator.estimate import collective_s, items_s, transfers_s
+from simulator.estimate import collective_s, items_s, transfers_s, weights_s
 from simulator.estimate_memory import saved_bytes
 from simulator.fast_arrays import (
+    BACKWARD_S,
     ELEMENTS,
     FAMILY,
+    FORWARD_S,
     GATHER,
     GATHER_CHANNEL,
     GATHER_S,
     MAX_FAMILIES,
     TIME_COLUMNS,
     UNSUITED,
+    WEIGHT_S,
     Structure,
 )
 from simulator.fast_channels import Channels, Interner, MeasuredSeriesError
@@ -160,7 +163,7 @@ class TableBuilder:
                 rows[number] = [0.0] * (2 + width)
         for index, number in enumerate(structure.classes.tolist()):
             row = rows[number]
-            sums[index + 1, :2] = row[:2]
+            sums[index + 1, [FORWARD_S, BACKWARD_S]] = row[:2]
             entering_s[structure.input_offsets[index] : structure.input_offsets[index + 1]] = row[2:]
         resolved = [resolve(strategy, op) for op in workload.operators]
         families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
@@ -168,6 +171,7 @@ class TableBuilder:
         has_private = np.zeros(count, dtype=np.int64)
         maxima = np.zeros((2, count))
         own: dict[tuple[int, Sharding], Holding] = {}
+        weights: dict[tuple[int, Sharding], float] = {}
         tied_bytes, tied = [], []
         holdings: list[Holding] = []
         for index in range(count):
@@ -179,8 +183,10 @@ class TableBuilder:
                     raise
                 except ValueError:
                     own[key] = self._holdings.nothing(index)
+                view = view_of(self.costs, {index: resolved[index]}, devices, microbatch_size)
+                weights[key] = 0.0 if own[key].unsuited else weights_s(view)
             found = own[key]
-            sums[index + 1, UNSUITED] = found.unsuited
+            sums[index + 1, WEIGHT_S], sums[index + 1, UNSUITED] = weights[key], found.unsuited
             has_private[index] = found.private > 0
             maxima[WORKING, index], maxima[LARGEST, index] = found.working, found.largest
             column = memory_sums[index + 1]

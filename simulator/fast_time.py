@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator import fast_arrays, fast_boundaries, fast_prices, fast_regather, fast_ties
-from simulator.compiled_cache import compiled_with, inlined
+from simulator import (
+    fast_arrays,
+    fast_boundaries,
+    fast_pipeline,
+    fast_prices,
+    fast_regather,
+    fast_ties,
+    zero_bubble_time,
+)
+from simulator.compiled_cache import compiled_with
 from simulator.fast_arrays import (
     BACKWARD_S,
     BAD_RUNS,
@@ -35,6 +43,7 @@ from simulator.fast_arrays import (
     TABLE,
     TOO_MANY_GATHERS,
     UNSUITED,
+    ZB_H1,
     Floats,
     Ints,
     PlanColumns,
@@ -42,37 +51,17 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
+from simulator.fast_pipeline import filled_s, split_filled_s, split_passes
 from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.fast_regather import add_regathers
 from simulator.fast_ties import tied_elements, tied_s
+from simulator.zero_bubble_time import FORWARD, SPLIT
 
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 
 
-@inlined
-def _filled_s(plans: PlanColumns, stage_s: Floats, low: int, high: int, m: int) -> float:
-    """Return the seconds of m microbatches through the stages from ``low`` to ``high``.
-
-    Stages on one placement follow one another on it.
-    """
-    total_s, longest_s, num_ranks = 0.0, 0.0, 0
-    for stage in range(low, high):
-        total_s += stage_s[stage]
-        rank_s, is_first = 0.0, True
-        for other in range(low, high):
-            if plans.placements[other] == plans.placements[stage]:
-                rank_s += stage_s[other]
-                is_first = is_first and other >= stage
-        longest_s = max(longest_s, rank_s)
-        num_ranks += is_first
-    chunks = (high - low) / num_ranks
-    fill_s = total_s / chunks
-    pipeline_s = (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks
-    return float(pipeline_s)
-
-
-@compiled_with(fast_arrays, fast_prices, fast_ties, fast_boundaries, fast_regather)
+@compiled_with(fast_arrays, fast_prices, fast_ties, fast_boundaries, fast_regather, fast_pipeline, zero_bubble_time)
 def estimate_times(
     shape: Structure,
     tables: TimeTables,
@@ -81,6 +70,7 @@ def estimate_times(
     stops_early: bool,
     ties_by_use: bool,
     regathers: bool,
+    blocking: bool,
     parameter_bytes: float,
     gathered_bytes: float,
     gradient_bytes: float,
@@ -100,6 +90,7 @@ def estimate_times(
         stops_early: The tail of a segment that nothing saved needs is not computed again.
         ties_by_use: A whole weight that several operators of a stage use is reduced for each.
         regathers: Layers that are computed again whole are gathered once more.
+        blocking: A stage goes on only when what it sent has arrived.
         parameter_bytes, gathered_bytes, gradient_bytes: Per element, as refreshed, as gathered and as reduced.
         passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
         iteration_s, stage_s, run_tables: Results, per plan, stage and run.
@@ -122,11 +113,16 @@ def estimate_times(
     sum_family = np.empty((2, MAX_PENDING), np.int64)
     sum_elements = np.empty((2, MAX_PENDING), np.float64)
     num_sums = np.zeros(2, np.int64)
+    most_stages = 0
+    for plan in chosen:
+        most_stages = max(most_stages, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
+    split_s = np.empty((most_stages, SPLIT), np.float64)
     in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
     for plan in chosen:
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, size = plans.num_microbatches[plan], plans.microbatch_size[plan]
         state, first, once_s = DONE, 0, 0.0
+        splits = plans.schedule[plan] == ZB_H1
         for stage in range(low, high):
             placement = plans.placements[stage]
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
@@ -275,6 +271,8 @@ def estimate_times(
                 alone_s = channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
                 gather_s += shape.gathers_of[pending_layer] * alone_s
             seconds += gather_s
+            if splits:
+                split_passes(tables, plans, run_tables, plan, stage, first, passes_s, over_s, num_over, split_s)
 
             # What leaves: in shards of the sequence or not; outputs that nothing in the stage reads.
             for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
@@ -287,6 +285,8 @@ def estimate_times(
                     in_shards[tensor] = tables.in_shards[run_tables[other], tensor]
                     if shape.readers[shape.reader_offsets[tensor]] >= stop:
                         seconds += tables.settling_s[run_tables[other], tensor]
+                        if splits:
+                            split_s[stage - low, FORWARD] += tables.settling_s[run_tables[other], tensor]
 
             # Recomputed segments.
             previous, run, over = first, begin, 0
@@ -374,7 +374,7 @@ def estimate_times(
 
         if regathers and plans.reshards[plan] and state == DONE:
             add_regathers(shape, tables, plans, run_tables, plan, gathered_bytes, stage_s)
-        if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, misses, counts):
+        if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, split_s, misses, counts):
             state = INCOMPLETE
         shared_s, known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
         once_s += shared_s
@@ -385,4 +385,7 @@ def estimate_times(
             iteration_s[plan] = np.nan
             continue
 
-        iteration_s[plan] = _filled_s(plans, stage_s, low, high, m) + once_s
+        if splits:
+            iteration_s[plan] = split_filled_s(plans, plan, stage_s, split_s, blocking) + once_s
+        else:
+            iteration_s[plan] = filled_s(plans, stage_s, low, high, m) + once_s

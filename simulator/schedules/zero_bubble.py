@@ -10,9 +10,9 @@ can wait. Four stages, six microbatches, F, I and W equally long (digits: microb
 
 Stage i runs min(p - i, m) forwards and then I, W, F in turn, but its first W comes i turns late, and
 the i weight gradients so kept back fill its end. So every stage holds p microbatches until their W, as
-many as the first stage of 1F1B: the largest memory stays the same. With m >= p equal stages and
-t_w <= t_i an iteration ends after m(t_f + t_i + t_w) + (p - 1)(t_f + t_i - t_w): with three equal parts
-a third of the bubble of 1F1B.
+many as the first stage of 1F1B: the largest memory stays the same. With m >= p equal stages
+an iteration ends after m(t_f + t_i + t_w) + (p - 1) max(t_f + t_i - t_w, t_f, t_i): with three equal
+parts a third of the bubble of 1F1B.
 
 Source:
     Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, Section 2.2 (ZB-H1); its T_B is the time of
