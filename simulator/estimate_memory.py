@@ -17,6 +17,7 @@ import numpy as np
 
 from simulator.costs import OperatorCost
 from simulator.interleaved_memory import interleaved_peak_bytes
+from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, gathered_for, parameter_groups
@@ -137,9 +138,9 @@ def _activations(view: StageView) -> tuple[float, float, float, float]:
             whole = 0.0
             source = None if "/" in name else _source(view, name)
             if source is not None:
-                sharding, made = source
+                sharding, made, in_shards = source
                 alike = batch_degree(sharding) == batch_degree(view.shardings[index])
-                regathers = alike and not runtime.keeps_gathered_inputs
+                regathers = in_shards and alike and not runtime.keeps_gathered_inputs
                 size, whole = saved_bytes(made, size, regathers=regathers)
             if segment is None:
                 kept[name] = size + whole
@@ -159,19 +160,24 @@ def _activations(view: StageView) -> tuple[float, float, float, float]:
     return sum(kept.values()) + ends, again, most + ends, lowest
 
 
-def _source(view: StageView, name: str) -> tuple[Sharding, float] | None:
-    """Return on which mesh a stage has a tensor, and its bytes there: where it is made, or arrives in shards."""
-    workload = view.costs.problem.workload
+def _source(view: StageView, name: str) -> tuple[Sharding, float, bool] | None:
+    """Return on which mesh a stage has a tensor, its bytes there, and whether it has shards of the sequence.
+
+    There is where it is made, or where it arrives in such shards.
+    """
+    costs = view.costs
+    workload = costs.problem.workload
     producer = workload.producer.get(name)
     if producer is None:
         return None
     if producer in view.shardings:
-        number = workload.operators[producer].outputs.index(name)
-        return view.shardings[producer], view.cost(producer).output_bytes[number]
+        number, sharding = workload.operators[producer].outputs.index(name), view.shardings[producer]
+        placements = [split.outputs[number] for split in costs.splits(producer, sharding)]
+        return sharding, view.cost(producer).output_bytes[number], made_in_shards(sharding, placements)
     if name not in view.entering:
         return None
     arrival = view.arrivals[name]
-    return arrival.sharding, arrival.arriving_bytes(view.cost(arrival.reader[0]))
+    return arrival.sharding, arrival.arriving_bytes(view.cost(arrival.reader[0])), True
 
 
 def _ends(view: StageView, kept: Container[str]) -> Iterator[float]:

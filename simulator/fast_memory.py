@@ -95,6 +95,7 @@ def _table_at(plans: PlanColumns, run_tables: Ints, begin: int, run: int, index:
 def _value(
     saved_bytes: Floats,
     made_bytes: Floats,
+    in_shards: Ints,
     replicas: Ints,
     run_stops: Ints,
     run_tables: Ints,
@@ -112,7 +113,7 @@ def _value(
     """Return what is kept of a tensor once one of its savers has run: whole arrays, since each costs a reference.
 
     Args:
-        saved_bytes, made_bytes, replicas: See ``MemoryTables``.
+        saved_bytes, made_bytes, in_shards, replicas: See ``MemoryTables``.
         run_stops, run_tables, keeps_gathered: See ``estimate_peaks``.
         first, begin: First operator and first run of the stage.
         producer, number: Of the tensor; its number among those that somebody reads.
@@ -134,10 +135,11 @@ def _value(
         if maker == run or run_tables[maker] == table:
             value = saved_bytes[table, saving, kind]
         else:
-            made, own = made_bytes[run_tables[maker], number], value
+            made_by = run_tables[maker]
+            made, own = made_bytes[made_by, number], value
             value = min(made, own)
-            unlike = replicas[run_tables[maker]] != replicas[table]
-            if own > made and kind == WHOLE and (keeps_gathered or unlike):
+            stays = keeps_gathered or replicas[made_by] != replicas[table] or not in_shards[made_by, number]
+            if own > made and kind == WHOLE and stays:
                 value += own
     return float(value)
 
@@ -233,6 +235,7 @@ def estimate_peaks(
     held, flight = np.empty((most_stages, 11)), np.empty((most_stages, FLIGHT))
     crosses_in_shards = np.zeros(len(shape.producers), np.int64)
     saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
+    in_shards = tables.in_shards
     run_stops, tied_bytes = plans.run_stops, tables.tied_bytes
     all_sums = tables.sums
     whole = np.zeros((2, 4))  # By what is gathered and what is scattered; see ``_add_zero``.
@@ -321,7 +324,7 @@ def estimate_peaks(
                         value = saved_bytes[table, last, kind]
                     else:
                         value = _value(
-                            saved_bytes, made_bytes, replicas, run_stops, run_tables, keeps_gathered,
+                            saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
                             first, begin, producer, number, run, last, kind, arrived, arrived_replicas,
                         )  # fmt: skip
                     # ... but of those before, only one that is held in the same way counts.
@@ -336,7 +339,7 @@ def estimate_peaks(
                         same = its_segment == segment_first if inner else not its_inner
                         if its_inner == inner and same:
                             counted = _value(
-                                saved_bytes, made_bytes, replicas, run_stops, run_tables, keeps_gathered,
+                                saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
                                 first, begin, producer, number, piece_run[piece], earlier,
                                 SHARD if its_segment >= 0 else WHOLE, arrived, arrived_replicas,
                             )  # fmt: skip

@@ -199,7 +199,8 @@ class TableBuilder:
             tied += found.tied
             holdings.append(found)
         made_bytes, read_bytes = self._sizes(holdings)
-        saved = self._saved(holdings, made_bytes)
+        made, settling_s, in_shards = self._made_tensors(resolved, devices, microbatch_size)
+        saved = self._saved(holdings, made_bytes, in_shards)
         for kind, summed in ((WHOLE, KEPT), (SHARD, AGAIN)):
             less = np.concatenate([[0.0], saved[:-1, kind]])
             less[self.savings.offsets[:-1]] = 0.0
@@ -207,7 +208,6 @@ class TableBuilder:
         np.cumsum(memory_sums, axis=0, out=memory_sums)
         np.cumsum(sums, axis=0, out=sums)
         self._add_gathers(sums, families)
-        made, settling_s, in_shards = self._made_tensors(resolved, devices, microbatch_size)
         read, parts = self._read_tensors(resolved)
         passed = [self._layouts(_layout(passing(sharding), sharding)) for sharding in resolved]
         return Table(
@@ -241,14 +241,16 @@ class TableBuilder:
                 read.append(holdings[reader].read[workload.operators[reader].inputs.index(name)])
         return np.array(made, dtype=np.float64), np.array(read, dtype=np.float64)
 
-    def _saved(self, holdings: Sequence[Holding], made_bytes: Floats) -> Floats:
+    def _saved(self, holdings: Sequence[Holding], made_bytes: Floats, in_shards: Ints) -> Floats:
         """Return what each saving keeps where neighbours have the same strategy; see ``MemoryTables.saved_bytes``."""
-        regathers = not self.problem.runtime.keeps_gathered_inputs
+        drops = not self.problem.runtime.keeps_gathered_inputs
         saved = np.zeros((len(self.names.savings), 3))
         tensor_of = np.repeat(self.savings.tensors, np.diff(self.savings.offsets))
         for saving, ((index, place), tensor) in enumerate(zip(self.names.savings, tensor_of.tolist(), strict=True)):
             own = holdings[index].saved[place]
-            shard, more = saved_bytes(made_bytes[tensor], own, regathers=regathers) if tensor >= 0 else (own, 0.0)
+            shard, more = own, 0.0
+            if tensor >= 0:
+                shard, more = saved_bytes(made_bytes[tensor], own, regathers=drops and bool(in_shards[tensor]))
             saved[saving, OWN], saved[saving, SHARD], saved[saving, WHOLE] = own, shard, shard + more
         return saved
 

@@ -113,3 +113,16 @@ def test_inputs_gathered_along_the_sequence_count_at_their_shard() -> None:
     plan = uniform_plan(found.problem, sequence_parallel=True, **parts)  # type: ignore[arg-type]
     assert estimate(plan, found.problem).peak_bytes[0] < whole
     assert abs(errors(plan, found)[0]) < 2 * BELOW
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_gathered_channels_are_kept_and_not_gathered_again(alike: bool) -> None:
+    """Only shards of the sequence are gathered again in the backward pass: a Wide-ResNet's peak was 12 % too low."""
+    problem = ProblemSpec("wide-resnet-1b", "v100-32g-dgx1:1x4", "megatron-lm-2021-fp32", 32).load()
+    assert not problem.runtime.keeps_gathered_inputs
+    plan = uniform_plan(problem, tp=4, microbatch=4)
+    if not alike:  # the same layouts by other words: makers and readers do not stand in one table
+        words = (Axis("tensor", 4),), (Axis("tensor", 2), Axis("tensor", 2))
+        runs = tuple((1, words[index % 2]) for index in range(len(problem.workload)))
+        plan = replace(plan, stages=(replace(plan.stages[0], shardings=runs),))
+    assert abs(errors(validate(plan, problem), FastEstimator(problem))[0]) < BELOW
