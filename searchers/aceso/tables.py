@@ -137,17 +137,20 @@ def per_node_of(problem: Problem) -> int:
 
 
 def slowest_s(problem: Problem, kind: str, num_bytes: float, members: tuple[int, ...]) -> float:
-    """Return seconds of a collective among GPUs that stand so in a node, on the node where it takes longest."""
+    """Return seconds of a collective among GPUs that stand so behind a node's first, on the nodes where it is longest.
+
+    Over several nodes all groups of its stride run at once.
+    """
     cluster, hardware = problem.hardware.cluster, problem.hardware
-    if max(members) >= per_node_of(problem):  # the stage takes whole nodes, all groups of its stride at once
-        beside = [tuple(gpu + other for gpu in members) for other in range(1, members[1] - members[0])]
-        return float(hardware.crowded_collective_s(kind, num_bytes, CrowdedGroup(members, tuple(beside))))
-    kinds = dict(zip(reversed(cluster.kind_of_node), reversed(cluster.nodes), strict=True))
-    return max(
-        float(hardware.collective(kind, num_bytes, tuple(node.first_device + gpu for gpu in members)).alone_s)
-        for node in kinds.values()
-        if max(members) < node.num_devices
-    )
+    stride = members[1] - members[0]
+    seconds = []
+    for start in cluster.unlike_starts(max(members) + stride):
+        own, *beside = (tuple(start + gpu + other for gpu in members) for other in range(stride))
+        if cluster.node_of(own[0]) == cluster.node_of(own[-1]):
+            seconds.append(hardware.collective(kind, num_bytes, own).alone_s)
+        else:
+            seconds.append(hardware.crowded_collective_s(kind, num_bytes, CrowdedGroup(own, tuple(beside))))
+    return float(max(seconds))
 
 
 def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -> Tables:

@@ -50,3 +50,12 @@ def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(degre
         found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
         # The stage on the faster node is taken to be as slow.
         assert 0.93 < Aceso().paper_objective(plan, problem).objective / found.iteration_time_s < 1.25
+
+
+@pytest.mark.parametrize("cluster", ["p3.16xlarge:1x8+g4dn.12xlarge:2x4", "g4dn.12xlarge:2x4+p3.16xlarge:1x8"])
+def test_a_stage_of_more_gpus_than_the_smaller_nodes_have_reduces_over_their_network(cluster: str) -> None:
+    """Tensor parallel over eight: inside the V100 server, but over two of T4s, which is what it is taken to cost."""
+    problem = problem_on(cluster, 64, "amp-gpt2", "megatron-deepspeed")
+    plan = uniform_plan(problem, tp=8, pp=2, microbatch=4)
+    found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
+    assert 0.93 < Aceso().paper_objective(plan, problem).objective / found.iteration_time_s < 1.25
