@@ -102,7 +102,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     iteration = filled_s + (chunks - 1) * fill / len(by_rank)
     all_hosts = [(plan.num_microbatches - 1) * each + last for each, last in zip(hosts, last_hosts, strict=True)]
     return Estimate(
-        iteration_time_s=iteration + max(once) + tied_s(costs, views),
+        iteration_time_s=iteration + max(_per_rank(ranks, once)) + tied_s(costs, views),
         stage_time_s=tuple(times),
         peak_bytes=rank_peaks(plan, held, last_held),
         capacity_bytes=capacities,

@@ -51,25 +51,31 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 
 
 @inlined
-def _filled_s(plans: PlanColumns, stage_s: Floats, low: int, high: int, m: int) -> float:
-    """Return the seconds of m microbatches through the stages from ``low`` to ``high``.
+def _of_ranks(placements: Ints, seconds: Floats, low: int, high: int) -> tuple[float, float, int]:
+    """Return the sum over the stages from ``low`` to ``high``, the most of a rank's stages, and the number of ranks.
 
     Stages on one placement follow one another on it.
     """
     total_s, longest_s, num_ranks = 0.0, 0.0, 0
     for stage in range(low, high):
-        total_s += stage_s[stage]
+        total_s += seconds[stage]
         rank_s, is_first = 0.0, True
         for other in range(low, high):
-            if plans.placements[other] == plans.placements[stage]:
-                rank_s += stage_s[other]
+            if placements[other] == placements[stage]:
+                rank_s += seconds[other]
                 is_first = is_first and other >= stage
         longest_s = max(longest_s, rank_s)
         num_ranks += is_first
+    return total_s, longest_s, num_ranks
+
+
+@inlined
+def _filled_s(placements: Ints, stage_s: Floats, low: int, high: int, m: int) -> float:
+    """Return the seconds of m microbatches through the stages from ``low`` to ``high``."""
+    total_s, longest_s, num_ranks = _of_ranks(placements, stage_s, low, high)
     chunks = (high - low) / num_ranks
     fill_s = total_s / chunks
-    pipeline_s = (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks
-    return float(pipeline_s)
+    return (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks
 
 
 @compiled_with(fast_arrays, fast_prices, fast_ties, fast_boundaries, fast_regather)
@@ -122,11 +128,12 @@ def estimate_times(
     sum_family = np.empty((2, MAX_PENDING), np.int64)
     sum_elements = np.empty((2, MAX_PENDING), np.float64)
     num_sums = np.zeros(2, np.int64)
+    stage_once_s = np.zeros(len(stage_s))  # Gradients reduced and parameters gathered.
     in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
     for plan in chosen:
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, size = plans.num_microbatches[plan], plans.microbatch_size[plan]
-        state, first, once_s = DONE, 0, 0.0
+        state, first = DONE, 0
         for stage in range(low, high):
             placement = plans.placements[stage]
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
@@ -361,7 +368,7 @@ def estimate_times(
                             left /= family_row[SCATTER_DEGREE]
             if plans.reduces_every[plan]:
                 reduced_s *= m
-            once_s = max(once_s, reduced_s + refresh_s)
+            stage_once_s[stage] = reduced_s + refresh_s
             stage_s[stage] = seconds
             first = stop
         if state >= 0 and first != num_operators:
@@ -377,7 +384,6 @@ def estimate_times(
         if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, misses, counts):
             state = INCOMPLETE
         shared_s, known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
-        once_s += shared_s
         if not known:
             state = INCOMPLETE
         states[plan] = state
@@ -385,4 +391,5 @@ def estimate_times(
             iteration_s[plan] = np.nan
             continue
 
-        iteration_s[plan] = _filled_s(plans, stage_s, low, high, m) + once_s
+        _, once_s, _ = _of_ranks(plans.placements, stage_once_s, low, high)
+        iteration_s[plan] = _filled_s(plans.placements, stage_s, low, high, m) + once_s + shared_s

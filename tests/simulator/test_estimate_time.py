@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
 from simulator.costs import CostTables
@@ -73,3 +75,27 @@ def test_tied_weights_are_reduced_over_their_stages_once(family: str, shape: dic
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(
         estimate(plan, problem).iteration_time_s, rel=1e-11
     )
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_interleaved_stages_of_a_rank_reduce_their_gradients_one_after_the_other(zero: int) -> None:
+    problem = small_problem("vit", cluster="v100-1gpu-10g:4x1", global_batch=16)
+    plan = uniform_plan(problem, pp=2, dp=2, zero=zero, schedule="interleaved", chunks=2, gradient_reduction="last")
+    found = estimate(plan, problem)
+    # Eight microbatches through two stages of each of two ranks: the fullest rank, the filling, a chunk's bubble.
+    ranks_s = [found.stage_time_s[rank] + found.stage_time_s[rank + 2] for rank in range(2)]
+    fill_s = sum(found.stage_time_s) / 2
+    pipeline_s = 7 * max(ranks_s) + fill_s + fill_s / 2
+    kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
+    once_s = [0.0, 0.0]
+    for number, stage in enumerate(plan.stages):
+        elements = sum(
+            prod(parameter.shape) for index in stage.indices() for parameter in problem.workload.parameters(index)
+        )
+        for kind in kinds:  # fp16 gradients, and parameters
+            once_s[number % 2] += problem.hardware.collective(kind, 2.0 * elements, stage.devices).alone_s
+    assert found.iteration_time_s - pipeline_s == pytest.approx(max(once_s), rel=1e-9)
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found.iteration_time_s, rel=1e-11)
+    without = ALONE.without("gradient-sync", "parameter-gather")
+    more_s = simulated_s(plan, problem) - simulate(plan, problem, engine="compiled", fidelity=without).iteration_time_s
+    assert max(once_s) == pytest.approx(more_s, rel=0.05)
