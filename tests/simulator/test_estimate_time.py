@@ -64,6 +64,23 @@ def test_replicas_that_take_turns_fill_with_whole_microbatches(cut, replicas, nu
     assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=2e-3)  # Transfers are free there.
 
 
+@pytest.mark.parametrize("replicas", [(3, 1), (2, 2), (1, 2, 1), (1, 3, 1), (2, 3, 1), (3, 2, 1), (1, 3, 2, 1)])
+def test_replicas_that_take_turns_have_enough_in_flight_to_be_always_busy(replicas: tuple[int, ...]) -> None:
+    """A stage has as many layers as replicas, so each can give a microbatch every 3 ms, a layer's time."""
+    count, devices = sum(replicas), iter(range(sum(replicas)))
+    problem = chain_problem(chain_of_opaque(count, 0.001, 0.002), num_devices=count, global_batch=48)
+    stages, first = [], 0
+    for number in replicas:
+        own = tuple(next(devices) for _ in range(number))
+        stages.append(Stage(((first, first + number),), own, ((number, (Axis("batch", number),)),)))
+        first += number
+    plan = Plan(tuple(stages), 1, 48, replica_assignment="round_robin")
+    found = simulate(plan, problem, engine="compiled", fidelity=Fidelity.ideal())
+    # The first microbatch through all layers, and 3 ms for each after it.
+    assert found.iteration_time_s <= 0.003 * count + 0.003 * 47 + 1e-9
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(found.iteration_time_s, rel=0.05)
+
+
 @pytest.mark.parametrize(("family", "shape"), [("bert", dict(pp=2)), ("gpt", dict(pp=2)), ("t5", dict(pp=2))])
 def test_tied_weights_are_reduced_over_their_stages_once(family: str, shape: dict[str, int]) -> None:
     problem = small_problem(family, cluster="v100-1gpu-10g:2x1", global_batch=8)
