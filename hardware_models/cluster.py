@@ -35,7 +35,8 @@ class NodePreset(FileModel):
         gpu: GPU type.
         gpus_per_node: GPUs in a full node.
         links, network: Entries of ``link_types.yaml``.
-        nics_per_node: Network cards; GPU i uses card ``i * nics // gpus``.
+        nics_per_node: Network cards; GPU i uses card ``i * nics // gpus``, and where there are more cards than GPUs,
+            those up to the next GPU's too.
         mesh: For ``mesh`` links: which GPUs are joined by how many links.
         source: Where the facts come from.
     """
@@ -73,9 +74,10 @@ class Node:
     network: NetworkType
     num_nics: int
 
-    def nic_of(self, slot: int) -> int:
-        """Return the card that GPU ``slot`` (counted inside the node) uses."""
-        return slot * self.num_nics // self.num_slots
+    def nics_of(self, slot: int) -> range:
+        """Return the cards that GPU ``slot`` (counted inside the node) uses."""
+        first, following = (at * self.num_nics // self.num_slots for at in (slot, slot + 1))
+        return range(first, max(first + 1, following))
 
 
 @dataclass(frozen=True, eq=False)

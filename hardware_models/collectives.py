@@ -144,11 +144,12 @@ def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:
                 loads[f"{prefix}/bridge"] = 1 / links.bridge_bytes_per_s
         return Flow(work, tuple(loads.items()), protocol)
     other = cluster.nodes[b]
-    rate = min(n.network.nominal_bytes_per_s * n.network.point_to_point_fraction for n in (node, other))
-    loads = {
-        f"node{a}/nic{node.nic_of(slot_a)}/out": 1 / node.network.nic_bytes_per_s,
-        f"node{b}/nic{other.nic_of(slot_b)}/in": 1 / other.network.nic_bytes_per_s,
-    }
+    rates, loads = [], {}
+    for index, there, nics, way in ((a, node, node.nics_of(slot_a), "out"), (b, other, other.nics_of(slot_b), "in")):
+        rates.append(len(nics) * there.network.nominal_bytes_per_s * there.network.point_to_point_fraction)
+        for nic in nics:
+            loads[f"node{index}/nic{nic}/{way}"] = 1 / (len(nics) * there.network.nic_bytes_per_s)
+    rate = min(rates)
     latency = max(node.network.point_to_point_latency_s, other.network.point_to_point_latency_s)
     return Flow(1 / rate, tuple(loads.items()), (FlowProtocol(latency, 1.0),))
 
@@ -273,7 +274,7 @@ def _across(
                 seconds /= node.links.efficiency[kind]
             work = max(work, seconds)
             loads.update(inside)
-        nics = sorted({node.nic_of(slot) for slot in members})
+        nics = sorted({nic for slot in members for nic in node.nics_of(slot)})
         seconds = leaving / (len(nics) * node.network.nic_bytes_per_s)
         work = max(work, seconds / node.network.efficiency[kind])
         for nic in nics:
