@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,20 +204,30 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
 
 
 def _transfer_seconds(problem: Problem, degrees: Sequence[int]) -> NDArray[np.float64]:
-    """Return seconds of as many messages at once as a stage has GPUs: float64[2, num_degrees, num_knots]."""
+    """Return seconds of as many messages at once as a stage has GPUs: float64[2, num_degrees, num_knots].
+
+    Inside a node, and over the border of two; on the nodes where they take longest.
+    """
     hardware, last = problem.hardware, problem.num_devices - 1
-    per_node = per_node_of(problem)
+    cluster, per_node = hardware.cluster, per_node_of(problem)
+    met = reversed(list(zip(pairwise(cluster.kind_of_node), cluster.nodes[1:], strict=True)))
+    borders = [node.first_device for node in dict(met).values()]
     found = np.zeros((2, len(degrees), len(KNOTS_BYTES)))
     for place, count in enumerate(degrees):
         near = max(1, min(count, per_node // 2))  # stages of one node
-        senders = range(per_node - count, per_node)
-        pairs = [
-            [(gpu, min(gpu + near, last)) for gpu in range(near)],
-            [(gpu, min(gpu + count, last)) for gpu in senders],
+        inside = [
+            [(gpu, min(gpu + near, last)) for gpu in range(start, start + near)]
+            for start in cluster.unlike_starts(min(2 * near, last + 1))
         ]
-        for between, routes in enumerate(pairs):
+        across = [
+            [(gpu, min(gpu + count, last)) for gpu in range(border - count, border)]
+            for border in [each for each in borders if count <= each <= last + 1 - count] or [per_node]
+        ]
+        for between, choices in enumerate((inside, across)):
             for knot, size in enumerate(KNOTS_BYTES):
-                found[between, place, knot] = together_s(hardware.transfer(size, *route) for route in routes)
+                found[between, place, knot] = max(
+                    together_s(hardware.transfer(size, *route) for route in routes) for routes in choices
+                )
     return found
 
 
