@@ -35,7 +35,8 @@ class NodePreset(FileModel):
         gpu: GPU type.
         gpus_per_node: GPUs in a full node.
         links, network: Entries of ``link_types.yaml``.
-        nics_per_node: Network cards; GPU i uses card ``i * nics // gpus``.
+        nics_per_node: Network cards; GPU i uses card ``i * nics // gpus``, and where there are more cards than GPUs,
+            those up to the next GPU's too.
         mesh: For ``mesh`` links: which GPUs are joined by how many links.
         source: Where the facts come from.
     """
@@ -73,9 +74,10 @@ class Node:
     network: NetworkType
     num_nics: int
 
-    def nic_of(self, slot: int) -> int:
-        """Return the card that GPU ``slot`` (counted inside the node) uses."""
-        return slot * self.num_nics // self.num_slots
+    def nics_of(self, slot: int) -> range:
+        """Return the cards that GPU ``slot`` (counted inside the node) uses."""
+        first, following = (at * self.num_nics // self.num_slots for at in (slot, slot + 1))
+        return range(first, max(first + 1, following))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,9 @@ class Cluster:
     name: str
     nodes: tuple[Node, ...]
     _node_of_device: tuple[int, ...] = dataclass_field(init=False, repr=False)
+    _starts: dict[tuple[int, str | None], tuple[int, ...]] = dataclass_field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         owners = [index for index, node in enumerate(self.nodes) for _ in range(node.num_devices)]
@@ -116,6 +121,32 @@ class Cluster:
         """Per node a number that nodes share which differ in nothing but their devices' ids."""
         kinds = [replace(node, first_device=0) for node in self.nodes]
         return tuple(kinds.index(kind) for kind in kinds)
+
+    def unlike_starts(self, num_devices: int, gpu_type: str | None = None) -> tuple[int, ...]:
+        """Return first devices of nodes from which that many in a row meet unlike nodes; the last that do if none can.
+
+        Those that a cluster cut into so many devices each begins anew at, if any.
+
+        Args:
+            num_devices: At most all.
+            gpu_type: Of the first node; None for any.
+
+        >>> parse_cluster("p3.8xlarge:2x4+g4dn.12xlarge:2x4").unlike_starts(8)
+        (0, 8)
+        """
+        key = (num_devices, gpu_type)
+        if key not in self._starts:
+            found: dict[bool, dict[tuple[int, ...], int]] = {True: {}, False: {}}
+            for node in self.nodes:
+                first, last = node.first_device, node.first_device + num_devices - 1
+                if last < self.num_devices and gpu_type in (None, node.gpu.name):
+                    met = self.kind_of_node[self.node_of(first) : self.node_of(last) + 1]
+                    found[first % num_devices == 0].setdefault(met, first)
+                if len(set(self.kind_of_node)) == 1:
+                    break
+            starts = found[True] or found[False]
+            self._starts[key] = tuple(starts.values()) or (max(0, self.num_devices - num_devices),)
+        return self._starts[key]
 
     def node_of(self, device: int) -> int:
         """Return the index of the node that holds ``device``."""

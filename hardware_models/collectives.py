@@ -19,14 +19,15 @@ inside the node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log2
 
 from hardware_models.cluster import Cluster, Node
 from hardware_models.communication import Communication
-from hardware_models.links import COLLECTIVES, LinkType
+from hardware_models.links import COLLECTIVES, LinkType, NetworkType
 from hardware_models.topology import is_connected, link_counts, pack_rings, tree_edges
 
 Loads = dict[str, float]
@@ -143,11 +144,12 @@ def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:
                 loads[f"{prefix}/bridge"] = 1 / links.bridge_bytes_per_s
         return Flow(work, tuple(loads.items()), protocol)
     other = cluster.nodes[b]
-    rate = min(n.network.nominal_bytes_per_s * n.network.point_to_point_fraction for n in (node, other))
-    loads = {
-        f"node{a}/nic{node.nic_of(slot_a)}/out": 1 / node.network.nic_bytes_per_s,
-        f"node{b}/nic{other.nic_of(slot_b)}/in": 1 / other.network.nic_bytes_per_s,
-    }
+    rates, loads = [], {}
+    for index, there, nics, way in ((a, node, node.nics_of(slot_a), "out"), (b, other, other.nics_of(slot_b), "in")):
+        rates.append(len(nics) * there.network.nominal_bytes_per_s * there.network.point_to_point_fraction)
+        for nic in nics:
+            loads[f"node{index}/nic{nic}/{way}"] = 1 / (len(nics) * there.network.nic_bytes_per_s)
+    rate = min(rates)
     latency = max(node.network.point_to_point_latency_s, other.network.point_to_point_latency_s)
     return Flow(1 / rate, tuple(loads.items()), (FlowProtocol(latency, 1.0),))
 
@@ -272,28 +274,49 @@ def _across(
                 seconds /= node.links.efficiency[kind]
             work = max(work, seconds)
             loads.update(inside)
-        nics = sorted({node.nic_of(slot) for slot in members})
+        nics = sorted({nic for slot in members for nic in node.nics_of(slot)})
         seconds = leaving / (len(nics) * node.network.nic_bytes_per_s)
         work = max(work, seconds / node.network.efficiency[kind])
         for nic in nics:
             loads[f"node{index}/nic{nic}/out"] = loads[f"node{index}/nic{nic}/in"] = seconds
-    slowest = max((cluster.nodes[i] for i in groups), key=lambda x: x.network.protocols[0].step_s)
-    if tree:
-        # Down the chain of each node's members, and up the tree of nodes.
-        hops, inside_steps = ceil(log2(len(groups))), max(len(members) for members in groups.values()) - 1
-    else:
-        # A part of the ring passes n - 1 times from rank to rank, at most once from each node to the next.
-        hops = min(len(groups), n - 1)
-        inside_steps = n - 1 - hops
+    links = [(cluster.nodes[index].links, len(members)) for index, members in groups.items()]
+    network = max((cluster.nodes[index].network for index in groups), key=_slowness)
+    # A tree goes up from node to node; a part of a ring passes n - 1 times, at most once from each node to the next.
+    hops = ceil(log2(len(groups))) if tree else min(len(groups), n - 1)
     passes = 2 if kind == "all_reduce" else 1
-    inside = {protocol.name: protocol.step_s for protocol in slowest.links.protocols}
-    quickest = slowest.links.protocols[0].step_s
     protocols = tuple(
         FlowProtocol(
             protocol.launch_s
-            + passes * (hops * protocol.step_s + inside_steps * inside.get(protocol.name, quickest)),
+            + passes * (hops * protocol.step_s + (_chain_s if tree else _inside_s)(links, protocol.name)),
             protocol.bandwidth_fraction,
         )
-        for protocol in slowest.network.protocols
+        for protocol in network.protocols
     )
-    return Flow(work, tuple(loads.items()), protocols, (slowest.network.tree_fill_bytes or 0.0) if tree else 0.0)
+    return Flow(work, tuple(loads.items()), protocols, (network.tree_fill_bytes or 0.0) if tree else 0.0)
+
+
+def _slowness(network: NetworkType) -> list[tuple[float, float, float]]:
+    """Return what orders networks by how long their steps take; equal ones have equal protocols."""
+    return [(each.step_s, each.launch_s, -each.bandwidth_fraction) for each in network.protocols]
+
+
+def _step_s(links: LinkType, protocol: str) -> float:
+    """Return a step's seconds inside a node, of its quickest protocol where it has none of that name."""
+    steps = {each.name: each.step_s for each in links.protocols}
+    return steps.get(protocol, links.protocols[0].step_s)
+
+
+def _chain_s(nodes: Sequence[tuple[LinkType, int]], protocol: str) -> float:
+    """Return the seconds of a tree's steps inside nodes: down the chain of each one's members, all at once."""
+    return max((count - 1) * _step_s(links, protocol) for links, count in nodes)
+
+
+def _inside_s(nodes: Sequence[tuple[LinkType, int]], protocol: str) -> float:
+    """Return the seconds of a ring's steps inside nodes: all but the one that a part never needs, the quickest."""
+    steps: Counter[float] = Counter()
+    for links, count in nodes:
+        steps[_step_s(links, protocol)] += count - 1
+    left = +steps
+    if left:
+        left[min(left)] -= 1
+    return sum(count * step_s for step_s, count in left.items())

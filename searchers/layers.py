@@ -19,8 +19,8 @@ class LayerCosts:
     """Every layer of a workload under one sharding, for one microbatch on one rank.
 
     Arrays are float64[num_layers]. A layer takes its kernels, or its launches if those take longer. Times include the
-    collectives that the sharding itself causes (alone, on the devices from 0 on), no gradient synchronisation and no
-    parameter gathers.
+    collectives that the sharding itself causes (alone, on devices that begin with a node of the type), no gradient
+    synchronisation and no parameter gathers.
 
     Attributes:
         forward_s, backward_s: Seconds.

@@ -97,7 +97,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
         (plan.num_microbatches - 1) * each + last for each, last in zip(stages.hosts, last_stages.hosts, strict=True)
     ]
     return Estimate(
-        iteration_time_s=iteration + max(stages.once) + tied_s(costs, views),
+        iteration_time_s=iteration + max(_per_rank(plan.rank_of_stage, stages.once)) + tied_s(costs, views),
         stage_time_s=tuple(stages.times),
         peak_bytes=rank_peaks(plan, held, last_held),
         capacity_bytes=capacities,

@@ -42,7 +42,7 @@ def add_transfers(
 ) -> bool:
     """Add to the times of stages what they send over the boundaries between them; return whether all is known.
 
-    Arguments as for ``fast_time.estimate_times``, and ``split_s`` as for ``fast_pipeline.filled_s``.
+    Arguments as for ``fast_time.estimate_times``, and ``split_s`` as for ``fast_pipeline.split_filled_s``.
     """
     low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
     size, all_known = plans.microbatch_size[plan], True

@@ -71,22 +71,28 @@ def split_filled_s(plans: PlanColumns, plan: int, stage_s: Floats, split_s: Floa
 
 
 @inlined
-def filled_s(plans: PlanColumns, stage_s: Floats, low: int, high: int, m: int) -> float:
-    """Return the seconds of m microbatches through the stages from ``low`` to ``high``, but for zb-h1.
+def of_ranks(placements: Ints, seconds: Floats, low: int, high: int) -> tuple[float, float, int]:
+    """Return the sum over the stages from ``low`` to ``high``, the most of a rank's stages, and the number of ranks.
 
     Stages on one placement follow one another on it.
     """
     total_s, longest_s, num_ranks = 0.0, 0.0, 0
     for stage in range(low, high):
-        total_s += stage_s[stage]
+        total_s += seconds[stage]
         rank_s, is_first = 0.0, True
         for other in range(low, high):
-            if plans.placements[other] == plans.placements[stage]:
-                rank_s += stage_s[other]
+            if placements[other] == placements[stage]:
+                rank_s += seconds[other]
                 is_first = is_first and other >= stage
         longest_s = max(longest_s, rank_s)
         num_ranks += is_first
+    return total_s, longest_s, num_ranks
+
+
+@inlined
+def filled_s(placements: Ints, stage_s: Floats, low: int, high: int, m: int) -> float:
+    """Return the seconds of m microbatches through the stages from ``low`` to ``high``, but for zb-h1."""
+    total_s, longest_s, num_ranks = of_ranks(placements, stage_s, low, high)
     chunks = (high - low) / num_ranks
     fill_s = total_s / chunks
-    pipeline_s = (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks
-    return float(pipeline_s)
+    return (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks

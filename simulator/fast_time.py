@@ -51,7 +51,7 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
-from simulator.fast_pipeline import filled_s, split_filled_s, split_passes
+from simulator.fast_pipeline import filled_s, of_ranks, split_filled_s, split_passes
 from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.fast_regather import add_regathers
 from simulator.fast_ties import tied_elements, tied_s
@@ -117,11 +117,12 @@ def estimate_times(
     for plan in chosen:
         most_stages = max(most_stages, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
     split_s = np.empty((most_stages, SPLIT), np.float64)
+    stage_once_s = np.zeros(len(stage_s))  # Gradients reduced and parameters gathered.
     in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
     for plan in chosen:
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, size = plans.num_microbatches[plan], plans.microbatch_size[plan]
-        state, first, once_s = DONE, 0, 0.0
+        state, first = DONE, 0
         splits = plans.schedule[plan] == ZB_H1
         for stage in range(low, high):
             placement = plans.placements[stage]
@@ -361,7 +362,7 @@ def estimate_times(
                             left /= family_row[SCATTER_DEGREE]
             if plans.reduces_every[plan]:
                 reduced_s *= m
-            once_s = max(once_s, reduced_s + refresh_s)
+            stage_once_s[stage] = reduced_s + refresh_s
             stage_s[stage] = seconds
             first = stop
         if state >= 0 and first != num_operators:
@@ -377,7 +378,6 @@ def estimate_times(
         if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, split_s, misses, counts):
             state = INCOMPLETE
         shared_s, known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
-        once_s += shared_s
         if not known:
             state = INCOMPLETE
         states[plan] = state
@@ -385,7 +385,9 @@ def estimate_times(
             iteration_s[plan] = np.nan
             continue
 
+        _, once_s, _ = of_ranks(plans.placements, stage_once_s, low, high)
         if splits:
-            iteration_s[plan] = split_filled_s(plans, plan, stage_s, split_s, blocking) + once_s
+            pipeline_s = split_filled_s(plans, plan, stage_s, split_s, blocking)
         else:
-            iteration_s[plan] = filled_s(plans, stage_s, low, high, m) + once_s
+            pipeline_s = filled_s(plans.placements, stage_s, low, high, m)
+        iteration_s[plan] = pipeline_s + once_s + shared_s

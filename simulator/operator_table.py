@@ -26,7 +26,8 @@ class OperatorTable:
     """Every operator of the workload under one sharding word, as arrays; what searchers work on.
 
     Arrays are float64[num_operators] unless said otherwise. Times include the tensor-parallel collectives
-    that lie between equal shardings, alone. Prefix sums have one element more.
+    that lie between equal shardings, alone, on devices that begin with a node of the type. Prefix sums have one element
+    more.
 
     Attributes:
         forward_s, backward_s: Seconds per microbatch on one rank.
@@ -112,14 +113,18 @@ def _collective_seconds(
     totals = [0.0, 0.0]
     for phase, item, owner, _ in input_collectives(costs, index, resolved.__getitem__, samples, gpu_type):
         if not costs.operator(owner, resolved[owner], samples, gpu_type).contains(item):
-            totals[phase != FORWARD] += _first_group_s(costs, item)
+            totals[phase != FORWARD] += _group_s(costs, item, gpu_type)
     cost = costs.operator(index, resolved[index], samples, gpu_type)
     for phase, item in cost.internal:
         if not cost.contains(item):
-            totals[phase != FORWARD] += _first_group_s(costs, item)
+            totals[phase != FORWARD] += _group_s(costs, item, gpu_type)
     return totals[0], totals[1]
 
 
-def _first_group_s(costs: CostTables, item: MeshCollective) -> float:
-    members = groups(item.sizes, item.axes)[0]
-    return costs.problem.hardware.collective(item.collective, item.num_bytes, members).alone_s
+def _group_s(costs: CostTables, item: MeshCollective, gpu_type: str) -> float:
+    """Return seconds on the first group of a mesh, where it takes longest of the nodes that it may begin on."""
+    members, hardware = groups(item.sizes, item.axes)[0], costs.problem.hardware
+    return max(
+        hardware.collective(item.collective, item.num_bytes, [start + member for member in members]).alone_s
+        for start in hardware.cluster.unlike_starts(max(members) + 1, gpu_type)
+    )

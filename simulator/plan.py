@@ -131,16 +131,17 @@ class Plan:
     def warmup_in_force(self) -> tuple[int, ...] | None:
         """Return the warm-up of a 1F1B pipeline, whose replicas may take whole microbatches in turn.
 
-        With ``d_j`` replicas in stage j, stage i needs ``d_i * ceil(sum over j >= i of d_j / d_i)``
-        microbatches in flight to keep all busy (PipeDream's NUM_OPT_ACTIVE_MINIBATCHES, for each stage).
+        While a replica of stage i runs a microbatch, those that stage i + 1 has in flight are on their way too, and are
+        shared among all ``d_i`` replicas: ``K_i = d_i + d_i * ceil(K_{i+1} / d_i)``, with which all are busy. Where the
+        replicas of each stage are a multiple of those of the next it is ``d_i * ceil(sum over j >= i of d_j / d_i)``,
+        PipeDream's NUM_OPT_ACTIVE_MINIBATCHES for each stage; elsewhere that is too few.
         """
         if self.warmup is not None or not self.rotates or self.schedule != "1f1b":
             return self.warmup
-        replicas = [batch_replicas(stage) for stage in self.stages]
-        return tuple(
-            min(self.num_microbatches, own * -(-sum(replicas[position:]) // own))
-            for position, own in enumerate(replicas)
-        )
+        depths: list[int] = []
+        for own in map(batch_replicas, reversed(self.stages)):
+            depths.append(own + own * -(-depths[-1] // own) if depths else own)
+        return tuple(min(self.num_microbatches, depth) for depth in reversed(depths))
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,17 +137,20 @@ def per_node_of(problem: Problem) -> int:
 
 
 def slowest_s(problem: Problem, kind: str, num_bytes: float, members: tuple[int, ...]) -> float:
-    """Return seconds of a collective among GPUs that stand so in a node, on the node where it takes longest."""
+    """Return seconds of a collective among GPUs that stand so behind a node's first, on the nodes where it is longest.
+
+    Over several nodes all groups of its stride run at once.
+    """
     cluster, hardware = problem.hardware.cluster, problem.hardware
-    if max(members) >= per_node_of(problem):  # the stage takes whole nodes, all groups of its stride at once
-        beside = [tuple(gpu + other for gpu in members) for other in range(1, members[1] - members[0])]
-        return float(hardware.crowded_collective_s(kind, num_bytes, CrowdedGroup(members, tuple(beside))))
-    kinds = dict(zip(reversed(cluster.kind_of_node), reversed(cluster.nodes), strict=True))
-    return max(
-        float(hardware.collective(kind, num_bytes, tuple(node.first_device + gpu for gpu in members)).alone_s)
-        for node in kinds.values()
-        if max(members) < node.num_devices
-    )
+    stride = members[1] - members[0]
+    seconds = []
+    for start in cluster.unlike_starts(max(members) + stride):
+        own, *beside = (tuple(start + gpu + other for gpu in members) for other in range(stride))
+        if cluster.node_of(own[0]) == cluster.node_of(own[-1]):
+            seconds.append(hardware.collective(kind, num_bytes, own).alone_s)
+        else:
+            seconds.append(hardware.crowded_collective_s(kind, num_bytes, CrowdedGroup(own, tuple(beside))))
+    return float(max(seconds))
 
 
 def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -> Tables:
@@ -201,20 +204,30 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
 
 
 def _transfer_seconds(problem: Problem, degrees: Sequence[int]) -> NDArray[np.float64]:
-    """Return seconds of as many messages at once as a stage has GPUs: float64[2, num_degrees, num_knots]."""
+    """Return seconds of as many messages at once as a stage has GPUs: float64[2, num_degrees, num_knots].
+
+    Inside a node, and over the border of two; on the nodes where they take longest.
+    """
     hardware, last = problem.hardware, problem.num_devices - 1
-    per_node = per_node_of(problem)
+    cluster, per_node = hardware.cluster, per_node_of(problem)
+    met = reversed(list(zip(pairwise(cluster.kind_of_node), cluster.nodes[1:], strict=True)))
+    borders = [node.first_device for node in dict(met).values()]
     found = np.zeros((2, len(degrees), len(KNOTS_BYTES)))
     for place, count in enumerate(degrees):
         near = max(1, min(count, per_node // 2))  # stages of one node
-        senders = range(per_node - count, per_node)
-        pairs = [
-            [(gpu, min(gpu + near, last)) for gpu in range(near)],
-            [(gpu, min(gpu + count, last)) for gpu in senders],
+        inside = [
+            [(gpu, min(gpu + near, last)) for gpu in range(start, start + near)]
+            for start in cluster.unlike_starts(min(2 * near, last + 1))
         ]
-        for between, routes in enumerate(pairs):
+        across = [
+            [(gpu, min(gpu + count, last)) for gpu in range(border - count, border)]
+            for border in [each for each in borders if count <= each <= last + 1 - count] or [per_node]
+        ]
+        for between, choices in enumerate((inside, across)):
             for knot, size in enumerate(KNOTS_BYTES):
-                found[between, place, knot] = together_s(hardware.transfer(size, *route) for route in routes)
+                found[between, place, knot] = max(
+                    together_s(hardware.transfer(size, *route) for route in routes) for routes in choices
+                )
     return found
 
 

@@ -45,7 +45,7 @@ class CommunicationCosts:
 
     hardware: HardwareModel
     model: str = "hardware"
-    _lines: dict[tuple[int, ...], Line] = field(default_factory=dict, init=False, repr=False)
+    _lines: dict[tuple[object, ...], Line] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.model not in COMMUNICATION:
@@ -61,28 +61,28 @@ class CommunicationCosts:
         """What the compiled transfer model needs: float64[6].
 
         Model, bytes per second inside a machine (one flow), of one flow between machines, of all cards of a
-        machine; seconds of latency inside and between machines.
+        machine; seconds of latency inside and between machines. Of unlike machines those of the slowest.
         """
-        node = self.hardware.cluster.nodes[0]
         if self.model == "released":
             pair = ETHERNET_PAIR_BYTES_PER_S * self._scale
             return np.array([RELEASED, NVLINK_BYTES_PER_S, pair, ETHERNET_BYTES_PER_S * self._scale, 0.0, 0.0])
-        network, cards = node.network, max(1, node.num_nics)
-        pair = network.nominal_bytes_per_s * network.point_to_point_fraction
+        nodes = dict(zip(self.hardware.cluster.kind_of_node, self.hardware.cluster.nodes, strict=True)).values()
+        networks = [node.network for node in nodes]
         return np.array(
             [
                 HARDWARE,
-                node.links.point_to_point_bytes_per_s,
-                pair,
-                cards * network.nic_bytes_per_s,
-                node.links.point_to_point_latency_s,
-                network.point_to_point_latency_s,
+                min(node.links.point_to_point_bytes_per_s for node in nodes),
+                min(each.nominal_bytes_per_s * each.point_to_point_fraction for each in networks),
+                min(max(1, node.num_nics) * node.network.nic_bytes_per_s for node in nodes),
+                max(node.links.point_to_point_latency_s for node in nodes),
+                max(each.point_to_point_latency_s for each in networks),
             ]
         )
 
     @property
     def _scale(self) -> float:
-        return self.hardware.cluster.nodes[0].network.nominal_bytes_per_s / ETHERNET_NOMINAL_BYTES_PER_S
+        nominal = min(node.network.nominal_bytes_per_s for node in self.hardware.cluster.nodes)
+        return nominal / ETHERNET_NOMINAL_BYTES_PER_S
 
     def counts(self, devices: Sequence[int]) -> Ints:
         """Return GPUs per machine of a set: int64[num_machines]."""
@@ -102,8 +102,10 @@ class CommunicationCosts:
             if inside:
                 return 0.0, 2 * (count - 1) / count / NVLINK_BYTES_PER_S / (count // 2)
             return 0.0, 2 * (count - 1) / count / (ETHERNET_BYTES_PER_S * self._scale)
-        # Between machines only the numbers matter: cards are the bottleneck, whichever GPUs are behind them.
-        key = tuple(sorted(devices)) if inside else tuple(sorted(counts[counts > 0].tolist()))
+        # Between machines of a kind only the numbers matter: cards are the bottleneck, whichever GPUs are behind them.
+        kinds = self.hardware.cluster.kind_of_node
+        among = sorted((kinds[node], int(counts[node])) for node in np.flatnonzero(counts))
+        key = tuple(sorted(devices)) if inside else tuple(among)
         known = self._lines
         if key not in known:
             small, large = (self.hardware.collective("all_reduce", size, devices).alone_s for size in LINE_BYTES)

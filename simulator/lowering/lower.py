@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,8 +58,8 @@ class Lowered:
         last_placements: The same with the samples of the last microbatch.
         orders: Actions of each pipeline rank.
         action_start_task: Per rank, the first task id of each action.
-        recorded_s: Seconds of device work by origin (measured, interpolated, modelled), one microbatch of
-            each stage, or all of them where the last is smaller.
+        recorded_s: Seconds of device work by origin (measured, interpolated, modelled) on all devices, one microbatch
+            of each stage, or all of them where the last is smaller.
     """
 
     graph: TaskGraph
@@ -197,7 +198,9 @@ class _Lowering:
             entry=epilogue.entry,
             partition=channels.partition,
             traits=self._traits(channels.partition),
-            recorded_s=tuple(map(self._recorded, (placements, last)[: len(self.flows)])),
+            recorded_s=tuple(
+                self._recorded(each, channels.partition) for each in (placements, last)[: len(self.flows)]
+            ),
         )
 
     # Programs
@@ -374,15 +377,23 @@ class _Lowering:
         a, b, c = (count * each + last for each, last in zip(*bound.recorded_s, strict=True))
         return a, b, c
 
-    def _recorded(self, placements: Sequence[StagePlacement]) -> tuple[float, float, float]:
+    def _recorded(self, placements: Sequence[StagePlacement], parts: Partition) -> tuple[float, float, float]:
+        """Return the seconds of each origin on all devices, of one microbatch of each stage."""
         totals = [0.0, 0.0, 0.0]
         for placement in placements:
-            c = placement.classes[0]
-            for index in placement.view.operators:
-                cost = self.costs.operator(
-                    index, placement.view.shardings[index], placement.samples(index, c), placement.gpu_type[c]
-                )
-                for segment in (cost.forward, cost.backward_input, cost.backward_weight):
-                    for origin in range(3):
-                        totals[origin] += segment.recorded[origin]
+            alike: Counter[tuple[str, tuple[int, ...]]] = Counter()
+            example: dict[tuple[str, tuple[int, ...]], int] = {}
+            for device in placement.view.stage.devices:
+                c = parts.device_class[device]
+                kind = (placement.gpu_type[c], placement.all_samples(c))
+                alike[kind] += 1
+                example.setdefault(kind, c)
+            for kind, c in example.items():
+                for index in placement.view.operators:
+                    cost = self.costs.operator(
+                        index, placement.view.shardings[index], placement.samples(index, c), placement.gpu_type[c]
+                    )
+                    for segment in (cost.forward, cost.backward_input, cost.backward_weight):
+                        for origin in range(3):
+                            totals[origin] += segment.recorded[origin] * alike[kind]
         return totals[0], totals[1], totals[2]

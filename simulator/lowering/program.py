@@ -45,6 +45,7 @@ class Item:
         num_calls: Of a collective: its latency and what it costs the host count so often.
         num_entries: Of a collective: tensors, each of one rank, that the host lists for each call.
         waits: No work; the host goes on when all before it has ended.
+        owner: Of a collective: the operator whose duration contains it on some device types; -1 if it is on none.
     """
 
     cause: str
@@ -57,6 +58,7 @@ class Item:
     num_calls: int = 1
     num_entries: int = 0
     waits: bool = False
+    owner: int = -1
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,9 @@ class ProgramBuilder:
         backward, entering = self.items, dict[int, list[Item]]()
         view = self.view
         for phase, item, owner, position in view.input_collectives(index):
-            if phase == FORWARD and item.collective in REDUCTIONS and not self._cost(owner).contains(item):
+            if phase == FORWARD and item.collective in REDUCTIONS:
                 self.items = []
-                self._collective(item, index)
+                self._collective(item, index, owner)
                 entering.setdefault(position, []).extend(self.items)
         return forward, backward, entering
 
@@ -170,12 +172,11 @@ class ProgramBuilder:
         for index in operators:
             self._start_layer(index, gathers)
             for item, owner in self._forward_collectives(index, inside):
-                if not self._cost(owner).contains(item):
-                    self._collective(item, index)
+                self._collective(item, index, owner)
             self._compute(cause, index, (FORWARD,))
             for phase, item in self._cost(index).internal:
-                if phase == FORWARD and not self._cost(index).contains(item):
-                    self._collective(item, index)
+                if phase == FORWARD:
+                    self._collective(item, index, index)
 
     def _gradients(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
         """Add the backward pass of an operator with its collectives."""
@@ -210,7 +211,7 @@ class ProgramBuilder:
             not (view.costs.problem.runtime.overlaps_input_reductions and view.costs.problem.runtime.host_runs_ahead)
             or not self.fidelity.tensor_parallel
             or not cost.backward_weight.device_s
-            or cost.includes_collectives
+            or any(self._cost_on(index, gpu_type).includes_collectives for gpu_type in view.gpu_types)
         ):
             return []
         found = [
@@ -230,6 +231,9 @@ class ProgramBuilder:
     def _cost(self, index: int) -> OperatorCost:
         return self.view.cost(index)
 
+    def _cost_on(self, index: int, gpu_type: str) -> OperatorCost:
+        return self.view.costs.operator(index, self.view.shardings[index], self.view.samples(index), gpu_type)
+
     def _forward_collectives(self, index: int, recomputed: set[int] | None) -> Iterator[tuple[MeshCollective, int]]:
         """Yield the collectives before an operator; what was reduced on its way into a segment stays reduced."""
         view = self.view
@@ -242,12 +246,12 @@ class ProgramBuilder:
         view = self.view
         cost = self._cost(index)
         for phase, item in cost.internal:
-            if phase == BACKWARD_INPUT and not cost.contains(item):
-                self._collective(item, index)
+            if phase == BACKWARD_INPUT:
+                self._collective(item, index, index)
         for phase, item, owner, position in view.input_collectives(index):
             done = (item, position) in without
-            if phase == BACKWARD_INPUT and not done and not self._cost(owner).contains(item):
-                self._collective(item, index)
+            if phase == BACKWARD_INPUT and not done:
+                self._collective(item, index, owner)
 
     def output_settled(self, tensor: str) -> list[Item]:
         """Return what makes a tensor whole that leaves the stage and that nothing in it reads."""
@@ -266,8 +270,7 @@ class ProgramBuilder:
         if PARTIAL in have and not reduced_here:
             sizes = mesh_sizes(view.shardings[producer])
             for item in reshard(sizes, have, sizes, settled(have), cost.output_bytes[number]):
-                if not cost.contains(item):
-                    self._collective(item, producer)
+                self._collective(item, producer, producer)
 
     def _compute(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
         parts = tuple((index, phase) for phase in phases)
@@ -283,11 +286,24 @@ class ProgramBuilder:
             return
         self.items.append(Item(cause=cause, parts=parts, after=self._take_pending(), operator=index))
 
-    def _collective(self, item: MeshCollective, index: int) -> None:
+    def _collective(self, item: MeshCollective, index: int, owner: int = -1) -> None:
+        """Add a collective, unless the durations of its owner contain it."""
+        if owner >= 0 and self.view.contains(owner, item):
+            return
+        types = self.view.gpu_types
+        contained = owner >= 0 and len(types) > 1 and any(self.view.contains(owner, item, [each]) for each in types)
         cause = "resharding" if item.moves_batch else "tensor parallel"
         enabled = self.fidelity.resharding if item.moves_batch else self.fidelity.tensor_parallel
         if enabled:
-            self.items.append(Item(cause=cause, collective=item, after=self._take_pending(), operator=index))
+            self.items.append(
+                Item(
+                    cause=cause,
+                    collective=item,
+                    after=self._take_pending(),
+                    operator=index,
+                    owner=owner if contained else -1,
+                )
+            )
 
     # Gathers of sharded parameters: layer i+1 is gathered while layer i computes.
 

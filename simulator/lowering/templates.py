@@ -57,6 +57,7 @@ class TemplateBuilder:
         tails: dict[int, list[int]] = {c: [] for c in self.placement.classes}
         positions: dict[int, list[int]] = {}
         waited: set[int] = set()
+        owed: dict[int, list[int]] = {}
         sends = [] if outgoing.family is None else self.channels.carrying(outgoing.family, outgoing.traffic)
         num_sends = self._num_sends(outgoing) if sends else {}
         computed = [
@@ -88,9 +89,10 @@ class TemplateBuilder:
                     before_s = self.launch_s[c] * num_receives.get(c, 0) + pass_s if first else 0.0
                     after_s = self.launch_s[c] * num_sends.get(c, 0) if last else 0.0
                     segment = self._between(before_s, segments[c][position], after_s)
-                    tasks.append(self._add_segment(template, item, name, c, segment, tails, positions))
+                    awaited = (*item.after, *owed.pop(c, ()))
+                    tasks.append(self._add_segment(template, item, name, c, segment, tails, positions, awaited))
             else:
-                tasks = self._add_collective(template, item, name, tails, positions)
+                tasks = self._add_collective(template, item, name, tails, positions, owed, program.first)
             for after in item.after:
                 waited.update(positions[after])
             positions[position] = tasks
@@ -162,8 +164,9 @@ class TemplateBuilder:
         segment: Segment,
         tails: dict[int, list[int]],
         positions: dict[int, list[int]],
+        awaited: tuple[int, ...],
     ) -> int:
-        extra = [task for after in item.after for task in positions[after] if c in template.rows.members[task]]
+        extra = [task for after in awaited for task in positions[after] if c in template.rows.members[task]]
         host = self.fidelity.host
         return template.rows.add(
             cause=item.cause,
@@ -187,16 +190,26 @@ class TemplateBuilder:
         name: str,
         tails: dict[int, list[int]],
         positions: dict[int, list[int]],
+        owed: dict[int, list[int]],
+        first: int,
     ) -> list[int]:
+        """Add a collective among those whose operator's duration does not contain it; others owe what it waits for."""
         collective = item.collective
         assert collective is not None
         tasks = []
-        costs = self.placement.view.costs
+        view, costs = self.placement.view, self.placement.view.costs
+        owner = item.owner + view.operators[0] - first if item.owner >= 0 else -1
         family = ("collective", self.placement.view.position, collective.sizes, collective.axes)
         for channel_class, channel in self.channels.classes(family):
             members = self.channels.representatives(channel)
             if not set(members) <= set(self.placement.classes):
                 continue  # another replica's turn
+            types = {costs.problem.gpu_types[device] for device in channel.members}
+            if owner >= 0 and view.contains(owner, collective, types):
+                for c in members:
+                    owed.setdefault(c, []).extend(item.after)
+                continue
+            waiting = [*item.after, *(after for c in members for after in owed.pop(c, ()))]
             latency, work, shares = self.channels.price(channel_class, (collective.collective, collective.num_bytes))
             launch = 0.0
             if self.fidelity.host:
@@ -208,7 +221,7 @@ class TemplateBuilder:
             before = [task for c in members for task in tails[c]] if item.chained else []
             before += [
                 task
-                for after in item.after
+                for after in waiting
                 for task in positions[after]
                 if any(c in members for c in template.rows.members[task])
             ]

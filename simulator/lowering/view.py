@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -68,10 +68,26 @@ class StageView:
             tuple((a - first, b - first) for a, b in stage.recompute),
             self.plan.microbatch_size,
             self.plan.replica_assignment,
-            self.gpu_type,
+            self.gpu_types,
             tuple(name in self.entering for name in self.arrivals),
         )
         return costs.forms.get(form, dict[Hashable, Any])
+
+    @cached_property
+    def gpu_types(self) -> tuple[str, ...]:
+        """Device types of the stage, in the order of its devices."""
+        types = self.costs.problem.gpu_types
+        return tuple(dict.fromkeys(types[device] for device in self.stage.devices))
+
+    def contains(self, owner: int, item: MeshCollective, gpu_types: Iterable[str] | None = None) -> bool:
+        """Return whether an operator's durations contain a collective on all device types, or all of those given."""
+        if len(self.gpu_types) == 1:
+            return self.cost(owner).contains(item)
+        found = (
+            self.costs.operator(owner, self.shardings[owner], self.samples(owner), gpu_type)
+            for gpu_type in (self.gpu_types if gpu_types is None else gpu_types)
+        )
+        return all(cost.contains(item) for cost in found)
 
     def samples(self, index: int) -> int:
         """Return the samples that the largest replica works on at once in operator ``index``."""

@@ -9,6 +9,8 @@ import pytest
 from datafiles.writer import dump_yaml
 from hardware_models.cluster import cluster_description, cluster_presets, parse_cluster
 from hardware_models.gpus import gpu_names, load_curves, load_gpu
+from hardware_models.links import load_network
+from hardware_models.model import HardwareModel
 from hardware_models.topology import link_counts
 
 NODE = {
@@ -80,6 +82,23 @@ def test_a_cluster_file_of_the_same_schema_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(dump_yaml(NODE))
     assert parse_cluster(f"{path}:3x2").num_devices == 6
+
+
+@pytest.mark.parametrize(("num_nics", "times"), [(1, 1), (2, 1), (4, 2), (6, 3)])
+def test_a_gpu_uses_its_share_of_the_cards_where_there_are_more_than_gpus(
+    tmp_path: Path, num_nics: int, times: int
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml({**NODE, "nics_per_node": num_nics}))
+    hardware, network = HardwareModel.from_name(f"{path}:2x2"), load_network("ethernet-50g")
+    # Two ranks, a GPU on each node: half the result leaves each, over all cards of the GPU.
+    gathered = hardware.collective("all_gather", 1e9, (0, 2))
+    assert gathered.work_s == pytest.approx(0.5e9 / (times * network.nic_bytes_per_s) / 0.97, rel=1e-9)
+    sent = hardware.transfer(1e9, 0, 2)
+    assert sent.work_s == pytest.approx(1e9 / (times * 0.60 * 6.25e9), rel=1e-9)
+    for cost, share in ((gathered, 0.97), (sent, 0.60 / 0.64)):
+        used = {name: fraction for name, fraction in cost.shares if name.startswith("node0/nic") and "out" in name}
+        assert used == pytest.approx({f"node0/nic{nic}/out": share for nic in range(times)}, rel=1e-9)
 
 
 @pytest.mark.parametrize(

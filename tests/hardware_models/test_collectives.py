@@ -184,3 +184,24 @@ def test_alpas_measured_all_to_alls_inside_a_node_are_met_at_large_sizes() -> No
         together = row["num_groups"] if "node0/bridge" in dict(cost.shares) else 1
         errors.append((cost.latency_s + cost.work_s * together) / row["seconds"] - 1)
     assert len(errors) >= 8 and max(map(abs, errors)) < 0.15
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_steps_over_unlike_nodes_are_those_of_each_node_in_either_order(order: tuple[int, int]) -> None:
+    parts = ("v100-32g-dgx1:1x8", "a100-80g-dgx-100g:1x8")
+    hardware = HardwareModel(parse_cluster("+".join(parts[number] for number in order)))
+    # A tree of two nodes (link_types.yaml): a hop of the network and down the chain of eight V100, up and down.
+    small = hardware.collective("all_reduce", 4.0, range(16))
+    assert small.latency_s == pytest.approx(30e-6 + 2 * (12e-6 + 7 * 0.85e-6), rel=1e-9)
+    # A ring of 16: two hops over the network, seven inside either node, of which a part needs all but one of 15.
+    large = hardware.collective("all_gather", 1e9, range(16))
+    assert large.latency_s == pytest.approx(45e-6 + 2 * 20e-6 + 7 * 4.80e-6 + 6 * 1.82e-6, rel=1e-9)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_network_of_slower_steps_sets_the_pace_but_not_that_inside_the_other_node(order: tuple[int, int]) -> None:
+    parts = ("g4dn.12xlarge:1x4", "v100-32g-dgx1:1x8")
+    hardware = HardwareModel(parse_cluster("+".join(parts[number] for number in order)))
+    small = hardware.collective("all_gather", 4.0, range(12))
+    # Ethernet between; three steps among T4s, whose only protocol has 10 us, and seven among V100s, less one of these.
+    assert small.latency_s == pytest.approx(8e-6 + 2 * 152e-6 + 3 * 10e-6 + 6 * 0.85e-6, rel=1e-9)

@@ -13,6 +13,7 @@ from searchers.amp import Amp, crossing_s, formula_s, layer_costs
 from searchers.amp_cuts import best_cuts
 from searchers.budget import Budget
 from searchers.layers import blocks
+from simulator.plan import Axis
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from tests.searchers.tiny import tiny_problem
@@ -65,3 +66,20 @@ def test_a_mixed_cluster_is_searched_and_simulated() -> None:
     found = Amp(max_microbatch=1, recompute=("full",)).search(problem, Budget(evaluations=12))
     result = simulate(found.best, problem, engine="compiled")
     assert result.fits and result.iteration_time_s > 0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_on_a_mixed_cluster_each_type_has_the_collectives_of_its_own_links(order: tuple[int, int]) -> None:
+    parts = ("p3.8xlarge:1x4", "g4dn.12xlarge:1x4")
+
+    def layers_s(cluster: str) -> np.ndarray:
+        problem = ProblemSpec(
+            model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=16
+        ).load()
+        sharding = (Axis("batch", 1), Axis("tensor", 4))
+        return layer_costs(problem, blocks(problem.workload), sharding, 2, "none")[0]
+
+    v100s, t4s = map(layers_s, parts)
+    assert t4s.sum() > 4 * v100s.sum()  # what staging each byte in host memory costs beside NVLink
+    mixed = layers_s("+".join(parts[number] for number in order))
+    np.testing.assert_allclose(mixed, (v100s + t4s) / 2, rtol=1e-12)

@@ -273,3 +273,15 @@ def test_the_searcher_returns_its_planners_latency_and_takes_p_b_where_transfers
     assert found.counters["tables"] >= 1
     with pytest.raises(ValueError, match="space must be one of"):
         Dapple(space="all")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_machines_of_one_gpu_but_unlike_networks_keep_their_own(order: tuple[int, int]) -> None:
+    parts = ("v100-1gpu-25g:2x1", "v100-1gpu-10g:2x1")
+    hardware = HardwareModel.from_name("+".join(parts[number] for number in order))
+    costs = CommunicationCosts(hardware)
+    for pair in ((0, 1), (2, 3), (1, 2), (0, 1, 2)):
+        alone_s = hardware.collective("all_reduce", 1e8, pair).alone_s
+        assert costs.all_reduce_s(1e8, pair) == pytest.approx(alone_s, rel=1e-9)
+    # Where a transfer goes is not asked: it takes as long as over the slower network, a card's 0.828 of 10 Gb/s.
+    assert costs.transfer_s(1e8, (0,), (1,)) == pytest.approx(1e8 / (0.828 * 1.25e9) + 1e-4, rel=1e-6)

@@ -29,7 +29,6 @@ from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strateg
 from searchers.registry import searcher_named
 from simulator.estimate import estimate
 from simulator.lowering.mesh import groups
-from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from simulator.validate import validate

@@ -170,3 +170,15 @@ def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(searc
             steady = 16 / (16 + 7) * found.iteration_time_s  # without filling and emptying
             assert objectives[-1] == pytest.approx(steady, rel=0.2)
     assert objectives == pytest.approx([objectives[-1]] * 3, rel=0.05)  # the V100 server has a slower card
+
+
+def test_pipers_tensor_degrees_cost_what_they_do_on_the_slowest_node_wherever_it_stands() -> None:
+    """All-reduces of four V100s on NVLink take a tenth of those of four T4s on PCIe."""
+    v100s, t4s = "p3.8xlarge:1x4", "g4dn.12xlarge:1x4"
+    objectives = []
+    for cluster in (f"{v100s}+{t4s}", f"{t4s}+{v100s}", "g4dn.12xlarge:2x4"):
+        problem = ProblemSpec(
+            model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=64
+        ).load()
+        objectives.append(Piper().score(uniform_plan(problem, tp=4, pp=2, microbatch=4), problem).objective)
+    assert objectives == pytest.approx([objectives[-1]] * 3, rel=0.05)  # the V100 server has a slower card

@@ -99,6 +99,40 @@ def test_a_profile_row_that_contains_its_collective_is_not_charged_for_it_again(
     assert not any(".mlp_linear_2" in name or ".attention_qkv" in name for name in names)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_measured_share_of_a_stage_on_unlike_gpus_is_that_of_all_of_them(order: tuple[int, int]) -> None:
+    """Two V100s with a profile of every operator and two T4s without, as replicas of one stage."""
+    parts = ("v100-32g-dgx1:1x2", "g4dn.12xlarge:1x2")
+    problem = small_problem("gpt", cluster="+".join(parts[number] for number in order), global_batch=4)
+    plan = uniform_plan(problem, dp=4)
+    costs, axes = CostTables(problem), (Axis("batch", 4),)
+    seconds = {
+        gpu_type: [
+            sum(sum(part.recorded) for part in (cost.forward, cost.backward))
+            for cost in (costs.operator(index, axes, 1, gpu_type) for index in range(len(problem.workload)))
+        ]
+        for gpu_type in set(problem.gpu_types)
+    }
+    rows, seen = [], set()
+    for index, op in enumerate(problem.workload.operators):
+        if op.role not in seen:
+            seen.add(op.role)
+            cost = costs.operator(index, axes, 1, "v100-sxm2-32gb")
+            rows.append(
+                ProfileRow(
+                    role=op.role, samples=1, tensor_size=1, split="default", forward_s=cost.forward.device_s,
+                    backward_s=cost.backward.device_s, saved_bytes=0.0, forward_workspace_bytes=0.0,
+                    backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0, parameter_bytes=0.0,
+                    includes_collectives=False, num_groups=1, source="test",
+                )
+            )  # fmt: skip
+    profile = OperatorProfile("gpt", "v100-sxm2-32gb", "fp16", tuple(rows), "test", kernels_only=True)
+    profiled = replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
+    found = simulate(plan, profiled).duration_sources
+    measured, modelled = sum(seconds["v100-sxm2-32gb"]), sum(seconds["t4-16gb"])
+    assert found["measured"] == pytest.approx(measured / (measured + modelled), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -232,3 +266,34 @@ def test_each_metric_of_training_is_a_cross_entropy_forward_in_fp32() -> None:
     expected = 2 * sum(with_metrics.hardware.kernel_time_s(gpu, kernel, "bf16") for kernel in kernels)
     assert more.backward_input.device_s - less.backward_input.device_s == pytest.approx(expected)
     assert (more.forward, more.backward_weight, more.saved) == (less.forward, less.backward_weight, less.saved)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_collectives_in_the_rows_of_one_gpu_type_are_charged_on_the_other(order: tuple[int, int]) -> None:
+    """Replicas of two V100s, whose profile holds their all-reduces, and of two T4s, which have none and are slower."""
+    parts = ("v100-32g-dgx1:1x2", "g4dn.12xlarge:1x2")
+    problem = small_problem("gpt", cluster="+".join(parts[number] for number in order), global_batch=4)
+    plan = uniform_plan(problem, tp=2, dp=2)
+    rows = [
+        ProfileRow(
+            role=op.role, samples=1, tensor_size=2, split="default", forward_s=1e-4, backward_s=2e-4, saved_bytes=0.0,
+            forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0,
+            parameter_bytes=0.0, includes_collectives=True, num_groups=1, source="test",
+        )
+        for op in problem.workload.operators[1:14]
+    ]  # fmt: skip
+    profile = OperatorProfile("gpt", "v100-sxm2-32gb", "fp16", tuple(rows), "test", kernels_only=True)
+    profiled = replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
+    found = simulate(plan, profiled)
+    slowest = simulate(plan, small_problem("gpt", cluster="g4dn.12xlarge:2x2", global_batch=4))
+    assert found.iteration_time_s == pytest.approx(slowest.iteration_time_s, rel=1e-3)
+    graph = found.graph
+    reduced = dict.fromkeys(problem.gpu_types, 0)
+    for number, device in enumerate(graph.stream_device):
+        if graph.stream_names[number].startswith("tensor"):
+            gpu_type = problem.gpu_types[graph.device_members[device][0]]
+            tasks = graph.streams.items[graph.streams.offsets[number] : graph.streams.offsets[number + 1]]
+            reduced[gpu_type] += len(tasks)
+    # Both reduce for the embedding and the loss, which no row is of. T4s alone do for layers: two microbatches, four
+    # layers, two all-reduces in either pass.
+    assert reduced["t4-16gb"] - reduced["v100-sxm2-32gb"] == 2 * 4 * 4

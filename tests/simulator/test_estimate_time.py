@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
 from simulator.costs import CostTables
@@ -62,6 +64,23 @@ def test_replicas_that_take_turns_fill_with_whole_microbatches(cut, replicas, nu
     assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=2e-3)  # Transfers are free there.
 
 
+@pytest.mark.parametrize("replicas", [(3, 1), (2, 2), (1, 2, 1), (1, 3, 1), (2, 3, 1), (3, 2, 1), (1, 3, 2, 1)])
+def test_replicas_that_take_turns_have_enough_in_flight_to_be_always_busy(replicas: tuple[int, ...]) -> None:
+    """A stage has as many layers as replicas, so each can give a microbatch every 3 ms, a layer's time."""
+    count, devices = sum(replicas), iter(range(sum(replicas)))
+    problem = chain_problem(chain_of_opaque(count, 0.001, 0.002), num_devices=count, global_batch=48)
+    stages, first = [], 0
+    for number in replicas:
+        own = tuple(next(devices) for _ in range(number))
+        stages.append(Stage(((first, first + number),), own, ((number, (Axis("batch", number),)),)))
+        first += number
+    plan = Plan(tuple(stages), 1, 48, replica_assignment="round_robin")
+    found = simulate(plan, problem, engine="compiled", fidelity=Fidelity.ideal())
+    # The first microbatch through all layers, and 3 ms for each after it.
+    assert found.iteration_time_s <= 0.003 * count + 0.003 * 47 + 1e-9
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(found.iteration_time_s, rel=0.05)
+
+
 @pytest.mark.parametrize(("family", "shape"), [("bert", dict(pp=2)), ("gpt", dict(pp=2)), ("t5", dict(pp=2))])
 def test_tied_weights_are_reduced_over_their_stages_once(family: str, shape: dict[str, int]) -> None:
     problem = small_problem(family, cluster="v100-1gpu-10g:2x1", global_batch=8)
@@ -73,3 +92,27 @@ def test_tied_weights_are_reduced_over_their_stages_once(family: str, shape: dic
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(
         estimate(plan, problem).iteration_time_s, rel=1e-11
     )
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_interleaved_stages_of_a_rank_reduce_their_gradients_one_after_the_other(zero: int) -> None:
+    problem = small_problem("vit", cluster="v100-1gpu-10g:4x1", global_batch=16)
+    plan = uniform_plan(problem, pp=2, dp=2, zero=zero, schedule="interleaved", chunks=2, gradient_reduction="last")
+    found = estimate(plan, problem)
+    # Eight microbatches through two stages of each of two ranks: the fullest rank, the filling, a chunk's bubble.
+    ranks_s = [found.stage_time_s[rank] + found.stage_time_s[rank + 2] for rank in range(2)]
+    fill_s = sum(found.stage_time_s) / 2
+    pipeline_s = 7 * max(ranks_s) + fill_s + fill_s / 2
+    kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
+    once_s = [0.0, 0.0]
+    for number, stage in enumerate(plan.stages):
+        elements = sum(
+            prod(parameter.shape) for index in stage.indices() for parameter in problem.workload.parameters(index)
+        )
+        for kind in kinds:  # fp16 gradients, and parameters
+            once_s[number % 2] += problem.hardware.collective(kind, 2.0 * elements, stage.devices).alone_s
+    assert found.iteration_time_s - pipeline_s == pytest.approx(max(once_s), rel=1e-9)
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found.iteration_time_s, rel=1e-11)
+    without = ALONE.without("gradient-sync", "parameter-gather")
+    more_s = simulated_s(plan, problem) - simulate(plan, problem, engine="compiled", fidelity=without).iteration_time_s
+    assert max(once_s) == pytest.approx(more_s, rel=0.05)

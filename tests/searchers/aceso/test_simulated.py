@@ -50,3 +50,26 @@ def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(degre
         found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
         # The stage on the faster node is taken to be as slow.
         assert 0.93 < Aceso().paper_objective(plan, problem).objective / found.iteration_time_s < 1.25
+
+
+@pytest.mark.parametrize("cluster", ["p3.16xlarge:1x8+g4dn.12xlarge:2x4", "g4dn.12xlarge:2x4+p3.16xlarge:1x8"])
+def test_a_stage_of_more_gpus_than_the_smaller_nodes_have_reduces_over_their_network(cluster: str) -> None:
+    """Tensor parallel over eight: inside the V100 server, but over two of T4s, which is what it is taken to cost."""
+    problem = problem_on(cluster, 64, "amp-gpt2", "megatron-deepspeed")
+    plan = uniform_plan(problem, tp=8, pp=2, microbatch=4)
+    found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
+    assert 0.93 < Aceso().paper_objective(plan, problem).objective / found.iteration_time_s < 1.25
+
+
+def test_transfers_on_a_mixed_cluster_are_those_of_the_slower_links_wherever_they_are() -> None:
+    """Eight stages of one GPU send over PCIe between T4s, which takes six times as long as NVLink between V100s."""
+    objectives = []
+    for cluster in ("p3.8xlarge:1x4+g4dn.12xlarge:1x4", "g4dn.12xlarge:1x4+p3.8xlarge:1x4"):
+        problem = problem_on(cluster, 64, "amp-gpt2", "megatron-deepspeed")
+        plan = uniform_plan(problem, pp=8, microbatch=4)
+        price = Aceso().model(problem).price(from_plan(plan, problem))
+        # An activation of four samples, 1,024 tokens and 1,024 wide, each way, over a lane (link_types.yaml).
+        sent_s = 4 * 1024 * 1024 * 2 / 3.72e9 + 44e-6
+        assert price.stages[1].transfer_s == pytest.approx(2 * sent_s, rel=0.02)
+        objectives.append(price.iteration_s)
+    assert objectives[0] == pytest.approx(objectives[1], rel=1e-9)
