@@ -93,6 +93,9 @@ class NetworkType(FileModel):
         efficiency, protocols: As for links.
         tree_fill_bytes: Bytes' worth of time until the tree of an all-reduce runs at full rate: what makes the library
             prefer the ring, which moves more, for all but large messages. None where it takes rings only.
+        relay_load: What each hop of a ring inside a node adds to its load on the node's cards, as a share of that load.
+            Where GPUs reach neither each other nor the card but through the host's memory, rings that share a card
+            wait for the host as well. A ring alone is not slowed.
     """
 
     nominal_bytes_per_s: Positive
@@ -103,6 +106,7 @@ class NetworkType(FileModel):
     protocols: tuple[Protocol, ...]
     source: Text
     tree_fill_bytes: NonNegative | None = 0.0
+    relay_load: NonNegative = 0.0
 
     @field_validator("efficiency")
     @classmethod

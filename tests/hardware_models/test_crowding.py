@@ -118,8 +118,8 @@ def test_what_runs_together_lasts_as_long_as_its_fullest_resource_needs() -> Non
         (4, 1, 4.4911, 0.05),
         (2, 1, 3.6744, 0.05),
         (2, 8, 1.1608, 0.05),
-        (4, 4, 1.978, 0.2),  # a tree would be 76 % too quick
-        (8, 2, 3.3433, 0.4),  # not modelled: what leaves a node slows the rings inside it
+        (4, 4, 1.978, 0.05),  # a tree would be 76 % too quick, a card that is merely shared 17
+        (8, 2, 3.3433, 0.05),  # the two rings would just fill the card, and it was measured to be slower by a third
     ],
 )
 def test_all_reduces_at_once_on_two_titan_boxes_take_what_was_measured(
