@@ -181,11 +181,14 @@ class _Row:
         if re.search(r":\d+x\d+\s*$", text):
             gpus = parse_cluster(text).num_devices
             if self._count("gpus", gpus) != gpus:
+                alone = f"; name the preset alone, {text.rsplit(':', 1)[0]}, and gpus will fill it"
                 raise ValueError(
-                    f"gpus must be those of the cluster, {gpus} of {text}, got {self.cells['gpus']}; "
-                    f"name the preset alone, {text.rsplit(':', 1)[0]}, to have each run on its own"
+                    f"gpus must be those of the cluster, {gpus} of {text}, got {self.cells['gpus']}"
+                    + ("" if "+" in text else alone)
                 )
             return text
+        if "+" in text:
+            raise ValueError(f"every part of a mixed cluster must have a shape, a100-80g-dgx:1x8+..., got {text}")
         per_node = self._count("gpus_per_node", cluster_gpus_per_node(text))
         used = self._count("tp", 1) * self._count("pp", 1) * self._count("dp", 1)
         return cluster_string(text, self._count("gpus", used), per_node)
