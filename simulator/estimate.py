@@ -134,7 +134,7 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
         return max(found_s, zero_bubble_s(stages.split, stages.split, m - 1)) if smaller else found_s
     if plan.schedule in ("1f1b", "gpipe") and not plan.rotates and plan.rank_of_stage[-1] == len(plan.stages) - 1:
         depths, scratch_s = warmup_depths(plan), np.empty((len(plan.stages), 2))
-        found_s = one_f_one_b_s(stages.split, last.split, depths, m, scratch_s)
+        found_s = one_f_one_b_s(stages.split, last.split, depths, m, scratch_s, smaller)
         if smaller:
             before_s = one_f_one_b_s(stages.split, stages.split, np.minimum(depths, m - 1), m - 1, scratch_s)
             found_s = max(found_s, before_s + last.split[0, INPUT])

@@ -37,6 +37,7 @@ def one_f_one_b_s(
     depths: NDArray[np.int64],
     num_microbatches: int,
     scratch_s: NDArray[np.float64],
+    smaller: bool = False,
 ) -> float:
     """Return the seconds of the passes of 1F1B, or of GPipe.
 
@@ -44,8 +45,9 @@ def one_f_one_b_s(
         each_s, last_s: float64[stages, SPLIT]. Seconds of a microbatch that is not the last, and of the last: as
             ``zero_bubble_s`` has them, INPUT the whole backward pass.
         depths: int64[stages]. Forwards of each stage before its first backward, as the schedule allows them.
-        num_microbatches: At least one; ``last_s`` may differ from ``each_s`` from two on.
+        num_microbatches: At least one.
         scratch_s: float64[stages, 2] at least, to work in: an allocation takes as long as the rest.
+        smaller: Whether ``last_s`` differs from ``each_s``; then there are two microbatches at least.
 
     As drawn in ``simulator.schedules.one_f_one_b`` and in ``gpipe``:
 
@@ -58,22 +60,35 @@ def one_f_one_b_s(
     p, m = len(each_s), num_microbatches
     # To the end of the warm-up; from the start of as many last backwards.
     warm_s, tail_s = scratch_s[:, 0], scratch_s[:, 1]
-    # Of all passes and transfers up to a stage: what they take together, the last microbatch's, and the longest.
-    down_s, last_down_s, longest_down_s, all_down_s = 0.0, 0.0, 0.0, 0.0
-    up_s, last_up_s, longest_up_s, turn_up_s, own_up_s = 0.0, 0.0, 0.0, 0.0, 0.0
+    # Of all passes and transfers up to a stage: what they take together, and the longest.
+    down_s, up_s, longest_down_s, longest_up_s = 0.0, 0.0, 0.0, 0.0
     rounds_rule = False
     for stage in range(p):
         depth = depths[stage]
         if stage > 0:
-            exchange_s = each_s[stage - 1, DOWN] + each_s[stage, UP]
-            rounds_rule |= depths[stage - 1] < m and (exchange_s > 0.0 or depth == depths[stage - 1])
+            sent_s, returned_s = each_s[stage - 1, DOWN], each_s[stage, UP]
+            rounds_rule |= depths[stage - 1] < m and (sent_s + returned_s > 0.0 or depth == depths[stage - 1])
+            down_s += sent_s
+            up_s += returned_s
+            longest_down_s, longest_up_s = max(longest_down_s, sent_s), max(longest_up_s, returned_s)
+        down_s += each_s[stage, FORWARD]
+        up_s += each_s[stage, INPUT]
+        longest_down_s = max(longest_down_s, each_s[stage, FORWARD])
+        longest_up_s = max(longest_up_s, each_s[stage, INPUT])
+        warm_s[stage] = down_s + (depth - 1) * longest_down_s
+        tail_s[stage] = up_s + (depth - 1) * longest_up_s
+
+    # The same with the last microbatch where that differs: up to some stage as the others, from there on as the last.
+    down_s, last_down_s, longest_down_s, all_down_s = 0.0, 0.0, 0.0, 0.0
+    up_s, last_up_s, longest_up_s, turn_up_s, own_up_s = 0.0, 0.0, 0.0, 0.0, 0.0
+    for stage in range(p if smaller else 0):
+        depth = depths[stage]
         for step in range(0 if stage > 0 else 1, 2):
             # The transfer from the stage before, which is one more stage to the chain, and the pass itself.
             place, column = (stage, FORWARD) if step else (stage - 1, DOWN)
             one_s, last_one_s = each_s[place, column], last_s[place, column]
             down_s += one_s
             longest_down_s = max(longest_down_s, one_s)
-            # Up to here as the others, from here on as the last one.
             all_down_s = max(all_down_s, (m - 2) * longest_down_s + down_s - last_down_s)
             last_down_s += last_one_s
             one_s, last_one_s = each_s[stage, INPUT if step else UP], last_s[stage, INPUT if step else UP]
@@ -82,12 +97,9 @@ def one_f_one_b_s(
             last_up_s += last_one_s
             if one_s > longest_up_s:
                 longest_up_s, turn_up_s = one_s, own_up_s
-        warm_s[stage] = down_s + (depth - 1) * longest_down_s
-        tail_s[stage] = up_s + (depth - 2) * longest_up_s + turn_up_s
-        if depth == m and m > 1:
+        if depth == m:
             warm_s[stage] = last_down_s + all_down_s
-        if depth == 1:
-            tail_s[stage] = last_up_s
+        tail_s[stage] = up_s + (depth - 2) * longest_up_s + turn_up_s if depth > 1 else last_up_s
 
     found_s, start_s, finish_s = 0.0, 0.0, 0.0
     for stage in range(p - 1, -1, -1):
