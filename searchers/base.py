@@ -129,7 +129,7 @@ def _estimator(problem: Problem) -> FastEstimator:
 
 
 def estimated(plan: Plan, problem: Problem) -> Score:
-    """Score by the closed form ``(m - 1) max(t) + sum(t)`` on the cost tables (no engine)."""
+    """Score by the closed form on the cost tables (``simulator.estimate``; no engine)."""
     try:
         found = _estimator(problem).estimate(plan)  # the same, quicker
     except ValueError:  # what has no array form, or was measured as the fast estimate does not know it

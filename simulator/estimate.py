@@ -1,12 +1,13 @@
 """A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
 
-Time: ``(m - 1) * max_i t_i + sum_i t_i`` over stages, plus what is exposed once per iteration. A smaller last
-microbatch, ``s_i``, queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i +
-sum_{i<=j} t_i + sum_{i>=j} s_i``. Where replicas take whole microbatches in turn, ``rotated_s``; under zb-h1,
-``zero_bubble_time``. Memory: ``estimate_memory``. Groups of one collective, transfers of one boundary and reductions of
-one tied weight run at once and share links (``hardware_models.crowding``); nothing else does, such as two boundaries or
-stages that meet on a card. No overlap (that of collectives with the gradients of one operator neither, nor, but for
-zb-h1, that of transfers), copies of gradients, time of the optimizer, or allocator: the engine has those.
+Time: that of the passes, by schedule, plus what is exposed once per iteration. 1F1B and GPipe: ``pipeline_time``;
+zb-h1: ``zero_bubble_time``. Both follow the schedule's own order, with transfers beside passes where the runtime
+has them so. Interleaved, and where stages share devices otherwise: ``(m - 1) * max_i t_i + sum_i t_i`` over ranks,
+the sum less what interleaving saves, transfers in full; with a smaller last microbatch ``queued_s``. Where replicas
+take whole microbatches in turn, ``rotated_s``. Memory: ``estimate_memory``. Groups of one collective, transfers of one
+boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
+does, such as two boundaries or stages that meet on a card. No overlap (that of collectives with the gradients of one
+operator neither), copies of gradients, time of the optimizer, or allocator: the engine has those.
 
 Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
 launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may
@@ -37,10 +38,12 @@ from simulator.lowering.lower import stage_views
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
 from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, received_gathers
+from simulator.pipeline_time import one_f_one_b_s
 from simulator.plan import Plan
 from simulator.problem import Problem
+from simulator.schedules.one_f_one_b import warmup_p_a
 from simulator.segments import Segment
-from simulator.zero_bubble_time import zero_bubble_s
+from simulator.zero_bubble_time import INPUT, zero_bubble_s
 from workloads.kinds.base import BACKWARD_WEIGHT
 
 
@@ -113,7 +116,7 @@ class _StageTimes:
         times: One microbatch.
         hosts: Its launches.
         once: What is exposed once per iteration.
-        split: Rows of ``zero_bubble_s``, where the schedule is zb-h1.
+        split: Rows of ``zero_bubble_s`` and ``one_f_one_b_s``.
     """
 
     times: list[float]
@@ -129,6 +132,13 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
         found_s = zero_bubble_s(stages.split, last.split, m)
         # Where the last is much smaller, those before it may take as long alone.
         return max(found_s, zero_bubble_s(stages.split, stages.split, m - 1)) if smaller else found_s
+    if plan.schedule in ("1f1b", "gpipe") and not plan.rotates and plan.rank_of_stage[-1] == len(plan.stages) - 1:
+        depths, scratch_s = warmup_depths(plan), np.empty((len(plan.stages), 2))
+        found_s = one_f_one_b_s(stages.split, last.split, depths, m, scratch_s, smaller)
+        if smaller:
+            before_s = one_f_one_b_s(stages.split, stages.split, np.minimum(depths, m - 1), m - 1, scratch_s)
+            found_s = max(found_s, before_s + last.split[0, INPUT])
+        return found_s
     by_rank = _per_rank(plan.rank_of_stage, stages.times)
     chunks = len(plan.stages) / len(by_rank)
     fill = sum(stages.times) / chunks
@@ -141,6 +151,14 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
     return filled_s + (chunks - 1) * fill / len(by_rank)
 
 
+def warmup_depths(plan: Plan) -> NDArray[np.int64]:
+    """Return how many forwards each stage of a plan under 1F1B or GPipe does before its first backward."""
+    p, m = len(plan.stages), plan.num_microbatches
+    if plan.schedule == "gpipe":
+        return np.full(p, m)
+    return np.array(plan.warmup_in_force() or warmup_p_a(p, m))
+
+
 def _per_rank(ranks: Sequence[int], times: Sequence[float]) -> list[float]:
     found = [0.0] * (max(ranks) + 1)
     for rank, time in zip(ranks, times, strict=True):
@@ -151,7 +169,10 @@ def _per_rank(ranks: Sequence[int], times: Sequence[float]) -> list[float]:
 def queued_s(
     each_s: Sequence[float], last_s: Sequence[float], num_microbatches: int, chunks: float = 1.0
 ) -> float:
-    """Return the seconds of a pipeline whose last microbatch is smaller; see the module's docstring.
+    """Return the seconds of a pipeline whose last microbatch is smaller, by its stages' whole times.
+
+    It queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i + sum_{i<=j} t_i +
+    sum_{i>=j} s_i``.
 
     Args:
         each_s, last_s: Per pipeline rank, a microbatch that is not the last, and the last.
@@ -208,10 +229,11 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned)
         up_s = transfers_s(costs, transfers[before][1]) if before >= 0 else 0.0
         down_s = transfers_s(costs, transfers[view.position][0]) if after < len(views) else 0.0
-        time = items_s(view, forward) + items_s(view, backward) + up_s + down_s
+        forward_s = items_s(view, [item for item in forward if item.role != "gather"])
+        gathers_s = items_s(view, [item for item in forward if item.role == "gather"])
+        time = forward_s + gathers_s + items_s(view, backward) + up_s + down_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in gpu_types(view))
-        if plan.schedule == "zb-h1":
-            split.append(_split_s(view, time, forward, down_s, up_s))
+        split.append(_split_s(view, plan.schedule, time, forward_s, down_s, up_s))
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, gpu_types(view)))
@@ -224,19 +246,21 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
     return _StageTimes(times, hosts, once, np.array(split))
 
 
-def _split_s(view: StageView, time_s: float, forward: list[Item], down_s: float, up_s: float) -> list[float]:
+def _split_s(
+    view: StageView, schedule: str, time_s: float, forward_s: float, down_s: float, up_s: float
+) -> list[float]:
     """Return a row of ``zero_bubble_s``; gathers of parameters count as of the backward pass, whichever they are for.
 
     Args:
-        view: The stage.
+        view, schedule: The stage, and what its passes are by: weight gradients apart or not.
         time_s: All that a microbatch takes there.
-        forward: Its forward pass.
+        forward_s: Of that, the operators and collectives of its forward pass.
         down_s, up_s: Of that, what it sends to the next stage and to the one before.
     """
     costs = view.costs
-    pass_s = max(passes_s(costs, gpu_type, "zb-h1") for gpu_type in gpu_types(view)) / num_passes("zb-h1")
-    forward_s = pass_s + items_s(view, [item for item in forward if item.role != "gather"])
-    weight_s = pass_s + weights_s(view)
+    pass_s = max(passes_s(costs, gpu_type, schedule) for gpu_type in gpu_types(view)) / num_passes(schedule)
+    forward_s += pass_s
+    weight_s = pass_s + weights_s(view) if schedule == "zb-h1" else 0.0
     input_s = time_s - forward_s - weight_s - down_s - up_s
     if costs.problem.runtime.transfer_mode == "blocking":
         return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]

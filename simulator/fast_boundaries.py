@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from simulator.compiled_cache import inlined
-from simulator.fast_arrays import BOUNDARY, ZB_H1, Floats, Ints, PlanColumns, Structure, TimeTables
+from simulator.fast_arrays import BOUNDARY, Floats, Ints, PlanColumns, Structure, TimeTables
 from simulator.fast_prices import mixed, wanted
 from simulator.zero_bubble_time import DOWN, FORWARD, UP
 
@@ -42,7 +42,7 @@ def add_transfers(
 ) -> bool:
     """Add to the times of stages what they send over the boundaries between them; return whether all is known.
 
-    Arguments as for ``fast_time.estimate_times``, and ``split_s`` as for ``fast_pipeline.split_filled_s``.
+    Arguments as for ``fast_time.estimate_times``, and ``split_s`` as for ``fast_pipeline.add_passes``.
     """
     low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
     size, all_known = plans.microbatch_size[plan], True
@@ -97,9 +97,8 @@ def add_transfers(
         else:
             stage_s[stage] += tables.boundaries[number, 0] + tables.boundaries[number, 3]
             stage_s[stage + 1] += tables.boundaries[number, 1] + tables.boundaries[number, 2]
-            if plans.schedule[plan] == ZB_H1:
-                split_s[stage - low, DOWN] = tables.boundaries[number, 0]
-                split_s[stage + 1 - low, UP] = tables.boundaries[number, 1]
-                split_s[stage + 1 - low, FORWARD] += tables.boundaries[number, 2]
+            split_s[stage, DOWN] = tables.boundaries[number, 0]
+            split_s[stage + 1, UP] = tables.boundaries[number, 1]
+            split_s[stage + 1, FORWARD] += tables.boundaries[number, 2]
         first = cut
     return all_known

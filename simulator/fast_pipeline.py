@@ -2,76 +2,45 @@
 
 from __future__ import annotations
 
-from simulator import fast_arrays, zero_bubble_time
-from simulator.compiled_cache import compiled, compiled_with, inlined
-from simulator.fast_arrays import FORWARD_S, WEIGHT_S, Floats, Ints, PlanColumns, TimeTables
+import numpy as np
+
+from simulator import fast_arrays, pipeline_time, zero_bubble_time
+from simulator.compiled_cache import compiled, compiled_with
+from simulator.fast_arrays import DONE, GPIPE, INTERLEAVED, WEIGHT_S, ZB_H1, Floats, Ints, PlanColumns, TimeTables
+from simulator.pipeline_time import one_f_one_b_s
 from simulator.zero_bubble_time import DOWN, FORWARD, INPUT, UP, WEIGHT, zero_bubble_s
 
 _zero_bubble_s = compiled(zero_bubble_s)
+_one_f_one_b_s = compiled(one_f_one_b_s)
 
 
-@compiled_with(fast_arrays, zero_bubble_time)
-def split_passes(
-    tables: TimeTables,
-    plans: PlanColumns,
-    run_tables: Ints,
-    plan: int,
-    stage: int,
-    first: int,
-    passes_s: Floats,
-    over_s: Floats,
-    num_over: int,
-    split_s: Floats,
-) -> None:
-    """Fill what the forward and the weight-gradient pass of a stage take, but for what leaves it.
-
-    Gathers of parameters count as of the backward pass, whichever they are for.
+@compiled_with(fast_arrays)
+def weights_s(tables: TimeTables, plans: PlanColumns, run_tables: Ints, stage: int, first: int) -> float:
+    """Return what the weight gradients of a stage take.
 
     Args:
-        tables, plans, run_tables, passes_s: See ``fast_time.estimate_times``.
-        plan, stage, first: Numbers of the plan and the stage, and of its first operator.
-        over_s, num_over: What forward passes of operators between unlike neighbours take more than in ``tables.sums``.
-        split_s: See ``split_filled_s``.
+        tables, plans, run_tables: See ``fast_time.estimate_times``.
+        stage, first: Numbers of the stage, and of its first operator.
     """
-    place = stage - plans.stage_offsets[plan]
-    forward_s = weight_s = passes_s[plans.schedule[plan]] / 3
-    start = first
+    found_s, start = 0.0, first
     for run in range(plans.run_offsets[stage], plans.run_offsets[stage + 1]):
         table, ends = run_tables[run], plans.run_stops[run]
-        forward_s += tables.sums[table, ends, FORWARD_S] - tables.sums[table, start, FORWARD_S]
-        weight_s += tables.sums[table, ends, WEIGHT_S] - tables.sums[table, start, WEIGHT_S]
+        found_s += tables.sums[table, ends, WEIGHT_S] - tables.sums[table, start, WEIGHT_S]
         start = ends
-    for at in range(num_over):
-        forward_s += over_s[at]
-    split_s[place, FORWARD], split_s[place, WEIGHT] = forward_s, weight_s
-    split_s[place, DOWN], split_s[place, UP] = 0.0, 0.0
+    return float(found_s)
 
 
-@compiled_with(fast_arrays, zero_bubble_time)
-def split_filled_s(plans: PlanColumns, plan: int, stage_s: Floats, split_s: Floats, blocking: bool) -> float:
-    """Return the seconds of all microbatches under zb-h1.
-
-    Args:
-        plans, stage_s: See ``fast_time.estimate_times``.
-        plan: Its number.
-        split_s: float64[stages, SPLIT]. Of its stages, as ``zero_bubble_s`` has them, but for INPUT: the rest of
-            ``stage_s``, which is filled here.
-        blocking: A stage goes on only when what it sent has arrived.
-    """
-    low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+@compiled
+def _shares(placements: Ints, low: int, high: int) -> bool:
     for stage in range(low, high):
-        row = split_s[stage - low]
-        row[INPUT] = stage_s[stage] - row[FORWARD] - row[WEIGHT] - row[DOWN] - row[UP]
-        if blocking:
-            row[FORWARD] += row[DOWN]
-            row[INPUT] += row[UP]
-            row[DOWN] = row[UP] = 0.0
-    own_s = split_s[: high - low]
-    return float(_zero_bubble_s(own_s, own_s, plans.num_microbatches[plan]))
+        for other in range(low, stage):
+            if placements[other] == placements[stage]:
+                return True
+    return False
 
 
-@inlined
-def of_ranks(placements: Ints, seconds: Floats, low: int, high: int) -> tuple[float, float, int]:
+@compiled
+def _of_ranks(placements: Ints, seconds: Floats, low: int, high: int) -> tuple[float, float, int]:
     """Return the sum over the stages from ``low`` to ``high``, the most of a rank's stages, and the number of ranks.
 
     Stages on one placement follow one another on it.
@@ -89,10 +58,66 @@ def of_ranks(placements: Ints, seconds: Floats, low: int, high: int) -> tuple[fl
     return total_s, longest_s, num_ranks
 
 
-@inlined
-def filled_s(placements: Ints, stage_s: Floats, low: int, high: int, m: int) -> float:
-    """Return the seconds of m microbatches through the stages from ``low`` to ``high``, but for zb-h1."""
-    total_s, longest_s, num_ranks = of_ranks(placements, stage_s, low, high)
+@compiled
+def _shared_s(placements: Ints, stage_s: Floats, low: int, high: int, m: int) -> float:
+    """Return the seconds of m microbatches where stages on one placement follow one another on it."""
+    total_s, longest_s, num_ranks = _of_ranks(placements, stage_s, low, high)
     chunks = (high - low) / num_ranks
     fill_s = total_s / chunks
     return (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks
+
+
+@compiled_with(fast_arrays, pipeline_time, zero_bubble_time)
+def add_passes(
+    plans: PlanColumns,
+    chosen: Ints,
+    states: Ints,
+    stage_s: Floats,
+    once_s: Floats,
+    split_s: Floats,
+    blocking: bool,
+    iteration_s: Floats,
+) -> None:
+    """Add the passes of all microbatches, and what comes once behind them, to the times of chosen plans that are done.
+
+    For all plans at once: a call for each of them would count references on every array that it is given.
+
+    Args:
+        plans, chosen, states, stage_s, blocking, iteration_s: See ``fast_time.estimate_times``.
+        once_s: float64[stages]. What reducing gradients and gathering parameters takes each stage.
+        split_s: float64[stages, SPLIT]. Of each stage, as ``zero_bubble_s`` has them, but for INPUT: the rest of
+            ``stage_s``, which is filled here. Gathers of parameters count as of the backward pass, whichever they are
+            for.
+    """
+    most = 0
+    for plan in chosen:
+        most = max(most, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
+    depths, scratch_s = np.empty(most, np.int64), np.empty((most, 2))
+    for plan in chosen:
+        if states[plan] != DONE:
+            continue
+        low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+        m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
+        if high - low == 1:
+            iteration_s[plan] += m * stage_s[low] + once_s[low]
+            continue
+        if schedule == INTERLEAVED or (schedule == GPIPE and _shares(plans.placements, low, high)):
+            iteration_s[plan] += _shared_s(plans.placements, stage_s, low, high, m)
+            iteration_s[plan] += _of_ranks(plans.placements, once_s, low, high)[1]
+            continue
+        iteration_s[plan] += np.max(once_s[low:high])
+        for stage in range(low, high):
+            forward_s, down_s, up_s = split_s[stage, FORWARD], split_s[stage, DOWN], split_s[stage, UP]
+            split_s[stage, INPUT] = stage_s[stage] - forward_s - split_s[stage, WEIGHT] - down_s - up_s
+            if blocking:
+                split_s[stage, FORWARD] += down_s
+                split_s[stage, INPUT] += up_s
+                split_s[stage, DOWN] = split_s[stage, UP] = 0.0
+            depths[stage - low] = plans.warmups[stage] if plans.warmups[stage] > 0 else min(high - stage, m)
+            if schedule == GPIPE:
+                depths[stage - low] = m
+        own_s = split_s[low:high]
+        if schedule == ZB_H1:
+            iteration_s[plan] += _zero_bubble_s(own_s, own_s, m)
+        else:
+            iteration_s[plan] += _one_f_one_b_s(own_s, own_s, depths, m, scratch_s)

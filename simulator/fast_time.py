@@ -15,6 +15,7 @@ from simulator import (
     fast_prices,
     fast_regather,
     fast_ties,
+    pipeline_time,
     zero_bubble_time,
 )
 from simulator.compiled_cache import compiled_with
@@ -51,17 +52,26 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
-from simulator.fast_pipeline import filled_s, of_ranks, split_filled_s, split_passes
+from simulator.fast_pipeline import add_passes, weights_s
 from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.fast_regather import add_regathers
 from simulator.fast_ties import tied_elements, tied_s
-from simulator.zero_bubble_time import FORWARD, SPLIT
+from simulator.zero_bubble_time import DOWN, FORWARD, SPLIT, UP, WEIGHT
 
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 
 
-@compiled_with(fast_arrays, fast_prices, fast_ties, fast_boundaries, fast_regather, fast_pipeline, zero_bubble_time)
+@compiled_with(
+    fast_arrays,
+    fast_prices,
+    fast_ties,
+    fast_boundaries,
+    fast_regather,
+    fast_pipeline,
+    pipeline_time,
+    zero_bubble_time,
+)
 def estimate_times(
     shape: Structure,
     tables: TimeTables,
@@ -113,11 +123,8 @@ def estimate_times(
     sum_family = np.empty((2, MAX_PENDING), np.int64)
     sum_elements = np.empty((2, MAX_PENDING), np.float64)
     num_sums = np.zeros(2, np.int64)
-    most_stages = 0
-    for plan in chosen:
-        most_stages = max(most_stages, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
-    split_s = np.empty((most_stages, SPLIT), np.float64)
-    stage_once_s = np.zeros(len(stage_s))  # Gradients reduced and parameters gathered.
+    once_s = np.zeros(len(stage_s))  # Gradients reduced and parameters gathered.
+    split_s = np.empty((len(stage_s), SPLIT), np.float64)
     in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
     for plan in chosen:
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
@@ -152,7 +159,8 @@ def estimate_times(
                 continue
 
             # Runs: passes, operators whose neighbours are in another run or stage, gathers, parameters.
-            seconds, gather_s = passes_s[plans.schedule[plan]], 0.0
+            pass_s = passes_s[plans.schedule[plan]] / (3 if splits else 2)
+            forward_s, seconds, gather_s = pass_s, passes_s[plans.schedule[plan]] - pass_s, 0.0
             num_over, num_pending, pending_layer = 0, 0, -1
             num_sums[0] = num_sums[1] = 0
             start = first
@@ -162,7 +170,7 @@ def estimate_times(
                 if sums[ends, UNSUITED] > sums[start, UNSUITED]:
                     state = BAD_STRATEGY
                     break
-                seconds += sums[ends, FORWARD_S] - sums[start, FORWARD_S]
+                forward_s += sums[ends, FORWARD_S] - sums[start, FORWARD_S]
                 seconds += sums[ends, BACKWARD_S] - sums[start, BACKWARD_S]
                 for place in range(shape.touched_offsets[start], shape.touched_offsets[start + 1]):
                     index = shape.touched[place]
@@ -187,7 +195,8 @@ def estimate_times(
                         state = INCOMPLETE
                         continue
                     more_s = tables.rows[row, 0] - (sums[index + 1, FORWARD_S] - sums[index, FORWARD_S])
-                    seconds += more_s + tables.rows[row, 1] - (sums[index + 1, BACKWARD_S] - sums[index, BACKWARD_S])
+                    forward_s += more_s
+                    seconds += tables.rows[row, 1] - (sums[index + 1, BACKWARD_S] - sums[index, BACKWARD_S])
                     over_op[num_over], over_row[num_over], over_s[num_over] = index, row, more_s
                     num_over += 1
                 families = tables.families[table]
@@ -272,8 +281,6 @@ def estimate_times(
                 alone_s = channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
                 gather_s += shape.gathers_of[pending_layer] * alone_s
             seconds += gather_s
-            if splits:
-                split_passes(tables, plans, run_tables, plan, stage, first, passes_s, over_s, num_over, split_s)
 
             # What leaves: in shards of the sequence or not; outputs that nothing in the stage reads.
             for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
@@ -285,9 +292,7 @@ def estimate_times(
                         other += 1
                     in_shards[tensor] = tables.in_shards[run_tables[other], tensor]
                     if shape.readers[shape.reader_offsets[tensor]] >= stop:
-                        seconds += tables.settling_s[run_tables[other], tensor]
-                        if splits:
-                            split_s[stage - low, FORWARD] += tables.settling_s[run_tables[other], tensor]
+                        forward_s += tables.settling_s[run_tables[other], tensor]
 
             # Recomputed segments.
             previous, run, over = first, begin, 0
@@ -362,8 +367,12 @@ def estimate_times(
                             left /= family_row[SCATTER_DEGREE]
             if plans.reduces_every[plan]:
                 reduced_s *= m
-            stage_once_s[stage] = reduced_s + refresh_s
-            stage_s[stage] = seconds
+            once_s[stage] = reduced_s + refresh_s
+            stage_s[stage] = forward_s + seconds
+            split_s[stage, FORWARD], split_s[stage, WEIGHT] = forward_s, 0.0
+            split_s[stage, DOWN], split_s[stage, UP] = 0.0, 0.0
+            if splits:
+                split_s[stage, WEIGHT] = pass_s + weights_s(tables, plans, run_tables, stage, first)
             first = stop
         if state >= 0 and first != num_operators:
             state = BAD_RUNS
@@ -385,9 +394,5 @@ def estimate_times(
             iteration_s[plan] = np.nan
             continue
 
-        _, once_s, _ = of_ranks(plans.placements, stage_once_s, low, high)
-        if splits:
-            pipeline_s = split_filled_s(plans, plan, stage_s, split_s, blocking)
-        else:
-            pipeline_s = filled_s(plans.placements, stage_s, low, high, m)
-        iteration_s[plan] = pipeline_s + once_s + shared_s
+        iteration_s[plan] = shared_s
+    add_passes(plans, chosen, states, stage_s, once_s, split_s, blocking, iteration_s)

@@ -256,19 +256,18 @@ def test_equal_stages_take_what_the_closed_form_of_1f1b_says() -> None:
     problem = chain_problem(chain_of_opaque(4, 1.0, 2.0), num_devices=4, global_batch=8)
     time_s = FastEstimator(problem).estimate(uniform_plan(problem, pp=4)).iteration_time_s
     transfer_s = problem.hardware.transfer(1.0, 0, 1).alone_s
-    # Each inner stage sends forward and backward; so do stages 0 and 3, once each.
-    assert time_s == pytest.approx(7 * (3.0 + 2 * transfer_s) + 12.0 + 6 * transfer_s, rel=1e-9)
+    # Stages 1 and 2 send both ways each turn, but stage 1 does not wait while the last microbatch is on its way back.
+    assert time_s == pytest.approx(7 * (3.0 + 2 * transfer_s) + 12.0 + 5 * transfer_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_equal_stages_take_what_the_engine_says_without_what_only_an_engine_knows(schedule) -> None:
     problem = chain_problem(chain_of_opaque(8, 1.0, 2.0, output_bytes=1), num_devices=4, global_batch=16)
     plan = uniform_plan(problem, pp=4, schedule=schedule)
-    graph = lower(validate(plan, problem), FastEstimator(problem).costs, Fidelity.ideal()).graph
+    fidelity = replace(Fidelity.ideal(), transfers=True)
+    graph = lower(validate(plan, problem), FastEstimator(problem).costs, fidelity).graph
     found = FastEstimator(problem).estimate(plan)
-    transfers_s = max(found.stage_time_s) - 6.0
-    ideal_s = found.iteration_time_s - 15 * transfers_s - (sum(found.stage_time_s) - 4 * 6.0)
-    assert ideal_s == pytest.approx(run_compiled(graph).end_s.max(), rel=1e-9)
+    assert found.iteration_time_s == pytest.approx(run_compiled(graph).end_s.max(), rel=1e-9)
 
 
 @pytest.mark.parametrize(
