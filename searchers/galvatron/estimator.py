@@ -60,7 +60,7 @@ class Estimator:
         profiles: Costs of its layers.
         num_devices: Devices of a stage; all stages are taken to be alike, and as slow as the slowest.
         overlap_slowdown: Whether overlapping slows both sides (section V); off for Fig. 7's comparison.
-        paper: Backward gathers of SDP hide behind computation, whatever the runtime does.
+        paper: Backward gathers of SDP and sums of gradients hide behind computation, whatever the runtime does.
         memory: ``shapes`` or ``released``, see `searchers.galvatron.released_memory`.
         time: ``tables`` or ``released``, see `searchers.galvatron.released_time`.
         schedule: ``gpipe`` or ``1f1b``.
@@ -102,6 +102,7 @@ class Estimator:
                 problem, profiles, self.num_stages, times=self.times, factors=self.factors, rule=microbatches
             )
         runtime = problem.runtime
+        self.paper = paper
         self.gathers_ahead = paper or runtime.prefetches_gathers
         touched = (
             runtime.gradient_accumulation_bytes
@@ -163,8 +164,8 @@ class Estimator:
         used_bytes = used * runtime.gathered_parameter_bytes
         gather_s = self._axis_s("all_gather", used_bytes, strategy, sizes, SHARDED)
         reduce_s = self._axis_s("reduce_scatter", elements * travelling, strategy, sizes, SHARDED)
-        reduced_bytes = (elements / strategy.sharded + again) * travelling
-        reduce_s += self._bucketed_s(reduced_bytes, strategy, sizes)
+        hidden_s, after_s = self._bucketed_s((elements / strategy.sharded + again) * travelling, strategy, sizes)
+        reduce_s += hidden_s
         forward_s = profile.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
         forward_s = max(forward_s, profile.forward_host_s)
         behind_s, exposed_s = profile.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
@@ -178,7 +179,7 @@ class Estimator:
         exposed_s += gather_s - prefetched_s
         # The host launches ahead while the device communicates; where it takes longer than both, it alone counts.
         plain_s = max(overlapped_s(behind_s, prefetched_s, self.factors) + exposed_s, host_s)
-        synced_s = max(overlapped_s(behind_s, prefetched_s + reduce_s, self.factors) + exposed_s, host_s)
+        synced_s = max(overlapped_s(behind_s, prefetched_s + reduce_s, self.factors) + exposed_s, host_s) + after_s
         slowed_s = stretch_s(behind_s, prefetched_s + reduce_s, self.factors)
         slowed_s -= stretch_s(behind_s, prefetched_s, self.factors)
         released = profile.core_saved_bytes if strategy.checkpoint else 0.0
@@ -211,14 +212,18 @@ class Estimator:
         position = strategy.axis_position(kind)
         return 0.0 if position is None else self.times.seconds(collective, num_bytes, sizes, (position,))
 
-    def _bucketed_s(self, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...]) -> float:
-        """Return seconds of a layer's whole gradients: its share of a bucket, where one takes several such layers."""
+    def _bucketed_s(self, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[float, float]:
+        """Return seconds of summing a layer's whole gradients behind backward passes, and after the last of them.
+
+        A layer has its share of a bucket that takes several; one that takes all layers of a stage waits for the last.
+        """
         if not num_bytes:
-            return 0.0
+            return 0.0, 0.0
         limit_bytes = self.problem.runtime.gradient_bucket_bytes or float("inf")
         layers = max(1, len(self.profiles.layers) // self.num_stages)
         together = max(1.0, min(layers, limit_bytes / num_bytes))
-        return self._axis_s("all_reduce", together * num_bytes, strategy, sizes, DATA) / together
+        reduce_s = self._axis_s("all_reduce", together * num_bytes, strategy, sizes, DATA) / together
+        return (0.0, reduce_s) if together == layers and layers > 1 and not self.paper else (reduce_s, 0.0)
 
     def _collectives_s(
         self, items: Sequence[Collective], samples: int, strategy: Strategy, sizes: tuple[int, ...]

@@ -43,9 +43,8 @@ TOLERANCES = {
     "amp": Tolerance((-0.05, 0.15), (-0.4, 0.05)),
     # Transfers and reductions as if alone on their card; no layer stops recomputing early.
     "dapple": Tolerance((-0.05, 0.1), (-0.1, 0.07)),
-    # Reductions are behind backward passes, as in its paper; where the runtime sends all gradients at once, after the
-    # last of them, they are not: 9 % below over the slow network.
-    "galvatron-bmw": Tolerance((-0.04, 0.1), (-0.1, 0.06)),
+    # Eq. 9 counts what stages differ by in full.
+    "galvatron-bmw": Tolerance((-0.03, 0.1), (-0.03, 0.06)),
     # The shared closed form: no time of the optimizer, and what is not there at once added up.
     "megatron-grid": Tolerance((-0.04, 0.05), (-0.03, 0.04)),
     # Steady state only, recomputation unknown; weights travel 4 (m - 1) / m times, with every four samples.
