@@ -278,7 +278,7 @@ def _across(
         seconds = leaving / (len(nics) * node.network.nic_bytes_per_s)
         work = max(work, seconds / node.network.efficiency[kind])
         if kind != "all_to_all" and not tree:
-            seconds = min(work, seconds * (1 + node.network.relay_load * (len(members) - 1)))
+            seconds *= 1 + node.network.relay_load * (len(members) - 1)
         for nic in nics:
             loads[f"node{index}/nic{nic}/out"] = loads[f"node{index}/nic{nic}/in"] = seconds
     links = [(cluster.nodes[index].links, len(members)) for index, members in groups.items()]

@@ -232,11 +232,11 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         forward_s = items_s(view, [item for item in forward if item.role != "gather"])
         gathers_s = items_s(view, [item for item in forward if item.role == "gather"])
         time = forward_s + gathers_s + items_s(view, backward) + up_s + down_s
-        time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in gpu_types(view))
+        time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
         split.append(_split_s(view, plan.schedule, time, forward_s, down_s, up_s))
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
-        host += num_passes(plan.schedule) * max(map(costs.pass_s, gpu_types(view)))
+        host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
         hosts.append(host / view.num_turns)
         reductions, refresh = epilogue_collectives(view, overlapped=False)
         synced = sum(collective_s(view, item) for item in reductions) * (
@@ -258,7 +258,7 @@ def _split_s(
         down_s, up_s: Of that, what it sends to the next stage and to the one before.
     """
     costs = view.costs
-    pass_s = max(passes_s(costs, gpu_type, schedule) for gpu_type in gpu_types(view)) / num_passes(schedule)
+    pass_s = max(passes_s(costs, gpu_type, schedule) for gpu_type in view.gpu_types) / num_passes(schedule)
     forward_s += pass_s
     weight_s = pass_s + weights_s(view) if schedule == "zb-h1" else 0.0
     input_s = time_s - forward_s - weight_s - down_s - up_s
@@ -275,7 +275,7 @@ def weights_s(view: StageView) -> float:
 def items_s(view: StageView, items: list[Item]) -> float:
     """Return the seconds of items one after the other, each alone, each operator on the slowest type of the stage."""
     total = 0.0
-    types = gpu_types(view)
+    types = view.gpu_types
     for item in items:
         if item.collective is not None:
             total += collective_s(view, item.collective)
@@ -292,15 +292,6 @@ def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: st
     if view.costs.problem.runtime.host_runs_ahead:
         return sum(max(segment.device_s, segment.host_s) for segment in segments)
     return max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
-
-
-def gpu_types(view: StageView) -> tuple[str, ...]:
-    """Return the device types of a stage."""
-    if "gpu types" not in view.kept:
-        types = view.costs.problem.gpu_types
-        view.kept["gpu types"] = tuple(dict.fromkeys(types[device] for device in view.stage.devices))
-    found: tuple[str, ...] = view.kept["gpu types"]
-    return found
 
 
 def collective_s(view: StageView, item: MeshCollective) -> float:
@@ -364,7 +355,7 @@ def num_passes(schedule: str) -> int:
 
 def host_seconds(view: StageView, items: list[Item]) -> float:
     """Return what launching items takes the slowest host: kernels, dispatch, collectives."""
-    return max(_host_seconds(view, items, gpu_type) for gpu_type in gpu_types(view))
+    return max(_host_seconds(view, items, gpu_type) for gpu_type in view.gpu_types)
 
 
 def _host_seconds(view: StageView, items: list[Item], gpu_type: str) -> float:

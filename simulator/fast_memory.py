@@ -463,15 +463,15 @@ def estimate_peaks(
                 if plans.placements[other] != plans.placements[stage]:
                     continue
                 row = held[other - low]
-                number = min(m, num_stages - (other - low))
+                in_flight = min(m, num_stages - (other - low))
                 if schedule == GPIPE:
-                    number = m
+                    in_flight = m
                 elif plans.warmups[other] > 0:
-                    number = min(m, plans.warmups[other])
-                holds_all = holds_all and number == m
-                kept += number * row[_KEPT]
+                    in_flight = min(m, plans.warmups[other])
+                holds_all = holds_all and in_flight == m
+                kept += in_flight * row[_KEPT]
                 if schedule == ZB_H1:
-                    kept += (min(m, num_stages) - number) * row[_FOR_WEIGHTS]
+                    kept += (min(m, num_stages) - in_flight) * row[_FOR_WEIGHTS]
                 most_kept, working = max(most_kept, row[_KEPT]), max(working, row[_WORKING])
                 own_states += row[_STATES]
                 anew += row[_ANEW]

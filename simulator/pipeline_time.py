@@ -17,7 +17,8 @@ A chain starts with microbatch 0, is on one stage for most of the time, and ends
   m - 1 through the stages behind and back.
 
 Every such chain is one of the schedule, so none is longer than the iteration; where transfers take no time of their own
-the longest is the iteration (tests). With equal stages that is (m + p - 1)(t_f + t_b).
+and microbatches are equal the longest is the iteration (tests; with a smaller last one it was up to 5 % longer). With
+equal stages that is (m + p - 1)(t_f + t_b).
 
 Source: the orders that ``simulator.schedules`` makes; cycles of such orders as in Baccelli et al., "Synchronization and
 Linearity", 1992, Section 2.3.

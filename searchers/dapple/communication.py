@@ -72,7 +72,11 @@ class CommunicationCosts:
             [
                 HARDWARE,
                 min(node.links.point_to_point_bytes_per_s for node in nodes),
-                min(each.nominal_bytes_per_s * each.point_to_point_fraction for each in networks),
+                min(
+                    len(node.nics_of(slot)) * node.network.nominal_bytes_per_s * node.network.point_to_point_fraction
+                    for node in nodes
+                    for slot in range(node.num_devices)
+                ),
                 min(max(1, node.num_nics) * node.network.nic_bytes_per_s for node in nodes),
                 max(node.links.point_to_point_latency_s for node in nodes),
                 max(each.point_to_point_latency_s for each in networks),

@@ -117,6 +117,7 @@ class Estimator:
         self._costs: dict[tuple[object, ...], LayerCost | None] = {}
         self._transfers: dict[tuple[int, float], float] = {}
         self._ties: dict[tuple[tuple[int, ...], float], float] = {}
+        self._elements: dict[tuple[int, int], float] = {}
 
     def capacity_bytes(self) -> float:
         """Return the memory budget E of a device."""
@@ -215,15 +216,32 @@ class Estimator:
     def _bucketed_s(self, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[float, float]:
         """Return seconds of summing a layer's whole gradients behind backward passes, and after the last of them.
 
-        A layer has its share of a bucket that takes several; one that takes all layers of a stage waits for the last.
+        A layer has its share of a bucket that takes several; of such the last is complete when nothing is left to hide
+        it behind.
         """
         if not num_bytes:
             return 0.0, 0.0
-        limit_bytes = self.problem.runtime.gradient_bucket_bytes or float("inf")
-        layers = max(1, len(self.profiles.layers) // self.num_stages)
-        together = max(1.0, min(layers, limit_bytes / num_bytes))
+        stage_bytes = max(num_bytes, self._stage_elements(strategy) * self.problem.runtime.gradient_accumulation_bytes)
+        bucket_bytes = min(self.problem.runtime.gradient_bucket_bytes or float("inf"), stage_bytes)
+        together = max(1.0, bucket_bytes / num_bytes)
         reduce_s = self._axis_s("all_reduce", together * num_bytes, strategy, sizes, DATA) / together
-        return (0.0, reduce_s) if together == layers and layers > 1 and not self.paper else (reduce_s, 0.0)
+        last = bucket_bytes / stage_bytes if together > 1 and not self.paper else 0.0
+        return (1 - last) * reduce_s, last * reduce_s
+
+    def _stage_elements(self, strategy: Strategy) -> float:
+        """Return the parameters that a rank reduces whole on average, if all layers of its stage have a strategy."""
+        key = (strategy.tensor, strategy.sharded)
+        if key not in self._elements:
+            own, ties = 0.0, {}
+            for layer in self.profiles.layers:
+                try:
+                    found = self.profiles.parameters(layer.kind, strategy.tensor)
+                except ValueError:  # the degree does not divide this layer
+                    continue
+                own += found[""]
+                ties.update({tie: count for tie, count in found.items() if tie})
+            self._elements[key] = (own + sum(ties.values())) / strategy.sharded / self.num_stages
+        return self._elements[key]
 
     def _collectives_s(
         self, items: Sequence[Collective], samples: int, strategy: Strategy, sizes: tuple[int, ...]

@@ -34,13 +34,16 @@ class LayerTables:
         self._rows: dict[object, list[LayerCost | None]] = {}
         self._moves: dict[object, NDArray[np.float64]] = {}
 
-    def table(self, groups: Sequence[tuple[Layer, ...]], held: float, cut: Cut) -> LayerTable:
+    def table(
+        self, groups: Sequence[tuple[Layer, ...]], held: float, cut: Cut, *, steps: bool = False
+    ) -> LayerTable:
         """Return what the search of a stage works on.
 
         Args:
             groups: Layers of the stage; those of a group share a strategy.
             held: Microbatches in flight.
             cut: Weighs a layer's step against its synchronisation.
+            steps: A layer keeps at least what the optimizer works in.
         """
         shape = (len(groups), len(self.strategies))
         cost, kept, backward, forward = (np.full(shape, np.inf) for _ in range(4))
@@ -65,7 +68,8 @@ class LayerTables:
                         if timed is None
                         else timed.layer_s(group[0].kind, self.strategies[place], cut.batch)
                     )
-                    each = held * found.forward_bytes + found.state_bytes
+                    least = found.optimizer_bytes if steps else 0.0
+                    each = max(held * found.forward_bytes, least) + found.state_bytes
                     kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
                     backward[number, place] = found.backward_bytes * (held if released else 1)
                     forward[number, place] = 0.0 if released else size * found.forward_bytes

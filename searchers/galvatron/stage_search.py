@@ -97,13 +97,18 @@ class DegreeSearch:
         microbatches that the rule gives it.
         """
         stages = split(self.layers, partition)
-        candidates = []
-        chosen = [self._search(stage, place, batch, cut) for place, stage in enumerate(stages)]
-        if all(found is not None for found in chosen):
-            candidates.append([[self.strategies[s] for s in found] for found in chosen if found is not None])
-        if not self.options.paper:
-            candidates += [[[strategy] * len(stage) for stage in stages] for strategy in self.strategies]
-        plans = [self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)) for choice in candidates]
+        plans = []
+        # What the optimizer works in is no part of Eq. 2: where it is too much, it counts as a state of each layer.
+        for steps in (False, True) if self._has_workspace else (False,):
+            chosen = [self._search(stage, place, batch, cut, steps=steps) for place, stage in enumerate(stages)]
+            if all(found is not None for found in chosen):
+                choice = [[self.strategies[s] for s in found] for found in chosen if found is not None]
+                plans.append(self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)))
+                if plans[-1] is not None and plans[-1].fits:
+                    break
+        for strategy in () if self.options.paper else self.strategies:
+            choice = [[strategy] * len(stage) for stage in stages]
+            plans.append(self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)))
         fitting = [plan for plan in plans if plan is not None and plan.fits]
         return min(fitting, key=lambda plan: plan.iteration_time_s, default=None)
 
@@ -270,17 +275,21 @@ class DegreeSearch:
             held |= self.tables.ties(layer)
         return costs
 
+    @property
+    def _has_workspace(self) -> bool:
+        return self.estimator.released is None and self.estimator.problem.runtime.optimizer_workspace_bytes > 0
+
     def _search(
-        self, layers: tuple[Layer, ...], place: int, batch: int, cut: Cut
+        self, layers: tuple[Layer, ...], place: int, batch: int, cut: Cut, *, steps: bool
     ) -> NDArray[np.int64] | None:
-        """Return a strategy number per layer."""
+        """Return a strategy number per layer; with ``steps`` there is room for the optimizer's work in any case."""
         held = self._held(place, batch, cut)
         outside = self.outside_bytes(place, cut, batch)
-        key = (tuple(layer.kind for layer in layers), held, outside, cut)
+        key = (tuple(layer.kind for layer in layers), held, outside, cut, steps)
         if key not in self._found:
             self.num_searches += 1
             groups = self._groups(layers)
-            table = self.tables.table(groups, held, cut)
+            table = self.tables.table(groups, held, cut, steps=steps)
             find = search_as_printed if self.options.paper else search
             found = find(table, self.budget_bytes - outside, float(self.options.granularity_bytes))
             if found is not None:

@@ -211,7 +211,7 @@ class ProgramBuilder:
             not (view.costs.problem.runtime.overlaps_input_reductions and view.costs.problem.runtime.host_runs_ahead)
             or not self.fidelity.tensor_parallel
             or not cost.backward_weight.device_s
-            or any(self._cost_on(index, gpu_type).includes_collectives for gpu_type in view.gpu_types)
+            or any(view.cost_on(index, gpu_type).includes_collectives for gpu_type in view.gpu_types)
         ):
             return []
         found = [
@@ -230,9 +230,6 @@ class ProgramBuilder:
 
     def _cost(self, index: int) -> OperatorCost:
         return self.view.cost(index)
-
-    def _cost_on(self, index: int, gpu_type: str) -> OperatorCost:
-        return self.view.costs.operator(index, self.view.shardings[index], self.view.samples(index), gpu_type)
 
     def _forward_collectives(self, index: int, recomputed: set[int] | None) -> Iterator[tuple[MeshCollective, int]]:
         """Yield the collectives before an operator; what was reduced on its way into a segment stays reduced."""

@@ -83,11 +83,12 @@ class StageView:
         """Return whether an operator's durations contain a collective on all device types, or all of those given."""
         if len(self.gpu_types) == 1:
             return self.cost(owner).contains(item)
-        found = (
-            self.costs.operator(owner, self.shardings[owner], self.samples(owner), gpu_type)
-            for gpu_type in (self.gpu_types if gpu_types is None else gpu_types)
-        )
-        return all(cost.contains(item) for cost in found)
+        types = self.gpu_types if gpu_types is None else gpu_types
+        return all(self.cost_on(owner, gpu_type).contains(item) for gpu_type in types)
+
+    def cost_on(self, index: int, gpu_type: str) -> OperatorCost:
+        """Return what an operator costs on one of the stage's device types."""
+        return self.costs.operator(index, self.shardings[index], self.samples(index), gpu_type)
 
     def samples(self, index: int) -> int:
         """Return the samples that the largest replica works on at once in operator ``index``."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from datafiles.writer import dump_yaml
 from hardware_models.model import HardwareModel
 from searchers.budget import Budget
 from searchers.dapple.baselines import data_parallel
@@ -285,3 +287,13 @@ def test_machines_of_one_gpu_but_unlike_networks_keep_their_own(order: tuple[int
         assert costs.all_reduce_s(1e8, pair) == pytest.approx(alone_s, rel=1e-9)
     # Where a transfer goes is not asked: it takes as long as over the slower network, a card's 0.828 of 10 Gb/s.
     assert costs.transfer_s(1e8, (0,), (1,)) == pytest.approx(1e8 / (0.828 * 1.25e9) + 1e-4, rel=1e-6)
+
+
+@pytest.mark.parametrize("cards", [1, 2, 4])
+def test_a_transfer_uses_all_cards_of_a_gpu(cards: int, tmp_path: Path) -> None:
+    path = tmp_path / "node.yaml"
+    node = {"description": "two T4", "gpu": "t4-16gb", "gpus_per_node": 2, "links": "pcie3-t4", "source": "test"}
+    path.write_text(dump_yaml({**node, "network": "ethernet-50g", "nics_per_node": cards}))
+    hardware = HardwareModel.from_name(f"{path}:2x2")
+    found_s = CommunicationCosts(hardware).transfer_s(1e9, (0,), (2,))
+    assert found_s == pytest.approx(hardware.transfer(1e9, 0, 2).alone_s, rel=1e-9)

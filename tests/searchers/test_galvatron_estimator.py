@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from searchers.galvatron.estimator import Estimator
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.options import Options
 from searchers.galvatron.pipeline_plan import PipelinePlan
@@ -166,3 +169,40 @@ def test_what_the_head_kept_is_gone_when_its_layer_is_computed_again(
     microbatch = 64 if "tp" in degrees else 16
     own, simulated = both(model, TITANS, microbatch=microbatch, parts=1, recompute="full", **degrees)
     assert own.peak_bytes == pytest.approx(simulated.peak_allocated_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 10**9, 26214400])
+def test_layers_take_their_share_of_the_buckets_of_a_stage(bucket_bytes: int | None) -> None:
+    """All at once, after the last backward pass, where a bucket takes all; else as many buckets as there are."""
+    problem = ProblemSpec("gpt3-1.3b", "v100-1gpu-10g:4x1", "megatron-lm-2021", 4).load()
+    problem = replace(problem, runtime=replace(problem.runtime, gradient_bucket_bytes=bucket_bytes))
+    profiles = LayerProfiles(CostTables(problem))
+    estimator = Estimator(problem, profiles, 4)
+    whole = Strategy((Level(DATA, 4),))
+    parts, held = [], set[str]()
+    for layer in profiles.layers:
+        own = {tie: count for tie, count in profiles.parameters(layer.kind, 1).items() if tie not in held}
+        held |= own.keys() - {""}
+        num_bytes = sum(own.values()) * problem.runtime.gradient_accumulation_bytes
+        parts.append(estimator._bucketed_s(num_bytes, whole, (4,)))
+    hidden_s, after_s = map(sum, zip(*parts, strict=True))
+    total = problem.workload.num_parameters * problem.runtime.gradient_accumulation_bytes
+    size = min(bucket_bytes or total, total)
+    if bucket_bytes == 26214400:  # a layer is larger
+        assert after_s == 0.0
+        return
+    bucket_s = problem.hardware.collective("all_reduce", size, range(4)).alone_s
+    assert hidden_s + after_s == pytest.approx(total / size * bucket_s, rel=0.02)
+    assert after_s == pytest.approx(bucket_s, rel=0.02)
+
+
+def test_more_memory_never_gives_a_slower_plan_where_the_optimizer_works_in_much() -> None:
+    """What the step works in is no part of Eq. 2: the search found mixed plans only where it did not matter."""
+    problem = ProblemSpec("bert-large", "v100-1gpu-10g:4x1", "megatron-deepspeed", 4).load()
+    profiles, least_s = LayerProfiles(CostTables(problem)), float("inf")
+    for budget in (2.5e9, 2.75e9, 3e9, 3.25e9, 3.5e9):
+        search = Planner(problem, Options(), budget_bytes=budget, profiles=profiles).degree_search(1)
+        plans = [search.plan((len(search.layers),), 4, cut) for cut in search.rule_cuts(4)]
+        best_s = min(plan.iteration_time_s for plan in plans if plan)
+        assert best_s <= least_s
+        least_s = best_s
