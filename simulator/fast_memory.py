@@ -491,10 +491,10 @@ def estimate_peaks(
                 most += beyond
             if m > 1:
                 later = max(later, most)
-            at_first = own_states - (anew if holds_all else 0.0) + kept + most + gathered
-            peak_bytes[stage] = max(at_first, own_states + max(kept - most_kept + later + gathered, step, refreshed))
             if schedule == INTERLEAVED:
-                beyond = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
-                peak_bytes[stage] = own_states + max(beyond + gathered, step, refreshed)
+                in_passes = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
+            else:
+                in_passes = max(kept + most - (anew if holds_all else 0.0), kept - most_kept + later)
+            peak_bytes[stage] = own_states + max(in_passes + gathered, step, refreshed)
             capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
             fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]

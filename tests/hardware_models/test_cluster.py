@@ -52,6 +52,26 @@ def test_a_mixed_cluster_has_a_gpu_type_per_node() -> None:
     assert cluster.gpu_type(12) == "t4-16gb"
 
 
+@pytest.mark.parametrize(
+    ("text", "num_devices", "gpu_type", "starts"),
+    [
+        ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", 4, None, (0, 12)),
+        ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", 8, None, (0, 8)),  # not 4, where no group of eight begins
+        ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", 4, "t4-16gb", (12,)),
+        ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", 8, "t4-16gb", (8,)),  # none begins on a T4: the last eight
+        ("p3.8xlarge:1x4+g4dn.12xlarge:2x4", 8, "t4-16gb", (4,)),  # one does, and none is aligned
+        ("p3.16xlarge:1x8+g4dn.12xlarge:2x4", 4, None, (0, 8)),
+        ("p3.16xlarge:1x8+g4dn.12xlarge:2x4", 8, None, (0, 8)),
+        ("p3.8xlarge:4x4", 8, None, (0,)),
+        ("p3.8xlarge:1x4+g4dn.12xlarge:1x4", 8, None, (0,)),
+    ],
+)
+def test_groups_of_a_mixed_cluster_begin_where_unlike_nodes_are_met(
+    text: str, num_devices: int, gpu_type: str | None, starts: tuple[int, ...]
+) -> None:
+    assert parse_cluster(text).unlike_starts(num_devices, gpu_type) == starts
+
+
 def test_every_gpu_of_the_cube_mesh_has_six_links() -> None:
     for preset in ("v100-32g-dgx1", "v100-32g-ndv2", "p3.16xlarge"):
         node = parse_cluster(f"{preset}:1x8").nodes[0]

@@ -145,7 +145,8 @@ def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(degre
         own[cluster], simulated = both("bert-huge-32", (cluster, "galvatron-v1"), microbatch=4, parts=parts, **degrees)
         assert own[cluster].iteration_time_s > 0.97 * simulated.iteration_time_s
     *mixed_s, alike_s = (each.iteration_time_s for each in own.values())
-    assert mixed_s == pytest.approx([alike_s] * 2, rel=3e-3)  # a ring's steps among A100s are quicker
+    assert mixed_s[0] == pytest.approx(mixed_s[1], rel=1e-9)
+    assert 0.997 * alike_s < mixed_s[0] <= alike_s  # a ring's steps among A100s are quicker
 
 
 @pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 4}, {"pp": 4, "dp": 2}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from searchers.pipedream.planner import (
 )
 from searchers.pipedream.searcher import PipeDream
 from searchers.piper.searcher import Piper
-from simulator.problem import ProblemSpec
+from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.hardware_models.data_folder import data_folder
@@ -155,30 +156,33 @@ def test_round_robin_plans_are_legal_and_keep_the_bottleneck() -> None:
     assert turns.best.rotates
 
 
-@pytest.mark.parametrize("searcher", [PipeDream(), Piper()])
-def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(searcher: Searcher) -> None:
+
+
+def mixed_problems() -> Iterator[Problem]:
+    """Yield a problem on a V100 and a T4 server, in either order, and on two T4 servers."""
     v100s, t4s = "p3.8xlarge:1x4", "g4dn.12xlarge:1x4"
-    objectives = []
     for cluster in (f"{v100s}+{t4s}", f"{t4s}+{v100s}", "g4dn.12xlarge:2x4"):
-        problem = ProblemSpec(
+        yield ProblemSpec(
             model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=64
         ).load()
+
+
+@pytest.mark.parametrize("searcher", [PipeDream(), Piper()])
+def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(searcher: Searcher) -> None:
+    objectives = []
+    for problem in mixed_problems():
         plan = uniform_plan(problem, pp=8, microbatch=4)
-        found = simulate(plan, problem, engine="compiled")
         objectives.append(searcher.score(plan, problem).objective)
-        if cluster == "g4dn.12xlarge:2x4":
-            steady = 16 / (16 + 7) * found.iteration_time_s  # without filling and emptying
-            assert objectives[-1] == pytest.approx(steady, rel=0.2)
+    simulated_s = simulate(plan, problem, engine="compiled").iteration_time_s
+    steady_s = 16 / (16 + 7) * simulated_s  # without filling and emptying
+    assert objectives[-1] == pytest.approx(steady_s, rel=0.2)
     assert objectives == pytest.approx([objectives[-1]] * 3, rel=0.05)  # the V100 server has a slower card
 
 
 def test_pipers_tensor_degrees_cost_what_they_do_on_the_slowest_node_wherever_it_stands() -> None:
     """All-reduces of four V100s on NVLink take a tenth of those of four T4s on PCIe."""
-    v100s, t4s = "p3.8xlarge:1x4", "g4dn.12xlarge:1x4"
-    objectives = []
-    for cluster in (f"{v100s}+{t4s}", f"{t4s}+{v100s}", "g4dn.12xlarge:2x4"):
-        problem = ProblemSpec(
-            model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=64
-        ).load()
-        objectives.append(Piper().score(uniform_plan(problem, tp=4, pp=2, microbatch=4), problem).objective)
+    objectives = [
+        Piper().score(uniform_plan(problem, tp=4, pp=2, microbatch=4), problem).objective
+        for problem in mixed_problems()
+    ]
     assert objectives == pytest.approx([objectives[-1]] * 3, rel=0.05)  # the V100 server has a slower card
