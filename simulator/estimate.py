@@ -1,9 +1,9 @@
 """A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
 
 Time: that of the passes, by schedule, plus what is exposed once per iteration. 1F1B and GPipe: ``pipeline_time``;
-zb-h1: ``zero_bubble_time``. Both follow the schedule's own order, with transfers beside passes where the runtime
-has them so. Interleaved, and where stages share devices otherwise: ``(m - 1) * max_i t_i + sum_i t_i`` over ranks,
-the sum less what interleaving saves, transfers in full; with a smaller last microbatch ``queued_s``. Where replicas
+zb-h1: ``zero_bubble_time``; interleaved: ``interleaved_time``. All follow the schedule's own order, with transfers
+beside passes where the runtime has them so. Where stages share devices otherwise: ``(m - 1) * max_i t_i + sum_i t_i``
+over ranks, transfers in full; with a smaller last microbatch ``queued_s``. Where replicas
 take whole microbatches in turn, ``rotated_s``. Memory: ``estimate_memory``. Groups of one collective, transfers of one
 boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
 does, such as two boundaries or stages that meet on a card. No overlap (that of collectives with the gradients of one
@@ -32,6 +32,7 @@ from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
+from simulator.interleaved_time import interleaved_s
 from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import epilogue_collectives, tied_groups
 from simulator.lowering.lower import stage_views
@@ -95,7 +96,8 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
         last_views = stage_views(plan.all_like_last(), costs)
         last_stages = _stage_times(plan, last_views)
         last_held = [held_bytes(view) for view in last_views]
-    iteration = _filled_s(plan, [view.num_turns for view in views], stages, last_stages)
+    blocking = problem.runtime.transfer_mode == "blocking"
+    iteration = _filled_s(plan, [view.num_turns for view in views], stages, last_stages, blocking=blocking)
     all_hosts = [
         (plan.num_microbatches - 1) * each + last for each, last in zip(stages.hosts, last_stages.hosts, strict=True)
     ]
@@ -116,7 +118,7 @@ class _StageTimes:
         times: One microbatch.
         hosts: Its launches.
         once: What is exposed once per iteration.
-        split: Rows of ``zero_bubble_s`` and ``one_f_one_b_s``.
+        split: Rows of ``zero_bubble_s``, ``one_f_one_b_s`` and ``interleaved_s``.
     """
 
     times: list[float]
@@ -125,7 +127,7 @@ class _StageTimes:
     split: NDArray[np.float64]
 
 
-def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _StageTimes) -> float:
+def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _StageTimes, *, blocking: bool) -> float:
     """Return the seconds of all microbatches; see the module's docstring."""
     m, smaller = plan.num_microbatches, plan.last_microbatch_size is not None
     if plan.schedule == "zb-h1" and not plan.rotates:
@@ -140,6 +142,8 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
             found_s = max(found_s, before_s + last.split[0, INPUT])
         return found_s
     by_rank = _per_rank(plan.rank_of_stage, stages.times)
+    if plan.schedule == "interleaved" and not plan.rotates:
+        return interleaved_s(stages.split, last.split, len(by_rank), m, blocking)
     chunks = len(plan.stages) / len(by_rank)
     fill = sum(stages.times) / chunks
     if smaller:
@@ -262,7 +266,7 @@ def _split_s(
     forward_s += pass_s
     weight_s = pass_s + weights_s(view) if schedule == "zb-h1" else 0.0
     input_s = time_s - forward_s - weight_s - down_s - up_s
-    if costs.problem.runtime.transfer_mode == "blocking":
+    if costs.problem.runtime.transfer_mode == "blocking" and schedule != "interleaved":
         return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]
     return [forward_s, input_s, weight_s, down_s, up_s]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator import fast_arrays, pipeline_time, zero_bubble_time
+from simulator import fast_arrays, interleaved_time, pipeline_time, zero_bubble_time
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.fast_arrays import DONE, GPIPE, INTERLEAVED, WEIGHT_S, ZB_H1, Floats, Ints, PlanColumns, TimeTables
+from simulator.interleaved_time import interleaved_s
 from simulator.pipeline_time import one_f_one_b_s
 from simulator.zero_bubble_time import DOWN, FORWARD, INPUT, UP, WEIGHT, zero_bubble_s
 
 _zero_bubble_s = compiled(zero_bubble_s)
 _one_f_one_b_s = compiled(one_f_one_b_s)
+_interleaved_s = compiled(interleaved_s)
 
 
 @compiled_with(fast_arrays)
@@ -67,7 +69,7 @@ def _shared_s(placements: Ints, stage_s: Floats, low: int, high: int, m: int) ->
     return (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks
 
 
-@compiled_with(fast_arrays, pipeline_time, zero_bubble_time)
+@compiled_with(fast_arrays, interleaved_time, pipeline_time, zero_bubble_time)
 def add_passes(
     plans: PlanColumns,
     chosen: Ints,
@@ -101,15 +103,20 @@ def add_passes(
         if high - low == 1:
             iteration_s[plan] += m * stage_s[low] + once_s[low]
             continue
-        if schedule == INTERLEAVED or (schedule == GPIPE and _shares(plans.placements, low, high)):
+        shares = schedule == INTERLEAVED or (schedule == GPIPE and _shares(plans.placements, low, high))
+        num_ranks = high - low
+        if shares:
+            _, longest_s, num_ranks = _of_ranks(plans.placements, once_s, low, high)
+            iteration_s[plan] += longest_s
+        else:
+            iteration_s[plan] += np.max(once_s[low:high])
+        if shares and schedule == GPIPE:
             iteration_s[plan] += _shared_s(plans.placements, stage_s, low, high, m)
-            iteration_s[plan] += _of_ranks(plans.placements, once_s, low, high)[1]
             continue
-        iteration_s[plan] += np.max(once_s[low:high])
         for stage in range(low, high):
             forward_s, down_s, up_s = split_s[stage, FORWARD], split_s[stage, DOWN], split_s[stage, UP]
             split_s[stage, INPUT] = stage_s[stage] - forward_s - split_s[stage, WEIGHT] - down_s - up_s
-            if blocking:
+            if blocking and schedule != INTERLEAVED:
                 split_s[stage, FORWARD] += down_s
                 split_s[stage, INPUT] += up_s
                 split_s[stage, DOWN] = split_s[stage, UP] = 0.0
@@ -119,5 +126,7 @@ def add_passes(
         own_s = split_s[low:high]
         if schedule == ZB_H1:
             iteration_s[plan] += _zero_bubble_s(own_s, own_s, m)
+        elif schedule == INTERLEAVED:
+            iteration_s[plan] += _interleaved_s(own_s, own_s, num_ranks, m, blocking)
         else:
             iteration_s[plan] += _one_f_one_b_s(own_s, own_s, depths, m, scratch_s)

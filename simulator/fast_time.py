@@ -15,6 +15,7 @@ from simulator import (
     fast_prices,
     fast_regather,
     fast_ties,
+    interleaved_time,
     pipeline_time,
     zero_bubble_time,
 )
@@ -69,6 +70,7 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
     fast_boundaries,
     fast_regather,
     fast_pipeline,
+    interleaved_time,
     pipeline_time,
     zero_bubble_time,
 )
