@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hardware_models.calibration.aceso_rows import RESNET_SIZES, convolution_rows
+from hardware_models.calibration.aceso_rows import convolution_rows
 from hardware_models.calibration.kernel_fit import KernelRow, Parameter, Vector, least, report_errors
 from hardware_models.compute import CONVOLUTION_FACTORS, ConvolutionFactors, convolution_s
 from hardware_models.gpus import load_curves, load_gpu
@@ -60,20 +60,14 @@ def predicted_s(rows: Sequence[KernelRow], factors: ConvolutionFactors) -> Vecto
 
 
 def main() -> None:
-    """Fit, print the constants, then the residuals of fit rows; with ``--report`` those of the other sizes."""
+    """Fit, print the constants, then the residuals of fit rows; `check_convolutions` has the other sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds aceso_v100/ops.csv.gz")
-    parser.add_argument("--report", action="store_true", help="print the sizes that are not fitted too")
-    arguments = parser.parse_args()
-    table = arguments.data / "aceso_v100" / "ops.csv.gz"
+    table = parser.parse_args().data / "aceso_v100" / "ops.csv.gz"
     rows = list(convolution_rows(table, size=FITTED))
     factors = factors_of(least(PARAMETERS, rows, lambda values: predicted_s(rows, factors_of(values))))
     report_errors("fit rows", rows, predicted_s(rows, factors).tolist())
     report_errors("fit rows, shipped constants", rows, predicted_s(rows, CONVOLUTION_FACTORS).tolist())
-    for size in RESNET_SIZES if arguments.report else ():
-        if size != FITTED:
-            rows = list(convolution_rows(table, size=size))
-            report_errors(f"report rows {size}", rows, predicted_s(rows, CONVOLUTION_FACTORS).tolist())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware_models.calibration.aceso_rows import convolution_rows
+from hardware_models.calibration.check_convolutions import errors
 from hardware_models.calibration.fit_convolutions import FITTED, PARAMETERS, factors_of, predicted_s
 from hardware_models.calibration.kernel_fit import least
 from hardware_models.compute import CONVOLUTION_FACTORS, ConvolutionFactors, convolution_s
@@ -177,3 +178,11 @@ def test_the_shipped_factors_are_those_of_the_fit_and_as_close_as_stated() -> No
         assert getattr(found, name) == pytest.approx(getattr(CONVOLUTION_FACTORS, name), rel=0.02), name
     errors = [abs(own / row.seconds - 1) for own, row in zip(predicted_s(rows, CONVOLUTION_FACTORS), rows, strict=True)]
     assert sum(errors) / len(errors) < 0.075
+
+
+def test_convolutions_of_other_sizes_are_met_within_a_tenth() -> None:
+    found = errors(data_folder("aceso_v100") / "ops.csv.gz")
+    assert [each.size for each in found if each.is_fitted] == [FITTED] * 2
+    reported = [abs(error) for each in found if not each.is_fitted for error in each.rows]
+    assert len(reported) == 3 * 392 + 800
+    assert sum(reported) / len(reported) < 0.10
