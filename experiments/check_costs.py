@@ -1,4 +1,4 @@
-"""``docs/costs.md``: collectives, layers and overlap beside measurements that no constant was fitted on.
+"""``docs/costs.md``: collectives, layers, convolutions and overlap beside measurements that no constant was fitted on.
 
 Run: ``python -m experiments.check_costs --data DIR --docs docs/costs.md``
 """
@@ -16,7 +16,7 @@ from experiments.accuracy import run_case
 from experiments.accuracy_groups import groups as known_groups
 from experiments.cases.case import Case, Skipped
 from experiments.cases.sources import all_cases
-from hardware_models.calibration import check_collectives, check_layers
+from hardware_models.calibration import check_collectives, check_convolutions, check_layers
 from simulator.fidelity import Fidelity
 
 INTRODUCTION = """# Costs beside measurements
@@ -38,6 +38,12 @@ LAYERS = """
 
 Forward and backward together, the sum of Aceso's thirteen profiled operators, microbatches of 1 to 8 samples: mean
 absolute error, mean signed error in brackets. 350M is ruled by the profiler's host: each operator was run apart."""
+
+CONVOLUTIONS = """
+## Convolutions on V100
+
+Wide-ResNet in fp32 on one GPU, every profiled convolution of 16 to 64 samples, rows over 100 us that hold nothing else:
+forward alone, both gradients together. Mean absolute error, mean signed error in brackets."""
 
 OVERLAP = """
 ## Overlap
@@ -94,6 +100,9 @@ def page(data: Path) -> str:
         LAYERS,
         "",
         *check_layers.markdown(data),
+        CONVOLUTIONS,
+        "",
+        *check_convolutions.markdown(data),
         OVERLAP,
         "",
         *overlap_table(overlaps(all_cases(data))),

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, log2
 
 from hardware_models.cluster import Cluster, Node
 from hardware_models.communication import Communication
-from hardware_models.links import COLLECTIVES, LinkType, NetworkType
+from hardware_models.gpus import curves_of
+from hardware_models.links import COLLECTIVES, JOINED_GATHER, JOINING_COPIES, LinkType, NetworkType
 from hardware_models.topology import is_connected, link_counts, pack_rings, tree_edges
 
 Loads = dict[str, float]
@@ -55,27 +56,35 @@ class Flow:
         loads: ``(resource, seconds per byte at the resource's full rate)``.
         protocols: The library's choices.
         fill_bytes: Bytes' worth of data flow that pass before the algorithm runs at full rate.
+        copied_s_per_byte: Seconds of copies per byte, whatever the protocol.
     """
 
     work_s_per_byte: float
     loads: tuple[tuple[str, float], ...]
     protocols: tuple[FlowProtocol, ...]
     fill_bytes: float = 0.0
+    copied_s_per_byte: float = 0.0
 
     @cached_property
     def shares(self) -> tuple[tuple[tuple[str, float], ...], ...]:
         """Shares under each protocol; they do not depend on the size."""
         every = []
         for protocol in self.protocols:
-            scale = protocol.bandwidth_fraction / self.work_s_per_byte
+            copied = self.copied_s_per_byte * protocol.bandwidth_fraction
+            scale = protocol.bandwidth_fraction / (self.work_s_per_byte + copied)
             every.append(tuple((name, min(1.0, load * scale)) for name, load in self.loads))
         return tuple(every)
+
+    def s_per_byte(self, protocol: FlowProtocol) -> float:
+        """Return the seconds that a byte more takes under a protocol."""
+        return self.work_s_per_byte / protocol.bandwidth_fraction + self.copied_s_per_byte
 
     def quickest(self, num_bytes: float) -> tuple[float, int, float]:
         """Return the seconds of the quickest protocol, which one that is, and its work in seconds."""
         options = []
         for index, protocol in enumerate(self.protocols):
             work = (num_bytes + self.fill_bytes) * self.work_s_per_byte / protocol.bandwidth_fraction
+            work += num_bytes * self.copied_s_per_byte
             options.append((protocol.latency_s + work, index, work))
         return min(options)
 
@@ -98,6 +107,10 @@ def collective_flows(cluster: Cluster, kind: str, devices: tuple[int, ...]) -> t
     Raises:
         ValueError: If the collective is unknown or a device is named twice.
     """
+    if kind == JOINED_GATHER:
+        copies = joining_s_per_byte(cluster, devices)
+        gathers = collective_flows(cluster, "all_gather", devices)
+        return tuple(replace(flow, copied_s_per_byte=copies) for flow in gathers)
     if kind not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {kind!r}")
     if len(set(devices)) != len(devices) or len(devices) < 2:
@@ -117,6 +130,13 @@ def collective_flows(cluster: Cluster, kind: str, devices: tuple[int, ...]) -> t
         tree_bytes = 1.0 if len(groups) == 2 else 2.0
         return ring, _across(cluster, groups, kind, tree_bytes, tree=True)
     return (_across(cluster, groups, kind, bus_factor(kind, len(devices))),)
+
+
+def joining_s_per_byte(cluster: Cluster, devices: Iterable[int]) -> float:
+    """Return what it takes on the slowest GPU to join the entries of a gathered list, per byte of the result."""
+    gpus = {cluster.node_of(device): cluster.nodes[cluster.node_of(device)].gpu for device in devices}
+    rates = [gpu.memory_bytes_per_s * curves_of(gpu).memory.fraction["elementwise"] for gpu in gpus.values()]
+    return JOINING_COPIES * 2 / min(rates)
 
 
 def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:

@@ -5,7 +5,9 @@ Nothing here knows the host: launches are priced by the engine from ``GpuType.la
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, sqrt
 
 from hardware_models.gpus import (
     AttentionCurve,
@@ -15,7 +17,7 @@ from hardware_models.gpus import (
     MemoryCurve,
     curves_of,
 )
-from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kernels import WINOGRAD_KERNEL, Convolution, FlashAttention, Kernel, Matmul, MemoryBound
 from workloads.kinds.base import DTYPE_BYTES
 
 
@@ -54,17 +56,23 @@ def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> fl
 
 
 def _arithmetic_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> float:
-    tiles_m, tiles_n = ceil(kernel.m / curve.tile_m), ceil(kernel.n / curve.tile_n)
-    # A library has narrower tiles for narrow products: a dimension below the tile is not padded up to it.
-    rows = kernel.m if kernel.m < curve.tile_m else tiles_m * curve.tile_m
-    columns = kernel.n if kernel.n < curve.tile_n else tiles_n * curve.tile_n
-    waves = kernel.batch * (rows * columns) / (curve.tile_m * curve.tile_n) / gpu.num_multiprocessors
+    elements, waves = _tiled(gpu, curve, kernel)
     efficiency = (
         curve.limit[kernel.role] * waves / (waves + curve.half_waves) * kernel.k / (kernel.k + curve.half_k)
     )
     if is_misaligned(kernel, DTYPE_BYTES[dtype]):
         efficiency *= curve.misaligned_fraction
-    return 2.0 * kernel.batch * rows * columns * kernel.k / (gpu.peak(dtype) * efficiency)
+    return 2.0 * kernel.batch * elements * kernel.k / (gpu.peak(dtype) * efficiency)
+
+
+def _tiled(gpu: GpuType, curve: MatmulCurve, kernel: Matmul) -> tuple[int, float]:
+    """Return the elements of one product in whole tiles, and the waves of all its tiles."""
+    tiles_m, tiles_n = ceil(kernel.m / curve.tile_m), ceil(kernel.n / curve.tile_n)
+    # A library has narrower tiles for narrow products: a dimension below the tile is not padded up to it.
+    rows = kernel.m if kernel.m < curve.tile_m else tiles_m * curve.tile_m
+    columns = kernel.n if kernel.n < curve.tile_n else tiles_n * curve.tile_n
+    elements = rows * columns
+    return elements, kernel.batch * elements / (curve.tile_m * curve.tile_n) / gpu.num_multiprocessors
 
 
 ALIGNED_BYTES = 16
@@ -83,27 +91,116 @@ def is_misaligned(kernel: Matmul, element_bytes: int) -> bool:
     return any(length * element_bytes % ALIGNED_BYTES for length in lengths)
 
 
-CONVOLUTION_SLOWNESS = {"forward": 1.23, "data_gradient": 1.09, "weight_gradient": 1.09}
-"""Time of a convolution over that of the matrix product it amounts to. Median over the 1x1 convolutions of Aceso's
-profile (aceso_v100/ops.csv.gz, db eurosys, resnet 500M, tp 1, fp32, over 100 us); backward as measured together."""
+CONVOLUTION_TILE_N = 64
+"""Columns of the narrower tile that cuDNN has for convolutions (kernels ``volta_scudnn_128x64``)."""
 
-WINOGRAD_SPEEDUP = {"forward": 2.31, "data_gradient": 2.68, "weight_gradient": 2.68}
-"""The product's time over that of an fp32 3x3 convolution with stride 1, for which cuDNN has Winograd's algorithm
-(2.25 times fewer multiplications on 2x2 tiles, 4 times on 4x4). Median over the same profile's 3x3 convolutions."""
+FEW_CHANNELS = 4
+"""Colour images: what a window reads of one pixel fills no vector load."""
+
+PARTIAL_BYTES = 2 * 4
+"""Partial sums are written and read again, in fp32."""
 
 
-def convolution_s(gpu: GpuType, curve: MatmulCurve, kernel: Convolution, dtype: str) -> float:
-    """Return seconds of a convolution: relative to its matrix product, or the images' traffic if that is longer.
+@dataclass(frozen=True)
+class ConvolutionFactors:
+    """What convolutions take beside the matrix products that they amount to.
 
-    Libraries never write the product's windows to memory: their overlapping pixels count once, as the images.
+    Attributes:
+        slowness: Time of the implicit product over that of the matrix product, by role.
+        half_k_share: ``half_k`` over that of the curve.
+        few_channels_slowness: On top where the input has at most FEW_CHANNELS.
+        transform_fraction: Share of the memory bandwidth that Winograd's transforms move at.
     """
-    product = _arithmetic_s(gpu, curve, kernel.product, dtype)
-    if kernel.kernel == 3 and kernel.stride == 1 and dtype == "fp32":
-        product /= WINOGRAD_SPEEDUP[kernel.role]
-    else:
-        product *= CONVOLUTION_SLOWNESS[kernel.role]
+
+    slowness: Mapping[str, float]
+    half_k_share: float
+    few_channels_slowness: float
+    transform_fraction: float
+
+
+CONVOLUTION_FACTORS = ConvolutionFactors(
+    slowness={"forward": 1.14, "data_gradient": 1.14, "weight_gradient": 1.27},
+    half_k_share=0.19,
+    few_channels_slowness=1.96,
+    transform_fraction=0.67,
+)
+"""``calibration.fit_convolutions`` on aceso_v100/ops.csv.gz: db eurosys, resnet 500M, tp 1, fp32 on V100 (392 rows).
+Other GPUs and types have the same factors on their own curves."""
+
+
+def convolution_s(
+    gpu: GpuType,
+    curve: MatmulCurve,
+    kernel: Convolution,
+    dtype: str,
+    factors: ConvolutionFactors = CONVOLUTION_FACTORS,
+) -> float:
+    """Return seconds of a convolution: of its implicit product or by Winograd's algorithm, whichever is quicker.
+
+    cuDNN has the latter for fp32, windows of 3x3 and stride 1. Libraries never write the windows to memory: pixels
+    that overlap count once, as the images, and nothing is quicker than that traffic.
+    """
+    curve = curve.model_copy(
+        update={
+            "half_k": curve.half_k * factors.half_k_share,
+            "tile_n": CONVOLUTION_TILE_N,
+            "half_waves": curve.half_waves * curve.tile_n / CONVOLUTION_TILE_N,  # as many elements
+        }
+    )
+    seconds = _implicit_product_s(gpu, curve, kernel, dtype, factors)
+    if kernel.kernel == WINOGRAD_KERNEL and kernel.stride == 1 and dtype == "fp32":
+        seconds = min(seconds, _winograd_s(gpu, curve, kernel, dtype, factors))
     num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
-    return max(product, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
+    return max(seconds, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
+
+
+def _implicit_product_s(
+    gpu: GpuType, curve: MatmulCurve, kernel: Convolution, dtype: str, factors: ConvolutionFactors
+) -> float:
+    product = kernel.product
+    seconds = _arithmetic_s(gpu, curve, product, dtype)
+    if product.role == "weight_gradient":
+        seconds = min(seconds, _split_s(gpu, curve, product, dtype))
+    if kernel.in_channels <= FEW_CHANNELS:
+        # Rows that are not aligned are charged for the same loads already.
+        charged = curve.misaligned_fraction if is_misaligned(product, DTYPE_BYTES[dtype]) else 1.0
+        seconds *= max(1.0, factors.few_channels_slowness * charged)
+    return seconds * factors.slowness[kernel.role]
+
+
+def _split_s(gpu: GpuType, curve: MatmulCurve, product: Matmul, dtype: str) -> float:
+    """Return seconds of a product split along its inner dimension into the best number of parts, two at least.
+
+    ``s`` parts fill the GPU ``s`` times better; each has to start (``half_k``) and leaves a partial result. With ``t``
+    seconds for each element summed over on a full GPU, that is ``t (k + s half_k) (1 + half_waves / (s waves)) + s
+    partial_s``: least beside ``s = sqrt(t k half_waves / waves / (t half_k + partial_s))``.
+    """
+    elements, waves = _tiled(gpu, curve, product)
+    rate = gpu.peak(dtype) * curve.limit[product.role]
+    if is_misaligned(product, DTYPE_BYTES[dtype]):
+        rate *= curve.misaligned_fraction
+    full_s, lack = 2.0 * product.batch * elements / rate, curve.half_waves / waves
+    partial_bytes = product.batch * product.m * product.n * PARTIAL_BYTES
+    partial_s = partial_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction)
+    best = int(sqrt(full_s * product.k * lack / (full_s * curve.half_k + partial_s)))
+    return min(
+        full_s * (product.k + parts * curve.half_k) * (1 + lack / parts) + parts * partial_s
+        for parts in (max(2, best), max(2, best + 1))
+    )
+
+
+def _winograd_s(
+    gpu: GpuType, curve: MatmulCurve, kernel: Convolution, dtype: str, factors: ConvolutionFactors
+) -> float:
+    """Return seconds of Winograd's algorithm in three steps: transforms, the products of their results, and back.
+
+    The transforms move images and filter once in their own size and once in that of the products' operands and
+    results.
+    """
+    product = kernel.winograd_product
+    moved = (kernel.num_elements() + product.num_elements()) * DTYPE_BYTES[dtype]
+    transforms = moved / (gpu.memory_bytes_per_s * factors.transform_fraction)
+    return transforms + matmul_s(gpu, curve, product, dtype)
 
 
 def _matmul_curve(curves: EfficiencyCurves, gpu: GpuType, dtype: str) -> MatmulCurve:

@@ -16,6 +16,18 @@ from hardware_models.schema import Fraction, NonNegative, Positive, Text
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
+JOINED_GATHER = "joined_all_gather"
+"""An all-gather of shards along a dimension that is not the outermost in memory, by a framework that gathers into a
+list and joins its entries: what ranks hold does not lie in one piece, so the result is copied, JOINING_COPIES times."""
+
+GATHERS = ("all_gather", JOINED_GATHER)
+
+JOINING_COPIES = 3
+"""Aceso's Wide-ResNet 0.5B gathers channels behind each convolution of the default split. Its forward rows are longer
+than those that do not gather by 2.6 to 3.2 times reading and writing the output on one GPU (outputs over 100 MB), and
+than a convolution and a gather as modelled by 3.1, 2.8 and 2.7 times on 2, 4 and 8 (aceso_v100/ops.csv.gz, db eurosys,
+fp32). torch's ``all_gather`` copies from one buffer into the list, and ``cat`` from the list into the result."""
+
 
 class Protocol(FileModel):
     """One way the library moves data: NCCL chooses between a quick one and a wide one.

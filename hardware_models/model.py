@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import TRANSFERS, CollectiveTable
-from hardware_models.collectives import Flow, collective_flows, transfer_flow
+from hardware_models.collectives import Flow, collective_flows, joining_s_per_byte, transfer_flow
 from hardware_models.communication import Communication
 from hardware_models.compute import kernel_time_s
 from hardware_models.crowding import CrowdedGroup, slowdowns
 from hardware_models.gpus import GpuType
 from hardware_models.group_shapes import GroupShape, full_nodes, groups_at_once, shape_of, slots_by_node
+from hardware_models.links import JOINED_GATHER
 from hardware_models.profile import OperatorProfile
 from workloads.kernels import Kernel
 
@@ -124,8 +125,8 @@ class HardwareModel:
 
         Args:
             kind: ``all_reduce`` (bytes = buffer on every rank), ``all_gather`` (the gathered result),
-                ``reduce_scatter`` (input on every rank), ``all_to_all`` (what each rank holds in total) or
-                ``broadcast`` (the message).
+                ``reduce_scatter`` (input on every rank), ``all_to_all`` (what each rank holds in total),
+                ``broadcast`` (the message) or ``joined_all_gather`` (as all_gather, with the copies that join it).
             num_bytes: Size in bytes, as above, >= 0.
             devices: Ranks; their order does not matter.
 
@@ -190,16 +191,19 @@ class HardwareModel:
         return self._refined(kind, num_bytes, group, modelled) if self.collective_table is not None else modelled
 
     def _refined(self, kind: str, num_bytes: float, group: tuple[int, ...], modelled: Communication) -> Communication:
-        """Return the measured cost of a collective, if there is one."""
+        """Return the measured cost of a collective, if there is one; of a joined gather, the gather's with copies."""
         assert self.collective_table is not None
         shape = shape_of(self.cluster, group)
         nodes = tuple(slots_by_node(self.cluster, group))
         if shape is None or not self.is_tabled(nodes):
             return modelled
         alike = all(self.cluster.nodes[node].links.kind != "mesh" for node in nodes)
-        found = self.collective_table.find(kind, shape, num_bytes, any_stride=alike)
+        joined = kind == JOINED_GATHER
+        found = self.collective_table.find("all_gather" if joined else kind, shape, num_bytes, any_stride=alike)
         if found is None:
             return modelled
+        if joined:
+            found = replace(found, seconds=found.seconds + num_bytes * joining_s_per_byte(self.cluster, group))
         return found.replace(modelled, self._crowding(kind, num_bytes, nodes, found.shape))
 
     def _crowding(self, kind: str, num_bytes: float, nodes: tuple[int, ...], shape: GroupShape) -> float:

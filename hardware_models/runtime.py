@@ -63,6 +63,8 @@ class Runtime:
             once more for its gradients (checkpointing wrapped around FSDP units rather than inside them).
         reduces_ties_whole: What stages make of the gradient of a weight that they share is added up before data
             parallelism reduces it, hence whole also where ZeRO-1 leaves a rank its shard of the gradients; else after.
+        joins_gathers: Activations that are gathered along another dimension than the first come as a list, whose
+            entries are joined (``links.JOINED_GATHER``). Not where the sequence is the first dimension in memory.
         copies_gathered: What ZeRO-3 gathered is copied into the parameters before the layer computes, in one kernel.
         gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
@@ -156,6 +158,7 @@ class Runtime:
     copies_gradients: bool = False
     sharded_gradient_copies: int = 0
     copies_gathered: bool = False
+    joins_gathers: bool = False
     reduces_ties_by_use: bool = False
     regathers_recomputed: bool = False
     reduces_ties_whole: bool = False
@@ -240,6 +243,7 @@ class RuntimeFile(FileModel):
     copies_gradients: bool = False
     sharded_gradient_copies: Annotated[int, Field(ge=0, le=8)] = 0
     copies_gathered: bool = False
+    joins_gathers: bool = False
     reduces_ties_by_use: bool = False
     regathers_recomputed: bool = False
     reduces_ties_whole: bool = False

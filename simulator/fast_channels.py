@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hardware_models import collective_table
+from hardware_models.collectives import joining_s_per_byte
 from hardware_models.crowding import CrowdedGroup
 from hardware_models.group_shapes import shape_of, slots_by_node
+from hardware_models.links import JOINED_GATHER
 from simulator.costs import CostTables
 from simulator.fast_arrays import LINE
 from simulator.fast_prices import MAX_LATENCY_SHARE, price_s
@@ -98,7 +100,7 @@ class Channels:
         slowdowns = hardware.slowdowns(collective, group)
         for flow, of_flow in zip(hardware.flows(collective, group.members), slowdowns, strict=True):
             for protocol, slowdown in zip(flow.protocols, of_flow, strict=True):
-                s_per_byte = flow.work_s_per_byte / protocol.bandwidth_fraction
+                s_per_byte = flow.s_per_byte(protocol)
                 latency_s = protocol.latency_s + delay_s
                 start_s = protocol.latency_s + flow.fill_bytes * s_per_byte + delay_s
                 found.append((start_s, s_per_byte, latency_s, slowdown - 1))
@@ -114,7 +116,9 @@ class Channels:
         if not hardware.is_tabled(nodes):
             return ()
         alike = all(hardware.cluster.nodes[node].links.kind != "mesh" for node in nodes)
-        found = table.find(collective, shape, _ANY_SIZE, any_stride=alike)
+        joined = collective == JOINED_GATHER
+        measured_as = "all_gather" if joined else collective
+        found = table.find(measured_as, shape, _ANY_SIZE, any_stride=alike)
         if found is None:
             return ()
         if found.shape.groups_per_node > 1:
@@ -122,7 +126,8 @@ class Channels:
                 f"collectives must have been measured one group at a time, got {collective} over {found.shape} "
                 f"({table.source}); use estimate for plans that need it"
             )
-        return tuple(table.series[collective, found.shape])
+        copies = joining_s_per_byte(hardware.cluster, members) if joined else 0.0
+        return tuple((size, seconds + size * copies) for size, seconds in table.series[measured_as, found.shape])
 
     def price_s(self, channel: int, num_bytes: float) -> float:
         """Return the seconds of a collective of that size."""

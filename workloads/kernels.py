@@ -7,6 +7,11 @@ One entry is one kernel launch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, sqrt
+
+WINOGRAD_KERNEL, WINOGRAD_TILE = 3, 4
+"""Side of the window that cuDNN has Winograd's algorithm for, and of the output tile of its variant with most
+channels (``CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD_NONFUSED``; Lavin and Gray 2016)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +68,33 @@ class Convolution:
 
     @property
     def product(self) -> Matmul:
-        """The matrix product with that many operations, in the role's layout."""
-        rows, window = self.samples * self.out_pixels, self.in_channels * self.kernel**2
+        """The matrix product with that many operations, in the role's layout; ``k`` is what is summed over.
+
+        The data gradient has a row for each input pixel that a window reads, and of the filter's taps only those that
+        meet it: with a stride, a pixel is read by a ``stride**2``-th of them.
+        """
+        pixels, taps = self.samples * self.out_pixels, self.kernel**2
         if self.role == "forward":
-            return Matmul(m=rows, n=self.out_channels, k=window)
+            return Matmul(m=pixels, n=self.out_channels, k=self.in_channels * taps)
         if self.role == "data_gradient":
-            return Matmul(m=rows, n=window, k=self.out_channels, role=self.role)
-        return Matmul(m=self.out_channels, n=window, k=rows, role=self.role)
+            places = min(self.stride, self.kernel) ** 2
+            k = ceil(self.out_channels * taps / places)
+            return Matmul(m=pixels * places, n=self.in_channels, k=k, role=self.role)
+        return Matmul(m=self.out_channels, n=self.in_channels * taps, k=pixels, role=self.role)
+
+    @property
+    def winograd_product(self) -> Matmul:
+        """The products of Winograd's algorithm F(4x4, 3x3): one for each of the 36 places of a transformed tile.
+
+        Tiles cover 4x4 output pixels, the last of a row or column in part; images are taken to be square.
+        """
+        tiles = self.samples * ceil(sqrt(self.out_pixels) / WINOGRAD_TILE) ** 2
+        places = (WINOGRAD_TILE + WINOGRAD_KERNEL - 1) ** 2
+        if self.role == "forward":
+            return Matmul(m=tiles, n=self.out_channels, k=self.in_channels, batch=places)
+        if self.role == "data_gradient":
+            return Matmul(m=tiles, n=self.in_channels, k=self.out_channels, batch=places, role=self.role)
+        return Matmul(m=self.out_channels, n=self.in_channels, k=tiles, batch=places, role=self.role)
 
     def num_elements(self) -> float:
         """Elements read and written once: both images and the weight."""

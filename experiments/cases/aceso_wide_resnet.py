@@ -32,7 +32,7 @@ PLANS = (
     ("13B", "wide-resnet-13b", 32, (0, 132), 8, 16, True),
 )
 CALIBRATED = ("500M",)
-"""The convolution factors are medians over this size's profile, so it is not reported on modelled kernels."""
+"""The convolution factors are fitted on this size's profile, so it is not reported on modelled kernels."""
 
 
 def cases(data: Path | None) -> Iterator[Case | Skipped]:

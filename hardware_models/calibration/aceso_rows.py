@@ -1,4 +1,4 @@
-"""Aceso's measured GPT operators beside the kernels that our operator kinds say they run."""
+"""Aceso's measured GPT and Wide-ResNet operators beside the kernels that our operator kinds say they run."""
 
 from __future__ import annotations
 
@@ -60,3 +60,47 @@ def gpt_rows(
                     + op.definition.kernels(BACKWARD_WEIGHT, local)
                 )
                 yield KernelRow(f"{row.role} backward", kernels, row.backward_s, row.source)
+
+
+RESNET_SIZES = {
+    "500M": "wide-resnet-500m",
+    "2B": "wide-resnet-2b",
+    "4B": "wide-resnet-4b",
+    "6_8B": "wide-resnet-6.8b",
+    "13B": "wide-resnet-13b",
+}
+
+
+def convolution_rows(table: Path, *, size: str, database: str = "eurosys") -> Iterator[KernelRow]:
+    """Yield forward and backward rows of Wide-ResNet's convolutions on one GPU, without what else its operators do.
+
+    The default split gathers channels forward and the alternative one backward. One GPU does so too, in three copies:
+    default rows are longer forward by 2.6 to 3.2 times what reading and writing the output takes, alternative ones
+    backward by as much of the input. So forward rows are the alternative's, backward rows the default's.
+
+    Args:
+        table: ``ops.csv.gz``.
+        size: Key of RESNET_SIZES.
+        database: ``eurosys`` or ``miniset``.
+    """
+    implementation = load_runtime("megatron-lm-2021-fp32").implementation
+    workload = build_workload(RESNET_SIZES[size])
+    operators = {op.role: index for index, op in enumerate(workload.operators) if op.kind == "conv2d"}
+    for row in import_table(table, model="resnet", size=size, database=database).rows:
+        if row.tensor_size > 1 or row.role not in operators:
+            continue
+        index = operators[row.role]
+        op = workload.operators[index]
+        local = localize(
+            op.definition, op.attributes, workload.input_shapes(index, row.samples), [], implementation
+        )
+        side, stride = op.attributes["kernel"], op.attributes["stride"]
+        group = f"{side}x{side} stride {stride} {local.outputs[0][2]} pixels a side"
+        phases, seconds, word = (
+            ((BACKWARD_INPUT, BACKWARD_WEIGHT), row.backward_s, "backward")
+            if row.split == "default"
+            else ((FORWARD,), row.forward_s, "forward")
+        )
+        if seconds > LAUNCH_BOUND_S:
+            kernels = tuple(kernel for phase in phases for kernel in op.definition.kernels(phase, local))
+            yield KernelRow(f"{group} {word}", kernels, seconds, row.source)

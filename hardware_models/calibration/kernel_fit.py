@@ -118,14 +118,28 @@ def fit(
     progress: Callable[[str], None] = print,
 ) -> EfficiencyCurves:
     """Return the curves that fit ``rows`` best, and print the constants."""
+
+    def predict(values: Mapping[str, float]) -> Vector:
+        curves = build_curves(base, dtype, values, source)
+        return np.array([predict_s(gpu, curves, dtype, row.kernels) for row in rows])
+
+    return build_curves(base, dtype, least(parameters, rows, predict, progress), source)
+
+
+def least(
+    parameters: Sequence[Parameter],
+    rows: Sequence[KernelRow],
+    predict: Callable[[Mapping[str, float]], Vector],
+    progress: Callable[[str], None] = print,
+) -> dict[str, float]:
+    """Return the values of ``parameters`` with which ``predict`` comes closest to ``rows``, and print them."""
     names = [parameter.place for parameter in parameters]
     measured = np.array([row.seconds for row in rows])
     start = np.array([parameter.start for parameter in parameters])
     weight = np.clip(np.sqrt(measured / np.median(measured)), *WEIGHT_RANGE)
 
     def residuals(vector: Vector) -> Vector:
-        curves = build_curves(base, dtype, dict(zip(names, map(float, vector), strict=True)), source)
-        predicted = np.array([predict_s(gpu, curves, dtype, row.kernels) for row in rows])
+        predicted = predict(dict(zip(names, map(float, vector), strict=True)))
         pull = PULL * np.sqrt(len(rows)) * (vector - start) / start
         return np.concatenate([weight * np.log(predicted / measured), pull])
 
@@ -142,7 +156,7 @@ def fit(
     progress(f"fitted on {len(rows)} rows:")
     for name, value in values.items():
         progress(f"  {name}: {value:.4g}")
-    return build_curves(base, dtype, values, source)
+    return values
 
 
 def report(
@@ -154,18 +168,22 @@ def report(
     progress: Callable[[str], None] = print,
 ) -> float:
     """Print signed errors by group and return the mean absolute relative error of all rows."""
+    return report_errors(title, rows, [predict_s(gpu, curves, dtype, row.kernels) for row in rows], progress)
+
+
+def report_errors(
+    title: str, rows: Sequence[KernelRow], seconds: Sequence[float], progress: Callable[[str], None] = print
+) -> float:
+    """Print signed errors of predicted ``seconds`` by group and return the mean absolute one of all rows."""
     errors: dict[str, list[float]] = {}
-    predicted = measured = 0.0
-    for row in rows:
-        seconds = predict_s(gpu, curves, dtype, row.kernels)
-        predicted, measured = predicted + seconds, measured + row.seconds
-        error = seconds / row.seconds - 1
-        errors.setdefault(row.group, []).append(error)
+    for row, predicted in zip(rows, seconds, strict=True):
+        errors.setdefault(row.group, []).append(predicted / row.seconds - 1)
     every = np.concatenate([np.array(group) for group in errors.values()]) if errors else np.zeros(1)
     mean = float(np.mean(np.abs(every)))
     progress(
         f"{title}: {len(rows)} rows, mean absolute error {mean:.1%}, bias {float(np.mean(every)):+.1%}, "
-        f"median {float(np.median(np.abs(every))):.1%}, sum of all times {predicted / measured - 1:+.1%}"
+        f"median {float(np.median(np.abs(every))):.1%}, "
+        f"sum of all times {sum(seconds) / sum(row.seconds for row in rows) - 1:+.1%}"
     )
     for group, values in errors.items():
         progress(

@@ -15,6 +15,7 @@ from math import prod
 
 import numpy as np
 
+from hardware_models.links import GATHERS
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
 from simulator.costs import CostTables, OperatorCost, saved_tensors
@@ -266,7 +267,7 @@ class IntraOp:
             gathered = [
                 (position, item)
                 for phase, item, _, position in moves
-                if phase == FORWARD and item.collective == "all_gather" and f"input:{position}" in kept
+                if phase == FORWARD and item.collective in GATHERS and f"input:{position}" in kept
             ]
             moved = {position for phase, item, _, position in moves if phase == FORWARD and item.moves_batch}
             total += sum(self.collective_s(item) for position, item in gathered if position not in moved)

@@ -69,6 +69,7 @@ def input_collectives(
     own = sharding_of(index)
     assert own is not None
     sizes = mesh_sizes(own)
+    joins = costs.problem.runtime.joins_gathers
     found: list[tuple[str, MeshCollective, int, int]] = []
     for position, name in enumerate(costs.problem.workload.operators[index].inputs):
         source = _source(costs, index, name, sharding_of, gpu_type, arrivals)
@@ -82,11 +83,11 @@ def input_collectives(
         done_forward, done_backward = _served_before(costs, index, position, sharding_of, want, gradient)
         if not done_forward or gathers_alone(costs, want, in_shards=source.in_shards):
             source_bytes = source.bytes_on(samples * batch_degree(own) // batch_degree(source.sharding))
-            for item in reshard(source.sizes, source.placements, sizes, want, source_bytes):
+            for item in reshard(source.sizes, source.placements, sizes, want, source_bytes, joins=joins):
                 found.append((FORWARD, item, source.owner, position))
         if not done_backward:
             input_bytes = costs.operator(index, own, samples, gpu_type).input_bytes[position]
-            for item in reshard(sizes, gradient, source.sizes, source.gradient, input_bytes):
+            for item in reshard(sizes, gradient, source.sizes, source.gradient, input_bytes, joins=joins):
                 found.append((BACKWARD_INPUT, item, index, position))
     return found
 

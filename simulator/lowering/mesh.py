@@ -10,6 +10,7 @@ from math import prod
 
 import numpy as np
 
+from hardware_models.links import GATHERS, JOINED_GATHER
 from simulator.plan import Sharding
 from workloads.kinds.base import Split
 from workloads.placements import PARTIAL, REPLICATE, Placement, Shard, collective_between
@@ -73,7 +74,7 @@ class MeshCollective:
     """One collective over some axes of a mesh.
 
     Attributes:
-        collective: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        collective: ``all_reduce``, ``all_gather`` (or ``joined_all_gather``), ``reduce_scatter`` or ``all_to_all``.
         sizes: The mesh.
         axes: Axes of the mesh that a group spans.
         num_bytes: As ``HardwareModel.collective`` counts: the buffer (all_reduce), the gathered result
@@ -90,11 +91,11 @@ class MeshCollective:
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
-_ORDER = {"reduce_scatter": 0, "slice": 1, "all_to_all": 2, "all_reduce": 3, "all_gather": 4}
+_ORDER = {"reduce_scatter": 0, "slice": 1, "all_to_all": 2, "all_reduce": 3, "all_gather": 4, JOINED_GATHER: 4}
 
 
 def collectives_between(
-    sizes: MeshSizes, source: Sequence[Placement], target: Sequence[Placement], num_bytes: float
+    sizes: MeshSizes, source: Sequence[Placement], target: Sequence[Placement], num_bytes: float, *, joins: bool = False
 ) -> list[MeshCollective]:
     """Return the collectives that turn one layout of a tensor into another on the same mesh.
 
@@ -105,12 +106,15 @@ def collectives_between(
         sizes: The mesh.
         source, target: One placement per axis.
         num_bytes: Bytes one rank holds under ``source``.
+        joins: Gathers along other dimensions than the first are joined from lists.
     """
     steps: dict[tuple[str, Placement, Placement], list[int]] = {}
     for axis, (have, want) in enumerate(zip(source, target, strict=True)):
         collective = collective_between(have, want)
         if collective is None and have != want:
             collective = "slice"
+        if joins and collective == "all_gather" and have != Shard(0):
+            collective = JOINED_GATHER
         if collective is not None:
             steps.setdefault((collective, have, want), []).append(axis)
     found = []
@@ -118,7 +122,7 @@ def collectives_between(
         size = prod(sizes[axis] for axis in axes)
         if size == 1:
             continue
-        if collective == "all_gather":
+        if collective in GATHERS:
             num_bytes *= size
         if collective != "slice":
             moves_batch = Shard(0) in (have, want)
@@ -135,6 +139,8 @@ def reshard(
     target_sizes: MeshSizes,
     target: tuple[Placement, ...],
     num_bytes: float,
+    *,
+    joins: bool = False,
 ) -> tuple[MeshCollective, ...]:
     """Return the collectives between two layouts that may lie on different meshes of the same devices.
 
@@ -144,10 +150,15 @@ def reshard(
     if refined is not None:
         return tuple(
             collectives_between(
-                refined, spread(source_sizes, source, refined), spread(target_sizes, target, refined), num_bytes
+                refined,
+                spread(source_sizes, source, refined),
+                spread(target_sizes, target, refined),
+                num_bytes,
+                joins=joins,
             )
         )
-    return tuple(collectives_between(source_sizes, source, (REPLICATE,) * len(source_sizes), num_bytes))
+    whole = (REPLICATE,) * len(source_sizes)
+    return tuple(collectives_between(source_sizes, source, whole, num_bytes, joins=joins))
 
 
 def mesh_sizes(sharding: Sharding) -> MeshSizes:

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from hardware_models.links import GATHERS
 from simulator.costs import CostTables, OperatorCost
 from simulator.lowering.crossing import Crossing, arriving, is_sequence_parallel, made_in_shards, passing
 from simulator.lowering.edges import gathers_alone, input_collectives
@@ -138,7 +139,7 @@ class StageView:
         return [
             (position, item)
             for phase, item, _, position in self.input_collectives(index)
-            if phase == FORWARD and item.collective == "all_gather" and f"input:{position}" in saved
+            if phase == FORWARD and item.collective in GATHERS and f"input:{position}" in saved
         ]
 
     def gathers_again(self, index: int, position: int) -> bool:

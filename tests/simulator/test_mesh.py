@@ -51,6 +51,15 @@ def test_galvatrons_change_of_degrees_gathers_the_batch_over_the_inner_half() ->
     assert reshard((4, 2), (Shard(0), REPLICATE), (8,), (Shard(0),), 100.0) == ()
 
 
+def test_channels_are_joined_from_a_list_where_the_runtime_does_so_and_the_batch_is_not() -> None:
+    (found,) = reshard((2, 4), (Shard(0), Shard(1)), (2, 4), (Shard(0), REPLICATE), 25.0, joins=True)
+    assert (found.collective, found.axes, found.num_bytes) == ("joined_all_gather", (1,), 100.0)
+    (plain,) = reshard((2, 4), (Shard(0), Shard(1)), (2, 4), (Shard(0), REPLICATE), 25.0)
+    assert (plain.collective, plain.axes, plain.num_bytes) == ("all_gather", (1,), 100.0)
+    (batch,) = reshard((8,), (Shard(0),), (4, 2), (Shard(0), REPLICATE), 50.0, joins=True)
+    assert batch.collective == "all_gather"
+
+
 @given(SIZES, st.data())
 def test_a_tensor_ends_with_the_bytes_of_its_layout(sizes: tuple[int, ...], data: st.DataObject) -> None:
     """Following the collectives' own byte counts from source to target ends at the target's local size."""

@@ -1,0 +1,74 @@
+"""Fit what convolutions take beside their matrix products to Aceso's Wide-ResNet operators.
+
+Rows used: database eurosys, resnet 500M, tensor-parallel 1, fp32, longer than 100 us, every convolution: forward of the
+alternative split and backward of the default one, which hold no copies (`aceso_rows.convolution_rows`). All other
+sizes are report rows, and the 500M is in none of the groups on modelled kernels.
+
+A backward row is both gradients. The data gradient is a product of the forward one's shape, so one factor stands for
+both; what remains is the weight gradient's.
+
+Run: ``python -m hardware_models.calibration.fit_convolutions --data DIR``
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hardware_models.calibration.aceso_rows import convolution_rows
+from hardware_models.calibration.kernel_fit import KernelRow, Parameter, Vector, least, report_errors
+from hardware_models.compute import CONVOLUTION_FACTORS, ConvolutionFactors, convolution_s
+from hardware_models.gpus import load_curves, load_gpu
+from workloads.kernels import Convolution
+
+FITTED = "500M"
+GPU, DTYPE = "v100-sxm2-32gb", "fp32"
+PARAMETERS = (
+    Parameter("slowness.forward", 1.1, 1.0, 2.0),
+    Parameter("slowness.weight_gradient", 1.1, 1.0, 2.0),
+    Parameter("half_k_share", 0.6, 0.0, 2.0),
+    Parameter("few_channels_slowness", 1.5, 1.0, 4.0),
+    Parameter("transform_fraction", 0.8, 0.2, 1.0),
+)
+
+
+def factors_of(values: Mapping[str, float]) -> ConvolutionFactors:
+    """Return factors from values by PARAMETERS' places."""
+    forward = values["slowness.forward"]
+    return ConvolutionFactors(
+        slowness={
+            "forward": forward, "data_gradient": forward, "weight_gradient": values["slowness.weight_gradient"]
+        },
+        half_k_share=values["half_k_share"],
+        few_channels_slowness=values["few_channels_slowness"],
+        transform_fraction=values["transform_fraction"],
+    )  # fmt: skip
+
+
+def predicted_s(rows: Sequence[KernelRow], factors: ConvolutionFactors) -> Vector:
+    """Return the seconds of each row."""
+    gpu = load_gpu(GPU)
+    curve = load_curves(gpu.curves).matmul[DTYPE]
+    found = []
+    for row in rows:
+        kernels = [kernel for kernel in row.kernels if isinstance(kernel, Convolution)]
+        found.append(sum(convolution_s(gpu, curve, kernel, DTYPE, factors) for kernel in kernels))
+    return np.array(found)
+
+
+def main() -> None:
+    """Fit, print the constants, then the residuals of fit rows; `check_convolutions` has the other sizes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds aceso_v100/ops.csv.gz")
+    table = parser.parse_args().data / "aceso_v100" / "ops.csv.gz"
+    rows = list(convolution_rows(table, size=FITTED))
+    factors = factors_of(least(PARAMETERS, rows, lambda values: predicted_s(rows, factors_of(values))))
+    report_errors("fit rows", rows, predicted_s(rows, factors).tolist())
+    report_errors("fit rows, shipped constants", rows, predicted_s(rows, CONVOLUTION_FACTORS).tolist())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Convolutions: the products they amount to, split sums, Winograd's algorithm, and the measured ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardware_models.calibration.aceso_rows import convolution_rows
+from hardware_models.calibration.check_convolutions import errors
+from hardware_models.calibration.fit_convolutions import FITTED, PARAMETERS, factors_of, predicted_s
+from hardware_models.calibration.kernel_fit import least
+from hardware_models.compute import CONVOLUTION_FACTORS, ConvolutionFactors, convolution_s
+from hardware_models.gpus import GpuType, MatmulCurve
+from hardware_models.model import HardwareModel
+from tests.hardware_models.data_folder import data_folder
+from workloads.kernels import Convolution, Matmul
+
+V100 = HardwareModel.from_name("v100-32g-dgx1:1x1")
+A100 = HardwareModel.from_name("a100-80g-dgx:1x1")
+V100_GPU, A100_GPU = V100.gpu_type(0), A100.gpu_type(0)
+ROLES = ("forward", "data_gradient", "weight_gradient")
+AS_THE_PRODUCT = ConvolutionFactors(dict.fromkeys(ROLES, 1.0), 1.0, 1.0, 1.0)
+WHOLE = MatmulCurve(
+    limit=dict.fromkeys(ROLES, 1.0), half_waves=0.1, half_k=100.0, tile_m=128, tile_n=64, bandwidth_fraction=1.0,
+    source="by hand",
+)  # fmt: skip
+
+
+def machine(flop_per_s: float = 100e12, bytes_per_s: float = 1e15) -> GpuType:
+    """Return a GPU of 100 multiprocessors."""
+    changed = {
+        "peak_flop_per_s": {"fp32": flop_per_s}, "memory_bytes_per_s": bytes_per_s, "num_multiprocessors": 100
+    }  # fmt: skip
+    return V100.gpu(V100_GPU).model_copy(update=changed)
+
+
+def convolution(role: str, kernel: int = 3, stride: int = 2, samples: int = 4) -> Convolution:
+    return Convolution(samples, 16, 32, 28 * 28 * stride**2, 28 * 28, kernel, stride, role)
+
+
+def test_products_have_the_sum_of_their_role_inside() -> None:
+    """4 images of 28x28 output pixels are 3136 rows; a window of 16 channels has 144 elements."""
+    assert convolution("forward").product == Matmul(3136, 32, 144)
+    assert convolution("weight_gradient").product == Matmul(32, 144, 3136, role="weight_gradient")
+    # Every one of the 56x56 pixels gets a gradient, from 32 channels and a quarter of the nine taps.
+    assert convolution("data_gradient").product == Matmul(12544, 16, 72, role="data_gradient")
+    # A 1x1 window with stride 2 reads every fourth pixel: the others have no gradient.
+    assert convolution("data_gradient", kernel=1).product == Matmul(3136, 16, 32, role="data_gradient")
+    assert convolution("data_gradient", stride=1).product == Matmul(3136, 16, 288, role="data_gradient")
+
+
+@pytest.mark.parametrize(("side", "tiles"), [(56, 14 * 14), (28, 7 * 7), (14, 4 * 4), (7, 2 * 2)])
+def test_winograds_products_cover_the_image_in_tiles_of_four_by_four(side: int, tiles: int) -> None:
+    kernel = Convolution(2, 16, 32, side**2, side**2, 3)
+    assert kernel.winograd_product == Matmul(2 * tiles, 32, 16, batch=36)
+    weight = replace(kernel, role="weight_gradient").winograd_product
+    assert weight == Matmul(32, 16, 2 * tiles, batch=36, role="weight_gradient")
+    # 36 multiplications for 16 places of nine taps, where tiles fit: a quarter of the direct algorithm's.
+    assert kernel.winograd_product.flop == pytest.approx(kernel.flop / 4 * tiles * 16 / side**2)
+
+
+def test_a_weight_gradient_is_split_where_its_tiles_do_not_fill_the_gpu() -> None:
+    """128 x 64 elements of one tile, 0.01 waves of 100 multiprocessors, a sum over 1,000,000 pixels.
+
+    Whole: 2 x 128 x 64 x (1e6 + 100) flop at 100e12, 163.9 us, times 1 + 0.1 / 0.01. In s parts: (1e6 + 100 s) (1 +
+    10 / s), and 65,536 bytes of partial sums each at 1e15 byte/s: 65.5 ps, as much as 0.4 of the sum's pixels take.
+    So s = sqrt(1e6 x 10 / (100 + 0.4)) = 315.6; 316 parts take 163.84 us x 1.0316 x 1.031646 = 174.37 us, + 0.02 us.
+    """
+    kernel = Convolution(1_000_000, 64, 128, 1, 1, 1, role="weight_gradient")
+    seconds = convolution_s(machine(), WHOLE, kernel, "fp32", AS_THE_PRODUCT)
+    assert seconds == pytest.approx(163.84e-6 * 1.0316 * (1 + 10 / 316) + 316 * 65536 / 1e15, rel=1e-9)
+    forward = convolution_s(machine(), WHOLE, Convolution(128, 1_000_000, 64, 1, 1, 1), "fp32", AS_THE_PRODUCT)
+    assert forward == pytest.approx(163.84e-6 * 1.0001 * 11, rel=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    channels=st.tuples(st.integers(5, 600), st.integers(1, 600)),
+    pixels=st.integers(1, 200_000),
+    half_k=st.floats(0, 300),
+    bandwidth=st.floats(1e11, 1e13),
+)
+def test_no_other_number_of_parts_is_quicker(
+    channels: tuple[int, int], pixels: int, half_k: float, bandwidth: float
+) -> None:
+    gpu, curve = machine(bytes_per_s=bandwidth), WHOLE.model_copy(update={"half_k": half_k})
+    kernel = Convolution(pixels, *channels, 1, 1, 1, role="weight_gradient")
+    rows = channels[1] if channels[1] < 128 else -(-channels[1] // 128) * 128
+    columns = channels[0] if channels[0] < 64 else -(-channels[0] // 64) * 64
+    waves = rows * columns / (128 * 64) / 100
+    partial_s = channels[0] * channels[1] * 8 / bandwidth
+
+    def split_s(parts: int) -> float:
+        seconds = 2 * rows * columns / 100e12 * (pixels + parts * half_k) * (1 + 0.1 / (parts * waves))
+        return seconds + (parts * partial_s if parts > 1 else 0.0)
+
+    best = min(split_s(parts) for parts in (*range(1, 200), *(2**power for power in range(8, 24))))
+    traffic = kernel.num_elements() * 4 / bandwidth
+    seconds = convolution_s(gpu, curve, kernel, "fp32", AS_THE_PRODUCT)
+    assert seconds <= max(best, traffic) * (1 + 1e-12)
+    assert seconds >= min(traffic, kernel.flop / 100e12) * (1 - 1e-12)
+
+
+shapes = st.tuples(
+    st.integers(1, 128), st.integers(1, 2048), st.integers(1, 2048), st.sampled_from([7, 14, 28, 56, 112]),
+    st.sampled_from([1, 3, 7]), st.sampled_from([1, 2]), st.sampled_from(ROLES),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(shape=shapes, dtype=st.sampled_from(["fp32", "fp16"]))
+def test_no_convolution_beats_the_peaks_of_the_gpu(
+    shape: tuple[int, int, int, int, int, int, str], dtype: str
+) -> None:
+    """Winograd's algorithm does a quarter of the multiplications at best."""
+    samples, into, out, side, window, stride, role = shape
+    kernel = Convolution(samples, into, out, (side * stride) ** 2, side**2, window, stride, role)
+    seconds = V100.kernel_time_s(V100_GPU, kernel, dtype)
+    winograd = dtype == "fp32" and window == 3 and stride == 1
+    assert seconds >= kernel.flop / (4 if winograd else 1) / V100.peak_flop_per_s(V100_GPU, dtype)
+    assert seconds >= kernel.num_elements() * (4 if dtype == "fp32" else 2) / 900e9
+
+
+@settings(max_examples=200, deadline=None)
+@given(shape=shapes, dtype=st.sampled_from(["fp32", "fp16"]))
+def test_more_images_never_take_less(shape: tuple[int, int, int, int, int, int, str], dtype: str) -> None:
+    """The inner dimension of a weight gradient, whatever the number of parts."""
+    samples, into, out, side, window, stride, role = shape
+    seconds = [
+        V100.kernel_time_s(
+            V100_GPU, Convolution(count, into, out, (side * stride) ** 2, side**2, window, stride, role), dtype
+        )
+        for count in (samples, samples + 1)
+    ]
+    assert seconds[0] <= seconds[1] * (1 + 1e-12)
+
+
+def test_the_first_layer_of_resnet_50_is_not_left_to_three_tiles() -> None:
+    """128 images on V100: 4.6 ms in PipeDream's profile (of an unnamed GPU), 34 ms as one product of 64 x 147."""
+    kernel = Convolution(128, 3, 64, 224 * 224, 112 * 112, 7, 2, "weight_gradient")
+    assert 2e-3 < V100.kernel_time_s(V100_GPU, kernel, "fp32") < 8e-3
+
+
+def test_winograds_algorithm_is_taken_where_it_is_quicker_and_exists() -> None:
+    """448 channels of 28x28 pixels, whose tiles fit: between the direct algorithm's time at the peak and a quarter."""
+    kernel = Convolution(64, 448, 896, 28 * 28, 28 * 28, 3)
+    peak_s = kernel.flop / V100.peak_flop_per_s(V100_GPU, "fp32")
+    assert peak_s / 4 < V100.kernel_time_s(V100_GPU, kernel, "fp32") < peak_s / 2
+    assert A100.kernel_time_s(A100_GPU, kernel, "fp16") > kernel.flop / A100.peak_flop_per_s(A100_GPU, "fp16")
+    strided = replace(kernel, in_pixels=56 * 56, stride=2)
+    assert V100.kernel_time_s(V100_GPU, strided, "fp32") > peak_s
+
+
+def test_colour_images_are_charged_for_loads_that_are_not_vectors_once() -> None:
+    colours, more = (Convolution(64, channels, 64, 112**2, 112**2, 1) for channels in (3, 5))
+    slower = CONVOLUTION_FACTORS
+    plain = replace(slower, few_channels_slowness=1.0)
+    gpu, curve = machine(bytes_per_s=1e18), WHOLE
+    ratio = convolution_s(gpu, curve, colours, "fp32", slower) / convolution_s(gpu, curve, colours, "fp32", plain)
+    assert ratio == pytest.approx(slower.few_channels_slowness)
+    assert convolution_s(gpu, curve, more, "fp32", slower) == convolution_s(gpu, curve, more, "fp32", plain)
+    # 3 channels of 2 bytes are not aligned: at 0.42 of the rate they are slower than that already.
+    ampere = machine(bytes_per_s=1e18).model_copy(update={"peak_flop_per_s": {"fp16": 100e12}})
+    odd = WHOLE.model_copy(update={"misaligned_fraction": 0.42})
+    assert convolution_s(ampere, odd, colours, "fp16", slower) == convolution_s(ampere, odd, colours, "fp16", plain)
+
+
+def test_the_shipped_factors_are_those_of_the_fit_and_as_close_as_stated() -> None:
+    rows = list(convolution_rows(data_folder("aceso_v100") / "ops.csv.gz", size=FITTED))
+    assert len(rows) == 392
+    found = factors_of(least(PARAMETERS, rows, lambda values: predicted_s(rows, factors_of(values)), lambda line: None))
+    for role in ROLES:
+        assert found.slowness[role] == pytest.approx(CONVOLUTION_FACTORS.slowness[role], rel=0.01)
+    for name in ("half_k_share", "few_channels_slowness", "transform_fraction"):
+        assert getattr(found, name) == pytest.approx(getattr(CONVOLUTION_FACTORS, name), rel=0.02), name
+    errors = [abs(own / row.seconds - 1) for own, row in zip(predicted_s(rows, CONVOLUTION_FACTORS), rows, strict=True)]
+    assert sum(errors) / len(errors) < 0.075
+
+
+def test_convolutions_of_other_sizes_are_met_within_a_tenth() -> None:
+    found = errors(data_folder("aceso_v100") / "ops.csv.gz")
+    assert [each.size for each in found if each.is_fitted] == [FITTED] * 2
+    reported = [abs(error) for each in found if not each.is_fitted for error in each.rows]
+    assert len(reported) == 3 * 392 + 800
+    assert sum(reported) / len(reported) < 0.10
