@@ -9,10 +9,11 @@ boundary and reductions of one tied weight run at once and share links (``hardwa
 does, such as two boundaries or stages that meet on a card. No overlap (that of collectives with the gradients of one
 operator neither), copies of gradients, time of the optimizer, or allocator: the engine has those.
 
-Of the host: an operator takes at least its own launches. Where the runtime's host never runs ahead, nothing hides
-launches, and all of it is here: dispatch, passes, collectives, transfers. Where it does run ahead, earlier kernels may
-hide launches that count here (too slow), and what it spends on passes and collectives is left out (too fast where the
-host takes longest, as ``Estimate.host_binds`` says): nearest where kernels rule.
+Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
+pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives
+(``host_waits``), and else both passes of a microbatch together; launching the gathers of sharded parameters and of
+what arrives in parts, and transfers, is left out (too fast where the host takes longest, as ``Estimate.host_binds``
+says).
 
 Source: the pipeline formula of Aceso (EuroSys 2024) Eq. 1 and Megatron-LM (SC 2021) Section 2.2.
 """
@@ -32,6 +33,7 @@ from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
+from simulator.host_time import longer_s
 from simulator.interleaved_time import interleaved_s
 from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import epilogue_collectives, tied_groups
@@ -233,11 +235,12 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned)
         up_s = transfers_s(costs, transfers[before][1]) if before >= 0 else 0.0
         down_s = transfers_s(costs, transfers[view.position][0]) if after < len(views) else 0.0
-        forward_s = items_s(view, [item for item in forward if item.role != "gather"])
-        gathers_s = items_s(view, [item for item in forward if item.role == "gather"])
-        time = forward_s + gathers_s + items_s(view, backward) + up_s + down_s
+        apart_s = sum(items_s(view, [item for item in items if not _is_own(item)]) for items in (forward, backward))
+        forward_s, backward_s = _own_s(view, plan.schedule, forward, backward, waits=len(views) > 1)
+        arrived_s = items_s(view, [item for item in forward if item.cause == "transfer"])
+        time = forward_s + backward_s + apart_s + up_s + down_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
-        split.append(_split_s(view, plan.schedule, time, forward_s, down_s, up_s))
+        split.append(_split_s(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s))
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
@@ -248,6 +251,33 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         )
         once.append(synced + sum(collective_s(view, item) for item in refresh))
     return _StageTimes(times, hosts, once, np.array(split))
+
+
+def _is_own(item: Item) -> bool:
+    """Return whether an item is of the operators: no gather of sharded parameters or of what arrives in parts."""
+    return item.role != "gather" and item.cause != "transfer"
+
+
+def _own_s(
+    view: StageView, schedule: str, forward: list[Item], backward: list[Item], *, waits: bool
+) -> tuple[float, float]:
+    """Return the seconds of the operators of either pass of a microbatch, of a host that runs ahead if it takes longer.
+
+    Args:
+        view, schedule: The stage, and what its passes are by.
+        forward, backward: Items of its passes.
+        waits: It receives from other stages.
+    """
+    runtime = view.costs.problem.runtime
+    own = [[item for item in items if _is_own(item)] for items in (forward, backward)]
+    forward_s, backward_s = (items_s(view, items) for items in own)
+    if not runtime.host_runs_ahead:
+        return forward_s, backward_s
+    forward_host_s, backward_host_s = (launches_s(view, items) for items in own)
+    pass_s = pass_host_s(view.costs)
+    forward_host_s += pass_s
+    backward_host_s += (num_passes(schedule) - 1) * pass_s
+    return longer_s(forward_s, backward_s, forward_host_s, backward_host_s, waits and "receive" in runtime.host_waits)
 
 
 def _split_s(
@@ -277,7 +307,10 @@ def weights_s(view: StageView) -> float:
 
 
 def items_s(view: StageView, items: list[Item]) -> float:
-    """Return the seconds of items one after the other, each alone, each operator on the slowest type of the stage."""
+    """Return the seconds of items one after the other, each alone, each operator on the slowest type of the stage.
+
+    Launches are in it where the host never runs ahead.
+    """
     total = 0.0
     types = view.gpu_types
     for item in items:
@@ -294,7 +327,7 @@ def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: st
     cost = view.costs.operator(index, view.shardings[index], view.samples(index), gpu_type)
     segments: list[Segment] = [getattr(cost, phase) for phase in phases]
     if view.costs.problem.runtime.host_runs_ahead:
-        return sum(max(segment.device_s, segment.host_s) for segment in segments)
+        return sum(segment.device_s for segment in segments)
     return max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
 
 
@@ -352,9 +385,22 @@ def passes_s(costs: CostTables, gpu_type: str, schedule: str) -> float:
     return 0.0 if costs.problem.runtime.host_runs_ahead else num_passes(schedule) * costs.pass_s(gpu_type)
 
 
+def pass_host_s(costs: CostTables) -> float:
+    """Return what the framework of the slowest host spends on a pass beside what the device does."""
+    problem = costs.problem
+    return max(map(costs.pass_s, problem.gpu_types)) if problem.runtime.host_runs_ahead else 0.0
+
+
 def num_passes(schedule: str) -> int:
     """Return how many passes of a stage a microbatch takes: backward for inputs and for weights may be two."""
     return 3 if schedule == "zb-h1" else 2
+
+
+def launches_s(view: StageView, items: list[Item]) -> float:
+    """Return what launching items takes the slowest host of each beside what the device does."""
+    if not view.costs.problem.runtime.host_runs_ahead:
+        return 0.0
+    return sum(host_seconds(view, [item]) for item in items)
 
 
 def host_seconds(view: StageView, items: list[Item]) -> float:

@@ -24,9 +24,10 @@ MAX_PENDING = 64
 # Schedules, as ``PlanArrays.schedule`` has them.
 ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 
-# Columns of ``TimeTables.sums``: seconds of either pass, of the weight gradients in the latter, of gathering whole
-# layers, how many operators the strategy does not suit, elements of each family.
-FORWARD_S, BACKWARD_S, WEIGHT_S, GATHER_S, UNSUITED, ELEMENTS = range(6)
+# Columns of ``TimeTables.sums``: seconds of either pass, what launching them takes a host that runs ahead, seconds of
+# the weight gradients, of gathering whole layers, how many operators the strategy does not suit, elements of each
+# family.
+FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, UNSUITED, ELEMENTS = range(8)
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
 # Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
@@ -93,8 +94,9 @@ class TimeTables(NamedTuple):
 
     Attributes:
         sums: float64[tables, N + 1, TIME_COLUMNS]. Prefix sums.
-        entering_s: float64[tables, inputs]. Seconds that a segment which the input enters does not repeat.
-        settling_s: float64[tables, T]. Reducing a tensor that leaves the stage and nothing there reads.
+        entering_s: float64[tables, inputs, 2]. What a segment which the input enters does not repeat: seconds, and
+            what launching it takes.
+        settling_s: float64[tables, T, 2]. Reducing a tensor that leaves the stage and nothing there reads, likewise.
         has_private: int64[tables, N]. Whether the operator saves something of its own.
         made, read, passed: int64[tables, T], [tables, readings], [tables, N]. Numbers of layouts: of tensors
             where they are made, where they are read, and in stages that begin with the operator and pass them on.
@@ -104,8 +106,8 @@ class TimeTables(NamedTuple):
         aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
         line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
         goes_on: Per channel, whether the next one belongs to it; the slowest rules.
-        rows: float64[., 2 + inputs]. Operators between unlike neighbours: forward, backward, by input what a
-            segment does not repeat.
+        rows: float64[., 2 + inputs, 2]. Operators between unlike neighbours: forward, backward, by input what a
+            segment does not repeat; seconds, and what launching them takes.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
         keys, values: Hash table of 64-bit keys to numbers of tables, rows and boundaries.
         placement_shape, placement_form, placement_node: Of each placement: equal for equal prices inside it;

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
-from simulator.estimate import Estimate, passes_s
+from simulator.estimate import Estimate, pass_host_s, passes_s
 from simulator.fast_arrays import (
     BAD_RUNS,
     BAD_SEGMENTS,
@@ -53,7 +53,7 @@ from simulator.fast_memory import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
 from simulator.fast_store import Store
 from simulator.fast_structure import structure
-from simulator.fast_tables import TableBuilder, tied_channel
+from simulator.fast_tables import Spent, TableBuilder, tied_channel
 from simulator.fast_time import estimate_times
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
@@ -255,6 +255,8 @@ class FastEstimator:
                 float(runtime.gathered_parameter_bytes),
                 float(runtime.gradient_accumulation_bytes),
                 passes,
+                pass_host_s(self.costs),
+                "receive" in runtime.host_waits,
                 iteration_s,
                 stage_s,
                 run_tables,
@@ -355,7 +357,7 @@ class FastEstimator:
     def _first(self, columns: PlanColumns, stage: int, first_row: int) -> int:
         return 0 if stage == first_row else int(columns.run_stops[columns.run_offsets[stage] - 1])
 
-    def _row(self, columns: PlanColumns, index: int, stage: int) -> list[float]:
+    def _row(self, columns: PlanColumns, index: int, stage: int) -> list[Spent]:
         plan = int(np.searchsorted(columns.stage_offsets, stage, side="right")) - 1
         begin, end = columns.run_offsets[stage], columns.run_offsets[stage + 1]
         first = self._first(columns, stage, int(columns.stage_offsets[plan]))

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from simulator.fast_arrays import FAMILY, LINE, MAX_FAMILIES, TIME_COLUMNS, TimeTables
 from simulator.fast_memory import MEMORY_COLUMNS, NUM_STATES, MemoryTables
-from simulator.fast_tables import Table, TableBuilder
+from simulator.fast_tables import Spent, Table, TableBuilder
 
 Ints = NDArray[np.int64]
 
@@ -32,8 +32,8 @@ class Store:
         none = np.zeros(0, dtype=np.int64)
         self.time = TimeTables(
             sums=np.zeros((0, count + 1, TIME_COLUMNS)),
-            entering_s=np.zeros((0, len(shape.input_producers))),
-            settling_s=np.zeros((0, len(shape.producers))),
+            entering_s=np.zeros((0, len(shape.input_producers), 2)),
+            settling_s=np.zeros((0, len(shape.producers), 2)),
             has_private=np.zeros((0, count), dtype=np.int64),
             made=np.zeros((0, len(shape.producers)), dtype=np.int64),
             read=np.zeros((0, len(shape.readers)), dtype=np.int64),
@@ -47,7 +47,7 @@ class Store:
             point_offsets=np.zeros(1, dtype=np.int64),
             points=np.zeros((0, 2)),
             goes_on=none,
-            rows=np.zeros((0, 2 + most_inputs)),
+            rows=np.zeros((0, 2 + most_inputs, 2)),
             boundaries=np.zeros((0, 4)),
             keys=np.zeros(4 * MAX_MISSES, dtype=np.uint64),
             values=np.zeros(4 * MAX_MISSES, dtype=np.int64),
@@ -115,7 +115,7 @@ class Store:
                 goes_on=np.array(channels.goes_on, dtype=np.int64),
             )
 
-    def add_row(self, slot: int, row: list[float]) -> None:
+    def add_row(self, slot: int, row: list[Spent]) -> None:
         """Append an operator between unlike neighbours."""
         number = self._next("row", ("rows",), ())
         self.time.rows[number, : len(row)] = row

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from hardware_models.crowding import unlike_groups
 from simulator.costs import CostTables
-from simulator.estimate import collective_s, items_s, transfers_s, weights_s
+from simulator.estimate import collective_s, items_s, launches_s, transfers_s, weights_s
 from simulator.estimate_memory import saved_bytes
 from simulator.fast_arrays import (
+    BACKWARD_HOST_S,
     BACKWARD_S,
     ELEMENTS,
     FAMILY,
+    FORWARD_HOST_S,
     FORWARD_S,
     GATHER,
     GATHER_CHANNEL,
@@ -60,6 +62,8 @@ from simulator.plan import Sharding, resolve
 from workloads.placements import Placement
 
 Floats = NDArray[np.float64]
+Spent = tuple[float, float]
+"""Seconds of the device, and what launching it takes a host that runs ahead."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,8 @@ class TableBuilder:
         devices: Sequence[int],
         microbatch_size: int,
         entering: Iterable[int] = (),
-    ) -> list[float]:
-        """Return forward and backward seconds of an operator, and by input what a segment does not repeat.
+    ) -> list[Spent]:
+        """Return what an operator takes forward and backward, and by input what a segment does not repeat.
 
         Args:
             index: The operator.
@@ -122,11 +126,8 @@ class TableBuilder:
         view = view_of(self.costs, strategies, devices, microbatch_size, names)
         forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
         inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
-        return [
-            items_s(view, forward),
-            items_s(view, backward),
-            *(items_s(view, entering.get(position, [])) for position in range(inputs)),
-        ]
+        parts = [forward, backward, *(entering.get(position, []) for position in range(inputs))]
+        return [(items_s(view, items), launches_s(view, items)) for items in parts]
 
     # Whole tables
 
@@ -151,8 +152,8 @@ class TableBuilder:
         count = len(workload)
         sums = np.zeros((count + 1, TIME_COLUMNS))
         memory_sums = np.zeros((count + 1, MEMORY_COLUMNS))
-        entering_s = np.zeros(len(structure.input_producers))
-        rows: dict[int, list[float]] = {}
+        entering_s = np.zeros((len(structure.input_producers), 2))
+        rows: dict[int, list[Spent]] = {}
         for number, index in enumerate(self.names.examples):
             near = structure.neighbours[structure.neighbour_offsets[index] : structure.neighbour_offsets[index + 1]]
             try:
@@ -160,11 +161,13 @@ class TableBuilder:
                 rows[number] = self.row(index, strategies, devices, microbatch_size)
             except ValueError:  # Unsuited to it or to a neighbour; plans that combine the two are refused.
                 width = int(structure.input_offsets[index + 1] - structure.input_offsets[index])
-                rows[number] = [0.0] * (2 + width)
+                rows[number] = [(0.0, 0.0)] * (2 + width)
         for index, number in enumerate(structure.classes.tolist()):
             row = rows[number]
-            sums[index + 1, [FORWARD_S, BACKWARD_S]] = row[:2]
-            entering_s[structure.input_offsets[index] : structure.input_offsets[index + 1]] = row[2:]
+            sums[index + 1, [FORWARD_S, FORWARD_HOST_S]] = row[0]
+            sums[index + 1, [BACKWARD_S, BACKWARD_HOST_S]] = row[1]
+            if len(row) > 2:
+                entering_s[structure.input_offsets[index] : structure.input_offsets[index + 1]] = row[2:]
         resolved = [resolve(strategy, op) for op in workload.operators]
         families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
         family_of: dict[object, int] = {}
@@ -282,7 +285,7 @@ class TableBuilder:
         """Return, per tensor, the number of its layout, seconds of settling it, and whether it is made in shards."""
         workload = self.problem.workload
         found = []
-        known: dict[object, tuple[int, float, bool]] = {}
+        known: dict[object, tuple[int, Spent, bool]] = {}
         for name in self.names.tensors:
             producer = workload.producer[name]
             number = workload.operators[producer].outputs.index(name)
@@ -291,17 +294,18 @@ class TableBuilder:
                 try:
                     known[key] = self._made(name, producer, number, resolved[producer], devices, microbatch_size)
                 except ValueError:
-                    known[key] = -1, 0.0, False
+                    known[key] = -1, (0.0, 0.0), False
             found.append(known[key])
         made, settling_s, in_shards = zip(*found, strict=True) if found else ((), (), ())
-        return np.array(made, dtype=np.int64), np.array(settling_s), np.array(in_shards, dtype=np.int64)
+        return np.array(made, dtype=np.int64), np.array(settling_s).reshape(-1, 2), np.array(in_shards, dtype=np.int64)
 
     def _made(
         self, name: str, producer: int, number: int, sharding: Sharding, devices: Sequence[int], microbatch_size: int
-    ) -> tuple[int, float, bool]:
+    ) -> tuple[int, Spent, bool]:
         placements = tuple(split.outputs[number] for split in self.costs.splits(producer, sharding))
         view = view_of(self.costs, {producer: sharding}, devices, microbatch_size)
-        settle_s = items_s(view, ProgramBuilder(view, Fidelity()).output_settled(name))
+        settling = ProgramBuilder(view, Fidelity()).output_settled(name)
+        settle_s = items_s(view, settling), launches_s(view, settling)
         layout = self._layouts(_layout(settled(placements), sharding))
         return layout, settle_s, made_in_shards(sharding, placements)
 

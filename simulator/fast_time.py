@@ -15,18 +15,21 @@ from simulator import (
     fast_prices,
     fast_regather,
     fast_ties,
+    host_time,
     interleaved_time,
     pipeline_time,
     zero_bubble_time,
 )
-from simulator.compiled_cache import compiled_with
+from simulator.compiled_cache import compiled, compiled_with
 from simulator.fast_arrays import (
+    BACKWARD_HOST_S,
     BACKWARD_S,
     BAD_RUNS,
     BAD_SEGMENTS,
     BAD_STRATEGY,
     DONE,
     ELEMENTS,
+    FORWARD_HOST_S,
     FORWARD_S,
     GATHER,
     GATHER_CHANNEL,
@@ -57,8 +60,10 @@ from simulator.fast_pipeline import add_passes, weights_s
 from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.fast_regather import add_regathers
 from simulator.fast_ties import tied_elements, tied_s
+from simulator.host_time import longer_s
 from simulator.zero_bubble_time import DOWN, FORWARD, SPLIT, UP, WEIGHT
 
+_longer_s = compiled(longer_s)
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 
@@ -70,6 +75,7 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
     fast_boundaries,
     fast_regather,
     fast_pipeline,
+    host_time,
     interleaved_time,
     pipeline_time,
     zero_bubble_time,
@@ -87,6 +93,8 @@ def estimate_times(
     gathered_bytes: float,
     gradient_bytes: float,
     passes_s: Floats,
+    pass_host_s: float,
+    waits_to_receive: bool,
     iteration_s: Floats,
     stage_s: Floats,
     run_tables: Ints,
@@ -105,6 +113,8 @@ def estimate_times(
         blocking: A stage goes on only when what it sent has arrived.
         parameter_bytes, gathered_bytes, gradient_bytes: Per element, as refreshed, as gathered and as reduced.
         passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
+        pass_host_s: What a pass takes a host that runs ahead.
+        waits_to_receive: Such a host waits for what a pass receives.
         iteration_s, stage_s, run_tables: Results, per plan, stage and run.
         states: Per plan: DONE, INCOMPLETE, or what is wrong with it.
         misses: int64[., 4]. Kind, slot in the hash table, and where it is needed: table (run, stage), row
@@ -116,7 +126,7 @@ def estimate_times(
     num_tied = len(shape.tied)
     over_op = np.empty(num_operators, np.int64)
     over_row = np.empty(num_operators, np.int64)
-    over_s = np.empty(num_operators, np.float64)
+    over_s = np.empty((num_operators, 2), np.float64)
     pend_key = np.empty(MAX_PENDING, np.int64)
     pend_channel = np.empty(MAX_PENDING, np.int64)
     pend_elements = np.empty(MAX_PENDING, np.float64)
@@ -163,6 +173,7 @@ def estimate_times(
             # Runs: passes, operators whose neighbours are in another run or stage, gathers, parameters.
             pass_s = passes_s[plans.schedule[plan]] / (3 if splits else 2)
             forward_s, seconds, gather_s = pass_s, passes_s[plans.schedule[plan]] - pass_s, 0.0
+            forward_host_s, backward_host_s = pass_host_s, (2 if splits else 1) * pass_host_s
             num_over, num_pending, pending_layer = 0, 0, -1
             num_sums[0] = num_sums[1] = 0
             start = first
@@ -174,6 +185,8 @@ def estimate_times(
                     break
                 forward_s += sums[ends, FORWARD_S] - sums[start, FORWARD_S]
                 seconds += sums[ends, BACKWARD_S] - sums[start, BACKWARD_S]
+                forward_host_s += sums[ends, FORWARD_HOST_S] - sums[start, FORWARD_HOST_S]
+                backward_host_s += sums[ends, BACKWARD_HOST_S] - sums[start, BACKWARD_HOST_S]
                 for place in range(shape.touched_offsets[start], shape.touched_offsets[start + 1]):
                     index = shape.touched[place]
                     if index >= ends:
@@ -196,10 +209,14 @@ def estimate_times(
                     if row < 0:
                         state = INCOMPLETE
                         continue
-                    more_s = tables.rows[row, 0] - (sums[index + 1, FORWARD_S] - sums[index, FORWARD_S])
-                    forward_s += more_s
-                    seconds += tables.rows[row, 1] - (sums[index + 1, BACKWARD_S] - sums[index, BACKWARD_S])
-                    over_op[num_over], over_row[num_over], over_s[num_over] = index, row, more_s
+                    unlike, alike, behind = tables.rows[row], sums[index], sums[index + 1]
+                    over_op[num_over], over_row[num_over] = index, row
+                    over_s[num_over, 0] = unlike[0, 0] - (behind[FORWARD_S] - alike[FORWARD_S])
+                    over_s[num_over, 1] = unlike[0, 1] - (behind[FORWARD_HOST_S] - alike[FORWARD_HOST_S])
+                    forward_s += over_s[num_over, 0]
+                    forward_host_s += over_s[num_over, 1]
+                    seconds += unlike[1, 0] - (behind[BACKWARD_S] - alike[BACKWARD_S])
+                    backward_host_s += unlike[1, 1] - (behind[BACKWARD_HOST_S] - alike[BACKWARD_HOST_S])
                     num_over += 1
                 families = tables.families[table]
                 gathers = False
@@ -282,7 +299,6 @@ def estimate_times(
             for at in range(num_pending):
                 alone_s = channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
                 gather_s += shape.gathers_of[pending_layer] * alone_s
-            seconds += gather_s
 
             # What leaves: in shards of the sequence or not; outputs that nothing in the stage reads.
             for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
@@ -294,7 +310,8 @@ def estimate_times(
                         other += 1
                     in_shards[tensor] = tables.in_shards[run_tables[other], tensor]
                     if shape.readers[shape.reader_offsets[tensor]] >= stop:
-                        forward_s += tables.settling_s[run_tables[other], tensor]
+                        forward_s += tables.settling_s[run_tables[other], tensor, 0]
+                        forward_host_s += tables.settling_s[run_tables[other], tensor, 1]
 
             # Recomputed segments.
             previous, run, over = first, begin, 0
@@ -322,13 +339,15 @@ def estimate_times(
                     ends = min(tail, plans.run_stops[other])
                     sums = tables.sums[run_tables[other]]
                     seconds += sums[ends, FORWARD_S] - sums[place, FORWARD_S]
+                    backward_host_s += sums[ends, FORWARD_HOST_S] - sums[place, FORWARD_HOST_S]
                     place = ends
                     other += 1
                 while over < num_over and over_op[over] < a:
                     over += 1
                 at = over
                 while at < num_over and over_op[at] < tail:
-                    seconds += over_s[at]
+                    seconds += over_s[at, 0]
+                    backward_host_s += over_s[at, 1]
                     at += 1
                 at, other = over, run
                 for place in range(shape.touched_offsets[a], shape.touched_offsets[a + 1]):
@@ -343,9 +362,11 @@ def estimate_times(
                     for number in range(base, shape.input_offsets[index + 1]):
                         if shape.input_producers[number] < a:
                             if at < num_over and over_op[at] == index:
-                                seconds -= tables.rows[over_row[at], 2 + number - base]
+                                seconds -= tables.rows[over_row[at], 2 + number - base, 0]
+                                backward_host_s -= tables.rows[over_row[at], 2 + number - base, 1]
                             else:
-                                seconds -= tables.entering_s[run_tables[other], number]
+                                seconds -= tables.entering_s[run_tables[other], number, 0]
+                                backward_host_s -= tables.entering_s[run_tables[other], number, 1]
             if state < 0:
                 break
 
@@ -370,7 +391,9 @@ def estimate_times(
             if plans.reduces_every[plan]:
                 reduced_s *= m
             once_s[stage] = reduced_s + refresh_s
-            stage_s[stage] = forward_s + seconds
+            waits = waits_to_receive and high - low > 1
+            forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits)
+            stage_s[stage] = forward_s + seconds + gather_s
             split_s[stage, FORWARD], split_s[stage, WEIGHT] = forward_s, 0.0
             split_s[stage, DOWN], split_s[stage, UP] = 0.0, 0.0
             if splits:

@@ -1,0 +1,23 @@
+"""Closed form of a host that launches what comes next while the device works."""
+
+from __future__ import annotations
+
+
+def longer_s(
+    forward_s: float, backward_s: float, forward_host_s: float, backward_host_s: float, waits: bool
+) -> tuple[float, float]:
+    """Return the seconds of either pass of a microbatch where the host works beside the device.
+
+    Args:
+        forward_s, backward_s: Of the device.
+        forward_host_s, backward_host_s: Of the host.
+        waits: The host begins each pass when the device does; else it goes on from one to the next, and both take
+            their share of what it needs for both.
+
+    >>> longer_s(1.0, 4.0, 2.0, 2.0, True), longer_s(1.0, 4.0, 2.0, 2.0, False), longer_s(1.0, 3.0, 2.0, 4.0, False)
+    ((2.0, 4.0), (1.0, 4.0), (1.5, 4.5))
+    """
+    if waits:
+        return max(forward_s, forward_host_s), max(backward_s, backward_host_s)
+    slower = max(1.0, (forward_host_s + backward_host_s) / max(forward_s + backward_s, 1e-300))
+    return slower * forward_s, slower * backward_s
