@@ -30,12 +30,14 @@ TITAN's products, the dispatch of an unfused softmax's operations, Composer's me
 Galvatron's runs whole embeddings, tied weights reduced by each module, microbatches by the samples of a replica and
 memory in steps of 1 MiB, at most eight microbatches, and sharded layers gathered once more where they are computed
 again) were added after the residuals of these groups had been seen, each from a published source
-and none tuned on their rows. Six choices had measured rows in view: that Galvatron's pipelines sum tied weights over
+and none tuned on their rows. Seven choices had measured rows in view: that Galvatron's pipelines sum tied weights over
 stages, which nothing in its later release does ([Galvatron](galvatron.md)); how vTrain's rows are read
 ([model](model.md)); the 2 GB outside the allocator in AMP's runs, which decide one of its five runs out of memory
 ([AMP](amp.md)); of the constants that Galvatron's release has for memory outside the layers, those of BERT alone,
 since its shipped plans come out with them and printed batches of other models do not; that its variants without
-checkpointing cut batches by the formulas of 2022, and BMW by those of 2023 ([Galvatron](galvatron.md)); and that fits
+checkpointing cut batches by the formulas of 2022, and BMW by those of 2023 ([Galvatron](galvatron.md)); that gathers
+of Wide-ResNet's channels are joined in three copies, which its smallest model's operators show and which was looked
+for when the larger ones' runs came out 14 % too short ([model](model.md)); and that fits
 to whole iterations count runs far off less than squared ([calibration](calibration.md)). So errors on runs
 nobody here has seen may be larger. [Costs](costs.md) has collectives, layers and overlap. `windtunnel accuracy --docs
 docs/accuracy.md` makes this page; groups marked * need a copy of a public data set (`--data DIR`).
