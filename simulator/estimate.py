@@ -245,7 +245,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
         hosts.append(host / view.num_turns)
-        reductions, refresh = epilogue_collectives(view, overlapped=False)
+        reductions, refresh = epilogue_collectives(view, reduces_early=False)
         synced = sum(collective_s(view, item) for item in reductions) * (
             plan.num_microbatches if plan.gradient_reduction == "every" else 1
         )

@@ -30,15 +30,15 @@ bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv on the pa
 OPTIMIZER_STATE_BYTES = 4
 
 
-def epilogue_collectives(view: StageView, *, overlapped: bool) -> tuple[list[MeshCollective], list[MeshCollective]]:
+def epilogue_collectives(view: StageView, *, reduces_early: bool) -> tuple[list[MeshCollective], list[MeshCollective]]:
     """Return a stage's gradient reductions after the last backward pass, and its gathers after the step.
 
     Args:
         view: The stage.
-        overlapped: Gradients were already reduced during the backward pass.
+        reduces_early: Gradients were already reduced during the backward pass.
     """
     reductions = (
-        [] if overlapped else [item for bucket in gradient_buckets(view, merged=True) for item in bucket.collectives]
+        [] if reduces_early else [item for bucket in gradient_buckets(view, merged=True) for item in bucket.collectives]
     )
     return reductions, parameter_refresh(view)
 
@@ -98,13 +98,13 @@ class EpilogueBuilder:
         fidelity: Fidelity,
         launch_s: Mapping[int, float],
         *,
-        overlapped: bool,
+        reduces_early: bool,
     ) -> None:
         self.placements = placements
         self.channels = channels
         self.fidelity = fidelity
         self.launch_s = launch_s
-        self.overlapped = overlapped
+        self.reduces_early = reduces_early
         self.rows = TaskRows()
         self.entry: dict[int, list[int]] = {}
         self._last: dict[int, list[int]] = {}
@@ -117,7 +117,7 @@ class EpilogueBuilder:
             all_classes: Every representative.
         """
         for placement in self.placements:
-            reductions, _ = epilogue_collectives(placement.view, overlapped=self.overlapped)
+            reductions, _ = epilogue_collectives(placement.view, reduces_early=self.reduces_early)
             if self.fidelity.gradient_sync and reductions:
                 self._copies(placement, back=False)
                 for item in reductions:

@@ -145,10 +145,10 @@ class _Lowering:
         self.views = self.flows[0].views
         self.orders = schedule_named(plan.schedule).actions(pipeline_shape(plan))
         self.has_zero3 = [any(group.zero == 3 for group in parameter_groups(view)) for view in self.views]
-        self.overlapped = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
+        self.reduces_early = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
 
     def run(self) -> Lowered:
-        chosen = VariantChoice(self.plan, self.has_zero3, self.overlapped, self.flows[0].num_turns)
+        chosen = VariantChoice(self.plan, self.has_zero3, self.reduces_early, self.flows[0].num_turns)
         variants = [chosen.of_order(order) for order in self.orders]
         programs: dict[tuple[int, Variant], Program] = {}
         for order, found in zip(self.orders, variants, strict=True):
@@ -185,7 +185,7 @@ class _Lowering:
         if len(self.flows) > 1:
             last = [replace(one, view=view) for one, view in zip(placements, self.flows[-1].views, strict=True)]
         templates, number_of = self._templates(programs, channels, (placements, last), launch_s)
-        epilogue = EpilogueBuilder(placements, channels, self.fidelity, launch_s, overlapped=self.overlapped)
+        epilogue = EpilogueBuilder(placements, channels, self.fidelity, launch_s, reduces_early=self.reduces_early)
         assert channels.partition is not None
         rows = epilogue.build(self._norm_latency_s(), range(len(channels.partition.members)))
         return _Bound(
@@ -233,7 +233,7 @@ class _Lowering:
                 if item.collective is not None:
                     channels.add_collective(stage, self.plan.stages[stage].devices, item.collective)
         for view in self.views:
-            for collectives in epilogue_collectives(view, overlapped=self.overlapped):
+            for collectives in epilogue_collectives(view, reduces_early=self.reduces_early):
                 for collective in collectives:
                     channels.add_collective(view.position, view.stage.devices, collective)
         for tie, devices, size in tied_groups(self.views):

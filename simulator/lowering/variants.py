@@ -35,13 +35,13 @@ class VariantChoice:
     Attributes:
         plan: The plan.
         has_zero3: Per stage, whether it gathers parameters.
-        overlapped: Gradients are reduced within backward passes.
+        reduces_early: Gradients are reduced within backward passes.
         num_turns: Microbatches after which the same replicas have their turn.
     """
 
     plan: Plan
     has_zero3: Sequence[bool]
-    overlapped: bool
+    reduces_early: bool
     num_turns: int
 
     def of_order(self, order: Sequence[Action]) -> list[Variant]:
@@ -66,6 +66,6 @@ class VariantChoice:
             or (action.kind in (BACKWARD, BACKWARD_INPUT) and self.plan.reshard_after_forward)
         )
         makes_gradients = action.kind in (BACKWARD, BACKWARD_WEIGHT)
-        sync = self.overlapped and makes_gradients and (last or self.plan.gradient_reduction == "every")
+        sync = self.reduces_early and makes_gradients and (last or self.plan.gradient_reduction == "every")
         turn = action.microbatch % self.num_turns
         return Variant(action.kind, gather, sync, turn, self.plan.is_smaller(action.microbatch))

@@ -112,7 +112,7 @@ def derived_collectives(executor: PlanExecutor) -> Counter[Collective]:
             items = builder.backward(PHASES[action.kind], gather=gather, sync=sync)
         found.update(_named(item.collective) for item in items if item.collective is not None)
     for runner in executor.runners.values():
-        for items in epilogue_collectives(runner.view, overlapped=is_overlapped(runner.view)):
+        for items in epilogue_collectives(runner.view, reduces_early=is_overlapped(runner.view)):
             found.update(_named(item) for item in items)
     views = [wiring.view for wiring in executor.wirings]
     for _, devices, num_bytes in tied_groups(views):
