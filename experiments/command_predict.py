@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.console import (
+    INTERRUPTED,
     AsJson,
     CommonCluster,
     CommonModel,
@@ -25,6 +26,7 @@ from experiments.console import (
     table,
     writable,
 )
+from experiments.interrupts import one_interrupt
 
 if TYPE_CHECKING:
     from experiments.accuracy import GroupReport, Outcome
@@ -132,10 +134,14 @@ def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | N
 
     outcomes: list[Outcome] = []
     try:
-        with counted_progress("runs") as advance:
+        with one_interrupt(), counted_progress("runs") as advance:
             for number, case in enumerate(cases):
                 advance(number, len(cases), case.row_id)
                 outcomes.append(run_case(case, fidelity=fidelity))
+    except KeyboardInterrupt:
+        kept = f"are in {output}" if output is not None and outcomes else "are lost (-o keeps them)"
+        messages().print(f"interrupted; {len(outcomes)} of {len(cases)} runs were simulated and {kept}", markup=False)
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         if output is not None and outcomes:
             _write(runs, outcomes, output)

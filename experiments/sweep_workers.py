@@ -151,7 +151,7 @@ class DaskWorkers:
         address: Of the scheduler, such as ``tcp://host:8786``.
 
     Raises:
-        ValueError: If distributed is not installed, or workers there run other code.
+        ValueError: If distributed is not installed, the address is none, or workers there run other code.
         OSError: If no scheduler answers.
     """
 
@@ -162,6 +162,8 @@ class DaskWorkers:
             raise ValueError(
                 "a Dask cluster needs the package distributed; pip install 'windtunnel[distributed]'"
             ) from None
+        if not re.fullmatch(r"[a-z]+://[^/\s]+:\d+", address):
+            raise ValueError(f"a scheduler must be named like tcp://host:8786, got {address!r}")
         self.capacity: int | None = None
         self._client = distributed.Client(address, timeout="10s", set_as_default=False)
         try:
