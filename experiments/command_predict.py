@@ -78,7 +78,7 @@ def predict(
     from experiments.accuracy_plots import plot_outcomes
     from experiments.command_validate import parse_share
     from experiments.measured_run import doubt
-    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs
+    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes
     from simulator.fidelity import Fidelity
 
     largest = parse_share(limit) if limit is not None else None
@@ -109,14 +109,18 @@ def predict(
     ]
     if measured and (words := doubt(measured)) is not None:
         messages().print(f"[bold red]{words}[/]")
+    for line in other_dtypes(cases):
+        messages().print(line, markup=False)
     ignored = columns_not_read(runs)
     if as_json:
         found = [_run_mapping(each) for each in outcomes]
-        print_json({"report": _report_mapping(report), "runs": found, "refused": refused, "columns_not_read": ignored})
+        others = {"refused": refused, "columns_not_read": list(ignored)}
+        print_json({"report": _report_mapping(report), "runs": found, **others})
     else:
         _print(report, outcomes, features)
     if ignored:
-        messages().print(f"columns that say nothing about a run: {', '.join(ignored)}", markup=False)
+        names = [f"{name} (did you mean {alike}?)" if alike else name for name, alike in ignored.items()]
+        messages().print(f"columns that say nothing about a run: {', '.join(names)}", markup=False)
     for line in refused:
         messages().print(f"left out: {line}", soft_wrap=True, markup=False)
     for path in (output, plot):
