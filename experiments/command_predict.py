@@ -18,13 +18,13 @@ from experiments.console import (
     CommonRuntime,
     Profile,
     Without,
+    all_writable,
     comma_separated,
     console,
     messages,
     print_json,
     print_lines,
     table,
-    writable,
 )
 from experiments.interrupts import one_interrupt
 
@@ -95,9 +95,7 @@ def predict(
     for option, given in (("--limit", largest), ("--plot", plot), ("--by", features)):
         if given and not timed:
             raise ValueError(f"{option} needs measured times, and no row of {runs} has one")
-    for path in (output, plot):
-        if path is not None:
-            writable(path)
+    all_writable(output, plot)
     outcomes = _simulated(cases, fidelity, runs, output)
     report = report_of(runs.stem, outcomes)
     if plot is not None:

@@ -13,11 +13,11 @@ from experiments.console import (
     Engine,
     Profile,
     Without,
+    all_writable,
     comma_separated,
     messages,
     print_json,
     print_lines,
-    writable,
 )
 
 
@@ -47,9 +47,7 @@ def simulate_file(
     from simulator.simulate import simulate
     from simulator.timeline import readable_window
 
-    for path in (trace, timeline):
-        if path is not None:
-            writable(path)
+    all_writable(trace, timeline)
     fidelity = Fidelity().without(*comma_separated(without))
     spec, plan = load_plan(plan_file)
     problem = (replace(spec, profile=profile) if profile is not None else spec).load()

@@ -172,6 +172,17 @@ def writable(path: Path) -> Path:
     return path
 
 
+def all_writable(*paths: Path | None) -> None:
+    """Check what a command is to write, before any work; None is nothing.
+
+    Raises:
+        ValueError: If a path cannot be written, or two are the same file.
+    """
+    given = [writable(path) for path in paths if path is not None]
+    if len({path.resolve() for path in given}) < len(given):
+        raise ValueError(f"outputs must be files of their own, got {' and '.join(map(str, given))}; name another one")
+
+
 def writable_folder(path: Path) -> Path:
     """Return the folder after making it.
 
