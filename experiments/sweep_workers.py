@@ -24,6 +24,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from experiments.compare_files import code_fingerprint
@@ -96,7 +97,8 @@ class LocalWorkers:
             self._busy[future] = lane
             return future
         lane = _new_process()
-        future = lane.submit(run_job, job)
+        with interrupts_wait():
+            future = lane.submit(run_job, job)
         self._busy[future] = lane
         return future
 
@@ -127,6 +129,16 @@ def _new_process() -> Executor:
         max_workers=1, initializer=follow, initargs=(os.getpid(),), env=_ONE_THREAD
     )
     return executor
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back while a process begins, which inherits that: it would end in its imports, with a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def follow(parent: int) -> None:
