@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def write_bytes_atomically(path: str | Path, data: bytes) -> None:
         data: The content.
 
     Raises:
-        OSError: If the file cannot be written; the old one is then untouched.
+        OSError: If the file cannot be written (the error names it); the old one is then untouched.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.partial")
@@ -52,8 +53,12 @@ def write_bytes_atomically(path: str | Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # where nothing can be written there is nothing to remove
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            words = f"cannot be written ({error.strerror}); choose another place"
+            raise type(error)(error.errno, words, str(target)) from error
         raise
 
 

@@ -28,16 +28,21 @@ from experiments import (
     command_validate,
 )
 from experiments.cli_accuracy import register as register_accuracy
-from experiments.console import fail
+from experiments.console import INTERRUPTED, fail, messages
+from experiments.interrupts import one_interrupt
 
 
 class Commands(TyperGroup):
-    """The commands; what an option refuses is told with what came."""
+    """The commands; what an option refuses is told with what came, and an interrupt is told."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
         try:
-            return super().invoke(ctx)
+            with one_interrupt():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:  # a command that keeps something says so itself
+            messages().print("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
         except typer.BadParameter as error:
             if isinstance(error.__cause__, ValidationError):
                 error.message += f", got {error.__cause__.errors()[0]['input']!r}"

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.console import AsJson, Without, comma_separated, console, messages, print_json, table
+from experiments.console import (
+    AsJson,
+    Without,
+    comma_separated,
+    console,
+    messages,
+    print_json,
+    table,
+    writable,
+    writable_folder,
+)
 
 if TYPE_CHECKING:
     from experiments.accuracy import GroupReport, Outcome
@@ -73,6 +83,10 @@ def accuracy(
         raise ValueError("--without is for looking: it cannot go with --check, --accept or --docs")
     if docs is not None and group:
         raise ValueError("--docs writes about all groups: leave --group out")
+    if plots is not None:
+        writable_folder(plots)
+    if docs is not None:
+        writable(docs)
     only = tuple(group or ())
     folder = data_folder(data)
     entries = list(all_cases(folder))

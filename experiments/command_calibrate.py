@@ -24,12 +24,25 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+
+
+def _writable(path: Path | None) -> Path | None:
+    return None if path is None else writable(path)
+
+
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Calibration file (.yaml or .json) to write.", show_default=False),
+    typer.Option(
+        "--output",
+        "-o",
+        help="Calibration file (.yaml or .json) to write.",
+        show_default=False,
+        callback=_writable,
+    ),
 ]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Picture (.png): measured against model.", show_default=False)
+    Path | None,
+    typer.Option("--plot", help="Picture (.png): measured against model.", show_default=False, callback=_writable),
 ]
 Preset = Annotated[
     str | None,
@@ -207,9 +220,9 @@ def _finish(outcome: Outcome, output: Path | None, plot: Path | None, as_json: b
     from hardware_models.calibration_file import save_calibration
 
     if output is not None:
-        save_calibration(outcome.calibration, writable(output))
+        save_calibration(outcome.calibration, output)
     if plot is not None:
-        calibrate_report.plot(outcome, writable(plot))
+        calibrate_report.plot(outcome, plot)
     if as_json:
         print_json(calibrate_report.outcome_mapping(outcome, output))
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from experiments.console import console, messages, print_json, print_lines, table
+from experiments.console import INTERRUPTED, console, messages, print_json, print_lines, table
 
 if TYPE_CHECKING:
     from simulator.plan import Plan
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from validation.campaign_result import CampaignResult, PlanOutcome
     from validation.campaign_run import Listener
     from validation.campaign_work import UnitWork
-
-INTERRUPTED = 130
 
 
 def validate_campaign(

@@ -9,6 +9,7 @@ import typer
 
 from experiments.console import (
     DEFAULT_RUNTIME,
+    INTERRUPTED,
     AsJson,
     BudgetText,
     Cluster,
@@ -28,6 +29,7 @@ from experiments.console import (
     problem_spec,
     table,
 )
+from experiments.interrupts import one_interrupt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,7 +82,7 @@ def compare_searchers(
     )
     limit = Budget.parse(budget)
     try:
-        with searchers_progress(names) as listener:
+        with one_interrupt(), searchers_progress(names) as listener:
             found = compare(
                 spec,
                 names,
@@ -95,7 +97,7 @@ def compare_searchers(
     except KeyboardInterrupt:
         kept = f"; finished searchers are kept in {output}, the same command continues" if output else ""
         messages().print(f"interrupted{kept}")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print_lines(found.to_json(orient="records", indent=2))
         return

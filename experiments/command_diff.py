@@ -46,6 +46,8 @@ def diff(
     from simulator.plan_file import load_plan
     from simulator.simulate import simulate
 
+    if plot is not None:
+        writable(plot)
     fidelity = Fidelity().without(*comma_separated(without))
     loaded = [(path, *load_plan(path)) for path in (first, second)]
     results = []
@@ -55,7 +57,7 @@ def diff(
     names = (first.stem, second.stem) if first.stem != second.stem else (str(first), str(second))
     found = difference(*results, names=names)
     if plot is not None:
-        found.plot_waterfall(writable(plot))
+        found.plot_waterfall(plot)
     if as_json:
         print_json(found.summary())
         return

@@ -44,6 +44,8 @@ def list_names(
 
     Example: windtunnel list strategies --gpus 8 -o trees.png
     """
+    if what is not What.STRATEGIES and output is not None:
+        raise ValueError(f"only strategies are drawn, got {what.value} with --output; leave it out")
     if what is What.STRATEGIES:
         rows = _strategies(gpus)
         if output is not None:

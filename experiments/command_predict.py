@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.console import (
+    INTERRUPTED,
     AsJson,
     CommonCluster,
     CommonModel,
     CommonRuntime,
     Profile,
     Without,
+    all_writable,
     comma_separated,
     console,
     messages,
     print_json,
     print_lines,
     table,
-    writable,
 )
+from experiments.interrupts import one_interrupt
 
 if TYPE_CHECKING:
     from experiments.accuracy import GroupReport, Outcome
@@ -76,7 +78,7 @@ def predict(
     from experiments.accuracy_plots import plot_outcomes
     from experiments.command_validate import parse_share
     from experiments.measured_run import doubt
-    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs
+    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes
     from simulator.fidelity import Fidelity
 
     largest = parse_share(limit) if limit is not None else None
@@ -93,9 +95,7 @@ def predict(
     for option, given in (("--limit", largest), ("--plot", plot), ("--by", features)):
         if given and not timed:
             raise ValueError(f"{option} needs measured times, and no row of {runs} has one")
-    for path in (output, plot):
-        if path is not None:
-            writable(path)
+    all_writable(output, plot)
     outcomes = _simulated(cases, fidelity, runs, output)
     report = report_of(runs.stem, outcomes)
     if plot is not None:
@@ -107,14 +107,18 @@ def predict(
     ]
     if measured and (words := doubt(measured)) is not None:
         messages().print(f"[bold red]{words}[/]")
+    for line in other_dtypes(cases):
+        messages().print(line, markup=False)
     ignored = columns_not_read(runs)
     if as_json:
         found = [_run_mapping(each) for each in outcomes]
-        print_json({"report": _report_mapping(report), "runs": found, "refused": refused, "columns_not_read": ignored})
+        others = {"refused": refused, "columns_not_read": list(ignored)}
+        print_json({"report": _report_mapping(report), "runs": found, **others})
     else:
         _print(report, outcomes, features)
     if ignored:
-        messages().print(f"columns that say nothing about a run: {', '.join(ignored)}", markup=False)
+        names = [f"{name} (did you mean {alike}?)" if alike else name for name, alike in ignored.items()]
+        messages().print(f"columns that say nothing about a run: {', '.join(names)}", markup=False)
     for line in refused:
         messages().print(f"left out: {line}", soft_wrap=True, markup=False)
     for path in (output, plot):
@@ -132,10 +136,14 @@ def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | N
 
     outcomes: list[Outcome] = []
     try:
-        with counted_progress("runs") as advance:
+        with one_interrupt(), counted_progress("runs") as advance:
             for number, case in enumerate(cases):
                 advance(number, len(cases), case.row_id)
                 outcomes.append(run_case(case, fidelity=fidelity))
+    except KeyboardInterrupt:
+        kept = f"are in {output}" if output is not None and outcomes else "are lost (-o keeps them)"
+        messages().print(f"interrupted; {len(outcomes)} of {len(cases)} runs were simulated and {kept}", markup=False)
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         if output is not None and outcomes:
             _write(runs, outcomes, output)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.command_validate import Device, parse_share, require_torch
+from experiments.command_validate import Device, check_device, parse_share, require_torch
 from experiments.console import (
+    INTERRUPTED,
     AsJson,
     Cluster,
     Model,
@@ -26,8 +27,6 @@ from experiments.console import (
 if TYPE_CHECKING:
     from validation.machine_profile import MachineProfile
     from validation.profile_run import Listener, ProfileWork
-
-INTERRUPTED = 130
 
 
 def profile_machine_file(
@@ -67,6 +66,7 @@ def profile_machine_file(
     from validation.profile_journal import Journal
     from validation.profile_run import ProfileOptions, profile_work, run_profile
 
+    check_device(device)
     sizes = counts(microbatches, "microbatches")
     problem = ProblemSpec(model, cluster, runtime, max(sizes)).load()
     everyone = problem.num_devices

@@ -8,10 +8,22 @@ from typing import Annotated
 
 import typer
 
-from experiments.console import AsJson, Seed, comma_separated, console, messages, num_that_fit, print_json, table
+from experiments.console import (
+    AsJson,
+    Seed,
+    comma_separated,
+    console,
+    messages,
+    num_that_fit,
+    print_json,
+    table,
+    writable_folder,
+)
 
 ROWS_SHOWN = 60
 """Rows of a table on the terminal; its file has all."""
+LEADERBOARD = "leaderboard"
+"""What these experiments are called, alone or in the first place; they take searchers of a user's own."""
 
 
 def reproduce(
@@ -43,9 +55,10 @@ def reproduce(
     from experiments.reproduce.registry import experiments_named
     from experiments.reproduce.report import text_cell, to_mapping, write_report
 
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output must be a folder, got the file {output}")
     chosen = experiments_named(name)
+    if searchers and not any(experiment.name.startswith(LEADERBOARD) for experiment in chosen):
+        raise ValueError(f"--searcher is for the leaderboard, got {name}; leave it out, or reproduce {LEADERBOARD}")
+    writable_folder(output)
     folder_of_data = data_folder(data)
     found, failures = [], []
     for experiment in chosen:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from experiments.console import (
     DEFAULT_RUNTIME,
+    INTERRUPTED,
     AsJson,
     BudgetText,
     Cluster,
@@ -26,6 +27,11 @@ from experiments.console import (
     table,
     writable,
 )
+from experiments.interrupts import one_interrupt
+
+if TYPE_CHECKING:
+    from experiments.judged import Judged
+    from searchers.base import SearchResult
 
 
 def search(
@@ -50,7 +56,7 @@ def search(
     """Let one searcher find a plan, and show its best plans, what the search cost and what the simulator says.
 
     Plans are simulated in the searcher's order until one fits, as in compare; that one is written, or the searcher's
-    best if none does.
+    best if none does. Ctrl-C ends the search: what it has found is simulated and written.
 
     Example: windtunnel search -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024
     --searcher megatron-grid --budget 20s -o plan.yaml
@@ -62,8 +68,9 @@ def search(
     from searchers.registry import is_file, raised, searcher_named
     from simulator.fidelity import Fidelity
     from simulator.plan_file import save_plan
-    from simulator.result import format_bytes, format_s
 
+    if output is not None:
+        writable(output)
     chosen = searcher_named(searcher, objective=objective)
     limit = Budget.parse(budget)
     spec = problem_spec(
@@ -75,9 +82,17 @@ def search(
         profile=profile,
     )
     problem = spec.load()
+    is_interrupted = False
     with messages().status(f"{searcher} searches, at most {limit} ..."):
         try:
-            found = chosen.search(problem, limit, seed)
+            with one_interrupt():
+                found = chosen.search(problem, limit, seed)
+        except KeyboardInterrupt:
+            if chosen.ledger is None or chosen.ledger.best_objective == float("inf"):
+                messages().print("interrupted; no plan that fits had been found")
+                raise typer.Exit(INTERRUPTED) from None
+            found, is_interrupted = chosen.ledger.result(), True
+            messages().print("interrupted; what had been found is simulated (Ctrl-C again: nothing is)")
         except Exception as error:
             if isinstance(error, ValueError) or not is_file(searcher):  # a refusal, or a mistake of ours
                 raise
@@ -86,7 +101,7 @@ def search(
     with simulation_progress("simulating what was found") as progress:
         judged = first_that_fits(found, problem, Fidelity(), "auto", lambda num_tasks: progress(num_tasks or 0))
     if output is not None:
-        save_plan(writable(output), spec, judged.plan, fingerprint=problem.workload.fingerprint)
+        save_plan(output, spec, judged.plan, fingerprint=problem.workload.fingerprint)
     if as_json:
         print_json(
             {
@@ -116,14 +131,23 @@ def search(
                 "output": str(output) if output is not None else None,
             }
         )
-        return
+    else:
+        _show(found, judged, f"{searcher} on {problem.workload.name}, {cluster}", output)
+    if is_interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) -> None:
+    from searchers.plan_words import describe_plan
+    from simulator.result import format_bytes, format_s
+
     rows = [
         (str(rank), f"{ranked.objective:.2f}", describe_plan(ranked.plan))
         for rank, ranked in enumerate(found.plans, start=1)
     ]
     columns = [("rank", "right"), ("objective, s", "right"), ("plan", "left")]
-    console().print(table(f"{searcher} on {problem.workload.name}, {cluster}", columns, rows))
-    counters = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in found.counters.items())
+    console().print(table(title, columns, rows))
+    counters = ", ".join(f"{_number(count)} {name.replace('_', ' ')}" for name, count in found.counters.items())
     console().print(f"{counters}; {found.wall_s:.2f} s")
     tightest = judged.tightest
     memory = f"{format_bytes(tightest.peak_reserved_bytes)} reserved of {format_bytes(tightest.capacity_bytes)}"
@@ -131,3 +155,12 @@ def search(
     console().print(f"simulated: {format_s(judged.result.iteration_time_s)}, {memory}{verdict}")
     if output is not None:
         console().print(f"plan: {output}; next: windtunnel simulate {output}")
+
+
+def _number(count: int | float) -> str:
+    """Return a counter in words: whole, or of four figures where it is small.
+
+    >>> _number(1234), _number(192901.2553), _number(0.25)
+    ('1,234', '192,901', '0.25')
+    """
+    return f"{count:,.0f}" if isinstance(count, int) or abs(count) >= 1000 else f"{count:.4g}"

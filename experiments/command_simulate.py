@@ -13,11 +13,11 @@ from experiments.console import (
     Engine,
     Profile,
     Without,
+    all_writable,
     comma_separated,
     messages,
     print_json,
     print_lines,
-    writable,
 )
 
 
@@ -47,16 +47,17 @@ def simulate_file(
     from simulator.simulate import simulate
     from simulator.timeline import readable_window
 
+    all_writable(trace, timeline)
     fidelity = Fidelity().without(*comma_separated(without))
     spec, plan = load_plan(plan_file)
     problem = (replace(spec, profile=profile) if profile is not None else spec).load()
     with simulation_progress(f"simulating {plan_file.name}") as progress:
         result = simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress)
     if trace is not None:
-        result.write_trace(writable(trace))
+        result.write_trace(trace)
     if timeline is not None:
         window = readable_window(plan, result.iteration_time_s)
-        result.plot_timeline(writable(timeline), window=window)
+        result.plot_timeline(timeline, window=window)
         if window is not None:
             messages().print(f"the timeline shows the first {window[1]:.3g} s: what follows repeats itself")
     if as_json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.console import AsJson, console, messages, print_lines, table
+from experiments.console import INTERRUPTED, AsJson, console, messages, print_lines, table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,7 +80,7 @@ def sweep_spec(
                 f"{len(found.pending)}",
                 markup=False,
             )
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
     else:
         _announce(found, "nothing to do", 0)
         found.write()

@@ -10,6 +10,7 @@ import typer
 
 from experiments.console import AsJson
 
+DEVICES = ("cpu", "cuda")
 Device = Annotated[str, typer.Option(help="cpu (gloo) or cuda (nccl).")]
 
 
@@ -21,6 +22,16 @@ def require_torch() -> None:
     """
     if importlib.util.find_spec("torch") is None:
         raise ValueError("executing plans needs torch; install it with: pip install 'windtunnel[validation]'")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that plans cannot be executed on.
+
+    Raises:
+        ValueError: If it is none of ``DEVICES``.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
 
 
 def validate_file(
@@ -62,6 +73,7 @@ def validate_file(
     Example: windtunnel validate cpu-gloo -o out/cpu-gloo --limit 10%
     """
     require_torch()
+    check_device(device)
     from experiments.command_campaign import validate_campaign
     from simulator.plan_file import load_plan
     from validation.campaign import campaign_names, is_campaign, load_campaign
@@ -101,7 +113,7 @@ def parse_share(text: str) -> float:
     """Read a limit.
 
     Raises:
-        ValueError: If the text is no positive percentage or share.
+        ValueError: If the text is no positive percentage, nor a share of at most 1 (10 would be 1000 %).
 
     >>> parse_share("20%"), parse_share("0.2")
     (0.2, 0.2)
@@ -113,4 +125,6 @@ def parse_share(text: str) -> float:
         value = -1.0
     if not 0 < value < float("inf"):
         raise ValueError(f"a limit must be like 20% or 0.2, got {text!r}")
+    if value > 1 and not word.endswith("%"):
+        raise ValueError(f"a limit above 1 must be a percentage, got {text!r}; write {word}% if that is meant")
     return value

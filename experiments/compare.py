@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.compare_files import ComparisonFolder
+from experiments.interrupts import one_interrupt
 from experiments.judged import first_that_fits
 from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
@@ -185,7 +186,8 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
     tell(name, "searching", None)
     started_s = time.perf_counter()
     try:
-        found = searcher_named(name, objective=inputs.objective).search(problem, inputs.budget, inputs.seed)
+        with one_interrupt():  # else it would be kept as the searcher's mistake
+            found = searcher_named(name, objective=inputs.objective).search(problem, inputs.budget, inputs.seed)
     except NoFeasiblePlan as error:
         return _without_plan(name, error, started_s)
     except ValueError as error:  # the searcher does not apply to this problem; others may

@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.writer import dump_json, dump_yaml, write_text_atomically
 
@@ -104,9 +105,12 @@ class ComparisonFolder:
         file = self.path / "rows" / f"{file_name(searcher)}.json"
         if not file.is_file():
             return None
-        saved = load_mapping(file)
+        try:
+            saved = load_mapping(file)
+        except DataFileError:  # damaged by another program (ours writes whole files): made again
+            return None
         same = saved.get("searcher") == searcher and saved.get("code") == code_fingerprint(searcher)
-        return dict(saved["row"]) if same else None
+        return dict(saved["row"]) if same and isinstance(saved.get("row"), dict) else None
 
     def add(
         self,

@@ -96,7 +96,7 @@ def plot_convergence(
         path: PNG to write.
         title: The problem, in words.
     """
-    from matplotlib.ticker import StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure, (axes,) = _figure(1, 1, width=9.0, height=5.2)
     shown = {searcher: entries for searcher, entries in histories.items() if entries}
@@ -118,7 +118,9 @@ def plot_convergence(
         axes.plot(times_ms[-1], best[-1], "o", color=color, markersize=6)
         labels.append((best[-1], f"{searcher}  {best[-1]:.1f} s, {entries[-1][1]} evaluations", color))
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())  # else the minor ticks of a short range are written over each other
     axes.set_xlabel("search time, ms")
     axes.set_ylabel("best objective so far, s per iteration")
     axes.grid(color=GRID, linewidth=0.8)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from simulator.problem import ProblemSpec
 
 DEFAULT_RUNTIME = "megatron-lm-2021"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of shells (128 and the signal's number)."""
 
 WIDTH_IN_FILES = 150
 """Columns of tables when standard output is not a terminal."""
@@ -95,7 +98,7 @@ Engine = Annotated[
 BudgetText = Annotated[
     str, typer.Option("--budget", help="Per searcher: a time (20s, 5min) or a number of evaluations (500).")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Same seed and budget in evaluations: same plan.")]
+Seed = Annotated[int, typer.Option("--seed", help="Same seed and budget in evaluations: same plan.", min=0)]
 ObjectiveName = Annotated[
     str, typer.Option("--objective", help="What searchers minimise: paper (their own) or simulator.")
 ]
@@ -161,11 +164,40 @@ def writable(path: Path) -> Path:
     """Return the path after making its folder; a user's ``-o out/plan.yaml`` needs no mkdir.
 
     Raises:
-        ValueError: If the path is a folder.
+        ValueError: If the path is a folder, or nothing can be written there.
     """
     if path.is_dir():
         raise ValueError(f"output must be a file, got the folder {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    writable_folder(path.parent)
+    return path
+
+
+def all_writable(*paths: Path | None) -> None:
+    """Check what a command is to write, before any work; None is nothing.
+
+    Raises:
+        ValueError: If a path cannot be written, or two are the same file.
+    """
+    given = [writable(path) for path in paths if path is not None]
+    if len({path.resolve() for path in given}) < len(given):
+        raise ValueError(f"outputs must be files of their own, got {' and '.join(map(str, given))}; name another one")
+
+
+def writable_folder(path: Path) -> Path:
+    """Return the folder after making it.
+
+    Raises:
+        ValueError: If it cannot be made, or no file can be written into it.
+    """
+    for above in (path, *path.parents):
+        if above.exists() and not above.is_dir():
+            raise ValueError(f"output must be a folder, got the file {above}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"output must be where files can be written, got {path} ({error.strerror})") from None
     return path
 
 
@@ -252,5 +284,8 @@ def fail(error: BaseException) -> int:
     """Print one clear message and return the exit code for it."""
     from rich.markup import escape
 
-    messages().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+    words = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        words = f"{error.filename}: {error.strerror}"
+    messages().print(f"[bold red]error:[/] {escape(words)}", soft_wrap=True)
     return 2

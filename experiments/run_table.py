@@ -11,8 +11,9 @@ What the rows have in common (cluster, runtime, model) may be said once instead 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from datafiles.values import resolve_scalar
 from experiments.cases.case import Case, Measured, cluster_string, hardware
 from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
+from hardware_models.gpus import gpu_names
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
 from simulator.plan import Plan
@@ -44,10 +46,23 @@ ALIASES = {"seq": "seq_len", "vpp": "chunks", "virtual_stages": "chunks", "seqpa
 SECONDS, OUT_OF_MEMORY = "iteration_time_s", "out_of_memory"
 METRICS = ("iteration_time", "tokens_per_s", "samples_per_s", "tflops_per_gpu")
 """What ``value`` may be, named by the column ``metric``; an iteration time in ``unit`` s or ms."""
+UNITS = {
+    "tokens_per_s": ("tokens/s of all GPUs", r"tok(en)?s?(/s|/sec| ?per s)"),
+    "samples_per_s": ("samples/s of all GPUs", r"(sample|seq(uence)?|im(a)?g(e)?)s?(/s|/sec| ?per s)"),
+    "tflops_per_gpu": ("TFLOP/s of one GPU", r"tflops?(/s|/sec)?(/(gpu|device))?"),
+}
+"""What a rate is counted in, and what tables write for it; without a ``unit`` it is taken to be that."""
 MEASURED = (SECONDS, OUT_OF_MEMORY, "metric", "value", "unit")
 _PROBLEM = ("model", "family", "cluster", "runtime", "gpus", "gpus_per_node", "global_batch", "sequence_parallel")
+CHECKED = ("gpu", "dtype")
+"""What a run had, in the table's own words: compared with the cluster's and the runtime's, never taken from here."""
+_DTYPES = {"bf16": r"bf16|bfloat16", "fp16": r"fp16|float16|half", "tf32": r"tf32", "fp32": r"fp32|float32"}
 _SHAPES = frozenset(name for family in FAMILIES.values() for name in family.spec.model_fields) - {"name"}
 _TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no")
+
+
+class MissingColumnError(ValueError):
+    """A row lacks what a run needs; perhaps it stands there under another name."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +97,15 @@ def load_runs(table: Path, common: Common | None = None, refused: list[str] | No
     rows = load_table(table)
     if not rows:
         raise ValueError(f"{table}: must hold at least one run, got only a header")
+    if len(rows[0]) == 1 and (other := re.search(r"[;\t]", next(iter(rows[0])))):
+        raise ValueError(f"{table}: cells must be separated by commas, got {other[0]!r} in the header")
     found, first = [], ""
     for number, row in enumerate(rows, start=1):
         try:
             found.append(_Row(table, number, _cells(row), common or Common()).case())
         except ValueError as error:
-            first = first or f"{table}, row {number}: {error}"
+            others = _others(table) if isinstance(error, MissingColumnError) else ""
+            first = first or f"{table}, row {number}: {error}{others}"
             if refused is None:
                 raise ValueError(first) from None
             refused.append(f"row {number}: {error}")
@@ -101,21 +119,55 @@ def row_id(table: Path, number: int) -> str:
     return f"{table.name}#{number}"
 
 
-def columns_not_read(table: Path) -> list[str]:
-    """Return the columns that say nothing about the run itself (sources, notes)."""
-    known = {PLAN, *DEGREES, *WORDS, *MEASURED, *_PROBLEM, *_SHAPES, *ALIASES}
-    return [name for name in (load_table(table) or [{}])[0] if name not in known]
+def columns_not_read(table: Path) -> dict[str, str | None]:
+    """Return the columns that say nothing about the run itself (sources, notes), each with the one it resembles."""
+    known = {PLAN, *DEGREES, *WORDS, *MEASURED, *_PROBLEM, *_SHAPES, *ALIASES, *CHECKED}
+    return {name: resembled(name) for name in (load_table(table) or [{}])[0] if name not in known}
+
+
+def resembled(name: str) -> str | None:
+    """Return the column that another framework's word for it, or a slip of the pen, stands for; None if none does.
+
+    >>> resembled("zero_stage"), resembled("micro-batch-size"), resembled("notes")
+    ('zero', 'microbatch', None)
+    """
+    words = re.sub(r"[^a-z0-9]+", "_", name.lower())
+    known = sorted({*DEGREES, *WORDS, *_SHAPES, *ALIASES, SECONDS, OUT_OF_MEMORY, "global_batch", "sequence_parallel"})
+    within = [each for each in known if f"_{each}_" in f"_{words}_"]
+    return max(within, key=len) if within else next(iter(get_close_matches(words, known, n=1, cutoff=0.75)), None)
+
+
+def _others(table: Path) -> str:
+    """Return, in words, the columns of a table that are not read."""
+    names = columns_not_read(table)
+    listed = [f"{name} (did you mean {alike}?)" if alike else name for name, alike in names.items()]
+    return f"; columns that are not read: {', '.join(listed)}" if listed else ""
+
+
+def other_dtypes(cases: Iterable[Case]) -> list[str]:
+    """Return what rows say of number formats that are not those of their runtimes, in words."""
+    found: dict[tuple[str, str], int] = {}
+    for case in cases:
+        text, own = str(case.features.get("dtype", "")), case.problem().runtime.implementation.dtype
+        said = next((name for name, words in _DTYPES.items() if re.search(words, text.lower())), own)
+        if said != own:
+            found[text, own] = found.get((text, own), 0) + 1
+    return [
+        f"{count} row{'s' if count > 1 else ''} of dtype {text}: simulated in {own}, as their runtime trains"
+        for (text, own), count in found.items()
+    ]
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the cells that hold something, under their own names."""
     cells: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for name, text in row.items():
         if text.strip():
             key = ALIASES.get(name, name)
             if key in cells:
-                raise ValueError(f"columns {name} and {key} say the same; keep one of them")
-            cells[key] = text.strip()
+                raise ValueError(f"columns {columns[key]} and {name} say the same; keep one of them")
+            cells[key], columns[key] = text.strip(), name
     return cells
 
 
@@ -132,6 +184,7 @@ class _Row:
             problem = (replace(spec, profile=self.common.profile) if self.common.profile else spec).load()
         else:
             problem = self._problem()
+            self._check_gpu(problem)
             plan = self._plan(problem)
         validate(plan, problem)
         return Case(
@@ -193,13 +246,30 @@ class _Row:
         used = self._count("tp", 1) * self._count("pp", 1) * self._count("dp", 1)
         return cluster_string(text, self._count("gpus", used), per_node)
 
+    def _check_gpu(self, problem: Problem) -> None:
+        """Refuse a run on another GPU than the cluster has: one table may hold several machines."""
+        text = re.sub(r"rtx[ _-]*3090", "rtx3090", self.cells.get("gpu", "").lower())
+        types = sorted(set(problem.hardware.cluster.gpu_types))
+        families = {name: _family(name) for name in gpu_names()}
+        said = {each for each in families.values() if re.search(rf"(?<![a-wyz0-9]){each}(?![0-9])", text)}
+        sizes = set(re.findall(r"(\d+) ?gb(?![/p])", text)) if said else set()
+        own = {size for name in types for size in re.findall(r"(\d+)gb", name)}
+        if (said and not said & {_family(name) for name in types}) or (sizes and own and not sizes & own):
+            raise ValueError(
+                f"gpu must be one of the cluster's, {', '.join(types)}, got {self.cells['gpu']}; name its cluster in a "
+                "column (windtunnel list clusters), or leave the column gpu out"
+            )
+
     def _plan(self, problem: Problem) -> Plan:
         degrees = {name: self._count(name, default=None, least=0 if name == "zero" else 1) for name in DEGREES}
         given = {name: count for name, count in degrees.items() if count is not None}
         if "dp" not in given:
             given["dp"] = max(1, problem.num_devices // (given.get("tp", 1) * given.get("pp", 1)))
+        tp, pp, gpus = given.get("tp", 1), given.get("pp", 1), self._count("gpus", None)
+        if gpus is not None and tp * pp * given["dp"] != gpus:
+            raise ValueError(f"tp * pp * dp must be the run's {gpus} gpus, got {tp} * {pp} * {given['dp']}")
         if "microbatch" not in given:
-            raise ValueError("a run without a plan file must have a microbatch (samples of one replica)")
+            raise MissingColumnError("a run without a plan file must have a microbatch (samples of one replica)")
         words = {name: self.cells[name] for name in WORDS if name in self.cells}
         if given.get("chunks", 1) > 1:
             words.setdefault("schedule", "interleaved")
@@ -212,7 +282,7 @@ class _Row:
         value = self._number("value")
         if seconds is None and value is not None:
             if "metric" not in self.cells:
-                raise ValueError(f"a run with a value must have a metric, one of {', '.join(METRICS)}")
+                raise MissingColumnError(f"a run with a value must have a metric, one of {', '.join(METRICS)}")
             seconds = self._seconds(self.cells["metric"], value, problem, plan)
         return Measured(iteration_time_s=seconds, out_of_memory=out_of_memory)
 
@@ -223,6 +293,10 @@ class _Row:
             if unit not in ("s", "ms"):
                 raise ValueError(f"unit of an iteration time must be s or ms, got {unit!r}")
             return value / 1e3 if unit == "ms" else value
+        if metric in UNITS and "unit" in self.cells:
+            words, known = UNITS[metric]
+            if not re.fullmatch(known, self.cells["unit"].lower()):
+                raise ValueError(f"unit of {metric} must be {words}, got {self.cells['unit']!r}")
         samples = plan.global_batch
         if metric == "samples_per_s":
             return samples / value
@@ -256,7 +330,8 @@ class _Row:
     def _word(self, name: str, common: str | None = None) -> str:
         text = self.cells.get(name, common)
         if not text:
-            raise ValueError(f"a run must have a {name}: give the column, or say it once for all rows (--{name})")
+            where = f"give the column, or say it once for all rows (--{name})"
+            raise MissingColumnError(f"a run must have a {name}: {where}")
         return text
 
     def _file(self, name: str, common: str | None) -> str:
@@ -269,7 +344,7 @@ class _Row:
     def _count(self, name: str, default: Any = ..., least: int = 1) -> Any:
         if name not in self.cells:
             if default is ...:
-                raise ValueError(f"a run without a plan file must have a {name}")
+                raise MissingColumnError(f"a run without a plan file must have a {name}")
             return default
         found = resolve_scalar(self.cells[name])
         if isinstance(found, float) and found.is_integer():
@@ -293,6 +368,15 @@ class _Row:
         if text not in _TRUE + _FALSE:
             raise ValueError(f"{name} must be 1 or 0, got {self.cells[name]!r}")
         return text in _TRUE
+
+
+def _family(gpu: str) -> str:
+    """Return the first part of a GPU type's name, which tables of runs write too.
+
+    >>> _family("a100-sxm4-80gb")
+    'a100'
+    """
+    return gpu.split("-")[0]
 
 
 @lru_cache(maxsize=64)

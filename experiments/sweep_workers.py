@@ -24,6 +24,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from experiments.compare_files import code_fingerprint
@@ -96,7 +97,8 @@ class LocalWorkers:
             self._busy[future] = lane
             return future
         lane = _new_process()
-        future = lane.submit(run_job, job)
+        with interrupts_wait():
+            future = lane.submit(run_job, job)
         self._busy[future] = lane
         return future
 
@@ -129,6 +131,16 @@ def _new_process() -> Executor:
     return executor
 
 
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back while a process begins, which inherits that: it would end in its imports, with a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def follow(parent: int) -> None:
     """Leave Ctrl-C, which reaches every process of the terminal, to the parent; end when the parent has ended."""
 
@@ -151,7 +163,7 @@ class DaskWorkers:
         address: Of the scheduler, such as ``tcp://host:8786``.
 
     Raises:
-        ValueError: If distributed is not installed, or workers there run other code.
+        ValueError: If distributed is not installed, the address is none, or workers there run other code.
         OSError: If no scheduler answers.
     """
 
@@ -162,6 +174,8 @@ class DaskWorkers:
             raise ValueError(
                 "a Dask cluster needs the package distributed; pip install 'windtunnel[distributed]'"
             ) from None
+        if not re.fullmatch(r"[a-z]+://[^/\s]+:\d+", address):
+            raise ValueError(f"a scheduler must be named like tcp://host:8786, got {address!r}")
         self.capacity: int | None = None
         self._client = distributed.Client(address, timeout="10s", set_as_default=False)
         try:

@@ -127,6 +127,8 @@ class Calibration:
         table = self.collectives if self.collectives_of is None or self.collectives_of in presets else None
         constants = types & set(self.gpus) or presets & (set(self.links) | set(self.networks))
         if operators is None and table is None and not constants:
+            if not self.about:
+                raise ValueError("the calibration holds nothing that prices anything; leave --profile out")
             raise ValueError(
                 f"the calibration must be about the cluster: {cluster.name} has {', '.join(sorted(types))} in "
                 f"{', '.join(sorted(presets))}, got one of {self.about}; calibrate for this cluster, or leave "
@@ -154,8 +156,8 @@ class Calibration:
 
     @property
     def about(self) -> str:
-        """GPU types and cluster presets this is about, in words."""
+        """GPU types and cluster presets this is about, in words; empty if it is about none."""
         found = [self.operators.gpu_type] if self.operators is not None else []
         found += [self.collectives_of] if self.collectives_of is not None else []
         found += [*self.gpus, *self.links, *self.networks]
-        return ", ".join(dict.fromkeys(found)) or "nothing in particular"
+        return ", ".join(dict.fromkeys(found))

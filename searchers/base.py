@@ -167,10 +167,14 @@ class Searcher(ABC):
         objective: ``"paper"`` for the objective of the searcher's own paper, ``"simulator"`` for a full
             simulation of every candidate, or a function of plan and problem.
         keep: How many of the best plans to return.
+
+    Attributes:
+        ledger: The books of the latest search that opened any: what is left of a search that is interrupted.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    ledger: Ledger | None = None
 
     def __init__(self, *, objective: str | Objective = "paper", keep: int = 5) -> None:
         if isinstance(objective, str) and objective not in OBJECTIVES:
@@ -226,6 +230,7 @@ class Ledger:
     counters: dict[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.searcher.ledger = self
         if self.searcher.objective == "paper" and type(self.searcher).paper_objective is Searcher.paper_objective:
             compile_ahead(self.problem)
         self.clock = self.budget.start()

@@ -99,7 +99,7 @@ def _from_file(reference: str) -> object:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         words = f"searcher file {file_name!r} must run as Python; it raised {raised(error, reference)}"
         raise ValueError(words) from error
     classes = [

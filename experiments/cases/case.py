@@ -164,7 +164,9 @@ def cluster_string(preset: str, num_gpus: int, gpus_per_node: int) -> str:
     if num_gpus <= gpus_per_node:
         return f"{preset}:1x{num_gpus}"
     if num_gpus % gpus_per_node:
-        raise ValueError(f"GPUs must fill nodes of {gpus_per_node}, got {num_gpus}")
+        raise ValueError(
+            f"GPUs must fill nodes of {gpus_per_node}, got {num_gpus}; say how many of each are used (gpus_per_node)"
+        )
     return f"{preset}:{num_gpus // gpus_per_node}x{gpus_per_node}"
 
 

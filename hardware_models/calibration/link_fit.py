@@ -149,6 +149,9 @@ def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
             add("links.rate", rate, 0.05, 20.0)
             if links.kind != "mesh" and len({row[1].size == 2 for row in own}) == 2:
                 add("links.pair_fraction", links.pair_fraction, 0.2, 1.0)
+            if links.kind == "mesh" and {"all_to_all"} < {row[0] for row in own}:
+                # Between GPUs that no link joins only all-to-alls go; else they would set the rate of the links.
+                add("links.host_rate", rate, 0.05, 20.0)
         else:
             add("network.collective_fraction", rate * network.collective_fraction, 0.02, 1.0)
         if len({row[2] for row in own}) > 1:
@@ -185,12 +188,13 @@ def _changed(cluster: Cluster, values: Mapping[str, float], source: str) -> Clus
     node = cluster.nodes[0]
     links, network = node.links, node.network
     scale = values.get("links.rate", 1.0)
+    host = values.get("links.host_rate", scale)
     send = values.get("links.point_to_point_rate", 1.0)
     new_links = links.model_copy(
         update={
             "link_bytes_per_s": links.link_bytes_per_s * scale,
-            "bridge_bytes_per_s": links.bridge_bytes_per_s * scale,
-            "fallback_bytes_per_s": links.fallback_bytes_per_s * scale,
+            "bridge_bytes_per_s": links.bridge_bytes_per_s * host,
+            "fallback_bytes_per_s": links.fallback_bytes_per_s * host,
             "pair_fraction": values.get("links.pair_fraction", links.pair_fraction),
             "point_to_point_bytes_per_s": links.point_to_point_bytes_per_s * send,
             "point_to_point_latency_s": values.get("links.point_to_point_latency_s", links.point_to_point_latency_s),

@@ -14,16 +14,16 @@ from simulator.taskgraph import Csr
 
 
 def stream_name(key: Hashable) -> str:
-    """Return a stream's key in words."""
-    if isinstance(key, str):
-        return key
-    assert isinstance(key, tuple)
-    return " ".join(
-        "x".join(str(size) for size in part)
-        if isinstance(part, tuple) and all(isinstance(x, int) for x in part)
-        else str(part)
-        for part in key
-    )
+    """Return a stream's key in words.
+
+    >>> stream_name(("tensor", (2, 4), 0)), stream_name(("send", ("transfer", 0, "F", 0), 3))
+    ('tensor 2x4 0', 'send transfer 0 F 0 3')
+    """
+    if not isinstance(key, tuple):
+        return str(key)
+    if key and all(isinstance(part, int) for part in key):
+        return "x".join(map(str, key))
+    return " ".join(map(stream_name, key))
 
 
 def csr_of_arrays(rows: Sequence[Ids]) -> Csr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,12 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(
     write_text_atomically(path, "old\n")
 
     def fail(descriptor: int) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="disk full") as refused:
         write_text_atomically(path, "new\n")
+    assert refused.value.filename == str(path), "not the partial file"
     assert path.read_text() == "old\n"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -233,6 +233,12 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["compare", *PROBLEM, "-b", "4", "--without", "contentoin"], ["contention"]),
         (["compare", *PROBLEM, "-b", "0"], ["global_batch", "at least 1"]),
         (["simulate", "nowhere.yaml"], ["nowhere.yaml: no such file; looked in /"]),
+        (["list", "models", "-o", "models.png"], ["only strategies are drawn", "leave it out"]),
+        (["reproduce", "mpe-counts", "--searcher", "mine.py:Mine"], ["--searcher is for the leaderboard"]),
+        (["reproduce", "mpe-counts", "-o", "pyproject.toml/out"], ["must be a folder, got the file pyproject.toml"]),
+        (["accuracy", "--plots", "pyproject.toml"], ["must be a folder, got the file pyproject.toml"]),
+        (["validate", "cpu-gloo", "--device", "tpu"], ["device must be one of cpu, cuda, got 'tpu'"]),
+        (["predict", "runs.csv", "--limit", "10"], ["above 1 must be a percentage, got '10'; write 10% if"]),
     ],
 )
 def test_wrong_input_ends_with_one_message_and_code_2(

@@ -71,8 +71,8 @@ def test_an_interrupted_command_keeps_what_was_simulated(
         return real(case, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(accuracy, "run_case", interrupted)
-    code, _, _ = run(capsys, "predict", runs, *ON, "-o", output)
-    assert code == 130
+    code, _, error = run(capsys, "predict", runs, *ON, "-o", output)
+    assert code == 130 and f"interrupted; 1 of 3 runs were simulated and are in {output}" in error.replace("\n", "")
     assert [bool(row["predicted_iteration_time_s"]) for row in csv.DictReader(output.open())] == [True, False, False]
 
 

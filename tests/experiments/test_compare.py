@@ -89,6 +89,16 @@ def test_a_second_call_repeats_nothing(table: pd.DataFrame, folder: Path) -> Non
     pd.testing.assert_frame_equal(again, table)
 
 
+def test_a_damaged_row_is_made_again(tmp_path: Path) -> None:
+    before = compare(SPEC, ("ddp",), budget=BUDGET, output=tmp_path)
+    row = tmp_path / "rows" / "ddp.json"
+    for damaged in (row.read_text()[:100], row.read_text().replace('"row": {', '"other": {')):
+        row.write_text(damaged)
+        again = compare(SPEC, ("ddp",), budget=BUDGET, output=tmp_path)
+        assert list(again["iteration_time_s"]) == list(before["iteration_time_s"])
+        assert '"row": {' in row.read_text()
+
+
 def test_a_searcher_can_be_added_later(folder: Path, table: pd.DataFrame) -> None:
     told: list[tuple[str, str]] = []
     names = ("megatron-grid", "fsdp")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.run_table import Common, columns_not_read, load_runs
+from experiments.run_table import Common, columns_not_read, load_runs, other_dtypes, resembled
 from simulator.plan_file import save_plan
 from simulator.problem import ProblemSpec
 from simulator.uniform import uniform_plan
@@ -42,7 +42,7 @@ def test_a_row_of_degrees_is_the_plan_that_they_name(tmp_path: Path) -> None:
     assert case.plan(problem) == wanted
     assert case.measured.iteration_time_s == 1.5 and case.measured.out_of_memory is None
     assert case.features["chunks"] == "2" and case.features["source"] == "a log"
-    assert columns_not_read(path) == ["source"]
+    assert columns_not_read(path) == {"source": None}
 
 
 def test_a_row_may_name_a_plan_file_or_a_model(tmp_path: Path) -> None:
@@ -105,11 +105,18 @@ def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[s
         ({"microbatch": ""}, "row 1: a run without a plan file must have a microbatch"),
         ({"global_batch": ""}, "must have a global_batch"),
         ({"tp": "two"}, "tp must be an integer, got 'two'"),
-        ({"tp": 3, "pp": 1}, "cannot be split|must divide|divisible"),
+        ({"tp": 3, "pp": 1, "gpus": 12, "gpus_per_node": 6}, "cannot be split|must divide|divisible"),
+        ({"dp": 2}, r"tp \* pp \* dp must be the run's 16 gpus, got 2 \* 2 \* 2$"),
+        ({"pp": 5, "dp": ""}, r"must be the run's 16 gpus, got 2 \* 5 \* 1$"),
+        ({"gpu": "V100-SXM3-32GB"}, "one of the cluster's, a100-sxm4-80gb, got V100-SXM3-32GB; name its cluster"),
+        ({"gpu": "A100 40 GB"}, "one of the cluster's, a100-sxm4-80gb, got A100 40 GB"),
+        ({"value": 5, "metric": "tokens_per_s", "unit": "tokens/s/GPU"}, "unit of tokens_per_s must be tokens/s of"),
+        ({"value": 5, "metric": "tflops_per_gpu", "unit": "PFLOP/s"}, "unit of tflops_per_gpu must be TFLOP/s of one"),
+        ({"global_batch": "", "global_batch_size": 64}, r"read: global_batch_size \(did you mean global_batch\?\)$"),
         ({"microbatch": 3}, r"dp \* microbatch must divide the global batch 64"),
         ({"recompute": "most"}, "recompute must be one of none, selective, full"),
         ({"seqpar": "maybe"}, "sequence_parallel must be 1 or 0"),
-        ({"vpp": 2, "chunks": 2}, "columns chunks and chunks say the same|columns vpp and chunks say the same"),
+        ({"vpp": 2, "chunks": 2}, "columns vpp and chunks say the same"),
         ({"heads": 5}, "heads must divide hidden=256"),
         ({"value": 5, "metric": "furlongs"}, "metric must be one of iteration_time, tokens_per_s"),
         ({"value": 5, "metric": "iteration_time", "unit": "min"}, "unit of an iteration time must be s or ms"),
@@ -130,6 +137,35 @@ def test_a_row_that_cannot_be_run_is_refused_by_its_number(
     assert "runs.csv, row 1: " in str(refused.value)
 
 
+@pytest.mark.parametrize("gpu", ["A100", "NVIDIA A100-SXM4-80GB", "8xA100 (600 GB/s NVLink)", "Ampere", ""])
+def test_the_word_for_a_gpu_is_free_as_long_as_it_is_not_another_one(tmp_path: Path, gpu: str) -> None:
+    assert len(load_runs(table(tmp_path, {**GPT, **DEGREES, "gpu": gpu}), COMMON)) == 1
+
+
+def test_number_formats_that_are_not_the_runtimes_are_told(tmp_path: Path) -> None:
+    rows = [{**GPT, **DEGREES, "dtype": text} for text in ("fp16", "amp_bf16", "mixed", "amp_bf16", "float32")]
+    assert other_dtypes(load_runs(table(tmp_path, *rows), COMMON)) == [
+        "2 rows of dtype amp_bf16: simulated in fp16, as their runtime trains",
+        "1 row of dtype float32: simulated in fp16, as their runtime trains",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "unit"),
+    [("tokens_per_s", "tok/s"), ("samples_per_s", "images/s"), ("samples_per_s", "samples/sec"),
+     ("tflops_per_gpu", "TFLOP/s"), ("tflops_per_gpu", "TFLOPS")],
+)  # fmt: skip
+def test_units_of_rates_may_be_written_as_tables_write_them(tmp_path: Path, metric: str, unit: str) -> None:
+    (case,) = load_runs(table(tmp_path, {**GPT, **DEGREES, "metric": metric, "value": 1.5, "unit": unit}), COMMON)
+    assert case.measured.iteration_time_s is not None
+
+
+def test_cells_are_separated_by_commas(tmp_path: Path) -> None:
+    (path := tmp_path / "runs.csv").write_text("model;tp;global_batch\nmine;1;8\n")
+    with pytest.raises(ValueError, match=r"runs\.csv: cells must be separated by commas, got ';' in the header"):
+        load_runs(path, COMMON)
+
+
 def test_what_all_rows_lack_can_be_said_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must have a runtime: give the column, or say it once for all rows"):
         load_runs(table(tmp_path, {**GPT, **DEGREES}), Common(cluster="a100-80g-dgx"))
@@ -144,6 +180,12 @@ def test_a_column_changes_a_field_of_a_known_model(tmp_path: Path) -> None:
     (case,) = load_runs(table(tmp_path, row), COMMON)
     workload = case.problem().workload
     assert workload.tokens_per_sample == 512 and len(workload.layers) == 26
+
+
+def test_words_of_frameworks_are_told_the_column_that_is_read() -> None:
+    words = ["num_layers", "hidden_size", "seq_length", "zero-stage", "micro_batch_size", "recompute_granularity"]
+    assert [resembled(word) for word in words] == ["layers", "hidden", "seq", "zero", "microbatch", "recompute"]
+    assert [resembled(word) for word in ("source", "notes", "intra_bw", "inter_bw", "date", "log")] == [None] * 6
 
 
 def test_a_rate_is_not_counted_for_a_plan_file(tmp_path: Path) -> None:

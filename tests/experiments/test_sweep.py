@@ -16,12 +16,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from joblib.externals.loky import ProcessPoolExecutor
 
 from datafiles.errors import DataFileError
 from datafiles.writer import dump_yaml
 from experiments.sweep import Progress, Sweep, load_sweep, open_workers, sweep
 from experiments.sweep_files import COLUMNS, INPUTS, TIMINGS
 from experiments.sweep_job import Job, OtherCodeError, run_job
+from experiments.sweep_workers import interrupts_wait
 from simulator.plan_file import load_plan
 from simulator.simulate import simulate
 from tests.experiments.commands import run
@@ -378,6 +380,22 @@ def test_a_run_that_kills_every_dask_worker_fails_alone(place: Place, cluster: A
 def test_without_dask_or_a_scheduler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="not both"):
         open_workers(2, "tcp://127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"must be named like tcp://host:8786, got '127\.0\.0\.1'"):
+        open_workers(None, "127.0.0.1")
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(ValueError, match=r"pip install 'windtunnel\[distributed\]'"):
         open_workers(None, "tcp://127.0.0.1:1")
+
+
+def held_back() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_process_that_begins_leaves_the_terminals_interrupt_to_its_parent() -> None:
+    """From its first instruction on: until its imports are done it could not say so itself."""
+    executor = ProcessPoolExecutor(max_workers=1)
+    with interrupts_wait():
+        assert held_back()
+        found = executor.submit(held_back)
+    assert found.result() is True and not held_back()
+    executor.shutdown()

@@ -75,6 +75,8 @@ def test_every_part_reaches_the_hardware_model() -> None:
 def test_a_calibration_of_other_hardware_is_refused() -> None:
     with pytest.raises(ValueError, match=r"about the cluster.*a100-80g.*v100-sxm2-32gb"):
         full().hardware(parse_cluster("a100-80g-dgx:1x8"))
+    with pytest.raises(ValueError, match="holds nothing that prices anything; leave --profile out"):
+        Calibration(source="none").hardware(parse_cluster("a100-80g-dgx:1x8"))
 
 
 def test_a_profile_of_operators_alone_still_loads_through_a_problem(tmp_path: Path) -> None:

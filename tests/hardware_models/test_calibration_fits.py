@@ -102,6 +102,29 @@ def test_links_are_found_back_through_groups_that_ran_at_once(preset: str) -> No
     assert found.links.source == "test"
 
 
+def test_all_to_alls_by_a_quick_host_do_not_quicken_the_links_of_a_mesh() -> None:
+    """Between GPUs that no link joins goes nothing else: what it takes there is no rate of a link."""
+    cluster = parse_cluster("v100-32g-dgx1:1x8")
+    links = cluster.nodes[0].links
+    quick = links.model_copy(
+        update={
+            "fallback_bytes_per_s": 3 * links.fallback_bytes_per_s,
+            "bridge_bytes_per_s": 3 * links.bridge_bytes_per_s,
+        }
+    )
+    true = Cluster(cluster.name, tuple(replace(each, links=quick) for each in cluster.nodes))
+    shape = GroupShape(8, 1, 1)
+    rows = [
+        (kind, shape, size, at_once_s(true, kind, shape, size))
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        for size in (2.0**20, 2.0**24, 2.0**28, 2.0**32)
+    ]
+    found = fit_links("v100-32g-dgx1", rows, "test")
+    assert found.links is not None
+    assert found.links.link_bytes_per_s == pytest.approx(links.link_bytes_per_s, rel=0.05)
+    assert found.links.fallback_bytes_per_s == pytest.approx(quick.fallback_bytes_per_s, rel=0.1)
+
+
 def test_on_a_mesh_groups_that_do_not_say_which_gpus_are_not_fitted() -> None:
     with pytest.raises(ValueError, match="say which GPUs they are"):
         fit_links("v100-32g-dgx1", [("all_reduce", GroupShape(2), 1e6, 1e-3)], "test")

@@ -1,0 +1,110 @@
+"""How commands end that cannot write, or are interrupted: said at once, and what there is is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.interrupts import one_interrupt
+from searchers.megatron_grid import MegatronGrid
+from searchers.pure import DistributedDataParallel
+from simulator.plan_file import load_plan
+from tests.experiments.commands import run
+
+PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2", "-b", "16"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", *PROBLEM, "-o"],
+        ["search", *PROBLEM, "-s", "ddp", "-o"],
+        ["simulate", "plan.yaml", "--trace"],
+        ["simulate", "plan.yaml", "--timeline"],
+        ["diff", "a.yaml", "b.yaml", "--plot"],
+        ["calibrate", "runs", "runs.csv", "-o"],
+        ["calibrate", "runs", "runs.csv", "--plot"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_told_before_any_work(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "file").write_text("kept")
+    code, out, error = run(capsys, *arguments, file / "below")
+    assert (code, out) == (2, "")
+    assert f"error: output must be a folder, got the file {file}" in error.replace("\n", "")
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["simulate", "plan.yaml", "--trace", "{}", "--timeline"], ["predict", "{}", "-c", "a100-80g-dgx", "-r",
+     "megatron-lm-2021", "-o", "{}", "--plot"]],
+)  # fmt: skip
+def test_two_outputs_are_two_files(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head, row = "model,microbatch,global_batch,gpus,iteration_time_s", "gpt3-350m,1,8,8,0.5"
+    (same := tmp_path / "same").write_text(f"{head}\n{row}\n")
+    code, _, error = run(capsys, *(word.format(same) for word in arguments), same)
+    assert code == 2 and "outputs must be files of their own" in error
+    assert same.read_text().endswith(f"{row}\n"), "untouched"
+
+
+def test_an_error_of_the_system_names_the_file_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "compare", *PROBLEM, "-s", "ddp", "-o", "/proc/comparison")
+    assert code == 2 and "/proc/comparison: " in error and "Errno" not in error
+
+
+def test_an_interrupted_search_gives_what_it_has_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = MegatronGrid.score
+    scored: list[object] = []
+
+    def interrupted(self: MegatronGrid, plan: object, problem: object) -> object:
+        if len(scored) == 3:
+            raise KeyboardInterrupt
+        scored.append(score(self, plan, problem))  # type: ignore[arg-type]
+        return scored[-1]
+
+    monkeypatch.setattr(MegatronGrid, "score", interrupted)
+    code, out, error = run(capsys, "search", *PROBLEM, "-s", "megatron-grid", "-o", tmp_path / "plan.yaml")
+    assert code == 130
+    assert "3 evaluations" in out and "interrupted; what had been found is simulated" in error
+    assert load_plan(tmp_path / "plan.yaml")[1].global_batch == 16
+
+
+def test_an_interrupt_before_anything_was_found_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DistributedDataParallel, "score", interrupted)
+    code, out, error = run(capsys, "search", *PROBLEM, "-s", "ddp", "-o", tmp_path / "plan.yaml")
+    assert (code, out) == (130, "") and "interrupted; no plan that fits had been found" in error
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def compiled_code_that_is_interrupted(*_: object) -> None:
+    """Fail as CPython does when a compiled function returns while an interrupt is pending."""
+    raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
+
+
+def test_an_interrupt_inside_compiled_code_is_an_interrupt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt), one_interrupt():
+        compiled_code_that_is_interrupted()
+    with pytest.raises(SystemError), one_interrupt():
+        raise SystemError("a mistake of ours")
+    monkeypatch.setattr(DistributedDataParallel, "score", compiled_code_that_is_interrupted)
+    code, _, error = run(capsys, "compare", *PROBLEM, "-s", "fsdp,ddp", "-o", tmp_path / "out")
+    assert code == 130 and "finished searchers are kept in" in error
+    assert [path.name for path in (tmp_path / "out" / "rows").iterdir()] == ["fsdp.json"], "not ddp, as its mistake"
+
+
+def test_a_searcher_file_that_exits_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit(3)\n")
+    code, _, error = run(capsys, "search", *PROBLEM, "-s", tmp_path / "mine.py:Mine")
+    assert code == 2 and "it raised SystemExit: 3" in error
