@@ -12,22 +12,22 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from experiments import (
-    command_calibrate,
-    command_compare,
-    command_diff,
-    command_import_plan,
-    command_list,
-    command_plan,
-    command_predict,
-    command_profile,
-    command_reproduce,
-    command_search,
-    command_simulate,
-    command_sweep,
-    command_validate,
+from experiments.commands import (
+    calibrate,
+    compare,
+    diff,
+    import_plan,
+    listing,
+    plan,
+    predict,
+    profile,
+    reproduce,
+    search,
+    simulate,
+    sweep,
+    validate,
 )
-from experiments.cli_accuracy import register as register_accuracy
+from experiments.commands.accuracy import register as register_accuracy
 from experiments.console import INTERRUPTED, fail, messages
 from experiments.interrupts import one_interrupt
 
@@ -80,19 +80,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("list")(command_list.list_names)
-app.command("plan")(command_plan.plan)
-app.command("search")(command_search.search)
-app.command("simulate")(command_simulate.simulate_file)
-app.command("predict")(command_predict.predict)
-app.command("diff")(command_diff.diff)
-app.command("compare")(command_compare.compare_searchers)
-app.command("import-plan")(command_import_plan.import_plan)
-app.command("sweep")(command_sweep.sweep_spec)
-app.add_typer(command_calibrate.app, name="calibrate")
-app.command("profile")(command_profile.profile_machine_file)
-app.command("reproduce")(command_reproduce.reproduce)
-app.command("validate")(command_validate.validate_file)
+app.command("list")(listing.list_names)
+app.command("plan")(plan.plan)
+app.command("search")(search.search)
+app.command("simulate")(simulate.simulate_file)
+app.command("predict")(predict.predict)
+app.command("diff")(diff.diff)
+app.command("compare")(compare.compare_searchers)
+app.command("import-plan")(import_plan.import_plan)
+app.command("sweep")(sweep.sweep_spec)
+app.add_typer(calibrate.app, name="calibrate")
+app.command("profile")(profile.profile_machine_file)
+app.command("reproduce")(reproduce.reproduce)
+app.command("validate")(validate.validate_file)
 register_accuracy(app)
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from experiments.compare_files import code_fingerprint
 from experiments.reproduce.experiment import Context
-from experiments.sweep_files import SweepFolder
-from experiments.sweep_job import Outcome
+from experiments.sweep.files import SweepFolder
+from experiments.sweep.job import Outcome
 
 Item = TypeVar("Item")
 

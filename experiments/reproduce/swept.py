@@ -10,7 +10,7 @@ from typing import Any
 from datafiles.loader import load_mapping
 from datafiles.writer import write_text_atomically
 from experiments.reproduce.experiment import Context
-from experiments.sweep import Progress, Sweep, load_sweep, open_workers
+from experiments.sweep.run import Progress, Sweep, load_sweep, open_workers
 
 
 def swept(context: Context, name: str, text: str) -> Sweep:

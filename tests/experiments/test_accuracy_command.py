@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from experiments import accuracy_baseline, accuracy_groups
-from experiments.cli_accuracy import register
+from experiments.commands.accuracy import register
 
 GROUP = ("--group", "aceso-gpt-modelled")
 

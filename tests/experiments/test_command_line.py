@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import app
-from experiments.sweep_values import DEFAULTS
+from experiments.sweep.values import DEFAULTS
 from tests.experiments.commands import run
 
 PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]

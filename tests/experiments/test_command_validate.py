@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.command_validate import parse_share, require_torch
+from experiments.commands.validate import parse_share, require_torch
 from hardware_models.calibration_file import load_calibration
 from simulator.plan_file import save_plan
 from simulator.problem import ProblemSpec

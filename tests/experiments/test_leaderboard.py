@@ -16,7 +16,7 @@ from experiments.reproduce.leaderboard.problems import NamedProblem, load_proble
 from experiments.reproduce.leaderboard.table import per_problem, ranking, with_problems
 from experiments.reproduce.registry import EXPERIMENTS
 from experiments.reproduce.report import write_report
-from experiments.sweep import load_sweep
+from experiments.sweep.run import load_sweep
 
 TINY = tuple(
     NamedProblem(

@@ -20,10 +20,10 @@ from joblib.externals.loky import ProcessPoolExecutor
 
 from datafiles.errors import DataFileError
 from datafiles.writer import dump_yaml
-from experiments.sweep import Progress, Sweep, load_sweep, open_workers, sweep
-from experiments.sweep_files import COLUMNS, INPUTS, TIMINGS
-from experiments.sweep_job import Job, OtherCodeError, run_job
-from experiments.sweep_workers import interrupts_wait
+from experiments.sweep.files import COLUMNS, INPUTS, TIMINGS
+from experiments.sweep.job import Job, OtherCodeError, run_job
+from experiments.sweep.run import Progress, Sweep, load_sweep, open_workers, sweep
+from experiments.sweep.workers import interrupts_wait
 from simulator.plan_file import load_plan
 from simulator.simulate import simulate
 from tests.experiments.commands import run

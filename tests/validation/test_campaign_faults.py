@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 import typer  # noqa: E402
 
 from datafiles.writer import dump_yaml  # noqa: E402
-from experiments.command_campaign import validate_campaign  # noqa: E402
-from experiments.command_validate import validate_file  # noqa: E402
+from experiments.commands.campaign import validate_campaign  # noqa: E402
+from experiments.commands.validate import validate_file  # noqa: E402
 from tests.validation.test_campaign_files import mapping  # noqa: E402
 from tests.validation.test_faults import ROOT, wait_until, workers_of  # noqa: E402
 from validation.campaign import campaign_from_mapping, load_campaign  # noqa: E402

@@ -19,7 +19,7 @@ from experiments.compare_files import code_fingerprint
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron.alpa import ALPA, alpa_cell
 from experiments.reproduce.galvatron.cells import FIXED, TITLES, Cell, at_batch, fixed_cell, searched_cell
-from experiments.sweep_workers import follow
+from experiments.sweep.workers import follow
 
 
 @dataclass(frozen=True)

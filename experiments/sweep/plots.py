@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from datafiles.writer import write_bytes_atomically
 from experiments.compare_plots import GRID, INK, LINES, MUTED
-from experiments.sweep_files import INPUTS
+from experiments.sweep.files import INPUTS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +43,7 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     """Draw samples per second along the axis that varies; other axes make lines, seeds make points.
 
     Args:
-        table: From `experiments.sweep_files.table_of`.
+        table: From `experiments.sweep.files.table_of`.
         path: PNG to write.
         title: Above it.
 

@@ -76,7 +76,7 @@ def predict(
     """
     from experiments.accuracy import report_of
     from experiments.accuracy_plots import plot_outcomes
-    from experiments.command_validate import parse_share
+    from experiments.commands.validate import parse_share
     from experiments.measured_run import doubt
     from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes
     from simulator.fidelity import Fidelity
@@ -197,7 +197,7 @@ def _report_mapping(report: GroupReport) -> dict[str, Any]:
 
 
 def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[str]) -> None:
-    from experiments.cli_accuracy import print_residuals
+    from experiments.commands.accuracy import print_residuals
 
     shown = list(outcomes)
     if len(shown) > MOST_ROWS:

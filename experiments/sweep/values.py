@@ -33,7 +33,7 @@ _FILE_SUFFIXES = (".yaml", ".yml", ".json", ".gz")
 
 @dataclass(frozen=True)
 class Checked:
-    """A value as fields of `experiments.sweep_job.Run`.
+    """A value as fields of `experiments.sweep.job.Run`.
 
     Attributes:
         fields: Field to value, as spelled in the spec.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from experiments.console import messages
-from experiments.sweep import Listener, Progress
+from experiments.sweep.run import Listener, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

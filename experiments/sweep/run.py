@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.sweep_files import SweepFolder, table_of
-from experiments.sweep_job import STATUSES, Run
-from experiments.sweep_spec import SweepSpec, load_sweep
-from experiments.sweep_workers import DaskWorkers, LocalWorkers, Workers, outcomes
+from experiments.sweep.files import SweepFolder, table_of
+from experiments.sweep.job import STATUSES, Run
+from experiments.sweep.spec import SweepSpec, load_sweep
+from experiments.sweep.workers import DaskWorkers, LocalWorkers, Workers, outcomes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -84,7 +84,7 @@ class Sweep:
         return {status: found[status] for status in STATUSES if found[status]}
 
     def table(self) -> pd.DataFrame:
-        """Return one row per finished run, in the spec's order; `experiments.sweep_files.COLUMNS`."""
+        """Return one row per finished run, in the spec's order; `experiments.sweep.files.COLUMNS`."""
         return table_of(self.spec.jobs, self._rows)
 
     def run(self, workers: Workers, listener: Listener | None = None) -> None:
@@ -127,7 +127,7 @@ class Sweep:
 
     def write(self) -> None:
         """Write table and plot of what is finished."""
-        from experiments.sweep_plots import plot_sweep
+        from experiments.sweep.plots import plot_sweep
 
         table, plot = self.table(), self.folder.path / "sweep.png"
         self.folder.write_table(table)
@@ -156,7 +156,7 @@ def sweep(
         listener: Told of progress.
 
     Returns:
-        One row per run, in the spec's order; `experiments.sweep_files.COLUMNS`.
+        One row per run, in the spec's order; `experiments.sweep.files.COLUMNS`.
 
     Raises:
         ValueError: If the spec breaks a rule, or the cluster cannot be used.

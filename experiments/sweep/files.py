@@ -23,7 +23,7 @@ from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.writer import dump_json, write_text_atomically
 from experiments.compare_files import versions
-from experiments.sweep_job import Job, Outcome, Run, plain
+from experiments.sweep.job import Job, Outcome, Run, plain
 
 if TYPE_CHECKING:
     import pandas as pd

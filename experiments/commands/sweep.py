@@ -15,7 +15,7 @@ from experiments.console import INTERRUPTED, AsJson, console, messages, print_li
 if TYPE_CHECKING:
     import pandas as pd
 
-    from experiments.sweep import Sweep
+    from experiments.sweep.run import Sweep
 
 ASK_ABOVE = 1_000
 """Runs that one call starts without ``--yes``."""
@@ -57,9 +57,9 @@ def sweep_spec(
 
     Example: windtunnel sweep spec.yaml -o out/sweep
     """
-    from experiments.sweep import Sweep, load_sweep, open_workers
-    from experiments.sweep_files import json_of
-    from experiments.sweep_progress import sweep_progress
+    from experiments.sweep.files import json_of
+    from experiments.sweep.progress import sweep_progress
+    from experiments.sweep.run import Sweep, load_sweep, open_workers
 
     loaded = load_sweep(spec)
     found = Sweep(loaded, output or Path("out") / spec.name.split(".")[0], retry_failed=retry_failed)
@@ -133,7 +133,7 @@ def _announce(found: Sweep, where: str, crowded: int) -> None:
 
 
 def _show(found: Sweep, results: pd.DataFrame) -> None:
-    from experiments.sweep_plots import varying
+    from experiments.sweep.plots import varying
 
     folder = found.folder.path
     inputs = varying(results)

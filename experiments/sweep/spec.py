@@ -21,9 +21,9 @@ from datafiles.content import read_text
 from datafiles.errors import DataFileError
 from datafiles.loader import parse_mapping
 from datafiles.schema import FileModel, validated
-from experiments.sweep_job import Job, Run, code_of
-from experiments.sweep_lines import SpecLines
-from experiments.sweep_values import REQUIRED, Checked, ValueChecker
+from experiments.sweep.job import Job, Run, code_of
+from experiments.sweep.lines import SpecLines
+from experiments.sweep.values import REQUIRED, Checked, ValueChecker
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_RUNS = 100_000
@@ -35,7 +35,7 @@ Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class _Values(FileModel):
-    """One value per field; those that may be written in several ways are checked in `sweep_values`."""
+    """One value per field; those that may be written in several ways are checked in `experiments.sweep.values`."""
 
     model: Text | None = None
     cluster: Text | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.command_validate import Device, check_device, parse_share, require_torch
+from experiments.commands.validate import Device, check_device, parse_share, require_torch
 from experiments.console import (
     INTERRUPTED,
     AsJson,

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from experiments.compare_files import code_fingerprint
-from experiments.sweep_job import Job, OtherCodeError, Outcome, run_job
+from experiments.sweep.job import Job, OtherCodeError, Outcome, run_job
 
 MAX_TRIES = 2
 """Times a run is begun on this machine if its process dies: the first death may be another one's fault."""

@@ -74,7 +74,7 @@ def validate_file(
     """
     require_torch()
     check_device(device)
-    from experiments.command_campaign import validate_campaign
+    from experiments.commands.campaign import validate_campaign
     from simulator.plan_file import load_plan
     from validation.campaign import campaign_names, is_campaign, load_campaign
     from validation.campaign_run import missing_devices
