@@ -36,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from experiments.accuracy import run_case
-from experiments.accuracy_errors import DISTINGUISHABLE, rank_report
+from experiments.accuracy.errors import DISTINGUISHABLE, rank_report
+from experiments.accuracy.run import run_case
 from experiments.cases import vtrain
 
 Part = tuple[str | int, ...]

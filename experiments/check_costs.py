@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 
 from datafiles.writer import write_text_atomically
-from experiments.accuracy import run_case
-from experiments.accuracy_groups import groups as known_groups
+from experiments.accuracy.groups import groups as known_groups
+from experiments.accuracy.run import run_case
 from experiments.cases.case import Case, Skipped
 from experiments.cases.sources import all_cases
 from hardware_models.calibration import check_collectives, check_convolutions, check_layers

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from experiments.accuracy import fastest_engine
+from experiments.accuracy.run import fastest_engine
 from experiments.cases import vtrain
 from experiments.cases.case import uniform
 from experiments.cases.vtrain_host import TIMED, WHOLE, hardware_with, runtime_with

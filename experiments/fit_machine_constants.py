@@ -13,6 +13,7 @@ import numpy as np
 
 from datafiles.schema import validated
 from datafiles.writer import dump_yaml, write_text_atomically
+from experiments.calibrate.fitted_constants import FittedConstants, fit_constants, log_error
 from experiments.cases.case import Case
 from experiments.cases.machine_fitted import (
     FILE,
@@ -22,7 +23,6 @@ from experiments.cases.machine_fitted import (
     drawn,
     measured,
 )
-from experiments.fitted_constants import FittedConstants, fit_constants, log_error
 from hardware_models.machine_factors import FACTORS
 
 DIGITS = 4

@@ -2,7 +2,7 @@
 
 Rows: `experiments.cases.vtrain_inferred.drawn`, at most a tenth of the table; no other row's time is looked at. First
 the host's constants are fitted (`experiments.fit_host`), then the factors, under the prior of
-`experiments.inferred_ridge.priors` that predicts rows left out best. What is written is what the cases of
+`experiments.calibrate.inferred_ridge.priors` that predicts rows left out best. What is written is what the cases of
 ``vtrain-calibrated`` have; ``calibration_rows.yaml`` lists the rows for the gate.
 
 Run: ``python -m experiments.fit_vtrain_profile --data DIR``. With ``--tenth K`` nothing is written: factors are
@@ -21,13 +21,13 @@ import numpy as np
 
 from datafiles.schema import validated
 from datafiles.writer import dump_yaml, write_text_atomically
+from experiments.calibrate.inferred_parts import BLOCKS, Part
+from experiments.calibrate.inferred_profile import Inferred, LayersRun, infer
+from experiments.calibrate.inferred_ridge import priors
 from experiments.cases import vtrain
 from experiments.cases.vtrain_host import TIMED
 from experiments.cases.vtrain_inferred import FILE, ONE_IN, ProfileFile, drawn, problem_under, profile_file, shape_of
 from experiments.fit_host import fit
-from experiments.inferred_parts import BLOCKS, Part
-from experiments.inferred_profile import Inferred, LayersRun, infer
-from experiments.inferred_ridge import priors
 
 DIGITS = 4
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.calibrate.inferred_profile import sums_of
+from experiments.calibrate.inferred_ridge import NOISE, Prior, choose, priors
 from experiments.cases import vtrain
 from experiments.cases.vtrain_host import TIMED
 from experiments.cases.vtrain_inferred import drawn
 from experiments.fit_host import fit
 from experiments.fit_vtrain_profile import run_of
-from experiments.inferred_profile import sums_of
-from experiments.inferred_ridge import NOISE, Prior, choose, priors
 
 SPLITS = {"tensor": ("tp", (1, 2), 8, "tp"), "hidden": ("hidden", (1024,), 5, "microbatch")}
 """Column, its values on the fitted side, one row in so many, and what is left out together."""

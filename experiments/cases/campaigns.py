@@ -13,7 +13,7 @@ from pydantic import Field
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
-from experiments.accuracy_groups import CAMPAIGN_GROUP
+from experiments.accuracy.groups import CAMPAIGN_GROUP
 from experiments.cases.case import PRINTED, Case, Measured, Skipped
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import CollectiveTable

@@ -17,6 +17,7 @@ from math import ceil, gcd
 from pathlib import Path
 
 from datafiles.tables import load_table
+from experiments.calibrate.fitted_constants import moved
 from experiments.cases.case import (
     PRINTED,
     Case,
@@ -27,7 +28,6 @@ from experiments.cases.case import (
     stages_of_layers,
     uniform,
 )
-from experiments.fitted_constants import moved
 from searchers.galvatron.judged import judged_plan
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import Cut, chunked, formula_count, table_count

@@ -1,8 +1,8 @@
 """Published runs once more, with constants of their machine fitted on every fifth of them.
 
-What a user has who ran a few plans and logged their iterations: `experiments.fitted_constants` gives him factors on a
-handful of constants of the machine; all other runs are predicted with these. Which runs are drawn does not depend on
-their times beyond whether they ran.
+What a user has who ran a few plans and logged their iterations: `experiments.calibrate.fitted_constants` gives him
+factors on a handful of constants of the machine; all other runs are predicted with these. Which runs are drawn does
+not depend on their times beyond whether they ran.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pydantic import Field
 
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
+from experiments.calibrate.fitted_constants import moved
+from experiments.calibrate.measured_run import MeasuredRun
 from experiments.cases import amp, llm_foundry
 from experiments.cases.case import PRINTED, Case, CaseSource, Skipped
-from experiments.fitted_constants import moved
-from experiments.measured_run import MeasuredRun
 from hardware_models.schema import Text
 from simulator.problem import Problem
 

@@ -18,10 +18,10 @@ from pydantic import Field
 
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
+from experiments.calibrate.inferred_parts import AFTER, BEFORE, LAYER, Part, corrected
 from experiments.cases import vtrain
 from experiments.cases.case import PRINTED, Case, Skipped, data_file
 from experiments.cases.vtrain_host import TIMED, hardware_with, runtime_with
-from experiments.inferred_parts import AFTER, BEFORE, LAYER, Part, corrected
 from simulator.problem import Problem
 
 GROUP = "vtrain-calibrated"

@@ -21,7 +21,7 @@ from experiments.console import (
 )
 
 if TYPE_CHECKING:
-    from experiments.accuracy import GroupReport, Outcome
+    from experiments.accuracy.run import GroupReport, Outcome
     from experiments.cases.case import Case, Skipped
 
 
@@ -72,8 +72,10 @@ def accuracy(
 
     Example: windtunnel accuracy --group vtrain-single-node --by tp,microbatch
     """  # fmt: skip
-    from experiments import accuracy as core
-    from experiments import accuracy_baseline, accuracy_docs, accuracy_plots
+    from experiments.accuracy import baseline as gate
+    from experiments.accuracy import docs as page
+    from experiments.accuracy import plots as pictures
+    from experiments.accuracy import run as core
     from experiments.cases.sources import all_cases, data_folder
     from experiments.progress import counted_progress
     from simulator.fidelity import Fidelity
@@ -96,8 +98,8 @@ def accuracy(
             entries, only=only, fidelity=Fidelity().without(*off), listener=listener
         )
     reports = core.group_reports(outcomes, skipped, only=only)
-    baseline = accuracy_baseline.load_baseline()
-    found = accuracy_baseline.findings(reports, baseline, with_data=folder is not None, only=only) if check else []
+    baseline = gate.load_baseline()
+    found = gate.findings(reports, baseline, with_data=folder is not None, only=only) if check else []
     if as_json:
         print_json(
             {
@@ -110,13 +112,13 @@ def accuracy(
         _print(reports, outcomes, comma_separated(by), missed, cases)
     for report in reports if plots is not None else ():
         assert plots is not None
-        accuracy_plots.plot_group(report, outcomes, plots / f"{report.name}.png")
+        pictures.plot_group(report, outcomes, plots / f"{report.name}.png")
     if docs is not None:
-        accuracy_docs.write_docs(reports, outcomes, docs)
+        page.write_docs(reports, outcomes, docs)
     if accept is not None:
-        before, after = accuracy_baseline.accept(reports, accept)
+        before, after = gate.accept(reports, accept)
         columns = [("group", "left"), ("figure", "left"), ("before", "right"), ("after", "right")]
-        messages().print(table("accepted", columns, accuracy_baseline.changes(before, after)))
+        messages().print(table("accepted", columns, gate.changes(before, after)))
         return
     for each in found:
         messages().print(f"[bold red]{each.group}[/]: {each.message}", soft_wrap=True)
@@ -141,8 +143,8 @@ def _check_features(wanted: Sequence[str], entries: Sequence[Case | Skipped], on
 def _print(
     reports: Sequence[GroupReport], outcomes: Sequence[Outcome], features: Sequence[str], missed: bool, with_cases: bool
 ) -> None:
-    from experiments.accuracy_docs import percent
-    from experiments.accuracy_groups import groups as known_groups
+    from experiments.accuracy.docs import percent
+    from experiments.accuracy.groups import groups as known_groups
 
     columns = [
         ("group", "left"), ("run", "right"), ("skipped", "right"), ("time error", "right"), ("target", "right"),
@@ -195,8 +197,8 @@ def print_residuals(
     outcomes: Sequence[Outcome], features: Sequence[str], where: str = "", *, one_by_one: bool = False
 ) -> None:
     """Print the time error by values of features together, or of every feature of the cases in turn."""
-    from experiments.accuracy import residuals_by
-    from experiments.accuracy_docs import percent
+    from experiments.accuracy.docs import percent
+    from experiments.accuracy.run import residuals_by
 
     if one_by_one:
         names = dict.fromkeys(name for each in outcomes for name in each.case.features)

@@ -75,9 +75,9 @@ def aceso(
 
     Example: windtunnel calibrate aceso profiled-time-eurosys --model gpt --size 1_3B -c v100-32g-dgx1 -o aceso.json
     """
-    from experiments import calibrate_sources
+    from experiments.calibrate import sources
 
-    found = calibrate_sources.aceso(folder, model=model, size=size, database=database, preset=cluster)
+    found = sources.aceso(folder, model=model, size=size, database=database, preset=cluster)
     _finish(found, output, plot, as_json)
 
 
@@ -95,7 +95,7 @@ def galvatron(
 
     Example: windtunnel calibrate galvatron allreduce_bandwidth.json overlap_coefficient.json -c titan-rtx-pcie
     """
-    from experiments.calibrate_galvatron import galvatron as calibrate
+    from experiments.calibrate.galvatron import galvatron as calibrate
 
     _finish(calibrate(files, preset=cluster, model=model, runtime=runtime), output, plot, as_json)
 
@@ -113,9 +113,9 @@ def alpa(
 
     Example: windtunnel calibrate alpa prof_database.pkl -c p3.16xlarge --gpu v100-sxm2-16gb -o alpa.json
     """
-    from experiments import calibrate_sources
+    from experiments.calibrate import sources
 
-    _finish(calibrate_sources.alpa(file, preset=cluster, gpu=gpu), output, plot, as_json)
+    _finish(sources.alpa(file, preset=cluster, gpu=gpu), output, plot, as_json)
 
 
 @app.command("nccl-tests")
@@ -134,9 +134,9 @@ def nccl_tests(
 
     Example: windtunnel calibrate nccl-tests all_reduce_perf.txt all_gather_perf.txt -c a100-80g-dgx -o nccl.json
     """
-    from experiments import calibrate_sources
+    from experiments.calibrate import sources
 
-    found = calibrate_sources.nccl_tests(files, preset=cluster, collective=collective, ranks=ranks)
+    found = sources.nccl_tests(files, preset=cluster, collective=collective, ranks=ranks)
     _finish(found, output, plot, as_json)
 
 
@@ -154,9 +154,9 @@ def kineto(
 
     Example: windtunnel calibrate kineto trace.json.gz --gpu a100-sxm4-80gb -o trace.yaml
     """
-    from experiments import calibrate_sources
+    from experiments.calibrate import sources
 
-    found = calibrate_sources.kineto(file, preset=cluster, gpu=gpu, gpus_per_node=gpus_per_node)
+    found = sources.kineto(file, preset=cluster, gpu=gpu, gpus_per_node=gpus_per_node)
     _finish(found, output, plot, as_json)
 
 
@@ -188,17 +188,17 @@ def runs(
 
     Example: windtunnel calibrate runs runs.csv --constants all -o mine.json
     """
-    from experiments import calibrate_runs
+    from experiments.calibrate import runs as measured_runs
     from experiments.run_table import Common
     from hardware_models.machine_factors import named
 
     common = Common(cluster=cluster, runtime=runtime, model=model)
     if constants is None:
-        _finish(calibrate_runs.runs(table, common), output, plot, as_json)
+        _finish(measured_runs.runs(table, common), output, plot, as_json)
         return
     names = named(constants)
     with steps_progress("constants") as say:
-        found = calibrate_runs.constants(table, names, say, common)
+        found = measured_runs.constants(table, names, say, common)
     _finish(found, output, plot, as_json)
 
 
@@ -210,23 +210,23 @@ def machine(
 
     Example: windtunnel calibrate machine machine.json -c local-cpu -o here.json
     """
-    from experiments import calibrate_sources
+    from experiments.calibrate import sources
 
-    _finish(calibrate_sources.machine(file, preset=cluster), output, plot, as_json)
+    _finish(sources.machine(file, preset=cluster), output, plot, as_json)
 
 
 def _finish(outcome: Outcome, output: Path | None, plot: Path | None, as_json: bool) -> None:
-    from experiments import calibrate_report
+    from experiments.calibrate import report
     from hardware_models.calibration_file import save_calibration
 
     if output is not None:
         save_calibration(outcome.calibration, output)
     if plot is not None:
-        calibrate_report.plot(outcome, plot)
+        report.plot(outcome, plot)
     if as_json:
-        print_json(calibrate_report.outcome_mapping(outcome, output))
+        print_json(report.outcome_mapping(outcome, output))
         return
-    calibrate_report.show(outcome)
+    report.show(outcome)
     for what, path in (("calibration", output), ("plot", plot)):
         if path is not None:
             messages().print(f"{what}: {path}", markup=False)

@@ -29,7 +29,7 @@ from experiments.console import (
 from experiments.interrupts import one_interrupt
 
 if TYPE_CHECKING:
-    from experiments.accuracy import GroupReport, Outcome
+    from experiments.accuracy.run import GroupReport, Outcome
 
 MOST_ROWS = 40
 """A longer table is shown by its runs that are furthest off (all go into ``--output``)."""
@@ -74,10 +74,10 @@ def predict(
 
     Example: windtunnel predict runs.csv -c a100-80g-dgx -r megatron-lm-2021 --by tp,pp -o predicted.csv
     """
-    from experiments.accuracy import report_of
-    from experiments.accuracy_plots import plot_outcomes
+    from experiments.accuracy.plots import plot_outcomes
+    from experiments.accuracy.run import report_of
+    from experiments.calibrate.measured_run import doubt
     from experiments.commands.validate import parse_share
-    from experiments.measured_run import doubt
     from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes
     from simulator.fidelity import Fidelity
 
@@ -131,7 +131,7 @@ def predict(
 
 def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | None) -> list[Outcome]:
     """Simulate the runs; what was simulated is written whatever ends it."""
-    from experiments.accuracy import run_case
+    from experiments.accuracy.run import run_case
     from experiments.progress import counted_progress
 
     outcomes: list[Outcome] = []

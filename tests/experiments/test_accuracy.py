@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from experiments import accuracy_baseline as gate
-from experiments.accuracy import GroupReport, check_cases, group_reports, residuals_by, run_case, run_cases
-from experiments.accuracy_calibration import calibration_rows, named_rows
-from experiments.accuracy_docs import write_docs
-from experiments.accuracy_errors import DISTINGUISHABLE, ErrorReport, rank_report
-from experiments.accuracy_groups import groups
-from experiments.accuracy_plots import plot_group
+from experiments.accuracy import baseline as gate
+from experiments.accuracy.calibration_rows import calibration_rows, named_rows
+from experiments.accuracy.docs import write_docs
+from experiments.accuracy.errors import DISTINGUISHABLE, ErrorReport, rank_report
+from experiments.accuracy.groups import groups
+from experiments.accuracy.plots import plot_group
+from experiments.accuracy.run import GroupReport, check_cases, group_reports, residuals_by, run_case, run_cases
 from experiments.cases import alpa, galvatron_table2, megatron_sc21, vtrain
 from experiments.cases.case import Case, Measured, Skipped, problem_of, uniform
 from experiments.cases.sources import all_cases, data_folder

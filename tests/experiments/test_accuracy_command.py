@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments import accuracy_baseline, accuracy_groups
+from experiments.accuracy import baseline as accuracy_baseline
+from experiments.accuracy import groups as accuracy_groups
 from experiments.commands.accuracy import register
 
 GROUP = ("--group", "aceso-gpt-modelled")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import attainable
-from experiments.accuracy import run_case
+from experiments.accuracy.run import run_case
 from experiments.attainable import conflicts, least_error, parts_of, ranked_pairs, replica_steps, step_per_parameter
 from experiments.cases import vtrain
 from experiments.cases.sources import data_folder

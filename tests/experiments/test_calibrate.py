@@ -172,7 +172,7 @@ def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_p
         "bert-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", 8, profile=str(tmp_path / "out" / "c.json")
     )
     problem = spec.load()
-    from experiments.calibrate_layers import layer_kinds
+    from experiments.calibrate.layers import layer_kinds
     from simulator.costs import CostTables
 
     table = CostTables(problem).table((), 4, problem.gpu_types[0])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from datafiles.writer import dump_yaml
-from experiments.accuracy import run_case
-from experiments.accuracy_groups import groups
+from experiments.accuracy.groups import groups
+from experiments.accuracy.run import run_case
 from experiments.campaign_cases import FORMAT, hardware_mapping
 from experiments.cases import campaigns
 from experiments.cases.campaigns import FOLDER, cases_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import accuracy
+from experiments.accuracy import run as accuracy
 from tests.experiments.commands import run
 
 HEAD = "model,layers,hidden,heads,seq,vocab,tp,pp,dp,microbatch,global_batch,iteration_time_s,notes\n"

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.fitted_constants import fit_constants, log_error, moved
-from experiments.measured_run import MeasuredRun
+from experiments.calibrate.fitted_constants import fit_constants, log_error, moved
+from experiments.calibrate.measured_run import MeasuredRun
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from experiments.calibrate.fitted_constants import fit_constants, moved
 from experiments.cases.galvatron_budget import STEP, within_budget
 from experiments.cases.galvatron_table2 import SEARCHED, Run, num_microbatches
-from experiments.fitted_constants import fit_constants, moved
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.galvatron import EXPERIMENTS, fig4, table1
 from experiments.reproduce.galvatron.agreement import ordered_pairs, summary, winners

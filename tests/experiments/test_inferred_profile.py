@@ -8,10 +8,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from experiments.calibrate.inferred_parts import AFTER, BLOCKS, LAYER, Factors, Part, corrected, parts_of, profile_of
+from experiments.calibrate.inferred_profile import LayersRun, infer, sums_of
+from experiments.calibrate.inferred_ridge import LEVELS, Prior, Sums, choose, priors
 from experiments.cases.case import problem_of, uniform
-from experiments.inferred_parts import AFTER, BLOCKS, LAYER, Factors, Part, corrected, parts_of, profile_of
-from experiments.inferred_profile import LayersRun, infer, sums_of
-from experiments.inferred_ridge import LEVELS, Prior, Sums, choose, priors
 from simulator.simulate import simulate
 from workloads.models.gpt import GPTSpec
 

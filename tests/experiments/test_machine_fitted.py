@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.accuracy_calibration import calibration_rows, saw
-from experiments.accuracy_groups import groups
+from experiments.accuracy.calibration_rows import calibration_rows, saw
+from experiments.accuracy.groups import groups
 from experiments.cases import amp, llm_foundry
 from experiments.cases.case import Case, Measured, Skipped
 from experiments.cases.machine_fitted import ONE_IN, SOURCES, SUFFIX, cases, drawn, machine_fits

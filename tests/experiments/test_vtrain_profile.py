@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from experiments.accuracy import check_cases, run_case
-from experiments.accuracy_calibration import calibration_rows, saw
+from experiments.accuracy.calibration_rows import calibration_rows, saw
+from experiments.accuracy.run import check_cases, run_case
+from experiments.calibrate.inferred_parts import BLOCKS
 from experiments.cases import vtrain, vtrain_inferred
 from experiments.cases.case import Case, Skipped
 from experiments.cases.sources import data_folder
 from experiments.cases.vtrain_inferred import GROUP, SUFFIX, drawn, factors, profile_file
-from experiments.inferred_parts import BLOCKS
 from hardware_models.gpus import curves_of
 
 TABLE_ROWS = 716

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
-from experiments.accuracy import run_case  # noqa: E402
+from experiments.accuracy.run import run_case  # noqa: E402
 from experiments.campaign_cases import write_case_file  # noqa: E402
 from experiments.campaign_files import write_campaign  # noqa: E402
 from experiments.cases.campaigns import cases_of  # noqa: E402

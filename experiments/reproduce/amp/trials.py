@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from datafiles.tables import load_table
-from experiments.accuracy import run_case
-from experiments.accuracy_errors import rank_report
+from experiments.accuracy.errors import rank_report
+from experiments.accuracy.run import run_case
 from experiments.cases import amp
 from experiments.cases.case import Case
 from experiments.reproduce.experiment import Context, Report, Verdict

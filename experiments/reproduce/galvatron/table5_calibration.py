@@ -16,10 +16,10 @@ import numpy as np
 import pandas as pd
 
 from datafiles.tables import load_table
+from experiments.calibrate.fitted_constants import fit_constants, log_error
+from experiments.calibrate.measured_run import MeasuredRun
 from experiments.cases.case import PRINTED
 from experiments.cases.galvatron_table2 import Run, planner_options
-from experiments.fitted_constants import fit_constants, log_error
-from experiments.measured_run import MeasuredRun
 from experiments.reproduce.experiment import Verdict
 from experiments.reproduce.galvatron.cells import TITLES
 from experiments.reproduce.galvatron.grid import Key, Printed

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from datafiles.writer import write_bytes_atomically
-from experiments.accuracy import GroupReport, Outcome
-from experiments.accuracy_errors import ErrorReport
-from experiments.accuracy_groups import groups as known_groups
+from experiments.accuracy.errors import ErrorReport
+from experiments.accuracy.groups import groups as known_groups
+from experiments.accuracy.run import GroupReport, Outcome
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")

@@ -18,7 +18,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.inferred_parts import Part
+from experiments.calibrate.inferred_parts import Part
 
 Matrix = NDArray[np.float64]
 Level = Callable[[Part], Hashable]

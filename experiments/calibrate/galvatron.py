@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.calibrate_layers import calibrate_layers
-from experiments.calibrate_sources import with_communication
+from experiments.calibrate.layers import calibrate_layers
+from experiments.calibrate.sources import with_communication
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants
 from hardware_models.calibration.communication_fit import LINKS, communication_parts
 from hardware_models.calibration.link_fit import Sample, fit_links

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from datafiles.writer import write_text_atomically
-from experiments.accuracy import GroupReport, Outcome
-from experiments.accuracy_baseline import load_baseline
-from experiments.accuracy_errors import DISTINGUISHABLE
-from experiments.accuracy_groups import Group
-from experiments.accuracy_groups import groups as known_groups
-from experiments.accuracy_plots import plot_group
+from experiments.accuracy.baseline import load_baseline
+from experiments.accuracy.errors import DISTINGUISHABLE
+from experiments.accuracy.groups import Group
+from experiments.accuracy.groups import groups as known_groups
+from experiments.accuracy.plots import plot_group
+from experiments.accuracy.run import GroupReport, Outcome
 
 INTRODUCTION = f"""# Accuracy
 

@@ -22,7 +22,7 @@ import hardware_models
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 
-FILE = Path(__file__).parent / "accuracy_data" / "calibration_rows.yaml"
+FILE = Path(__file__).parent.parent / "accuracy_data" / "calibration_rows.yaml"
 CONSTANTS = Path(hardware_models.__file__).parent
 _NAMED = re.compile(r"([\w./-]+\.(?:csv|json|yaml))#(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
 MAX_RANGE = 100_000

@@ -2,8 +2,8 @@
 
 A user has logs of iterations, not of operators. Runs of some plans are simulated, each part's share of an iteration is
 found by making it a little longer, and the factors on the cost tables' times that explain the logs best are estimated
-(`experiments.inferred_ridge`). Other plans are then simulated on the profile that the factors make
-(`experiments.inferred_parts`). What no factor can change stays the model's: collectives, transfers, gradient
+(`experiments.calibrate.inferred_ridge`). Other plans are then simulated on the profile that the factors make
+(`experiments.calibrate.inferred_parts`). What no factor can change stays the model's: collectives, transfers, gradient
 reductions, the optimizer.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.inferred_parts import AFTER, BEFORE, LAYER, Factors, Part, corrected, parts_of
-from experiments.inferred_ridge import Prior, Sums, choose
-from experiments.measured_run import MeasuredRun
+from experiments.calibrate.inferred_parts import AFTER, BEFORE, LAYER, Factors, Part, corrected, parts_of
+from experiments.calibrate.inferred_ridge import Prior, Sums, choose
+from experiments.calibrate.measured_run import MeasuredRun
 
 STEP = 0.05
 """How much longer a part is made to see its share."""

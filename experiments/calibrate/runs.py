@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.fitted_constants import fit_constants
-from experiments.inferred_parts import profile_of
-from experiments.inferred_profile import SETTLED, LayersRun, infer
-from experiments.inferred_ridge import priors
-from experiments.measured_run import MeasuredRun, doubt
+from experiments.calibrate.fitted_constants import fit_constants
+from experiments.calibrate.inferred_parts import profile_of
+from experiments.calibrate.inferred_profile import SETTLED, LayersRun, infer
+from experiments.calibrate.inferred_ridge import priors
+from experiments.calibrate.measured_run import MeasuredRun, doubt
 from experiments.run_table import PLAN, SECONDS, Common, load_runs
 from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record

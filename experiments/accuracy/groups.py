@@ -12,7 +12,7 @@ from pydantic import Field
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 
-FILE = Path(__file__).parent / "accuracy_data" / "groups.yaml"
+FILE = Path(__file__).parent.parent / "accuracy_data" / "groups.yaml"
 CAMPAIGN_GROUP = "campaign-"
 Share = Annotated[float, Field(ge=0, le=10)]
 Text = Annotated[str, Field(min_length=1, max_length=600)]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
 
-from experiments.accuracy_calibration import saw
-from experiments.accuracy_errors import ErrorReport, RankReport, rank_report
-from experiments.accuracy_groups import groups as known_groups
+from experiments.accuracy.calibration_rows import saw
+from experiments.accuracy.errors import ErrorReport, RankReport, rank_report
+from experiments.accuracy.groups import groups as known_groups
 from experiments.cases.case import Case, Skipped
 from simulator.fidelity import Fidelity
 from simulator.simulate import ENGINES, simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from experiments.accuracy import fastest_engine
+from experiments.accuracy.run import fastest_engine
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate

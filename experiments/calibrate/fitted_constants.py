@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.measured_run import MeasuredRun, doubt
+from experiments.calibrate.measured_run import MeasuredRun, doubt
 from hardware_models.machine_factors import with_factors
 from simulator.problem import Problem
 

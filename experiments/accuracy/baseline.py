@@ -13,11 +13,11 @@ from pydantic import Field
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, write_text_atomically
-from experiments.accuracy import GroupReport
-from experiments.accuracy_groups import Group
-from experiments.accuracy_groups import groups as known_groups
+from experiments.accuracy.groups import Group
+from experiments.accuracy.groups import groups as known_groups
+from experiments.accuracy.run import GroupReport
 
-FILE = Path(__file__).parent / "accuracy_data" / "baseline.json"
+FILE = Path(__file__).parent.parent / "accuracy_data" / "baseline.json"
 DIGITS = 5
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]

@@ -1,0 +1,1 @@
+"""From files of a source, or from measured runs, to a calibration."""
