@@ -144,6 +144,27 @@ class CostTables:
         return frozenset(kept) if self.problem.runtime.keeps_root_gathered else frozenset()
 
     @cached_property
+    def gather_units(self) -> tuple[int, ...]:
+        """What ZeRO-2 and 3 hold whole at once, by operator: the number of its layer.
+
+        Where the runtime gathers and scatters parameters one by one (``parameter_calls_above``), a layer of more than a
+        bucket of gradients is a run of units: those of its operators that fit a bucket together, or one that does not;
+        units are numbered in the order of operators.
+        """
+        workload, runtime = self.problem.workload, self.problem.runtime
+        if runtime.parameter_calls_above is None or runtime.gradient_bucket_bytes is None:
+            return tuple(op.layer for op in workload.operators)
+        bucket = runtime.gradient_bucket_bytes / runtime.gradient_accumulation_bytes
+        units, unit, elements, layer = [], -1, 0.0, -1
+        for index, op in enumerate(workload.operators):
+            own = sum(float(prod(parameter.shape)) for parameter in workload.parameters(index))
+            if op.layer != layer or (own and elements and elements + own > bucket):
+                unit, elements, layer = unit + 1, 0.0, op.layer
+            elements += own
+            units.append(unit)
+        return tuple(units)
+
+    @cached_property
     def operator_forms(self) -> NDArray[np.int64]:
         """Which operators are alike, and stand alike, but for names; see ``lowering.forms``."""
         return operator_forms(self.problem.workload)

@@ -20,7 +20,7 @@ from simulator.interleaved_memory import interleaved_peak_bytes
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import ParameterGroup, gathered_for, parameter_groups
+from simulator.lowering.synchronisation import ParameterGroup, parameter_groups, units_gathered_for
 from simulator.model_states import reduces_in_backward, static_bytes
 from simulator.plan import Plan, Sharding, batch_replicas
 from simulator.problem import Problem
@@ -37,8 +37,8 @@ class HeldBytes:
         anew: Of that, gradients that the first backward pass makes.
         kept: One microbatch between its forward and its backward pass.
         working: What is there besides ``kept`` while a microbatch's backward pass needs most.
-        gathered: Parameters that ZeRO-3 has gathered: the root, and two layers, or one where none is prefetched.
-        unsharded: Gradients that are not scattered yet: of two layers and the root above them.
+        gathered: Parameters that ZeRO-3 has gathered: the root, and two units (``gather_units``), or one where none is prefetched.
+        unsharded: Gradients that are not scattered yet: of two units and the root above them.
         last: What the end of a backward pass needs: unsharded gradients of a layer and all of the root, and what the
             stage's first operator works in, or its first segment takes.
         for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
@@ -203,18 +203,21 @@ def zero_elements(sharding: Sharding, cost: OperatorCost) -> tuple[float, float]
 
 def _whole_for_a_while(view: StageView) -> tuple[float, float, float]:
     """Return bytes of gathered parameters, and of unsharded gradients at the most and at the end of a backward pass."""
-    runtime, workload, plan = view.costs.problem.runtime, view.costs.problem.workload, view.plan
-    layers: dict[int, tuple[float, float]] = {}
+    runtime, operators, plan = view.costs.problem.runtime, view.costs.problem.workload.operators, view.plan
+    units: dict[int, tuple[float, float]] = {}
+    roots = set()
     for index in view.operators:
-        layer = workload.operators[index].layer
-        gathered, unsharded = layers.get(layer, (0.0, 0.0))
+        unit = view.costs.gather_units[index]
+        gathered, unsharded = units.get(unit, (0.0, 0.0))
         _, to_scatter = zero_elements(view.shardings[index], view.cost(index))
-        layers[layer] = gathered, unsharded + to_scatter
+        units[unit] = gathered, unsharded + to_scatter
+        if operators[index].layer in view.costs.root_layers:
+            roots.add(unit)
     for group in parameter_groups(view):
-        for layer in gathered_for(view, group):
-            gathered, unsharded = layers[layer]
-            layers[layer] = gathered + group.num_elements, unsharded
-    found = [(layer in view.costs.root_layers, *layers[layer]) for layer in sorted(layers)]
+        for unit in units_gathered_for(view, group):
+            gathered, unsharded = units[unit]
+            units[unit] = gathered + group.num_elements, unsharded
+    found = [(unit in roots, *units[unit]) for unit in sorted(units)]
     ahead = runtime.prefetches_gathers
     (root, _, pair), (outer, above, largest) = (
         _root_and_pair([(in_root, elements[way]) for in_root, *elements in found], pairs=pairs)
@@ -226,15 +229,15 @@ def _whole_for_a_while(view: StageView) -> tuple[float, float, float]:
     return (root + pair) * parameter_bytes, (above + largest) * gradient_bytes, (outer + lowest) * gradient_bytes
 
 
-def _root_and_pair(layers: Sequence[tuple[bool, float]], *, pairs: bool) -> tuple[float, float, float]:
-    """Return the sum of all of the root, of the root above the first other layer, and the most of two neighbours.
+def _root_and_pair(units: Sequence[tuple[bool, float]], *, pairs: bool) -> tuple[float, float, float]:
+    """Return the sum of all of the root, of the root above the first other unit, and the most of two neighbours.
 
     Args:
-        layers: Whether a layer is of the root, and its size; those without anything are no neighbours.
+        units: Whether a unit is of the root, and its size; those without anything are no neighbours.
         pairs: Two neighbours are there at once; else the largest counts.
     """
     root = above = before = most = 0.0
-    for in_root, size in layers:
+    for in_root, size in units:
         if in_root:
             root += size
             above += size if before else 0.0

@@ -61,6 +61,7 @@ class Structure(NamedTuple):
         reader_offsets, readers: Readers of each tensor.
         first_saver: int64[N]. First operator that saves an output of the operator; NEVER for none.
         layer_of, layer_first, layer_stop: Layers.
+        unit_of, unit_first, unit_stop: What ZeRO holds whole at once (``CostTables.gather_units``).
         gathers_of: int64[layers]. How often ZeRO-3 gathers a layer for a microbatch.
         tied: int64[O]. Operators of tied parameters, ascending; one with two stands there twice.
         ties: int64[O]. Equal for parameters that are tied to one another.
@@ -84,6 +85,9 @@ class Structure(NamedTuple):
     layer_of: Ints
     layer_first: Ints
     layer_stop: Ints
+    unit_of: Ints
+    unit_first: Ints
+    unit_stop: Ints
     gathers_of: Ints
     tied: Ints
     ties: Ints

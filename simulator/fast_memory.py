@@ -167,14 +167,15 @@ def _add_zero(
     pairs: bool,
     found: Floats,
 ) -> None:
-    """Fill sum of the root, of the root above the first other layer, most of two neighbours, and lowest other layer.
+    """Fill sum of the root, of the root above the first other unit, most of two neighbours, and lowest other unit.
 
     Of one, not two, without ``pairs``.
     """
     before, run = 0.0, begin
     found[:] = 0.0
-    for layer in range(shape.layer_of[first], shape.layer_of[stop - 1] + 1):
-        place, ends = max(first, shape.layer_first[layer]), min(stop, shape.layer_stop[layer])
+    for unit in range(shape.unit_of[first], shape.unit_of[stop - 1] + 1):
+        place, ends = max(first, shape.unit_first[unit]), min(stop, shape.unit_stop[unit])
+        layer = shape.layer_of[place]
         size = 0.0
         while place < ends:
             while plans.run_stops[run] <= place:

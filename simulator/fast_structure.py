@@ -106,6 +106,7 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
     layer_of = np.zeros(count, dtype=np.int64)
     for layer, (first, stop) in enumerate(layers):
         layer_of[first:stop] = layer
+    units = np.array(costs.gather_units, dtype=np.int64)
     all_savers = [saver for found_savers in savers.values() for saver in found_savers]
     inputs = [[workload.producer.get(name, NEVER) for name in op.inputs] for op in workload.operators]
     tied_operators = np.array([index for index, _ in tied], dtype=np.int64)
@@ -123,6 +124,9 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         layer_of,
         np.array([first for first, _ in layers], dtype=np.int64),
         np.array([stop for _, stop in layers], dtype=np.int64),
+        units,
+        np.searchsorted(units, np.arange(units[-1] + 1)),
+        np.searchsorted(units, np.arange(units[-1] + 1), side="right"),
         np.array([1 if layer in costs.root_layers else 2 for layer in range(len(layers))], dtype=np.int64),
         tied_operators,
         np.array(tie_numbers, dtype=np.int64),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from simulator.costs import OperatorCost, saved_tensors
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
-from simulator.lowering.synchronisation import gathered_for, parameter_groups
+from simulator.lowering.synchronisation import parameter_groups, units_gathered_for
 from simulator.memory_events import (
     GATHERED,
     GATHERED_INPUT,
@@ -60,9 +60,14 @@ class StageMemory:
         runtime = view.costs.problem.runtime
         self._gradient_bytes = runtime.implementation.activation_bytes
         self._keeps_outputs = runtime.keeps_stage_outputs
-        self._gathers = self._zero3_layers() if reshards else {}
+        self._units = view.costs.gather_units
+        self._gathers = self._gathered_units() if reshards else {}
         self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
-        self._root = view.costs.root_layers & {self.workload.operators[index].layer for index in view.operators}
+        self._root = {
+            self._units[index]
+            for index in view.operators
+            if self.workload.operators[index].layer in view.costs.root_layers
+        }
         self._anew = gradients_anew or {}
         self._own = set(view.operators)
         self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
@@ -134,13 +139,13 @@ class StageMemory:
         for index in operators:
             for name in dict.fromkeys(self.workload.operators[index].inputs):
                 left[name] = left.get(name, 0) + 1
-        layer = None
+        unit = None
         for index in operators:
             op = self.workload.operators[index]
             cost = self.cost_of(index)
-            if not recomputing and op.layer != layer:
-                self._gather(layer, op.layer, events)
-                layer = op.layer
+            if not recomputing and self._units[index] != unit:
+                self._gather(unit, self._units[index], events)
+                unit = self._units[index]
             in_segment = not recomputing and index in self._segment_of
             for position, item in self._gathered[index]:
                 events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
@@ -171,7 +176,7 @@ class StageMemory:
                 if not left.get(name):
                     self._free_if_done(name, inside, events, recomputing)
         if not recomputing:
-            self._gather(layer, None, events)
+            self._gather(unit, None, events)
 
     def _free_if_done(self, name: str, inside: set[int], events: Pass, recomputing: bool) -> None:
         producer = self.workload.producer.get(name)
@@ -199,13 +204,13 @@ class StageMemory:
                 events.allocate(f"{name}/gradient", self._output_bytes(name), GRADIENT)
         segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
         releases = self._releases(with_inputs, with_weights)
-        layer = None
+        unit = None
         for index in self.view.operators[::-1]:
             op = self.workload.operators[index]
             cost = self.cost_of(index)
-            if with_inputs and op.layer != layer:
-                self._gather(layer, op.layer, events)
-                layer = op.layer
+            if with_inputs and self._units[index] != unit:
+                self._gather(unit, self._units[index], events)
+                unit = self._units[index]
             if with_inputs and index in segment_ends:
                 start, stop = segment_ends[index]
                 self._run(recomputed_operators(self.view, start, stop), events, recomputing=True)
@@ -214,13 +219,13 @@ class StageMemory:
             for name in releases.get(index, ()):
                 self._release(name, events)
         if with_weights:
-            self._unshard(-1, events)
-            for unit in self._unsharded:
-                events.free(f"layer {unit}/unsharded")
+            self._unshard(-1, -1, events)
+            for each in self._unsharded:
+                events.free(f"unit {each}/unsharded")
         if with_inputs:
-            self._gather(layer, None, events)
-            for unit in self._root:
-                events.free(f"layer {unit}/gathered")
+            self._gather(unit, None, events)
+            for each in self._root:
+                events.free(f"unit {each}/gathered")
             for name in self.view.arrivals:
                 events.free(f"{name}/gradient")
             for name in releases.get(-1, ()):
@@ -271,7 +276,7 @@ class StageMemory:
     ) -> None:
         temporary = cost.backward_temporary_bytes(self._gradient_bytes, inputs=with_inputs, weights=with_weights)
         if with_weights and cost.parameters:
-            self._unshard(op.layer, events)
+            self._unshard(op.layer, self._units[index], events)
         events.allocate(f"{op.name}/workspace backward", temporary, WORKSPACE)
         for position, item in self._gathered[index]:
             events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
@@ -296,63 +301,63 @@ class StageMemory:
 
     # ZeRO
 
-    def _zero3_layers(self) -> dict[int, float]:
-        """Return the bytes that each layer gathers."""
+    def _gathered_units(self) -> dict[int, float]:
+        """Return the bytes that each unit gathers."""
         runtime = self.view.costs.problem.runtime
         found: dict[int, float] = {}
         for group in parameter_groups(self.view):
-            for layer in gathered_for(self.view, group):
-                found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
+            for unit in units_gathered_for(self.view, group):
+                found[unit] = found.get(unit, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
         return dict(sorted(found.items()))
 
     def _unsharded_gradients(self) -> dict[int, float]:
-        """Return the bytes of each layer's gradients before they are scattered."""
+        """Return the bytes of each unit's gradients before they are scattered."""
         runtime = self.view.costs.problem.runtime
         found: dict[int, float] = {}
         for group in parameter_groups(self.view):
             if group.zero >= 2 and group.num_shards > 1:
                 for index in group.users:
-                    layer = self.workload.operators[index].layer
-                    found[layer] = found.get(layer, 0.0) + group.num_elements * runtime.gradient_accumulation_bytes
+                    unit = self._units[index]
+                    found[unit] = found.get(unit, 0.0) + group.num_elements * runtime.gradient_accumulation_bytes
         return found
 
-    def _unshard(self, layer: int, events: Pass) -> None:
-        """Make room for a layer's gradients; those of the layer but one above have been scattered by then."""
-        for unit, size in self._anew.items():
-            if unit > layer or (unit == layer and layer not in self._unsharded):
-                events.allocate(f"layer {unit}/gradients", size, GRADIENTS, lasting=True)
-        if layer not in self._unsharded:
+    def _unshard(self, layer: int, unit: int, events: Pass) -> None:
+        """Make room for a unit's gradients; those of the unit but one above have been scattered by then."""
+        for made, size in self._anew.items():
+            if made > layer or (made == layer and unit not in self._unsharded):
+                events.allocate(f"layer {made}/gradients", size, GRADIENTS, lasting=True)
+        if unit not in self._unsharded:
             return
-        above = sorted(unit for unit in self._unsharded if unit > layer and unit not in self._root)
-        for unit in above[1:]:
-            events.free(f"layer {unit}/unsharded")
-        events.allocate(f"layer {layer}/unsharded", self._unsharded[layer], UNSHARDED)
+        above = sorted(each for each in self._unsharded if each > unit and each not in self._root)
+        for each in above[1:]:
+            events.free(f"unit {each}/unsharded")
+        events.allocate(f"unit {unit}/unsharded", self._unsharded[unit], UNSHARDED)
 
     def _gather(self, leaving: int | None, entering: int | None, events: Pass) -> None:
-        """Free the gathered parameters of a layer; hold those of the next, and of the one after where it is prefetched.
+        """Free the gathered parameters of a unit; hold those of the next, and of the one after where it is prefetched.
 
-        Those of the root unit are gathered first and stay from a forward pass to the end of its backward pass, once
+        Those of the root are gathered first and stay from a forward pass to the end of its backward pass, once
         for all microbatches in flight.
         """
         if not self._gathers:
             return
-        for layer in self._root if leaving is None else ():
-            events.allocate(f"layer {layer}/gathered", self._gathers.get(layer, 0.0), GATHERED, lasting=True)
-        layers = [layer for layer in self._gathers if layer not in self._root]
-        if leaving in layers:
-            events.free(f"layer {leaving}/gathered")
+        for unit in self._root if leaving is None else ():
+            events.allocate(f"unit {unit}/gathered", self._gathers.get(unit, 0.0), GATHERED, lasting=True)
+        units = [unit for unit in self._gathers if unit not in self._root]
+        if leaving in units:
+            events.free(f"unit {leaving}/gathered")
         if entering is None:
-            for layer in layers:
-                events.free(f"layer {layer}/gathered")
+            for unit in units:
+                events.free(f"unit {unit}/gathered")
             return
-        if entering in layers:
-            events.allocate(f"layer {entering}/gathered", self._gathers[entering], GATHERED)
+        if entering in units:
+            events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
             if not self.view.costs.problem.runtime.prefetches_gathers:
                 return
-            position = layers.index(entering)
+            position = units.index(entering)
             step = -1 if leaving is not None and leaving > entering else 1
-            if leaving is None and position == len(layers) - 1:
+            if leaving is None and position == len(units) - 1:
                 step = -1
             after = position + step
-            if 0 <= after < len(layers):
-                events.allocate(f"layer {layers[after]}/gathered", self._gathers[layers[after]], GATHERED)
+            if 0 <= after < len(units):
+                events.allocate(f"unit {units[after]}/gathered", self._gathers[units[after]], GATHERED)

@@ -237,6 +237,13 @@ def gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
     return [layer for layer in layers if layer not in later]
 
 
+def units_gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
+    """Return the units of those layers (``CostTables.gather_units``)."""
+    operators, units = view.costs.problem.workload.operators, view.costs.gather_units
+    layers = set(gathered_for(view, group))
+    return list(dict.fromkeys(units[user] for user in group.users if operators[user].layer in layers))
+
+
 def gather_collectives(view: StageView) -> dict[int, list[MeshCollective]]:
     """Return, per layer, the all-gathers that ZeRO-3 needs before the layer can run."""
     wanted = ((layer, group) for group in parameter_groups(view) for layer in gathered_for(view, group))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import pytest
@@ -12,14 +13,17 @@ from simulator.costs import CostTables
 from simulator.engine_compiled import run_compiled
 from simulator.engine_simpy import run_simpy
 from simulator.estimate import estimate
+from simulator.estimate_memory import held_bytes
+from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower, stage_views
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.synchronisation import gather_collectives, gradient_buckets
 from simulator.plan import Plan
-from simulator.problem import Problem
+from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
+from simulator.validate import validate
 from tests.simulator.problems import small_problem
 
 RANKS = 8
@@ -140,3 +144,40 @@ def test_interleaved_ranks_whose_hosts_wait_for_gathers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"before they post receives.* one stage a rank, or ZeRO-2"):
         simulate(uniform_plan(problem, zero=3, **shape), problem)  # type: ignore[arg-type]
     simulate(uniform_plan(problem, zero=2, **shape), problem)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "vit"])
+def test_what_is_whole_at_once_fills_a_bucket_of_gradients(family: str) -> None:
+    """Buckets of one element: every operator with parameters ends a unit, and two neighbours are whole at once."""
+    problem = problem_with(family, gradient_bucket_bytes=2)
+    workload = problem.workload
+    own = [
+        sum(prod(parameter.shape) for parameter in workload.parameters(index)) for index in range(len(workload))
+    ]
+    costs = CostTables(problem)
+    with_parameters = [unit for unit, elements in zip(costs.gather_units, own, strict=True) if elements]
+    assert len(set(with_parameters)) == len(with_parameters)
+    assert list(costs.gather_units) == sorted(costs.gather_units)
+    (view,) = stage_views(validate(sharded(problem), problem), costs)
+    neighbours = [2 * (first + second) for first, second in pairwise(filter(None, own))]  # fp16
+    held = held_bytes(view)
+    assert held.gathered == held.unsharded == max(neighbours)
+    assert FastEstimator(problem).estimate(sharded(problem)).peak_bytes == pytest.approx(
+        estimate(sharded(problem), problem).peak_bytes, rel=1e-11
+    )
+    wide = problem_with(family)  # A layer fills no bucket of 1 GB: it is one unit, and no smaller than its operators.
+    assert CostTables(wide).gather_units == tuple(op.layer for op in workload.operators)
+    peaks = [simulate(sharded(each), each).peak_allocated_bytes for each in (problem, wide)]
+    assert peaks[0] < peaks[1]
+
+
+def test_a_layer_of_530b_is_never_whole() -> None:
+    """Its products have 1.26, 0.42, 1.68 and 1.68e9 elements, a bucket 5e8: two of the last are the most, 6.3 GiB."""
+    spec = ProblemSpec(
+        model="megatron-gpt-530b", cluster="a100-80g-dgx:80x8", runtime="deepspeed-zero3-2021", global_batch=2560
+    )
+    problem = spec.load()
+    plan = uniform_plan(problem, dp=640, zero=3, microbatch=4, recompute="full")
+    (view,) = stage_views(validate(plan, problem), CostTables(problem))
+    h = 20480
+    assert held_bytes(view).gathered == 2 * ((4 * h * h + 4 * h) + (4 * h * h + h))
