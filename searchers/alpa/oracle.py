@@ -17,6 +17,7 @@ import numpy as np
 from searchers.alpa.intra_op import IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.stage_costs import Room, Solver, Spans, StageCosts, StageSolver
+from searchers.alpa.strategy_graph import Array
 from simulator.costs import CostTables
 from simulator.plan import Sharding
 
@@ -29,19 +30,22 @@ class StageCost(NamedTuple):
         state_bytes: Parameters, gradients, optimizer states of a device.
         kept_bytes: What one microbatch keeps between its forward and its backward.
         working_bytes: What is alive besides, at most, while a pass runs.
+        step_bytes: What the optimizer step works in, when nothing is kept any more.
     """
 
     seconds: float
     state_bytes: float
     kept_bytes: float
     working_bytes: float
+    step_bytes: float
 
     def peak_bytes(self, microbatches_in_flight: int = 1) -> float:
         """Return the peak with so many microbatches between forward and backward."""
-        return self.state_bytes + microbatches_in_flight * self.kept_bytes + self.working_bytes
+        passes = microbatches_in_flight * self.kept_bytes + self.working_bytes
+        return self.state_bytes + max(passes, self.step_bytes)
 
 
-NOT_LEGAL = StageCost(np.inf, np.inf, np.inf, np.inf)
+NOT_LEGAL = StageCost(np.inf, np.inf, np.inf, np.inf, np.inf)
 
 
 @dataclass
@@ -157,12 +161,13 @@ class CostModelOracle(Oracle):
         self._solvers: dict[LogicalMesh, StageSolver] = {}
         self._tables: dict[LogicalMesh, StageCosts] = {}
         self._working: dict[LogicalMesh, list[float]] = {}
+        self._shared: dict[LogicalMesh, tuple[Array, Array]] = {}
 
     def sharding_states(self) -> CostModelOracle:
         """Return the same oracle with model states sharded over the batch axes; measurements are shared."""
         other = replace(self, zero=2)
         other._solvers, other._tables, other._asked = self._solvers, self._tables, self._asked
-        other._working = self._working
+        other._working, other._shared = self._working, self._shared
         return other
 
     def solver(self, mesh: LogicalMesh) -> StageSolver:
@@ -181,13 +186,19 @@ class CostModelOracle(Oracle):
             return NOT_LEGAL
         if mesh not in self._working:
             self._working[mesh] = self.solver(mesh).working_bytes()
+            self._shared[mesh] = self.solver(mesh).shared_elements()
         recompute = self.options.recompute
         kept = table.output_bytes if recompute else table.saved_bytes
+        twice, sharded_twice = self._shared[mesh]
+        elements = float(table.elements[first, last] - twice[first, last])
+        sharded = float(table.sharded_elements[first, last] - sharded_twice[first, last])
+        per_element, per_sharded = self.solver(mesh).problem.state_bytes_per_element(sharded=self.zero > 0)
         return StageCost(
             float(table.seconds[first, last]),
-            float((table.sharded_state_bytes if self.zero else table.state_bytes)[first, last]),
+            elements * per_element + sharded * per_sharded,
             float(kept[first, last]),
             max(self._working[mesh][first : last + 1]),
+            (sharded if self.zero else elements) * self.costs.problem.runtime.optimizer_workspace_bytes,
         )
 
     def shardings(

@@ -7,7 +7,7 @@ enter the layer to those that leave it. Joining such tables in turn gives every 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -50,14 +50,14 @@ class StageCosts:
         objective: What the intra-operator problem minimises.
         seconds: One microbatch, forward and backward.
         sync_s: Synchronisation of gradients, once per iteration.
-        state_bytes, sharded_state_bytes, saved_bytes, output_bytes: Sums over the interval.
+        elements, sharded_elements, saved_bytes, output_bytes: Sums over the interval.
     """
 
     objective: Array
     seconds: Array
     sync_s: Array
-    state_bytes: Array
-    sharded_state_bytes: Array
+    elements: Array
+    sharded_elements: Array
     saved_bytes: Array
     output_bytes: Array
 
@@ -122,6 +122,29 @@ class StageSolver:
             found.append(known[key])
         return found
 
+    def shared_elements(self) -> tuple[Array, Array]:
+        """Return elements that intervals of layers count more than once, whole and divided over the batch axes.
+
+        A weight that operators of a stage share and lay out alike is there once: the embedding and the head. Layers
+        are sharded for themselves.
+        """
+        count, workload = len(self.spans), self.problem.costs.problem.workload
+        users: dict[Hashable, list[int]] = {}
+        sizes: dict[Hashable, tuple[float, float]] = {}
+        for layer, (start, stop) in enumerate(self.spans):
+            if any(parameter.tie for index in range(start, stop) for parameter in workload.parameters(index)):
+                for index, sharding in zip(range(start, stop), self.assignment(layer, layer), strict=True):
+                    for layout, *elements in self.problem.tied_layouts(index, sharding):
+                        users.setdefault(layout, []).append(layer)
+                        sizes[layout] = elements[0], elements[1]
+        whole, sharded = np.zeros((count, count)), np.zeros((count, count))
+        for layout, layers in users.items():
+            before = np.concatenate([[0], np.cumsum(np.bincount(layers, minlength=count))])
+            again = np.maximum(before[np.newaxis, 1:] - before[:-1, np.newaxis] - 1, 0)
+            whole += sizes[layout][0] * again
+            sharded += sizes[layout][1] * again
+        return whole, sharded
+
     def assignment(
         self, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
     ) -> list[Sharding]:
@@ -160,9 +183,9 @@ class StageSolver:
     def _with_memory(self, graph: StrategyGraph, room: Room) -> StrategyGraph:
         """Return the graph with one attribute: bytes of the stage with its microbatches in flight."""
         kept = "output_bytes" if self.problem.options.recompute else "saved_bytes"
-        states = "sharded_state_bytes" if room.sharded else "state_bytes"
-        rows = [ATTRIBUTES.index(states), ATTRIBUTES.index(kept)]
-        weights = np.array([1.0, float(room.microbatches_in_flight)])
+        rows = [ATTRIBUTES.index(name) for name in ("elements", "sharded_elements", kept)]
+        states = self.problem.state_bytes_per_element(sharded=room.sharded)
+        weights = np.array([*states, float(room.microbatches_in_flight)])
         return StrategyGraph(
             graph.costs, graph.edges, [(weights @ table[rows])[np.newaxis] for table in graph.attributes]
         )

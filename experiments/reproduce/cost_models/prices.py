@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -10,6 +10,7 @@ from math import isfinite
 
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
+from searchers.alpa.oracle import StageCost
 from searchers.base import Searcher, cost_tables
 from searchers.registry import searcher_named
 from simulator.estimate_memory import working_bytes
@@ -121,15 +122,14 @@ def _alpa_price(plan: Plan, problem: Problem) -> tuple[float, float]:
     """Return Alpa's pipeline of stages, each the sum of its operators and what lies between them."""
     seconds, peaks = [], []
     for position, stage in enumerate(plan.stages):
-        time_s, states, kept, working = _alpa_stage(stage, plan, problem)
-        in_flight = min(plan.num_microbatches, len(plan.stages) - position)
-        seconds.append(time_s)
-        peaks.append(states + in_flight * kept + working)
+        cost = _alpa_stage(stage, plan, problem)
+        seconds.append(cost.seconds)
+        peaks.append(cost.peak_bytes(min(plan.num_microbatches, len(plan.stages) - position)))
     return sum(seconds) + (plan.num_microbatches - 1) * max(seconds), max(peaks)
 
 
-def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> tuple[float, float, float, float]:
-    """Return seconds of a microbatch, and bytes of states, kept for each microbatch, and worked in."""
+def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
+    """Return what Alpa counts of a stage whose operators are sharded as given."""
     per_node = problem.hardware.cluster.devices_per_node
     size, rows, again = len(stage.devices), batch_replicas(stage), bool(stage.recompute)
     nodes = max(1, size // per_node)
@@ -154,9 +154,17 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> tuple[float, floa
         own = working_bytes(problem.workload.operators[index], intra.cost(index, shardings[index]), problem)
         kept += float(graph.attributes[place][saved, chosen[place]]) if again else 0.0
         layers[layer_of[place]] = kept, max(most, own)
-    return (
+    elements = totals["elements"]
+    seen: set[Hashable] = set()
+    for index in operators:
+        for layout, shared, _ in intra.tied_layouts(index, shardings[index]):
+            elements -= shared if layout in seen else 0.0
+            seen.add(layout)
+    per_element, _ = intra.state_bytes_per_element(sharded=False)
+    return StageCost(
         totals["seconds"] + between,
-        totals["state_bytes"],
+        elements * per_element,
         totals["output_bytes" if again else "saved_bytes"],
         max(kept + most for kept, most in layers.values()),
+        elements * problem.runtime.optimizer_workspace_bytes,
     )
