@@ -122,7 +122,8 @@ def stage_figures(
         start, stop: Operators of the stage.
         gpus: GPUs of the stage.
         in_flight: Microbatches whose activations it keeps at once.
-        links: Bit 0: a stage comes before; bit 1: one comes after; bits 2 and 3: it is on another node.
+        links: Bit 0: a stage comes before; bit 1: one comes after; bits 2 and 3: it is on another node; bits 4 and 5:
+            it has another tensor degree, so that nothing crosses in parts.
         limit: Bytes to stay below, for the choice of recomputed operators.
         recompute: 0: ``flags`` are given; 1: choose the largest activations first; 2: the most bytes per second
             first; 3: whichever of the two takes less time; 4: as the public code does.
@@ -190,14 +191,16 @@ def stage_figures(
         far = (links >> 2) & 1 if links & 1 else 0
         cell = cells[0]
         transfer += border_time(
-            arrays, far, gpus_log, arrays.degrees[cell, 0], arrays.columns[cell, ENTERS, start],
+            arrays, far, gpus_log, arrays.degrees[cell, 0],
+            arrays.columns[cell, INPUT if links & 16 else ENTERS, start],
             arrays.columns[cell, INPUT, start],
         )
     if links & 2 or release:
         far = (links >> 3) & 1 if links & 2 else 0
         cell, last = cells[stop - start - 1], stop - 1
         transfer += border_time(
-            arrays, far, gpus_log, arrays.degrees[cell, 0], arrays.columns[cell, LEAVES, last],
+            arrays, far, gpus_log, arrays.degrees[cell, 0],
+            arrays.columns[cell, OUTPUT if links & 32 else LEAVES, last],
             arrays.columns[cell, OUTPUT, last],
         )
     figures[TIME_FORWARD] = forward

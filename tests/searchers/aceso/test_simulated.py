@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from searchers.aceso.configuration import from_plan
+from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan
+from searchers.aceso.model import StagePrice
 from searchers.aceso.searcher import Aceso
 from searchers.base import cost_tables
 from simulator.problem import Problem, ProblemSpec
@@ -103,3 +104,23 @@ def test_what_the_optimizer_works_in_is_the_peak_of_small_layers() -> None:
     assert Aceso().paper_objective(plan, problem).peak_bytes == 304_326_632 * 20
     found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
     assert found.peak_allocated_bytes == pytest.approx(304_326_632 * 20, rel=1e-3)
+
+
+def test_between_tensor_degrees_nothing_crosses_in_parts() -> None:
+    """A microbatch of 64 MiB between nodes: each of 8 GPUs receives its samples whole, not an eighth or a half of them.
+
+    Forward that is 16 MiB for each of 4 x 2 GPUs, twice the 64, and back 64 MiB for each of 8, eight times the 64.
+    """
+    problem = problem_on("p3.16xlarge:2x8", 64, "gpt3-1.3b")
+    model, count = Aceso().model(problem), len(problem.workload)
+    cut = next(stop for _, stop in problem.workload.layers if stop >= count // 2)
+
+    def prices(first: int, last: int) -> tuple[StagePrice, ...]:
+        stages = StageChoice(8, (Run(cut, first),)), StageChoice(8, (Run(count - cut, last),))
+        return model.price(Configuration(8, stages)).stages
+
+    unlike, eights, twos = prices(8, 2), prices(8, 8), prices(2, 2)
+    assert unlike[0].transfer_s == pytest.approx(8 * eights[0].transfer_s, rel=0.05)
+    assert unlike[1].transfer_s == pytest.approx(2 * twos[1].transfer_s, rel=0.05)
+    nic_s = 2**26 * 8 / 25e9
+    assert eights[0].transfer_s == pytest.approx(nic_s, rel=0.25)
