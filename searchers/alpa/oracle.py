@@ -17,7 +17,6 @@ import numpy as np
 from searchers.alpa.intra_op import IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.stage_costs import Room, Solver, Spans, StageCosts, StageSolver
-from searchers.alpa.strategy_graph import Array
 from simulator.costs import CostTables
 from simulator.plan import Sharding
 
@@ -161,7 +160,7 @@ class CostModelOracle(Oracle):
         self._solvers: dict[LogicalMesh, StageSolver] = {}
         self._tables: dict[LogicalMesh, StageCosts] = {}
         self._working: dict[LogicalMesh, list[float]] = {}
-        self._shared: dict[LogicalMesh, tuple[Array, Array]] = {}
+        self._shared: dict[tuple[LogicalMesh, int, int], tuple[float, float]] = {}
 
     def sharding_states(self) -> CostModelOracle:
         """Return the same oracle with model states sharded over the batch axes; measurements are shared."""
@@ -186,12 +185,14 @@ class CostModelOracle(Oracle):
             return NOT_LEGAL
         if mesh not in self._working:
             self._working[mesh] = self.solver(mesh).working_bytes()
-            self._shared[mesh] = self.solver(mesh).shared_elements()
         recompute = self.options.recompute
         kept = table.output_bytes if recompute else table.saved_bytes
-        twice, sharded_twice = self._shared[mesh]
-        elements = float(table.elements[first, last] - twice[first, last])
-        sharded = float(table.sharded_elements[first, last] - sharded_twice[first, last])
+        interval = mesh, first, last
+        if interval not in self._shared:
+            self._shared[interval] = self.solver(mesh).shared_elements(first, last)
+        twice, sharded_twice = self._shared[interval]
+        elements = float(table.elements[first, last]) - twice
+        sharded = float(table.sharded_elements[first, last]) - sharded_twice
         per_element, per_sharded = self.solver(mesh).problem.state_bytes_per_element(sharded=self.zero > 0)
         return StageCost(
             float(table.seconds[first, last]),

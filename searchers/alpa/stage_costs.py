@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from simulator.plan import Sharding
 
 Spans = tuple[tuple[int, int], ...]
 Solver = Literal["elimination", "milp", "pareto"]
+SHARED_ELEMENTS = 1_000_000
 
 
 class Room(NamedTuple):
@@ -84,6 +86,11 @@ class StageSolver:
             sorted({p for index in range(*span) for p in problem.producers(index) if p < span[0]}) for span in spans
         ]
         self._walked: tuple[int, list[_Step], Iterator[_Step]] | None = None
+        self._sharing = [
+            index
+            for index in range(len(workload))
+            if any(each.tie and prod(each.shape) >= SHARED_ELEMENTS for each in workload.parameters(index))
+        ]
         self.legal = all(problem.strategies(index) for index in range(len(workload)))
 
     def all_stages(self) -> StageCosts:
@@ -122,27 +129,24 @@ class StageSolver:
             found.append(known[key])
         return found
 
-    def shared_elements(self) -> tuple[Array, Array]:
-        """Return elements that intervals of layers count more than once, whole and divided over the batch axes.
+    def shared_elements(self, first: int, last: int) -> tuple[float, float]:
+        """Return elements that an interval of layers counts more than once, whole and divided over the batch axes.
 
-        A weight that operators of a stage share and lay out alike is there once: the embedding and the head. Layers
-        are sharded for themselves.
+        A weight that operators of a stage share and lay out alike is there once: the embedding and the head. Weights
+        below ``SHARED_ELEMENTS`` are not worth following their choices.
         """
-        count, workload = len(self.spans), self.problem.costs.problem.workload
-        users: dict[Hashable, list[int]] = {}
-        sizes: dict[Hashable, tuple[float, float]] = {}
-        for layer, (start, stop) in enumerate(self.spans):
-            if any(parameter.tie for index in range(start, stop) for parameter in workload.parameters(index)):
-                for index, sharding in zip(range(start, stop), self.assignment(layer, layer), strict=True):
-                    for layout, *elements in self.problem.tied_layouts(index, sharding):
-                        users.setdefault(layout, []).append(layer)
-                        sizes[layout] = elements[0], elements[1]
-        whole, sharded = np.zeros((count, count)), np.zeros((count, count))
-        for layout, layers in users.items():
-            before = np.concatenate([[0], np.cumsum(np.bincount(layers, minlength=count))])
-            again = np.maximum(before[np.newaxis, 1:] - before[:-1, np.newaxis] - 1, 0)
-            whole += sizes[layout][0] * again
-            sharded += sizes[layout][1] * again
+        problem = self.problem
+        start, stop = self.spans[first][0], self.spans[last][1]
+        users = [index for index in self._sharing if start <= index < stop]
+        whole = sharded = 0.0
+        if len(users) > 1:
+            chosen = self.assignment(first, last)
+            seen: set[Hashable] = set()
+            for index in users:
+                for layout, elements, divided in problem.tied_layouts(index, chosen[index - start]):
+                    whole += elements if layout in seen else 0.0
+                    sharded += divided if layout in seen else 0.0
+                    seen.add(layout)
         return whole, sharded
 
     def assignment(
