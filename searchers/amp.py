@@ -5,8 +5,10 @@ Source: Li et al., "AMP: Automatically Finding Model Parallel Strategies with He
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from math import prod
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,7 @@ from searchers.base import CandidateSearcher, Ledger, Objective, Score, cost_tab
 from searchers.degrees import divisors
 from searchers.layers import LayerTables, blocks
 from simulator.lowering.mesh import groups
-from simulator.plan import Axis, Plan, Sharding, Stage
+from simulator.plan import Axis, Plan, Sharding, Stage, resolve
 from simulator.problem import Problem
 from simulator.uniform import recompute_segments
 
@@ -78,7 +80,8 @@ class Amp(CandidateSearcher):
         """
         spans = blocks(problem.workload)
         sharding = (Axis("batch", dp), Axis("tensor", tp))
-        seconds, leaving = layer_costs(problem, spans, sharding, microbatch, recompute)
+        again = recompute_segments(problem.workload, 0, len(problem.workload), recompute)
+        seconds, leaving = layer_costs(problem, spans, sharding, microbatch, again)
         ranks = [tuple(range(stage * tp * dp, (stage + 1) * tp * dp)) for stage in range(pp)]
         crossing = np.array(
             [
@@ -113,18 +116,30 @@ class Amp(CandidateSearcher):
 
 
 def layer_costs(
-    problem: Problem, spans: tuple[tuple[int, int], ...], sharding: Sharding, samples: int, recompute: str
+    problem: Problem,
+    spans: tuple[tuple[int, int], ...],
+    sharding: Sharding,
+    samples: int,
+    again: Sequence[tuple[int, int]] = (),
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return seconds of each layer, averaged over devices, and bytes that leave it on one replica."""
-    tables = LayerTables(cost_tables(problem), spans)
-    forwards = 2.0 if recompute == "full" else 1.0
+    """Return seconds of each layer, averaged over devices, and bytes that leave it on one replica.
+
+    Operators in ``again`` run forward twice.
+    """
+    costs = cost_tables(problem)
+    tables = LayerTables(costs, spans)
     types = list(problem.gpu_types)
     seconds = np.zeros(len(spans))
     leaving = np.zeros(len(spans))
     for gpu_type in dict.fromkeys(types):
         found = tables.layers(sharding, samples, gpu_type)
         share = types.count(gpu_type) / len(types)
-        seconds += share * (forwards * found.forward_s + found.backward_s)
+        seconds += share * (found.forward_s + found.backward_s)
+        table = costs.table(sharding, samples, gpu_type)
+        for start, stop in again:
+            layer = bisect_right(spans, start, key=itemgetter(0)) - 1
+            forward_s = max(table.forward_s[start:stop].sum(), table.forward_host_s[start:stop].sum())
+            seconds[layer] += share * float(forward_s)
         leaving = found.boundary_bytes
     return seconds, leaving
 
@@ -148,8 +163,8 @@ def formula_s(plan: Plan, problem: Problem) -> float:
     sharding = next(iter(plan.stages[0].sharding_per_operator()))
     tp = prod(axis.size for axis in sharding if axis.split != "batch")
     dp = prod(axis.size for axis in sharding if axis.split == "batch")
-    recompute = "full" if any(stage.recompute for stage in plan.stages) else "none"
-    seconds, leaving = layer_costs(problem, spans, sharding, plan.microbatch_size // dp, recompute)
+    again = [segment for stage in plan.stages for segment in stage.recompute]
+    seconds, leaving = layer_costs(problem, spans, sharding, plan.microbatch_size // dp, again)
     starts = np.array([start for start, _ in spans])
     stage_s, crossing = [], 0.0
     for number, stage in enumerate(plan.stages):
@@ -170,8 +185,13 @@ def formula_s(plan: Plan, problem: Problem) -> float:
 def _sync_s(problem: Problem, stage: Stage, sharding: Sharding, dp: int, samples: int) -> float:
     if dp == 1:
         return 0.0
-    table = cost_tables(problem).table(sharding, samples, problem.gpu_types[0])
-    elements = float(sum(table.parameter_elements[start:stop].sum() for start, stop in stage.operators))
+    costs, gpu_type = cost_tables(problem), problem.gpu_types[0]
+    elements, seen = 0.0, set[str]()
+    for index in stage.indices():
+        cost = costs.operator(index, resolve(sharding, problem.workload.operators[index]), samples, gpu_type)
+        for parameter, count in cost.parameters:  # A weight that the stage has twice travels once.
+            elements += 0.0 if parameter.tie in seen else count
+        seen.update(parameter.tie for parameter, _ in cost.parameters if parameter.tie is not None)
     sizes = tuple(axis.size for axis in sharding)
     axes = tuple(number for number, axis in enumerate(sharding) if axis.split == "batch")
     num_bytes = elements * problem.runtime.gradient_accumulation_bytes

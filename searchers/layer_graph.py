@@ -20,10 +20,13 @@ class LayerGraph:
     Attributes:
         profile: Nodes with costs on one device.
         spans: Operator range of each node, by its name.
+        edge_bytes: What a node reads of another, by the names of both: of several tensors that leave a layer, a later
+            one may read one only.
     """
 
     profile: LayerProfile
     spans: Mapping[str, tuple[int, int]]
+    edge_bytes: Mapping[tuple[str, str], float]
 
     def ranges(self, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
         """Return the operator ranges of some nodes, sorted and joined."""
@@ -44,7 +47,13 @@ def layer_graph(costs: CostTables, samples: int, spans: Sequence[tuple[int, int]
     owner = {index: position for position, span in enumerate(spans) for index in range(*span)}
     names = [_name(workload, span, position) for position, span in enumerate(spans)]
     nodes = []
+    sizes: dict[str, float] = {}
+    edge_bytes: dict[tuple[str, str], float] = {}
     for position, (start, stop) in enumerate(spans):
+        read = {tensor for index in range(start, stop) for tensor in workload.operators[index].inputs}
+        for tensor in sorted(read & sizes.keys()):
+            edge = names[owner[workload.producer[tensor]]], names[position]
+            edge_bytes[edge] = edge_bytes.get(edge, 0.0) + sizes[tensor]
         before = {
             owner[workload.producer[tensor]]
             for index in range(start, stop)
@@ -59,7 +68,10 @@ def layer_graph(costs: CostTables, samples: int, spans: Sequence[tuple[int, int]
                     elements = samples
                     for size in workload.tensors[tensor]:
                         elements *= size
-                    leaving += elements * dtype_bytes(op.definition.output_dtype(number), runtime.implementation)
+                    sizes[tensor] = float(
+                        elements * dtype_bytes(op.definition.output_dtype(number), runtime.implementation)
+                    )
+                    leaving += sizes[tensor]
         name, _, label = workload.layer_names[workload.operators[start].layer].partition(":")
         nodes.append(
             LayerNode(
@@ -74,7 +86,7 @@ def layer_graph(costs: CostTables, samples: int, spans: Sequence[tuple[int, int]
             )
         )
     return LayerGraph(
-        profile=LayerProfile(workload.name, samples, tuple(nodes)), spans=dict(zip(names, spans, strict=True))
+        LayerProfile(workload.name, samples, tuple(nodes)), dict(zip(names, spans, strict=True)), edge_bytes
     )
 
 

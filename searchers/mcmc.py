@@ -82,7 +82,9 @@ class FlexFlowMcmc(Searcher):
             return
         graph = intra.graph(0, len(problem.workload))
         capacity = min(problem.capacity_bytes(device) for device in range(problem.num_devices))
-        walk = Walk.start(graph, _most_batch(intra, len(problem.workload)), count, capacity, self.temperature)
+        start = _most_batch(intra, len(problem.workload))
+        per_element, _ = intra.state_bytes_per_element(sharded=False)
+        walk = Walk.start(graph, start, count, capacity, self.temperature, per_element)
         best, scored, chosen = walk.cost, walk.cost, list(walk.chosen)
         self._score(ledger, intra, chosen)
         for number in range(1, self.steps + 1):
@@ -139,15 +141,21 @@ class Walk:
 
     @classmethod
     def start(
-        cls, graph: StrategyGraph, chosen: list[int], num_microbatches: int, capacity: float, temperature: float
+        cls,
+        graph: StrategyGraph,
+        chosen: list[int],
+        num_microbatches: int,
+        capacity: float,
+        temperature: float,
+        state_bytes: float,
     ) -> Walk:
-        """Return a walk at its first assignment."""
+        """Return a walk at its first assignment; a parameter takes ``state_bytes``."""
         neighbours: list[list[tuple[int, NDArray[np.float64]]]] = [[] for _ in graph.costs]
         for (u, v), table in graph.edges.items():
             neighbours[u].append((v, table))
             neighbours[v].append((u, table.T))
-        rows = [ATTRIBUTES.index("state_bytes"), ATTRIBUTES.index("saved_bytes")]
-        memory = [table[rows].sum(axis=0) for table in graph.attributes]
+        elements, saved = ATTRIBUTES.index("elements"), ATTRIBUTES.index("saved_bytes")
+        memory = [state_bytes * table[elements] + table[saved] for table in graph.attributes]
         seconds = graph.objective(chosen)
         num_bytes = sum(float(table[choice]) for table, choice in zip(memory, chosen, strict=True))
         walk = cls(graph, neighbours, memory, chosen, num_microbatches, capacity, seconds, num_bytes, 0.0)

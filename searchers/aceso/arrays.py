@@ -17,13 +17,15 @@ Int32s = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 
 FORWARD, BACKWARD, INPUT, OUTPUT, STATE, WEIGHT, KEPT, EXTRA_FORWARD, EXTRA_BACKWARD, GRADIENT = range(10)
-FAR, OWN, ENTRY, LISTED, ENTERS, LEAVES = range(10, 16)
+FAR, OWN, ENTRY, LISTED, ENTERS, LEAVES, STEP, TIED_STATE, TIED_STEP, TIED_GRADIENT = range(10, 20)
 """Columns: seconds; bytes that enter and leave; model states; weights; kept for backward; the allocator's extra of
 each pass; gradients that data-parallel ranks sum; kept besides for an operator farther on than the next; of what is
 kept, what no other operator reads, such as masks; kept besides if a recomputed run begins here: inputs that nobody
 keeps otherwise; what the release's choice of recomputed operators takes for kept: the profile's figure as it is; what
-each GPU gets and sends where a stage begins and ends."""
-NUM_COLUMNS = 16
+each GPU gets and sends where a stage begins and ends; what the optimizer step works in; of states,
+of that and of gradients, what an operator before in the same stage has already, as both share a weight (the release has
+neither)."""
+NUM_COLUMNS = 20
 
 TIME_FORWARD, TIME_BACKWARD, TIME_RECOMPUTE, TIME_TRANSFER, TIME_RESHARD, TIME_SYNC, MEMORY = range(7)
 """Figures of a stage: seconds per microbatch (synchronisation: per iteration), bytes."""
@@ -48,6 +50,7 @@ class Arrays(NamedTuple):
         rules: int64[3]: steps of the transfer table taken as they are (release) instead of interpolated; the last
             operator's extra left out, the weights its least, and transfers at both ends of the pipeline (release); the
             input of the first stage counts.
+        tied_to: int32[num_operators]: the operator before that shares a weight with this one; -1 for none.
     """
 
     columns: Floats
@@ -61,3 +64,4 @@ class Arrays(NamedTuple):
     gather: Floats
     degrees: Int32s
     rules: NDArray[np.int64]
+    tied_to: Int32s

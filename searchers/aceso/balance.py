@@ -41,7 +41,10 @@ def balanced(model: PerformanceModel, configuration: Configuration, window: int 
     in_flight = [count - position for position in range(count)]
     if model.compat == "paper":
         in_flight = [min(copies, microbatches) for copies in in_flight]
-    links = [model.links(position, count, first[position], stages[position].gpus) for position in range(count)]
+    links = [
+        model.links(position, count, first[position], stages[position].gpus, unlike)
+        for position, unlike in enumerate(configuration.unlike_borders)
+    ]
     cuts = np.array(configuration.cuts, np.int32)
     stages_but_borders = Stages(
         np.array(cells, np.int32),
@@ -152,8 +155,9 @@ def _load(
     old = configuration.cuts
     sized = choice.moved((old[position], old[position + 1]), (bounds[position], bounds[position + 1]))
     price = model.stage(
-        sized, bounds[position], position, len(configuration.stages), first, configuration.microbatch
-    )
+        sized, bounds[position], position, len(configuration.stages), first, configuration.microbatch,
+        unlike=configuration.unlike_borders[position],
+    )  # fmt: skip
     if by_memory:
         return price.memory_bytes
     return price.time_s if price.memory_bytes <= model.limit_bytes else float("inf")

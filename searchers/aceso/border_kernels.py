@@ -28,8 +28,8 @@ kernel = compiled_with(layout, recompute_kernels, stage_kernels)
 
 CAPACITY = 1 << 19
 """Rows of what is remembered: 21 MB; where half are taken it begins anew."""
-CELLS, OPERATORS, GPUS, COPIES, LINKS = 1 << 8, 1 << 17, 1 << 8, 1 << 6, 1 << 4
-"""What a key distinguishes: 60 bits."""
+CELLS, OPERATORS, GPUS, COPIES, LINKS = 1 << 8, 1 << 17, 1 << 8, 1 << 6, 1 << 6
+"""What a key distinguishes: 62 bits."""
 SPREAD = -7046029254386353131
 """An odd number near 2**64 / 1.618, as 64 bits with sign: neighbouring keys end up far apart (Knuth, volume 3, 6.4)."""
 TIME, STEADY, SYNC, BYTES = range(4)

@@ -231,9 +231,9 @@ class PerformanceModel:
             self._cells[key] = found
         return found
 
-    def links(self, position: int, num_stages: int, first_gpu: int, gpus: int) -> int:
-        """Return which neighbours a stage has and whether they are on other nodes, as bits."""
-        bits = (position > 0) | (position + 1 < num_stages) << 1
+    def links(self, position: int, num_stages: int, first_gpu: int, gpus: int, unlike: int = 0) -> int:
+        """Return which neighbours a stage has and whether they are on other nodes or of other degrees, as bits."""
+        bits = (position > 0) | (position + 1 < num_stages) << 1 | unlike << 4
         bits |= (first_gpu % self.per_node == 0) << 2 | ((first_gpu + gpus) % self.per_node == 0) << 3
         return bits
 
@@ -246,6 +246,7 @@ class PerformanceModel:
         first_gpu: int,
         microbatch: int,
         flags: bytes | None = None,
+        unlike: int = 0,
     ) -> StagePrice:
         """Return the price of a stage.
 
@@ -256,8 +257,9 @@ class PerformanceModel:
             first_gpu: GPUs before it.
             microbatch: Samples over all its replicas.
             flags: Recomputed operators; None to choose them.
+            unlike: Its borders to stages of other tensor degrees, see `configuration.unlike_borders`.
         """
-        links = self.links(position, num_stages, first_gpu, choice.gpus)
+        links = self.links(position, num_stages, first_gpu, choice.gpus, unlike)
         in_flight = num_stages - position
         if self.compat == "paper":
             in_flight = min(in_flight, self.problem.global_batch // microbatch)
@@ -301,11 +303,11 @@ class PerformanceModel:
         """Return the price of a configuration (counted as one evaluation)."""
         self.evaluations += 1
         cuts, first = configuration.cuts, prefix_gpus(configuration)
-        given = configuration.recompute
+        given, unlike = configuration.recompute, configuration.unlike_borders
         stages = tuple(
             self.stage(
                 choice, cuts[position], position, len(configuration.stages), first[position], configuration.microbatch,
-                None if given is None else given[cuts[position] : cuts[position + 1]],
+                None if given is None else given[cuts[position] : cuts[position + 1]], unlike[position],
             )
             for position, choice in enumerate(configuration.stages)
         )  # fmt: skip

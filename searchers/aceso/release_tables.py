@@ -24,7 +24,8 @@ from searchers.aceso.arrays import (
     WEIGHT,
     Arrays,
 )
-from searchers.aceso.tables import Space, Tables, block_role, latency_and_slope, operator_marks, powers_of_two
+from searchers.aceso.links import latency_and_slope
+from searchers.aceso.tables import Space, Tables, block_role, operator_marks, powers_of_two
 from simulator.problem import Problem
 from workloads.operators import Workload
 
@@ -97,6 +98,7 @@ def release_arrays(problem: Problem) -> Tables:
         gather,
         space.degree_table(),
         np.array([1, 1, 1], np.int64),
+        np.full(len(workload), -1, np.int32),
     )
     return Tables(arrays, space)
 

@@ -21,6 +21,10 @@ from searchers.aceso.arrays import (
     NUM_FIGURES,
     OUTPUT,
     STATE,
+    STEP,
+    TIED_GRADIENT,
+    TIED_STATE,
+    TIED_STEP,
     TIME_BACKWARD,
     TIME_FORWARD,
     TIME_RECOMPUTE,
@@ -74,6 +78,15 @@ def border_time(
 
 
 @kernel
+def sync_time(arrays: Arrays, gpus_log: int, tensor_log: int, num_bytes: float) -> float:
+    """Return seconds in which the replicas of a stage sum gradients."""
+    replicas_log = gpus_log - tensor_log
+    if replicas_log <= 0 or num_bytes <= 0.0:
+        return 0.0
+    return float(arrays.sync[tensor_log, replicas_log, 0] + arrays.sync[tensor_log, replicas_log, 1] * num_bytes)
+
+
+@kernel
 def reshard_time(arrays: Arrays, before: int, after: int, index: int) -> float:
     """Return seconds to move what enters operator ``index`` from one cell's layout to another's, both passes.
 
@@ -109,15 +122,19 @@ def stage_figures(
         start, stop: Operators of the stage.
         gpus: GPUs of the stage.
         in_flight: Microbatches whose activations it keeps at once.
-        links: Bit 0: a stage comes before; bit 1: one comes after; bits 2 and 3: it is on another node.
+        links: Bit 0: a stage comes before; bit 1: one comes after; bits 2 and 3: it is on another node; bits 4 and 5:
+            it has another tensor degree, so that nothing crosses in parts.
         limit: Bytes to stay below, for the choice of recomputed operators.
         recompute: 0: ``flags`` are given; 1: choose the largest activations first; 2: the most bytes per second
             first; 3: whichever of the two takes less time; 4: as the public code does.
         flags: uint8[stop - start]; recomputed operators, written if chosen.
         figures: float64[NUM_FIGURES].
     """
-    forward = backward = states = weights = kept = gradients = reshard = 0.0
-    extra_forward = extra_backward = extra = 0.0
+    forward = backward = states = weights = kept = gradients = step = reshard = 0.0
+    extra_forward = extra_backward = extra = sync = 0.0
+    gpus_log = 0
+    while (1 << gpus_log) < gpus:
+        gpus_log += 1
     release = arrays.rules[1] != 0
     for offset in range(stop - start):
         index, cell = start + offset, cells[offset]
@@ -127,11 +144,21 @@ def stage_figures(
         weights += arrays.columns[cell, WEIGHT, index]
         kept += arrays.columns[cell, KEPT, index] + arrays.columns[cell, FAR, index]
         gradients += arrays.columns[cell, GRADIENT, index]
+        step += arrays.columns[cell, STEP, index]
+        before = arrays.tied_to[index]
+        if before >= start and cells[before - start] == cell:
+            states -= arrays.columns[cell, TIED_STATE, index]
+            step -= arrays.columns[cell, TIED_STEP, index]
+            gradients -= arrays.columns[cell, TIED_GRADIENT, index]
         if index + 1 < stop or not release or stop - start == 1:
             extra_forward = max(extra_forward, arrays.columns[cell, EXTRA_FORWARD, index])
             extra_backward = max(extra_backward, arrays.columns[cell, EXTRA_BACKWARD, index])
         if offset > 0 and cells[offset - 1] != cell:
             reshard += reshard_time(arrays, cells[offset - 1], cell, index)
+        # Operators of one tensor degree in a row sum their gradients together.
+        if index + 1 == stop or arrays.degrees[cells[offset + 1], 0] != arrays.degrees[cell, 0]:
+            sync += sync_time(arrays, gpus_log, arrays.degrees[cell, 0], gradients)
+            gradients = 0.0
     extra = max(extra_forward + extra_backward, weights) if release else max(extra_forward, extra_backward)
     entering = arrays.columns[cells[0], INPUT, start] if links & 1 or arrays.rules[2] else 0.0
     kept += entering
@@ -158,37 +185,32 @@ def stage_figures(
         freed, largest, seconds = freed_and_largest(arrays, cells, flags, start, stop)
     else:
         flags[:] = 0
-    gpus_log = 0
-    while (1 << gpus_log) < gpus:
-        gpus_log += 1
     transfer = 0.0
     # The release also charges what enters the first stage and leaves the last, inside a node.
     if links & 1 or release:
         far = (links >> 2) & 1 if links & 1 else 0
         cell = cells[0]
         transfer += border_time(
-            arrays, far, gpus_log, arrays.degrees[cell, 0], arrays.columns[cell, ENTERS, start],
+            arrays, far, gpus_log, arrays.degrees[cell, 0],
+            arrays.columns[cell, INPUT if links & 16 else ENTERS, start],
             arrays.columns[cell, INPUT, start],
         )
     if links & 2 or release:
         far = (links >> 3) & 1 if links & 2 else 0
         cell, last = cells[stop - start - 1], stop - 1
         transfer += border_time(
-            arrays, far, gpus_log, arrays.degrees[cell, 0], arrays.columns[cell, LEAVES, last],
+            arrays, far, gpus_log, arrays.degrees[cell, 0],
+            arrays.columns[cell, OUTPUT if links & 32 else LEAVES, last],
             arrays.columns[cell, OUTPUT, last],
         )
-    tensor_log = arrays.degrees[cells[0], 0]
-    replicas_log = gpus_log - tensor_log
-    sync = 0.0
-    if replicas_log > 0:
-        sync = arrays.sync[tensor_log, replicas_log, 0] + arrays.sync[tensor_log, replicas_log, 1] * gradients
     figures[TIME_FORWARD] = forward
     figures[TIME_BACKWARD] = backward
     figures[TIME_RECOMPUTE] = seconds
     figures[TIME_TRANSFER] = transfer
     figures[TIME_RESHARD] = reshard
     figures[TIME_SYNC] = sync
-    figures[MEMORY] = fixed + (kept - freed) * in_flight + largest
+    # The optimizer steps when nothing is kept for backward any more.
+    figures[MEMORY] = max(fixed + (kept - freed) * in_flight + largest, states + step)
 
 
 @kernel

@@ -26,6 +26,7 @@ def warm_up() -> None:
         np.zeros((1, 2)),
         np.zeros((1, 3), np.int32),
         np.zeros(3, np.int64),
+        np.full(2, -1, np.int32),
     )
     ones, cells = np.ones(2, np.int32), np.zeros(2, np.int32)
     figures, flags = np.zeros(NUM_FIGURES), np.zeros(2, np.uint8)

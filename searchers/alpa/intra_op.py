@@ -8,7 +8,7 @@ gradients, which happens once for all microbatches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,7 +21,7 @@ from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
 from simulator.costs import CostTables, OperatorCost, saved_tensors
 from simulator.lowering.crossing import is_sequence_parallel
 from simulator.lowering.edges import input_collectives
-from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes
+from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, parameter_layout
 from simulator.plan import Axis, Sharding, resolve
 from simulator.segments import Segment
 from workloads.kinds.base import FORWARD
@@ -29,10 +29,10 @@ from workloads.placements import PARTIAL
 
 NOT_OF_ALPA = ("row_sequence",)
 """Splits that are Megatron-LM's: to Alpa a row split whose sum is scattered is a row split."""
-ATTRIBUTES = ("seconds", "sync_s", "state_bytes", "sharded_state_bytes", "saved_bytes", "output_bytes")
+ATTRIBUTES = ("seconds", "sync_s", "elements", "sharded_elements", "saved_bytes", "output_bytes")
 """What a choice of strategies adds up besides its objective: seconds of one microbatch forward and backward,
-seconds of gradient synchronisation, model states (whole, and under ZeRO-2 over the batch axes), tensors kept for
-backward, what leaves the layer."""
+seconds of gradient synchronisation, elements of parameters (whole, and divided over the batch axes that sum their
+gradients, as ZeRO-2 shards states), tensors kept for backward, what leaves the layer."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class IntraOp:
         for phase, item in cost.internal:
             if not cost.contains(item):
                 communication += self.collective_s(item) * (forwards if phase == FORWARD else 1)
-        sync, states, sharded = 0.0, 0.0, 0.0
+        sync, whole, sharded = 0.0, 0.0, 0.0
         splits = costs.splits(index, sharding)
         for number, (_, elements) in enumerate(cost.parameters):
             summed = tuple(
@@ -222,18 +222,41 @@ class IntraOp:
                 together = max(num_bytes, float(runtime.gradient_bucket_bytes or WHOLE_BYTES))
                 reduction = MeshCollective("all_reduce", mesh_sizes(sharding), summed, together)
                 sync += self.collective_s(reduction) * num_bytes / together
-            states += elements * runtime.state_bytes_per_parameter
-            # Where only the last backward pass reduces, gradients of the microbatches before add up whole.
-            kept_whole = runtime.reduce_gradients == "last" and self.num_microbatches > 1
-            gradients = runtime.gradient_bytes / (1 if kept_whole else shards)
-            sharded += elements * (runtime.parameter_bytes + gradients + runtime.optimizer_bytes / shards)
+            whole += elements
+            sharded += elements / shards
         # An operator may keep a tensor twice: scores of attention read queries and keys from one.
         kept = dict(saved_tensors(costs.problem.workload, index, cost))
         saved = sum(size for name, size in kept.items() if name in counted)
         seconds = computation + communication
         objective = sync / self.num_microbatches + (seconds if self.options.counts_computation else communication)
         leaving = sum(cost.output_bytes) if leaves_layer else 0.0
-        return objective, [seconds, sync, states, sharded, float(saved), float(leaving)]
+        return objective, [seconds, sync, whole, sharded, float(saved), float(leaving)]
+
+    def state_bytes_per_element(self, *, sharded: bool) -> tuple[float, float]:
+        """Return bytes of model states per element, and per element that is divided over the batch axes."""
+        runtime = self.costs.problem.runtime
+        if not sharded:
+            return float(runtime.state_bytes_per_parameter), 0.0
+        # Gradients that are reduced behind the backward pass, or with the last microbatch only, add up whole.
+        at_once = self.num_microbatches == 1 and runtime.overlap_gradient_sync
+        kept_whole = runtime.reduce_gradients == "last" and not at_once
+        whole = runtime.parameter_bytes + (runtime.gradient_bytes if kept_whole else 0)
+        return float(whole), float(runtime.optimizer_bytes + (0 if kept_whole else runtime.gradient_bytes))
+
+    def tied_layouts(self, index: int, sharding: Sharding) -> Iterator[tuple[Hashable, float, float]]:
+        """Yield tie and layout of an operator's shared weights, their elements, and those divided over batch axes.
+
+        Operators of a stage for which the first is equal hold the weight once.
+        """
+        splits = self.costs.splits(index, sharding)
+        for number, (parameter, elements) in enumerate(self.cost(index, sharding).parameters):
+            if parameter.tie is not None:
+                shards = prod(
+                    axis.size
+                    for axis, split in zip(sharding, splits, strict=False)  # a single device has a split, but no axis
+                    if axis.split == "batch" and split.parameter_gradient(number) == PARTIAL
+                )
+                yield (parameter.tie, parameter_layout(sharding, splits, number)), float(elements), elements / shards
 
     def edge(self, producer: int, consumer: int) -> Array:
         """Return seconds of resharding, forward and backward: float64[strategies, strategies]."""

@@ -29,19 +29,22 @@ class StageCost(NamedTuple):
         state_bytes: Parameters, gradients, optimizer states of a device.
         kept_bytes: What one microbatch keeps between its forward and its backward.
         working_bytes: What is alive besides, at most, while a pass runs.
+        step_bytes: What the optimizer step works in, when nothing is kept any more.
     """
 
     seconds: float
     state_bytes: float
     kept_bytes: float
     working_bytes: float
+    step_bytes: float
 
     def peak_bytes(self, microbatches_in_flight: int = 1) -> float:
         """Return the peak with so many microbatches between forward and backward."""
-        return self.state_bytes + microbatches_in_flight * self.kept_bytes + self.working_bytes
+        passes = microbatches_in_flight * self.kept_bytes + self.working_bytes
+        return self.state_bytes + max(passes, self.step_bytes)
 
 
-NOT_LEGAL = StageCost(np.inf, np.inf, np.inf, np.inf)
+NOT_LEGAL = StageCost(np.inf, np.inf, np.inf, np.inf, np.inf)
 
 
 @dataclass
@@ -157,12 +160,13 @@ class CostModelOracle(Oracle):
         self._solvers: dict[LogicalMesh, StageSolver] = {}
         self._tables: dict[LogicalMesh, StageCosts] = {}
         self._working: dict[LogicalMesh, list[float]] = {}
+        self._shared: dict[tuple[LogicalMesh, int, int], tuple[float, float]] = {}
 
     def sharding_states(self) -> CostModelOracle:
         """Return the same oracle with model states sharded over the batch axes; measurements are shared."""
         other = replace(self, zero=2)
         other._solvers, other._tables, other._asked = self._solvers, self._tables, self._asked
-        other._working = self._working
+        other._working, other._shared = self._working, self._shared
         return other
 
     def solver(self, mesh: LogicalMesh) -> StageSolver:
@@ -183,11 +187,19 @@ class CostModelOracle(Oracle):
             self._working[mesh] = self.solver(mesh).working_bytes()
         recompute = self.options.recompute
         kept = table.output_bytes if recompute else table.saved_bytes
+        interval = mesh, first, last
+        if interval not in self._shared:
+            self._shared[interval] = self.solver(mesh).shared_elements(first, last)
+        twice, sharded_twice = self._shared[interval]
+        elements = float(table.elements[first, last]) - twice
+        sharded = float(table.sharded_elements[first, last]) - sharded_twice
+        per_element, per_sharded = self.solver(mesh).problem.state_bytes_per_element(sharded=self.zero > 0)
         return StageCost(
             float(table.seconds[first, last]),
-            float((table.sharded_state_bytes if self.zero else table.state_bytes)[first, last]),
+            elements * per_element + sharded * per_sharded,
             float(kept[first, last]),
             max(self._working[mesh][first : last + 1]),
+            (sharded if self.zero else elements) * self.costs.problem.runtime.optimizer_workspace_bytes,
         )
 
     def shardings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -81,7 +81,9 @@ class SimulatorOracle(Oracle):
         """Return seconds of one microbatch and the peak of a device."""
         whole, size = self.model.costs.problem, self.model.microbatch_size
         part = part_of(whole.workload, start, stop)
-        problems = [Problem(part, whole.hardware, whole.runtime, count * size) for count in STEADY]
+        # What the optimizer works in comes when nothing is kept any more: it is no part of what passes need.
+        runtime = replace(whole.runtime, optimizer_workspace_bytes=0.0)
+        problems = [Problem(part, whole.hardware, runtime, count * size) for count in STEADY]
         costs = CostTables(problems[0])  # they say nothing of the number of microbatches
         fidelity = self.fidelity.without("allocator")  # live bytes are asked for, not reserved ones
         times, peak = [], 0.0

@@ -7,8 +7,9 @@ enter the layer to those that leave it. Joining such tables in turn gives every 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from simulator.plan import Sharding
 
 Spans = tuple[tuple[int, int], ...]
 Solver = Literal["elimination", "milp", "pareto"]
+SHARED_ELEMENTS = 1_000_000
 
 
 class Room(NamedTuple):
@@ -50,14 +52,14 @@ class StageCosts:
         objective: What the intra-operator problem minimises.
         seconds: One microbatch, forward and backward.
         sync_s: Synchronisation of gradients, once per iteration.
-        state_bytes, sharded_state_bytes, saved_bytes, output_bytes: Sums over the interval.
+        elements, sharded_elements, saved_bytes, output_bytes: Sums over the interval.
     """
 
     objective: Array
     seconds: Array
     sync_s: Array
-    state_bytes: Array
-    sharded_state_bytes: Array
+    elements: Array
+    sharded_elements: Array
     saved_bytes: Array
     output_bytes: Array
 
@@ -84,6 +86,11 @@ class StageSolver:
             sorted({p for index in range(*span) for p in problem.producers(index) if p < span[0]}) for span in spans
         ]
         self._walked: tuple[int, list[_Step], Iterator[_Step]] | None = None
+        self._sharing = [
+            index
+            for index in range(len(workload))
+            if any(each.tie and prod(each.shape) >= SHARED_ELEMENTS for each in workload.parameters(index))
+        ]
         self.legal = all(problem.strategies(index) for index in range(len(workload)))
 
     def all_stages(self) -> StageCosts:
@@ -121,6 +128,26 @@ class StageSolver:
                 ) + (self.stage(layer, layer)["saved_bytes"] if self.problem.options.recompute else 0.0)
             found.append(known[key])
         return found
+
+    def shared_elements(self, first: int, last: int) -> tuple[float, float]:
+        """Return elements that an interval of layers counts more than once, whole and divided over the batch axes.
+
+        A weight that operators of a stage share and lay out alike is there once: the embedding and the head. Weights
+        below ``SHARED_ELEMENTS`` are not worth following their choices.
+        """
+        problem = self.problem
+        start, stop = self.spans[first][0], self.spans[last][1]
+        users = [index for index in self._sharing if start <= index < stop]
+        whole = sharded = 0.0
+        if len(users) > 1:
+            chosen = self.assignment(first, last)
+            seen: set[Hashable] = set()
+            for index in users:
+                for layout, elements, divided in problem.tied_layouts(index, chosen[index - start]):
+                    whole += elements if layout in seen else 0.0
+                    sharded += divided if layout in seen else 0.0
+                    seen.add(layout)
+        return whole, sharded
 
     def assignment(
         self, first: int, last: int, solver: Solver = "elimination", room: Room | None = None
@@ -160,9 +187,9 @@ class StageSolver:
     def _with_memory(self, graph: StrategyGraph, room: Room) -> StrategyGraph:
         """Return the graph with one attribute: bytes of the stage with its microbatches in flight."""
         kept = "output_bytes" if self.problem.options.recompute else "saved_bytes"
-        states = "sharded_state_bytes" if room.sharded else "state_bytes"
-        rows = [ATTRIBUTES.index(states), ATTRIBUTES.index(kept)]
-        weights = np.array([1.0, float(room.microbatches_in_flight)])
+        rows = [ATTRIBUTES.index(name) for name in ("elements", "sharded_elements", kept)]
+        states = self.problem.state_bytes_per_element(sharded=room.sharded)
+        weights = np.array([*states, float(room.microbatches_in_flight)])
         return StrategyGraph(
             graph.costs, graph.edges, [(weights @ table[rows])[np.newaxis] for table in graph.attributes]
         )

@@ -46,9 +46,11 @@ def stage_arrays(
 
 def max_successors(cost: StageCost, capacity_bytes: float) -> int:
     """Return how many stages may follow before a device is full; -1 if it does not fit even as the last."""
-    left = capacity_bytes - cost.peak_bytes(0)
+    left = capacity_bytes - cost.state_bytes - cost.working_bytes
+    if left < 0 or cost.state_bytes + cost.step_bytes > capacity_bytes:
+        return -1
     if cost.kept_bytes <= 0:
-        return NO_LIMIT if left >= 0 else -1
+        return NO_LIMIT
     return max(-1, min(NO_LIMIT, int(np.floor(left / cost.kept_bytes)) - 1))
 
 

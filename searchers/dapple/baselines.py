@@ -78,7 +78,8 @@ def data_parallel(
     )
     compute = float(chain.forward_s[-1] + chain.backward_s[-1]) * per_device
     latency, slope = planner.communication.all_reduce_line(devices)
-    total = latency + slope * planner.gradient_bytes * (float(chain.parameters[-1]) - chain.tied_parameters)
+    elements = float(chain.parameters[-1]) - chain.tied_parameters(0, chain.num_layers)
+    total = latency + slope * planner.gradient_bytes * elements
     if overlap == "none":
         return DataParallelTime(compute, total, total, step, fitting >= 1)
     ready = sent = 0.0

@@ -27,7 +27,7 @@ class Chain:
         parameters: Prefix sums of parameter elements.
         saved_bytes: Prefix sums of bytes kept from forward to backward, per sample.
         boundary_bytes: Bytes per sample that cross a cut before layer j (0 at both ends).
-        tied_parameters: Elements counted again by layers that share a weight, where one stage holds them all.
+        ties: Shared weights: the layer of each operator that has one, ascending, and its elements.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -36,7 +36,13 @@ class Chain:
     parameters: Floats
     saved_bytes: Floats
     boundary_bytes: Floats
-    tied_parameters: float = 0.0
+    ties: tuple[tuple[tuple[int, ...], float], ...] = ()
+
+    def tied_parameters(self, first: int, last: int) -> float:
+        """Return elements that layers ``[first, last)`` count again, as an earlier one of them has the weight."""
+        return sum(
+            size * max(0, sum(first <= layer < last for layer in layers) - 1) for layers, size in self.ties
+        )
 
     @property
     def num_layers(self) -> int:
@@ -92,21 +98,23 @@ def build_chain(costs: CostTables, spans: Sequence[tuple[int, int]], samples: in
         parameters=prefix(found.parameter_elements),
         saved_bytes=prefix(found.saved_bytes / samples),
         boundary_bytes=boundary,
-        tied_parameters=_counted_again(costs.problem),
+        ties=_shared(costs.problem, spans),
     )
 
 
-def _counted_again(problem: Problem) -> float:
-    """Return elements that operators share with an earlier one, unless the runtime reduces them for each."""
-    ties = [
-        (parameter.tie, float(np.prod(parameter.shape)))
-        for index in range(len(problem.workload))
-        for parameter in problem.workload.parameters(index)
-        if parameter.tie is not None
-    ]
+def _shared(problem: Problem, spans: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Return the weights that operators share, unless the runtime reduces them for each."""
     if problem.runtime.reduces_ties_by_use:
-        return 0.0
-    return sum(size for _, size in ties) - sum(dict(ties).values())
+        return ()
+    layers: dict[str, list[int]] = {}
+    sizes: dict[str, float] = {}
+    for layer, (start, stop) in enumerate(spans):
+        for index in range(start, stop):
+            for parameter in problem.workload.parameters(index):
+                if parameter.tie is not None:
+                    layers.setdefault(parameter.tie, []).append(layer)
+                    sizes[parameter.tie] = float(np.prod(parameter.shape))
+    return tuple((tuple(own), sizes[tie]) for tie, own in layers.items() if len(own) > 1)
 
 
 def cuts_of(chain: Chain, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -121,9 +121,7 @@ class Planner:
             part = plan.microbatch / len(devices)
             if self.options.whole_samples:
                 part = float(-(-plan.microbatch // len(devices)))
-            elements = float(chain.parameters[high] - chain.parameters[low])
-            if plan.num_stages == 1:
-                elements -= chain.tied_parameters
+            elements = float(chain.parameters[high] - chain.parameters[low]) - chain.tied_parameters(low, high)
             gradients = self.gradient_bytes * elements
             found.append(
                 ExpandedStage(

@@ -63,9 +63,10 @@ class StageEstimator:
         sums, legal = self._sums[mesh]
         if not legal:
             return NOT_LEGAL
-        # sums[0] holds nodes, sums[1] edges: prefix sums of [seconds, states, kept, working].
-        nodes = sums[last + 1, :4] - sums[first, :4]
-        edges = sums[last, 4:] - sums[first, 4:]
+        # sums[0] holds nodes, sums[1] edges: prefix sums of the parts of a `StageCost`.
+        parts = sums.shape[1] // 2
+        nodes = sums[last + 1, :parts] - sums[first, :parts]
+        edges = sums[last, parts:] - sums[first, parts:]
         return StageCost(*(float(value) for value in nodes + edges))
 
     def _measure(
@@ -73,16 +74,17 @@ class StageEstimator:
     ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.float64]], bool]:
         count = len(self.oracle.spans)
         nodes = np.array([self.oracle.measure(mesh, i, i) for i in self._node])
-        edges = np.zeros((count, 4))
+        parts = len(StageCost._fields)
+        edges = np.zeros((count, parts))
         legal = bool(np.isfinite(nodes).all())
         if self.edges:
             for i, example in enumerate(self._edge):
                 pair = np.array(self.oracle.measure(mesh, example, example + 1))
                 edges[i] = pair - nodes[example] - nodes[example + 1] if legal else np.inf
-        table = np.zeros((count + 1, 8))
+        table = np.zeros((count + 1, 2 * parts))
         if legal:
-            table[1:, :4] = np.cumsum(nodes, axis=0)
-            table[1:, 4:] = np.cumsum(edges, axis=0)
+            table[1:, :parts] = np.cumsum(nodes, axis=0)
+            table[1:, parts:] = np.cumsum(edges, axis=0)
         return table, legal
 
 

@@ -203,7 +203,7 @@ def _input(
         state = runtime.state_bytes_per_parameter
         for layer, name in enumerate(names):
             node = graph.profile.nodes[layer]
-            entering = sum(other.output_bytes for other in graph.profile.nodes if other.name in node.predecessors)
+            entering = sum(graph.edge_bytes[before, name] for before in node.predecessors)
             elements, saved = float(found.parameter_elements[layer]), float(found.saved_bytes[layer])
             forward, total = float(found.forward_s[layer]), float(found.forward_s[layer] + found.backward_s[layer])
             weights = elements * runtime.gradient_accumulation_bytes
@@ -213,7 +213,7 @@ def _input(
             )
             assert names[layer] == name
     edges = tuple(
-        Edge(before, node.name, _bytes_of(graph, before))
+        Edge(before, node.name, graph.edge_bytes[before, node.name])
         for node in graph.profile.nodes
         for before in node.predecessors
     )
@@ -231,7 +231,3 @@ def _input(
         ),
         graph,
     )
-
-
-def _bytes_of(graph: LayerGraph, name: str) -> float:
-    return next(node.output_bytes for node in graph.profile.nodes if node.name == name)

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from searchers.amp import Amp, crossing_s, formula_s, layer_costs
 from searchers.amp_cuts import best_cuts
+from searchers.base import cost_tables
 from searchers.budget import Budget
 from searchers.layers import blocks
 from simulator.plan import Axis
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
+from simulator.uniform import recompute_segments, uniform_plan
 from tests.searchers.tiny import tiny_problem
 
 
@@ -46,13 +48,40 @@ def test_the_formula_on_one_device_is_microbatches_times_layers_and_one_transfer
     spans = blocks(problem.workload)
     for recompute in ("none", "full"):
         plan = Amp().plan(problem, 1, 1, 1, 2, recompute)
-        seconds, _ = layer_costs(problem, spans, (), 2, recompute)
+        again = recompute_segments(problem.workload, 0, len(problem.workload), recompute)
+        seconds, _ = layer_costs(problem, spans, (), 2, again)
         assert formula_s(plan, problem) == pytest.approx(2 * seconds.sum(), rel=1e-12)
     two = tiny_problem(2, 4)
     plan = Amp().plan(two, 1, 1, 2, 2, "none")
-    seconds, leaving = layer_costs(two, spans, (), 2, "none")
+    seconds, leaving = layer_costs(two, spans, (), 2)
     sent = crossing_s(two, leaving[0], (0,), (1,), 1)
     assert formula_s(plan, two) == pytest.approx(seconds.sum() + max(seconds) + sent, rel=1e-12)
+
+
+def test_the_head_runs_forward_once_where_layers_run_twice() -> None:
+    """Of 24 layers (12 h^2 products and 4 s h of attention a token) and a head of h v, the layers alone."""
+    problem = ProblemSpec(model="gpt3-350m", cluster="v100-32g-dgx1:1x1", runtime="alpa", global_batch=8).load()
+    hidden, tokens, vocabulary = 1024, 2048, 51200
+    layers = 24 * (12 * hidden**2 + 2 * tokens * hidden)
+    share = layers / (layers + hidden * vocabulary)
+    none, full = (Amp().plan(problem, 1, 1, 1, 8, recompute) for recompute in ("none", "full"))
+    costs = cost_tables(problem).table((), 8, problem.gpu_types[0])
+    added_s = formula_s(full, problem) - formula_s(none, problem)
+    assert added_s == pytest.approx(share * costs.forward_s.sum(), rel=0.08)
+    found = [simulate(plan, problem, engine="compiled").iteration_time_s for plan in (none, full)]
+    assert added_s == pytest.approx(found[1] - found[0], rel=0.05)
+
+
+def test_a_weight_that_a_stage_uses_twice_is_reduced_once() -> None:
+    """A ring of two moves all 356,837,376 parameters of GPT-3 350M, two bytes each, once over 25 Gb/s."""
+    problem = ProblemSpec(
+        model="gpt3-350m", cluster="v100-1gpu-25g:2x1", runtime="megatron-lm-2021", global_batch=8
+    ).load()
+    apart = uniform_plan(problem, dp=2, microbatch=1)
+    seconds, _ = layer_costs(problem, blocks(problem.workload), (), 1)
+    moved_s = problem.hardware.collective("all_reduce", 2 * 356_837_376.0, (0, 1)).alone_s
+    assert formula_s(apart, problem) == pytest.approx(4 * seconds.sum() + moved_s, rel=1e-9)
+    assert moved_s == pytest.approx(2 * 356_837_376 * 8 / 25e9, rel=0.3)
 
 
 def test_a_mixed_cluster_is_searched_and_simulated() -> None:
@@ -77,7 +106,7 @@ def test_on_a_mixed_cluster_each_type_has_the_collectives_of_its_own_links(order
             model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=16
         ).load()
         sharding = (Axis("batch", 1), Axis("tensor", 4))
-        return layer_costs(problem, blocks(problem.workload), sharding, 2, "none")[0]
+        return layer_costs(problem, blocks(problem.workload), sharding, 2)[0]
 
     v100s, t4s = map(layers_s, parts)
     assert t4s.sum() > 4 * v100s.sum()  # what staging each byte in host memory costs beside NVLink

@@ -6,7 +6,7 @@ import pytest
 
 from searchers.base import cost_tables
 from searchers.dapple.planner import PipelinePlan
-from searchers.dapple.searcher import Dapple, DataParallelNoOverlap
+from searchers.dapple.searcher import Dapple, DataParallelNoOverlap, make_planner
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -52,3 +52,16 @@ def test_layers_are_profiled_at_what_a_replica_gets(devices: list[int], microbat
     """Launches rule GNMT's steps: at four samples they take no longer than at one, or at sixteen."""
     formula_s, simulated_s = both("gnmt-16", "p3.16xlarge:2x8", "dapple-tensorflow", devices, microbatch)
     assert formula_s == pytest.approx(simulated_s, rel=0.25)
+
+
+def test_each_stage_reduces_a_weight_that_its_layers_share_once() -> None:
+    """T5's words are the encoder's, the decoder's and the head's, its positions the encoder's and the decoder's."""
+    problem = ProblemSpec(
+        model="t5-770m", cluster="v100-1gpu-25g:4x1", runtime="dapple-tensorflow", global_batch=8
+    ).load()
+    chain = make_planner(problem).chain
+    words, positions = 30592 * 1024, 2048 * 1024
+    decoder = next(place for place, (_, stop) in enumerate(chain.spans) if stop > 314)
+    assert chain.tied_parameters(0, chain.num_layers) == 2 * words + positions
+    assert chain.tied_parameters(0, decoder) == 0
+    assert chain.tied_parameters(decoder, chain.num_layers) == words

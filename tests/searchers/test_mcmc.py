@@ -19,7 +19,7 @@ def test_the_walk_keeps_its_books_and_ends_near_the_optimum(seed: int) -> None:
     finite = [np.where(np.isfinite(cost), cost, 5.0) for cost in graph.costs]
     graph = type(graph)(finite, graph.edges, [np.zeros((len(ATTRIBUTES), len(cost))) for cost in finite])
     random = np.random.default_rng(seed)
-    walk = Walk.start(graph, [0] * 8, 1, 1.0, temperature=0.02)
+    walk = Walk.start(graph, [0] * 8, 1, 1.0, temperature=0.02, state_bytes=16.0)
     best = walk.cost
     for _ in range(4000):
         walk.step(random)

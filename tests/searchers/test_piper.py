@@ -13,6 +13,7 @@ from searchers.piper.compiled_planner import choose_implementations
 from searchers.piper.model import Edge, Implementation, PiperInput, load_piper_input, piper_input
 from searchers.piper.planner import plan_piper
 from searchers.piper.searcher import Piper, load_s
+from simulator.problem import ProblemSpec
 from tests.hardware_models.data_folder import data_folder
 from tests.searchers.tiny import tiny_problem
 
@@ -177,6 +178,19 @@ def test_a_diamond_has_six_down_sets_and_what_cannot_be_is_refused() -> None:
         piper_input({"nodes": []}, "file")
     with pytest.raises(ValueError, match="knapsack must be one of"):
         plan_piper(problem, knapsack="best")
+
+
+def test_an_edge_has_the_tensors_that_its_reader_reads() -> None:
+    """T5's decoder embedding hands on the encoder's output too, 512 x 1,024 half floats each; layers read either."""
+    problem = ProblemSpec(model="t5-large-32", cluster="local-cpu:1x2", runtime="megatron-lm-2021", global_batch=2)
+    stated = Piper().input(problem.load(), 1).problem
+    mib = {(edge.source, edge.target): edge.num_bytes / 2**20 for edge in stated.edges}
+    both = next(source for source, target in mib if source.endswith("decoder_embedding"))
+    first, second = stated.names[stated.names.index(both) + 1 :][:2]
+    assert mib[both, first] == 2.0
+    assert mib[both, second] == mib[first, second] == 1.0
+    again = stated.implementations[stated.names.index(second)][1][1]
+    assert again.memory_per_microbatch_bytes == 2 * 2**20  # what the layer reads, and nothing else, is kept
 
 
 def test_the_searcher_offers_tensor_degrees_and_recomputation_and_replicas_take_turns() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -10,6 +10,7 @@ from math import isfinite
 
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
+from searchers.alpa.oracle import StageCost
 from searchers.base import Searcher, cost_tables
 from searchers.registry import searcher_named
 from simulator.estimate_memory import working_bytes
@@ -121,21 +122,25 @@ def _alpa_price(plan: Plan, problem: Problem) -> tuple[float, float]:
     """Return Alpa's pipeline of stages, each the sum of its operators and what lies between them."""
     seconds, peaks = [], []
     for position, stage in enumerate(plan.stages):
-        time_s, states, kept, working = _alpa_stage(stage, plan, problem)
-        in_flight = min(plan.num_microbatches, len(plan.stages) - position)
-        seconds.append(time_s)
-        peaks.append(states + in_flight * kept + working)
+        cost = _alpa_stage(stage, plan, problem)
+        seconds.append(cost.seconds)
+        peaks.append(cost.peak_bytes(min(plan.num_microbatches, len(plan.stages) - position)))
     return sum(seconds) + (plan.num_microbatches - 1) * max(seconds), max(peaks)
 
 
-def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> tuple[float, float, float, float]:
-    """Return seconds of a microbatch, and bytes of states, kept for each microbatch, and worked in."""
+def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
+    """Return what Alpa counts of a stage whose operators are sharded and recomputed as given.
+
+    Alpa's own plans recompute every layer or none; here the embedding and the head do not run again, but memory is
+    Alpa's: what one layer keeps is there at a time.
+    """
     per_node = problem.hardware.cluster.devices_per_node
-    size, rows, again = len(stage.devices), batch_replicas(stage), bool(stage.recompute)
+    size, rows = len(stage.devices), batch_replicas(stage)
     nodes = max(1, size // per_node)
     mesh = LogicalMesh(Submesh(nodes, size // nodes), rows, size // rows, batch_forced=True)
-    intra = IntraOp(
-        cost_tables(problem), mesh, plan.microbatch_size, plan.num_microbatches, IntraOpOptions(recompute=again)
+    intra, twice = (
+        IntraOp(cost_tables(problem), mesh, plan.microbatch_size, plan.num_microbatches, IntraOpOptions(recompute=each))
+        for each in (False, True)
     )
     operators = list(stage.indices())
     words = zip(operators, stage.sharding_per_operator(), strict=True)
@@ -143,20 +148,34 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> tuple[float, floa
     layer_of = [problem.workload.operators[index].layer for index in operators]
     following = [*layer_of[1:], -1]
     last = [index for index, own, behind in zip(operators, layer_of, following, strict=True) if own != behind]
-    graph = intra.graph(operators[0], operators[-1] + 1, last)
+    once, recomputed = (each.graph(operators[0], operators[-1] + 1, last) for each in (intra, twice))
+    again = {index for start, stop in stage.recompute for index in range(start, stop)}
     chosen = [intra.strategies(index).index(shardings[index]) for index in operators]
-    totals = {name: graph.total(number, chosen) for number, name in enumerate(ATTRIBUTES)}
-    between = sum(float(table[chosen[u], chosen[v]]) for (u, v), table in graph.edges.items())
-    saved = ATTRIBUTES.index("saved_bytes")
+    seconds = kept_bytes = elements = 0.0
+    for (u, v), table in once.edges.items():
+        table = recomputed.edges[u, v] if operators[v] in again else table
+        seconds += float(table[chosen[u], chosen[v]])
     layers: dict[int, tuple[float, float]] = {}
     for place, index in enumerate(operators):
+        graph = recomputed if index in again else once
+        own_costs = dict(zip(ATTRIBUTES, graph.attributes[place][:, chosen[place]].tolist(), strict=True))
+        seconds += own_costs["seconds"]
+        elements += own_costs["elements"]
+        kept_bytes += own_costs["output_bytes" if again else "saved_bytes"]
         kept, most = layers.get(layer_of[place], (0.0, 0.0))
         own = working_bytes(problem.workload.operators[index], intra.cost(index, shardings[index]), problem)
-        kept += float(graph.attributes[place][saved, chosen[place]]) if again else 0.0
+        kept += own_costs["saved_bytes"] if again else 0.0
         layers[layer_of[place]] = kept, max(most, own)
-    return (
-        totals["seconds"] + between,
-        totals["state_bytes"],
-        totals["output_bytes" if again else "saved_bytes"],
+    seen: set[Hashable] = set()
+    for index in operators:
+        for layout, shared, _ in intra.tied_layouts(index, shardings[index]):
+            elements -= shared if layout in seen else 0.0
+            seen.add(layout)
+    per_element, _ = intra.state_bytes_per_element(sharded=False)
+    return StageCost(
+        seconds,
+        elements * per_element,
+        kept_bytes,
         max(kept + most for kept, most in layers.values()),
+        elements * problem.runtime.optimizer_workspace_bytes,
     )

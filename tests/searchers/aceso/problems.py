@@ -112,6 +112,7 @@ def ideal_model(num_devices: int = 8, *, operators_per_layer: int = 4, limit: fl
         gather,
         space.degree_table(),
         np.array([0, 0, 0], np.int64),
+        np.full(count, -1, np.int32),
     )
     model = PerformanceModel(problem, Tables(arrays, space), compat="paper", recompute="cheapest")
     model.limit_bytes = limit

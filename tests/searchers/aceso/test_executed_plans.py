@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[int, Callable[[Plan], bool]]] = {
         300_000, lambda plan: any(axis.split == "tensor" or axis.split == "column" for stage in plan.stages
                                   for _, sharding in stage.shardings for axis in sharding),
     ),
-    "pp2 dp2, recomputation": (650_000, lambda plan: len(plan.stages) == 2 and any(s.recompute for s in plan.stages)),
+    "pp2 dp2, recomputation": (600_000, lambda plan: len(plan.stages) == 2 and any(s.recompute for s in plan.stages)),
 }  # fmt: skip
 
 

@@ -11,9 +11,9 @@ from experiments.cases import aceso_t5, aceso_wide_resnet
 from experiments.cases.aceso import problem_on
 from experiments.cases.case import Case, Skipped
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan
+from searchers.aceso.links import MIB
 from searchers.aceso.model import PerformanceModel, Price
 from searchers.aceso.release_tables import release_arrays
-from searchers.aceso.tables import MIB
 from simulator.costs import CostTables
 from simulator.problem import Problem
 from simulator.simulate import simulate

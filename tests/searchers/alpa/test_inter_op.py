@@ -104,12 +104,13 @@ def test_placed_stages_are_disjoint_and_small_ones_stay_in_a_node(sizes: list[in
 
 
 def test_successors_are_what_memory_leaves_room_for() -> None:
-    cost = StageCost(seconds=1.0, state_bytes=10, kept_bytes=3, working_bytes=2)
-    for capacity in range(10, 40):
-        room = max_successors(cost, capacity)
-        assert (room >= 0) == (cost.peak_bytes(1) <= capacity)
-        if room >= 0:
-            assert cost.peak_bytes(room + 1) <= capacity < cost.peak_bytes(room + 2)
+    for step_bytes in (0, 7):  # the optimizer's 17 are more than the 15 of passes with one microbatch
+        cost = StageCost(seconds=1.0, state_bytes=10, kept_bytes=3, working_bytes=2, step_bytes=step_bytes)
+        for capacity in range(10, 40):
+            room = max_successors(cost, capacity)
+            assert (room >= 0) == (cost.peak_bytes(1) <= capacity)
+            if room >= 0:
+                assert cost.peak_bytes(room + 1) <= capacity < cost.peak_bytes(room + 2)
 
 
 def test_clustering_balances_flops_and_cuts_where_little_crosses() -> None:

@@ -111,7 +111,7 @@ def test_attributes_follow_the_choices() -> None:
     best, assignment = solve(graph)
     totals = [graph.total(number, assignment) for number in range(len(ATTRIBUTES))]
     last = len(spans) - 1
-    assert stages.state_bytes[0, last] == pytest.approx(totals[ATTRIBUTES.index("state_bytes")])
+    assert stages.elements[0, last] == pytest.approx(totals[ATTRIBUTES.index("elements")])
     assert stages.saved_bytes[0, last] == pytest.approx(totals[ATTRIBUTES.index("saved_bytes")])
     # Seconds of nodes and edges, and synchronisation spread over two microbatches, make up the objective.
     assert stages.seconds[0, last] + stages.sync_s[0, last] / 2 == pytest.approx(best)
@@ -181,7 +181,7 @@ def test_followed_choices_are_those_behind_the_tables(number: int) -> None:
         shardings = solver.assignment(first, last)
         chosen = [intra.strategies(start + place).index(sharding) for place, sharding in enumerate(shardings)]
         assert graph.objective(chosen) == pytest.approx(stages.objective[first, last], rel=1e-9)
-        for name in ("state_bytes", "saved_bytes", "output_bytes"):
+        for name in ("elements", "saved_bytes", "output_bytes"):
             expected = float(getattr(stages, name)[first, last])
             assert graph.total(ATTRIBUTES.index(name), chosen) == pytest.approx(expected, rel=1e-9)
 

@@ -91,3 +91,21 @@ def test_a_tensor_that_an_operator_keeps_twice_counts_once() -> None:
         for more in (replace(problem, global_batch=4 * count) for count in (2, 3))
     ]
     assert cost.kept_bytes == pytest.approx(peaks[1] - peaks[0], rel=0.01)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_shared_weight_is_there_once_and_the_optimizer_works_beside_it(sharded: bool) -> None:
+    """GPT-3 350M has 356,837,376 parameters: 16 bytes of each are states, 4 the copied gradient of the step.
+
+    Its head's 51,200 x 1,024 are the embedding's. Over two data-parallel GPUs ZeRO-2 halves 12 and 4 of these:
+    gradients are reduced behind the backward pass, and are whole until then.
+    """
+    runtime = "megatron-lm-2021"
+    problem = ProblemSpec(model="gpt3-350m", cluster="a100-40g-dgx:1x2", runtime=runtime, global_batch=2).load()
+    mesh = LogicalMesh(Submesh(1, 2), 2, 1, batch_forced=True)
+    found, _, simulated = one_stage(problem, mesh, 2, recompute=True, sharded=sharded)
+    parameters = 356_837_376
+    assert found.state_bytes == parameters * (4 + 12 / 2 if sharded else 16)
+    assert found.step_bytes == parameters * (4 / 2 if sharded else 4)
+    assert found.peak_bytes(1) == pytest.approx(simulated.peak_allocated_bytes, rel=0.12)
+    assert found.peak_bytes(1) >= simulated.peak_allocated_bytes
