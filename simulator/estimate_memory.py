@@ -37,7 +37,8 @@ class HeldBytes:
         anew: Of that, gradients that the first backward pass makes.
         kept: One microbatch between its forward and its backward pass.
         working: What is there besides ``kept`` while a microbatch's backward pass needs most.
-        gathered: Parameters that ZeRO-3 has gathered: the root, and two units (``gather_units``), or one where none is prefetched.
+        gathered: Parameters that ZeRO-3 has gathered: the root, and two units (``gather_units``), or one where none is
+            prefetched.
         unsharded: Gradients that are not scattered yet: of two units and the root above them.
         last: What the end of a backward pass needs: unsharded gradients of a layer and all of the root, and what the
             stage's first operator works in, or its first segment takes.
