@@ -172,15 +172,20 @@ def writable(path: Path) -> Path:
     return path
 
 
-def all_writable(*paths: Path | None) -> None:
+def all_writable(*paths: Path | None, read: Sequence[Path] = ()) -> None:
     """Check what a command is to write, before any work; None is nothing.
+
+    Args:
+        paths: What it is to write.
+        read: What it reads, which it must not write over.
 
     Raises:
         ValueError: If a path cannot be written, or two are the same file.
     """
     given = [writable(path) for path in paths if path is not None]
-    if len({path.resolve() for path in given}) < len(given):
-        raise ValueError(f"outputs must be files of their own, got {' and '.join(map(str, given))}; name another one")
+    files = [*given, *dict.fromkeys(read)]
+    if len({path.resolve() for path in given} - {path.resolve() for path in read}) < len(given):
+        raise ValueError(f"outputs must be files of their own, got {' and '.join(map(str, files))}; name another one")
 
 
 def writable_folder(path: Path) -> Path:

@@ -52,15 +52,16 @@ def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> fl
     """
     num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
     traffic = num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction)
-    return max(_arithmetic_s(gpu, curve, kernel, dtype), traffic)
+    misaligned = is_misaligned(kernel, DTYPE_BYTES[dtype])
+    return max(_arithmetic_s(gpu, curve, kernel, dtype, misaligned=misaligned), traffic)
 
 
-def _arithmetic_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> float:
+def _arithmetic_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str, *, misaligned: bool) -> float:
     elements, waves = _tiled(gpu, curve, kernel)
     efficiency = (
         curve.limit[kernel.role] * waves / (waves + curve.half_waves) * kernel.k / (kernel.k + curve.half_k)
     )
-    if is_misaligned(kernel, DTYPE_BYTES[dtype]):
+    if misaligned:
         efficiency *= curve.misaligned_fraction
     return 2.0 * kernel.batch * elements * kernel.k / (gpu.peak(dtype) * efficiency)
 
@@ -79,15 +80,19 @@ ALIGNED_BYTES = 16
 """Rows that tensor cores load at full width start at multiples of this (cuBLAS, "Tensor Core usage")."""
 
 
-def is_misaligned(kernel: Matmul, element_bytes: int) -> bool:
+def is_misaligned(kernel: Matmul | Convolution, element_bytes: int) -> bool:
     """Return whether rows of a 16-bit operand or of the product start anywhere but at multiples of 16 bytes.
 
     Rows are as long as: forward, the inputs (k) and the outputs (n); data gradient, the outputs (k) and the inputs
-    (n); weight gradient, the outputs (m) and the inputs (n), since tokens are what is summed over.
+    (n); weight gradient, the outputs (m) and the inputs (n), since tokens are what is summed over. Of a convolution,
+    the channels of a pixel on either side, whatever the window and the role.
     """
     if element_bytes != DTYPE_BYTES["fp16"]:
         return False
-    lengths = (kernel.m, kernel.n) if kernel.role == "weight_gradient" else (kernel.k, kernel.n)
+    if isinstance(kernel, Convolution):
+        lengths = (kernel.in_channels, kernel.out_channels)
+    else:
+        lengths = (kernel.m, kernel.n) if kernel.role == "weight_gradient" else (kernel.k, kernel.n)
     return any(length * element_bytes % ALIGNED_BYTES for length in lengths)
 
 
@@ -157,18 +162,18 @@ def convolution_s(
 def _implicit_product_s(
     gpu: GpuType, curve: MatmulCurve, kernel: Convolution, dtype: str, factors: ConvolutionFactors
 ) -> float:
-    product = kernel.product
-    seconds = _arithmetic_s(gpu, curve, product, dtype)
+    product, misaligned = kernel.product, is_misaligned(kernel, DTYPE_BYTES[dtype])
+    seconds = _arithmetic_s(gpu, curve, product, dtype, misaligned=misaligned)
     if product.role == "weight_gradient":
-        seconds = min(seconds, _split_s(gpu, curve, product, dtype))
+        seconds = min(seconds, _split_s(gpu, curve, product, dtype, misaligned=misaligned))
     if kernel.in_channels <= FEW_CHANNELS:
         # Rows that are not aligned are charged for the same loads already.
-        charged = curve.misaligned_fraction if is_misaligned(product, DTYPE_BYTES[dtype]) else 1.0
+        charged = curve.misaligned_fraction if misaligned else 1.0
         seconds *= max(1.0, factors.few_channels_slowness * charged)
     return seconds * factors.slowness[kernel.role]
 
 
-def _split_s(gpu: GpuType, curve: MatmulCurve, product: Matmul, dtype: str) -> float:
+def _split_s(gpu: GpuType, curve: MatmulCurve, product: Matmul, dtype: str, *, misaligned: bool) -> float:
     """Return seconds of a product split along its inner dimension into the best number of parts, two at least.
 
     ``s`` parts fill the GPU ``s`` times better; each has to start (``half_k``) and leaves a partial result. With ``t``
@@ -177,7 +182,7 @@ def _split_s(gpu: GpuType, curve: MatmulCurve, product: Matmul, dtype: str) -> f
     """
     elements, waves = _tiled(gpu, curve, product)
     rate = gpu.peak(dtype) * curve.limit[product.role]
-    if is_misaligned(product, DTYPE_BYTES[dtype]):
+    if misaligned:
         rate *= curve.misaligned_fraction
     full_s, lack = 2.0 * product.batch * elements / rate, curve.half_waves / waves
     partial_bytes = product.batch * product.m * product.n * PARTIAL_BYTES

@@ -189,9 +189,9 @@ def _sync_s(problem: Problem, stage: Stage, sharding: Sharding, dp: int, samples
     elements, seen = 0.0, set[str]()
     for index in stage.indices():
         cost = costs.operator(index, resolve(sharding, problem.workload.operators[index]), samples, gpu_type)
-        for parameter, count in cost.parameters:  # A weight that the stage has twice travels once.
-            elements += 0.0 if parameter.tie in seen else count
-        seen.update(parameter.tie for parameter, _ in cost.parameters if parameter.tie is not None)
+        elements += sum(count for parameter, count in cost.parameters if parameter.tie not in seen)
+        if not problem.runtime.reduces_ties_by_use:  # A weight that the stage has twice travels once.
+            seen.update(parameter.tie for parameter, _ in cost.parameters if parameter.tie is not None)
     sizes = tuple(axis.size for axis in sharding)
     axes = tuple(number for number, axis in enumerate(sharding) if axis.split == "batch")
     num_bytes = elements * problem.runtime.gradient_accumulation_bytes

@@ -149,7 +149,8 @@ class CostTables:
 
         Where the runtime gathers and scatters parameters one by one (``parameter_calls_above``), a layer of more than a
         bucket of gradients is a run of units: those of its operators that fit a bucket together, or one that does not;
-        units are numbered in the order of operators.
+        units are numbered in the order of operators. Sizes are those before tensor parallelism, which leaves units
+        smaller than a bucket.
         """
         workload, runtime = self.problem.workload, self.problem.runtime
         if runtime.parameter_calls_above is None or runtime.gradient_bucket_bytes is None:

@@ -1,10 +1,10 @@
 """A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
 
 Time: that of the passes, by schedule, plus what is exposed once per iteration. 1F1B and GPipe: ``pipeline_time``;
-zb-h1: ``zero_bubble_time``; interleaved: ``interleaved_time``. All follow the schedule's own order, with transfers
-beside passes where the runtime has them so. Where stages share devices otherwise: ``(m - 1) * max_i t_i + sum_i t_i``
-over ranks, transfers in full; with a smaller last microbatch ``queued_s``. Where replicas
-take whole microbatches in turn, ``rotated_s``. Memory: ``estimate_memory``. Groups of one collective, transfers of one
+GPipe of stages that share devices: ``breadth_first_time``; zb-h1: ``zero_bubble_time``; interleaved:
+``interleaved_time``. All follow the schedule's own order, with transfers beside passes where the runtime has them so.
+Where replicas take whole microbatches in turn, ``rotated_s``, and with a smaller last one ``queued_s``, transfers in
+full. Memory: ``estimate_memory``. Groups of one collective, transfers of one
 boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
 does, such as two boundaries or stages that meet on a card. No overlap (that of collectives with the gradients of one
 operator neither), copies of gradients, time of the optimizer, or allocator: the engine has those.
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
+from simulator.breadth_first_time import breadth_first_s
 from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
@@ -120,7 +121,7 @@ class _StageTimes:
         times: One microbatch.
         hosts: Its launches.
         once: What is exposed once per iteration.
-        split: Rows of ``zero_bubble_s``, ``one_f_one_b_s`` and ``interleaved_s``.
+        split: Rows of ``zero_bubble_s``, ``one_f_one_b_s``, ``breadth_first_s`` and ``interleaved_s``.
     """
 
     times: list[float]
@@ -132,29 +133,26 @@ class _StageTimes:
 def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _StageTimes, *, blocking: bool) -> float:
     """Return the seconds of all microbatches; see the module's docstring."""
     m, smaller = plan.num_microbatches, plan.last_microbatch_size is not None
-    if plan.schedule == "zb-h1" and not plan.rotates:
+    ranks = plan.rank_of_stage
+    if plan.rotates and smaller:
+        return queued_s(_per_rank(ranks, stages.times), _per_rank(ranks, last.times), m)
+    if plan.rotates:
+        whole_s = [time * n for time, n in zip(stages.times, turns, strict=True)]
+        return rotated_s(_per_rank(ranks, whole_s), [turns[ranks.index(rank)] for rank in range(max(ranks) + 1)], m)
+    if plan.schedule == "zb-h1":
         found_s = zero_bubble_s(stages.split, last.split, m)
         # Where the last is much smaller, those before it may take as long alone.
         return max(found_s, zero_bubble_s(stages.split, stages.split, m - 1)) if smaller else found_s
-    if plan.schedule in ("1f1b", "gpipe") and not plan.rotates and plan.rank_of_stage[-1] == len(plan.stages) - 1:
-        depths, scratch_s = warmup_depths(plan), np.empty((len(plan.stages), 2))
-        found_s = one_f_one_b_s(stages.split, last.split, depths, m, scratch_s, smaller)
-        if smaller:
-            before_s = one_f_one_b_s(stages.split, stages.split, np.minimum(depths, m - 1), m - 1, scratch_s)
-            found_s = max(found_s, before_s + last.split[0, INPUT])
-        return found_s
-    by_rank = _per_rank(plan.rank_of_stage, stages.times)
-    if plan.schedule == "interleaved" and not plan.rotates:
-        return interleaved_s(stages.split, last.split, len(by_rank), m, blocking)
-    chunks = len(plan.stages) / len(by_rank)
-    fill = sum(stages.times) / chunks
+    if plan.schedule == "interleaved":
+        return interleaved_s(stages.split, last.split, max(ranks) + 1, m, blocking)
+    if plan.schedule == "gpipe" and max(ranks) + 1 < len(plan.stages):
+        return breadth_first_s(stages.split, last.split, np.array(ranks), m)
+    depths, scratch_s = warmup_depths(plan), np.empty((len(plan.stages), 2))
+    found_s = one_f_one_b_s(stages.split, last.split, depths, m, scratch_s, smaller)
     if smaller:
-        filled_s = queued_s(by_rank, _per_rank(plan.rank_of_stage, last.times), m, chunks)
-    elif plan.rotates:
-        filled_s = rotated_s([time * n for time, n in zip(stages.times, turns, strict=True)], turns, m)
-    else:
-        filled_s = (m - 1) * max(by_rank) + fill
-    return filled_s + (chunks - 1) * fill / len(by_rank)
+        before_s = one_f_one_b_s(stages.split, stages.split, np.minimum(depths, m - 1), m - 1, scratch_s)
+        found_s = max(found_s, before_s + last.split[0, INPUT])
+    return found_s
 
 
 def warmup_depths(plan: Plan) -> NDArray[np.int64]:
@@ -172,9 +170,7 @@ def _per_rank(ranks: Sequence[int], times: Sequence[float]) -> list[float]:
     return found
 
 
-def queued_s(
-    each_s: Sequence[float], last_s: Sequence[float], num_microbatches: int, chunks: float = 1.0
-) -> float:
+def queued_s(each_s: Sequence[float], last_s: Sequence[float], num_microbatches: int) -> float:
     """Return the seconds of a pipeline whose last microbatch is smaller, by its stages' whole times.
 
     It queues behind the others up to some stage j: the longest over j of ``(m - 2) * max_{i<=j} t_i + sum_{i<=j} t_i +
@@ -183,15 +179,12 @@ def queued_s(
     Args:
         each_s, last_s: Per pipeline rank, a microbatch that is not the last, and the last.
         num_microbatches: At least two.
-        chunks: Stages of a rank.
 
     >>> queued_s([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], 4), queued_s([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], 4)
     (11.0, 12.0)
     """
     return max(
-        (num_microbatches - 2) * max(each_s[: j + 1])
-        + (sum(each_s[: j + 1]) + sum(last_s[j + 1 :])) / chunks
-        + last_s[j]
+        (num_microbatches - 2) * max(each_s[: j + 1]) + sum(each_s[: j + 1]) + sum(last_s[j:])
         for j in range(len(each_s))
     )
 

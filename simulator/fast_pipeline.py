@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator import fast_arrays, interleaved_time, pipeline_time, zero_bubble_time
+from simulator import breadth_first_time, fast_arrays, interleaved_time, pipeline_time, zero_bubble_time
+from simulator.breadth_first_time import breadth_first_s
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.fast_arrays import DONE, GPIPE, INTERLEAVED, WEIGHT_S, ZB_H1, Floats, Ints, PlanColumns, TimeTables
 from simulator.interleaved_time import interleaved_s
@@ -14,6 +15,7 @@ from simulator.zero_bubble_time import DOWN, FORWARD, INPUT, UP, WEIGHT, zero_bu
 _zero_bubble_s = compiled(zero_bubble_s)
 _one_f_one_b_s = compiled(one_f_one_b_s)
 _interleaved_s = compiled(interleaved_s)
+_breadth_first_s = compiled(breadth_first_s)
 
 
 @compiled_with(fast_arrays)
@@ -33,43 +35,30 @@ def weights_s(tables: TimeTables, plans: PlanColumns, run_tables: Ints, stage: i
 
 
 @compiled
-def _shares(placements: Ints, low: int, high: int) -> bool:
+def _fill_ranks(placements: Ints, low: int, high: int, ranks: Ints) -> int:
+    """Write the rank of each stage from ``low`` to ``high``, and return how many there are: one for each placement."""
+    num_ranks = 0
     for stage in range(low, high):
+        ranks[stage - low] = -1
         for other in range(low, stage):
             if placements[other] == placements[stage]:
-                return True
-    return False
+                ranks[stage - low] = ranks[other - low]
+        if ranks[stage - low] < 0:
+            ranks[stage - low] = num_ranks
+            num_ranks += 1
+    return num_ranks
 
 
 @compiled
-def _of_ranks(placements: Ints, seconds: Floats, low: int, high: int) -> tuple[float, float, int]:
-    """Return the sum over the stages from ``low`` to ``high``, the most of a rank's stages, and the number of ranks.
-
-    Stages on one placement follow one another on it.
-    """
-    total_s, longest_s, num_ranks = 0.0, 0.0, 0
-    for stage in range(low, high):
-        total_s += seconds[stage]
-        rank_s, is_first = 0.0, True
-        for other in range(low, high):
-            if placements[other] == placements[stage]:
-                rank_s += seconds[other]
-                is_first = is_first and other >= stage
-        longest_s = max(longest_s, rank_s)
-        num_ranks += is_first
-    return total_s, longest_s, num_ranks
+def _longest_s(ranks: Ints, seconds: Floats, num_ranks: int) -> float:
+    """Return the most of the sums over the stages of a rank."""
+    sums = np.zeros(num_ranks)
+    for stage in range(len(seconds)):
+        sums[ranks[stage]] += seconds[stage]
+    return float(sums.max())
 
 
-@compiled
-def _shared_s(placements: Ints, stage_s: Floats, low: int, high: int, m: int) -> float:
-    """Return the seconds of m microbatches where stages on one placement follow one another on it."""
-    total_s, longest_s, num_ranks = _of_ranks(placements, stage_s, low, high)
-    chunks = (high - low) / num_ranks
-    fill_s = total_s / chunks
-    return (m - 1) * longest_s + fill_s + (chunks - 1) * fill_s / num_ranks
-
-
-@compiled_with(fast_arrays, interleaved_time, pipeline_time, zero_bubble_time)
+@compiled_with(fast_arrays, breadth_first_time, interleaved_time, pipeline_time, zero_bubble_time)
 def add_passes(
     plans: PlanColumns,
     chosen: Ints,
@@ -95,6 +84,7 @@ def add_passes(
     for plan in chosen:
         most = max(most, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
     depths, scratch_s = np.empty(most, np.int64), np.empty((most, 2))
+    ranks = np.empty(most, np.int64)
     for plan in chosen:
         if states[plan] != DONE:
             continue
@@ -103,16 +93,12 @@ def add_passes(
         if high - low == 1:
             iteration_s[plan] += m * stage_s[low] + once_s[low]
             continue
-        shares = schedule == INTERLEAVED or (schedule == GPIPE and _shares(plans.placements, low, high))
         num_ranks = high - low
-        if shares:
-            _, longest_s, num_ranks = _of_ranks(plans.placements, once_s, low, high)
-            iteration_s[plan] += longest_s
+        if schedule in (INTERLEAVED, GPIPE):
+            num_ranks = _fill_ranks(plans.placements, low, high, ranks)
+            iteration_s[plan] += _longest_s(ranks, once_s[low:high], num_ranks)
         else:
             iteration_s[plan] += np.max(once_s[low:high])
-        if shares and schedule == GPIPE:
-            iteration_s[plan] += _shared_s(plans.placements, stage_s, low, high, m)
-            continue
         for stage in range(low, high):
             forward_s, down_s, up_s = split_s[stage, FORWARD], split_s[stage, DOWN], split_s[stage, UP]
             split_s[stage, INPUT] = stage_s[stage] - forward_s - split_s[stage, WEIGHT] - down_s - up_s
@@ -128,5 +114,7 @@ def add_passes(
             iteration_s[plan] += _zero_bubble_s(own_s, own_s, m)
         elif schedule == INTERLEAVED:
             iteration_s[plan] += _interleaved_s(own_s, own_s, num_ranks, m, blocking)
+        elif num_ranks < high - low:
+            iteration_s[plan] += _breadth_first_s(own_s, own_s, ranks, m)
         else:
             iteration_s[plan] += _one_f_one_b_s(own_s, own_s, depths, m, scratch_s)

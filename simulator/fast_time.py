@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator import (
+    breadth_first_time,
     fast_arrays,
     fast_boundaries,
     fast_pipeline,
@@ -75,6 +76,7 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
     fast_boundaries,
     fast_regather,
     fast_pipeline,
+    breadth_first_time,
     host_time,
     interleaved_time,
     pipeline_time,

@@ -16,8 +16,13 @@ def longer_s(
 
     >>> longer_s(1.0, 4.0, 2.0, 2.0, True), longer_s(1.0, 4.0, 2.0, 2.0, False), longer_s(1.0, 3.0, 2.0, 4.0, False)
     ((2.0, 4.0), (1.0, 4.0), (1.5, 4.5))
+    >>> longer_s(0.0, 0.0, 1.0, 2.0, False)  # a stage of nothing but passes
+    (1.0, 2.0)
     """
     if waits:
         return max(forward_s, forward_host_s), max(backward_s, backward_host_s)
-    slower = max(1.0, (forward_host_s + backward_host_s) / max(forward_s + backward_s, 1e-300))
+    device_s = forward_s + backward_s
+    if device_s <= 0.0:
+        return forward_host_s, backward_host_s
+    slower = max(1.0, (forward_host_s + backward_host_s) / device_s)
     return slower * forward_s, slower * backward_s

@@ -25,7 +25,6 @@ app = typer.Typer(
 )
 
 
-
 def _writable(path: Path | None) -> Path | None:
     return None if path is None else writable(path)
 

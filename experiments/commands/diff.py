@@ -11,13 +11,13 @@ from experiments.console import (
     AsJson,
     Engine,
     Without,
+    all_writable,
     comma_separated,
     console,
     messages,
     print_json,
     print_lines,
     table,
-    writable,
 )
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def diff(
     from simulator.plan_file import load_plan
     from simulator.simulate import simulate
 
-    if plot is not None:
-        writable(plot)
+    all_writable(plot, read=[first, second])
     fidelity = Fidelity().without(*comma_separated(without))
     loaded = [(path, *load_plan(path)) for path in (first, second)]
     results = []

@@ -47,7 +47,7 @@ def simulate_file(
     from simulator.simulate import simulate
     from simulator.timeline import readable_window
 
-    all_writable(trace, timeline)
+    all_writable(trace, timeline, read=[plan_file])
     fidelity = Fidelity().without(*comma_separated(without))
     spec, plan = load_plan(plan_file)
     problem = (replace(spec, profile=profile) if profile is not None else spec).load()

@@ -18,7 +18,7 @@ LOG_EVERY_S = 30.0
 
 @contextmanager
 def sweep_progress() -> Iterator[Listener]:
-    """Show progress while the block runs; yields a listener for `experiments.sweep.Sweep.run`."""
+    """Show progress while the block runs; yields a listener for `experiments.sweep.run.Sweep.run`."""
     console = messages()
     if not console.is_terminal:
         yield _Log(console)

@@ -50,6 +50,24 @@ def test_two_outputs_are_two_files(arguments: list[str], tmp_path: Path, capsys:
     assert same.read_text().endswith(f"{row}\n"), "untouched"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "{}", "--trace"],
+        ["diff", "{}", "other.yaml", "--plot"],
+        ["predict", "{}", "-c", "a100-80g-dgx", "-r", "megatron-lm-2021", "-o"],
+    ],
+)
+def test_what_is_read_is_not_written_over(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, row = "model,microbatch,global_batch,gpus,iteration_time_s", "gpt3-350m,1,8,8,0.5"
+    (same := tmp_path / "same").write_text(f"{head}\n{row}\n")
+    code, _, error = run(capsys, *(word.format(same) for word in arguments), tmp_path / "." / "same")
+    assert code == 2 and "outputs must be files of their own" in error
+    assert same.read_text() == f"{head}\n{row}\n"
+
+
 def test_an_error_of_the_system_names_the_file_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = run(capsys, "compare", *PROBLEM, "-s", "ddp", "-o", "/proc/comparison")
     assert code == 2 and "/proc/comparison: " in error and "Errno" not in error

@@ -12,7 +12,7 @@ from hardware_models.calibration.aceso_rows import convolution_rows
 from hardware_models.calibration.check_convolutions import errors
 from hardware_models.calibration.fit_convolutions import FITTED, PARAMETERS, factors_of, predicted_s
 from hardware_models.calibration.kernel_fit import least
-from hardware_models.compute import CONVOLUTION_FACTORS, ConvolutionFactors, convolution_s
+from hardware_models.compute import CONVOLUTION_FACTORS, ConvolutionFactors, convolution_s, is_misaligned
 from hardware_models.gpus import GpuType, MatmulCurve
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
@@ -166,6 +166,19 @@ def test_colour_images_are_charged_for_loads_that_are_not_vectors_once() -> None
     ampere = machine(bytes_per_s=1e18).model_copy(update={"peak_flop_per_s": {"fp16": 100e12}})
     odd = WHOLE.model_copy(update={"misaligned_fraction": 0.42})
     assert convolution_s(ampere, odd, colours, "fp16", slower) == convolution_s(ampere, odd, colours, "fp16", plain)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(("channels", "misaligned"), [(56, False), (60, True)])
+def test_rows_of_a_convolution_are_the_channels_of_a_pixel(role: str, channels: int, misaligned: bool) -> None:
+    """56 channels of 2 bytes are aligned to 16; the sum of a strided data gradient, 56 x 9 / 4, is no row."""
+    kernel = Convolution(4, 64, channels, 56**2, 28**2, 3, 2, role)
+    assert is_misaligned(kernel, 2) == misaligned
+    gpu = machine(bytes_per_s=1e18).model_copy(update={"peak_flop_per_s": {"fp16": 100e12}})
+    even = WHOLE.model_copy(update={"half_waves": 0.0})
+    odd = even.model_copy(update={"misaligned_fraction": 0.5})
+    even_s, odd_s = (convolution_s(gpu, curve, kernel, "fp16", AS_THE_PRODUCT) for curve in (even, odd))
+    assert odd_s == pytest.approx((2 if misaligned else 1) * even_s, rel=1e-3)
 
 
 def test_the_shipped_factors_are_those_of_the_fit_and_as_close_as_stated() -> None:
