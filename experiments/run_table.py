@@ -252,8 +252,10 @@ class _Row:
         types = sorted(set(problem.hardware.cluster.gpu_types))
         families = {name: _family(name) for name in gpu_names()}
         said = {each for each in families.values() if re.search(rf"(?<![a-wyz0-9]){each}(?![0-9])", text)}
-        sizes = set(re.findall(r"(\d+) ?gb(?![/p])", text)) if said else set()
-        own = {size for name in types for size in re.findall(r"(\d+)gb", name)}
+        of_type = {name: set(re.findall(r"(\d+)gb", name)) for name in gpu_names()}
+        # Other sizes than GPUs have are of a node.
+        sizes = set(re.findall(r"(\d+) ?gb(?![/p])", text)) & set().union(*of_type.values()) if said else set()
+        own = set().union(*(of_type[name] for name in types))
         if (said and not said & {_family(name) for name in types}) or (sizes and own and not sizes & own):
             raise ValueError(
                 f"gpu must be one of the cluster's, {', '.join(types)}, got {self.cells['gpu']}; name its cluster in a "

@@ -26,6 +26,9 @@ from simulator.validate import validate
 
 GIB = 2**30
 OBJECTIVES = ("paper", "simulator")
+LOWERED_BUDGETS = (0.97, 0.93, 0.88)
+"""Shares of the memory that searchers who fill it to the last byte look at again: what an allocator loses is in no
+estimate. Plans of lower budgets come after the others, unless these are known not to fit."""
 
 
 @dataclass(frozen=True)

@@ -280,9 +280,13 @@ class StageCountSearch:
             return configuration
         return tuned if self._price(tuned).better_than(self.found[configuration]) else configuration
 
-    def top(self, number: int) -> list[tuple[Configuration, Price]]:
-        """Return the best configurations that fit, best first."""
-        fitting = [(each, price) for each, price in self.found.items() if price.fits]
+    def top(self, number: int, share: float = 1.0) -> list[tuple[Configuration, Price]]:
+        """Return the best configurations that fit a share of their limit, best first."""
+        fitting = [
+            (each, price)
+            for each, price in self.found.items()
+            if price.fits and price.memory_bytes <= share * price.limit_bytes
+        ]
         return sorted(fitting, key=lambda item: item[1].iteration_s)[:number]
 
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from searchers.aceso.configuration import to_plan
 from searchers.aceso.equation_searcher import EquationSearcher, score_of
-from searchers.aceso.model import PerformanceModel
 from searchers.aceso.multihop import SearchOptions, StageCountSearch
 from searchers.aceso.stage_counts import Round, search_stage_counts, stage_counts_of
 from searchers.aceso.warm_up import warm_up
 from searchers.base import (
     GIB,
+    LOWERED_BUDGETS,
     HistoryEntry,
     NoFeasiblePlan,
     Objective,
@@ -55,7 +55,8 @@ class Aceso(EquationSearcher):
         largest_samples: Largest samples per GPU and microbatch (the paper's model).
         stage_counts: Pipeline depths; all by default.
         races: Drop the worse half of the stage counts round by round.
-        judge: The best so many plans are simulated (after the budget), and the fastest comes first; 0: none.
+        judge: The best so many plans are simulated (after the budget), and the fastest comes first; where none of
+            them fits there, so are those found that leave more memory. 0: none.
         workers: Processes; None for all cores where the budget is long enough.
         objective, keep: As every searcher.
     """
@@ -137,7 +138,7 @@ class Aceso(EquationSearcher):
         self.searches, rounds = search_stage_counts(
             model, counts, self.options, left, seed=seed, workers=self._processes(budget), races=self.races
         )
-        return self._result(problem, model, rounds, began, seed, budget)
+        return self._result(problem, rounds, began, seed, budget)
 
     def _processes(self, budget: Budget) -> int:
         if self.workers is not None:
@@ -148,7 +149,6 @@ class Aceso(EquationSearcher):
     def _result(
         self,
         problem: Problem,
-        model: PerformanceModel,
         rounds: list[Round],
         began: float,
         seed: int,
@@ -156,19 +156,25 @@ class Aceso(EquationSearcher):
     ) -> SearchResult:
         evaluations = sum(search.evaluations for search in self.searches)
         counters = {**self._counters(), "evaluations": evaluations, "rounds": len(rounds)}
-        ranked = self._ranked(problem, model, None if budget.seconds is None else began + budget.seconds)
+        end_s = None if budget.seconds is None else began + budget.seconds
+        ranked = self._ranked(problem, end_s)
         if not ranked:
             raise self._nothing(problem, evaluations)
-        if self.judge and len(ranked) > 1:
-            ranked = self._judged(ranked, problem)
+        if self.judge:
+            ranked, fits = self._judged(ranked, problem)
+            for share in LOWERED_BUDGETS:
+                lower = [] if fits else [each for each in self._ranked(problem, end_s, share) if each not in ranked]
+                if lower:
+                    lower, fits = self._judged(lower, problem)
+                    ranked = [*lower, *ranked] if fits else ranked
         ranked = ranked[: self.keep]
         history = self._history(rounds, began, evaluations, min(plan.objective for plan in ranked))
         return SearchResult(tuple(ranked), history, counters, self.name, seed, time.perf_counter() - began)
 
-    def _ranked(self, problem: Problem, model: PerformanceModel, end_s: float | None) -> list[RankedPlan]:
-        """Return the best plans that are legal and fit, by the objective; after ``end_s`` the first is enough."""
+    def _ranked(self, problem: Problem, end_s: float | None, share: float = 1.0) -> list[RankedPlan]:
+        """Return the best plans that are legal and fit a share of their limit; after ``end_s`` the first is enough."""
         wanted = max(self.keep, JUDGED_FACTOR * self.judge)
-        configurations = [item for search in self.searches for item in search.top(4 * wanted)]
+        configurations = [item for search in self.searches for item in search.top(4 * wanted, share)]
         configurations.sort(key=lambda item: item[1].iteration_s)
         ranked: dict[Plan, RankedPlan] = {}
         for configuration, price in configurations:
@@ -184,8 +190,8 @@ class Aceso(EquationSearcher):
             ranked[plan] = RankedPlan(plan, score.objective)
         return sorted(ranked.values(), key=lambda each: each.objective)[:wanted]
 
-    def _judged(self, ranked: list[RankedPlan], problem: Problem) -> list[RankedPlan]:
-        """Return the plans with the one first that simulates fastest, of those that fit there.
+    def _judged(self, ranked: list[RankedPlan], problem: Problem) -> tuple[list[RankedPlan], bool]:
+        """Return the plans with the one first that simulates fastest, of those that fit there, and whether one does.
 
         Plans are simulated in order until ``judge`` fit, at most three times as many.
         """
@@ -195,8 +201,8 @@ class Aceso(EquationSearcher):
             verdicts.append((not found.fits, found.iteration_time_s, place))
             if sum(not misses for misses, _, _ in verdicts) == self.judge:
                 break
-        best = min(verdicts)[2]
-        return [ranked[best], *(each for place, each in enumerate(ranked) if place != best)]
+        misses, _, best = min(verdicts)
+        return [ranked[best], *(each for place, each in enumerate(ranked) if place != best)], not misses
 
     def _history(
         self, rounds: list[Round], began: float, evaluations: int, best: float

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
+from searchers.base import LOWERED_BUDGETS, Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
 from searchers.budget import Budget
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import SCHEDULES, Options
@@ -18,11 +18,6 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 
 BASE = Options(partition="base", schedule="gpipe", microbatches="table")
-
-LOWERED = (0.97, 0.93, 0.88)
-"""Shares of the budget that are searched again where the best plan takes more: dynamic programming fills memory to the
-last step, and what an allocator loses is in no estimate. Their best plans come after the others."""
-
 
 @lru_cache(maxsize=4)
 def planner_for(problem: Problem, options: Options) -> Planner:
@@ -44,7 +39,7 @@ class Galvatron(Searcher):
 
     def __init__(self, *, objective: str | Objective = "paper", keep: int = 5, **choices: Any) -> None:
         super().__init__(objective=objective, keep=keep)
-        self.num_whole, self.keep = keep, keep + len(LOWERED)
+        self.num_whole, self.keep = keep, keep + len(LOWERED_BUDGETS)
         unknown = set(choices) - set(Options.__dataclass_fields__)
         if unknown:
             known = ", ".join(Options.__dataclass_fields__)
@@ -64,7 +59,7 @@ class Galvatron(Searcher):
         ledger.counters["stage_searches"] = sum(each.num_searches for each in planner.searches.values())
         found.sort(key=lambda plan: plan.iteration_time_s)
         self._evaluate(ledger, problem, found)
-        for share in LOWERED if found else ():
+        for share in LOWERED_BUDGETS if found else ():
             budget_bytes = share * found[0].capacity_bytes
             if ledger.spent:
                 break

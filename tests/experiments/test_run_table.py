@@ -137,7 +137,9 @@ def test_a_row_that_cannot_be_run_is_refused_by_its_number(
     assert "runs.csv, row 1: " in str(refused.value)
 
 
-@pytest.mark.parametrize("gpu", ["A100", "NVIDIA A100-SXM4-80GB", "8xA100 (600 GB/s NVLink)", "Ampere", ""])
+@pytest.mark.parametrize(
+    "gpu", ["A100", "NVIDIA A100-SXM4-80GB", "8xA100 (600 GB/s NVLink)", "DGX A100 640GB", "Ampere", ""]
+)
 def test_the_word_for_a_gpu_is_free_as_long_as_it_is_not_another_one(tmp_path: Path, gpu: str) -> None:
     assert len(load_runs(table(tmp_path, {**GPT, **DEGREES, "gpu": gpu}), COMMON)) == 1
 

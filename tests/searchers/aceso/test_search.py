@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +16,9 @@ from searchers.aceso.searcher import Aceso
 from searchers.base import estimated
 from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
+from simulator.estimate import estimate
 from simulator.plan import Plan
-from simulator.problem import ProblemSpec
+from simulator.problem import Problem, ProblemSpec
 from simulator.validate import validate
 from tests.searchers.aceso.problems import FOLDER, ideal_model, needs_profile, profiled_problem, shared_model
 from tests.searchers.tiny import tiny_problem
@@ -193,3 +196,20 @@ def test_options_that_make_no_sense_are_refused() -> None:
         Aceso(compat="other").search(tiny_problem(2))
     with pytest.raises(ValueError, match="the release's model reads Aceso's profile"):
         Aceso(compat="release").search(tiny_problem(2))
+
+
+def test_where_no_judged_plan_fits_those_that_leave_more_memory_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator that loses a tenth: what is returned first takes at most 0.9 of the limit."""
+    whole = tiny_problem(4, 16)
+    best = Aceso(judge=0).search(whole, Budget(evaluations=200)).best
+    peak = Aceso().score(best, whole).peak_bytes
+    tight = replace(whole, memory_limit_bytes=int(peak) + whole.runtime.outside_allocator_bytes)
+
+    def losing(plan: Plan, problem: Problem, **options: object) -> SimpleNamespace:
+        found = estimate(plan, problem)
+        return SimpleNamespace(fits=max(found.peak_bytes) <= 0.9 * peak, iteration_time_s=found.iteration_time_s)
+
+    monkeypatch.setattr("searchers.aceso.searcher.simulate", losing)
+    full = Aceso(judge=0).search(tight, Budget(evaluations=200)).best
+    assert not losing(full, tight).fits
+    assert losing(Aceso().search(tight, Budget(evaluations=200)).best, tight).fits
