@@ -11,9 +11,9 @@ operator neither), copies of gradients, time of the optimizer, or allocator: the
 
 Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
 pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives
-(``host_waits``), and else both passes of a microbatch together; launching the gathers of sharded parameters and of
-what arrives in parts, and transfers, is left out (too fast where the host takes longest, as ``Estimate.host_binds``
-says).
+(``host_waits``) or passes of one kind follow one another (GPipe), and else both passes of a microbatch together;
+launching the gathers of sharded parameters and of what arrives in parts, and transfers, is left out (too fast where the
+host takes longest, as ``Estimate.host_binds`` says).
 
 Source: the pipeline formula of Aceso (EuroSys 2024) Eq. 1 and Megatron-LM (SC 2021) Section 2.2.
 """
@@ -270,7 +270,8 @@ def _own_s(
     pass_s = pass_host_s(view.costs)
     forward_host_s += pass_s
     backward_host_s += (num_passes(schedule) - 1) * pass_s
-    return longer_s(forward_s, backward_s, forward_host_s, backward_host_s, waits and "receive" in runtime.host_waits)
+    waits = waits and "receive" in runtime.host_waits
+    return longer_s(forward_s, backward_s, forward_host_s, backward_host_s, waits, schedule == "gpipe")
 
 
 def _split_s(

@@ -35,6 +35,7 @@ from simulator.fast_arrays import (
     GATHER,
     GATHER_CHANNEL,
     GATHER_S,
+    GPIPE,
     INCOMPLETE,
     MAX_FAMILIES,
     MAX_PENDING,
@@ -394,7 +395,8 @@ def estimate_times(
                 reduced_s *= m
             once_s[stage] = reduced_s + refresh_s
             waits = waits_to_receive and high - low > 1
-            forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits)
+            apart = plans.schedule[plan] == GPIPE
+            forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
             stage_s[stage] = forward_s + seconds + gather_s
             split_s[stage, FORWARD], split_s[stage, WEIGHT] = forward_s, 0.0
             split_s[stage, DOWN], split_s[stage, UP] = 0.0, 0.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hardware_models.model import HardwareModel
-from searchers.base import NoFeasiblePlan
+from searchers.base import LOWERED_BUDGETS, NoFeasiblePlan
 from searchers.degrees import compositions
 from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
@@ -23,7 +23,7 @@ from searchers.galvatron.partitions import filled_from_the_back, least_maximum, 
 from searchers.galvatron.pipeline_plan import PipelinePlan, split
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
-from searchers.galvatron.searcher import LOWERED, GalvatronBMW, assess
+from searchers.galvatron.searcher import GalvatronBMW, assess
 from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
 from searchers.registry import searcher_named
@@ -361,8 +361,8 @@ def test_plans_of_lower_budgets_come_after_those_that_fill_memory(monkeypatch: p
     """What the allocator loses is in no estimate: here it takes the plans that fill memory to the last step."""
     problem = titan("bert-huge-32", 64, 8)
     times = []
-    for shares in ((), LOWERED):
-        monkeypatch.setattr("searchers.galvatron.searcher.LOWERED", shares)
+    for shares in ((), LOWERED_BUDGETS):
+        monkeypatch.setattr("searchers.galvatron.searcher.LOWERED_BUDGETS", shares)
         plans = searcher_named("galvatron-base").search(problem).plans
         results = [simulate(each.plan, problem) for each in plans]
         times.append(next(result.iteration_time_s for result in results if result.fits))
@@ -383,7 +383,7 @@ def test_every_lower_budget_that_the_best_plan_exceeds_is_searched(shift: int, m
         budgets.append(named["budget_bytes"])
         return planner_of(*positional, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("searchers.galvatron.searcher.LOWERED", shares)
+    monkeypatch.setattr("searchers.galvatron.searcher.LOWERED_BUDGETS", shares)
     monkeypatch.setattr("searchers.galvatron.searcher.planner_for", lambda *both: planner_of(*both))
     monkeypatch.setattr("searchers.galvatron.searcher.Planner", planner_under)
     GalvatronBMW().search(problem)
