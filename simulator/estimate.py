@@ -20,35 +20,39 @@ Source: the pipeline formula of Aceso (EuroSys 2024) Eq. 1 and Megatron-LM (SC 2
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from simulator.breadth_first_time import breadth_first_s
 from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
 from simulator.host_time import longer_s
 from simulator.interleaved_time import interleaved_s
-from simulator.lowering.copies import COPIES
-from simulator.lowering.epilogue import epilogue_collectives, tied_groups
+from simulator.lowering.epilogue import epilogue_collectives
 from simulator.lowering.lower import stage_views
-from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
-from simulator.lowering.transfers import Transfer, boundary, crossing_tensors, received_gathers
+from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
 from simulator.pipeline_time import one_f_one_b_s
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.schedules.one_f_one_b import warmup_p_a
-from simulator.segments import Segment
+from simulator.stage_prices import (
+    collective_s,
+    host_seconds,
+    items_s,
+    launches_s,
+    num_passes,
+    pass_host_s,
+    passes_s,
+    tied_s,
+    transfers_s,
+    weights_s,
+)
 from simulator.zero_bubble_time import INPUT, zero_bubble_s
-from workloads.kinds.base import BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True)
@@ -293,125 +297,3 @@ def _split_s(
     if costs.problem.runtime.transfer_mode == "blocking" and schedule != "interleaved":
         return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]
     return [forward_s, input_s, weight_s, down_s, up_s]
-
-
-def weights_s(view: StageView) -> float:
-    """Return the seconds of the weight gradients of a stage's operators."""
-    return items_s(view, [Item("backward weight", tuple((index, BACKWARD_WEIGHT) for index in view.operators))])
-
-
-def items_s(view: StageView, items: list[Item]) -> float:
-    """Return the seconds of items one after the other, each alone, each operator on the slowest type of the stage.
-
-    Launches are in it where the host never runs ahead.
-    """
-    total = 0.0
-    types = view.gpu_types
-    for item in items:
-        if item.collective is not None:
-            total += collective_s(view, item.collective)
-            continue
-        for index, parts in groupby(item.parts, key=itemgetter(0)):
-            phases = [phase for _, phase in parts if phase not in COPIES]
-            total += max(_operator_s(view, index, phases, gpu_type) for gpu_type in types)
-    return total
-
-
-def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: str) -> float:
-    cost = view.costs.operator(index, view.shardings[index], view.samples(index), gpu_type)
-    segments: list[Segment] = [getattr(cost, phase) for phase in phases]
-    if view.costs.problem.runtime.host_runs_ahead:
-        return sum(segment.device_s for segment in segments)
-    return max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
-
-
-def collective_s(view: StageView, item: MeshCollective) -> float:
-    """Return the seconds of a collective of a stage, all its groups at once: of the slowest group."""
-    unlike = view.costs.unlike_groups(view.stage.devices, item.sizes, item.axes)
-    return _slowest_s(view.costs, item.collective, item.num_bytes, unlike)
-
-
-def _slowest_s(costs: CostTables, collective: str, num_bytes: float, groups: Sequence[CrowdedGroup]) -> float:
-    hardware = costs.problem.hardware
-    return max(
-        (
-            hardware.crowded_collective_s(collective, num_bytes, group) + costs.collective_delay_s(group.members)
-            for group in groups
-        ),
-        default=0.0,
-    )
-
-
-def tied_s(costs: CostTables, views: Sequence[StageView]) -> float:
-    """Return the seconds of reducing tied weights after the last backward pass.
-
-    Layouts of a stage first, each as if alone, then over stages, all groups at once; one weight after the other.
-    """
-    inner: dict[str, list[tuple[int, ...]]] = {}
-    outer: dict[str, list[tuple[int, ...]]] = {}
-    sizes: dict[str, float] = {}
-    stages = {view.stage.devices for view in views}
-    for tie, devices, size in tied_groups(views):
-        (inner if devices in stages else outer).setdefault(tie, []).append(devices)
-        sizes[tie] = size
-    cluster = costs.problem.hardware.cluster
-    return sum(
-        _slowest_s(costs, "all_reduce", size, [CrowdedGroup(devices) for devices in inner.get(tie, ())])
-        + _slowest_s(costs, "all_reduce", size, unlike_groups(cluster, outer.get(tie, ())))
-        for tie, size in sizes.items()
-    )
-
-
-def transfers_s(costs: CostTables, transfers: list[Transfer]) -> float:
-    """Return the seconds of transfers that run side by side, and of launching them one by one if nothing hides that."""
-    problem = costs.problem
-    longest = together_s(problem.hardware.transfer(t.num_bytes, t.source, t.target) for t in transfers)
-    if problem.runtime.host_runs_ahead or not transfers:
-        return longest
-    launches = Counter(transfer.source for transfer in transfers), Counter(transfer.target for transfer in transfers)
-    return longest + sum(
-        max(count * costs.launch_s(problem.gpu_types[device]) for device, count in side.items()) for side in launches
-    )
-
-
-def passes_s(costs: CostTables, gpu_type: str, schedule: str) -> float:
-    """Return what the framework spends on the passes of a microbatch through a stage, if nothing hides it."""
-    return 0.0 if costs.problem.runtime.host_runs_ahead else num_passes(schedule) * costs.pass_s(gpu_type)
-
-
-def pass_host_s(costs: CostTables) -> float:
-    """Return what the framework of the slowest host spends on a pass beside what the device does."""
-    problem = costs.problem
-    return max(map(costs.pass_s, problem.gpu_types)) if problem.runtime.host_runs_ahead else 0.0
-
-
-def num_passes(schedule: str) -> int:
-    """Return how many passes of a stage a microbatch takes: backward for inputs and for weights may be two."""
-    return 3 if schedule == "zb-h1" else 2
-
-
-def launches_s(view: StageView, items: list[Item]) -> float:
-    """Return what launching items takes the slowest host of each beside what the device does."""
-    if not view.costs.problem.runtime.host_runs_ahead:
-        return 0.0
-    return sum(host_seconds(view, [item]) for item in items)
-
-
-def host_seconds(view: StageView, items: list[Item]) -> float:
-    """Return what launching items takes the slowest host: kernels, dispatch, collectives."""
-    return max(_host_seconds(view, items, gpu_type) for gpu_type in view.gpu_types)
-
-
-def _host_seconds(view: StageView, items: list[Item], gpu_type: str) -> float:
-    costs, total = view.costs, 0.0
-    launch_s = costs.launch_s(gpu_type)
-    for item in items:
-        if item.collective is not None:
-            unlike = costs.unlike_groups(view.stage.devices, item.collective.sizes, item.collective.axes)
-            total += launch_s + max(costs.collective_host_s(group.members) for group in unlike)
-        for index, phase in item.parts:
-            if phase in COPIES:
-                continue
-            cost = costs.operator(index, view.shardings[index], view.samples(index), gpu_type)
-            total += getattr(cost, phase).host_s
-    return total

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
-from simulator.estimate import Estimate, pass_host_s, passes_s
+from simulator.estimate import Estimate
 from simulator.fast_arrays import (
     BAD_RUNS,
     BAD_SEGMENTS,
@@ -57,6 +57,7 @@ from simulator.fast_tables import Spent, TableBuilder, tied_channel
 from simulator.fast_time import estimate_times
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
+from simulator.stage_prices import pass_host_s, passes_s
 from simulator.uniform import uniform_plan
 
 __all__ = ["FastEstimates", "FastEstimator", "PlanArrays", "StageColumns"]

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from hardware_models.crowding import unlike_groups
 from simulator.costs import CostTables
-from simulator.estimate import collective_s, items_s, launches_s, transfers_s, weights_s
 from simulator.estimate_memory import saved_bytes
 from simulator.fast_arrays import (
     BACKWARD_HOST_S,
@@ -59,6 +58,7 @@ from simulator.lowering.mesh import mesh_sizes, settled
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.transfers import boundary, received_gathers
 from simulator.plan import Sharding, resolve
+from simulator.stage_prices import collective_s, items_s, launches_s, transfers_s, weights_s
 from workloads.placements import Placement
 
 Floats = NDArray[np.float64]

@@ -35,9 +35,9 @@ from searchers.aceso.stage_kernels import stage_figures
 from searchers.aceso.tables import Tables, cost_arrays
 from searchers.base import cost_tables
 from simulator.costs import CostTables
-from simulator.estimate import tied_s
 from simulator.lowering.lower import stage_views
 from simulator.problem import Problem
+from simulator.stage_prices import tied_s
 from workloads.operators import Workload
 
 COMPATIBILITIES = ("paper", "release")

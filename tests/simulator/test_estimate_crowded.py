@@ -12,7 +12,7 @@ from hardware_models.links import load_network
 from hardware_models.model import HardwareModel
 from simulator.costs import CostTables
 from simulator.engine_simpy import run_simpy
-from simulator.estimate import estimate, tied_s, transfers_s
+from simulator.estimate import estimate
 from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
@@ -22,6 +22,7 @@ from simulator.lowering.transfers import Transfer
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
+from simulator.stage_prices import tied_s, transfers_s
 from simulator.taskgraph import COMMUNICATION
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
