@@ -30,6 +30,8 @@ NUM_COLUMNS = 20
 TIME_FORWARD, TIME_BACKWARD, TIME_RECOMPUTE, TIME_TRANSFER, TIME_RESHARD, TIME_SYNC, MEMORY = range(7)
 """Figures of a stage: seconds per microbatch (synchronisation: per iteration), bytes."""
 NUM_FIGURES = 7
+NEIGHBOUR_BITS = 13
+"""What describes the stage at a border: that there is one, log2 of its GPUs, and its cell."""
 
 
 class Arrays(NamedTuple):

@@ -42,8 +42,8 @@ def balanced(model: PerformanceModel, configuration: Configuration, window: int 
     if model.compat == "paper":
         in_flight = [min(copies, microbatches) for copies in in_flight]
     links = [
-        model.links(position, count, first[position], stages[position].gpus, unlike)
-        for position, unlike in enumerate(configuration.unlike_borders)
+        model.links(position, count, first[position], stages[position].gpus, model.around(stages, position, microbatch))
+        for position in range(count)
     ]
     cuts = np.array(configuration.cuts, np.int32)
     stages_but_borders = Stages(
@@ -156,7 +156,7 @@ def _load(
     sized = choice.moved((old[position], old[position + 1]), (bounds[position], bounds[position + 1]))
     price = model.stage(
         sized, bounds[position], position, len(configuration.stages), first, configuration.microbatch,
-        unlike=configuration.unlike_borders[position],
+        around=model.around(configuration.stages, position, configuration.microbatch),
     )  # fmt: skip
     if by_memory:
         return price.memory_bytes

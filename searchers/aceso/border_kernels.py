@@ -28,8 +28,8 @@ kernel = compiled_with(layout, recompute_kernels, stage_kernels)
 
 CAPACITY = 1 << 19
 """Rows of what is remembered: 21 MB; where half are taken it begins anew."""
-CELLS, OPERATORS, GPUS, COPIES, LINKS = 1 << 8, 1 << 17, 1 << 8, 1 << 6, 1 << 6
-"""What a key distinguishes: 62 bits."""
+CELLS, OPERATORS, GPUS, COPIES = 1 << 8, 1 << 17, 1 << 8, 1 << 6
+"""What a key distinguishes: 56 bits, mixed with the 30 of links; n stages share one by chance with n^2 / 4e19."""
 SPREAD = -7046029254386353131
 """An odd number near 2**64 / 1.618, as 64 bits with sign: neighbouring keys end up far apart (Knuth, volume 3, 6.4)."""
 TIME, STEADY, SYNC, BYTES = range(4)
@@ -156,7 +156,9 @@ def _row_of(
     key = key * OPERATORS + stop
     key = key * GPUS + gpus
     key = key * COPIES + in_flight
-    key = key * LINKS + links
+    key *= SPREAD
+    key = (key ^ key >> 32 ^ links) * SPREAD
+    key = key ^ key >> 29 | 1
     last = len(known.keys) - 1
     row = ((key * SPREAD) >> 32) & last
     while known.keys[row] != key:

@@ -70,13 +70,6 @@ class StageChoice:
         return StageChoice(self.gpus if gpus is None else gpus, (Run(self.count, tp),))
 
 
-def unlike_borders(before: StageChoice | None, own: StageChoice, after: StageChoice | None) -> int:
-    """Return where a stage's tensor degree is not its neighbour's, as bits: 1 where it begins, 2 where it ends."""
-    begins = before is not None and before.runs[-1].tp != own.runs[0].tp
-    ends = after is not None and after.runs[0].tp != own.runs[-1].tp
-    return begins | ends << 1
-
-
 def runs_of(values: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
     """Return runs of equal ``(tp, partition)``."""
     found: list[Run] = []
@@ -106,12 +99,6 @@ class Configuration:
     def cuts(self) -> tuple[int, ...]:
         """First operator of each stage, and the number of operators."""
         return (0, *accumulate(stage.count for stage in self.stages))
-
-    @property
-    def unlike_borders(self) -> tuple[int, ...]:
-        """Per stage, where its tensor degree is not its neighbour's; see the function."""
-        before, after = (None, *self.stages[:-1]), (*self.stages[1:], None)
-        return tuple(unlike_borders(*each) for each in zip(before, self.stages, after, strict=True))
 
     def replace_stages(self, changes: Sequence[tuple[int, StageChoice]]) -> Configuration:
         """Return the configuration with some stages changed."""

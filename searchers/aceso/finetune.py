@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from searchers.aceso.configuration import Configuration, StageChoice, prefix_gpus, runs_of, unlike_borders
+from searchers.aceso.configuration import Configuration, StageChoice, prefix_gpus, runs_of
 from searchers.aceso.model import PerformanceModel, Price, StagePrice
 
 MAX_STARTS = 64
@@ -21,10 +21,9 @@ def fine_tuned(model: PerformanceModel, configuration: Configuration, price: Pri
     for position, choice in enumerate(configuration.stages):
 
         def priced(option: StageChoice, position: int = position) -> StagePrice:
-            before, after = stages[position - 1] if position else None, (*stages, None)[position + 1]
             return model.stage(
                 option, cuts[position], position, len(stages), first[position], configuration.microbatch,
-                unlike=unlike_borders(before, option, after),
+                around=model.around(stages, position, configuration.microbatch),
             )  # fmt: skip
 
         best, found = choice, price.stages[position]

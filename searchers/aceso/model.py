@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from searchers.aceso.arrays import (
     MEMORY,
+    NEIGHBOUR_BITS,
     NUM_FIGURES,
     TIME_BACKWARD,
     TIME_FORWARD,
@@ -231,9 +232,25 @@ class PerformanceModel:
             self._cells[key] = found
         return found
 
-    def links(self, position: int, num_stages: int, first_gpu: int, gpus: int, unlike: int = 0) -> int:
-        """Return which neighbours a stage has and whether they are on other nodes or of other degrees, as bits."""
-        bits = (position > 0) | (position + 1 < num_stages) << 1 | unlike << 4
+    def around(self, stages: Sequence[StageChoice], position: int, microbatch: int) -> int:
+        """Return what stands at the borders of a stage, as bits; the release takes it to be as the stage itself."""
+        if self.compat == "release":
+            return 0
+        before = self._neighbour(stages[position - 1], -1, microbatch) if position else 0
+        after = self._neighbour(stages[position + 1], 0, microbatch) if position + 1 < len(stages) else 0
+        return before | after << NEIGHBOUR_BITS
+
+    def _neighbour(self, choice: StageChoice, run: int, microbatch: int) -> int:
+        """Return a neighbour as ``stage_kernels.border_time`` reads it; 0 where its tables have no such cell."""
+        tp, partition = choice.runs[run].tp, choice.runs[run].partition
+        if not self.allows(choice.gpus, tp, microbatch):
+            return 0
+        cell = self.space.cell(tp, microbatch // (choice.gpus // tp), partition)
+        return 1 | (choice.gpus - 1).bit_length() << 1 | cell << 5
+
+    def links(self, position: int, num_stages: int, first_gpu: int, gpus: int, around: int = 0) -> int:
+        """Return which neighbours a stage has, whether they are on other nodes, and what they are, as bits."""
+        bits = (position > 0) | (position + 1 < num_stages) << 1 | around << 4
         bits |= (first_gpu % self.per_node == 0) << 2 | ((first_gpu + gpus) % self.per_node == 0) << 3
         return bits
 
@@ -246,7 +263,7 @@ class PerformanceModel:
         first_gpu: int,
         microbatch: int,
         flags: bytes | None = None,
-        unlike: int = 0,
+        around: int = 0,
     ) -> StagePrice:
         """Return the price of a stage.
 
@@ -257,9 +274,9 @@ class PerformanceModel:
             first_gpu: GPUs before it.
             microbatch: Samples over all its replicas.
             flags: Recomputed operators; None to choose them.
-            unlike: Its borders to stages of other tensor degrees, see `configuration.unlike_borders`.
+            around: What stands at its borders, see the method; 0 where that is as the stage itself.
         """
-        links = self.links(position, num_stages, first_gpu, choice.gpus, unlike)
+        links = self.links(position, num_stages, first_gpu, choice.gpus, around)
         in_flight = num_stages - position
         if self.compat == "paper":
             in_flight = min(in_flight, self.problem.global_batch // microbatch)
@@ -303,11 +320,12 @@ class PerformanceModel:
         """Return the price of a configuration (counted as one evaluation)."""
         self.evaluations += 1
         cuts, first = configuration.cuts, prefix_gpus(configuration)
-        given, unlike = configuration.recompute, configuration.unlike_borders
+        given = configuration.recompute
         stages = tuple(
             self.stage(
                 choice, cuts[position], position, len(configuration.stages), first[position], configuration.microbatch,
-                None if given is None else given[cuts[position] : cuts[position + 1]], unlike[position],
+                None if given is None else given[cuts[position] : cuts[position + 1]],
+                self.around(configuration.stages, position, configuration.microbatch),
             )
             for position, choice in enumerate(configuration.stages)
         )  # fmt: skip

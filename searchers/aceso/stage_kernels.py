@@ -18,6 +18,7 @@ from searchers.aceso.arrays import (
     KEPT,
     LEAVES,
     MEMORY,
+    NEIGHBOUR_BITS,
     NUM_FIGURES,
     OUTPUT,
     STATE,
@@ -68,12 +69,35 @@ def transfer_time(arrays: Arrays, between_nodes: int, gpus_log: int, num_bytes: 
 
 @kernel
 def border_time(
-    arrays: Arrays, between_nodes: int, gpus_log: int, tensor_log: int, num_bytes: float, whole_bytes: float
+    arrays: Arrays, between_nodes: int, gpus_log: int, cell: int, index: int, neighbour: int, is_end: bool
 ) -> float:
-    """Return seconds in which a stage's tensors cross a border; those that crossed in parts are gathered."""
-    seconds = transfer_time(arrays, between_nodes, gpus_log, num_bytes)
-    if num_bytes < whole_bytes:
-        seconds += arrays.gather[tensor_log, 0] + arrays.gather[tensor_log, 1] * whole_bytes
+    """Return seconds in which a stage sends to a neighbour, and gathers what it had from there in parts.
+
+    Each GPU of the neighbour receives what it needs: whole where its tensor degree is another.
+
+    Args:
+        arrays: Costs.
+        between_nodes: 1 over the border of two nodes.
+        gpus_log: Of the stage, a power of two.
+        cell, index: Of the stage's operator at the border.
+        neighbour: 0: as the stage itself; else bit 0 is set, bits 1 to 4 are its GPUs, a power of two, and the rest the
+            cell of its operator at the border.
+        is_end: The neighbour comes after the stage.
+    """
+    degree = arrays.degrees[cell, 0]
+    part_bytes = arrays.columns[cell, LEAVES if is_end else ENTERS, index]
+    whole_bytes = arrays.columns[cell, OUTPUT if is_end else INPUT, index]
+    receivers_log, sent_bytes, is_alike = gpus_log, part_bytes, True
+    if neighbour & 1:
+        other = neighbour >> 5
+        receivers_log, is_alike = (neighbour >> 1) & 15, arrays.degrees[other, 0] == degree
+        if is_end:
+            sent_bytes = arrays.columns[other, ENTERS if is_alike else INPUT, index + 1]
+        else:
+            sent_bytes = arrays.columns[other, LEAVES if is_alike else OUTPUT, index - 1]
+    seconds = transfer_time(arrays, between_nodes, receivers_log, sent_bytes)
+    if is_alike and part_bytes < whole_bytes:
+        seconds += arrays.gather[degree, 0] + arrays.gather[degree, 1] * whole_bytes
     return float(seconds)
 
 
@@ -122,8 +146,8 @@ def stage_figures(
         start, stop: Operators of the stage.
         gpus: GPUs of the stage.
         in_flight: Microbatches whose activations it keeps at once.
-        links: Bit 0: a stage comes before; bit 1: one comes after; bits 2 and 3: it is on another node; bits 4 and 5:
-            it has another tensor degree, so that nothing crosses in parts.
+        links: Bit 0: a stage comes before; bit 1: one comes after; bits 2 and 3: it is on another node; bits 4 to 16
+            and 17 to 29: that before and after, as ``border_time`` has them.
         limit: Bytes to stay below, for the choice of recomputed operators.
         recompute: 0: ``flags`` are given; 1: choose the largest activations first; 2: the most bytes per second
             first; 3: whichever of the two takes less time; 4: as the public code does.
@@ -189,20 +213,12 @@ def stage_figures(
     # The release also charges what enters the first stage and leaves the last, inside a node.
     if links & 1 or release:
         far = (links >> 2) & 1 if links & 1 else 0
-        cell = cells[0]
-        transfer += border_time(
-            arrays, far, gpus_log, arrays.degrees[cell, 0],
-            arrays.columns[cell, INPUT if links & 16 else ENTERS, start],
-            arrays.columns[cell, INPUT, start],
-        )
+        neighbour = (links >> 4) & ((1 << NEIGHBOUR_BITS) - 1)
+        transfer += border_time(arrays, far, gpus_log, cells[0], start, neighbour, False)
     if links & 2 or release:
         far = (links >> 3) & 1 if links & 2 else 0
-        cell, last = cells[stop - start - 1], stop - 1
-        transfer += border_time(
-            arrays, far, gpus_log, arrays.degrees[cell, 0],
-            arrays.columns[cell, OUTPUT if links & 32 else LEAVES, last],
-            arrays.columns[cell, OUTPUT, last],
-        )
+        neighbour = links >> (4 + NEIGHBOUR_BITS)
+        transfer += border_time(arrays, far, gpus_log, cells[stop - start - 1], stop - 1, neighbour, True)
     figures[TIME_FORWARD] = forward
     figures[TIME_BACKWARD] = backward
     figures[TIME_RECOMPUTE] = seconds

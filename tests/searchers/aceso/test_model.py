@@ -71,17 +71,14 @@ def test_the_releases_choice_of_recomputed_operators_is_the_published_one() -> N
 
 
 @needs_profile
-def test_the_papers_model_is_within_five_percent_of_the_simulator_on_published_plans() -> None:
-    """The release is up to 15 % below where eight GPUs of a stage send over one network: it knows one message.
-
-    The farthest, 4.5 % above, hides a part of what crosses between tensor degrees behind computation.
-    """
+def test_the_papers_model_is_within_three_percent_of_the_simulator_on_published_plans() -> None:
+    """The release is up to 15 % below where eight GPUs of a stage send over one network: it knows one message."""
     for entry in list(published_plans())[::6]:
         problem = profiled_problem(entry["size"], entry["gpus"])
         plan = plan_of(entry, problem)
         own = shared_model(problem).price(from_plan(plan, problem))
         found = simulate(plan, problem, engine="compiled", leave_out_periods=True)
-        assert own.iteration_s == pytest.approx(found.iteration_time_s, rel=0.05)
+        assert own.iteration_s == pytest.approx(found.iteration_time_s, rel=0.03)
 
 
 @needs_profile
