@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, INPUT, UP
+from simulator.zero_bubble_time import DOWN, DOWN_LAG, FORWARD, INPUT, UP, UP_LAG
 
 
 def breadth_first_s(
@@ -28,7 +28,7 @@ def breadth_first_s(
         rank 0  F0 F1 f0 f1 .  .  .  b0 -- b1 -- B0 -- B1 --
         rank 1  .  F0 F1 f0 f1 b0 -- b1 -- B0 -- B1 --
 
-    >>> drawn = np.array([[1.0, 2.0, 0.0, 0.0, 0.0]] * 4)
+    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 5] * 4)
     >>> breadth_first_s(drawn, drawn, np.arange(4), 4), breadth_first_s(drawn, drawn, np.array([0, 1, 0, 1]), 2)
     (21.0, 15.0)
     """
@@ -45,4 +45,5 @@ def breadth_first_s(
             sent_s = own_s[DOWN] if is_forward else own_s[UP]
             if sent_s > 0:
                 link_s[rank] = came_s[i] = max(came_s[i], link_s[rank]) + sent_s
+            came_s[i] += own_s[DOWN_LAG] if is_forward else own_s[UP_LAG]
     return float(free_s.max())

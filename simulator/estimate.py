@@ -144,9 +144,7 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
         whole_s = [time * n for time, n in zip(stages.times, turns, strict=True)]
         return rotated_s(_per_rank(ranks, whole_s), [turns[ranks.index(rank)] for rank in range(max(ranks) + 1)], m)
     if plan.schedule == "zb-h1":
-        found_s = zero_bubble_s(stages.split, last.split, m)
-        # Where the last is much smaller, those before it may take as long alone.
-        return max(found_s, zero_bubble_s(stages.split, stages.split, m - 1)) if smaller else found_s
+        return zero_bubble_s(stages.split, last.split, m)
     if plan.schedule == "interleaved":
         return interleaved_s(stages.split, last.split, max(ranks) + 1, m, blocking)
     if plan.schedule == "gpipe" and max(ranks) + 1 < len(plan.stages):
@@ -295,5 +293,5 @@ def _split_s(
     weight_s = pass_s + weights_s(view) if schedule == "zb-h1" else 0.0
     input_s = time_s - forward_s - weight_s - down_s - up_s
     if costs.problem.runtime.transfer_mode == "blocking" and schedule != "interleaved":
-        return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]
-    return [forward_s, input_s, weight_s, down_s, up_s]
+        return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0, 0.0, 0.0]
+    return [forward_s, input_s, weight_s, down_s, up_s, 0.0, 0.0]

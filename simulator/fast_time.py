@@ -63,7 +63,7 @@ from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.fast_regather import add_regathers
 from simulator.fast_ties import tied_elements, tied_s
 from simulator.host_time import longer_s
-from simulator.zero_bubble_time import DOWN, FORWARD, SPLIT, UP, WEIGHT
+from simulator.zero_bubble_time import DOWN, FORWARD, SPLIT, WEIGHT
 
 _longer_s = compiled(longer_s)
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
@@ -399,7 +399,7 @@ def estimate_times(
             forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
             stage_s[stage] = forward_s + seconds + gather_s
             split_s[stage, FORWARD], split_s[stage, WEIGHT] = forward_s, 0.0
-            split_s[stage, DOWN], split_s[stage, UP] = 0.0, 0.0
+            split_s[stage, DOWN:] = 0.0
             if splits:
                 split_s[stage, WEIGHT] = pass_s + weights_s(tables, plans, run_tables, stage, first)
             first = stop

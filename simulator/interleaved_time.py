@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, INPUT, UP
+from simulator.zero_bubble_time import DOWN, DOWN_LAG, FORWARD, INPUT, UP, UP_LAG
 
 NEVER_S = np.inf
 
@@ -35,7 +35,7 @@ def interleaved_s(
 
     As drawn in ``simulator.schedules.interleaved``, and m (t_f + t_b) + (p - 1) (t_f + t_b) / v:
 
-    >>> drawn = np.array([[1.0, 2.0, 0.0, 0.0, 0.0]] * 4)
+    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 5] * 4)
     >>> interleaved_s(drawn, drawn, 2, 4, False), 4 * (2.0 + 4.0) + 1 * (2.0 + 4.0) / 2
     (27.0, 27.0)
     """
@@ -85,17 +85,18 @@ def interleaved_s(
                 link_s = max(end_s, link_free_s[rank])
                 if not is_forward and held_stages[rank] >= 0:
                     behind, number = held_stages[rank], held_microbatches[rank]
-                    link_s += last_s[behind, DOWN] if number == m - 1 else each_s[behind, DOWN]
-                    forward_at_s[behind + 1, number] = link_s
+                    sent_s = last_s[behind] if number == m - 1 else each_s[behind]
+                    link_s += sent_s[DOWN]
+                    forward_at_s[behind + 1, number] = link_s + sent_s[DOWN_LAG]
                     held_stages[rank] = -1
                 if is_forward and stage + 1 < num_stages:
                     link_s += own_s[DOWN]
-                    forward_at_s[stage + 1, microbatch] = link_s
+                    forward_at_s[stage + 1, microbatch] = link_s + own_s[DOWN_LAG]
                 elif is_forward:
                     backward_at_s[stage, microbatch] = end_s
                 elif stage > 0:
                     link_s += own_s[UP]
-                    backward_at_s[stage - 1, microbatch] = link_s
+                    backward_at_s[stage - 1, microbatch] = link_s + own_s[UP_LAG]
                 link_free_s[rank] = link_s
                 if blocking:
                     rank_free_s[rank] = link_s

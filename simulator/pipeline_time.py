@@ -29,7 +29,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, INPUT, UP
+from simulator.zero_bubble_time import DOWN, DOWN_LAG, FORWARD, INPUT, UP, UP_LAG
 
 
 def one_f_one_b_s(
@@ -52,7 +52,7 @@ def one_f_one_b_s(
 
     As drawn in ``simulator.schedules.one_f_one_b`` and in ``gpipe``:
 
-    >>> equal, scratch = np.array([[1.0, 2.0, 0.0, 0.0, 0.0]] * 4), np.empty((4, 2))
+    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 5] * 4), np.empty((4, 2))
     >>> one_f_one_b_s(equal, equal, np.array([4, 3, 2, 1]), 6, scratch)
     27.0
     >>> one_f_one_b_s(equal, equal, np.array([4, 4, 4, 4]), 4, scratch)
@@ -68,9 +68,11 @@ def one_f_one_b_s(
         depth = depths[stage]
         if stage > 0:
             sent_s, returned_s = each_s[stage - 1, DOWN], each_s[stage, UP]
-            rounds_rule |= depths[stage - 1] < m and (sent_s + returned_s > 0.0 or depth == depths[stage - 1])
-            down_s += sent_s
-            up_s += returned_s
+            down_lag_s, up_lag_s = each_s[stage - 1, DOWN_LAG], each_s[stage, UP_LAG]
+            takes_time = sent_s + returned_s + down_lag_s + up_lag_s > 0.0
+            rounds_rule |= depths[stage - 1] < m and (takes_time or depth == depths[stage - 1])
+            down_s += sent_s + down_lag_s
+            up_s += returned_s + up_lag_s
             longest_down_s, longest_up_s = max(longest_down_s, sent_s), max(longest_up_s, returned_s)
         down_s += each_s[stage, FORWARD]
         up_s += each_s[stage, INPUT]
@@ -88,14 +90,16 @@ def one_f_one_b_s(
             # The transfer from the stage before, which is one more stage to the chain, and the pass itself.
             place, column = (stage, FORWARD) if step else (stage - 1, DOWN)
             one_s, last_one_s = each_s[place, column], last_s[place, column]
-            down_s += one_s
+            lag_s = 0.0 if step else each_s[stage - 1, DOWN_LAG]
+            down_s += one_s + lag_s
             longest_down_s = max(longest_down_s, one_s)
             all_down_s = max(all_down_s, (m - 2) * longest_down_s + down_s - last_down_s)
-            last_down_s += last_one_s
+            last_down_s += last_one_s + lag_s
             one_s, last_one_s = each_s[stage, INPUT if step else UP], last_s[stage, INPUT if step else UP]
             own_up_s = max(own_up_s, last_up_s + last_one_s - up_s)
-            up_s += one_s
-            last_up_s += last_one_s
+            lag_s = 0.0 if step else each_s[stage, UP_LAG]
+            up_s += one_s + lag_s
+            last_up_s += last_one_s + lag_s
             if one_s > longest_up_s:
                 longest_up_s, turn_up_s = one_s, own_up_s
         if depth == m:
@@ -107,8 +111,8 @@ def one_f_one_b_s(
         depth, f, b = depths[stage], each_s[stage, FORWARD], each_s[stage, INPUT]
         before_s, after_s = 0.0, 0.0
         if stage < p - 1:
-            before_s = start_s + each_s[stage + 1, UP]
-            after_s = last_s[stage, DOWN] + finish_s
+            before_s = start_s + each_s[stage + 1, UP] + each_s[stage + 1, UP_LAG]
+            after_s = last_s[stage, DOWN] + last_s[stage, DOWN_LAG] + finish_s
         if depth == m:
             found_s = max(found_s, warm_s[stage] + max(tail_s[stage], after_s), before_s + tail_s[stage])
         start_s = max(warm_s[stage], before_s) + b
@@ -122,6 +126,7 @@ def one_f_one_b_s(
             for other in range(stage + 1, p):
                 own_s = each_s[other, FORWARD] + each_s[other, INPUT]
                 round_s += each_s[other - 1, DOWN] + own_s + each_s[other, UP]
+                round_s += each_s[other - 1, DOWN_LAG] + each_s[other, UP_LAG]
                 longest_s = max(longest_s, own_s)
                 length = depth - depths[other] + 1
                 most_s = turns * round_s  # Times ``length``: a comparison is quicker than a division.

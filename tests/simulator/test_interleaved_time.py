@@ -17,6 +17,7 @@ from simulator.schedules.actions import FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
+from simulator.zero_bubble_time import SPLIT
 from tests.simulator.graphs import interleaved_shape, makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
 
@@ -25,7 +26,7 @@ ALONE = Fidelity().without("overlap-slowdown", "optimizer", "host")
 
 def stages(times: NDArray[np.float64], link_s: float = 0.0) -> NDArray[np.float64]:
     """Return rows for ``interleaved_s``: two passes of each stage, and transfers between neighbours."""
-    rows = np.zeros((len(times), 5))
+    rows = np.zeros((len(times), SPLIT))
     rows[:, :2] = times
     rows[:-1, 3] = rows[1:, 4] = link_s
     return rows

@@ -23,6 +23,7 @@ from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
 from simulator.uniform import repeated_layers, uniform_plan
+from simulator.zero_bubble_time import SPLIT
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
 
@@ -32,7 +33,7 @@ Times = NDArray[np.float64]
 
 def closed_s(times: Times, depths: tuple[int, ...], m: int, link_s: float = 0.0) -> float:
     """Return the closed form for forwards and backwards of stages, and equal transfers between them."""
-    rows = np.zeros((len(times), 5))
+    rows = np.zeros((len(times), SPLIT))
     rows[:, :2] = times
     rows[:-1, 3] = rows[1:, 4] = link_s
     return one_f_one_b_s(rows, rows, np.array(depths), m, np.empty((len(times), 2)))
