@@ -1,4 +1,4 @@
-"""Closed form of a host that launches what comes next while the device works."""
+"""Closed forms of a host that launches what comes next while the device works."""
 
 from __future__ import annotations
 
@@ -35,3 +35,18 @@ def longer_s(
         return forward_host_s, backward_host_s
     slower = max(1.0, (forward_host_s + backward_host_s) / device_s)
     return slower * forward_s, slower * backward_s
+
+
+def lag_s(device_s: float, host_s: float, pass_s: float) -> float:
+    """Return how long a device that has what its pass needs waits for its host to begin it.
+
+    All that the framework does before a pass, but for what the host takes longer than the device anyway.
+
+    Args:
+        device_s, host_s: Of the pass, each by itself.
+        pass_s: Of ``host_s``, what comes before the first launch.
+
+    >>> lag_s(5.0, 2.0, 1.0), lag_s(5.0, 5.5, 1.0), lag_s(5.0, 7.0, 1.0)
+    (1.0, 0.5, 0.0)
+    """
+    return min(pass_s, max(0.0, pass_s + device_s - host_s))

@@ -17,7 +17,7 @@ from simulator.schedules.actions import FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
-from simulator.zero_bubble_time import SPLIT
+from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG
 from tests.simulator.graphs import interleaved_shape, makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
 
@@ -73,6 +73,15 @@ def test_transfers_share_the_link_of_a_rank(seed: int) -> None:
     times = np.array([1.0, 2.0]) * (1 + 0.3 * random.uniform(-1, 1, (p * chunks, 2)))
     rows, apart_s = stages(times, link_s), engine_s(times, times, p, m, link_s)
     assert apart_s * (1 - 1e-12) <= interleaved_s(rows, rows, p, m, False) <= 1.02 * apart_s
+
+
+def test_a_pass_that_begins_late_keeps_no_link_and_no_rank() -> None:
+    """Equal stages whose transfers take no time."""
+    times = np.array([[1.0, 2.0]] * 8)
+    rows = stages(times)
+    rows[:-1, DOWN_LAG] = rows[1:, UP_LAG] = 0.1
+    expected_s = engine_s(times, times, 4, 8, 0.1)
+    assert interleaved_s(rows, rows, 4, 8, False) == pytest.approx(expected_s, rel=1e-12)
 
 
 def test_a_link_carries_one_transfer_after_the_other() -> None:

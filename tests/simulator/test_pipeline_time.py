@@ -23,7 +23,7 @@ from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
 from simulator.uniform import repeated_layers, uniform_plan
-from simulator.zero_bubble_time import SPLIT
+from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
 
@@ -74,6 +74,17 @@ def test_pipelines_with_transfers_take_at_most_what_the_engine_says_and_little_l
     case, link_s: float
 ) -> None:
     assert -0.15 < closed_s(*case, link_s) / engine_s(*case, link_s) - 1 < 1e-12
+
+
+@pytest.mark.parametrize("depths", [(4, 3, 2, 1), (7, 5, 3, 1), (9, 9, 9, 9)])
+def test_a_pass_that_begins_late_is_a_transfer_that_takes_so_long(depths: tuple[int, ...]) -> None:
+    """Where links are free; fourfold 1F1B of nine microbatches there and back, its warm-ups, and GPipe."""
+    times = np.array([[1.0, 2.0]] * 4)
+    rows = np.zeros((4, SPLIT))
+    rows[:, :2] = times
+    rows[:-1, DOWN_LAG] = rows[1:, UP_LAG] = 0.4
+    found_s = one_f_one_b_s(rows, rows, np.array(depths), 9, np.empty((4, 2)))
+    assert found_s == pytest.approx(engine_s(times, depths, 9, 0.4), rel=1e-12)
 
 
 def test_transfers_that_are_waited_for_are_in_the_mean_within_half_a_per_cent() -> None:

@@ -18,7 +18,7 @@ from simulator.schedules.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
-from simulator.zero_bubble_time import SPLIT, zero_bubble_s
+from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG, zero_bubble_s
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import small_problem
 
@@ -89,6 +89,13 @@ def test_any_stages_transfers_and_last_microbatches_take_what_the_engine_says(se
     link_s = float(random.choice([0.0, 0.3, 1.0, 4.0]))
     found_s = zero_bubble_s(stages(times, link_s), stages(last, link_s), m)
     assert found_s == pytest.approx(engine_s(times, last, m, link_s), rel=1e-12)
+
+
+def test_a_pass_that_begins_late_is_a_transfer_that_takes_so_long_where_links_are_free() -> None:
+    times = np.ones((4, 3))
+    rows = stages(times)
+    rows[:-1, DOWN_LAG] = rows[1:, UP_LAG] = 0.4
+    assert zero_bubble_s(rows, rows, 9) == pytest.approx(engine_s(times, times, 9, 0.4), rel=1e-12)
 
 
 @pytest.mark.parametrize(
