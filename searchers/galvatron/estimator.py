@@ -19,12 +19,10 @@ from searchers.galvatron.released_memory import ReleasedMemory
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
 from simulator.estimate import queued_s
-from simulator.lowering.epilogue import OPTIMIZER_STATE_BYTES, PER_TENSOR_ADAM_ACCESSES
+from simulator.lowering.step import adam_bytes
 from simulator.problem import Problem
 
 MIB = 1 << 20
-FUSED_ACCESSES = 2
-"""A fused optimizer reads and writes each of its states once."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +102,9 @@ class Estimator:
         runtime = problem.runtime
         self.paper = paper
         self.gathers_ahead = paper or runtime.prefetches_gathers
-        touched = (
-            runtime.gradient_accumulation_bytes
-            + FUSED_ACCESSES * runtime.optimizer_bytes
-            + FUSED_ACCESSES * runtime.parameter_bytes
-            if runtime.optimizer_kernels == "fused"
-            else PER_TENSOR_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
-        )
+        touched_bytes = adam_bytes(runtime)
         self._optimizer_s = max(
-            problem.hardware.optimizer_step_s(gpu_type, float(touched)) for gpu_type in profiles.gpu_types
+            problem.hardware.optimizer_step_s(gpu_type, touched_bytes) for gpu_type in profiles.gpu_types
         )
         self._costs: dict[tuple[object, ...], LayerCost | None] = {}
         self._transfers: dict[tuple[int, float], float] = {}

@@ -12,6 +12,7 @@ from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import StageView
 from simulator.lowering.rows import TaskRows
+from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, norm_s, passes_gradients, step_work
 from simulator.lowering.synchronisation import (
     ParameterGroup,
     gradient_buckets,
@@ -20,14 +21,6 @@ from simulator.lowering.synchronisation import (
     tied_shards,
 )
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
-from workloads.kernels import MemoryBound
-
-PER_TENSOR_ADAM_KERNELS = 8
-PER_TENSOR_ADAM_ACCESSES = 20
-"""Kernels and element accesses of Adam written in plain tensor operations (torch.optim, single-tensor form):
-mul and add on the first moment (2 + 3 accesses), mul and addcmul on the second (2 + 3), sqrt, division by the
-bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv on the parameter (4)."""
-OPTIMIZER_STATE_BYTES = 4
 
 
 def epilogue_collectives(view: StageView, *, reduces_early: bool) -> tuple[list[MeshCollective], list[MeshCollective]]:
@@ -77,17 +70,6 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
     return found
 
 
-def _passed_bytes(view: StageView) -> float:
-    """Return the bytes that a device reads and writes of its gradients between their reduction and the optimizer."""
-    runtime = view.costs.problem.runtime
-    passes = float(runtime.gradient_clipping) + 2.0 * runtime.loss_scaling
-    whole, stepped = runtime.gradient_pass_bytes or (0.0, passes * runtime.gradient_accumulation_bytes)
-    return sum(
-        group.num_elements * (whole + stepped / (group.num_shards if group.zero else 1))
-        for group in parameter_groups(view)
-    )
-
-
 class EpilogueBuilder:
     """Adds the epilogue of all stages to one set of rows; task ids start at 0 here."""
 
@@ -109,11 +91,10 @@ class EpilogueBuilder:
         self.entry: dict[int, list[int]] = {}
         self._last: dict[int, list[int]] = {}
 
-    def build(self, norm_latency_s: float, all_classes: Sequence[int]) -> TaskRows:
+    def build(self, all_classes: Sequence[int]) -> TaskRows:
         """Return the rows; ``entry`` then says which tasks wait for a device's last backward pass.
 
         Args:
-            norm_latency_s: Seconds of the collective over all ranks that the gradient norm needs.
             all_classes: Every representative.
         """
         for placement in self.placements:
@@ -127,9 +108,8 @@ class EpilogueBuilder:
             self._tied()
         runtime = self.placements[0].view.costs.problem.runtime
         if self.fidelity.optimizer:
-            has_norm = runtime.gradient_clipping or runtime.loss_scaling
-            if has_norm or runtime.gradient_pass_bytes is not None:
-                self._norm(norm_latency_s, all_classes if has_norm else ())
+            if passes_gradients(runtime):
+                self._norm(all_classes if has_norm(runtime) else ())
             for placement in self.placements:
                 self._optimizer(placement)
         if self.fidelity.parameter_gather:
@@ -184,18 +164,14 @@ class EpilogueBuilder:
                 done.add((tie, size))
                 self._shared(("tie", tie), ("all_reduce", size), "embedding sync", -1, ("tie", tie))
 
-    def _norm(self, latency_s: float, all_classes: Sequence[int]) -> None:
-        runtime = self.placements[0].view.costs.problem.runtime
+    def _norm(self, all_classes: Sequence[int]) -> None:
+        view = self.placements[0].view
         for placement in self.placements:
-            costs = placement.view.costs
-            num_bytes = _passed_bytes(placement.view)
+            num_bytes = step_work(placement.view).passed_bytes
             for c in placement.classes:
-                seconds = costs.problem.hardware.kernel_time_s(
-                    placement.gpu_type[c],
-                    MemoryBound(num_bytes * 0.75, num_bytes * 0.25, "reduction"),
-                    runtime.implementation.dtype,
-                )
+                seconds = gradient_pass_s(view.costs, placement.gpu_type[c], num_bytes)
                 self._compute(c, "gradient norm", placement.view.position, seconds)
+        latency_s = norm_s(view.costs, view.plan.devices)
         if len(all_classes) > 1 or (all_classes and latency_s > 0):
             self._append(
                 list(all_classes),
@@ -205,7 +181,7 @@ class EpilogueBuilder:
                 kind=COMMUNICATION,
                 work_s=0.0,
                 latency_s=latency_s,
-                host_waits=self.fidelity.host and "optimizer" in runtime.host_waits,
+                host_waits=self.fidelity.host and "optimizer" in view.costs.problem.runtime.host_waits,
                 streams=[(c, ("norm",)) for c in all_classes],
             )
 
@@ -241,18 +217,9 @@ class EpilogueBuilder:
             self._compute(c, "gradient copy", view.position, seconds, num_kernels)
 
     def _optimizer(self, placement: StagePlacement) -> None:
-        runtime = placement.view.costs.problem.runtime
-        groups = list(parameter_groups(placement.view))
-        elements = sum(group.num_elements / (group.num_shards if group.zero else 1) for group in groups)
-        if runtime.optimizer_kernels == "fused":
-            per_element = (
-                runtime.gradient_accumulation_bytes + 2 * runtime.optimizer_bytes + 2 * runtime.parameter_bytes
-            )
-            num_kernels = 1
-        else:
-            per_element = PER_TENSOR_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
-            num_kernels = max(1, PER_TENSOR_ADAM_KERNELS * len(groups))
-        touched = elements * (per_element + 2 * runtime.optimizer_workspace_bytes)
+        view = placement.view
+        problem, work = view.costs.problem, step_work(view)
+        num_kernels = adam_kernels(problem.runtime, work.num_tensors)
         for c in placement.classes:
-            seconds = placement.view.costs.problem.hardware.optimizer_step_s(placement.gpu_type[c], touched)
-            self._compute(c, "optimizer", placement.view.position, seconds, num_kernels)
+            seconds = problem.hardware.optimizer_step_s(placement.gpu_type[c], work.touched_bytes)
+            self._compute(c, "optimizer", view.position, seconds, num_kernels)

@@ -187,7 +187,7 @@ class _Lowering:
         templates, number_of = self._templates(programs, channels, (placements, last), launch_s)
         epilogue = EpilogueBuilder(placements, channels, self.fidelity, launch_s, reduces_early=self.reduces_early)
         assert channels.partition is not None
-        rows = epilogue.build(self._norm_latency_s(), range(len(channels.partition.members)))
+        rows = epilogue.build(range(len(channels.partition.members)))
         return _Bound(
             placements=tuple(placements),
             last_placements=tuple(last),
@@ -348,12 +348,6 @@ class _Lowering:
         tiling.order_streams()
         tiling.order_hosts()
         return tiling
-
-    def _norm_latency_s(self) -> float:
-        devices = self.plan.devices
-        if len(devices) == 1:
-            return 0.0
-        return self.problem.hardware.collective("all_reduce", 4.0, devices).alone_s
 
     def _traits(self, parts: Partition) -> DeviceTraits:
         """Return what the graph says of each representative."""
