@@ -1,13 +1,16 @@
 """A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
 
-Time: that of the passes, by schedule, plus what is exposed once per iteration. 1F1B and GPipe: ``pipeline_time``;
+Time: that of the passes, by schedule, plus what is exposed once per iteration: reductions, the optimizer's step
+(``step_time``), refreshed parameters; where all ranks agree on the norm of the gradients, they wait for the slowest
+before it and behind it. 1F1B and GPipe: ``pipeline_time``;
 GPipe of stages that share devices: ``breadth_first_time``; zb-h1: ``zero_bubble_time``; interleaved:
 ``interleaved_time``. All follow the schedule's own order, with transfers beside passes where the runtime has them so.
 Where replicas take whole microbatches in turn, ``rotated_s``, and with a smaller last one ``queued_s``, transfers in
 full. Memory: ``estimate_memory``. Groups of one collective, transfers of one
 boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
 does, such as two boundaries or stages that meet on a card. No overlap (that of collectives with the gradients of one
-operator neither), copies of gradients, time of the optimizer, or allocator: the engine has those.
+operator neither, nor of what comes once with the passes of earlier stages), copies of gradients, or allocator: the
+engine has those.
 
 Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
 pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives
@@ -35,6 +38,7 @@ from simulator.interleaved_time import interleaved_s
 from simulator.lowering.epilogue import epilogue_collectives
 from simulator.lowering.lower import stage_views
 from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
+from simulator.lowering.step import norm_s
 from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
 from simulator.pipeline_time import one_f_one_b_s
 from simulator.plan import Plan
@@ -48,10 +52,12 @@ from simulator.stage_prices import (
     num_passes,
     pass_host_s,
     passes_s,
+    stage_step_s,
     tied_s,
     transfers_s,
     weights_s,
 )
+from simulator.step_time import ahead_s
 from simulator.zero_bubble_time import INPUT, zero_bubble_s
 
 
@@ -108,8 +114,9 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     all_hosts = [
         (plan.num_microbatches - 1) * each + last for each, last in zip(stages.hosts, last_stages.hosts, strict=True)
     ]
+    iteration += _once_s(plan, stages, norm_s(costs, plan.devices)) + tied_s(costs, views)
     return Estimate(
-        iteration_time_s=iteration + max(_per_rank(plan.rank_of_stage, stages.once)) + tied_s(costs, views),
+        iteration_time_s=iteration,
         stage_time_s=tuple(stages.times),
         peak_bytes=rank_peaks(plan, held, last_held),
         capacity_bytes=capacities,
@@ -124,14 +131,23 @@ class _StageTimes:
     Attributes:
         times: One microbatch.
         hosts: Its launches.
-        once: What is exposed once per iteration.
+        before, behind: What is exposed once per iteration, up to the norm over all ranks and from there.
         split: Rows of ``zero_bubble_s``, ``one_f_one_b_s``, ``breadth_first_s`` and ``interleaved_s``.
     """
 
     times: list[float]
     hosts: list[float]
-    once: list[float]
+    before: list[float]
+    behind: list[float]
     split: NDArray[np.float64]
+
+
+def _once_s(plan: Plan, stages: _StageTimes, norm_seconds: float) -> float:
+    """Return what follows the passes: the slowest rank, and where there is a norm, the slowest before and behind it."""
+    before, behind = (_per_rank(plan.rank_of_stage, each) for each in (stages.before, stages.behind))
+    if norm_seconds > 0:
+        return max(before) + norm_seconds + max(behind)
+    return max(first + then for first, then in zip(before, behind, strict=True))
 
 
 def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _StageTimes, *, blocking: bool) -> float:
@@ -219,7 +235,8 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
-    times, hosts, once, split = [], [], [], []
+    times, hosts, before_norm, behind_norm, split = [], [], [], [], []
+    norm_seconds = norm_s(costs, plan.devices)
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
         before, after = view.position - 1, view.position + 1
@@ -231,7 +248,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         up_s = transfers_s(costs, transfers[before][1]) if before >= 0 else 0.0
         down_s = transfers_s(costs, transfers[view.position][0]) if after < len(views) else 0.0
         apart_s = sum(items_s(view, [item for item in items if not _is_own(item)]) for items in (forward, backward))
-        forward_s, backward_s = _own_s(view, plan.schedule, forward, backward, waits=len(views) > 1)
+        forward_s, backward_s, early_s = _own_s(view, plan, forward, backward)
         arrived_s = items_s(view, [item for item in forward if item.cause == "transfer"])
         time = forward_s + backward_s + apart_s + up_s + down_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
@@ -241,11 +258,12 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
         hosts.append(host / view.num_turns)
         reductions, refresh = epilogue_collectives(view, reduces_early=False)
-        synced = sum(collective_s(view, item) for item in reductions) * (
-            plan.num_microbatches if plan.gradient_reduction == "every" else 1
-        )
-        once.append(synced + sum(collective_s(view, item) for item in refresh))
-    return _StageTimes(times, hosts, once, np.array(split))
+        reduced_s = sum(collective_s(view, item) for item in reductions)
+        passed_s, updated_s = stage_step_s(view, early_s + reduced_s, norm_seconds)
+        times_reduced = plan.num_microbatches if plan.gradient_reduction == "every" else 1
+        before_norm.append(times_reduced * reduced_s + passed_s)
+        behind_norm.append(updated_s + sum(collective_s(view, item) for item in refresh))
+    return _StageTimes(times, hosts, before_norm, behind_norm, np.array(split))
 
 
 def _is_own(item: Item) -> bool:
@@ -253,27 +271,28 @@ def _is_own(item: Item) -> bool:
     return item.role != "gather" and item.cause != "transfer"
 
 
-def _own_s(
-    view: StageView, schedule: str, forward: list[Item], backward: list[Item], *, waits: bool
-) -> tuple[float, float]:
+def _own_s(view: StageView, plan: Plan, forward: list[Item], backward: list[Item]) -> tuple[float, float, float]:
     """Return the seconds of the operators of either pass of a microbatch, of a host that runs ahead if it takes longer.
 
+    And by how much such a host is ahead after the last one.
+
     Args:
-        view, schedule: The stage, and what its passes are by.
+        view, plan: The stage, and of what.
         forward, backward: Items of its passes.
-        waits: It receives from other stages.
     """
     runtime = view.costs.problem.runtime
     own = [[item for item in items if _is_own(item)] for items in (forward, backward)]
     forward_s, backward_s = (items_s(view, items) for items in own)
     if not runtime.host_runs_ahead:
-        return forward_s, backward_s
+        return forward_s, backward_s, 0.0
     forward_host_s, backward_host_s = (launches_s(view, items) for items in own)
     pass_s = pass_host_s(view.costs)
     forward_host_s += pass_s
-    backward_host_s += (num_passes(schedule) - 1) * pass_s
-    waits = waits and "receive" in runtime.host_waits
-    return longer_s(forward_s, backward_s, forward_host_s, backward_host_s, waits, schedule == "gpipe")
+    backward_host_s += (num_passes(plan.schedule) - 1) * pass_s
+    waits = len(plan.stages) > 1 and "receive" in runtime.host_waits
+    apart = plan.schedule == "gpipe"
+    longer = longer_s(forward_s, backward_s, forward_host_s, backward_host_s, waits, apart)
+    return *longer, ahead_s(*longer, forward_host_s, backward_host_s, waits, plan.num_microbatches)
 
 
 def _split_s(

@@ -25,9 +25,11 @@ MAX_PENDING = 64
 ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 
 # Columns of ``TimeTables.sums``: seconds of either pass, what launching them takes a host that runs ahead, seconds of
-# the weight gradients, of gathering whole layers, how many operators the strategy does not suit, elements of each
-# family.
-FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, UNSUITED, ELEMENTS = range(8)
+# the weight gradients, of gathering whole layers, how many operators the strategy does not suit, ``StepWork``, elements
+# of each family.
+FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, UNSUITED = range(7)
+PASSED_BYTES, TOUCHED_BYTES, TENSORS, ELEMENTS = range(7, 11)
+STEP_COLUMNS = 3
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
 # Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
@@ -40,8 +42,13 @@ FAMILY = 8
 START_S, S_PER_BYTE, LATENCY_S, STRETCH = range(4)
 LINE = 4
 
+# Columns of ``TimeTables.step_rates``: least seconds of a kernel, seconds of going over no gradients and per byte,
+# seconds of the optimizer per byte, and of a launch. What comes once per iteration: BEFORE and BEHIND the norm.
+FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S, RATES = range(6)
+BEFORE, BEHIND = range(2)
+
 # Kinds of what can be missing, and states of a plan.
-TABLE, ROW, BOUNDARY, TIE = 1, 2, 3, 4
+TABLE, ROW, BOUNDARY, TIE, NORM = 1, 2, 3, 4, 5
 DONE, INCOMPLETE, BAD_RUNS, BAD_SEGMENTS, BAD_STRATEGY, TOO_MANY_GATHERS = 0, 1, -1, -2, -3, -4
 PENDING = -2
 
@@ -107,15 +114,19 @@ class TimeTables(NamedTuple):
         in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
         families: int64[tables, MAX_FAMILIES, FAMILY].
         tied: int64[tables, O, 4]. Family, elements, layout and shards (`tied_shards`) of tied parameters.
+        tied_work: float64[tables, O, STEP_COLUMNS]. Their ``StepWork``.
         aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
         line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
         goes_on: Per channel, whether the next one belongs to it; the slowest rules.
         rows: float64[., 2 + inputs, 2]. Operators between unlike neighbours: forward, backward, by input what a
             segment does not repeat; seconds, and what launching them takes.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
-        keys, values: Hash table of 64-bit keys to numbers of tables, rows and boundaries.
+        norms_s: Per set of placements, of the collective over them that the gradient norm needs.
+        step_rates: float64[device types, RATES].
+        keys, values: Hash table of 64-bit keys to numbers of tables, rows, boundaries and norms.
         placement_shape, placement_form, placement_node: Of each placement: equal for equal prices inside it;
             equal for equal places in nodes; number of the node it begins in.
+        placement_types: Bits of its device types.
     """
 
     sums: Floats
@@ -128,6 +139,7 @@ class TimeTables(NamedTuple):
     in_shards: Ints
     families: Ints
     tied: Ints
+    tied_work: Floats
     aliases: Ints
     line_offsets: Ints
     lines: Floats
@@ -136,11 +148,30 @@ class TimeTables(NamedTuple):
     goes_on: Ints
     rows: Floats
     boundaries: Floats
+    norms_s: Floats
+    step_rates: Floats
     keys: Keys
     values: Ints
     placement_shape: Ints
     placement_form: Ints
     placement_node: Ints
+    placement_types: Ints
+
+
+class StepRules(NamedTuple):
+    """What holds for the optimizer's step of any plan.
+
+    Attributes:
+        has_norm: All ranks agree on the norm of the gradients before they step.
+        waits: The host waits for it.
+        runs_ahead: The host launches what comes next while the device works.
+        kernels_per_tensor: Of the optimizer; 0 for one kernel in all.
+    """
+
+    has_norm: bool
+    waits: bool
+    runs_ahead: bool
+    kernels_per_tensor: int
 
 
 class PlanColumns(NamedTuple):

@@ -42,6 +42,7 @@ from simulator.fast_arrays import (
     BAD_STRATEGY,
     BOUNDARY,
     INCOMPLETE,
+    NORM,
     ROW,
     TABLE,
     TIE,
@@ -51,10 +52,12 @@ from simulator.fast_channels import Channels, Interner
 from simulator.fast_holdings import view_of
 from simulator.fast_memory import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
+from simulator.fast_step import step_rules
 from simulator.fast_store import Store
 from simulator.fast_structure import structure
 from simulator.fast_tables import Spent, TableBuilder, tied_channel
 from simulator.fast_time import estimate_times
+from simulator.lowering.step import norm_s
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 from simulator.stage_prices import pass_host_s, passes_s
@@ -115,6 +118,7 @@ class FastEstimator:
         self._structure, self._savings, names = structure(problem, self.costs)
         self._builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(self.costs))
         self._store = Store(self._builder)
+        self._rules = step_rules(self.costs)
         self._strategies: dict[Sharding, int] = {}
         self._strategy_list: list[Sharding] = []
         self._placements: dict[tuple[int, ...], int] = {}
@@ -159,7 +163,8 @@ class FastEstimator:
         capacity = min(self.problem.capacity_bytes(device) for device in key)
         number = self._placements[key] = len(self._placement_list)
         self._placement_list.append(key)
-        self._store.add_placement(self._shapes(shape), self._forms(form), node, float(capacity))
+        gpu_types = {self.problem.gpu_types[device] for device in key}
+        self._store.add_placement(self._shapes(shape), self._forms(form), node, gpu_types, float(capacity))
         return number
 
     def arrays(self, plans: Sequence[Plan]) -> PlanArrays:
@@ -258,6 +263,7 @@ class FastEstimator:
                 passes,
                 pass_host_s(self.costs),
                 "receive" in runtime.host_waits,
+                self._rules,
                 iteration_s,
                 stage_s,
                 run_tables,
@@ -331,11 +337,15 @@ class FastEstimator:
                     store.add_row(slot, self._row(columns, first, second))
                 elif kind == BOUNDARY:
                     store.add_boundary(slot, self._boundary(columns, first, second))
+                elif kind == NORM:
+                    placements = columns.placements[slice(*columns.stage_offsets[first : first + 2])]
+                    devices = {device for number in placements for device in self._placement_list[number]}
+                    store.add_norm(slot, norm_s(self.costs, sorted(devices)))
                 else:
                     assert kind == TIE
                     rows = self._holders(columns, first, second)
-                    placements = [self._placement_list[columns.placements[row]] for row in rows]
-                    store.add_tie(slot, tied_channel(self.costs, self._builder.channels, placements))
+                    holders = [self._placement_list[columns.placements[row]] for row in rows]
+                    store.add_tie(slot, tied_channel(self.costs, self._builder.channels, holders))
             except ValueError:
                 store.forget(misses[position:, 1])
                 raise

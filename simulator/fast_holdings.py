@@ -21,12 +21,14 @@ from simulator.fast_arrays import (
     REST,
     SCATTER,
     SCATTER_DEGREE,
+    STEP_COLUMNS,
 )
 from simulator.fast_channels import Channels, Interner
 from simulator.fast_memory import NUM_STATES
 from simulator.fast_structure import Ints, saved_by, saved_names
 from simulator.lowering.mesh import parameter_layout
 from simulator.lowering.program import StageView
+from simulator.lowering.step import StepWork, work_of
 from simulator.lowering.synchronisation import ParameterGroup, is_gathered, parameter_groups, tied_shards
 from simulator.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
@@ -71,8 +73,10 @@ class Holding:
     states: Floats
     largest: float
     elements: Floats
+    work: Floats
     tied_bytes: list[list[float]]
     tied: list[tuple[int, int, int, int]]
+    tied_work: list[StepWork]
     unsuited: bool = False
 
 
@@ -115,7 +119,8 @@ class Holdings:
         elements = np.zeros(MAX_FAMILIES)
         states = np.zeros(NUM_STATES)
         largest = 0.0
-        tied_bytes, tied = [], []
+        work = np.zeros(STEP_COLUMNS)
+        tied_bytes, tied, tied_work = [], [], []
         splits = self.costs.splits(index, sharding)
         number = -1
         for group in parameter_groups(view):
@@ -125,14 +130,17 @@ class Holdings:
             largest = max(largest, own_states.pop())
             is_tied = group.tie is not None and is_gathered(group)
             own_states.append(group.num_elements * problem.runtime.gathered_parameter_bytes if is_tied else 0.0)
+            own_work = work_of([group], problem.runtime)
             if group.tie is None:
                 states += own_states
+                work += own_work
                 elements[family] += group.num_elements
                 continue
             place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
             layout = self._layouts((group.tie, parameter_layout(sharding, splits, place)))
             tied_bytes.append(own_states)
             tied.append((family, group.num_elements, layout, tied_shards(view, group)))
+            tied_work.append(own_work)
         return Holding(
             saved=[saved.get(name, 0.0) for name in names],
             made=list(cost.output_bytes),
@@ -146,8 +154,10 @@ class Holdings:
             states=states,
             largest=largest,
             elements=elements,
+            work=work,
             tied_bytes=tied_bytes,
             tied=tied,
+            tied_work=tied_work,
         )
 
     def nothing(self, index: int) -> Holding:
@@ -168,8 +178,10 @@ class Holdings:
             states=np.zeros(NUM_STATES),
             largest=0.0,
             elements=np.zeros(MAX_FAMILIES),
+            work=np.zeros(STEP_COLUMNS),
             tied_bytes=[[0.0] * NUM_STATES] * num_tied,
             tied=[(0, 0, -1, 1)] * num_tied,
+            tied_work=[StepWork(0.0, 0.0, 0)] * num_tied,
             unsuited=True,
         )
 

@@ -7,7 +7,19 @@ import numpy as np
 from simulator import breadth_first_time, fast_arrays, interleaved_time, pipeline_time, zero_bubble_time
 from simulator.breadth_first_time import breadth_first_s
 from simulator.compiled_cache import compiled, compiled_with
-from simulator.fast_arrays import DONE, GPIPE, INTERLEAVED, WEIGHT_S, ZB_H1, Floats, Ints, PlanColumns, TimeTables
+from simulator.fast_arrays import (
+    BEFORE,
+    BEHIND,
+    DONE,
+    GPIPE,
+    INTERLEAVED,
+    WEIGHT_S,
+    ZB_H1,
+    Floats,
+    Ints,
+    PlanColumns,
+    TimeTables,
+)
 from simulator.interleaved_time import interleaved_s
 from simulator.pipeline_time import one_f_one_b_s
 from simulator.zero_bubble_time import DOWN, FORWARD, INPUT, UP, WEIGHT, zero_bubble_s
@@ -75,7 +87,7 @@ def add_passes(
 
     Args:
         plans, chosen, states, stage_s, blocking, iteration_s: See ``fast_time.estimate_times``.
-        once_s: float64[stages]. What reducing gradients and gathering parameters takes each stage.
+        once_s: float64[2, stages]. What each stage does BEFORE and BEHIND the norm over all ranks.
         split_s: float64[stages, SPLIT]. Of each stage, as ``zero_bubble_s`` has them, but for INPUT: the rest of
             ``stage_s``, which is filled here. Gathers of parameters count as of the backward pass, whichever they are
             for.
@@ -91,14 +103,15 @@ def add_passes(
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
         if high - low == 1:
-            iteration_s[plan] += m * stage_s[low] + once_s[low]
+            iteration_s[plan] += m * stage_s[low] + once_s[BEFORE, low] + once_s[BEHIND, low]
             continue
         num_ranks = high - low
         if schedule in (INTERLEAVED, GPIPE):
             num_ranks = _fill_ranks(plans.placements, low, high, ranks)
-            iteration_s[plan] += _longest_s(ranks, once_s[low:high], num_ranks)
+            for when in (BEFORE, BEHIND):
+                iteration_s[plan] += _longest_s(ranks, once_s[when, low:high], num_ranks)
         else:
-            iteration_s[plan] += np.max(once_s[low:high])
+            iteration_s[plan] += np.max(once_s[BEFORE, low:high]) + np.max(once_s[BEHIND, low:high])
         for stage in range(low, high):
             forward_s, down_s, up_s = split_s[stage, FORWARD], split_s[stage, DOWN], split_s[stage, UP]
             split_s[stage, INPUT] = stage_s[stage] - forward_s - split_s[stage, WEIGHT] - down_s - up_s

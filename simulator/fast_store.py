@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.fast_arrays import FAMILY, LINE, MAX_FAMILIES, TIME_COLUMNS, TimeTables
+from simulator.fast_arrays import FAMILY, LINE, MAX_FAMILIES, STEP_COLUMNS, TIME_COLUMNS, TimeTables
 from simulator.fast_memory import MEMORY_COLUMNS, NUM_STATES, MemoryTables
+from simulator.fast_step import step_rates
 from simulator.fast_tables import Spent, Table, TableBuilder
 
 Ints = NDArray[np.int64]
@@ -25,6 +26,7 @@ class Store:
 
     def __init__(self, builder: TableBuilder) -> None:
         self._builder = builder
+        self._gpu_types = tuple(dict.fromkeys(builder.problem.gpu_types))
         shape, savings = builder.structure, builder.savings
         count, tied = len(shape.classes), len(shape.tied)
         levels = max(1, count.bit_length())
@@ -41,6 +43,7 @@ class Store:
             in_shards=np.zeros((0, len(shape.producers)), dtype=np.int64),
             families=np.zeros((0, MAX_FAMILIES, FAMILY), dtype=np.int64),
             tied=np.zeros((0, tied, 4), dtype=np.int64),
+            tied_work=np.zeros((0, tied, STEP_COLUMNS)),
             aliases=none,
             line_offsets=np.zeros(1, dtype=np.int64),
             lines=np.zeros((0, LINE)),
@@ -49,11 +52,14 @@ class Store:
             goes_on=none,
             rows=np.zeros((0, 2 + most_inputs, 2)),
             boundaries=np.zeros((0, 4)),
+            norms_s=np.zeros(0),
+            step_rates=np.array([step_rates(builder.costs, gpu_type) for gpu_type in self._gpu_types]),
             keys=np.zeros(4 * MAX_MISSES, dtype=np.uint64),
             values=np.zeros(4 * MAX_MISSES, dtype=np.int64),
             placement_shape=none,
             placement_form=none,
             placement_node=none,
+            placement_types=none,
         )
         self.memory = MemoryTables(
             sums=np.zeros((0, count + 1, MEMORY_COLUMNS)),
@@ -70,12 +76,14 @@ class Store:
         )
         self.misses = np.zeros((MAX_MISSES, 4), dtype=np.int64)
         self.counts = np.zeros(1, dtype=np.int64)
-        self._used = dict.fromkeys(("table", "row", "boundary", "placement"), 0)
+        self._used = dict.fromkeys(("table", "row", "boundary", "placement", "norm"), 0)
         self._num_keys = 0
 
-    def add_placement(self, shape: int, form: int, node: int, capacity_bytes: float) -> None:
+    def add_placement(self, shape: int, form: int, node: int, gpu_types: set[str], capacity_bytes: float) -> None:
         """Append a placement."""
-        number = self._next("placement", ("placement_shape", "placement_form", "placement_node"), ("capacity_bytes",))
+        of_time = ("placement_shape", "placement_form", "placement_node", "placement_types")
+        number = self._next("placement", of_time, ("capacity_bytes",))
+        self.time.placement_types[number] = sum(1 << self._gpu_types.index(gpu_type) for gpu_type in gpu_types)
         self.time.placement_shape[number] = shape
         self.time.placement_form[number] = form
         self.time.placement_node[number] = node
@@ -84,7 +92,7 @@ class Store:
     def add_table(self, slot: int, table: Table, alias: int) -> None:
         """Append a table and let the slot of the hash table name it; see ``TimeTables.aliases``."""
         layouts = ("made", "read", "passed", "in_shards")
-        own = ("sums", "entering_s", "settling_s", "has_private", *layouts, "families", "tied")
+        own = ("sums", "entering_s", "settling_s", "has_private", *layouts, "families", "tied", "tied_work")
         same = ("saved_bytes", "made_bytes", "read_bytes", "in_shards", "num_parts", "replicas", "tied_bytes")
         of_memory = (*same, "sums", "maxima", "tied_layouts")
         number = self._next("table", (*own, "aliases"), of_memory)
@@ -125,6 +133,12 @@ class Store:
         """Append a boundary."""
         number = self._next("boundary", ("boundaries",), ())
         self.time.boundaries[number] = row
+        self._name(slot, number)
+
+    def add_norm(self, slot: int, seconds: float) -> None:
+        """Append the collective of a norm."""
+        number = self._next("norm", ("norms_s",), ())
+        self.time.norms_s[number] = seconds
         self._name(slot, number)
 
     def forget(self, slots: Ints) -> None:

@@ -27,6 +27,8 @@ from simulator.fast_arrays import (
     GATHER_CHANNEL,
     GATHER_S,
     MAX_FAMILIES,
+    PASSED_BYTES,
+    STEP_COLUMNS,
     TIME_COLUMNS,
     UNSUITED,
     WEIGHT_S,
@@ -88,6 +90,7 @@ class Table:
     families: Ints
     tied_bytes: Floats
     tied: Ints
+    tied_work: Floats
 
 
 class TableBuilder:
@@ -175,7 +178,7 @@ class TableBuilder:
         maxima = np.zeros((2, count))
         own: dict[tuple[int, Sharding], Holding] = {}
         weights: dict[tuple[int, Sharding], float] = {}
-        tied_bytes, tied = [], []
+        tied_bytes, tied, tied_work = [], [], []
         holdings: list[Holding] = []
         for index in range(count):
             key = (workload.signatures[index], resolved[index])
@@ -197,9 +200,11 @@ class TableBuilder:
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
             column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
             column[STATES:] = found.states
+            sums[index + 1, PASSED_BYTES:ELEMENTS] = found.work
             sums[index + 1, ELEMENTS:] = found.elements
             tied_bytes += found.tied_bytes
             tied += found.tied
+            tied_work += found.tied_work
             holdings.append(found)
         made_bytes, read_bytes = self._sizes(holdings)
         made, settling_s, in_shards = self._made_tensors(resolved, devices, microbatch_size)
@@ -232,6 +237,7 @@ class TableBuilder:
             families=families,
             tied_bytes=np.array(tied_bytes).reshape(-1, NUM_STATES),
             tied=np.array(tied, dtype=np.int64).reshape(-1, 4),
+            tied_work=np.array(tied_work, dtype=np.float64).reshape(-1, STEP_COLUMNS),
         )
 
     def _sizes(self, holdings: Sequence[Holding]) -> tuple[Floats, Floats]:

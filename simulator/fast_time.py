@@ -15,10 +15,12 @@ from simulator import (
     fast_pipeline,
     fast_prices,
     fast_regather,
+    fast_step,
     fast_ties,
     host_time,
     interleaved_time,
     pipeline_time,
+    step_time,
     zero_bubble_time,
 )
 from simulator.compiled_cache import compiled, compiled_with
@@ -28,6 +30,8 @@ from simulator.fast_arrays import (
     BAD_RUNS,
     BAD_SEGMENTS,
     BAD_STRATEGY,
+    BEFORE,
+    BEHIND,
     DONE,
     ELEMENTS,
     FORWARD_HOST_S,
@@ -39,6 +43,7 @@ from simulator.fast_arrays import (
     INCOMPLETE,
     MAX_FAMILIES,
     MAX_PENDING,
+    NORM,
     PENDING,
     REDUCTION,
     REFRESH,
@@ -54,6 +59,7 @@ from simulator.fast_arrays import (
     Floats,
     Ints,
     PlanColumns,
+    StepRules,
     Structure,
     TimeTables,
 )
@@ -61,13 +67,16 @@ from simulator.fast_boundaries import add_transfers, key_of_arrivals
 from simulator.fast_pipeline import add_passes, weights_s
 from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.fast_regather import add_regathers
+from simulator.fast_step import add_steps
 from simulator.fast_ties import tied_elements, tied_s
 from simulator.host_time import longer_s
+from simulator.step_time import ahead_s
 from simulator.zero_bubble_time import DOWN, FORWARD, SPLIT, WEIGHT
 
-_longer_s = compiled(longer_s)
+_longer_s, _ahead_s = compiled(longer_s), compiled(ahead_s)
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
+_NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 @compiled_with(
@@ -76,11 +85,13 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
     fast_ties,
     fast_boundaries,
     fast_regather,
+    fast_step,
     fast_pipeline,
     breadth_first_time,
     host_time,
     interleaved_time,
     pipeline_time,
+    step_time,
     zero_bubble_time,
 )
 def estimate_times(
@@ -98,6 +109,7 @@ def estimate_times(
     passes_s: Floats,
     pass_host_s: float,
     waits_to_receive: bool,
+    rules: StepRules,
     iteration_s: Floats,
     stage_s: Floats,
     run_tables: Ints,
@@ -118,11 +130,12 @@ def estimate_times(
         passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
         pass_host_s: What a pass takes a host that runs ahead.
         waits_to_receive: Such a host waits for what a pass receives.
+        rules: Of the optimizer's step.
         iteration_s, stage_s, run_tables: Results, per plan, stage and run.
         states: Per plan: DONE, INCOMPLETE, or what is wrong with it.
         misses: int64[., 4]. Kind, slot in the hash table, and where it is needed: table (run, stage), row
             (operator, stage), boundary (stage, plan), reduction of a tied weight
-            (place in ``Structure.tied``, stage; or -1 - plan for all that hold it).
+            (place in ``Structure.tied``, stage; or -1 - plan for all that hold it), norm (plan).
         counts: int64[1]. How many misses there are.
     """
     num_operators = len(shape.classes)
@@ -138,7 +151,8 @@ def estimate_times(
     sum_family = np.empty((2, MAX_PENDING), np.int64)
     sum_elements = np.empty((2, MAX_PENDING), np.float64)
     num_sums = np.zeros(2, np.int64)
-    once_s = np.zeros(len(stage_s))  # Gradients reduced and parameters gathered.
+    once_s = np.zeros((2, len(stage_s)))
+    ahead_s, norms_s = np.zeros(len(stage_s)), np.zeros(len(iteration_s))
     split_s = np.empty((len(stage_s), SPLIT), np.float64)
     in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
     for plan in chosen:
@@ -391,12 +405,12 @@ def estimate_times(
                             reduced_s += cost_s
                         if not way and not step:
                             left /= family_row[SCATTER_DEGREE]
-            if plans.reduces_every[plan]:
-                reduced_s *= m
-            once_s[stage] = reduced_s + refresh_s
+            once_s[BEFORE, stage] = reduced_s * (m if plans.reduces_every[plan] else 1)
+            once_s[BEHIND, stage] = refresh_s
             waits = waits_to_receive and high - low > 1
             apart = plans.schedule[plan] == GPIPE
             forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
+            ahead_s[stage] = _ahead_s(forward_s, seconds, forward_host_s, backward_host_s, waits, m) + reduced_s
             stage_s[stage] = forward_s + seconds + gather_s
             split_s[stage, FORWARD], split_s[stage, WEIGHT] = forward_s, 0.0
             split_s[stage, DOWN:] = 0.0
@@ -418,10 +432,20 @@ def estimate_times(
         shared_s, known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
         if not known:
             state = INCOMPLETE
+        if rules.has_norm:
+            key = _NORM_KEY
+            for stage in range(low, high):
+                key = mixed(key, plans.placements[stage])
+            norm = wanted(tables.keys, tables.values, key, misses, counts, NORM, plan, low)
+            if norm < 0:
+                state = INCOMPLETE
+            else:
+                norms_s[plan] = tables.norms_s[norm]
         states[plan] = state
         if state != DONE:
             iteration_s[plan] = np.nan
             continue
 
-        iteration_s[plan] = shared_s
+        iteration_s[plan] = shared_s + norms_s[plan]
+    add_steps(shape, tables, plans, run_tables, chosen, states, rules, norms_s, ahead_s, once_s)
     add_passes(plans, chosen, states, stage_s, once_s, split_s, blocking, iteration_s)

@@ -13,8 +13,10 @@ from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import tied_groups
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import Item, StageView
+from simulator.lowering.step import adam_kernels, gradient_pass_s, passes_gradients, step_work
 from simulator.lowering.transfers import Transfer
 from simulator.segments import Segment
+from simulator.step_time import step_s
 from workloads.kinds.base import BACKWARD_WEIGHT
 
 
@@ -82,6 +84,31 @@ def tied_s(costs: CostTables, views: Sequence[StageView]) -> float:
         _slowest_s(costs, "all_reduce", size, [CrowdedGroup(devices) for devices in inner.get(tie, ())])
         + _slowest_s(costs, "all_reduce", size, unlike_groups(cluster, outer.get(tie, ())))
         for tie, size in sizes.items()
+    )
+
+
+def stage_step_s(view: StageView, ahead_s: float, norm_s: float) -> tuple[float, float]:
+    """Return the seconds of a stage's step before and behind the norm: on its slowest type, by its slowest host.
+
+    Args:
+        view: The stage.
+        ahead_s: See ``step_s``.
+        norm_s: Of the collective between; 0 for none.
+    """
+    costs, work = view.costs, step_work(view)
+    problem = costs.problem
+    runtime, types = problem.runtime, view.gpu_types
+    pass_s = 0.0
+    if passes_gradients(runtime):
+        pass_s = max(gradient_pass_s(costs, gpu_type, work.passed_bytes) for gpu_type in types)
+    return step_s(
+        pass_s,
+        max(problem.hardware.optimizer_step_s(gpu_type, work.touched_bytes) for gpu_type in types),
+        adam_kernels(runtime, work.num_tensors),
+        max(map(costs.launch_s, types)),
+        ahead_s,
+        runtime.host_runs_ahead,
+        norm_s > 0 and "optimizer" in runtime.host_waits,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from hardware_models.model import HardwareModel
@@ -52,10 +53,11 @@ def chain_of_opaque(num_operators: int, forward_s: float, backward_s: float, out
 
 
 def chain_problem(workload: Workload, *, num_devices: int, global_batch: int) -> Problem:
-    """Return a problem on single-GPU nodes."""
+    """Return a problem on single-GPU nodes, and a runtime whose optimizer has nothing to do where nothing is learnt."""
+    runtime = load_runtime("megatron-lm-2021")
     return Problem(
         workload=workload,
         hardware=HardwareModel.from_name(f"v100-1gpu-25g:{num_devices}x1"),
-        runtime=load_runtime("megatron-lm-2021"),
+        runtime=replace(runtime, gradient_clipping=False, loss_scaling=False, gradient_pass_bytes=None),
         global_batch=global_batch,
     )

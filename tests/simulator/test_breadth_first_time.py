@@ -23,7 +23,7 @@ from simulator.zero_bubble_time import SPLIT
 from tests.simulator.graphs import makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
 
-ALONE = Fidelity().without("overlap-slowdown", "optimizer", "host")
+ALONE = Fidelity().without("overlap-slowdown", "host")
 
 
 def rows(times: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG
 from tests.simulator.graphs import interleaved_shape, makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
 
-ALONE = Fidelity().without("overlap-slowdown", "optimizer", "host")
+ALONE = Fidelity().without("overlap-slowdown", "host")
 
 
 def stages(times: NDArray[np.float64], link_s: float = 0.0) -> NDArray[np.float64]:

@@ -27,7 +27,7 @@ from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
 
-ALONE = Fidelity().without("overlap-slowdown", "contention", "optimizer", "host")
+ALONE = Fidelity().without("overlap-slowdown", "contention", "host")
 Times = NDArray[np.float64]
 
 

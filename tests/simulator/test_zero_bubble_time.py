@@ -22,7 +22,7 @@ from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG, zero_bubble_s
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import small_problem
 
-ALONE = Fidelity().without("overlap-slowdown", "contention", "optimizer", "host")
+ALONE = Fidelity().without("overlap-slowdown", "contention", "host")
 COLUMN = {FORWARD: 0, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 2}
 
 

@@ -1,0 +1,153 @@
+"""Compiled: the optimizer's step of plans, from sums in tables; and what the lowering says of device types for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator import fast_arrays, step_time
+from simulator.compiled_cache import compiled_with, inlined
+from simulator.costs import CostTables
+from simulator.fast_arrays import (
+    BEFORE,
+    BEHIND,
+    DONE,
+    FLOOR_S,
+    LAUNCH_S,
+    PASS_S_PER_BYTE,
+    PASS_START_S,
+    PASSED_BYTES,
+    RATES,
+    STEP_COLUMNS,
+    TENSORS,
+    TOUCHED_BYTES,
+    UPDATE_S_PER_BYTE,
+    Floats,
+    Ints,
+    PlanColumns,
+    StepRules,
+    Structure,
+    TimeTables,
+)
+from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, passes_gradients
+from simulator.step_time import step_s
+
+_step_s = inlined(step_s)
+_PROBES = (0.0, 1e4, 1e6, 3e8, 7e10)
+
+
+def step_rules(costs: CostTables) -> StepRules:
+    """Return what holds for the step of any plan."""
+    runtime = costs.problem.runtime
+    return StepRules(
+        has_norm=has_norm(runtime),
+        waits="optimizer" in runtime.host_waits,
+        runs_ahead=runtime.host_runs_ahead,
+        kernels_per_tensor=adam_kernels(runtime, 2) - adam_kernels(runtime, 1),
+    )
+
+
+def step_rates(costs: CostTables, gpu_type: str) -> Floats:
+    """Return what a step takes a device type: float64[RATES]."""
+    rates, hardware = np.zeros(RATES), costs.problem.hardware
+    if passes_gradients(costs.problem.runtime):
+        most, half = (gradient_pass_s(costs, gpu_type, num_bytes) for num_bytes in (2e11, 1e11))
+        rates[FLOOR_S] = hardware.gpu(gpu_type).kernel_floor_s
+        rates[PASS_S_PER_BYTE] = (most - half) / 1e11
+        rates[PASS_START_S] = 2 * half - most
+        for num_bytes in _PROBES:
+            expected_s = gradient_pass_s(costs, gpu_type, num_bytes)
+            own_s = max(rates[FLOOR_S], rates[PASS_START_S] + num_bytes * rates[PASS_S_PER_BYTE])
+            assert abs(own_s - expected_s) <= 1e-9 * expected_s, "a pass over memory is a straight line above a floor"
+    rates[UPDATE_S_PER_BYTE] = hardware.optimizer_step_s(gpu_type, 1.0)
+    rates[LAUNCH_S] = costs.launch_s(gpu_type)
+    return rates
+
+
+@inlined
+def _fill_work(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    stage: int,
+    first: int,
+    work: Floats,
+) -> int:
+    """Write what a stage's step does as ``StepWork`` has it, and return the stage's last operator, plus one."""
+    begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
+    work[:] = 0.0
+    start = first
+    for run in range(begin, end):
+        table, ends = run_tables[run], plans.run_stops[run]
+        work[0] += tables.sums[table, ends, PASSED_BYTES] - tables.sums[table, start, PASSED_BYTES]
+        work[1] += tables.sums[table, ends, TOUCHED_BYTES] - tables.sums[table, start, TOUCHED_BYTES]
+        work[2] += tables.sums[table, ends, TENSORS] - tables.sums[table, start, TENSORS]
+        start = ends
+    # What is tied counts once for each of its layouts.
+    run = begin
+    for place in range(len(shape.tied)):
+        index = shape.tied[place]
+        if first <= index < start:
+            while plans.run_stops[run] <= index:
+                run += 1
+            table, other, again = run_tables[run], begin, False
+            for before in range(place):
+                user = shape.tied[before]
+                if user >= first:
+                    while plans.run_stops[other] <= user:
+                        other += 1
+                    again = again or tables.tied[run_tables[other], before, 2] == tables.tied[table, place, 2]
+            if not again:
+                for column in range(STEP_COLUMNS):
+                    work[column] += tables.tied_work[table, place, column]
+    return int(start)
+
+
+@compiled_with(fast_arrays, step_time)
+def add_steps(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    chosen: Ints,
+    states: Ints,
+    rules: StepRules,
+    norms_s: Floats,
+    ahead_s: Floats,
+    once_s: Floats,
+) -> None:
+    """Add the step to what comes once per iteration of chosen plans that are done.
+
+    For all plans at once, as ``fast_pipeline.add_passes``. Where a plan has no norm, BEHIND is moved to BEFORE.
+
+    Args:
+        shape, tables, plans, run_tables, chosen, states, rules: See ``fast_time.estimate_times``.
+        norms_s: float64[plans]. Of the collective over all ranks; 0 for none.
+        ahead_s: float64[stages]. See ``step_s``.
+        once_s: float64[2, stages]. BEFORE the norm: reductions so far; BEHIND it: what gathers parameters.
+    """
+    work = np.empty(STEP_COLUMNS, np.float64)
+    for plan in chosen:
+        if states[plan] != DONE:
+            continue
+        first = 0
+        for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
+            first = _fill_work(shape, tables, plans, run_tables, stage, first, work)
+            pass_s, update_s, launch_s = 0.0, 0.0, 0.0
+            types = tables.placement_types[plans.placements[stage]]
+            for gpu_type in range(len(tables.step_rates)):
+                if types >> gpu_type & 1:
+                    rates = tables.step_rates[gpu_type]
+                    pass_s = max(pass_s, rates[FLOOR_S], rates[PASS_START_S] + work[0] * rates[PASS_S_PER_BYTE])
+                    update_s = max(update_s, work[1] * rates[UPDATE_S_PER_BYTE])
+                    launch_s = max(launch_s, rates[LAUNCH_S])
+            num_kernels = max(1.0, work[2] * rules.kernels_per_tensor)
+            waits = rules.waits and norms_s[plan] > 0
+            passed_s, updated_s = _step_s(
+                pass_s, update_s, num_kernels, launch_s, ahead_s[stage], rules.runs_ahead, waits
+            )
+            once_s[BEFORE, stage] += passed_s
+            once_s[BEHIND, stage] += updated_s
+            if norms_s[plan] <= 0:
+                once_s[BEFORE, stage] += once_s[BEHIND, stage]
+                once_s[BEHIND, stage] = 0.0

@@ -1,0 +1,68 @@
+"""Closed form of the optimizer's step of one stage: before and behind the norm over all ranks."""
+
+from __future__ import annotations
+
+
+def step_s(
+    pass_s: float,
+    update_s: float,
+    num_kernels: float,
+    launch_s: float,
+    ahead_s: float,
+    runs_ahead: bool,
+    waits: bool,
+) -> tuple[float, float]:
+    """Return the seconds of going over gradients, and of the optimizer.
+
+    A kernel begins when its launch is through, ``ahead_s`` early, and of several that the device waits for, the last
+    one takes its own time after its launch.
+
+    Args:
+        pass_s: Of the kernel that goes over gradients; 0 for none.
+        update_s, num_kernels: Of the optimizer's, on the device.
+        launch_s: The host's, for each kernel.
+        ahead_s: So long before gradients are reduced the host has come to this.
+        runs_ahead: It launches what comes next while the device works.
+        waits: It waits for the norm.
+
+    >>> step_s(1.0, 6.0, 3, 0.5, 2.0, True, False), step_s(1.0, 6.0, 3, 0.5, 2.0, True, True)
+    ((1.0, 6.0), (1.0, 6.5))
+    >>> step_s(0.0, 1.5, 3, 1.0, 0.0, True, False), step_s(0.0, 1.5, 3, 1.0, 2.5, True, False)
+    ((0.0, 3.5), (0.0, 1.5))
+    >>> step_s(0.0, 0.5, 3, 0.5, 2.0, False, True)
+    (0.0, 1.5)
+    """
+    if not runs_ahead:
+        return max(pass_s, launch_s) if pass_s > 0.0 else 0.0, max(update_s, num_kernels * launch_s)
+    passed_s = 0.0
+    if pass_s > 0.0:
+        passed_s = pass_s + max(0.0, launch_s - ahead_s)
+        ahead_s = max(0.0, ahead_s + passed_s - launch_s)
+    if waits:
+        ahead_s = 0.0
+    slowly_s = max(update_s, (num_kernels - 1) * launch_s + update_s / num_kernels)
+    return passed_s, max(update_s, launch_s - ahead_s + slowly_s)
+
+
+def ahead_s(
+    forward_s: float,
+    backward_s: float,
+    forward_host_s: float,
+    backward_host_s: float,
+    waits: bool,
+    num_microbatches: int,
+) -> float:
+    """Return how long before its last backward pass ends the host of a stage has launched all of it.
+
+    Args:
+        forward_s, backward_s: Passes of a microbatch, as ``host_time.longer_s`` has them.
+        forward_host_s, backward_host_s: What they take the host.
+        waits: It begins each pass when the device does; else it goes on from the first to the last.
+        num_microbatches: At least one.
+
+    >>> ahead_s(1.0, 4.0, 1.0, 2.0, True, 8), ahead_s(1.0, 4.0, 1.0, 2.0, False, 8)
+    (2.0, 16.0)
+    """
+    if waits:
+        return max(0.0, backward_s - backward_host_s)
+    return num_microbatches * max(0.0, forward_s + backward_s - forward_host_s - backward_host_s)
