@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, DOWN_LAG, FORWARD, INPUT, UP, UP_LAG
+from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, UP
 
 
 def breadth_first_s(
@@ -28,7 +28,7 @@ def breadth_first_s(
         rank 0  F0 F1 f0 f1 .  .  .  b0 -- b1 -- B0 -- B1 --
         rank 1  .  F0 F1 f0 f1 b0 -- b1 -- B0 -- B1 --
 
-    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 5] * 4)
+    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 5]] * 4)
     >>> breadth_first_s(drawn, drawn, np.arange(4), 4), breadth_first_s(drawn, drawn, np.array([0, 1, 0, 1]), 2)
     (21.0, 15.0)
     """
@@ -40,10 +40,10 @@ def breadth_first_s(
         rank = ranks[stage]
         for i in range(m):
             own_s = last_s[stage] if i == m - 1 else each_s[stage]
-            free_s[rank] = max(free_s[rank], came_s[i]) + (own_s[FORWARD] if is_forward else own_s[INPUT])
+            lag_s = own_s[FORWARD_LAG] if is_forward else own_s[INPUT_LAG] if stage < num_stages - 1 else 0.0
+            free_s[rank] = max(free_s[rank], came_s[i] + lag_s) + (own_s[FORWARD] if is_forward else own_s[INPUT])
             came_s[i] = free_s[rank]
             sent_s = own_s[DOWN] if is_forward else own_s[UP]
             if sent_s > 0:
                 link_s[rank] = came_s[i] = max(came_s[i], link_s[rank]) + sent_s
-            came_s[i] += own_s[DOWN_LAG] if is_forward else own_s[UP_LAG]
     return float(free_s.max())

@@ -2,20 +2,20 @@
 
 Time: that of the passes, by schedule, plus what is exposed once per iteration: reductions, the optimizer's step
 (``step_time``), refreshed parameters; where all ranks agree on the norm of the gradients, they wait for the slowest
-before it and behind it. 1F1B and GPipe: ``pipeline_time``;
-GPipe of stages that share devices: ``breadth_first_time``; zb-h1: ``zero_bubble_time``; interleaved:
-``interleaved_time``. All follow the schedule's own order, with transfers beside passes where the runtime has them so.
-Where replicas take whole microbatches in turn, ``rotated_s``, and with a smaller last one ``queued_s``, transfers in
-full. Memory: ``estimate_memory``. Groups of one collective, transfers of one
-boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
+before it and behind it. 1F1B and GPipe: ``pipeline_time``; GPipe of stages that share devices: ``breadth_first_time``;
+zb-h1: ``zero_bubble_time``; interleaved: ``interleaved_time``. All follow the schedule's own order, with transfers
+beside passes where the runtime has them so. Where replicas take whole microbatches in turn, ``rotated_s``, and with a
+smaller last one ``queued_s``, transfers in full. Memory: ``estimate_memory``. Groups of one collective, transfers of
+one boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
 does, such as two boundaries or stages that meet on a card. No overlap (that of collectives with the gradients of one
 operator neither, nor of what comes once with the passes of earlier stages), copies of gradients, or allocator: the
 engine has those.
 
 Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
 pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives
-(``host_waits``) or passes of one kind follow one another (GPipe), and else both passes of a microbatch together;
-launching the gathers of sharded parameters and of what arrives in parts, and transfers, is left out (too fast where the
+(``host_waits``) or passes of one kind follow one another (GPipe), and else both passes of a microbatch together; what
+it does before a pass that it waits for, and before the first, lengthens the way through the stages (``lags_s``).
+Launching the gathers of sharded parameters and of what arrives in parts, and transfers, is left out (too fast where the
 host takes longest, as ``Estimate.host_binds`` says).
 
 Source: the pipeline formula of Aceso (EuroSys 2024) Eq. 1 and Megatron-LM (SC 2021) Section 2.2.
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from simulator.breadth_first_time import breadth_first_s
 from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
-from simulator.host_time import longer_s
+from simulator.host_time import lags_s, longer_s
 from simulator.interleaved_time import interleaved_s
 from simulator.lowering.epilogue import epilogue_collectives
 from simulator.lowering.lower import stage_views
@@ -248,18 +249,19 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         up_s = transfers_s(costs, transfers[before][1]) if before >= 0 else 0.0
         down_s = transfers_s(costs, transfers[view.position][0]) if after < len(views) else 0.0
         apart_s = sum(items_s(view, [item for item in items if not _is_own(item)]) for items in (forward, backward))
-        forward_s, backward_s, early_s = _own_s(view, plan, forward, backward)
+        own = _own_s(view, plan, forward, backward)
+        forward_s, backward_s = own.forward, own.backward
         arrived_s = items_s(view, [item for item in forward if item.cause == "transfer"])
         time = forward_s + backward_s + apart_s + up_s + down_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
-        split.append(_split_s(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s))
+        split.append([*_split_s(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s), *own.lags])
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
         hosts.append(host / view.num_turns)
         reductions, refresh = epilogue_collectives(view, reduces_early=False)
         reduced_s = sum(collective_s(view, item) for item in reductions)
-        passed_s, updated_s = stage_step_s(view, early_s + reduced_s, norm_seconds)
+        passed_s, updated_s = stage_step_s(view, own.ahead + reduced_s, norm_seconds)
         times_reduced = plan.num_microbatches if plan.gradient_reduction == "every" else 1
         before_norm.append(times_reduced * reduced_s + passed_s)
         behind_norm.append(updated_s + sum(collective_s(view, item) for item in refresh))
@@ -271,10 +273,23 @@ def _is_own(item: Item) -> bool:
     return item.role != "gather" and item.cause != "transfer"
 
 
-def _own_s(view: StageView, plan: Plan, forward: list[Item], backward: list[Item]) -> tuple[float, float, float]:
-    """Return the seconds of the operators of either pass of a microbatch, of a host that runs ahead if it takes longer.
+class _Own(NamedTuple):
+    """Seconds of the operators of a stage.
 
-    And by how much such a host is ahead after the last one.
+    Attributes:
+        forward, backward: Of either pass of a microbatch, of a host that runs ahead if it takes longer.
+        lags: Until such a host begins either.
+        ahead: Such a host, after the last one.
+    """
+
+    forward: float
+    backward: float
+    lags: tuple[float, float] = (0.0, 0.0)
+    ahead: float = 0.0
+
+
+def _own_s(view: StageView, plan: Plan, forward: list[Item], backward: list[Item]) -> _Own:
+    """Return the seconds of the operators of a stage.
 
     Args:
         view, plan: The stage, and of what.
@@ -284,21 +299,25 @@ def _own_s(view: StageView, plan: Plan, forward: list[Item], backward: list[Item
     own = [[item for item in items if _is_own(item)] for items in (forward, backward)]
     forward_s, backward_s = (items_s(view, items) for items in own)
     if not runtime.host_runs_ahead:
-        return forward_s, backward_s, 0.0
+        return _Own(forward_s, backward_s)
     forward_host_s, backward_host_s = (launches_s(view, items) for items in own)
     pass_s = pass_host_s(view.costs)
     forward_host_s += pass_s
     backward_host_s += (num_passes(plan.schedule) - 1) * pass_s
     waits = len(plan.stages) > 1 and "receive" in runtime.host_waits
     apart = plan.schedule == "gpipe"
-    longer = longer_s(forward_s, backward_s, forward_host_s, backward_host_s, waits, apart)
-    return *longer, ahead_s(*longer, forward_host_s, backward_host_s, waits, plan.num_microbatches)
+    hosts, m = (forward_host_s, backward_host_s), plan.num_microbatches
+    longer = longer_s(forward_s, backward_s, *hosts, waits, apart)
+    lags = lags_s(forward_s, backward_s, *hosts, pass_s, waits, apart, view.position == 0, m)
+    return _Own(*longer, lags, ahead_s(*longer, *hosts, waits, m))
 
 
 def _split_s(
     view: StageView, schedule: str, time_s: float, forward_s: float, down_s: float, up_s: float
 ) -> list[float]:
-    """Return a row of ``zero_bubble_s``; gathers of parameters count as of the backward pass, whichever they are for.
+    """Return a row of ``zero_bubble_s``, but for lags.
+
+    Gathers of parameters count as of the backward pass, whichever they are for.
 
     Args:
         view, schedule: The stage, and what its passes are by: weight gradients apart or not.
@@ -312,5 +331,5 @@ def _split_s(
     weight_s = pass_s + weights_s(view) if schedule == "zb-h1" else 0.0
     input_s = time_s - forward_s - weight_s - down_s - up_s
     if costs.problem.runtime.transfer_mode == "blocking" and schedule != "interleaved":
-        return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0, 0.0, 0.0]
-    return [forward_s, input_s, weight_s, down_s, up_s, 0.0, 0.0]
+        return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]
+    return [forward_s, input_s, weight_s, down_s, up_s]

@@ -22,7 +22,7 @@ from simulator.fast_arrays import (
 )
 from simulator.interleaved_time import interleaved_s
 from simulator.pipeline_time import one_f_one_b_s
-from simulator.zero_bubble_time import DOWN, FORWARD, INPUT, UP, WEIGHT, zero_bubble_s
+from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, UP, WEIGHT, zero_bubble_s
 
 _zero_bubble_s = compiled(zero_bubble_s)
 _one_f_one_b_s = compiled(one_f_one_b_s)
@@ -103,7 +103,8 @@ def add_passes(
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
         if high - low == 1:
-            iteration_s[plan] += m * stage_s[low] + once_s[BEFORE, low] + once_s[BEHIND, low]
+            iteration_s[plan] += split_s[low, FORWARD_LAG] + m * stage_s[low]
+            iteration_s[plan] += once_s[BEFORE, low] + once_s[BEHIND, low]
             continue
         num_ranks = high - low
         if schedule in (INTERLEAVED, GPIPE):

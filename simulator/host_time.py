@@ -37,16 +37,48 @@ def longer_s(
     return slower * forward_s, slower * backward_s
 
 
-def lag_s(device_s: float, host_s: float, pass_s: float) -> float:
-    """Return how long a device that has what its pass needs waits for its host to begin it.
+def lags_s(
+    forward_s: float,
+    backward_s: float,
+    forward_host_s: float,
+    backward_host_s: float,
+    pass_s: float,
+    waits: bool,
+    apart: bool,
+    is_first: bool,
+    num_microbatches: int,
+) -> tuple[float, float]:
+    """Return how long a device that has what its passes need waits for its host to begin them.
 
-    All that the framework does before a pass, but for what the host takes longer than the device anyway.
+    Where the host waits, all that the framework does before a pass, but for what the host takes longer than the device
+    anyway. Else it is behind in the first pass of an iteration alone, or at the end of the last.
 
     Args:
-        device_s, host_s: Of the pass, each by itself.
-        pass_s: Of ``host_s``, what comes before the first launch.
+        forward_s, backward_s, forward_host_s, backward_host_s, waits, apart: As in ``longer_s``.
+        pass_s: Of what a pass takes the host, what comes before its first launch.
+        is_first: Nothing comes to the stage's forward passes.
+        num_microbatches: At least one.
 
-    >>> lag_s(5.0, 2.0, 1.0), lag_s(5.0, 5.5, 1.0), lag_s(5.0, 7.0, 1.0)
-    (1.0, 0.5, 0.0)
+    >>> lags_s(5.0, 5.0, 2.0, 5.5, 1.0, True, False, False, 8)
+    (1.0, 0.5)
+    >>> lags_s(4.0, 6.0, 2.0, 2.0, 1.0, False, False, True, 8), lags_s(4.0, 6.0, 7.0, 2.0, 1.0, False, False, True, 8)
+    ((1.0, 0.0), (3.0, 0.0))
+    >>> lags_s(4.0, 6.0, 9.0, 2.0, 1.0, False, False, True, 8)  # 8 (9 + 2), and 4 that the device is behind at the end
+    (4.0, 0.0)
     """
-    return min(pass_s, max(0.0, pass_s + device_s - host_s))
+    m = num_microbatches
+    if waits:
+        forward_lag_s = min(pass_s, max(0.0, pass_s + forward_s - forward_host_s))
+        return forward_lag_s, min(pass_s, max(0.0, pass_s + backward_s - backward_host_s))
+    if not is_first:
+        return 0.0, 0.0
+    host_s, device_s = forward_host_s + backward_host_s, forward_s + backward_s
+    if apart:
+        ahead_s = max(0.0, forward_s - forward_host_s)
+        known_s = max(forward_s, forward_host_s) + max(backward_s, backward_host_s - ahead_s)
+        begun_s = max(pass_s + m * forward_s, m * forward_host_s) + m * backward_s
+    else:
+        known_s = max(host_s, device_s)
+        begun_s = m * device_s + max(pass_s, forward_host_s - forward_s)
+    ended_s = m * host_s + max(0.0, backward_s - backward_host_s)
+    return max(0.0, max(begun_s, ended_s) - m * known_s), 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, DOWN_LAG, FORWARD, INPUT, UP, UP_LAG
+from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, UP
 
 NEVER_S = np.inf
 
@@ -35,7 +35,7 @@ def interleaved_s(
 
     As drawn in ``simulator.schedules.interleaved``, and m (t_f + t_b) + (p - 1) (t_f + t_b) / v:
 
-    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 5] * 4)
+    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 5]] * 4)
     >>> interleaved_s(drawn, drawn, 2, 4, False), 4 * (2.0 + 4.0) + 1 * (2.0 + 4.0) / 2
     (27.0, 27.0)
     """
@@ -74,7 +74,11 @@ def interleaved_s(
                 if came_s == NEVER_S:
                     break
                 own_s = last_s[stage] if microbatch == m - 1 else each_s[stage]
-                end_s = max(rank_free_s[rank], came_s) + (own_s[FORWARD] if is_forward else own_s[INPUT])
+                if is_forward:
+                    end_s = max(rank_free_s[rank], came_s + own_s[FORWARD_LAG]) + own_s[FORWARD]
+                else:
+                    lag_s = own_s[INPUT_LAG] if stage + 1 < num_stages else 0.0
+                    end_s = max(rank_free_s[rank], came_s + lag_s) + own_s[INPUT]
                 rank_free_s[rank] = end_s
                 places[rank] += 1
                 left -= 1
@@ -85,18 +89,17 @@ def interleaved_s(
                 link_s = max(end_s, link_free_s[rank])
                 if not is_forward and held_stages[rank] >= 0:
                     behind, number = held_stages[rank], held_microbatches[rank]
-                    sent_s = last_s[behind] if number == m - 1 else each_s[behind]
-                    link_s += sent_s[DOWN]
-                    forward_at_s[behind + 1, number] = link_s + sent_s[DOWN_LAG]
+                    link_s += last_s[behind, DOWN] if number == m - 1 else each_s[behind, DOWN]
+                    forward_at_s[behind + 1, number] = link_s
                     held_stages[rank] = -1
                 if is_forward and stage + 1 < num_stages:
                     link_s += own_s[DOWN]
-                    forward_at_s[stage + 1, microbatch] = link_s + own_s[DOWN_LAG]
+                    forward_at_s[stage + 1, microbatch] = link_s
                 elif is_forward:
                     backward_at_s[stage, microbatch] = end_s
                 elif stage > 0:
                     link_s += own_s[UP]
-                    backward_at_s[stage - 1, microbatch] = link_s + own_s[UP_LAG]
+                    backward_at_s[stage - 1, microbatch] = link_s
                 link_free_s[rank] = link_s
                 if blocking:
                     rank_free_s[rank] = link_s

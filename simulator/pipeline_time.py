@@ -29,7 +29,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, DOWN_LAG, FORWARD, INPUT, UP, UP_LAG
+from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, UP
 
 
 def one_f_one_b_s(
@@ -52,7 +52,7 @@ def one_f_one_b_s(
 
     As drawn in ``simulator.schedules.one_f_one_b`` and in ``gpipe``:
 
-    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 5] * 4), np.empty((4, 2))
+    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 5]] * 4), np.empty((4, 2))
     >>> one_f_one_b_s(equal, equal, np.array([4, 3, 2, 1]), 6, scratch)
     27.0
     >>> one_f_one_b_s(equal, equal, np.array([4, 4, 4, 4]), 4, scratch)
@@ -62,13 +62,13 @@ def one_f_one_b_s(
     # To the end of the warm-up; from the start of as many last backwards.
     warm_s, tail_s = scratch_s[:, 0], scratch_s[:, 1]
     # Of all passes and transfers up to a stage: what they take together, and the longest.
-    down_s, up_s, longest_down_s, longest_up_s = 0.0, 0.0, 0.0, 0.0
+    down_s, up_s, longest_down_s, longest_up_s = each_s[0, FORWARD_LAG], 0.0, 0.0, 0.0
     rounds_rule = False
     for stage in range(p):
         depth = depths[stage]
         if stage > 0:
             sent_s, returned_s = each_s[stage - 1, DOWN], each_s[stage, UP]
-            down_lag_s, up_lag_s = each_s[stage - 1, DOWN_LAG], each_s[stage, UP_LAG]
+            down_lag_s, up_lag_s = each_s[stage, FORWARD_LAG], each_s[stage - 1, INPUT_LAG]
             takes_time = sent_s + returned_s + down_lag_s + up_lag_s > 0.0
             rounds_rule |= depths[stage - 1] < m and (takes_time or depth == depths[stage - 1])
             down_s += sent_s + down_lag_s
@@ -82,7 +82,7 @@ def one_f_one_b_s(
         tail_s[stage] = up_s + (depth - 1) * longest_up_s
 
     # The same with the last microbatch where that differs: up to some stage as the others, from there on as the last.
-    down_s, last_down_s, longest_down_s, all_down_s = 0.0, 0.0, 0.0, 0.0
+    down_s, last_down_s, longest_down_s, all_down_s = each_s[0, FORWARD_LAG], 0.0, 0.0, 0.0
     up_s, last_up_s, longest_up_s, turn_up_s, own_up_s = 0.0, 0.0, 0.0, 0.0, 0.0
     for stage in range(p if smaller else 0):
         depth = depths[stage]
@@ -90,14 +90,14 @@ def one_f_one_b_s(
             # The transfer from the stage before, which is one more stage to the chain, and the pass itself.
             place, column = (stage, FORWARD) if step else (stage - 1, DOWN)
             one_s, last_one_s = each_s[place, column], last_s[place, column]
-            lag_s = 0.0 if step else each_s[stage - 1, DOWN_LAG]
+            lag_s = 0.0 if step else each_s[stage, FORWARD_LAG]
             down_s += one_s + lag_s
             longest_down_s = max(longest_down_s, one_s)
             all_down_s = max(all_down_s, (m - 2) * longest_down_s + down_s - last_down_s)
             last_down_s += last_one_s + lag_s
             one_s, last_one_s = each_s[stage, INPUT if step else UP], last_s[stage, INPUT if step else UP]
             own_up_s = max(own_up_s, last_up_s + last_one_s - up_s)
-            lag_s = 0.0 if step else each_s[stage, UP_LAG]
+            lag_s = 0.0 if step or stage == 0 else each_s[stage - 1, INPUT_LAG]
             up_s += one_s + lag_s
             last_up_s += last_one_s + lag_s
             if one_s > longest_up_s:
@@ -111,8 +111,8 @@ def one_f_one_b_s(
         depth, f, b = depths[stage], each_s[stage, FORWARD], each_s[stage, INPUT]
         before_s, after_s = 0.0, 0.0
         if stage < p - 1:
-            before_s = start_s + each_s[stage + 1, UP] + each_s[stage + 1, UP_LAG]
-            after_s = last_s[stage, DOWN] + last_s[stage, DOWN_LAG] + finish_s
+            before_s = start_s + each_s[stage + 1, UP] + each_s[stage, INPUT_LAG]
+            after_s = last_s[stage, DOWN] + last_s[stage + 1, FORWARD_LAG] + finish_s
         if depth == m:
             found_s = max(found_s, warm_s[stage] + max(tail_s[stage], after_s), before_s + tail_s[stage])
         start_s = max(warm_s[stage], before_s) + b
@@ -126,7 +126,7 @@ def one_f_one_b_s(
             for other in range(stage + 1, p):
                 own_s = each_s[other, FORWARD] + each_s[other, INPUT]
                 round_s += each_s[other - 1, DOWN] + own_s + each_s[other, UP]
-                round_s += each_s[other - 1, DOWN_LAG] + each_s[other, UP_LAG]
+                round_s += each_s[other, FORWARD_LAG] + each_s[other - 1, INPUT_LAG]
                 longest_s = max(longest_s, own_s)
                 length = depth - depths[other] + 1
                 most_s = turns * round_s  # Times ``length``: a comparison is quicker than a division.

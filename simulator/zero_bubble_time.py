@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Columns of what a microbatch takes in a stage: its forward, input-gradient and weight-gradient pass, and, where it
-# computes on meanwhile, what it sends to the next stage and to the one before, and until their pass begins then.
-FORWARD, INPUT, WEIGHT, DOWN, UP, DOWN_LAG, UP_LAG = range(7)
+# computes on meanwhile, what it sends to the next stage and to the one before; and until its forward pass, and its
+# input-gradient pass, begins when what it needs has come from there.
+FORWARD, INPUT, WEIGHT, DOWN, UP, FORWARD_LAG, INPUT_LAG = range(7)
 SPLIT = 7
 
 
@@ -39,24 +40,23 @@ def zero_bubble_s(each_s: NDArray[np.float64], last_s: NDArray[np.float64], num_
     for stage in range(p):
         for i in range(min(p - stage, m)):
             own_s = last_s[stage] if i == m - 1 else each_s[stage]
-            free_s[stage] = max(free_s[stage], warm_s[i]) + own_s[FORWARD]
+            free_s[stage] = max(free_s[stage], warm_s[i] + own_s[FORWARD_LAG]) + own_s[FORWARD]
             down_free_s[stage] = max(free_s[stage], down_free_s[stage]) + own_s[DOWN]
-            warm_s[i] = came_s[stage + 1] = down_free_s[stage] + own_s[DOWN_LAG]
+            warm_s[i] = came_s[stage + 1] = down_free_s[stage]
     for k in range(m):
         returned_s = 0.0
         for stage in range(p - 1, -1, -1):
             own_s = last_s[stage] if k == m - 1 else each_s[stage]
-            free_s[stage] = max(free_s[stage], returned_s) + own_s[INPUT]
-            up_free_s[stage] = max(free_s[stage], up_free_s[stage]) + own_s[UP]
-            returned_s = up_free_s[stage] + own_s[UP_LAG]
+            lag_s = own_s[INPUT_LAG] if stage < p - 1 else 0.0
+            free_s[stage] = max(free_s[stage], returned_s + lag_s) + own_s[INPUT]
+            up_free_s[stage] = returned_s = max(free_s[stage], up_free_s[stage]) + own_s[UP]
             if k >= stage:
                 free_s[stage] += (last_s if k - stage == m - 1 else each_s)[stage, WEIGHT]
             i = k + min(p - stage, m)
             if i < m:
                 own_s = last_s[stage] if i == m - 1 else each_s[stage]
-                free_s[stage] = max(free_s[stage], came_s[stage]) + own_s[FORWARD]
-                down_free_s[stage] = max(free_s[stage], down_free_s[stage]) + own_s[DOWN]
-                came_s[stage + 1] = down_free_s[stage] + own_s[DOWN_LAG]
+                free_s[stage] = max(free_s[stage], came_s[stage] + own_s[FORWARD_LAG]) + own_s[FORWARD]
+                down_free_s[stage] = came_s[stage + 1] = max(free_s[stage], down_free_s[stage]) + own_s[DOWN]
     for stage in range(1, p):  # The weight gradients that it has kept back.
         free_s[stage] += (min(stage, m) - 1) * each_s[stage, WEIGHT] + last_s[stage, WEIGHT]
     return float(free_s.max())

@@ -18,7 +18,7 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.lowering.step import norm_s
 from simulator.plan import Plan
-from simulator.problem import Problem
+from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.stage_prices import stage_step_s
 from simulator.uniform import uniform_plan
@@ -28,7 +28,7 @@ from tests.simulator.problems import SMALL, small_problem
 CLUSTER = "a100-80g-dgx:1x8"
 ALONE = Fidelity().without("optimizer", "gradient-sync", "overlap-slowdown", "contention", "allocator")
 """What the pipeline of the closed form has."""
-STEPPED = replace(ALONE, optimizer=True)
+STEPPED = replace(ALONE, optimizer=True, gradient_sync=True)
 
 SECONDS = st.floats(0.0, 200e-6)
 
@@ -122,11 +122,26 @@ def test_a_host_that_runs_ahead_counts_where_it_takes_longer() -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), problem=problems(runs_ahead=True))
 def test_a_host_that_runs_ahead_takes_what_the_simulator_says(data, problem) -> None:
-    """On one stage, but for what waits for the first pass to begin."""
+    """On one stage, but for kernels that wait at the start of a pass: 4 of a hundred at most in 2,100 random draws."""
     plan = data.draw(plans(problem, tensor=True))
     assume(len(plan.stages) == 1)
     simulated = simulate(plan, problem, fidelity=STEPPED).iteration_time_s
-    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated, rel=0.10)
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated, rel=0.06)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+@pytest.mark.parametrize("pass_s", [1.49e-3, 5e-3])
+def test_a_pass_that_waits_for_its_host_comes_so_much_later_at_every_stage(
+    schedule: str, pp: int, pass_s: float
+) -> None:
+    """Megatron-DeepSpeed's 1.49 ms were 12 % of eight stages of ViT-Large, and are a wait at each stage on the way."""
+    problem = ProblemSpec("vit-large", "a100-80g-dgx:1x8", "megatron-deepspeed", 1024).load()
+    problem = replace(problem, runtime=replace(problem.runtime, host_seconds_per_pass=pass_s))
+    plan = uniform_plan(problem, pp=pp, microbatch=64, schedule=schedule)
+    found_s = estimate(plan, problem).iteration_time_s
+    assert found_s == pytest.approx(simulate(plan, problem, fidelity=STEPPED).iteration_time_s, rel=0.02)
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
 
 
 def test_a_host_that_binds_is_named() -> None:

@@ -17,7 +17,7 @@ from simulator.schedules.actions import FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
-from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG
+from simulator.zero_bubble_time import FORWARD_LAG, INPUT_LAG, SPLIT
 from tests.simulator.graphs import interleaved_shape, makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
 
@@ -79,7 +79,7 @@ def test_a_pass_that_begins_late_keeps_no_link_and_no_rank() -> None:
     """Equal stages whose transfers take no time."""
     times = np.array([[1.0, 2.0]] * 8)
     rows = stages(times)
-    rows[:-1, DOWN_LAG] = rows[1:, UP_LAG] = 0.1
+    rows[1:, FORWARD_LAG] = rows[:-1, INPUT_LAG] = 0.1
     expected_s = engine_s(times, times, 4, 8, 0.1)
     assert interleaved_s(rows, rows, 4, 8, False) == pytest.approx(expected_s, rel=1e-12)
 

@@ -23,7 +23,7 @@ from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
 from simulator.uniform import repeated_layers, uniform_plan
-from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG
+from simulator.zero_bubble_time import FORWARD_LAG, INPUT_LAG, SPLIT
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
 
@@ -82,7 +82,7 @@ def test_a_pass_that_begins_late_is_a_transfer_that_takes_so_long(depths: tuple[
     times = np.array([[1.0, 2.0]] * 4)
     rows = np.zeros((4, SPLIT))
     rows[:, :2] = times
-    rows[:-1, DOWN_LAG] = rows[1:, UP_LAG] = 0.4
+    rows[1:, FORWARD_LAG] = rows[:-1, INPUT_LAG] = 0.4
     found_s = one_f_one_b_s(rows, rows, np.array(depths), 9, np.empty((4, 2)))
     assert found_s == pytest.approx(engine_s(times, depths, 9, 0.4), rel=1e-12)
 

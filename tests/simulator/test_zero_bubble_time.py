@@ -18,7 +18,7 @@ from simulator.schedules.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
-from simulator.zero_bubble_time import DOWN_LAG, SPLIT, UP_LAG, zero_bubble_s
+from simulator.zero_bubble_time import FORWARD_LAG, INPUT_LAG, SPLIT, zero_bubble_s
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import small_problem
 
@@ -94,7 +94,7 @@ def test_any_stages_transfers_and_last_microbatches_take_what_the_engine_says(se
 def test_a_pass_that_begins_late_is_a_transfer_that_takes_so_long_where_links_are_free() -> None:
     times = np.ones((4, 3))
     rows = stages(times)
-    rows[:-1, DOWN_LAG] = rows[1:, UP_LAG] = 0.4
+    rows[1:, FORWARD_LAG] = rows[:-1, INPUT_LAG] = 0.4
     assert zero_bubble_s(rows, rows, 9) == pytest.approx(engine_s(times, times, 9, 0.4), rel=1e-12)
 
 
