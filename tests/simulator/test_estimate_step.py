@@ -161,13 +161,17 @@ def test_vit_large_on_eight_gpus_steps_as_in_the_simulator(runtime: str, shape: 
     check(plan, problem, error)
 
 
-def test_plain_data_parallelism_lacks_copies_and_overlap_only() -> None:
-    """ViT-Large under DDP was 6 to 9 % too quick; reductions that hide and copies beside them are in neither figure."""
-    problem = vit_large("pytorch-ddp")
-    for overlaps, least, most in ((True, 0.03, 0.04), (False, 0.0, 0.01)):
-        plan = uniform_plan(problem, dp=8, overlap_gradient_sync=overlaps)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_plain_data_parallelism_lacks_copies_of_gradients_only(overlaps: bool) -> None:
+    """ViT-Large, reduced once: 7 of 142 ms, all of which the simulator leaves out too where nothing is copied."""
+    errors = []
+    for copies in (True, False):
+        problem = vit_large("pytorch-ddp", copies_gradients=copies)
+        plan = uniform_plan(problem, dp=8, overlap_gradient_sync=overlaps, gradient_reduction="last")
         expected_s = simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
-        assert least < estimate(plan, problem).iteration_time_s / expected_s - 1 < most
+        errors.append(estimate(plan, problem).iteration_time_s / expected_s - 1)
+    assert -0.054 < errors[0] < -0.049
+    assert -0.004 < errors[1] < 0.0
 
 
 @pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp", "megatron-lm-2023"])
