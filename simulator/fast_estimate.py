@@ -50,7 +50,7 @@ from simulator.fast_arrays import (
 )
 from simulator.fast_channels import Channels, Interner
 from simulator.fast_holdings import view_of
-from simulator.fast_memory import estimate_peaks
+from simulator.fast_peaks import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
 from simulator.fast_step import step_rules
 from simulator.fast_store import Store
