@@ -125,7 +125,11 @@ def saved_bytes(made: float, read: float, *, regathers: bool) -> tuple[float, fl
 
 
 def _activations(view: StageView) -> tuple[float, float, float, float]:
-    """Return bytes kept, made again by all segments, the most that one microbatch takes, and needs of the first."""
+    """Return bytes kept, made again by all segments, the most that one microbatch takes, and needs of the first.
+
+    A segment needs all that its operators read from outside, saved by one of them or not. What comes from another stage
+    is there anyway (``_ends``).
+    """
     runtime, workload = view.costs.problem.runtime, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept: dict[str, float] = {}
@@ -149,6 +153,11 @@ def _activations(view: StageView) -> tuple[float, float, float, float]:
                 kept[name] = size
             else:
                 inside[name] = size
+        if segment is not None:
+            for name, read in zip(op.inputs, cost.input_bytes, strict=True):
+                producer = workload.producer.get(name)
+                if producer in view.shardings and segment_of.get(producer) != segment and name not in kept:
+                    kept[name] = min(_made_bytes(view, name), read)
         working = max(working, working_bytes(op, cost, view.costs.problem))
         following = view.operators[place + 1] if place + 1 < len(view.operators) else None
         if following is None or segment_of.get(following) != segment:
@@ -174,21 +183,26 @@ def _source(view: StageView, name: str) -> tuple[Sharding, float, bool] | None:
     if producer in view.shardings:
         number, sharding = workload.operators[producer].outputs.index(name), view.shardings[producer]
         placements = [split.outputs[number] for split in costs.splits(producer, sharding)]
-        return sharding, view.cost(producer).output_bytes[number], made_in_shards(sharding, placements)
+        return sharding, _made_bytes(view, name), made_in_shards(sharding, placements)
     if name not in view.entering:
         return None
     arrival = view.arrivals[name]
     return arrival.sharding, arrival.arriving_bytes(view.cost(arrival.reader[0])), True
 
 
+def _made_bytes(view: StageView, name: str) -> float:
+    """Return the bytes of a tensor as an operator of the stage makes it."""
+    workload = view.costs.problem.workload
+    producer = workload.producer[name]
+    return view.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
+
+
 def _ends(view: StageView, kept: Container[str]) -> Iterator[float]:
     """Yield the bytes of what a stage received, and of what it sent if that is held, unless kept anyway."""
-    workload = view.costs.problem.workload
     if view.costs.problem.runtime.keeps_stage_outputs:
         for name in view.leaving:
             if name not in kept:
-                producer = workload.producer[name]
-                yield view.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
+                yield _made_bytes(view, name)
     for name, arrival in view.arrivals.items():
         if name not in kept:
             yield arrival.arriving_bytes(view.cost(arrival.reader[0]))

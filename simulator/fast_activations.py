@@ -118,6 +118,8 @@ def hold_activations(
     piece_run = np.empty(most_pieces, np.int64)
     piece_segment = np.empty(most_pieces, np.int64)  # First operator of the segment; -1 for none.
     crosses_in_shards = np.zeros(len(shape.producers), np.int64)
+    # What a segment reads and nobody saves up to there: the stage where that is so, and bytes.
+    read_in, read_unsaved = np.full(len(shape.producers), -1), np.empty(len(shape.producers))
     saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
     in_shards = tables.in_shards
     run_stops = plans.run_stops
@@ -213,6 +215,8 @@ def hold_activations(
                             )  # fmt: skip
                             break
                         earlier -= 1
+                    if counted == 0.0 and value > 0.0 and not inner and number >= 0 and read_in[number] == stage:
+                        counted = read_unsaved[number]
                     if not in_segment or inner:
                         own += value - counted - summed_here
                     else:
@@ -225,6 +229,29 @@ def hold_activations(
                 following = plans.segment_firsts[segment] if segment < last_segment else stop
                 if in_segment:
                     following = plans.segment_stops[segment]
+                if in_segment and ends == following:
+                    # What enters the segment and none of its operators saves, nor one before.
+                    unsaved, past = savings.unsaved_offsets[segment_first], savings.unsaved_offsets[segment_first + 1]
+                    for place in range(unsaved, past):
+                        tensor, reading = savings.unsaved[place], savings.unsaved_readings[place]
+                        reader, maker = shape.readers[reading], shape.producers[tensor]
+                        if reader >= ends or maker < first or read_in[tensor] == stage:
+                            continue
+                        number, is_kept, piece = savings.numbers[tensor], False, 0
+                        if number >= 0:
+                            for saving in range(savings.offsets[number], savings.offsets[number + 1]):
+                                saver = savings.operators[saving]
+                                while piece + 1 < num_pieces and piece_first[piece + 1] <= saver:
+                                    piece += 1
+                                outside = piece_segment[piece] < 0 or maker < piece_segment[piece]
+                                stays = saved_bytes[run_tables[piece_run[piece]], saving, OWN] > 0.0
+                                is_kept = is_kept or (saver < ends and outside and stays)
+                        if not is_kept:
+                            made_by = _table_at(plans, run_tables, begin, run, maker)
+                            read_by = _table_at(plans, run_tables, begin, run, reader)
+                            read_in[tensor] = stage
+                            read_unsaved[tensor] = min(made_bytes[made_by, tensor], tables.read_bytes[read_by, reading])
+                            kept += read_unsaved[tensor]
                 if ends in (stop, following):
                     most = max(most, kept + inside + working)
                     if in_segment and segment == plans.segment_offsets[stage]:
@@ -245,7 +272,7 @@ def hold_activations(
                 crosses_in_shards[tensor] = tables.in_shards[made_by, tensor]
                 if not keeps_outputs:
                     continue
-                is_kept = False
+                is_kept = read_in[tensor] == stage
                 if number >= 0:
                     for saving in range(savings.offsets[number], savings.offsets[number + 1]):
                         if first <= savings.operators[saving] < stop:

@@ -111,8 +111,9 @@ class Holdings:
         cost = self.costs.operator(index, sharding, view.samples(index), view.gpu_type)
         saved = saved_by(self.costs, index, sharding, view.samples(index), view.gpu_type)
         names = saved_names(self.costs, index, view.gpu_type)
-        assert all("/" in name or name in names for name in saved), "all that a strategy saves has a place"
         op = problem.workload.operators[index]
+        assert all("/" in name or name in names for name in saved), "all that a strategy saves has a place"
+        assert all(name in saved for name in names if name in op.inputs), "all strategies save these inputs, or none"
         private = sum(size for name, size in saved.items() if "/" in name)
         has_parameters = bool(problem.workload.parameters(index))
         gathered, unsharded = zero_elements(sharding, cost)

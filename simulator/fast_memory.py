@@ -34,6 +34,8 @@ class Savings(NamedTuple):
         tensors: Per tensor, its number among those that somebody reads; -1 if nobody does.
         numbers: The way back: per tensor that somebody reads, its number here; -1 if nobody saves it.
         entering_offsets, entering: Per cut, tensors made before it (or given) and saved behind it.
+        unsaved_offsets, unsaved, unsaved_readings: Per cut, tensors made before it whose first reader behind it does
+            not save them, by their number among those that somebody reads; and the number of that reading.
         tied: int64[O]. Operators of tied parameters, ascending.
     """
 
@@ -44,6 +46,9 @@ class Savings(NamedTuple):
     numbers: Ints
     entering_offsets: Ints
     entering: Ints
+    unsaved_offsets: Ints
+    unsaved: Ints
+    unsaved_readings: Ints
     tied: Ints
 
 

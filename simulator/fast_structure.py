@@ -84,6 +84,15 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         start = found_savers[0][0] if made is None else made
         for cut in range(start + 1, found_savers[-1][0] + 1):
             entering[cut].append(number)
+    unsaved: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
+    reading = 0
+    for tensor, (name, producer, found_readers) in enumerate(zip(names, producers, readers, strict=True)):
+        saved_at = {index for index, _ in savers.get(name, ())}
+        for before, reader in zip([producer, *found_readers], found_readers, strict=False):
+            if reader not in saved_at:
+                for cut in range(before + 1, reader + 1):
+                    unsaved[cut].append((tensor, reading))
+            reading += 1
 
     sizes: dict[str, float] = {}
     for name, producer in zip(names, producers, strict=True):
@@ -138,6 +147,8 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array([number_in.get(name, -1) for name in savers], dtype=np.int64),
         np.array([place_of.get(name, -1) for name in names], dtype=np.int64),
         *_rows(entering),
+        *_rows([[tensor for tensor, _ in found] for found in unsaved]),
+        np.array([place for found in unsaved for _, place in found], dtype=np.int64),
         tied_operators,
     )
     return arrays, saved, Names(names, tuple(all_savers), tuple(tied), tuple(examples))
