@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator import fast_arrays, fast_memory
-from simulator.compiled_cache import compiled_with, inlined
+from simulator.compiled_cache import inlined
 from simulator.fast_arrays import DONE, NEVER, Floats, Ints, PlanColumns, Structure
 from simulator.fast_memory import (
     AGAIN,
@@ -88,7 +87,7 @@ def _value(
     return float(value)
 
 
-@compiled_with(fast_arrays, fast_memory)
+@inlined
 def hold_activations(
     shape: Structure,
     savings: Savings,
@@ -233,7 +232,7 @@ def hold_activations(
                     # What enters the segment and none of its operators saves, nor one before.
                     unsaved, past = savings.unsaved_offsets[segment_first], savings.unsaved_offsets[segment_first + 1]
                     for place in range(unsaved, past):
-                        tensor, reading = savings.unsaved[place], savings.unsaved_readings[place]
+                        tensor, reading = savings.unsaved[place, 0], savings.unsaved[place, 1]
                         reader, maker = shape.readers[reading], shape.producers[tensor]
                         if reader >= ends or maker < first or read_in[tensor] == stage:
                             continue

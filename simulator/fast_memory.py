@@ -34,9 +34,8 @@ class Savings(NamedTuple):
         tensors: Per tensor, its number among those that somebody reads; -1 if nobody does.
         numbers: The way back: per tensor that somebody reads, its number here; -1 if nobody saves it.
         entering_offsets, entering: Per cut, tensors made before it (or given) and saved behind it.
-        unsaved_offsets, unsaved, unsaved_readings: Per cut, tensors made before it whose first reader behind it does
-            not save them, by their number among those that somebody reads; and the number of that reading.
-        tied: int64[O]. Operators of tied parameters, ascending.
+        unsaved_offsets, unsaved: Per cut, tensors made before it whose first reader behind it does not save them, by
+            their number among those that somebody reads, and the number of that reading: int64[., 2].
     """
 
     offsets: Ints
@@ -48,8 +47,6 @@ class Savings(NamedTuple):
     entering: Ints
     unsaved_offsets: Ints
     unsaved: Ints
-    unsaved_readings: Ints
-    tied: Ints
 
 
 class MemoryTables(NamedTuple):

@@ -61,7 +61,7 @@ def estimate_peaks(
     hold_activations(
         shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, held
     )  # fmt: skip
-    hold_states(shape, savings, tables, plans, chosen, states, run_tables, prefetches, held)
+    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, held)
     most_stages = 0
     for plan in chosen:
         most_stages = max(most_stages, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator import fast_arrays, fast_memory
-from simulator.compiled_cache import compiled_with, inlined
+from simulator.compiled_cache import inlined
 from simulator.fast_arrays import DONE, Floats, Ints, PlanColumns, Structure
 from simulator.fast_memory import (
     ANEW,
@@ -24,7 +23,6 @@ from simulator.fast_memory import (
     UNSHARDED,
     UNSHARDED_BYTES,
     MemoryTables,
-    Savings,
     longest,
 )
 
@@ -70,10 +68,9 @@ def _add_zero(
             before = size
 
 
-@compiled_with(fast_arrays, fast_memory)
+@inlined
 def hold_states(
     shape: Structure,
-    savings: Savings,
     tables: MemoryTables,
     plans: PlanColumns,
     chosen: Ints,
@@ -85,10 +82,10 @@ def hold_states(
     """Fill the columns of states for the stages of the chosen plans whose state is DONE, and add to LAST_BYTES.
 
     Args:
-        shape, savings, tables, plans, chosen, states, run_tables, prefetches: See ``fast_peaks.estimate_peaks``.
+        shape, tables, plans, chosen, states, run_tables, prefetches: See ``fast_peaks.estimate_peaks``.
         held: float64[S, HELD]. Result.
     """
-    num_tied = len(savings.tied)
+    num_tied = len(shape.tied)
     tied_bytes, all_sums = tables.tied_bytes, tables.sums
     whole = np.zeros((2, 4))  # By what is gathered and what is scattered; see ``_add_zero``.
     for plan in chosen:
@@ -118,7 +115,7 @@ def hold_states(
                     refreshed_most = max(refreshed_most, longest(tables.maxima, table, LARGEST, start, upto))
                 start = upto
             for place in range(num_tied):
-                index = savings.tied[place]
+                index = shape.tied[place]
                 if first <= index < stop:
                     run = begin
                     while plans.run_stops[run] <= index:
@@ -127,7 +124,7 @@ def hold_states(
                     seen, stays = False, False
                     other = begin
                     for before_place in range(place):
-                        user = savings.tied[before_place]
+                        user = shape.tied[before_place]
                         if user >= first:
                             while plans.run_stops[other] <= user:
                                 other += 1

@@ -147,9 +147,8 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array([number_in.get(name, -1) for name in savers], dtype=np.int64),
         np.array([place_of.get(name, -1) for name in names], dtype=np.int64),
         *_rows(entering),
-        *_rows([[tensor for tensor, _ in found] for found in unsaved]),
-        np.array([place for found in unsaved for _, place in found], dtype=np.int64),
-        tied_operators,
+        _rows([[reading for _, reading in found] for found in unsaved])[0],
+        np.array([both for found in unsaved for both in found], dtype=np.int64).reshape(-1, 2),
     )
     return arrays, saved, Names(names, tuple(all_savers), tuple(tied), tuple(examples))
 
