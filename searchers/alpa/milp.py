@@ -58,6 +58,9 @@ def solve_milp(
         attribute, most = limit
         weights = np.zeros(total)
         weights[: node_start[-1]] = np.concatenate([table[attribute] for table in graph.attributes])
+        for first, (edge, cost) in zip(edge_start, graph.edges.items(), strict=False):
+            if edge in graph.pairs:
+                weights[first : first + cost.size] = graph.pairs[edge][attribute].ravel()
         constraints.append(LinearConstraint(weights[np.newaxis], -np.inf, most))
     allowed = np.isfinite(objective)
     integrality = np.zeros(total, dtype=np.int64)

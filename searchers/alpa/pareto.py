@@ -79,7 +79,8 @@ def front(graph: StrategyGraph, attribute: int) -> list[Point]:
 
 def _at_price(graph: StrategyGraph, attribute: int, price: float) -> Point:
     costs = [cost + price * table[attribute] for cost, table in zip(graph.costs, graph.attributes, strict=True)]
-    _, assignment = solve(StrategyGraph(costs, graph.edges, graph.attributes))
+    priced = {edge: graph.edges[edge] + price * table[attribute] for edge, table in graph.pairs.items()}
+    _, assignment = solve(StrategyGraph(costs, {**graph.edges, **priced}))
     return Point(graph.objective(assignment), graph.total(attribute, assignment), assignment)
 
 

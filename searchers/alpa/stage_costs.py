@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -172,7 +173,7 @@ class StageSolver:
                 _, chosen = solve_milp(graph)
             else:
                 assert room is not None, "the pareto solver needs to know the room"
-                point, _ = solve_within(self._with_memory(graph, room), 0, room.limit_bytes)
+                point, _ = solve_within(self._with_memory(graph, room, start), 0, room.limit_bytes)
                 chosen = point.assignment
         return [self.problem.strategies(start + number)[choice] for number, choice in enumerate(chosen)]
 
@@ -184,15 +185,34 @@ class StageSolver:
             if self._last_reader[index] >= stop
         }
 
-    def _with_memory(self, graph: StrategyGraph, room: Room) -> StrategyGraph:
-        """Return the graph with one attribute: bytes of the stage with its microbatches in flight."""
+    def _with_memory(self, graph: StrategyGraph, room: Room, start: int) -> StrategyGraph:
+        """Return the graph with one attribute: bytes of the stage with its microbatches in flight.
+
+        A shared weight is there once where its user has the layout of the user before.
+        """
         kept = "output_bytes" if self.problem.options.recompute else "saved_bytes"
         rows = [ATTRIBUTES.index(name) for name in ("elements", "sharded_elements", kept)]
         states = self.problem.state_bytes_per_element(sharded=room.sharded)
         weights = np.array([*states, float(room.microbatches_in_flight)])
-        return StrategyGraph(
-            graph.costs, graph.edges, [(weights @ table[rows])[np.newaxis] for table in graph.attributes]
-        )
+        pairs: dict[tuple[int, int], Array] = {}
+        users = [index for index in self._sharing if start <= index < start + len(graph.costs)]
+        for before, index in pairwise(users):
+            first, then = (
+                [dict(self._shared_bytes(user, each, states)) for each in self.problem.strategies(user)]
+                for user in (before, index)
+            )
+            twice = [[-sum(size for layout, size in b.items() if layout in a) for b in then] for a in first]
+            pairs[before - start, index - start] = np.array([twice])
+        edges = {edge: np.zeros(table.shape[1:]) for edge, table in pairs.items()} | dict(graph.edges)
+        attributes = [(weights @ table[rows])[np.newaxis] for table in graph.attributes]
+        return StrategyGraph(graph.costs, edges, attributes, pairs)
+
+    def _shared_bytes(
+        self, index: int, sharding: Sharding, states: tuple[float, float]
+    ) -> Iterator[tuple[Hashable, float]]:
+        """Yield tie and layout of an operator's shared weights, and the bytes of their states."""
+        for layout, elements, divided in self.problem.tied_layouts(index, sharding):
+            yield layout, elements * states[0] + divided * states[1]
 
     def _walk(self, first: int, last: int, found: dict[str, NDArray[np.float64]]) -> None:
         for layer, step in zip(range(first, last + 1), self._steps(first), strict=False):

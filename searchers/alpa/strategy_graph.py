@@ -24,16 +24,19 @@ class StrategyGraph:
         costs: Per node float64[num_strategies]; infinite where a strategy is forbidden.
         edges: ``(u, v)`` with u < v to float64[strategies of u, strategies of v].
         attributes: Per node float64[num_attributes, num_strategies]: what else a choice brings (bytes).
+        pairs: By edge float64[num_attributes, strategies of u, strategies of v]: what two choices bring together.
     """
 
     costs: Sequence[Array]
     edges: Mapping[tuple[int, int], Array]
     attributes: Sequence[Array] = field(default=())
+    pairs: Mapping[tuple[int, int], Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for (u, v), table in self.edges.items():
             assert u < v, "edges go from the earlier node to the later"
             assert table.shape == (len(self.costs[u]), len(self.costs[v])), "an edge has a row per strategy"
+        assert self.edges.keys() >= self.pairs.keys(), "what pairs bring is of edges"
 
     def objective(self, assignment: Sequence[int]) -> float:
         """Return the cost of an assignment."""
@@ -42,9 +45,11 @@ class StrategyGraph:
 
     def total(self, attribute: int, assignment: Sequence[int]) -> float:
         """Return the sum of one attribute over an assignment."""
-        return sum(
+        nodes = sum(
             float(table[attribute, chosen]) for table, chosen in zip(self.attributes, assignment, strict=True)
         )
+        pairs = self.pairs.items()
+        return nodes + sum(float(table[attribute, assignment[u], assignment[v]]) for (u, v), table in pairs)
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ def graph_factors(graph: StrategyGraph) -> list[Factor]:
         attributes = graph.attributes[node] if graph.attributes else np.zeros((0, len(cost)))
         factors.append(Factor((node,), np.asarray(cost, dtype=float), attributes))
     for (u, v), table in graph.edges.items():
-        factors.append(Factor((u, v), np.asarray(table, dtype=float), np.zeros((count, *table.shape))))
+        both = graph.pairs.get((u, v), np.zeros((count, *table.shape)))
+        factors.append(Factor((u, v), np.asarray(table, dtype=float), both))
     return factors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,25 @@ def test_the_milp_keeps_a_limit_and_says_when_none_is_possible() -> None:
     assert solve_milp(graph, limit=(0, limit))[0] == pytest.approx(best, rel=1e-6)
     with pytest.raises(ValueError, match="no assignment"):
         solve_milp(graph, limit=(0, totals[0] - 0.1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(3, 6))
+def test_what_two_choices_bring_together_counts_towards_the_limit(seed: int, num_nodes: int) -> None:
+    graph = random_graph(seed, num_nodes, "skip")
+    random = np.random.default_rng(seed + 1)
+    ends = 0, num_nodes - 1
+    table = random.uniform(-1, 0, (1, len(graph.costs[0]), len(graph.costs[-1])))
+    graph = replace(graph, edges={ends: np.zeros(table.shape[1:])} | dict(graph.edges), pairs={ends: table})
+    choices = itertools.product(*(range(len(cost)) for cost in graph.costs))
+    every = [choice for choice in choices if np.isfinite(graph.objective(choice))]
+    totals = sorted(graph.total(0, choice) for choice in every)
+    limit = totals[len(totals) // 3] + 1e-9
+    best = min(graph.objective(choice) for choice in every if graph.total(0, choice) <= limit)
+    assert solve_milp(graph, limit=(0, limit))[0] == pytest.approx(best, rel=1e-6)
+    point, bound = solve_within(graph, 0, limit)
+    assert graph.total(0, point.assignment) == pytest.approx(point.attribute) and point.attribute <= limit
+    assert bound <= best * (1 + 1e-9) and best <= point.objective * (1 + 1e-9)
 
 
 def test_forbidden_everywhere_is_an_error() -> None:

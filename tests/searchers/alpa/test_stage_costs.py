@@ -10,6 +10,7 @@ from searchers.alpa.inter_op import Pipeline, StageChoice
 from searchers.alpa.intra_op import IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.oracle import CostModelOracle, StageCost
+from searchers.alpa.stage_costs import Room
 from searchers.alpa.stage_table import to_plan
 from searchers.base import cost_tables
 from simulator.problem import Problem, ProblemSpec
@@ -109,3 +110,19 @@ def test_a_shared_weight_is_there_once_and_the_optimizer_works_beside_it(sharded
     assert found.step_bytes == parameters * (4 / 2 if sharded else 4)
     assert found.peak_bytes(1) == pytest.approx(simulated.peak_allocated_bytes, rel=0.12)
     assert found.peak_bytes(1) >= simulated.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_solver_that_keeps_to_the_memory_counts_a_shared_weight_once(sharded: bool) -> None:
+    """Room for exactly what the best plan takes: with the embedding counted as the head too, 0.8 GiB more."""
+    problem = ProblemSpec("gpt3-350m", "a100-40g-dgx:1x2", "megatron-lm-2021", 2).load()
+    mesh = LogicalMesh(Submesh(1, 2), 2, 1, batch_forced=True)
+    oracle = CostModelOracle(cost_tables(problem), problem.workload.layers, 2, 1, IntraOpOptions(recompute=False))
+    oracle = oracle.sharding_states() if sharded else oracle
+    last = len(problem.workload.layers) - 1
+    found = oracle.answer(mesh, 0, last)
+    room = Room(found.state_bytes + found.kept_bytes, 1)
+    free = oracle.shardings(mesh, 0, last)
+    assert oracle.shardings(mesh, 0, last, "pareto", room) == free
+    with pytest.raises(ValueError, match="no assignment keeps the limit"):
+        oracle.shardings(mesh, 0, last, "pareto", room._replace(limit_bytes=room.limit_bytes - 1))
