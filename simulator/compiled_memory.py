@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from simulator.compiled_cache import compiled
 from simulator.compiled_stages import ModelShape
-from simulator.costs import CostTables, OperatorCost, saved_tensors
+from simulator.costs import CostTables, saved_tensors
 from simulator.lowering.mesh import parameter_layout
+from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, resolve
 
 Floats = NDArray[np.float64]

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hardware_models.crowding import CrowdedGroup, unlike_groups
-from hardware_models.profile import Split as SplitWord
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.forms import operator_forms
 from simulator.lowering.mesh import (
-    REDUCTIONS,
     MeshCollective,
     MeshSizes,
     batch_degree,
     groups,
     mesh_sizes,
 )
+from simulator.operator_cost import OperatorCost
 from simulator.operator_table import OperatorTable, operator_table
 from simulator.plan import Sharding
 from simulator.problem import Problem
+from simulator.profiled_costs import with_profile
 from simulator.saved import saved_tensors as saved_tensors
 from simulator.segments import EMPTY, Segment
 from simulator.uniform import repeated_layers
@@ -40,76 +39,13 @@ from workloads.kinds.base import (
     FORWARD,
     Kind,
     Local,
-    Parameter,
     Shape,
     Split,
 )
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
-from workloads.operators import Operator
 
-
-@dataclass(frozen=True)
-class OperatorCost:
-    """One operator on one rank for one microbatch.
-
-    Attributes:
-        forward, backward_input, backward_weight: Work of each phase.
-        input_bytes, output_bytes: Local bytes of each input and output.
-        saved: ``(reference, bytes)`` of what forward keeps; references name ``input:i``/``output:i``.
-        parameters: ``(parameter, local elements)``.
-        gradient_elements: Local elements of weight gradients that are tensors of their own before they are added.
-        workspace_forward_bytes, workspace_backward_bytes: Live only during the forward pass, and while input
-            gradients are made.
-        workspace_weight_bytes: Live only while weight gradients are made.
-        matmul_flop: FLOPs of matmuls, forward only.
-        internal: Collectives inside the operator, per phase.
-        includes_collectives: The durations were measured with the operator's own collectives in them.
-    """
-
-    forward: Segment
-    backward_input: Segment
-    backward_weight: Segment
-    input_bytes: tuple[float, ...]
-    output_bytes: tuple[float, ...]
-    saved: tuple[tuple[str, float], ...]
-    parameters: tuple[tuple[Parameter, int], ...]
-    gradient_elements: int
-    workspace_forward_bytes: float
-    workspace_backward_bytes: float
-    workspace_weight_bytes: float
-    matmul_flop: float
-    internal: tuple[tuple[str, MeshCollective], ...]
-    includes_collectives: bool
-
-    @property
-    def backward(self) -> Segment:
-        """Both gradients."""
-        return self.backward_input.then(self.backward_weight)
-
-    def backward_temporary_bytes(self, bytes_per_element: int, *, inputs: bool, weights: bool) -> float:
-        """Return what lives only while gradients are made, beside input gradients.
-
-        Weight gradients come last; they are new tensors before they are added to those of earlier microbatches.
-
-        Args:
-            bytes_per_element: Of weight gradients as they are made.
-            inputs, weights: Which gradients are made.
-        """
-        made = self.workspace_weight_bytes + self.gradient_elements * bytes_per_element
-        return max(self.workspace_backward_bytes if inputs else 0.0, made if weights and self.parameters else 0.0)
-
-    def contains(self, item: MeshCollective) -> bool:
-        """Return whether the durations contain a collective that the operator owns.
-
-        Those measured with the operator's own collectives do, but for what lays samples out for another mesh.
-        """
-        return self.includes_collectives and (item.collective in REDUCTIONS or not item.moves_batch)
-
-    @property
-    def num_parameter_elements(self) -> int:
-        """Local parameter elements."""
-        return sum(count for _, count in self.parameters)
+_PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 class CostTables:
@@ -241,7 +177,7 @@ class CostTables:
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
         )
-        return self._with_profile(cost, index, sharding, samples, gpu_type)
+        return with_profile(cost, self.problem, index, sharding, samples, gpu_type)
 
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
         stated = kind.stated_time_s(phase, local)
@@ -346,33 +282,6 @@ class CostTables:
                     num_bytes = float(prod(item.shape)) * dtype_bytes(item.dtype, local.implementation)
                     yield phase, MeshCollective(item.collective, mesh_sizes(sharding), (position,), num_bytes)
 
-    def _with_profile(
-        self, cost: OperatorCost, index: int, sharding: Sharding, samples: int, gpu_type: str
-    ) -> OperatorCost:
-        profile = self.problem.hardware.operator_profile
-        dtype = self.problem.runtime.implementation.dtype
-        if profile is None or profile.gpu_type != gpu_type or profile.dtype != dtype:
-            return cost
-        op = self.problem.workload.operators[index]
-        measured_as = profiled_as(op, sharding)
-        if measured_as is None:
-            return cost
-        found = profile.lookup(op.role, samples, *measured_as)
-        if found is None:
-            return cost
-        modelled = cost.backward.device_s
-        share = cost.backward_weight.device_s / modelled if modelled > 0 else 0.0
-        measured = partial(_measured, source=found.source, kernels_only=profile.kernels_only)
-        return OperatorCost(
-            **{
-                **{name: getattr(cost, name) for name in OperatorCost.__dataclass_fields__},
-                "forward": measured(cost.forward, found.row.forward_s),
-                "backward_input": measured(cost.backward_input, found.row.backward_s * (1 - share)),
-                "backward_weight": measured(cost.backward_weight, found.row.backward_s * share),
-                "includes_collectives": found.row.includes_collectives,
-            }
-        )
-
     def table(self, sharding: Sharding, samples: int, gpu_type: str) -> OperatorTable:
         """Return all operators under one sharding (split words allowed) as arrays.
 
@@ -385,29 +294,3 @@ class CostTables:
         if key not in self._tables:
             self._tables[key] = operator_table(self, *key)
         return self._tables[key]
-
-
-_PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-
-
-def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | None:
-    """Return tensor-parallel ranks and split of the profile row that an operator under a canonical sharding has.
-
-    Returns:
-        None where no row describes it: split along two axes, or along one that profiles have no word for.
-    """
-    tensor_axes = [axis for axis in sharding if axis.split != "batch"]
-    if not tensor_axes:
-        return 1, "default"
-    (axis, *others), own = tensor_axes, op.tensor_split
-    split = "row" if axis.split == "row_sequence" else axis.split
-    if others or split not in (own, op.alternative_split):
-        return None
-    return axis.size, "default" if split == own else "alternative"
-
-
-def _measured(modelled: Segment, seconds: float, source: str, kernels_only: bool) -> Segment:
-    """Return a segment with a measured duration; launch time is kept, at most the duration where that contains it."""
-    host_s = modelled.host_s if kernels_only else min(modelled.host_s, seconds)
-    recorded = (seconds, 0.0, 0.0) if source == "measured" else (0.0, seconds, 0.0)
-    return Segment(seconds, host_s, seconds, 0.0, recorded)

@@ -15,13 +15,13 @@ from math import prod
 
 import numpy as np
 
-from simulator.costs import OperatorCost
 from simulator.interleaved_memory import interleaved_peak_bytes
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, parameter_groups, units_gathered_for
 from simulator.model_states import reduces_in_backward, static_bytes
+from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan, Sharding, batch_replicas
 from simulator.problem import Problem
 from simulator.saved import saved_tensors

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.allocator import AllocatorResult, replay, replay_compiled
-from simulator.costs import CostTables, OperatorCost
+from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, pipeline_shape
 from simulator.lowering.placement import StagePlacement
@@ -20,6 +20,7 @@ from simulator.memory_program import StageMemory
 from simulator.memory_stream import EventStream, PassEvents, StagePasses
 from simulator.memory_usage import DeviceMemory
 from simulator.model_states import StaticBytes, reduces_in_backward, static_bytes
+from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan
 from simulator.schedules.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from simulator.schedules.registry import schedule_named

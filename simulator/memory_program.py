@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from simulator.costs import OperatorCost, saved_tensors
+from simulator.costs import saved_tensors
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import parameter_groups, units_gathered_for
@@ -30,6 +30,7 @@ from simulator.memory_events import (
     Events,
     Pass,
 )
+from simulator.operator_cost import OperatorCost
 from workloads.operators import Operator
 
 

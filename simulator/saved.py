@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from simulator.operator_cost import OperatorCost
 from workloads.operators import Workload
-
-if TYPE_CHECKING:
-    from simulator.costs import OperatorCost
 
 
 def saved_tensors(workload: Workload, index: int, cost: OperatorCost) -> list[tuple[str, float]]:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile, ProfileRow
-from simulator.costs import CostTables, profiled_as
+from simulator.costs import CostTables
 from simulator.lowering.mesh import batch_degree
 from simulator.plan import Plan, resolve
 from simulator.problem import Problem
+from simulator.profiled_costs import profiled_as
 from simulator.segments import Segment
 from simulator.uniform import repeated_layers
 

@@ -18,10 +18,11 @@ import numpy as np
 from hardware_models.links import GATHERS
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
-from simulator.costs import CostTables, OperatorCost, saved_tensors
+from simulator.costs import CostTables, saved_tensors
 from simulator.lowering.crossing import is_sequence_parallel
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, parameter_layout
+from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, Sharding, resolve
 from simulator.segments import Segment
 from workloads.kinds.base import FORWARD

@@ -14,14 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from simulator.lowering.mesh import MeshSizes, mesh_sizes
+from simulator.operator_cost import OperatorCost
 from simulator.plan import Sharding
 from workloads.placements import REPLICATE, Placement, Shard
-
-if TYPE_CHECKING:
-    from simulator.costs import OperatorCost
 
 SEQUENCE = Shard(1)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import COPIES, copy_segment
 from simulator.lowering.mesh import batch_coordinate, batch_degree
 from simulator.lowering.program import Item, Program, StageView
+from simulator.operator_cost import OperatorCost
 from simulator.segments import EMPTY, Segment
 
 

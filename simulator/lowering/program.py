@@ -13,13 +13,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from simulator.costs import OperatorCost
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import GATHERED_COPY, GRADIENT_COPY
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, MeshSizes, mesh_sizes, reshard, settled
 from simulator.lowering.recompute import recomputed_operators, whole_layers
 from simulator.lowering.synchronisation import GradientBucket, gather_calls, gather_collectives, gradient_buckets
 from simulator.lowering.view import StageView as StageView
+from simulator.operator_cost import OperatorCost
 from simulator.segments import Segment
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import PARTIAL

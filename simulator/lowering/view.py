@@ -10,10 +10,11 @@ from math import prod
 from typing import Any
 
 from hardware_models.links import GATHERS
-from simulator.costs import CostTables, OperatorCost
+from simulator.costs import CostTables
 from simulator.lowering.crossing import Crossing, arriving, is_sequence_parallel, made_in_shards, passing
 from simulator.lowering.edges import gathers_alone, input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, settled
+from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan, Sharding, Stage
 from workloads.kinds.base import FORWARD
 
