@@ -37,8 +37,9 @@ from simulator.fidelity import Fidelity
 from simulator.host_time import lags_s, longer_s
 from simulator.interleaved_time import interleaved_s
 from simulator.lowering.epilogue import epilogue_collectives
+from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.lower import stage_views
-from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder, StageView
+from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.step import norm_s
 from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
 from simulator.pipeline_time import one_f_one_b_s

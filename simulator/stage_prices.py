@@ -11,8 +11,9 @@ from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from simulator.costs import CostTables
 from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import tied_groups
+from simulator.lowering.items import Item
 from simulator.lowering.mesh import MeshCollective
-from simulator.lowering.program import Item, StageView
+from simulator.lowering.program import StageView
 from simulator.lowering.step import adam_kernels, gradient_pass_s, passes_gradients, step_work
 from simulator.lowering.transfers import Transfer
 from simulator.segments import Segment

@@ -16,8 +16,9 @@ from typing import Any
 from hardware_models.profile_scaling import ProfileScaling
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
+from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
-from simulator.lowering.program import GRADIENTS, ProgramBuilder, StageView
+from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan
 from simulator.problem import Problem

@@ -15,9 +15,10 @@ from simulator.lowering.channels import ChannelTable
 from simulator.lowering.columns import TemplateColumns
 from simulator.lowering.epilogue import EpilogueBuilder, epilogue_collectives, tied_groups
 from simulator.lowering.flow import Flow, flow
+from simulator.lowering.items import GRADIENTS, Program
 from simulator.lowering.mesh import batch_coordinate, batch_degree
 from simulator.lowering.placement import StagePlacement
-from simulator.lowering.program import GRADIENTS, Program, ProgramBuilder, StageView
+from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.rows import TaskRows, Template
 from simulator.lowering.symmetry import Partition, partition
 from simulator.lowering.synchronisation import parameter_groups

@@ -9,8 +9,9 @@ from itertools import groupby
 
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import COPIES, copy_segment
+from simulator.lowering.items import Item, Program
 from simulator.lowering.mesh import batch_coordinate, batch_degree
-from simulator.lowering.program import Item, Program, StageView
+from simulator.lowering.program import StageView
 from simulator.operator_cost import OperatorCost
 from simulator.segments import EMPTY, Segment
 

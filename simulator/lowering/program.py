@@ -1,88 +1,25 @@
-"""What one stage does for one microbatch, as a list of items; devices and microbatches come later.
-
-Items are computation (a run of operator phases) and collectives. Most are *chained*: each waits for the
-one before. Gathers of sharded parameters and reductions of gradients are not: they have streams of their
-own and are tied to the chain by ``after`` alone. Nor are copies of reduced gradients out of their buckets, for which
-nothing waits that leaves the stage, nor collectives that a runtime lets travel beside the gradients
-of one operator; these keep to the stream of their chained likes.
-"""
+"""The passes of one stage for one microbatch, as lists of items; devices and microbatches come later."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
-from simulator.fidelity import Fidelity
-from simulator.lowering.copies import GATHERED_COPY, GRADIENT_COPY
-from simulator.lowering.mesh import REDUCTIONS, MeshCollective, MeshSizes, mesh_sizes, reshard, settled
-from simulator.lowering.recompute import recomputed_operators, whole_layers
-from simulator.lowering.synchronisation import GradientBucket, gather_calls, gather_collectives, gradient_buckets
+from simulator.lowering.copies import GRADIENT_COPY
+from simulator.lowering.items import GRADIENTS, Item
+from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
+from simulator.lowering.parameter_gathers import ParameterGathers
+from simulator.lowering.recompute import recomputed_operators
+from simulator.lowering.synchronisation import GradientBucket, gradient_buckets
 from simulator.lowering.view import StageView as StageView
 from simulator.operator_cost import OperatorCost
-from simulator.segments import Segment
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import PARTIAL
 
-Part = tuple[int, str]
-"""An operator index and a phase."""
-
-GRADIENTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-
 
 @dataclass
-class Item:
-    """One task of a stage's program.
-
-    Attributes:
-        cause: What its time is spent on.
-        parts: Operator phases computed (or copies), in order; empty for collectives.
-        collective: What is communicated; None for computation.
-        role: Stream of a collective: ``tensor``, ``gather`` or ``reduce``.
-        chained: The next chained item waits for it.
-        after: Positions of further items that must have ended.
-        operator: First operator concerned, for names.
-        num_calls: Of a collective: its latency and what it costs the host count so often.
-        num_entries: Of a collective: tensors, each of one rank, that the host lists for each call.
-        waits: No work; the host goes on when all before it has ended.
-        owner: Of a collective: the operator whose duration contains it on some device types; -1 if it is on none.
-    """
-
-    cause: str
-    parts: tuple[Part, ...] = ()
-    collective: MeshCollective | None = None
-    role: str = "tensor"
-    chained: bool = True
-    after: tuple[int, ...] = ()
-    operator: int = -1
-    num_calls: int = 1
-    num_entries: int = 0
-    waits: bool = False
-    owner: int = -1
-
-
-@dataclass(frozen=True)
-class Program:
-    """What one stage does for one microbatch, and every other stage of its form.
-
-    Attributes:
-        items: In order.
-        first: First operator of the stage that the items name operators of.
-        segments: Work of the items, by what it depends on (``StagePlacement.segments``).
-    """
-
-    items: list[Item]
-    first: int
-    segments: dict[Hashable, list[Segment]] = field(default_factory=dict)
-
-
-@dataclass
-class ProgramBuilder:
+class ProgramBuilder(ParameterGathers):
     """Builds the item lists of one stage."""
-
-    view: StageView
-    fidelity: Fidelity
-    items: list[Item] = field(default_factory=list)
 
     def forward(self, *, gather: bool, received: Sequence[MeshCollective] = ()) -> list[Item]:
         """Return the forward pass of one microbatch.
@@ -221,13 +158,6 @@ class ProgramBuilder:
         ]
         return [(item, place) for item, place in found if item.collective in REDUCTIONS and not item.moves_batch]
 
-    def _beside(self, item: MeshCollective, index: int) -> int:
-        """Add a collective that starts after what is there and that nothing waits for yet; return its position."""
-        last = self._last_chained()
-        after = self._pending_after if last is None else (last, *self._pending_after)
-        self.items.append(Item(cause="tensor parallel", collective=item, chained=False, after=after, operator=index))
-        return len(self.items) - 1
-
     def _cost(self, index: int) -> OperatorCost:
         return self.view.cost(index)
 
@@ -268,132 +198,6 @@ class ProgramBuilder:
             sizes = mesh_sizes(view.shardings[producer])
             for item in reshard(sizes, have, sizes, settled(have), cost.output_bytes[number]):
                 self._collective(item, producer, producer)
-
-    def _compute(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
-        parts = tuple((index, phase) for phase in phases)
-        last = self.items[-1] if self.items else None
-        if (
-            self.fidelity.merge
-            and last is not None
-            and last.collective is None
-            and last.cause == cause
-            and not self._pending_after
-        ):
-            last.parts += parts
-            return
-        self.items.append(Item(cause=cause, parts=parts, after=self._take_pending(), operator=index))
-
-    def _collective(self, item: MeshCollective, index: int, owner: int = -1) -> None:
-        """Add a collective, unless the durations of its owner contain it."""
-        if owner >= 0 and self.view.contains(owner, item):
-            return
-        types = self.view.gpu_types
-        contained = owner >= 0 and len(types) > 1 and any(self.view.contains(owner, item, [each]) for each in types)
-        cause = "resharding" if item.moves_batch else "tensor parallel"
-        enabled = self.fidelity.resharding if item.moves_batch else self.fidelity.tensor_parallel
-        if enabled:
-            self.items.append(
-                Item(
-                    cause=cause,
-                    collective=item,
-                    after=self._take_pending(),
-                    operator=index,
-                    owner=owner if contained else -1,
-                )
-            )
-
-    # Gathers of sharded parameters: layer i+1 is gathered while layer i computes.
-
-    _pending_after: tuple[int, ...] = ()
-    _units: list[int] = field(default_factory=list)
-    _first_of: dict[int, int] = field(default_factory=dict)
-    _gather_items: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _gather_calls: dict[tuple[int, MeshSizes, tuple[int, ...]], int] = field(default_factory=dict)
-    _copied: set[int] = field(default_factory=set)
-    _pass_cause: str = "forward"
-    _layer_started: int | None = None
-    _previous_chain_end: int | None = None
-
-    def _take_pending(self) -> tuple[int, ...]:
-        pending, self._pending_after = self._pending_after, ()
-        return pending
-
-    def _gathers(self, order: list[int]) -> dict[int, list[MeshCollective]]:
-        self._units, self._gather_items, self._copied = [], {}, set()
-        self._layer_started = self._previous_chain_end = None
-        if not self.fidelity.parameter_gather:
-            return {}
-        found = gather_collectives(self.view)
-        self._gather_calls = gather_calls(self.view)
-        workload = self.view.costs.problem.workload
-        self._units = list(dict.fromkeys(workload.operators[index].layer for index in order))
-        self._first_of = {workload.operators[index].layer: index for index in sorted(order, reverse=True)}
-        return found
-
-    def _start_layer(self, index: int, gathers: dict[int, list[MeshCollective]]) -> None:
-        if not gathers:
-            return
-        layer = self.view.costs.problem.workload.operators[index].layer
-        if layer == self._layer_started:
-            return
-        position = self._units.index(layer)
-        before = self._last_chained()
-        prefetches = self.view.costs.problem.runtime.prefetches_gathers
-        self._emit_gather(layer, gathers, self._previous_chain_end if prefetches else before)
-        if "gather" in self.view.costs.problem.runtime.host_waits and self._gather_items[layer]:
-            after = self._gather_items[layer]
-            self.items.append(Item(cause="parameter gather", after=after, operator=index, waits=True))
-        if prefetches and position + 1 < len(self._units):
-            self._emit_gather(self._units[position + 1], gathers, before)
-        self._layer_started = layer
-        self._previous_chain_end = before
-        gathered = self._gather_items.get(layer, ())
-        root = self.view.costs.root_layers
-        together = [layer] if layer not in root else [each for each in self._gather_items if each in root]
-        self._pending_after += tuple(item for each in together for item in self._gather_items.get(each, ()))
-        if gathered and layer not in self._copied and self.view.costs.problem.runtime.copies_gathered:
-            self._copied.add(layer)
-            self._compute(self._pass_cause, index, (GATHERED_COPY,))
-
-    def _release(self, start: int, stop: int) -> None:
-        """Give back the gathered parameters of layers that lie whole in a segment which was just computed again."""
-        operators = self.view.costs.problem.workload.operators
-        for layer in whole_layers(operators, start, stop):
-            self._gather_items.pop(layer, None)
-            self._copied.discard(layer)
-        self._layer_started = None
-
-    def _emit_gather(self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None) -> None:
-        if layer in self._gather_items:
-            return
-        positions = []
-        for collective in gathers.get(layer, ()):
-            positions.append(len(self.items))
-            self.items.append(
-                Item(
-                    cause="parameter gather",
-                    collective=collective,
-                    role="gather",
-                    chained=False,
-                    after=() if after is None else (after,),
-                    operator=self._first_of[layer],
-                    num_calls=self._gather_calls.get((layer, collective.sizes, collective.axes), 1),
-                    num_entries=self._num_entries(collective),
-                )
-            )
-        self._gather_items[layer] = tuple(positions)
-
-    def _num_entries(self, collective: MeshCollective) -> int:
-        """Return how many tensors, each of one rank, the host lists for a call of ZeRO-3."""
-        if self.view.costs.problem.runtime.parameter_calls_above is None:
-            return 0
-        return prod(collective.sizes[axis] for axis in collective.axes)
-
-    def _last_chained(self) -> int | None:
-        for position in range(len(self.items) - 1, -1, -1):
-            if self.items[position].chained:
-                return position
-        return None
 
     # Reductions of gradients within the backward pass.
 

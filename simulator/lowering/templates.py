@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from simulator.fidelity import Fidelity
 from simulator.lowering.channels import ChannelTable
+from simulator.lowering.items import Item, Program
 from simulator.lowering.placement import StagePlacement
-from simulator.lowering.program import Item, Program
 from simulator.lowering.rows import Send, Template
 from simulator.lowering.symmetry import Channel
 from simulator.segments import Segment

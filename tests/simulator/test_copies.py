@@ -12,8 +12,9 @@ from simulator.engine_compiled import run_compiled
 from simulator.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import GRADIENT_COPY, gradient_copy
+from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import lower, stage_views
-from simulator.lowering.program import GRADIENTS, ProgramBuilder
+from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.synchronisation import gather_collectives, gradient_buckets, parameter_groups
 from simulator.lowering.view import StageView
 from simulator.plan import Plan

@@ -11,8 +11,9 @@ from simulator.estimate import estimate
 from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.crossing import arriving
+from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.lower import stage_views
-from simulator.lowering.program import GRADIENTS, Item, ProgramBuilder
+from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.transfers import boundary, crossing_tensors
 from simulator.lowering.view import StageView
 from simulator.plan import Axis, Plan, Sharding, Stage

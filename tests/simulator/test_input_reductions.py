@@ -13,8 +13,9 @@ from simulator.engine_compiled import run_compiled
 from simulator.engine_simpy import run_simpy
 from simulator.estimate import estimate
 from simulator.fidelity import Fidelity
+from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import lower, stage_views
-from simulator.lowering.program import GRADIENTS, REDUCTIONS, ProgramBuilder
+from simulator.lowering.program import REDUCTIONS, ProgramBuilder
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.stage_prices import collective_s

@@ -11,8 +11,9 @@ from hardware_models.model import HardwareModel
 from simulator.costs import CostTables
 from simulator.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
+from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import lower
-from simulator.lowering.program import GRADIENTS, ProgramBuilder
+from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.transfers import crossing_tensors
 from simulator.plan import Axis, Plan, Stage
 from simulator.simulate import simulate

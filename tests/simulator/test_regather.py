@@ -11,8 +11,9 @@ from simulator.costs import CostTables
 from simulator.estimate import estimate
 from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
+from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
-from simulator.lowering.program import GRADIENTS, ProgramBuilder
+from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.recompute import whole_layers
 from simulator.plan import Plan
 from simulator.problem import Problem

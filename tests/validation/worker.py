@@ -11,8 +11,9 @@ from math import prod
 
 from simulator.fidelity import Fidelity
 from simulator.lowering.epilogue import epilogue_collectives, tied_groups
+from simulator.lowering.items import GRADIENTS
 from simulator.lowering.mesh import MeshCollective
-from simulator.lowering.program import GRADIENTS, ProgramBuilder
+from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.synchronisation import parameter_groups
 from tests.validation.cases import CASES
 from validation.executable import check_executable
