@@ -1,133 +1,26 @@
-"""The loop of the compiled engine, and the arrays it works on. ``engine_compiled`` says how it thinks."""
+"""The loop of the compiled engine. ``engine_compiled`` says how it thinks."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-from simulator.compiled_cache import compiled, inlined
-from simulator.compiled_prepare import Bytes, Flags, Floats, Int32s, Int64s
+from simulator import compiled_arrays, compiled_heap
+from simulator.compiled_arrays import (
+    EVENTS,
+    HEAP_SIZE,
+    NUM_DEVICES,
+    NUM_ENDED,
+    NUM_FREE,
+    NUM_HOSTS,
+    NUM_READY,
+    NUM_RESOURCES,
+    SPEED_CHANGES,
+    FixedArrays,
+    RunState,
+)
+from simulator.compiled_cache import compiled_with, inlined
+from simulator.compiled_heap import rise, sink
+from simulator.compiled_prepare import Flags, Floats, Int32s
 
 SHARE_TOLERANCE = 1e-12  # As engine_common's; a global of another file would not make the cache stale.
-
-# Places in ``RunState.counters``.
-NUM_ENDED, HEAP_SIZE, NUM_READY, NUM_HOSTS, NUM_FREE, NUM_DEVICES, NUM_RESOURCES, EVENTS, SPEED_CHANGES = range(9)
-COUNTERS = 9
-
-
-class FixedArrays(NamedTuple):
-    """What stays as it is during a run. Rows are (offsets, items)."""
-
-    work_s: Floats
-    latency_s: Floats
-    lead_s: Floats
-    host_s: Floats
-    bound_s: Floats
-    kind: Bytes
-    host_waits: Flags
-    successor_offsets: Int64s
-    successors: Int32s
-    host_offsets: Int32s
-    hosts: Int32s
-    device_offsets: Int32s
-    devices: Int32s
-    share_offsets: Int32s
-    shares: Int32s
-    fractions: Floats
-    slowdowns: NDArray[np.float64]  # [2, D], by kind.
-
-
-class RunState(NamedTuple):
-    """What a run changes; enough to go on after a return to Python.
-
-    A *slot* holds a running task whose speed may change.
-    """
-
-    now_s: Floats  # [1]
-    counters: Int64s
-    start_s: Floats  # Until a task is released: the latest end of what it waited for.
-    end_s: Floats
-    arrival_s: Floats
-    waits: Int32s
-    ready: Int32s  # Stack of tasks that wait for nothing any more.
-    host_clock_s: Floats
-    host_position: Int64s
-    walking: Int32s  # Stack of hosts that can go on.
-    first_waiting: Int32s  # Per task, the hosts that wait for it, chained through next_waiting; -1 ends.
-    next_waiting: Int32s
-    heap_s: Floats
-    heap_id: Int32s  # A slot, or ~task where the task's work is yet to begin.
-    heap_place: Int32s  # Per slot.
-    free_slots: Int32s
-    slot_task: Int32s
-    since_s: Floats
-    remaining_s: Floats
-    slowness: Floats
-    touched: Int32s
-    is_touched: Flags
-    num_running: NDArray[np.int32]  # [2, D], by kind.
-    slowed: Flags
-    changed_devices: Int32s
-    device_is_changed: Flags
-    device_row: Int64s
-    on_device: Int32s  # Slots, device_row[d] and on.
-    num_on_device: Int32s
-    load: Floats
-    changed_resources: Int32s
-    resource_is_changed: Flags
-    resource_row: Int64s
-    on_resource: Int32s  # Slots, resource_row[r] and on.
-    on_resource_fraction: Floats
-    num_on_resource: Int32s
-
-
-# The heap: smallest time first. What ties is settled in any order, as everything of one instant is.
-
-
-@inlined
-def _rise(heap_s: Floats, heap_id: Int32s, heap_place: Int32s, place: int, time_s: float, identity: int) -> None:
-    """Put an entry into the hole at ``place``, or above it."""
-    while place > 0:
-        above = (place - 1) >> 1
-        if heap_s[above] <= time_s:
-            break
-        heap_s[place] = heap_s[above]
-        moved = heap_id[above]
-        heap_id[place] = moved
-        if moved >= 0:
-            heap_place[moved] = place
-        place = above
-    heap_s[place] = time_s
-    heap_id[place] = identity
-    if identity >= 0:
-        heap_place[identity] = place
-
-
-@inlined
-def _sink(
-    heap_s: Floats, heap_id: Int32s, heap_place: Int32s, size: int, place: int, time_s: float, identity: int
-) -> None:
-    """Put an entry into the hole at ``place``, or below it."""
-    while True:
-        below = 2 * place + 1
-        if below >= size:
-            break
-        if below + 1 < size and heap_s[below + 1] < heap_s[below]:
-            below += 1
-        if heap_s[below] >= time_s:
-            break
-        heap_s[place] = heap_s[below]
-        moved = heap_id[below]
-        heap_id[place] = moved
-        if moved >= 0:
-            heap_place[moved] = place
-        place = below
-    heap_s[place] = time_s
-    heap_id[place] = identity
-    if identity >= 0:
-        heap_place[identity] = place
 
 
 @inlined
@@ -153,7 +46,7 @@ def _slowness(
     return load * factor
 
 
-@compiled
+@compiled_with(compiled_arrays, compiled_heap)
 def advance(graph: FixedArrays, state: RunState, until_ended: int) -> bool:
     """Run until so many tasks have ended; return whether anything is left that can run.
 
@@ -193,9 +86,9 @@ def advance(graph: FixedArrays, state: RunState, until_ended: int) -> bool:
                 events += 1
                 if hole:
                     hole = False
-                    _sink(heap_s, heap_id, heap_place, size, 0, begin, ~task)
+                    sink(heap_s, heap_id, heap_place, size, 0, begin, ~task)
                 else:
-                    _rise(heap_s, heap_id, heap_place, size, begin, ~task)
+                    rise(heap_s, heap_id, heap_place, size, begin, ~task)
                     size += 1
                 continue
             else:
@@ -231,7 +124,7 @@ def advance(graph: FixedArrays, state: RunState, until_ended: int) -> bool:
             hole = False
             size -= 1
             if size > 0:
-                _sink(heap_s, heap_id, heap_place, size, 0, heap_s[size], heap_id[size])
+                sink(heap_s, heap_id, heap_place, size, 0, heap_s[size], heap_id[size])
             continue
 
         elif num_devices + num_resources > 0 and (size == 0 or heap_s[0] > now_s):
@@ -299,9 +192,9 @@ def advance(graph: FixedArrays, state: RunState, until_ended: int) -> bool:
                     finish_s = now_s + left_s * slowness
                     place = heap_place[slot]
                     if finish_s < heap_s[place]:
-                        _rise(heap_s, heap_id, heap_place, place, finish_s, slot)
+                        rise(heap_s, heap_id, heap_place, place, finish_s, slot)
                     else:
-                        _sink(heap_s, heap_id, heap_place, size, place, finish_s, slot)
+                        sink(heap_s, heap_id, heap_place, size, place, finish_s, slot)
             continue
 
         elif size == 0:
@@ -381,9 +274,9 @@ def advance(graph: FixedArrays, state: RunState, until_ended: int) -> bool:
             events += 1
             if hole:
                 hole = False
-                _sink(heap_s, heap_id, heap_place, size, 0, finish_s, slot)
+                sink(heap_s, heap_id, heap_place, size, 0, finish_s, slot)
             else:
-                _rise(heap_s, heap_id, heap_place, size, finish_s, slot)
+                rise(heap_s, heap_id, heap_place, size, finish_s, slot)
                 size += 1
             continue
 
@@ -412,7 +305,7 @@ def advance(graph: FixedArrays, state: RunState, until_ended: int) -> bool:
     if hole:
         size -= 1
         if size > 0:
-            _sink(heap_s, heap_id, heap_place, size, 0, heap_s[size], heap_id[size])
+            sink(heap_s, heap_id, heap_place, size, 0, heap_s[size], heap_id[size])
     now_of[0] = now_s
     counters[NUM_ENDED], counters[HEAP_SIZE], counters[NUM_READY] = num_ended, size, num_ready
     counters[NUM_HOSTS], counters[NUM_FREE] = num_walking, num_free

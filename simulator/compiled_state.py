@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from simulator.compiled_loop import COUNTERS, NUM_FREE, NUM_HOSTS, NUM_READY, FixedArrays, RunState
+from simulator.compiled_arrays import COUNTERS, NUM_FREE, NUM_HOSTS, NUM_READY, FixedArrays, RunState
 from simulator.compiled_prepare import (
     bounds_of_launched,
     capacities,

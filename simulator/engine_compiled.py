@@ -21,8 +21,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from simulator.compiled_arrays import EVENTS, NUM_ENDED, SPEED_CHANGES, RunState
 from simulator.compiled_cache import is_cached
-from simulator.compiled_loop import EVENTS, NUM_ENDED, SPEED_CHANGES, RunState, advance
+from simulator.compiled_loop import advance
 from simulator.compiled_state import prepare
 from simulator.engine_common import DeadlockError, explain_deadlock
 from simulator.taskgraph import Schedule, TaskGraph
