@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 
@@ -15,13 +14,14 @@ from validation.groups import StageGroups
 from validation.in_flight import InFlight, Kept, Pass, Segment, Values
 from validation.layouts import Conversion
 from validation.measurement import OperatorTimes
-from validation.operator_call import EnoughError, Fetch, Slots, call
+from validation.operator_call import EnoughError, Slots, call
 from validation.operator_context import DTYPES, OperatorContext, RunState, make_context
 from validation.parameters import InputSpec
 from validation.samples import load_samples
+from validation.stage_inputs import StageInputs
 from validation.stage_parameters import Held, LayerGathers, StageParameters
 from validation.torch_kinds import SHARED_BACKWARD, build
-from validation.wiring import GRAPH, ShareKey, StageWiring, Wire, internal_axes
+from validation.wiring import GRAPH, ShareKey, StageWiring, internal_axes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
 
@@ -74,6 +74,7 @@ class StageRunner:
         self.layers = list(dict.fromkeys(self.workload.operators[index].layer for index in self.view.operators))
         recompute = self.view.stage.recompute
         self.segment_of = {index: (start, stop) for start, stop in recompute for index in range(start, stop)}
+        self.inputs = StageInputs(wiring, self.converter, self.segment_of)
         self.segments = {(a, b): [index for index in range(a, b) if index in self.contexts] for a, b in recompute}
         self.data = load_samples(wiring, self.contexts, groups.local_rank, inputs, device, microbatches)
 
@@ -149,64 +150,17 @@ class StageRunner:
             prefetches=self.problem.runtime.prefetches_gathers,
         )
 
-    def _input(self, index: int, wire: Wire, at_hand: Pass, kept: Kept | None) -> torch.Tensor:
-        """Return an input in the operator's layout; ``kept`` records what its segment keeps."""
-        key = wire.copy
-        if key is None or wire.forward is None:
-            value = at_hand.read(wire.tensor)
-            if kept is not None and self._enters(index, wire):
-                kept.sources[wire.tensor] = value
-                at_hand.pinned.add(wire.tensor)
-            return value
-        if key in at_hand.copies:
-            value = at_hand.copies[key]
-            if (
-                kept is not None
-                and key not in kept.reduced
-                and wire.tensor not in kept.sources
-                and self._enters(index, wire)
-            ):
-                kept.copies[key] = value
-            return at_hand.read_copy(key)
-        shape, reduction, rest = self.wiring.shape(wire.tensor), wire.forward.reduction, wire.forward
-        if key in at_hand.reduced:
-            value, in_place = at_hand.reduced[key], False
-        else:
-            value = at_hand.read(wire.tensor)
-            in_place = wire.tensor not in at_hand.values and wire.tensor not in at_hand.pinned
-        enters = kept is not None and self._enters(index, wire)
-        if key in at_hand.reduced or (enters and reduction is not None):
-            if key not in at_hand.reduced:
-                assert reduction is not None
-                value = self.converter.run(reduction, value, shape, keep=not in_place)
-            if kept is not None and enters:
-                kept.reduced[key] = value
-            remaining, in_place = wire.forward.after_reduction, False
-        else:
-            if kept is not None and enters:
-                kept.sources[wire.tensor] = value
-                at_hand.pinned.add(wire.tensor)
-                in_place = False
-            remaining = rest
-        if remaining is not None:
-            value = self.converter.run(remaining, value, shape, keep=not in_place)
-        at_hand.copies[key] = value
-        return at_hand.read_copy(key)
-
-    def _enters(self, index: int, wire: Wire) -> bool:
-        """Return whether a segment's input comes from outside it."""
-        start, stop = self.segment_of[index]
-        return not start <= self.workload.producer[wire.tensor] < stop
-
     def _run(
         self, index: int, microbatch: int, at_hand: Pass, state: InFlight, *, filling: bool = False
     ) -> tuple[torch.Tensor, ...]:
         wires = self.wiring.wires[index]
         segment = self.segment_of.get(index)
         kept = None if segment is None or filling else state.kept[segment]
-        absent = {} if segment is not None else self._absent(index, at_hand, state)
+        absent = {} if segment is not None else self.inputs.absent(index, at_hand, state)
         inputs = [
-            self.data[index, position, microbatch] if wire.source == GRAPH else self._input(index, wire, at_hand, kept)
+            self.data[index, position, microbatch]
+            if wire.source == GRAPH
+            else self.inputs.read(index, wire, at_hand, kept)
             for position, wire in enumerate(wires)
         ]
         held = self.parameters.of_operator(index)
@@ -224,23 +178,6 @@ class StageRunner:
         if not filling:
             state.calls[index] = record
         return outputs
-
-    def _absent(self, index: int, at_hand: Pass, state: InFlight) -> dict[int, Fetch]:
-        """Return inputs that are gathered again in backward, where the runtime does not keep them."""
-        found: dict[int, Fetch] = {}
-        for position, wire in enumerate(self.wiring.wires[index]):
-            key = wire.copy
-            if wire.gathers and key is not None:
-                if key in state.gathered_from:
-                    known, source, count = state.gathered_from[key]
-                    state.gathered_from[key] = known, source, count + 1
-                elif key in at_hand.copies:
-                    continue  # made in a segment, which keeps it
-                else:
-                    state.gathered_from[key] = wire, at_hand.values[wire.tensor], 1
-                    at_hand.pinned.add(wire.tensor)
-                found[position] = partial(state.regathered.__getitem__, key)
-        return found
 
     def _count_loss(self, index: int, outputs: tuple[torch.Tensor, ...]) -> None:
         for number, tensor in enumerate(self.workload.operators[index].outputs):
@@ -277,7 +214,7 @@ class StageRunner:
                 segment = self.segment_of.get(index)
                 if segment is not None and index == self.segments[segment][-1]:
                     self._recompute(segment, microbatch, state, gathers)
-                self._regather(index, state)
+                self.inputs.regather(index, state)
             if index in state.calls:
                 self._backward_operator(index, state, gradients, sums, inputs=inputs, weights=weights)
             if weights and sync:
@@ -324,7 +261,7 @@ class StageRunner:
             for position, gradient in enumerate(of_inputs):
                 self._hand_back(index, position, gradient, gradients, sums)
         if index not in state.calls:
-            self._forget_gathered(index, state)
+            self.inputs.forget_gathered(index, state)
 
     def _hand_back(
         self,
@@ -374,25 +311,6 @@ class StageRunner:
         except EnoughError:
             pass
         assert slots.is_full, f"segment {segment} saved {len(slots.values)} tensors, then {slots.filled}"
-
-    def _regather(self, index: int, state: InFlight) -> None:
-        for wire in self.wiring.wires[index]:
-            key = wire.copy
-            if key in state.gathered_from and key not in state.regathered:
-                maker, source, _ = state.gathered_from[key]
-                assert maker.forward is not None
-                shape = self.wiring.shape(wire.tensor)
-                state.regathered[key] = self.converter.run(maker.forward, source, shape, keep=True)
-
-    def _forget_gathered(self, index: int, state: InFlight) -> None:
-        for wire in self.wiring.wires[index]:
-            key = wire.copy
-            if key in state.gathered_from:
-                maker, source, count = state.gathered_from.pop(key)
-                if count > 1:
-                    state.gathered_from[key] = maker, source, count - 1
-                else:
-                    state.regathered.pop(key, None)
 
     def _timed(self, phase: str, index: int) -> AbstractContextManager[None]:
         return _UNTIMED if self.times is None else self.times.measure(phase, index)
