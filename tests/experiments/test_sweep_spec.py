@@ -1,0 +1,86 @@
+"""The spec of a sweep: a grid, cases and runs, each run made once; errors name place, line and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from datafiles.errors import DataFileError
+from datafiles.writer import dump_yaml
+from experiments.sweep.run import load_sweep
+from tests.experiments.sweeps import MODEL, Place
+
+
+def test_a_grid_is_every_combination_in_the_specs_order(place: Place) -> None:
+    spec = load_sweep(place.write(grid={"global_batch": [4, 8], "searcher": ["ddp", "random"], "seed": [0, 1, 2]}))
+    found = [(job.run.global_batch, job.run.searcher, job.run.seed) for job in spec.jobs]
+    assert found == [(batch, name, seed) for batch in (4, 8) for name in ("ddp", "random") for seed in (0, 1, 2)]
+    assert len({job.key for job in spec.jobs}) == 12
+
+
+def test_cases_keep_values_together_and_meet_the_whole_grid(place: Place) -> None:
+    cases = [{"cluster": "v100-32g-dgx1:1x2", "global_batch": 4}, {"cluster": "v100-32g-dgx1:1x4", "global_batch": 8}]
+    spec = load_sweep(
+        place.write(
+            cases=cases,
+            grid={"searcher": ["ddp", "gpipe"]},
+            runs=[{"global_batch": 2, "searcher": "fsdp", "without": "host, contention", "memory_limit": "8GiB"}],
+        )
+    )
+    runs = [job.run for job in spec.jobs]
+    assert [(run.cluster[-3:], run.global_batch, run.searcher) for run in runs] == [
+        ("1x2", 4, "ddp"), ("1x2", 4, "gpipe"), ("1x4", 8, "ddp"), ("1x4", 8, "gpipe"), ("1x2", 2, "fsdp"),
+    ]  # fmt: skip
+    assert (runs[-1].without, runs[-1].memory_limit_bytes) == ("contention,host", 8 << 30)
+    assert (runs[0].without, runs[0].memory_limit_bytes, runs[0].budget_evaluations) == ("", None, 10)
+
+
+def test_a_run_named_twice_in_any_spelling_is_made_once(place: Place) -> None:
+    grid = {"without": [[], ["overlap_slowdown", "host"], "host,overlap-slowdown", ""]}
+    spec = load_sweep(place.write(grid=grid, cases=[{"global_batch": 4, "searcher": "ddp"}]))
+    assert len(spec.jobs) == 2
+    assert spec.num_repeated == 2
+
+
+def test_a_file_with_other_content_is_another_run(place: Place) -> None:
+    path = place.write(runs=[{"global_batch": 4, "searcher": "ddp"}])
+    before = load_sweep(path).jobs[0].key
+    assert load_sweep(path).jobs[0].key == before
+    (path.parent / "tiny.yaml").write_text(dump_yaml({**MODEL, "layers": 3}))
+    assert load_sweep(path).jobs[0].key != before
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("grid:\n  modle: [a]", ["spec.yaml:2: grid.modle: unknown key, did you mean 'model'?"]),
+        ("base:\n  model: gpt3-350M\n  cluster: v100",
+         ["line 2, base.model: unknown model", "did you mean 'gpt3-350m'?", "line 3, base.cluster: a cluster must be"]),
+        ("grid:\n  seed: 3", ["spec.yaml:2: grid.seed: must be a list"]),
+        ("grid:\n  seed: []", ["spec.yaml:2: grid.seed:"]),
+        ("grid:\n  searcher:\n    - ddp\n    - radnom", ["line 4, grid.searcher.1: unknown searcher", "'random'?"]),
+        ("base:\n  searcher: {name: random, options: {max_microbach: 2}}", ["line 2", "'max_microbatch'?"]),
+        ("base:\n  searcher: {name: random, options: {max_microbatch: 2, objective: paper}}", ["a field beside"]),
+        ("base:\n  searcher: ../mine.py:Mine", ["line 2, base.searcher: files must lie in the spec's folder"]),
+        ("base:\n  model: /etc/tiny.yaml", ["line 2, base.model: files must lie in the spec's folder"]),
+        ("base:\n  model: none.yaml", ["line 2, base.model: no file 'none.yaml'"]),
+        ("base:\n  without: [hots]", ["line 2, base.without: unknown effect 'hots'", "did you mean 'host'?"]),
+        ("base:\n  engine: simpi", ["line 2, base.engine: unknown engine 'simpi'", "'simpy'?"]),
+        ("base:\n  budget: soon", ["line 2, base.budget: a budget must be a time"]),
+        ("base:\n  memory_limit: 8 apples", ["line 2, base.memory_limit: a size must be like"]),
+        ("base:\n  seed: null", ["line 2, base.seed: must have a value"]),
+        ("base:\n  searcher: ddp\ngrid:\n  seed: [1]", ["every run needs cluster, global_batch, model"]),
+        ("cases:\n  - {seed: 1}\ngrid:\n  seed: [2]", ["line 2, cases.0.seed: seed is in grid too"]),
+        ("runs:\n  - {seed: 1}", ["spec.yaml:2: runs.0: every run needs"]),
+        (f"grid:\n  seed: {list(range(1000))}\n  global_batch: {list(range(1, 1002))}", ["at most 100,000 runs"]),
+        ("base: &a {}", ["spec.yaml:1: anchors are not allowed"]),
+    ],
+)  # fmt: skip
+def test_errors_of_a_spec_name_place_line_and_remedy(tmp_path: Path, text: str, expected: list[str]) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(DataFileError) as caught:
+        load_sweep(path)
+    for part in expected:
+        assert part in str(caught.value)
