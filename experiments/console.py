@@ -182,10 +182,15 @@ def all_writable(*paths: Path | None, read: Sequence[Path] = ()) -> None:
     Raises:
         ValueError: If a path cannot be written, or two are the same file.
     """
-    given = [writable(path) for path in paths if path is not None]
-    files = [*given, *dict.fromkeys(read)]
-    if len({path.resolve() for path in given} - {path.resolve() for path in read}) < len(given):
-        raise ValueError(f"outputs must be files of their own, got {' and '.join(map(str, files))}; name another one")
+    inputs, written = {path.resolve() for path in read}, set[Path]()
+    for path in paths:
+        if path is None:
+            continue
+        place = writable(path).resolve()
+        if place in inputs or place in written:
+            other = "is an input too" if place in inputs else "is named twice"
+            raise ValueError(f"outputs must be files of their own, got {path}, which {other}; name another file")
+        written.add(place)
 
 
 def writable_folder(path: Path) -> Path:

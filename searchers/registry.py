@@ -90,7 +90,7 @@ def _plugins() -> dict[str, EntryPoint]:
 
 
 def _from_file(reference: str) -> object:
-    path, class_name = _file_and_class(reference)
+    path, class_name = file_and_class(reference)
     file_name = str(path)
     if not path.is_file():
         raise ValueError(f"searcher file {file_name!r} does not exist; write path/to/file.py:ClassName")
@@ -132,12 +132,13 @@ def raised(error: BaseException, name: str) -> str:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = list(traceback.extract_tb(error.__traceback__))
     if is_file(name):
-        path = _file_and_class(name)[0].resolve()
+        path = file_and_class(name)[0].resolve()
         frames = [frame for frame in frames if Path(frame.filename).resolve() == path] or frames
     return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})"
 
 
-def _file_and_class(reference: str) -> tuple[Path, str]:
+def file_and_class(reference: str) -> tuple[Path, str]:
+    """Return the file and the class, if it names one, of a searcher in somebody's own file."""
     file_name, _, class_name = reference.rpartition(":") if ".py:" in reference else (reference, "", "")
     return Path(file_name), class_name
 

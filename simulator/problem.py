@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Runtime, load_runtime
-from simulator.problem_files import with_files
+from simulator.problem_files import files_of, with_files
 from workloads.operators import Workload
 from workloads.registry import build_workload
 
@@ -38,6 +39,11 @@ class ProblemSpec:
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data; optional fields left out when unset."""
         return {key: value for key, value in self.__dict__.items() if value is not None}
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that it names."""
+        return files_of(self.model, self.cluster, self.runtime, self.profile)
 
     def load(self) -> Problem:
         """Build the problem. Raises ValueError (unknown names, missing or bad files, batch or limit out of range)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,22 @@ def with_files(spec: ProblemSpec, *, folder: Path | None = None) -> ProblemSpec:
         runtime=_found("runtime", runtime, folder) if _is_file(runtime) else runtime,
         profile=_found("profile", profile, folder) if profile else profile,
     )
+
+
+def files_of(
+    model: str | None = None, cluster: str | None = None, runtime: str | None = None, profile: str | None = None
+) -> list[Path]:
+    """Return the files that the names of a problem stand for, there or not; None names nothing.
+
+    >>> [file.name for file in files_of("mine.yaml@8", "node.yaml:1x4+v100-32g-dgx1:1x4", "megatron-lm-2021", "p.json")]
+    ['mine.yaml', 'node.yaml', 'p.json']
+    """
+    model = (model or "").partition("@")[0]
+    configuration = Path(model, "config.json")  # of a folder, as Hugging Face lays it out
+    nodes = [re.sub(r":[^:]*$", "", part.strip()) for part in (cluster or "").split("+")]
+    names = [model, *nodes, runtime or ""]
+    found = [Path(name) for name in names if _is_file(name)] + ([Path(profile)] if profile else [])
+    return [*found, configuration] if model and configuration.is_file() else found
 
 
 def _with_node(part: str, folder: Path | None) -> str:

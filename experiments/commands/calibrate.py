@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.console import AsJson, CommonCluster, CommonModel, CommonRuntime, messages, print_json, writable
+from experiments.console import AsJson, CommonCluster, CommonModel, CommonRuntime, all_writable, messages, print_json
 from experiments.progress import steps_progress
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ app = typer.Typer(
 )
 
 
-def _writable(path: Path | None) -> Path | None:
-    return None if path is None else writable(path)
-
-
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -36,12 +32,11 @@ Output = Annotated[
         "-o",
         help="Calibration file (.yaml or .json) to write.",
         show_default=False,
-        callback=_writable,
     ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", help="Picture (.png): measured against model.", show_default=False, callback=_writable),
+    typer.Option("--plot", help="Picture (.png): measured against model.", show_default=False),
 ]
 Preset = Annotated[
     str | None,
@@ -75,7 +70,9 @@ def aceso(
     Example: windtunnel calibrate aceso profiled-time-eurosys --model gpt --size 1_3B -c v100-32g-dgx1 -o aceso.json
     """
     from experiments.calibrate import sources
+    from simulator.problem_files import files_of
 
+    all_writable(output, plot, read=files_of(cluster=cluster))
     found = sources.aceso(folder, model=model, size=size, database=database, preset=cluster)
     _finish(found, output, plot, as_json)
 
@@ -95,7 +92,9 @@ def galvatron(
     Example: windtunnel calibrate galvatron allreduce_bandwidth.json overlap_coefficient.json -c titan-rtx-pcie
     """
     from experiments.calibrate.galvatron import galvatron as calibrate
+    from simulator.problem_files import files_of
 
+    all_writable(output, plot, read=[*files, *files_of(model, cluster, runtime)])
     _finish(calibrate(files, preset=cluster, model=model, runtime=runtime), output, plot, as_json)
 
 
@@ -113,7 +112,9 @@ def alpa(
     Example: windtunnel calibrate alpa prof_database.pkl -c p3.16xlarge --gpu v100-sxm2-16gb -o alpa.json
     """
     from experiments.calibrate import sources
+    from simulator.problem_files import files_of
 
+    all_writable(output, plot, read=[file, *files_of(cluster=cluster)])
     _finish(sources.alpa(file, preset=cluster, gpu=gpu), output, plot, as_json)
 
 
@@ -134,7 +135,9 @@ def nccl_tests(
     Example: windtunnel calibrate nccl-tests all_reduce_perf.txt all_gather_perf.txt -c a100-80g-dgx -o nccl.json
     """
     from experiments.calibrate import sources
+    from simulator.problem_files import files_of
 
+    all_writable(output, plot, read=[*files, *files_of(cluster=cluster)])
     found = sources.nccl_tests(files, preset=cluster, collective=collective, ranks=ranks)
     _finish(found, output, plot, as_json)
 
@@ -154,7 +157,9 @@ def kineto(
     Example: windtunnel calibrate kineto trace.json.gz --gpu a100-sxm4-80gb -o trace.yaml
     """
     from experiments.calibrate import sources
+    from simulator.problem_files import files_of
 
+    all_writable(output, plot, read=[file, *files_of(cluster=cluster)])
     found = sources.kineto(file, preset=cluster, gpu=gpu, gpus_per_node=gpus_per_node)
     _finish(found, output, plot, as_json)
 
@@ -188,10 +193,13 @@ def runs(
     Example: windtunnel calibrate runs runs.csv --constants all -o mine.json
     """
     from experiments.calibrate import runs as measured_runs
+    from experiments.run_files import files_of_runs
     from experiments.run_table import Common
     from hardware_models.machine_factors import named
 
     common = Common(cluster=cluster, runtime=runtime, model=model)
+    all_writable(output, plot)
+    all_writable(output, plot, read=files_of_runs(table, common))
     if constants is None:
         _finish(measured_runs.runs(table, common), output, plot, as_json)
         return
@@ -210,7 +218,9 @@ def machine(
     Example: windtunnel calibrate machine machine.json -c local-cpu -o here.json
     """
     from experiments.calibrate import sources
+    from simulator.problem_files import files_of
 
+    all_writable(output, plot, read=[file, *files_of(cluster=cluster)])
     _finish(sources.machine(file, preset=cluster), output, plot, as_json)
 
 

@@ -18,10 +18,10 @@ from experiments.console import (
     Model,
     Profile,
     RuntimeName,
+    all_writable,
     console,
     print_json,
     problem_spec,
-    writable,
 )
 
 IMPORTERS: dict[str, str] = {
@@ -63,11 +63,12 @@ def import_plan(
         memory_limit=memory_limit,
         profile=profile,
     )
+    all_writable(output, read=[file, *spec.files])
     problem = spec.load()
     module, _, function = IMPORTERS[system].partition(":")
     plan: Plan = getattr(importlib.import_module(module), function)(file, problem)
     validate(plan, problem)
-    save_plan(writable(output), spec, plan, fingerprint=problem.workload.fingerprint)
+    save_plan(output, spec, plan, fingerprint=problem.workload.fingerprint)
     if as_json:
         print_json(
             {

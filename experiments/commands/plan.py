@@ -16,12 +16,12 @@ from experiments.console import (
     Model,
     Profile,
     RuntimeName,
+    all_writable,
     console,
     messages,
     print_json,
     print_lines,
     problem_spec,
-    writable,
 )
 
 PLAN = "Plan"
@@ -110,6 +110,7 @@ def plan(
         memory_limit=memory_limit,
         profile=profile,
     )
+    all_writable(output, read=spec.files)
     problem = spec.load()
     if dp is None:
         dp = max(1, problem.num_devices // max(1, tp * pp))
@@ -135,7 +136,7 @@ def plan(
     validate(built, problem)
     found = estimate(built, problem)
     if output is not None:
-        save_plan(writable(output), spec, built, fingerprint=problem.workload.fingerprint)
+        save_plan(output, spec, built, fingerprint=problem.workload.fingerprint)
     if as_json:
         summary = {
             "plan": plan_to_mapping(built),

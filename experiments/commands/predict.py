@@ -78,6 +78,7 @@ def predict(
     from experiments.accuracy.run import report_of
     from experiments.calibrate.measured_run import doubt
     from experiments.commands.validate import parse_share
+    from experiments.run_files import files_of_runs
     from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes
     from simulator.fidelity import Fidelity
 
@@ -95,7 +96,7 @@ def predict(
     for option, given in (("--limit", largest), ("--plot", plot), ("--by", features)):
         if given and not timed:
             raise ValueError(f"{option} needs measured times, and no row of {runs} has one")
-    all_writable(output, plot, read=[runs])
+    all_writable(output, plot, read=files_of_runs(runs, common))
     outcomes = _simulated(cases, fidelity, runs, output)
     report = report_of(runs.stem, outcomes)
     if plot is not None:

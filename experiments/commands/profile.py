@@ -17,11 +17,11 @@ from experiments.console import (
     Cluster,
     Model,
     RuntimeName,
+    all_writable,
     comma_separated,
     messages,
     print_json,
     print_lines,
-    writable,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def profile_machine_file(
 
     check_device(device)
     sizes = counts(microbatches, "microbatches")
-    problem = ProblemSpec(model, cluster, runtime, max(sizes)).load()
+    spec = ProblemSpec(model, cluster, runtime, max(sizes))
+    problem = spec.load()
     everyone = problem.num_devices
     default = tuple(sorted({2, everyone})) if everyone > 1 else ()
     options = ProfileOptions(
@@ -90,7 +91,8 @@ def profile_machine_file(
         if as_json:
             print_json({"parts": len(work.parts), "plans": len(work.job_s), "least_s": least, "most_s": most})
         return
-    partial = writable(output).with_name(f"{output.name}.partial")
+    partial = output.with_name(f"{output.name}.partial")
+    all_writable(output, partial, read=spec.files)
     if restart:
         partial.unlink(missing_ok=True)
     journal = Journal(partial, work.identity, now())

@@ -20,12 +20,12 @@ from experiments.console import (
     Profile,
     RuntimeName,
     Seed,
+    all_writable,
     console,
     messages,
     print_json,
     problem_spec,
     table,
-    writable,
 )
 from experiments.interrupts import one_interrupt
 
@@ -65,14 +65,10 @@ def search(
     from experiments.progress import simulation_progress
     from searchers.budget import Budget
     from searchers.plan_words import describe_plan
-    from searchers.registry import is_file, raised, searcher_named
+    from searchers.registry import file_and_class, is_file, raised, searcher_named
     from simulator.fidelity import Fidelity
     from simulator.plan_file import save_plan
 
-    if output is not None:
-        writable(output)
-    chosen = searcher_named(searcher, objective=objective)
-    limit = Budget.parse(budget)
     spec = problem_spec(
         model=model,
         cluster=cluster,
@@ -81,6 +77,10 @@ def search(
         memory_limit=memory_limit,
         profile=profile,
     )
+    own = [file_and_class(searcher)[0]] if is_file(searcher) else []
+    all_writable(output, read=[*spec.files, *own])
+    chosen = searcher_named(searcher, objective=objective)
+    limit = Budget.parse(budget)
     problem = spec.load()
     is_interrupted = False
     with messages().status(f"{searcher} searches, at most {limit} ..."):

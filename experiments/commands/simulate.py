@@ -50,7 +50,9 @@ def simulate_file(
     all_writable(trace, timeline, read=[plan_file])
     fidelity = Fidelity().without(*comma_separated(without))
     spec, plan = load_plan(plan_file)
-    problem = (replace(spec, profile=profile) if profile is not None else spec).load()
+    spec = replace(spec, profile=profile) if profile is not None else spec
+    all_writable(trace, timeline, read=spec.files)
+    problem = spec.load()
     with simulation_progress(f"simulating {plan_file.name}") as progress:
         result = simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress)
     if trace is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.console import AsJson
+from experiments.console import AsJson, all_writable
 
 DEVICES = ("cpu", "cuda")
 Device = Annotated[str, typer.Option(help="cpu (gloo) or cuda (nccl).")]
@@ -81,6 +81,7 @@ def validate_file(
     from validation.plan_campaign import plan_campaign
 
     largest = parse_share(limit) if limit is not None else None
+    all_writable(write_cases, read=[Path(target)])
     if is_campaign(target):
         campaign = load_campaign(target, cluster=cluster)
         validate_campaign(

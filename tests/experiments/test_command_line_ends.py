@@ -12,7 +12,9 @@ from searchers.pure import DistributedDataParallel
 from simulator.plan_file import load_plan
 from tests.experiments.commands import run
 
-PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2", "-b", "16"]
+MODEL, CLUSTER = ["--model", "gpt3-350m"], ["--cluster", "v100-32g-dgx1:1x2"]
+PROBLEM = [*MODEL, *CLUSTER, "-b", "16"]
+TINY = "{family: gpt, layers: 2, hidden: 256, heads: 4, seq_len: 64, vocab: 512}\n"
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,14 @@ def test_two_outputs_are_two_files(arguments: list[str], tmp_path: Path, capsys:
         ["simulate", "{}", "--trace"],
         ["diff", "{}", "other.yaml", "--plot"],
         ["predict", "{}", "-c", "a100-80g-dgx", "-r", "megatron-lm-2021", "-o"],
+        ["predict", "{}", "-c", "a100-80g-dgx", "-r", "megatron-lm-2021", "--plot"],
+        ["calibrate", "alpa", "{}", "-o"],
+        ["calibrate", "galvatron", "other.json", "{}", "-o"],
+        ["calibrate", "kineto", "{}", "--plot"],
+        ["calibrate", "machine", "{}", "-o"],
+        ["calibrate", "nccl-tests", "other.txt", "{}", "-c", "a100-80g-dgx", "-o"],
+        ["calibrate", "runs", "{}", "-c", "a100-80g-dgx", "-o"],
+        ["import-plan", "aceso", "{}", *PROBLEM, "-o"],
     ],
 )
 def test_what_is_read_is_not_written_over(
@@ -66,6 +76,51 @@ def test_what_is_read_is_not_written_over(
     code, _, error = run(capsys, *(word.format(same) for word in arguments), tmp_path / "." / "same")
     assert code == 2 and "outputs must be files of their own" in error
     assert same.read_text() == f"{head}\n{row}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", *CLUSTER, "-m", "{}", "-o"],
+        ["plan", *MODEL, "-c", "{}:1x2", "-o"],
+        ["plan", *MODEL, *CLUSTER, "-r", "{}", "-o"],
+        ["plan", *MODEL, *CLUSTER, "--profile", "{}", "-o"],
+        ["search", *CLUSTER, "-m", "{}", "-b", "8", "-s", "ddp", "-o"],
+        ["import-plan", "aceso", "plan.json", *CLUSTER, "-m", "{}", "-b", "8", "-o"],
+        ["calibrate", "galvatron", "other.json", "-m", "{}", "-o"],
+        ["calibrate", "nccl-tests", "log.txt", "-c", "{}", "-o"],
+    ],
+)
+def test_files_that_options_name_are_not_written_over(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (same := tmp_path / "same.yaml").write_text("kept")
+    code, _, error = run(capsys, *(word.format(same) for word in arguments), same)
+    assert code == 2 and "which is an input too; name another file" in error.replace("\n", " ")
+    assert same.read_text() == "kept"
+
+
+def test_a_searcher_of_ones_own_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own := tmp_path / "mine.py").write_text("raise RuntimeError('was run')")
+    code, _, error = run(capsys, "search", *PROBLEM, "-s", f"{own}:Mine", "-o", own)
+    assert code == 2 and "which is an input too" in error.replace("\n", " ")
+
+
+def test_what_a_plan_or_a_table_names_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model := tmp_path / "tiny.yaml").write_text(TINY)
+    plan, other, table = tmp_path / "plan.yaml", tmp_path / "other.yaml", tmp_path / "runs.csv"
+    assert run(capsys, "plan", *CLUSTER, "-m", model, "-o", plan)[0] == 0
+    other.write_text(before := plan.read_text())
+    table.write_text("plan,iteration_time_s\nplan.yaml,0.5\n")
+    for arguments in (
+        ["simulate", plan, "--trace", model],
+        ["diff", plan, other, "--plot", model],
+        ["predict", table, "-o", plan],
+        ["calibrate", "runs", table, "-o", plan],
+    ):
+        code, _, error = run(capsys, *arguments)
+        assert code == 2 and "which is an input too" in error.replace("\n", " "), arguments
+    assert (model.read_text(), plan.read_text()) == (TINY, before)
 
 
 def test_an_error_of_the_system_names_the_file_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
