@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hardware_models.communication import Communication
 from hardware_models.group_shapes import GroupShape
@@ -23,6 +23,24 @@ Points = tuple[tuple[float, float], ...]
 """``(bytes, seconds)`` of ascending size."""
 
 Origin = Literal["measured", "interpolated"]
+
+
+class Asked(NamedTuple):
+    """What a table is asked about a collective over a group.
+
+    Attributes:
+        kind: Whose series holds; a gather's also for one whose parts are joined.
+        shape: Of the group.
+        nodes: That it lies on.
+        any_stride: Strides do not matter: all pairs of a node are joined alike.
+        added_s_per_byte: What comes on top of the series: the copies that join.
+    """
+
+    kind: str
+    shape: GroupShape
+    nodes: tuple[int, ...]
+    any_stride: bool
+    added_s_per_byte: float
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hardware_models.cluster import Cluster, parse_cluster
-from hardware_models.collective_table import TRANSFERS, CollectiveTable
+from hardware_models.collective_table import TRANSFERS, Asked, CollectiveTable
 from hardware_models.collectives import Flow, collective_flows, joining_s_per_byte, transfer_flow
 from hardware_models.communication import Communication
 from hardware_models.compute import kernel_time_s
@@ -179,6 +179,20 @@ class HardwareModel:
         """Return whether the table is about groups and transfers of these nodes."""
         return self.table_of is None or all(self.cluster.nodes[node].preset == self.table_of for node in nodes)
 
+    def asked_of_table(self, kind: str, group: Sequence[int]) -> Asked | None:
+        """Return what to ask the table about a collective over at least two ranks; None if it cannot know."""
+        shape, nodes = shape_of(self.cluster, group), tuple(slots_by_node(self.cluster, group))
+        if shape is None or not self.is_tabled(nodes):
+            return None
+        joined = kind == JOINED_GATHER
+        return Asked(
+            kind="all_gather" if joined else kind,
+            shape=shape,
+            nodes=nodes,
+            any_stride=all(self.cluster.nodes[node].links.kind != "mesh" for node in nodes),
+            added_s_per_byte=joining_s_per_byte(self.cluster, group) if joined else 0.0,
+        )
+
     def _price(self, kind: str, num_bytes: float, group: tuple[int, ...]) -> Communication:
         _check_size(num_bytes)
         if len(group) == 1:
@@ -193,18 +207,14 @@ class HardwareModel:
     def _refined(self, kind: str, num_bytes: float, group: tuple[int, ...], modelled: Communication) -> Communication:
         """Return the measured cost of a collective, if there is one; of a joined gather, the gather's with copies."""
         assert self.collective_table is not None
-        shape = shape_of(self.cluster, group)
-        nodes = tuple(slots_by_node(self.cluster, group))
-        if shape is None or not self.is_tabled(nodes):
+        asked = self.asked_of_table(kind, group)
+        if asked is None:
             return modelled
-        alike = all(self.cluster.nodes[node].links.kind != "mesh" for node in nodes)
-        joined = kind == JOINED_GATHER
-        found = self.collective_table.find("all_gather" if joined else kind, shape, num_bytes, any_stride=alike)
+        found = self.collective_table.find(asked.kind, asked.shape, num_bytes, any_stride=asked.any_stride)
         if found is None:
             return modelled
-        if joined:
-            found = replace(found, seconds=found.seconds + num_bytes * joining_s_per_byte(self.cluster, group))
-        return found.replace(modelled, self._crowding(kind, num_bytes, nodes, found.shape))
+        found = replace(found, seconds=found.seconds + num_bytes * asked.added_s_per_byte)
+        return found.replace(modelled, self._crowding(kind, num_bytes, asked.nodes, found.shape))
 
     def _crowding(self, kind: str, num_bytes: float, nodes: tuple[int, ...], shape: GroupShape) -> float:
         """Return the load of the fullest resource while all groups of a shape run at once, by the link model."""

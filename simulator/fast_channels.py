@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hardware_models import collective_table
-from hardware_models.collectives import joining_s_per_byte
 from hardware_models.crowding import CrowdedGroup
-from hardware_models.group_shapes import shape_of, slots_by_node
-from hardware_models.links import JOINED_GATHER
 from simulator.costs import CostTables
 from simulator.fast_arrays import LINE
 from simulator.fast_prices import MAX_LATENCY_SHARE, price_s
@@ -109,16 +106,13 @@ class Channels:
     def _measured(self, collective: str, members: tuple[int, ...]) -> Points:
         """Return the measured points that the hardware model would use, chosen by the table itself."""
         hardware = self.problem.hardware
-        table, shape = hardware.collective_table, shape_of(hardware.cluster, members)
-        if table is None or shape is None or len(members) < 2:
+        table = hardware.collective_table
+        if table is None or len(members) < 2:
             return ()
-        nodes = tuple(slots_by_node(hardware.cluster, members))
-        if not hardware.is_tabled(nodes):
+        asked = hardware.asked_of_table(collective, members)
+        if asked is None:
             return ()
-        alike = all(hardware.cluster.nodes[node].links.kind != "mesh" for node in nodes)
-        joined = collective == JOINED_GATHER
-        measured_as = "all_gather" if joined else collective
-        found = table.find(measured_as, shape, _ANY_SIZE, any_stride=alike)
+        found = table.find(asked.kind, asked.shape, _ANY_SIZE, any_stride=asked.any_stride)
         if found is None:
             return ()
         if found.shape.groups_per_node > 1:
@@ -126,8 +120,8 @@ class Channels:
                 f"collectives must have been measured one group at a time, got {collective} over {found.shape} "
                 f"({table.source}); use estimate for plans that need it"
             )
-        copies = joining_s_per_byte(hardware.cluster, members) if joined else 0.0
-        return tuple((size, seconds + size * copies) for size, seconds in table.series[measured_as, found.shape])
+        points = table.series[asked.kind, found.shape]
+        return tuple((size, seconds + size * asked.added_s_per_byte) for size, seconds in points)
 
     def price_s(self, channel: int, num_bytes: float) -> float:
         """Return the seconds of a collective of that size."""
