@@ -112,7 +112,7 @@ def page(data: Path) -> str:
 
 def main() -> None:
     """Print the page, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of public sets")
     parser.add_argument("--docs", type=Path, help="where to write the page; else it is printed")
     arguments = parser.parse_args()

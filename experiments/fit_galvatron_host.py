@@ -76,7 +76,7 @@ def host_seconds_per_operator(path: Path) -> dict[tuple[str, str, str], float]:
 
 def main() -> None:
     """Fit and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds galvatron/a100/")
     found = host_seconds_per_operator(parser.parse_args().data / "galvatron" / "a100" / "layer_forward_times.csv")
     for (family, size, layer_type), seconds in found.items():

@@ -87,7 +87,7 @@ def fit(rows: list[dict[str, Any]], reading: str) -> tuple[dict[str, float], NDA
 
 def main() -> None:
     """Fit, then print the constants, the residual and the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds measured_runs/dev.csv")
     parser.add_argument("--reading", choices=(TIMED, WHOLE), default=TIMED)
     parser.add_argument("--oracle", choices=vtrain.GROUPS, help="choose on the reported rows of a group, to look")

@@ -15,7 +15,7 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, pipeline_shape
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.synchronisation import parameter_groups
-from simulator.memory_events import CATEGORIES
+from simulator.memory_events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.memory_program import StageMemory
 from simulator.memory_stream import EventStream, PassEvents, StagePasses
 from simulator.memory_usage import DeviceMemory
@@ -130,9 +130,9 @@ def _representative(
             smaller[view.position] = _stage_passes(
                 c, last_placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
             )
-        stream.add_static(static.parameters, "parameters")
-        stream.add_static(static.gradients, "gradients")
-        stream.add_static(static.optimizer, "optimizer states")
+        stream.add_static(static.parameters, PARAMETERS)
+        stream.add_static(static.gradients, GRADIENTS)
+        stream.add_static(static.optimizer, OPTIMIZER_STATES)
         workspace += static.step_workspace
         refreshed = max(refreshed, static.refreshed)
     stream.add_actions(programs, order, labels, smaller, plan.num_microbatches - 1)

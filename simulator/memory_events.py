@@ -16,11 +16,11 @@ GATHERED = "gathered parameters"
 GATHERED_INPUT = "gathered inputs"
 UNSHARDED = "unsharded gradients"
 RECOMPUTED = "recomputed activations"
-GRADIENTS = "gradients"
+PARAMETERS, GRADIENTS, OPTIMIZER_STATES = "parameters", "gradients", "optimizer states"
 CATEGORIES = (
-    "parameters",
+    PARAMETERS,
     GRADIENTS,
-    "optimizer states",
+    OPTIMIZER_STATES,
     "optimizer workspace",
     SAVED,
     SEGMENT,
@@ -35,6 +35,8 @@ CATEGORIES = (
     UNSHARDED,
     RECOMPUTED,
 )
+ACTIVATIONS = "activations"
+"""All but the first three together."""
 
 
 @dataclass

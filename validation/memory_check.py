@@ -1,26 +1,32 @@
 """The simulator's live bytes against torch's own, plan by plan, under fake tensors: no GPU, any machine.
 
-``python -m validation.memory_check`` prints the table of `CHECKS`: models of about 1.3 billion parameters, in
-about two minutes.
+Prints the table of `CHECKS`: models of about 1.3 billion parameters, in about two minutes.
+
+Run: ``python -m validation.memory_check``
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
 from simulator.fidelity import Fidelity
+from simulator.memory_events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.memory_usage import DeviceMemory
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
-from validation.memory_trace import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TracedMemory, trace_memory
 from workloads.registry import build_workload
 
-STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
+if TYPE_CHECKING:
+    from validation.memory_trace import TracedMemory
+
+STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ CHECKS = (
 
 def compare(check: Check) -> list[Compared]:
     """Return predicted and traced bytes of a check's devices."""
+    from validation.memory_trace import trace_memory  # torch, which --help does not wait for
+
     problem = check.problem()
     plan = uniform_plan(problem, **check.degrees)  # type: ignore[arg-type]
     result = simulate(plan, problem, fidelity=Fidelity().without("allocator"))
@@ -141,6 +149,7 @@ def table(rows: list[Compared]) -> str:
 
 def main() -> None:
     """Print the table of all checks."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = [row for check in CHECKS for row in compare(check)]
     worst = max(rows, key=lambda row: abs(row.error))
     mean = sum(abs(row.error) for row in rows) / len(rows)

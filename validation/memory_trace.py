@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
+from simulator.memory_events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.plan import Plan
 from simulator.problem import Problem
 from validation import kind_attention, operator_call
@@ -34,7 +35,6 @@ _Mode: Any = _python_dispatch.TorchDispatchMode
 BLOCK_BYTES = 512
 """The caching allocator's rounding, so that sums compare with its ``allocated``."""
 
-PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer states", "activations"
 OPTIMIZER_STEP = "optimizer step"
 
 
@@ -209,12 +209,12 @@ def _summary(events: Sequence[_Event], first: int, marks: _Marks, device: int) -
             live[event.storage] = event.num_bytes
         else:
             live.pop(event.storage, None)
-    consumers = {PARAMETERS: 0, GRADIENTS: 0, OPTIMIZER: 0, ACTIVATIONS: 0}
+    consumers = {PARAMETERS: 0, GRADIENTS: 0, OPTIMIZER_STATES: 0, ACTIVATIONS: 0}
     for storage, size in live.items():
         if storage in marks.parameters:
             consumers[PARAMETERS] += size
         elif storage in marks.optimizer:
-            consumers[OPTIMIZER] += size
+            consumers[OPTIMIZER_STATES] += size
         elif storage in marks.gradients:
             consumers[GRADIENTS] += size
         else:

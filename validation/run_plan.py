@@ -1,7 +1,7 @@
-"""Executes a plan file: ``python -m validation.run_plan plan.yaml``, or the same under torchrun.
+"""Executes a plan file, in as many processes as the plan has devices, or in those that torchrun started.
 
-Under ``torchrun --nproc-per-node N -m validation.run_plan plan.yaml -o measurement.json`` the processes are
-torchrun's; alone it starts as many as the plan has devices.
+Run: ``python -m validation.run_plan plan.yaml``, or
+``torchrun --nproc-per-node N -m validation.run_plan plan.yaml -o measurement.json``
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from datafiles.writer import dump_json, write_text_atomically
-from simulator.plan_file import load_plan
-from validation.executor import execute, execute_here
-from validation.launch import WorkerError, leave_group, worker_from_environment
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a plan file and print, or write, what was measured. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m validation.run_plan", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="plan file")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--iterations", type=int, default=5)
@@ -28,6 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("-o", "--output", type=Path, help="JSON file")
     chosen = parser.parse_args(arguments)
+    from datafiles.writer import dump_json, write_text_atomically  # what --help does not wait for
+    from simulator.plan_file import load_plan
+    from validation.executor import execute, execute_here
+    from validation.launch import WorkerError, leave_group, worker_from_environment
+
     is_first = True
     try:
         spec, plan = load_plan(chosen.plan)

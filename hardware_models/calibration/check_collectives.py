@@ -125,7 +125,7 @@ def _rows(table: Mapping[tuple[str, str], tuple[int, float, float]]) -> list[str
 
 def main() -> None:
     """Print one Markdown table per source."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds alpa_v100/ and others")
     parser.add_argument("--shapes", action="store_true", help="one line per shape of the groups")
     arguments = parser.parse_args()

@@ -69,7 +69,7 @@ def markdown(data: Path) -> list[str]:
 
 def main() -> None:
     """Print the errors by size and phase."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds aceso_v100/ops.csv.gz")
     print("\n".join(markdown(parser.parse_args().data)))
 

@@ -52,7 +52,7 @@ FITTED_MODELS = ("Llama-2-7b-hf", "Llama-2-70b-hf")
 
 def main() -> None:
     """Fit both GPUs and print constants and residuals."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds gpu_efficiency/")
     folder = parser.parse_args().data / "gpu_efficiency"
     a100 = load_gpu("a100-pcie-80gb")

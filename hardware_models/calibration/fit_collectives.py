@@ -100,7 +100,7 @@ Build = Callable[[Sequence[CollectiveRow], Values], Predictor]
 
 def main() -> None:
     """Fit the machine types; print constants and the errors of the rows used."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds alpa_v100/ and gpu_efficiency/")
     data = parser.parse_args().data
     table = data / "gpu_efficiency" / "collectives_measured.csv"

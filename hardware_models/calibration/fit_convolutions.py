@@ -61,7 +61,7 @@ def predicted_s(rows: Sequence[KernelRow], factors: ConvolutionFactors) -> Vecto
 
 def main() -> None:
     """Fit, print the constants, then the residuals of fit rows; `check_convolutions` has the other sizes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds aceso_v100/ops.csv.gz")
     table = parser.parse_args().data / "aceso_v100" / "ops.csv.gz"
     rows = list(convolution_rows(table, size=FITTED))

@@ -123,7 +123,7 @@ def mean(times: Times, tp: int, items: Iterable[int]) -> float:
 
 def main() -> None:
     """Fit, print the constants and the residuals."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds gpu_efficiency/")
     data = parser.parse_args().data
     times = measured(data, "T4-16GB")

@@ -47,7 +47,7 @@ PARAMETERS = (Parameter("limit.forward", 0.8, 0.3, 1.0), Parameter("limit.gradie
 
 def main() -> None:
     """Fit, print the constants and the residuals."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds galvatron/titan_v1/")
     rows = list(_rows(parser.parse_args().data / "galvatron" / "titan_v1" / "layer_profiles.csv"))
     gpu = load_gpu("titan-rtx-24gb")

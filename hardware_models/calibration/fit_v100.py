@@ -32,7 +32,7 @@ EXCLUDED = ("embedding", "final_norm")
 
 def main() -> None:
     """Fit, print the constants, then the residuals of fit rows and report rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds aceso_v100/ops.csv.gz")
     table = parser.parse_args().data / "aceso_v100" / "ops.csv.gz"
     gpu = load_gpu("v100-sxm2-32gb")

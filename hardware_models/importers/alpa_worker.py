@@ -2,10 +2,13 @@
 
 Run by ``alpa_database`` as a script, isolated (``python -I``): it imports nothing of this project. The unpickler
 knows a handful of harmless names; each is a stand-in of this file, so nothing in the pickle is ever called.
+
+Run: ``python -I hardware_models/importers/alpa_worker.py 4000000000 60 < prof_database.pkl``
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -218,9 +221,12 @@ def answer(data: bytes) -> dict[str, Any]:
 
 def main() -> int:
     """Read a pickle from standard input and print its content, or what was wrong, as JSON."""
-    memory, seconds = int(sys.argv[1]), int(sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("memory_bytes", type=int, help="at most")
+    parser.add_argument("seconds", type=int, help="of the processor, at most")
+    limits = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds))
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
         resource.setrlimit(limit, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))

@@ -1,8 +1,10 @@
 """How fast the simulator is: every figure of ``docs/performance.md``, measured, written, and put on that page.
 
-``python -m tests.benchmarks.figures -o docs/performance`` writes figures, memory, errors and growth as CSV, the plot
-as PNG, and the tables into ``docs/performance.md`` beside the folder; ``--page`` only the tables, from what is there.
+Figures, memory, errors and growth are written as CSV, the plot as PNG, and the tables into ``docs/performance.md``
+beside the folder; ``--page`` only the tables, from what is there.
 ``pytest tests/benchmarks/test_performance.py --benchmark-only`` compares the figures with the committed baseline.
+
+Run: ``python -m tests.benchmarks.figures -o docs/performance``
 """
 
 from __future__ import annotations
