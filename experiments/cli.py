@@ -28,8 +28,8 @@ from experiments.commands import (
     validate,
 )
 from experiments.commands.accuracy import register as register_accuracy
-from experiments.console import INTERRUPTED, fail, messages
-from experiments.interrupts import one_interrupt
+from experiments.console import fail, messages
+from experiments.interrupts import INTERRUPTED, one_interrupt, raise_interrupts
 
 
 class Commands(TyperGroup):
@@ -38,6 +38,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
         try:
+            raise_interrupts()
             with one_interrupt():
                 return super().invoke(ctx)
         except KeyboardInterrupt:  # a command that keeps something says so itself

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from simulator.problem import ProblemSpec
 
 DEFAULT_RUNTIME = "megatron-lm-2021"
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of shells (128 and the signal's number)."""
 
 WIDTH_IN_FILES = 150
 """Columns of tables when standard output is not a terminal."""

@@ -1,9 +1,34 @@
-"""Ctrl-C, as one kind of exception wherever it falls."""
+"""Ctrl-C: one kind of exception wherever it falls, and an end in a word before there is anything to keep.
+
+Little is imported here: the command line takes hold of Ctrl-C with this module before it loads the rest.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of shells (128 and the signal's number)."""
+
+
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end the process in a word, until `raise_interrupts`; where it is ignored, it stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: object) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from experiments.console import INTERRUPTED, console, messages, print_json, print_lines, table
+from experiments.console import console, messages, print_json, print_lines, table
+from experiments.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from simulator.plan import Plan

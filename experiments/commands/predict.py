@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.console import (
-    INTERRUPTED,
     AsJson,
     CommonCluster,
     CommonModel,
@@ -26,7 +25,7 @@ from experiments.console import (
     print_lines,
     table,
 )
-from experiments.interrupts import one_interrupt
+from experiments.interrupts import INTERRUPTED, one_interrupt
 
 if TYPE_CHECKING:
     from experiments.accuracy.run import GroupReport, Outcome

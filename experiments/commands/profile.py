@@ -12,7 +12,6 @@ import typer
 
 from experiments.commands.validate import Device, check_device, parse_share, require_torch
 from experiments.console import (
-    INTERRUPTED,
     AsJson,
     Cluster,
     Model,
@@ -23,6 +22,7 @@ from experiments.console import (
     print_json,
     print_lines,
 )
+from experiments.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from validation.machine_profile import MachineProfile

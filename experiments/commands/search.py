@@ -9,7 +9,6 @@ import typer
 
 from experiments.console import (
     DEFAULT_RUNTIME,
-    INTERRUPTED,
     AsJson,
     BudgetText,
     Cluster,
@@ -27,7 +26,7 @@ from experiments.console import (
     problem_spec,
     table,
 )
-from experiments.interrupts import one_interrupt
+from experiments.interrupts import INTERRUPTED, one_interrupt
 
 if TYPE_CHECKING:
     from experiments.judged import Judged

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.console import INTERRUPTED, AsJson, console, messages, print_lines, table
+from experiments.console import AsJson, console, messages, print_lines, table
+from experiments.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     import pandas as pd

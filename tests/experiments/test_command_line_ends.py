@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from searchers.pure import DistributedDataParallel
 from simulator.plan_file import load_plan
 from tests.experiments.commands import run
 
+ROOT = Path(__file__).parents[2]
 MODEL, CLUSTER = ["--model", "gpt3-350m"], ["--cluster", "v100-32g-dgx1:1x2"]
 PROBLEM = [*MODEL, *CLUSTER, "-b", "16"]
 TINY = "{family: gpt, layers: 2, hidden: 256, heads: 4, seq_len: 64, vocab: 512}\n"
@@ -181,3 +186,35 @@ def test_a_searcher_file_that_exits_is_told(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "mine.py").write_text("raise SystemExit(3)\n")
     code, _, error = run(capsys, "search", *PROBLEM, "-s", tmp_path / "mine.py:Mine")
     assert code == 2 and "it raised SystemExit: 3" in error
+
+
+SLOW_TO_LOAD = """
+import time
+print("loading", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("start", [["-m", "windtunnel"], ["-c", "from experiments.entry import main; main()"]])
+def test_an_interrupt_while_the_command_loads_is_told_without_a_traceback(start: list[str], tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text(SLOW_TO_LOAD)  # found first: the command is caught in the middle of its imports
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    with subprocess.Popen(
+        [sys.executable, *start, "list", "models"],
+        env=environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "interrupted\n")
+
+
+def test_an_ignored_interrupt_stays_ignored_and_a_command_that_runs_raises_it() -> None:
+    code = (
+        "import signal; from experiments.interrupts import end_at_interrupt, raise_interrupts; "
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); end_at_interrupt(); raise_interrupts(); "
+        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); end_at_interrupt(); raise_interrupts(); "
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
