@@ -6,6 +6,7 @@ Commands live in one file each and import what they need when they run, so ``--h
 from __future__ import annotations
 
 import sys
+from inspect import cleandoc, getdoc
 from typing import Any
 
 import typer
@@ -95,6 +96,17 @@ app.command("profile")(profile.profile_machine_file)
 app.command("reproduce")(reproduce.reproduce)
 app.command("validate")(validate.validate_file)
 register_accuracy(app)
+
+
+def _unwrapped(text: str) -> str:
+    """Return a text with one line to a paragraph: terminals are narrower than sources, and break lines themselves."""
+    return "\n\n".join(" ".join(map(str.strip, part.splitlines())) for part in text.split("\n\n"))
+
+
+for group in (app, calibrate.app):
+    group.info.help = _unwrapped(cleandoc(group.info.help or ""))
+    for command in group.registered_commands:
+        command.help = _unwrapped(getdoc(command.callback) or "")
 
 
 @app.callback(invoke_without_command=True)

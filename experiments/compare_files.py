@@ -96,8 +96,8 @@ class ComparisonFolder:
         for key in mine:
             if before.get(key) != mine[key]:
                 raise ValueError(
-                    f"{self.path} holds a comparison with another {key}: {before.get(key)} instead of "
-                    f"{mine[key]}; choose another output folder or delete this one"
+                    f"{self.path} holds a comparison with another {key}: {_other(before.get(key), mine[key])}; "
+                    "choose another output folder or delete this one"
                 )
 
     def finished_row(self, searcher: str) -> dict[str, Any] | None:
@@ -183,3 +183,15 @@ def file_name(searcher: str) -> str:
         return searcher
     stem = re.sub(r"[^A-Za-z0-9_-]", "", searcher.rpartition(":")[2]) or "searcher"
     return f"{stem}-{hashlib.sha256(searcher.encode()).hexdigest()[:8]}"
+
+
+def _other(before: Any, mine: Any) -> str:
+    """Return what was another, in words; of mappings the keys alone that differ.
+
+    >>> _other({"model": "gpt3-1.3b", "global_batch": 8}, {"model": "gpt3-1.3b", "global_batch": 16})
+    'global_batch 8 instead of 16'
+    """
+    if not isinstance(before, dict) or not isinstance(mine, dict):
+        return f"{before} instead of {mine}"
+    keys = [key for key in {**before, **mine} if before.get(key) != mine.get(key)]
+    return ", ".join(f"{key} {before.get(key)} instead of {mine.get(key)}" for key in keys)

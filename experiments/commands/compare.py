@@ -95,14 +95,14 @@ def compare_searchers(
             )
     except KeyboardInterrupt:
         kept = f"; finished searchers are kept in {output}, the same command continues" if output else ""
-        messages().print(f"interrupted{kept}")
+        messages().print(f"interrupted{kept}", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
         print_lines(found.to_json(orient="records", indent=2))
         return
     _show(found, f"{model} on {cluster}, {global_batch} samples per iteration")
     if output is not None:
-        console().print(f"plots, plans and table: {output}")
+        console().print(f"plots, plans and table: {output}", markup=False, soft_wrap=True)
 
 
 def _show(found: pd.DataFrame, title: str) -> None:

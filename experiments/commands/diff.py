@@ -63,8 +63,12 @@ def diff(
         return
     _show_tables(found.table(), found.memory_table(), names)
     print_lines(found.describe())
+    (_, one, _), (_, other, _) = loaded
+    for what in ("model", "cluster", "runtime"):
+        if getattr(one, what) != getattr(other, what):
+            print_lines(f"{what}s differ: {names[0]} {getattr(one, what)}, {names[1]} {getattr(other, what)}")
     if plot is not None:
-        messages().print(f"waterfall: {plot}")
+        messages().print(f"waterfall: {plot}", markup=False)
 
 
 def _show_tables(times: pd.DataFrame, sizes: pd.DataFrame, names: tuple[str, str]) -> None:

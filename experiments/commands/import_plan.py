@@ -33,7 +33,7 @@ IMPORTERS: dict[str, str] = {
 
 
 def import_plan(
-    system: Annotated[str, typer.Argument(help="Who wrote the file.")],
+    system: Annotated[str, typer.Argument(help=f"Who wrote the file: {', '.join(IMPORTERS)}.")],
     file: Annotated[Path, typer.Argument(help="Its plan file.")],
     model: Model,
     cluster: Cluster,
@@ -79,4 +79,5 @@ def import_plan(
             }
         )
         return
-    console().print(f"{describe_plan(plan)}\nwritten: {output}; next: windtunnel simulate {output}", markup=False)
+    words = f"{describe_plan(plan)}\nwritten: {output}; next: windtunnel simulate {output}"
+    console().print(words, markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datafiles.names import nearest
 from experiments.console import AsJson, console, print_json, table, writable
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class What(StrEnum):
 
 
 def list_names(
-    what: Annotated[What, typer.Argument(help="What to list.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(What)}.")],
     as_json: AsJson = False,
     gpus: Annotated[int, typer.Option(help="strategies: devices, a power of two.", min=1, max=1024)] = 8,
     output: Annotated[
@@ -44,22 +45,24 @@ def list_names(
 
     Example: windtunnel list strategies --gpus 8 -o trees.png
     """
-    if what is not What.STRATEGIES and output is not None:
-        raise ValueError(f"only strategies are drawn, got {what.value} with --output; leave it out")
-    if what is What.STRATEGIES:
+    if what not in list(What):
+        raise ValueError(f"unknown kind of names {what!r}; {nearest(what, [each.value for each in What])}")
+    if what != What.STRATEGIES and output is not None:
+        raise ValueError(f"only strategies are drawn, got {what} with --output; leave it out")
+    if what == What.STRATEGIES:
         rows = _strategies(gpus)
         if output is not None:
             from experiments.strategy_trees import save_trees
 
             save_trees(writable(output), gpus)
     else:
-        rows = _ROWS[what]()
+        rows = _ROWS[What(what)]()
     if as_json:
-        print_json([dict(zip(_COLUMNS[what], row, strict=True)) for row in rows])
+        print_json([dict(zip(_COLUMNS[What(what)], row, strict=True)) for row in rows])
         return
     cells = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    console().print(table(None, [(column.replace("_", " "), "left") for column in _COLUMNS[what]], cells))
-    if what is What.STRATEGIES:
+    console().print(table(None, [(column.replace("_", " "), "left") for column in _COLUMNS[What(what)]], cells))
+    if what == What.STRATEGIES:
         console().print(f"each with and without activation checkpointing: {2 * len(rows)} strategies")
         if output is not None:
             console().print(f"written: {output}", markup=False)

@@ -66,7 +66,9 @@ def plan(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Megatron's, with tp.", rich_help_panel=PLAN)
     ] = False,
-    schedule: Annotated[str, typer.Option(help="Pipeline schedule.", rich_help_panel=PLAN)] = "1f1b",
+    schedule: Annotated[
+        str, typer.Option(help="1f1b, gpipe, interleaved (with --chunks) or zb-h1.", rich_help_panel=PLAN)
+    ] = "1f1b",
     chunks: Annotated[int, typer.Option(help="Virtual stages per pipeline rank.", rich_help_panel=PLAN)] = 1,
     smaller_last: Annotated[
         bool, typer.Option("--smaller-last", help="The last microbatch takes what is left.", rich_help_panel=PLAN)
@@ -163,9 +165,9 @@ def plan(
         f"peak {max(found.peak_bytes) / 2**30:.1f} GiB, {fits} (estimate; windtunnel simulate knows better)"
     )
     if output is not None:
-        console().print(f"{output}: {words}")
+        console().print(f"{output}: {words}", markup=False, soft_wrap=True)
     else:
-        messages().print(words)
+        messages().print(words, soft_wrap=True)
 
 
 def gpus_words(tp: int, pp: int, dp: int, num_gpus: int) -> str:

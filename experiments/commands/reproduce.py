@@ -110,7 +110,7 @@ def reproduce(
             )
         for note in report.notes:
             console().print(f"note: {note}", markup=False, soft_wrap=True)
-        console().print(f"written: {files[0]} and {len(files) - 1} more")
+        console().print(f"written: {files[0]} and {len(files) - 1} more", markup=False)
     if as_json:
         print_json(found)
     for title, reason in failures:

@@ -151,9 +151,9 @@ def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) 
     tightest = judged.tightest
     memory = f"{format_bytes(tightest.peak_reserved_bytes)} reserved of {format_bytes(tightest.capacity_bytes)}"
     verdict = f"; {judged.reason}" if judged.reason else ""
-    console().print(f"simulated: {format_s(judged.result.iteration_time_s)}, {memory}{verdict}")
+    console().print(f"simulated: {format_s(judged.result.iteration_time_s)}, {memory}{verdict}", markup=False)
     if output is not None:
-        console().print(f"plan: {output}; next: windtunnel simulate {output}")
+        console().print(f"plan: {output}; next: windtunnel simulate {output}", markup=False, soft_wrap=True)
 
 
 def _number(count: int | float) -> str:

@@ -68,4 +68,4 @@ def simulate_file(
     print_lines(result.describe())
     for what, path in (("trace", trace), ("timeline", timeline)):
         if path is not None:
-            messages().print(f"{what}: {path}")
+            messages().print(f"{what}: {path}", markup=False)

@@ -35,6 +35,15 @@ def test_help_shows_every_command_and_every_command_an_example(capsys: pytest.Ca
         assert f"Example: windtunnel {command}" in run(capsys, command, "--help")[1]
 
 
+def test_a_slip_in_what_to_list_is_answered_with_what_it_resembles(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "list", "modles")
+    assert code == 2 and "did you mean 'models'?" in error
+
+
+def test_terminals_break_the_lines_of_help() -> None:
+    assert all("\n" not in part for each in app.registered_commands for part in (each.help or "").split("\n\n"))
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys, experiments.cli; "

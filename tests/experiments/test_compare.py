@@ -136,7 +136,7 @@ def test_an_interrupted_comparison_keeps_its_finished_rows(
 
 def test_a_folder_of_another_problem_is_refused(folder: Path, table: pd.DataFrame) -> None:
     other = ProblemSpec(**{**SPEC.to_mapping(), "global_batch": 8})
-    with pytest.raises(ValueError, match="holds a comparison with another problem"):
+    with pytest.raises(ValueError, match="with another problem: global_batch 4 instead of 8;"):
         compare(other, SEARCHERS, budget=BUDGET, output=folder)
 
 
