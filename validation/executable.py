@@ -59,32 +59,33 @@ def check_executable(plan: Plan, problem: Problem, *, device: str, num_processes
 def _runtime(problem: Problem, device: str) -> list[str]:
     runtime = problem.runtime
     choice = runtime.implementation
-    remedy = "use the runtime windtunnel-executor or windtunnel-executor-fp32"
     refused = []
     if device not in DTYPES_BY_DEVICE:
         raise ValueError(f"device must be one of {', '.join(DTYPES_BY_DEVICE)}, got {device!r}")
     if choice.dtype not in DTYPES_BY_DEVICE[device]:
         words = ", ".join(DTYPES_BY_DEVICE[device])
-        refused.append(f"runtime {runtime.name}: dtype {choice.dtype} on {device} (there are {words}); {remedy}")
+        refused.append(f"runtime {runtime.name}: dtype {choice.dtype} on {device} (there are {words})")
     for name, own in OWN_IMPLEMENTATION.items():
         if getattr(choice, name) != own:
-            refused.append(f"runtime {runtime.name}: implementation.{name} {getattr(choice, name)}; {remedy}")
+            refused.append(f"runtime {runtime.name}: implementation.{name} {getattr(choice, name)}")
     if choice.logits_dtype != "fp32":
-        refused.append(f"runtime {runtime.name}: implementation.logits_dtype {choice.logits_dtype}; {remedy}")
+        refused.append(f"runtime {runtime.name}: implementation.logits_dtype {choice.logits_dtype}")
     for name in UNSUPPORTED:
         if getattr(runtime, name):
-            refused.append(f"runtime {runtime.name}: {name}; {remedy}")
+            refused.append(f"runtime {runtime.name}: {name}")
     if runtime.transfer_mode != "overlapped":
-        refused.append(f"runtime {runtime.name}: transfer_mode {runtime.transfer_mode}; {remedy}")
+        refused.append(f"runtime {runtime.name}: transfer_mode {runtime.transfer_mode}")
     if runtime.host_waits:
-        refused.append(f"runtime {runtime.name}: host_waits {', '.join(runtime.host_waits)}; {remedy}")
+        refused.append(f"runtime {runtime.name}: host_waits {', '.join(runtime.host_waits)}")
     working = choice.activation_bytes
     for name in ("parameter_bytes", "gradient_bytes", "gradient_accumulation_bytes"):
         if getattr(runtime, name) != working:
             refused.append(
                 f"runtime {runtime.name}: {name} {getattr(runtime, name)} beside activations of {working} bytes "
-                f"(mixed precision with master weights); {remedy}"
+                f"(mixed precision with master weights)"
             )
+    if refused:
+        refused.append("make the plan for windtunnel-executor or windtunnel-executor-fp32 (windtunnel plan --runtime)")
     return refused
 
 

@@ -68,6 +68,9 @@ def validate_file(
 ) -> None:
     """Simulate a plan with this machine's calibration, execute it, and show the signed errors; or a campaign of many.
 
+    The plan must be for a machine and a runtime that are here, such as -c local-cpu:1x2 -r windtunnel-executor-fp32 of
+    windtunnel plan.
+
     Example: windtunnel validate plan.yaml --profile machine.json --limit 20%
 
     Example: windtunnel validate cpu-gloo -o out/cpu-gloo --limit 10%
