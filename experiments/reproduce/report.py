@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,8 @@ def markdown(experiment: Experiment, report: Report) -> str:
 def text_cell(value: Any) -> str:
     """Return a table cell as text: four significant digits, nothing for what is missing (None, NaN, pandas' NA).
 
-    >>> text_cell(1.23456), text_cell(float("nan")), text_cell(None)
-    ('1.235', '', '')
+    >>> text_cell(1.23456), text_cell(float("nan")), text_cell(None), text_cell(17850), text_cell(17850.0)
+    ('1.235', '', '', '17,850', '17,850')
     """
     from pandas import isna
 
@@ -101,6 +102,8 @@ def text_cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    if isinstance(value, Integral) and abs(int(value)) >= 10_000:
+        return f"{value:,}"
     return str(value)
 
 
