@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, UP
+from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
 
 
 def breadth_first_s(
@@ -28,7 +28,7 @@ def breadth_first_s(
         rank 0  F0 F1 f0 f1 .  .  .  b0 -- b1 -- B0 -- B1 --
         rank 1  .  F0 F1 f0 f1 b0 -- b1 -- B0 -- B1 --
 
-    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 5]] * 4)
+    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 6]] * 4)
     >>> breadth_first_s(drawn, drawn, np.arange(4), 4), breadth_first_s(drawn, drawn, np.array([0, 1, 0, 1]), 2)
     (21.0, 15.0)
     """
@@ -46,4 +46,6 @@ def breadth_first_s(
             sent_s = own_s[DOWN] if is_forward else own_s[UP]
             if sent_s > 0:
                 link_s[rank] = came_s[i] = max(came_s[i], link_s[rank]) + sent_s
+    for stage in range(num_stages):
+        free_s[ranks[stage]] += each_s[stage, ONCE]
     return float(free_s.max())

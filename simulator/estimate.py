@@ -59,8 +59,8 @@ from simulator.stage_prices import (
     transfers_s,
     weights_s,
 )
-from simulator.step_time import ahead_s
-from simulator.zero_bubble_time import INPUT, zero_bubble_s
+from simulator.step_time import ahead_s, phases_s
+from simulator.zero_bubble_time import INPUT, ONCE, zero_bubble_s
 
 
 @dataclass(frozen=True)
@@ -104,19 +104,21 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     costs = costs or CostTables(problem)
     plan = plan.canonical(problem.workload)
     views = stage_views(plan, costs)
-    stages = last_stages = _stage_times(plan, views)
+    ties_s = tied_s(costs, views)
+    stages = last_stages = _stage_times(plan, views, has_ties=ties_s > 0)
     held = last_held = [held_bytes(view) for view in views]
     capacities = tuple(min(map(problem.capacity_bytes, view.stage.devices)) for view in views)
     if plan.last_microbatch_size is not None:
         last_views = stage_views(plan.all_like_last(), costs)
-        last_stages = _stage_times(plan, last_views)
+        last_stages = _stage_times(plan, last_views, has_ties=ties_s > 0)
         last_held = [held_bytes(view) for view in last_views]
     blocking = problem.runtime.transfer_mode == "blocking"
     iteration = _filled_s(plan, [view.num_turns for view in views], stages, last_stages, blocking=blocking)
     all_hosts = [
         (plan.num_microbatches - 1) * each + last for each, last in zip(stages.hosts, last_stages.hosts, strict=True)
     ]
-    iteration += _once_s(plan, stages, norm_s(costs, plan.devices)) + tied_s(costs, views)
+    iteration += ties_s + norm_s(costs, plan.devices)
+    iteration += sum(max(_per_rank(plan.rank_of_stage, each)) for each in (stages.passed, stages.updated))
     return Estimate(
         iteration_time_s=iteration,
         stage_time_s=tuple(stages.times),
@@ -133,34 +135,31 @@ class _StageTimes:
     Attributes:
         times: One microbatch.
         hosts: Its launches.
-        before, behind: What is exposed once per iteration, up to the norm over all ranks and from there.
+        passed, updated: What comes once per iteration behind sums of tied weights and the norm, as ``phases_s`` has it.
         split: Rows of ``zero_bubble_s``, ``one_f_one_b_s``, ``breadth_first_s`` and ``interleaved_s``.
     """
 
     times: list[float]
     hosts: list[float]
-    before: list[float]
-    behind: list[float]
+    passed: list[float]
+    updated: list[float]
     split: NDArray[np.float64]
 
 
-def _once_s(plan: Plan, stages: _StageTimes, norm_seconds: float) -> float:
-    """Return what follows the passes: the slowest rank, and where there is a norm, the slowest before and behind it."""
-    before, behind = (_per_rank(plan.rank_of_stage, each) for each in (stages.before, stages.behind))
-    if norm_seconds > 0:
-        return max(before) + norm_seconds + max(behind)
-    return max(first + then for first, then in zip(before, behind, strict=True))
-
-
 def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _StageTimes, *, blocking: bool) -> float:
-    """Return the seconds of all microbatches; see the module's docstring."""
+    """Return the seconds of all microbatches and of what ranks do behind them until they wait for one another.
+
+    See the module's docstring.
+    """
     m, smaller = plan.num_microbatches, plan.last_microbatch_size is not None
     ranks = plan.rank_of_stage
+    once_s = max(_per_rank(ranks, stages.split[:, ONCE].tolist()))
     if plan.rotates and smaller:
-        return queued_s(_per_rank(ranks, stages.times), _per_rank(ranks, last.times), m)
+        return once_s + queued_s(_per_rank(ranks, stages.times), _per_rank(ranks, last.times), m)
     if plan.rotates:
         whole_s = [time * n for time, n in zip(stages.times, turns, strict=True)]
-        return rotated_s(_per_rank(ranks, whole_s), [turns[ranks.index(rank)] for rank in range(max(ranks) + 1)], m)
+        own_turns = [turns[ranks.index(rank)] for rank in range(max(ranks) + 1)]
+        return once_s + rotated_s(_per_rank(ranks, whole_s), own_turns, m)
     if plan.schedule == "zb-h1":
         return zero_bubble_s(stages.split, last.split, m)
     if plan.schedule == "interleaved":
@@ -170,8 +169,10 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
     depths, scratch_s = warmup_depths(plan), np.empty((len(plan.stages), 2))
     found_s = one_f_one_b_s(stages.split, last.split, depths, m, scratch_s, smaller)
     if smaller:
-        before_s = one_f_one_b_s(stages.split, stages.split, np.minimum(depths, m - 1), m - 1, scratch_s)
-        found_s = max(found_s, before_s + last.split[0, INPUT])
+        others = stages.split.copy()
+        others[:, ONCE] = 0.0
+        before_s = one_f_one_b_s(others, others, np.minimum(depths, m - 1), m - 1, scratch_s)
+        found_s = max(found_s, before_s + last.split[0, INPUT] + stages.split[0, ONCE])
     return found_s
 
 
@@ -231,13 +232,13 @@ def rotated_s(whole_s: Sequence[float], turns: Sequence[int], num_microbatches: 
     )
 
 
-def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
+def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _StageTimes:
     costs = views[0].costs
     crossing = crossing_tensors(views)
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
-    times, hosts, before_norm, behind_norm, split = [], [], [], [], []
+    times, hosts, passed, updated, split = [], [], [], [], []
     norm_seconds = norm_s(costs, plan.devices)
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
@@ -255,7 +256,6 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         arrived_s = items_s(view, [item for item in forward if item.cause == "transfer"])
         time = forward_s + backward_s + apart_s + up_s + down_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
-        split.append([*_split_s(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s), *own.lags])
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
@@ -264,9 +264,13 @@ def _stage_times(plan: Plan, views: Sequence[StageView]) -> _StageTimes:
         reduced_s = sum(collective_s(view, item) for item in reductions)
         passed_s, updated_s = stage_step_s(view, own.ahead + reduced_s, norm_seconds)
         times_reduced = plan.num_microbatches if plan.gradient_reduction == "every" else 1
-        before_norm.append(times_reduced * reduced_s + passed_s)
-        behind_norm.append(updated_s + sum(collective_s(view, item) for item in refresh))
-    return _StageTimes(times, hosts, before_norm, behind_norm, np.array(split))
+        updated_s += sum(collective_s(view, item) for item in refresh)
+        phases = phases_s(times_reduced * reduced_s, passed_s, updated_s, has_ties, norm_seconds > 0)
+        passed.append(phases[1])
+        updated.append(phases[2])
+        row = _split_s(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s)
+        split.append([*row, *own.lags, phases[0]])
+    return _StageTimes(times, hosts, passed, updated, np.array(split))
 
 
 def _is_own(item: Item) -> bool:
@@ -316,7 +320,7 @@ def _own_s(view: StageView, plan: Plan, forward: list[Item], backward: list[Item
 def _split_s(
     view: StageView, schedule: str, time_s: float, forward_s: float, down_s: float, up_s: float
 ) -> list[float]:
-    """Return a row of ``zero_bubble_s``, but for lags.
+    """Return a row of ``zero_bubble_s``, but for lags and what comes once.
 
     Gathers of parameters count as of the backward pass, whichever they are for.
 

@@ -43,9 +43,10 @@ START_S, S_PER_BYTE, LATENCY_S, STRETCH = range(4)
 LINE = 4
 
 # Columns of ``TimeTables.step_rates``: least seconds of a kernel, seconds of going over no gradients and per byte,
-# seconds of the optimizer per byte, and of a launch. What comes once per iteration: BEFORE and BEHIND the norm.
+# seconds of the optimizer per byte, and of a launch. What comes once per iteration: up to
+# sums of tied weights, up to the norm, and behind it, as ``step_time.phases_s`` has them.
 FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S, RATES = range(6)
-BEFORE, BEHIND = range(2)
+REDUCED, PASSED, UPDATED = range(3)
 
 # Kinds of what can be missing, and states of a plan.
 TABLE, ROW, BOUNDARY, TIE, NORM = 1, 2, 3, 4, 5

@@ -8,11 +8,12 @@ from simulator import breadth_first_time, fast_arrays, interleaved_time, pipelin
 from simulator.breadth_first_time import breadth_first_s
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.fast_arrays import (
-    BEFORE,
-    BEHIND,
     DONE,
     GPIPE,
     INTERLEAVED,
+    PASSED,
+    REDUCED,
+    UPDATED,
     WEIGHT_S,
     ZB_H1,
     Floats,
@@ -22,7 +23,7 @@ from simulator.fast_arrays import (
 )
 from simulator.interleaved_time import interleaved_s
 from simulator.pipeline_time import one_f_one_b_s
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, UP, WEIGHT, zero_bubble_s
+from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, ONCE, UP, WEIGHT, zero_bubble_s
 
 _zero_bubble_s = compiled(zero_bubble_s)
 _one_f_one_b_s = compiled(one_f_one_b_s)
@@ -87,10 +88,10 @@ def add_passes(
 
     Args:
         plans, chosen, states, stage_s, blocking, iteration_s: See ``fast_time.estimate_times``.
-        once_s: float64[2, stages]. What each stage does BEFORE and BEHIND the norm over all ranks.
-        split_s: float64[stages, SPLIT]. Of each stage, as ``zero_bubble_s`` has them, but for INPUT: the rest of
-            ``stage_s``, which is filled here. Gathers of parameters count as of the backward pass, whichever they are
-            for.
+        once_s: float64[3, stages]. What each stage does behind its last pass, as ``step_time.phases_s`` has it.
+        split_s: float64[stages, SPLIT]. Of each stage, as ``zero_bubble_s`` has them, but for ONCE, and INPUT,
+            the rest of ``stage_s``, which are filled here. Gathers of parameters count as of the backward pass,
+            whichever they are for.
     """
     most = 0
     for plan in chosen:
@@ -104,17 +105,18 @@ def add_passes(
         m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
         if high - low == 1:
             iteration_s[plan] += split_s[low, FORWARD_LAG] + m * stage_s[low]
-            iteration_s[plan] += once_s[BEFORE, low] + once_s[BEHIND, low]
+            iteration_s[plan] += once_s[REDUCED, low] + once_s[PASSED, low] + once_s[UPDATED, low]
             continue
         num_ranks = high - low
         if schedule in (INTERLEAVED, GPIPE):
             num_ranks = _fill_ranks(plans.placements, low, high, ranks)
-            for when in (BEFORE, BEHIND):
-                iteration_s[plan] += _longest_s(ranks, once_s[when, low:high], num_ranks)
+            for phase in (PASSED, UPDATED):
+                iteration_s[plan] += _longest_s(ranks, once_s[phase, low:high], num_ranks)
         else:
-            iteration_s[plan] += np.max(once_s[BEFORE, low:high]) + np.max(once_s[BEHIND, low:high])
+            iteration_s[plan] += np.max(once_s[PASSED, low:high]) + np.max(once_s[UPDATED, low:high])
         for stage in range(low, high):
             forward_s, down_s, up_s = split_s[stage, FORWARD], split_s[stage, DOWN], split_s[stage, UP]
+            split_s[stage, ONCE] = once_s[REDUCED, stage]
             split_s[stage, INPUT] = stage_s[stage] - forward_s - split_s[stage, WEIGHT] - down_s - up_s
             if blocking and schedule != INTERLEAVED:
                 split_s[stage, FORWARD] += down_s

@@ -8,19 +8,20 @@ from simulator import fast_arrays, step_time
 from simulator.compiled_cache import compiled_with, inlined
 from simulator.costs import CostTables
 from simulator.fast_arrays import (
-    BEFORE,
-    BEHIND,
     DONE,
     FLOOR_S,
     LAUNCH_S,
     PASS_S_PER_BYTE,
     PASS_START_S,
+    PASSED,
     PASSED_BYTES,
     RATES,
+    REDUCED,
     STEP_COLUMNS,
     TENSORS,
     TOUCHED_BYTES,
     UPDATE_S_PER_BYTE,
+    UPDATED,
     Floats,
     Ints,
     PlanColumns,
@@ -29,9 +30,9 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, passes_gradients
-from simulator.step_time import step_s
+from simulator.step_time import phases_s, step_s
 
-_step_s = inlined(step_s)
+_step_s, _phases_s = inlined(step_s), inlined(phases_s)
 _PROBES = (0.0, 1e4, 1e6, 3e8, 7e10)
 
 
@@ -112,19 +113,20 @@ def add_steps(
     chosen: Ints,
     states: Ints,
     rules: StepRules,
+    ties_s: Floats,
     norms_s: Floats,
     ahead_s: Floats,
     once_s: Floats,
 ) -> None:
     """Add the step to what comes once per iteration of chosen plans that are done.
 
-    For all plans at once, as ``fast_pipeline.add_passes``. Where a plan has no norm, BEHIND is moved to BEFORE.
+    For all plans at once, as ``fast_pipeline.add_passes``.
 
     Args:
         shape, tables, plans, run_tables, chosen, states, rules: See ``fast_time.estimate_times``.
-        norms_s: float64[plans]. Of the collective over all ranks; 0 for none.
+        ties_s, norms_s: float64[plans]. Of summing tied weights, and of the norm over all ranks; 0 for none.
         ahead_s: float64[stages]. See ``step_s``.
-        once_s: float64[2, stages]. BEFORE the norm: reductions so far; BEHIND it: what gathers parameters.
+        once_s: float64[3, stages]. Of each phase; so far of collectives.
     """
     work = np.empty(STEP_COLUMNS, np.float64)
     for plan in chosen:
@@ -146,8 +148,10 @@ def add_steps(
             passed_s, updated_s = _step_s(
                 pass_s, update_s, num_kernels, launch_s, ahead_s[stage], rules.runs_ahead, waits
             )
-            once_s[BEFORE, stage] += passed_s
-            once_s[BEHIND, stage] += updated_s
-            if norms_s[plan] <= 0:
-                once_s[BEFORE, stage] += once_s[BEHIND, stage]
-                once_s[BEHIND, stage] = 0.0
+            once_s[REDUCED, stage], once_s[PASSED, stage], once_s[UPDATED, stage] = _phases_s(
+                once_s[REDUCED, stage],
+                once_s[PASSED, stage] + passed_s,
+                once_s[UPDATED, stage] + updated_s,
+                ties_s[plan] > 0,
+                norms_s[plan] > 0,
+            )

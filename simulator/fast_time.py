@@ -30,8 +30,6 @@ from simulator.fast_arrays import (
     BAD_RUNS,
     BAD_SEGMENTS,
     BAD_STRATEGY,
-    BEFORE,
-    BEHIND,
     DONE,
     ELEMENTS,
     FORWARD_HOST_S,
@@ -45,6 +43,7 @@ from simulator.fast_arrays import (
     MAX_PENDING,
     NORM,
     PENDING,
+    REDUCED,
     REDUCTION,
     REFRESH,
     REFRESH_CHANNEL,
@@ -55,6 +54,7 @@ from simulator.fast_arrays import (
     TABLE,
     TOO_MANY_GATHERS,
     UNSUITED,
+    UPDATED,
     ZB_H1,
     Floats,
     Ints,
@@ -151,8 +151,9 @@ def estimate_times(
     sum_family = np.empty((2, MAX_PENDING), np.int64)
     sum_elements = np.empty((2, MAX_PENDING), np.float64)
     num_sums = np.zeros(2, np.int64)
-    once_s = np.zeros((2, len(stage_s)))
-    ahead_s, norms_s = np.zeros(len(stage_s)), np.zeros(len(iteration_s))
+    once_s = np.zeros((3, len(stage_s)))
+    ahead_s = np.zeros(len(stage_s))
+    ties_s, norms_s = np.zeros(len(iteration_s)), np.zeros(len(iteration_s))
     split_s = np.empty((len(stage_s), SPLIT), np.float64)
     in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
     for plan in chosen:
@@ -405,8 +406,8 @@ def estimate_times(
                             reduced_s += cost_s
                         if not way and not step:
                             left /= family_row[SCATTER_DEGREE]
-            once_s[BEFORE, stage] = reduced_s * (m if plans.reduces_every[plan] else 1)
-            once_s[BEHIND, stage] = refresh_s
+            once_s[REDUCED, stage] = reduced_s * (m if plans.reduces_every[plan] else 1)
+            once_s[UPDATED, stage] = refresh_s
             waits = waits_to_receive and high - low > 1
             apart = plans.schedule[plan] == GPIPE
             lags_s = _lags_s(
@@ -433,7 +434,7 @@ def estimate_times(
             add_regathers(shape, tables, plans, run_tables, plan, gathered_bytes, stage_s)
         if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, split_s, misses, counts):
             state = INCOMPLETE
-        shared_s, known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
+        ties_s[plan], known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
         if not known:
             state = INCOMPLETE
         if rules.has_norm:
@@ -450,6 +451,6 @@ def estimate_times(
             iteration_s[plan] = np.nan
             continue
 
-        iteration_s[plan] = shared_s + norms_s[plan]
-    add_steps(shape, tables, plans, run_tables, chosen, states, rules, norms_s, ahead_s, once_s)
+        iteration_s[plan] = ties_s[plan] + norms_s[plan]
+    add_steps(shape, tables, plans, run_tables, chosen, states, rules, ties_s, norms_s, ahead_s, once_s)
     add_passes(plans, chosen, states, stage_s, once_s, split_s, blocking, iteration_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, UP
+from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
 
 NEVER_S = np.inf
 
@@ -35,7 +35,7 @@ def interleaved_s(
 
     As drawn in ``simulator.schedules.interleaved``, and m (t_f + t_b) + (p - 1) (t_f + t_b) / v:
 
-    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 5]] * 4)
+    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 6]] * 4)
     >>> interleaved_s(drawn, drawn, 2, 4, False), 4 * (2.0 + 4.0) + 1 * (2.0 + 4.0) / 2
     (27.0, 27.0)
     """
@@ -103,4 +103,6 @@ def interleaved_s(
                 link_free_s[rank] = link_s
                 if blocking:
                     rank_free_s[rank] = link_s
+    for stage in range(num_stages):
+        rank_free_s[stage % p] += each_s[stage, ONCE]
     return float(rank_free_s.max())

@@ -29,7 +29,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, UP
+from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
 
 
 def one_f_one_b_s(
@@ -52,7 +52,7 @@ def one_f_one_b_s(
 
     As drawn in ``simulator.schedules.one_f_one_b`` and in ``gpipe``:
 
-    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 5]] * 4), np.empty((4, 2))
+    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 6]] * 4), np.empty((4, 2))
     >>> one_f_one_b_s(equal, equal, np.array([4, 3, 2, 1]), 6, scratch)
     27.0
     >>> one_f_one_b_s(equal, equal, np.array([4, 4, 4, 4]), 4, scratch)
@@ -134,4 +134,9 @@ def one_f_one_b_s(
                     rounds = turns // length
                     steady_s = rounds * round_s + (turns - rounds * length) * longest_s
                     found_s = max(found_s, start_s + steady_s + finish_s)
-    return float(found_s)
+    # The last microbatch comes back through the stages one by one, and no stage ends later than that.
+    end_s, longest_s = found_s, found_s + each_s[0, ONCE]
+    for stage in range(1, p):
+        end_s -= last_s[stage - 1, INPUT] + last_s[stage - 1, INPUT_LAG] + last_s[stage, UP]
+        longest_s = max(longest_s, end_s + each_s[stage, ONCE])
+    return float(longest_s)

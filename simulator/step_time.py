@@ -1,4 +1,4 @@
-"""Closed form of the optimizer's step of one stage: before and behind the norm over all ranks."""
+"""Closed form of the optimizer's step of one stage, and of what ranks wait for on the way to its end."""
 
 from __future__ import annotations
 
@@ -66,3 +66,25 @@ def ahead_s(
     if waits:
         return max(0.0, backward_s - backward_host_s)
     return num_microbatches * max(0.0, forward_s + backward_s - forward_host_s - backward_host_s)
+
+
+def phases_s(
+    reduced_s: float, passed_s: float, updated_s: float, has_ties: bool, has_norm: bool
+) -> tuple[float, float, float]:
+    """Return what a stage does from its last pass on: until ranks sum tied weights, until the norm, and behind it.
+
+    Where ranks do not wait for one another, what follows is part of what comes before.
+
+    Args:
+        reduced_s: Its gradients.
+        passed_s, updated_s: Going over them, and what follows.
+        has_ties, has_norm: Whether ranks wait there.
+
+    >>> phases_s(4.0, 2.0, 1.0, True, False), phases_s(4.0, 2.0, 1.0, False, True)
+    ((4.0, 3.0, 0.0), (6.0, 0.0, 1.0))
+    """
+    if not has_norm:
+        passed_s, updated_s = passed_s + updated_s, 0.0
+    if not has_ties:
+        reduced_s, passed_s = reduced_s + passed_s, 0.0
+    return reduced_s, passed_s, updated_s

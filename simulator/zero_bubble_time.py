@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 
 # Columns of what a microbatch takes in a stage: its forward, input-gradient and weight-gradient pass, and, where it
 # computes on meanwhile, what it sends to the next stage and to the one before; and until its forward pass, and its
-# input-gradient pass, begins when what it needs has come from there.
-FORWARD, INPUT, WEIGHT, DOWN, UP, FORWARD_LAG, INPUT_LAG = range(7)
-SPLIT = 7
+# input-gradient pass, begins when what it needs has come from there. And what a stage does once, behind its last pass.
+FORWARD, INPUT, WEIGHT, DOWN, UP, FORWARD_LAG, INPUT_LAG, ONCE = range(8)
+SPLIT = 8
 
 
 def zero_bubble_s(each_s: NDArray[np.float64], last_s: NDArray[np.float64], num_microbatches: int) -> float:
-    """Return the seconds of the passes of zb-h1; with equal stages and free transfers and m >= p they are
+    """Return the seconds of zb-h1; with equal stages and free transfers and m >= p they are
     m (f + i + w) + (p - 1) max(f + i - w, f, i).
 
     Args:
         each_s, last_s: float64[stages, SPLIT]. Seconds of a microbatch that is not the last, and of the last.
         num_microbatches: At least one.
 
-    >>> equal = np.array([[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]] * 4)
+    >>> equal = np.array([[1.0, 1.0, 1.0, *[0.0] * 5]] * 4)
     >>> zero_bubble_s(equal, equal, 6)  # As drawn in simulator.schedules.zero_bubble.
     21.0
     """
@@ -59,4 +59,4 @@ def zero_bubble_s(each_s: NDArray[np.float64], last_s: NDArray[np.float64], num_
                 down_free_s[stage] = came_s[stage + 1] = max(free_s[stage], down_free_s[stage]) + own_s[DOWN]
     for stage in range(1, p):  # The weight gradients that it has kept back.
         free_s[stage] += (min(stage, m) - 1) * each_s[stage, WEIGHT] + last_s[stage, WEIGHT]
-    return float(free_s.max())
+    return float((free_s + each_s[:, ONCE]).max())

@@ -8,6 +8,7 @@ from searchers.aceso.configuration import Configuration, Run, StageChoice, from_
 from searchers.aceso.model import StagePrice
 from searchers.aceso.searcher import Aceso
 from searchers.base import cost_tables
+from simulator.fidelity import Fidelity
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -37,12 +38,13 @@ def test_a_microbatch_more_in_flight_keeps_what_it_keeps_in_the_simulator(model:
 def test_stages_on_two_nodes_share_the_network(cluster: str, tp: int, pp: int, dp: int) -> None:
     """All GPUs of a stage send at once, in parts where they hold the same, and tied embeddings meet at the end.
 
-    The optimizer, 47 of 914 ms on A100s, is no part of Equation 2.
+    Equation 2 has no optimizer (47 of 914 ms on A100s), so the simulator does without here.
     """
     problem = problem_on(cluster, 64, "gpt3-1.3b")
     plan = uniform_plan(problem, tp=tp, pp=pp, dp=dp, microbatch=4)
-    found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem))
-    assert Aceso().paper_objective(plan, problem).objective == pytest.approx(found.iteration_time_s, rel=0.055)
+    without = Fidelity().without("optimizer")
+    found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem), fidelity=without)
+    assert Aceso().paper_objective(plan, problem).objective == pytest.approx(found.iteration_time_s, rel=0.05)
 
 
 def test_a_weight_that_a_stage_uses_twice_is_held_and_reduced_once() -> None:
