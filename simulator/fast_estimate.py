@@ -40,24 +40,18 @@ from simulator.fast_arrays import (
     BAD_RUNS,
     BAD_SEGMENTS,
     BAD_STRATEGY,
-    BOUNDARY,
     INCOMPLETE,
-    NORM,
-    ROW,
-    TABLE,
-    TIE,
     PlanColumns,
 )
 from simulator.fast_channels import Channels, Interner
-from simulator.fast_holdings import view_of
+from simulator.fast_misses import MissingRows, first_operator
 from simulator.fast_peaks import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
 from simulator.fast_step import step_rules
 from simulator.fast_store import Store
 from simulator.fast_structure import structure
-from simulator.fast_tables import Spent, TableBuilder, tied_channel
+from simulator.fast_tables import TableBuilder
 from simulator.fast_time import estimate_times
-from simulator.lowering.step import norm_s
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 from simulator.stage_prices import pass_host_s, passes_s
@@ -116,14 +110,17 @@ class FastEstimator:
                 f"{problem.hardware.cluster.name}; use estimate"
             )
         self._structure, self._savings, names = structure(problem, self.costs)
-        self._builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(self.costs))
-        self._store = Store(self._builder)
+        builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(self.costs))
+        self._store = Store(builder)
         self._rules = step_rules(self.costs)
         self._strategies: dict[Sharding, int] = {}
         self._strategy_list: list[Sharding] = []
         self._placements: dict[tuple[int, ...], int] = {}
         self._placement_list: list[tuple[int, ...]] = []
-        self._shapes, self._forms, self._aliases = Interner(), Interner(), Interner()
+        self._shapes, self._forms = Interner(), Interner()
+        self._missing = MissingRows(
+            self._structure, builder, self._store, self._strategy_list, self._placement_list, Interner()
+        )
         nodes = problem.hardware.cluster.nodes
         alike = all(replace(node, first_device=0) == nodes[0] for node in nodes)
         self._node_size = nodes[0].num_devices if alike else problem.num_devices
@@ -272,7 +269,7 @@ class FastEstimator:
                 counts,
             )
             if counts[0]:
-                self._work_out(columns, misses[: counts[0]])
+                self._missing.work_out(columns, misses[: counts[0]])
             elif states.any():
                 self._refuse(columns, states)
             else:
@@ -320,83 +317,8 @@ class FastEstimator:
         }
         raise ValueError(f"{words.get(int(states[plan]), 'too many ways to gather parameters')}; broken in plan {plan}")
 
-    def _work_out(self, columns: PlanColumns, misses: Ints) -> None:
-        """Fill what was missing."""
-        store = self._store
-        for position, (kind, slot, first, second) in enumerate(misses.tolist()):
-            try:
-                if kind == TABLE:
-                    size = self._size(columns, second)
-                    devices = self._placement_list[columns.placements[second]]
-                    strategy = self._strategy_list[columns.strategies[first]]
-                    shape = int(store.time.placement_shape[columns.placements[second]])
-                    axes = tuple((axis.split, axis.size) for axis in strategy if axis.size > 1)
-                    alias = self._aliases((axes, shape, size))
-                    store.add_table(slot, self._builder.table(strategy, devices, size), alias)
-                elif kind == ROW:
-                    store.add_row(slot, self._row(columns, first, second))
-                elif kind == BOUNDARY:
-                    store.add_boundary(slot, self._boundary(columns, first, second))
-                elif kind == NORM:
-                    placements = columns.placements[slice(*columns.stage_offsets[first : first + 2])]
-                    devices = {device for number in placements for device in self._placement_list[number]}
-                    store.add_norm(slot, norm_s(self.costs, sorted(devices)))
-                else:
-                    assert kind == TIE
-                    rows = self._holders(columns, first, second)
-                    holders = [self._placement_list[columns.placements[row]] for row in rows]
-                    store.add_tie(slot, tied_channel(self.costs, self._builder.channels, holders))
-            except ValueError:
-                store.forget(misses[position:, 1])
-                raise
-        store.make_room()
-
-    def _holders(self, columns: PlanColumns, place: int, stage: int) -> list[int]:
-        """Return the stages that hold a tied parameter: one, or all of plan ``-1 - stage``."""
-        if stage >= 0:
-            return [stage]
-        rows = range(columns.stage_offsets[-1 - stage], columns.stage_offsets[-stage])
-        stops = [int(columns.run_stops[columns.run_offsets[row + 1] - 1]) for row in rows]
-        shape = self._structure
-        operators = shape.tied[shape.ties == shape.ties[place]]
-        return [rows[number] for number in dict.fromkeys(np.searchsorted(stops, operators, side="right").tolist())]
-
-    def _size(self, columns: PlanColumns, stage: int) -> int:
-        plan = int(np.searchsorted(columns.stage_offsets, stage, side="right")) - 1
-        return int(columns.microbatch_size[plan])
-
-    def _first(self, columns: PlanColumns, stage: int, first_row: int) -> int:
-        return 0 if stage == first_row else int(columns.run_stops[columns.run_offsets[stage] - 1])
-
-    def _row(self, columns: PlanColumns, index: int, stage: int) -> list[Spent]:
-        plan = int(np.searchsorted(columns.stage_offsets, stage, side="right")) - 1
-        begin, end = columns.run_offsets[stage], columns.run_offsets[stage + 1]
-        first = self._first(columns, stage, int(columns.stage_offsets[plan]))
-        shape = self._structure
-        near = shape.neighbours[shape.neighbour_offsets[index] : shape.neighbour_offsets[index + 1]]
-        own = [other for other in (*near.tolist(), index) if other >= first]
-        runs = begin + np.searchsorted(columns.run_stops[begin:end], own, side="right")
-        strategies = {other: self._strategy_list[columns.strategies[run]] for other, run in zip(own, runs, strict=True)}
-        devices = self._placement_list[columns.placements[stage]]
-        inputs = slice(shape.input_offsets[index], shape.input_offsets[index + 1])
-        arriving = shape.input_tensors[inputs][shape.input_producers[inputs] < first].tolist()
-        entering = self._made_in_shards(columns, plan, arriving)
-        return self._builder.row(index, strategies, devices, int(columns.microbatch_size[plan]), entering)
-
-    def _made_in_shards(self, columns: PlanColumns, plan: int, tensors: Sequence[int]) -> list[int]:
-        """Return those of the tensors that their makers in a plan leave in shards of the sequence."""
-        rows = columns.run_offsets[columns.stage_offsets[plan : plan + 2]]
-        stops = columns.run_stops[rows[0] : rows[1]]
-        runs = rows[0] + np.searchsorted(stops, self._structure.producers[tensors], side="right")
-        strategies = (self._strategy_list[columns.strategies[run]] for run in runs)
-        return [
-            tensor
-            for tensor, strategy in zip(tensors, strategies, strict=True)
-            if self._builder.makes_in_shards(tensor, strategy)
-        ]
-
     def _stage(self, columns: PlanColumns, row: int, first_row: int) -> Stage:
-        first = self._first(columns, row, first_row)
+        first = first_operator(columns, row, first_row)
         runs, start = [], first
         for run in range(columns.run_offsets[row], columns.run_offsets[row + 1]):
             stop = int(columns.run_stops[run])
@@ -409,32 +331,6 @@ class FastEstimator:
             shardings=tuple(runs),
             recompute=tuple((int(columns.segment_firsts[g]), int(columns.segment_stops[g])) for g in segments),
         )
-
-    def _boundary(self, columns: PlanColumns, stage: int, plan: int) -> list[float]:
-        """Return a row of boundaries, from the operators on either side that touch what crosses."""
-        shape, first_row = self._structure, int(columns.stage_offsets[plan])
-        firsts = [self._first(columns, row, first_row) for row in (stage, stage + 1)]
-        cut, stop = firsts[1], int(columns.run_stops[columns.run_offsets[stage + 2] - 1])
-        tensors = shape.crossing[shape.crossing_offsets[cut] : shape.crossing_offsets[cut + 1]].tolist()
-        before, behind = {firsts[0]}, {cut}
-        for tensor in tensors:
-            readers = shape.readers[shape.reader_offsets[tensor] : shape.reader_offsets[tensor + 1]]
-            maker = int(shape.producers[tensor])
-            if maker >= firsts[0]:
-                before.add(maker)
-            else:
-                before.update(readers[np.searchsorted(readers, firsts[0]) :][:1].tolist())
-            behind.update(readers[np.searchsorted(readers, cut) :][:1].tolist())
-        entering = [self._builder.names.tensors[i] for i in self._made_in_shards(columns, plan, tensors)]
-        sides = []
-        for row, indices in ((stage, {i for i in before if i < cut}), (stage + 1, {i for i in behind if i < stop})):
-            begin, end = columns.run_offsets[row], columns.run_offsets[row + 1]
-            own = sorted(indices)
-            runs = begin + np.searchsorted(columns.run_stops[begin:end], own, side="right")
-            strategies = {i: self._strategy_list[columns.strategies[run]] for i, run in zip(own, runs, strict=True)}
-            devices = self._placement_list[columns.placements[row]]
-            sides.append(view_of(self.costs, strategies, devices, int(columns.microbatch_size[plan]), entering))
-        return self._builder.boundary(sides[0], sides[1], tensors)
 
 
 def _in_order(stage: Stage) -> tuple[tuple[int, Sharding], ...]:
