@@ -1,10 +1,13 @@
-"""Compiled: the optimizer's step of plans, from sums in tables; and what the lowering says of device types for it."""
+"""Compiled: what comes once per iteration of plans, from sums in tables: collectives and the optimizer's step.
+
+And what the lowering says of device types for the step.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from simulator import fast_arrays, step_time
+from simulator import fast_arrays, fast_prices, step_time
 from simulator.compiled_cache import compiled_with, inlined
 from simulator.costs import CostTables
 from simulator.fast_arrays import (
@@ -17,6 +20,10 @@ from simulator.fast_arrays import (
     PASSED_BYTES,
     RATES,
     REDUCED,
+    REFRESH_CHANNEL,
+    REST,
+    SCATTER,
+    SCATTER_DEGREE,
     STEP_COLUMNS,
     TENSORS,
     TOUCHED_BYTES,
@@ -29,6 +36,7 @@ from simulator.fast_arrays import (
     Structure,
     TimeTables,
 )
+from simulator.fast_prices import channel_s
 from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, passes_gradients
 from simulator.step_time import phases_s, step_s
 
@@ -62,6 +70,44 @@ def step_rates(costs: CostTables, gpu_type: str) -> Floats:
     rates[UPDATE_S_PER_BYTE] = hardware.optimizer_step_s(gpu_type, 1.0)
     rates[LAUNCH_S] = costs.launch_s(gpu_type)
     return rates
+
+
+@inlined
+def collectives_s(
+    tables: TimeTables,
+    num_sums: Ints,
+    sum_table: Ints,
+    sum_family: Ints,
+    sum_elements: Floats,
+    gradient_bytes: float,
+    parameter_bytes: float,
+) -> tuple[float, float]:
+    """Return the seconds in which a stage reduces its gradients, and gathers its parameters after the step.
+
+    Args:
+        tables: Of the problem.
+        num_sums: int64[2]. How many there are of either.
+        sum_table, sum_family, sum_elements: [2, .]. A table and family that prices each, and its parameters.
+        gradient_bytes, parameter_bytes: Of one parameter.
+    """
+    reduced_s, refresh_s = 0.0, 0.0
+    for way in range(2):
+        for at in range(num_sums[way]):
+            family_row = tables.families[sum_table[way, at], sum_family[way, at]]
+            left = sum_elements[way, at] * (parameter_bytes if way else gradient_bytes)
+            for step in range(1 if way else 2):
+                column = REFRESH_CHANNEL if way else (REST if step else SCATTER)
+                channel = family_row[column]
+                if channel < 0:
+                    continue
+                cost_s = channel_s(tables, channel, left)
+                if way:
+                    refresh_s += cost_s
+                else:
+                    reduced_s += cost_s
+                if not way and not step:
+                    left /= family_row[SCATTER_DEGREE]
+    return reduced_s, refresh_s
 
 
 @inlined
@@ -104,7 +150,7 @@ def _fill_work(
     return int(start)
 
 
-@compiled_with(fast_arrays, step_time)
+@compiled_with(fast_arrays, fast_prices, step_time)
 def add_steps(
     shape: Structure,
     tables: TimeTables,

@@ -14,6 +14,7 @@ from simulator import (
     fast_boundaries,
     fast_pipeline,
     fast_prices,
+    fast_recompute,
     fast_regather,
     fast_step,
     fast_ties,
@@ -46,11 +47,7 @@ from simulator.fast_arrays import (
     REDUCED,
     REDUCTION,
     REFRESH,
-    REFRESH_CHANNEL,
-    REST,
     ROW,
-    SCATTER,
-    SCATTER_DEGREE,
     TABLE,
     TOO_MANY_GATHERS,
     UNSUITED,
@@ -66,8 +63,9 @@ from simulator.fast_arrays import (
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
 from simulator.fast_pipeline import add_passes, weights_s
 from simulator.fast_prices import channel_s, mixed, wanted
+from simulator.fast_recompute import recomputed_s
 from simulator.fast_regather import add_regathers
-from simulator.fast_step import add_steps
+from simulator.fast_step import add_steps, collectives_s
 from simulator.fast_ties import tied_elements, tied_s
 from simulator.host_time import lags_s, longer_s
 from simulator.step_time import ahead_s
@@ -84,6 +82,7 @@ _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
     fast_prices,
     fast_ties,
     fast_boundaries,
+    fast_recompute,
     fast_regather,
     fast_step,
     fast_pipeline,
@@ -331,81 +330,18 @@ def estimate_times(
                         forward_s += tables.settling_s[run_tables[other], tensor, 0]
                         forward_host_s += tables.settling_s[run_tables[other], tensor, 1]
 
-            # Recomputed segments.
-            previous, run, over = first, begin, 0
-            for segment in range(plans.segment_offsets[stage], plans.segment_offsets[stage + 1]):
-                a, b = plans.segment_firsts[segment], plans.segment_stops[segment]
-                if a < previous or b <= a or b > stop:
-                    state = BAD_SEGMENTS
-                    break
-                previous = b
-                while plans.run_stops[run] <= a:
-                    run += 1
-                tail = b
-                if stops_early:
-                    other = run
-                    while tail > a:
-                        while plans.run_stops[other] < tail and other + 1 < end:
-                            other += 1
-                        while other > run and plans.run_stops[other - 1] >= tail:
-                            other -= 1
-                        if tables.has_private[run_tables[other], tail - 1] or shape.first_saver[tail - 1] < b:
-                            break
-                        tail -= 1
-                other, place = run, a
-                while place < tail:
-                    ends = min(tail, plans.run_stops[other])
-                    sums = tables.sums[run_tables[other]]
-                    seconds += sums[ends, FORWARD_S] - sums[place, FORWARD_S]
-                    backward_host_s += sums[ends, FORWARD_HOST_S] - sums[place, FORWARD_HOST_S]
-                    place = ends
-                    other += 1
-                while over < num_over and over_op[over] < a:
-                    over += 1
-                at = over
-                while at < num_over and over_op[at] < tail:
-                    seconds += over_s[at, 0]
-                    backward_host_s += over_s[at, 1]
-                    at += 1
-                at, other = over, run
-                for place in range(shape.touched_offsets[a], shape.touched_offsets[a + 1]):
-                    index = shape.touched[place]
-                    if index >= tail:
-                        break
-                    while at < num_over and over_op[at] < index:
-                        at += 1
-                    while plans.run_stops[other] <= index:
-                        other += 1
-                    base = shape.input_offsets[index]
-                    for number in range(base, shape.input_offsets[index + 1]):
-                        if shape.input_producers[number] < a:
-                            if at < num_over and over_op[at] == index:
-                                seconds -= tables.rows[over_row[at], 2 + number - base, 0]
-                                backward_host_s -= tables.rows[over_row[at], 2 + number - base, 1]
-                            else:
-                                seconds -= tables.entering_s[run_tables[other], number, 0]
-                                backward_host_s -= tables.entering_s[run_tables[other], number, 1]
-            if state < 0:
+            again_s, again_host_s, in_order = recomputed_s(
+                shape, tables, plans, run_tables, stage, first, stops_early, over_op, over_row, over_s, num_over
+            )
+            if not in_order:
+                state = BAD_SEGMENTS
                 break
+            seconds += again_s
+            backward_host_s += again_host_s
 
-            # Once per iteration (or per microbatch): gradients; and parameters after the step.
-            reduced_s, refresh_s = 0.0, 0.0
-            for way in range(2):
-                for at in range(num_sums[way]):
-                    family_row = tables.families[sum_table[way, at], sum_family[way, at]]
-                    left = sum_elements[way, at] * (parameter_bytes if way else gradient_bytes)
-                    for step in range(1 if way else 2):
-                        column = REFRESH_CHANNEL if way else (REST if step else SCATTER)
-                        channel = family_row[column]
-                        if channel < 0:
-                            continue
-                        cost_s = channel_s(tables, channel, left)
-                        if way:
-                            refresh_s += cost_s
-                        else:
-                            reduced_s += cost_s
-                        if not way and not step:
-                            left /= family_row[SCATTER_DEGREE]
+            reduced_s, refresh_s = collectives_s(
+                tables, num_sums, sum_table, sum_family, sum_elements, gradient_bytes, parameter_bytes
+            )
             once_s[REDUCED, stage] = reduced_s * (m if plans.reduces_every[plan] else 1)
             once_s[UPDATED, stage] = refresh_s
             waits = waits_to_receive and high - low > 1
