@@ -1,15 +1,15 @@
 """A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
 
-Time: that of the passes, by schedule, plus what is exposed once per iteration: reductions, the optimizer's step
-(``step_time``), refreshed parameters; where all ranks agree on the norm of the gradients, they wait for the slowest
-before it and behind it. 1F1B and GPipe: ``pipeline_time``; GPipe of stages that share devices: ``breadth_first_time``;
-zb-h1: ``zero_bubble_time``; interleaved: ``interleaved_time``. All follow the schedule's own order, with transfers
-beside passes where the runtime has them so. Where replicas take whole microbatches in turn, ``rotated_s``, and with a
-smaller last one ``queued_s``, transfers in full. Memory: ``estimate_memory``. Groups of one collective, transfers of
-one boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
-does, such as two boundaries or stages that meet on a card. No overlap (that of collectives with the gradients of one
-operator neither, nor of what comes once with the passes of earlier stages), copies of gradients, or allocator: the
-engine has those.
+Time: that of the passes, by schedule, plus what a stage does once, when its last pass is through: reductions (those of
+each microbatch, if waited for, lengthen its backward pass), the optimizer's step (``step_time``), refreshed parameters;
+where all ranks agree on the norm of the gradients, they wait for the slowest before it and behind it. 1F1B and GPipe:
+``pipeline_time``; GPipe of stages that share devices: ``breadth_first_time``; zb-h1: ``zero_bubble_time``; interleaved:
+``interleaved_time``. All follow the schedule's own order, with transfers beside passes where the runtime has them so.
+Where replicas take whole microbatches in turn, ``rotated_s``, and with a smaller last one ``queued_s``, transfers in
+full. Memory: ``estimate_memory``. Groups of one collective, transfers of one boundary and reductions of one tied weight
+run at once and share links (``hardware_models.crowding``); nothing else does, such as two boundaries or stages that
+meet on a card. No overlap inside a stage (that of collectives with the gradients of one operator neither), copies of
+gradients, or allocator: the engine has those.
 
 Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
 pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives
@@ -59,7 +59,7 @@ from simulator.stage_prices import (
     transfers_s,
     weights_s,
 )
-from simulator.step_time import ahead_s, phases_s
+from simulator.step_time import ahead_s, phases_s, reductions_s
 from simulator.zero_bubble_time import INPUT, ONCE, zero_bubble_s
 
 
@@ -254,21 +254,23 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         own = _own_s(view, plan, forward, backward)
         forward_s, backward_s = own.forward, own.backward
         arrived_s = items_s(view, [item for item in forward if item.cause == "transfer"])
-        time = forward_s + backward_s + apart_s + up_s + down_s
+        reductions, refresh = epilogue_collectives(view, reduces_early=False)
+        reduced_s = sum(collective_s(view, item) for item in reductions)
+        within_s, behind_s = reductions_s(
+            reduced_s, plan.num_microbatches, plan.gradient_reduction == "every", plan.overlap_gradient_sync
+        )
+        time = forward_s + backward_s + apart_s + up_s + down_s + within_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
         hosts.append(host / view.num_turns)
-        reductions, refresh = epilogue_collectives(view, reduces_early=False)
-        reduced_s = sum(collective_s(view, item) for item in reductions)
         passed_s, updated_s = stage_step_s(view, own.ahead + reduced_s, norm_seconds)
-        times_reduced = plan.num_microbatches if plan.gradient_reduction == "every" else 1
         updated_s += sum(collective_s(view, item) for item in refresh)
-        phases = phases_s(times_reduced * reduced_s, passed_s, updated_s, has_ties, norm_seconds > 0)
+        phases = phases_s(behind_s, passed_s, updated_s, has_ties, norm_seconds > 0)
         passed.append(phases[1])
         updated.append(phases[2])
-        row = _split_s(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s)
+        row = _split_s(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s, within_s)
         split.append([*row, *own.lags, phases[0]])
     return _StageTimes(times, hosts, passed, updated, np.array(split))
 
@@ -318,7 +320,7 @@ def _own_s(view: StageView, plan: Plan, forward: list[Item], backward: list[Item
 
 
 def _split_s(
-    view: StageView, schedule: str, time_s: float, forward_s: float, down_s: float, up_s: float
+    view: StageView, schedule: str, time_s: float, forward_s: float, down_s: float, up_s: float, reduced_s: float
 ) -> list[float]:
     """Return a row of ``zero_bubble_s``, but for lags and what comes once.
 
@@ -329,11 +331,12 @@ def _split_s(
         time_s: All that a microbatch takes there.
         forward_s: Of that, the operators and collectives of its forward pass.
         down_s, up_s: Of that, what it sends to the next stage and to the one before.
+        reduced_s: Of that, reductions, which come with weight gradients.
     """
     costs = view.costs
     pass_s = max(passes_s(costs, gpu_type, schedule) for gpu_type in view.gpu_types) / num_passes(schedule)
     forward_s += pass_s
-    weight_s = pass_s + weights_s(view) if schedule == "zb-h1" else 0.0
+    weight_s = pass_s + weights_s(view) + reduced_s if schedule == "zb-h1" else 0.0
     input_s = time_s - forward_s - weight_s - down_s - up_s
     if costs.problem.runtime.transfer_mode == "blocking" and schedule != "interleaved":
         return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]

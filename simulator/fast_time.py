@@ -68,10 +68,11 @@ from simulator.fast_regather import add_regathers
 from simulator.fast_step import add_steps, collectives_s
 from simulator.fast_ties import tied_elements, tied_s
 from simulator.host_time import lags_s, longer_s
-from simulator.step_time import ahead_s
+from simulator.step_time import ahead_s, reductions_s
 from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, SPLIT, UP, WEIGHT
 
-_longer_s, _lags_s, _ahead_s = compiled(longer_s), compiled(lags_s), compiled(ahead_s)
+_longer_s, _lags_s = compiled(longer_s), compiled(lags_s)
+_ahead_s, _reductions_s = compiled(ahead_s), compiled(reductions_s)
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -342,7 +343,9 @@ def estimate_times(
             reduced_s, refresh_s = collectives_s(
                 tables, num_sums, sum_table, sum_family, sum_elements, gradient_bytes, parameter_bytes
             )
-            once_s[REDUCED, stage] = reduced_s * (m if plans.reduces_every[plan] else 1)
+            within_s, once_s[REDUCED, stage] = _reductions_s(
+                reduced_s, m, plans.reduces_every[plan] != 0, plans.overlaps[plan] != 0
+            )
             once_s[UPDATED, stage] = refresh_s
             waits = waits_to_receive and high - low > 1
             apart = plans.schedule[plan] == GPIPE
@@ -351,12 +354,12 @@ def estimate_times(
             )
             forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
             ahead_s[stage] = _ahead_s(forward_s, seconds, forward_host_s, backward_host_s, waits, m) + reduced_s
-            stage_s[stage] = forward_s + seconds + gather_s
+            stage_s[stage] = forward_s + seconds + gather_s + within_s
             split_s[stage, FORWARD], split_s[stage, WEIGHT] = forward_s, 0.0
             split_s[stage, DOWN], split_s[stage, UP] = 0.0, 0.0
             split_s[stage, FORWARD_LAG], split_s[stage, INPUT_LAG] = lags_s
             if splits:
-                split_s[stage, WEIGHT] = pass_s + weights_s(tables, plans, run_tables, stage, first)
+                split_s[stage, WEIGHT] = pass_s + weights_s(tables, plans, run_tables, stage, first) + within_s
             first = stop
         if state >= 0 and first != num_operators:
             state = BAD_RUNS
