@@ -44,7 +44,7 @@ def test_stages_on_two_nodes_share_the_network(cluster: str, tp: int, pp: int, d
     plan = uniform_plan(problem, tp=tp, pp=pp, dp=dp, microbatch=4)
     without = Fidelity().without("optimizer")
     found = simulate(plan, problem, engine="compiled", costs=cost_tables(problem), fidelity=without)
-    assert Aceso().paper_objective(plan, problem).objective == pytest.approx(found.iteration_time_s, rel=0.05)
+    assert Aceso().paper_objective(plan, problem).objective == pytest.approx(found.iteration_time_s, rel=0.04)
 
 
 def test_a_weight_that_a_stage_uses_twice_is_held_and_reduced_once() -> None:
