@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from experiments.interrupts import one_interrupt
+from experiments.run_files import files_of_runs
+from experiments.run_table import Common
 from searchers.megatron_grid import MegatronGrid
 from searchers.pure import DistributedDataParallel
 from simulator.plan_file import load_plan
@@ -121,11 +123,18 @@ def test_what_a_plan_or_a_table_names_is_not_written_over(tmp_path: Path, capsys
         ["simulate", plan, "--trace", model],
         ["diff", plan, other, "--plot", model],
         ["predict", table, "-o", plan],
+        ["predict", table, "-o", model],
+        ["calibrate", "runs", table, "-o", model],
         ["calibrate", "runs", table, "-o", plan],
     ):
         code, _, error = run(capsys, *arguments)
         assert code == 2 and "which is an input too" in error.replace("\n", " "), arguments
     assert (model.read_text(), plan.read_text()) == (TINY, before)
+
+
+def test_a_table_names_files_by_batch_by_node_and_beside_itself(tmp_path: Path) -> None:
+    (table := tmp_path / "runs.csv").write_text("model,cluster\ntiny.yaml@4,v100-32g-dgx1:1x2+node.yaml:1x4\n")
+    assert {tmp_path / "tiny.yaml", tmp_path / "node.yaml"} <= set(files_of_runs(table, Common()))
 
 
 def test_an_error_of_the_system_names_the_file_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
