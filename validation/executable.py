@@ -82,7 +82,7 @@ def _runtime(problem: Problem, device: str) -> list[str]:
         if getattr(runtime, name) != working:
             refused.append(
                 f"runtime {runtime.name}: {name} {getattr(runtime, name)} beside activations of {working} bytes "
-                f"(mixed precision with master weights)"
+                "(mixed precision with master weights)"
             )
     if refused:
         refused.append("make the plan for windtunnel-executor or windtunnel-executor-fp32 (windtunnel plan --runtime)")

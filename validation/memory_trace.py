@@ -35,8 +35,6 @@ _Mode: Any = _python_dispatch.TorchDispatchMode
 BLOCK_BYTES = 512
 """The caching allocator's rounding, so that sums compare with its ``allocated``."""
 
-OPTIMIZER_STEP = "optimizer step"
-
 
 @dataclass
 class _Event:

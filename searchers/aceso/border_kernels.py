@@ -29,7 +29,7 @@ kernel = compiled_with(layout, recompute_kernels, stage_kernels)
 CAPACITY = 1 << 19
 """Rows of what is remembered: 21 MB; where half are taken it begins anew."""
 CELLS, OPERATORS, GPUS, COPIES = 1 << 8, 1 << 17, 1 << 8, 1 << 6
-"""What a key distinguishes: 56 bits, mixed with the 30 of links into 62; n stages share one by chance with n^2 / 9e18."""
+"""What a key distinguishes: 56 bits, mixed with 30 of links into 62; n stages share one by chance with n^2 / 9e18."""
 SPREAD = -7046029254386353131
 """An odd number near 2**64 / 1.618, as 64 bits with sign: neighbouring keys end up far apart (Knuth, volume 3, 6.4)."""
 TIME, STEADY, SYNC, BYTES = range(4)

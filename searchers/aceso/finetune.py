@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from searchers.aceso.configuration import Configuration, StageChoice, prefix_gpus, runs_of
-from searchers.aceso.model import PerformanceModel, Price, StagePrice
+from searchers.aceso.model import PerformanceModel, StagePrice
 
 MAX_STARTS = 64
 """Operators from which a change of degrees is tried; of a longer stage every n-th."""
 
 
-def fine_tuned(model: PerformanceModel, configuration: Configuration, price: Price) -> Configuration:
+def fine_tuned(model: PerformanceModel, configuration: Configuration) -> Configuration:
     """Return the configuration with every stage tuned by itself.
 
     For each stage: the tensor degree is doubled or halved (replicas the other way) from some operator to the end, or
@@ -20,13 +20,14 @@ def fine_tuned(model: PerformanceModel, configuration: Configuration, price: Pri
     cuts, first = configuration.cuts, prefix_gpus(configuration)
     for position, choice in enumerate(configuration.stages):
 
-        def priced(option: StageChoice, position: int = position) -> StagePrice:
-            return model.stage(
-                option, cuts[position], position, len(stages), first[position], configuration.microbatch,
-                around=model.around(stages, position, configuration.microbatch),
-            )  # fmt: skip
+        around = model.around(stages, position, configuration.microbatch)
 
-        best, found = choice, price.stages[position]
+        def priced(option: StageChoice, position: int = position, around: int = around) -> StagePrice:
+            return model.stage(
+                option, cuts[position], position, len(stages), first[position], configuration.microbatch, around=around
+            )
+
+        best, found = choice, priced(choice)
         if model.space.flexible.any() or choice.gpus > 1:
             for option in _other_degrees(model, choice, configuration.microbatch):
                 tried = priced(option)

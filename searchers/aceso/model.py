@@ -30,7 +30,8 @@ from searchers.aceso.arrays import (
     TIME_TRANSFER,
 )
 from searchers.aceso.border_kernels import CELLS, GPUS, OPERATORS, Known, nothing_known
-from searchers.aceso.configuration import Configuration, Run, StageChoice, prefix_gpus, to_plan
+from searchers.aceso.configuration import Configuration, StageChoice, prefix_gpus, to_plan
+from searchers.aceso.operator_columns import tied_operators
 from searchers.aceso.release_tables import release_arrays
 from searchers.aceso.stage_kernels import stage_figures
 from searchers.aceso.tables import Tables, cost_arrays
@@ -39,7 +40,6 @@ from simulator.costs import CostTables
 from simulator.lowering.lower import stage_views
 from simulator.problem import Problem
 from simulator.stage_prices import tied_s
-from workloads.operators import Workload
 
 COMPATIBILITIES = ("paper", "release")
 GIVEN, LARGEST_FIRST, WORTH_FIRST, CHEAPEST, RELEASED = range(5)
@@ -133,6 +133,7 @@ class PerformanceModel:
         self.problem = problem
         self.tables = tables
         self.space = tables.space
+        assert self.space.num_cells <= CELLS, "what stands for a neighbour has room for no more"
         self.compat = compat
         self.order = RECOMPUTE_ORDERS[recompute]
         self.num_operators = len(problem.workload)
@@ -195,8 +196,7 @@ class PerformanceModel:
         """Return what ``balanced_cuts`` remembers; an empty table where limit or recomputation have changed."""
         rules = (float(self.limit_bytes), self.order)
         if self._borders is None or self._borders[0] != rules:
-            assert self.space.num_cells <= CELLS and self.num_operators < OPERATORS, "keys have room for no more"
-            assert self.per_node < GPUS, "keys have room for no more"
+            assert self.num_operators < OPERATORS and self.per_node < GPUS, "keys have room for no more"
             self._borders = (rules, nothing_known())
         return self._borders[1]
 
@@ -391,18 +391,3 @@ class PerformanceModel:
         stop = start + choice.count
         single = float(columns[0, start:stop].sum() + columns[1, start:stop].sum())
         return single * microbatch / samples / choice.gpus
-
-
-def tied_operators(workload: Workload) -> tuple[int, ...]:
-    """Return the operators that share a weight with another."""
-    holders: dict[str, list[int]] = {}
-    for index in range(len(workload)):
-        for parameter in workload.parameters(index):
-            if parameter.tie is not None:
-                holders.setdefault(parameter.tie, []).append(index)
-    return tuple(sorted({index for found in holders.values() if len(found) > 1 for index in found}))
-
-
-def uniform_stage(count: int, gpus: int, tp: int) -> StageChoice:
-    """Return a stage whose operators are cut alike."""
-    return StageChoice(gpus, (Run(count, tp),))

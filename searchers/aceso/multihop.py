@@ -275,7 +275,7 @@ class StageCountSearch:
         """Return the configuration after fine-tuning, booked if it is better."""
         if not self.options.fine_tunes or self._spent():
             return configuration
-        tuned = fine_tuned(self._model, configuration, self.found[configuration])
+        tuned = fine_tuned(self._model, configuration)
         if tuned == configuration or tuned in self.seen or self._spent():
             return configuration
         return tuned if self._price(tuned).better_than(self.found[configuration]) else configuration

@@ -255,3 +255,13 @@ def _is_kept(
 
 def _alone_s(costs: CostTables, item: MeshCollective) -> float:
     return slowest_s(costs.problem, item.collective, item.num_bytes, groups(item.sizes, item.axes)[0])
+
+
+def tied_operators(workload: Workload) -> tuple[int, ...]:
+    """Return the operators that share a weight with another."""
+    holders: dict[str, list[int]] = {}
+    for index in range(len(workload)):
+        for parameter in workload.parameters(index):
+            if parameter.tie is not None:
+                holders.setdefault(parameter.tie, []).append(index)
+    return tuple(sorted({index for found in holders.values() if len(found) > 1 for index in found}))

@@ -52,12 +52,14 @@ def chain_of_opaque(num_operators: int, forward_s: float, backward_s: float, out
     return builder.build()
 
 
-def chain_problem(workload: Workload, *, num_devices: int, global_batch: int) -> Problem:
-    """Return a problem on single-GPU nodes, and a runtime whose optimizer has nothing to do where nothing is learnt."""
+def chain_problem(workload: Workload, *, num_devices: int, global_batch: int, has_norm: bool = True) -> Problem:
+    """Return a problem on single-GPU nodes; without the norm its step takes no time where nothing is learnt."""
     runtime = load_runtime("megatron-lm-2021")
+    if not has_norm:
+        runtime = replace(runtime, gradient_clipping=False, loss_scaling=False, gradient_pass_bytes=None)
     return Problem(
         workload=workload,
         hardware=HardwareModel.from_name(f"v100-1gpu-25g:{num_devices}x1"),
-        runtime=replace(runtime, gradient_clipping=False, loss_scaling=False, gradient_pass_bytes=None),
+        runtime=runtime,
         global_batch=global_batch,
     )

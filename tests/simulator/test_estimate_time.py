@@ -57,7 +57,8 @@ def test_the_slowest_group_of_a_collective_rules_wherever_it_is(nodes: str) -> N
 @pytest.mark.parametrize("num_microbatches", [4, 8, 32])
 @pytest.mark.parametrize(("cut", "replicas"), [(2, (2, 2)), (2, (2, 1)), (1, (1, 2)), (1, (2, 2)), (1, (2, 1))])
 def test_replicas_that_take_turns_fill_with_whole_microbatches(cut, replicas, num_microbatches: int) -> None:
-    problem = chain_problem(chain_of_opaque(4, 0.01, 0.02), num_devices=4, global_batch=2 * num_microbatches)
+    chain, batch = chain_of_opaque(4, 0.01, 0.02), 2 * num_microbatches
+    problem = chain_problem(chain, num_devices=4, global_batch=batch, has_norm=False)
     devices = (tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas))))
     stages = [
         Stage(((first, stop),), own, ((stop - first, (Axis("batch", len(own)),)),))

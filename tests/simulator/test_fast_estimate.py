@@ -278,7 +278,7 @@ def test_plans_operator_by_operator_become_runs_and_segments() -> None:
 
 
 def test_equal_stages_take_what_the_closed_form_of_1f1b_says() -> None:
-    problem = chain_problem(chain_of_opaque(4, 1.0, 2.0), num_devices=4, global_batch=8)
+    problem = chain_problem(chain_of_opaque(4, 1.0, 2.0), num_devices=4, global_batch=8, has_norm=False)
     time_s = FastEstimator(problem).estimate(uniform_plan(problem, pp=4)).iteration_time_s
     transfer_s = problem.hardware.transfer(1.0, 0, 1).alone_s
     # Stages 1 and 2 send both ways each turn, but stage 1 does not wait while the last microbatch is on its way back.
@@ -287,7 +287,7 @@ def test_equal_stages_take_what_the_closed_form_of_1f1b_says() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_equal_stages_take_what_the_engine_says_without_what_only_an_engine_knows(schedule) -> None:
-    problem = chain_problem(chain_of_opaque(8, 1.0, 2.0, output_bytes=1), num_devices=4, global_batch=16)
+    problem = chain_problem(chain_of_opaque(8, 1.0, 2.0), num_devices=4, global_batch=16, has_norm=False)
     plan = uniform_plan(problem, pp=4, schedule=schedule)
     fidelity = replace(Fidelity.ideal(), transfers=True)
     graph = lower(validate(plan, problem), FastEstimator(problem).costs, fidelity).graph

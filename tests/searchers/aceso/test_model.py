@@ -15,7 +15,8 @@ from experiments.cases.aceso import plan_of
 from searchers.aceso.arrays import KEPT, OUTPUT, STEP, TIED_GRADIENT, TIED_STATE
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan, to_plan
 from searchers.aceso.initial import even_gpus, initial_configuration
-from searchers.aceso.model import RECOMPUTE_ORDERS, PerformanceModel, tied_operators
+from searchers.aceso.model import RECOMPUTE_ORDERS, PerformanceModel
+from searchers.aceso.operator_columns import tied_operators
 from searchers.aceso.stage_kernels import transfer_time
 from searchers.base import estimated
 from simulator.costs import CostTables
