@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
+from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
 
 
 def breadth_first_s(
@@ -17,8 +17,8 @@ def breadth_first_s(
     """Return the seconds of the passes of all microbatches: each rank runs all through one stage, then the next.
 
     Args:
-        each_s, last_s: float64[stages, SPLIT]. Seconds of a microbatch that is not the last, and of the last: as
-            ``zero_bubble_s`` has them, INPUT the whole backward pass.
+        each_s, last_s: float64[stages, NUM_COLUMNS]. Rows (see ``stage_rows``) of a microbatch that is not the last,
+            and of the last; INPUT the whole backward pass.
         ranks: int64[stages]. Where each stage is: numbers below that of stages.
         num_microbatches: At least one.
 

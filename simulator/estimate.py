@@ -59,8 +59,9 @@ from simulator.stage_prices import (
     transfers_s,
     weights_s,
 )
+from simulator.stage_rows import INPUT, ONCE
 from simulator.step_time import ahead_s, phases_s, reductions_s
-from simulator.zero_bubble_time import INPUT, ONCE, zero_bubble_s
+from simulator.zero_bubble_time import zero_bubble_s
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,14 @@ class _StageTimes:
         times: One microbatch.
         hosts: Its launches.
         passed, updated: What comes once per iteration behind sums of tied weights and the norm, as ``phases_s`` has it.
-        split: Rows of ``zero_bubble_s``, ``one_f_one_b_s``, ``breadth_first_s`` and ``interleaved_s``.
+        rows: float64[stages, NUM_COLUMNS]. As ``stage_rows`` has them.
     """
 
     times: list[float]
     hosts: list[float]
     passed: list[float]
     updated: list[float]
-    split: NDArray[np.float64]
+    rows: NDArray[np.float64]
 
 
 def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _StageTimes, *, blocking: bool) -> float:
@@ -153,7 +154,7 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
     """
     m, smaller = plan.num_microbatches, plan.last_microbatch_size is not None
     ranks = plan.rank_of_stage
-    once_s = max(_per_rank(ranks, stages.split[:, ONCE].tolist()))
+    once_s = max(_per_rank(ranks, stages.rows[:, ONCE].tolist()))
     if plan.rotates and smaller:
         return once_s + queued_s(_per_rank(ranks, stages.times), _per_rank(ranks, last.times), m)
     if plan.rotates:
@@ -161,18 +162,18 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
         own_turns = [turns[ranks.index(rank)] for rank in range(max(ranks) + 1)]
         return once_s + rotated_s(_per_rank(ranks, whole_s), own_turns, m)
     if plan.schedule == "zb-h1":
-        return zero_bubble_s(stages.split, last.split, m)
+        return zero_bubble_s(stages.rows, last.rows, m)
     if plan.schedule == "interleaved":
-        return interleaved_s(stages.split, last.split, max(ranks) + 1, m, blocking)
+        return interleaved_s(stages.rows, last.rows, max(ranks) + 1, m, blocking)
     if plan.schedule == "gpipe" and max(ranks) + 1 < len(plan.stages):
-        return breadth_first_s(stages.split, last.split, np.array(ranks), m)
+        return breadth_first_s(stages.rows, last.rows, np.array(ranks), m)
     depths, scratch_s = warmup_depths(plan), np.empty((len(plan.stages), 2))
-    found_s = one_f_one_b_s(stages.split, last.split, depths, m, scratch_s, smaller)
+    found_s = one_f_one_b_s(stages.rows, last.rows, depths, m, scratch_s, smaller)
     if smaller:
-        others = stages.split.copy()
+        others = stages.rows.copy()
         others[:, ONCE] = 0.0
         before_s = one_f_one_b_s(others, others, np.minimum(depths, m - 1), m - 1, scratch_s)
-        found_s = max(found_s, before_s + last.split[0, INPUT] + stages.split[0, ONCE])
+        found_s = max(found_s, before_s + last.rows[0, INPUT] + stages.rows[0, ONCE])
     return found_s
 
 
@@ -238,7 +239,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
-    times, hosts, passed, updated, split = [], [], [], [], []
+    times, hosts, passed, updated, rows = [], [], [], [], []
     norm_seconds = norm_s(costs, plan.devices)
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
@@ -270,9 +271,9 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         phases = phases_s(behind_s, passed_s, updated_s, has_ties, norm_seconds > 0)
         passed.append(phases[1])
         updated.append(phases[2])
-        row = _split_s(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s, within_s)
-        split.append([*row, *own.lags, phases[0]])
-    return _StageTimes(times, hosts, passed, updated, np.array(split))
+        row = _row(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s, within_s)
+        rows.append([*row, *own.lags, phases[0]])
+    return _StageTimes(times, hosts, passed, updated, np.array(rows))
 
 
 def _is_own(item: Item) -> bool:
@@ -319,10 +320,10 @@ def _own_s(view: StageView, plan: Plan, forward: list[Item], backward: list[Item
     return _Own(*longer, lags, ahead_s(*longer, *hosts, waits, m))
 
 
-def _split_s(
+def _row(
     view: StageView, schedule: str, time_s: float, forward_s: float, down_s: float, up_s: float, reduced_s: float
 ) -> list[float]:
-    """Return a row of ``zero_bubble_s``, but for lags and what comes once.
+    """Return a row of ``stage_rows``, but for lags and what comes once.
 
     Gathers of parameters count as of the backward pass, whichever they are for.
 

@@ -9,7 +9,7 @@ import numpy as np
 from simulator.compiled_cache import inlined
 from simulator.fast_arrays import BOUNDARY, Floats, Ints, PlanColumns, Structure, TimeTables
 from simulator.fast_prices import mixed, wanted
-from simulator.zero_bubble_time import DOWN, FORWARD, UP
+from simulator.stage_rows import DOWN, FORWARD, UP
 
 BOUNDARY_KEY = np.uint64(0xF1357AEA2E62A9C5)
 SHARDS_KEY = np.uint64(0xA24BAED4963EE407)
@@ -36,13 +36,13 @@ def add_transfers(
     in_shards: Ints,
     plan: int,
     stage_s: Floats,
-    split_s: Floats,
+    rows_s: Floats,
     misses: Ints,
     counts: Ints,
 ) -> bool:
     """Add to the times of stages what they send over the boundaries between them; return whether all is known.
 
-    Arguments as for ``fast_time.estimate_times``, and ``split_s`` as for ``fast_pipeline.add_passes``.
+    Arguments as for ``fast_time.estimate_times``, and ``rows_s`` as for ``fast_pipeline.add_passes``.
     """
     low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
     size, all_known = plans.microbatch_size[plan], True
@@ -97,8 +97,8 @@ def add_transfers(
         else:
             stage_s[stage] += tables.boundaries[number, 0] + tables.boundaries[number, 3]
             stage_s[stage + 1] += tables.boundaries[number, 1] + tables.boundaries[number, 2]
-            split_s[stage, DOWN] = tables.boundaries[number, 0]
-            split_s[stage + 1, UP] = tables.boundaries[number, 1]
-            split_s[stage + 1, FORWARD] += tables.boundaries[number, 2]
+            rows_s[stage, DOWN] = tables.boundaries[number, 0]
+            rows_s[stage + 1, UP] = tables.boundaries[number, 1]
+            rows_s[stage + 1, FORWARD] += tables.boundaries[number, 2]
         first = cut
     return all_known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator import breadth_first_time, fast_arrays, interleaved_time, pipeline_time, zero_bubble_time
+from simulator import breadth_first_time, fast_arrays, interleaved_time, pipeline_time, stage_rows, zero_bubble_time
 from simulator.breadth_first_time import breadth_first_s
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.fast_arrays import (
@@ -23,12 +23,13 @@ from simulator.fast_arrays import (
 )
 from simulator.interleaved_time import interleaved_s
 from simulator.pipeline_time import one_f_one_b_s
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, ONCE, UP, WEIGHT, zero_bubble_s
+from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, ONCE, UP, WEIGHT
+from simulator.zero_bubble_time import zero_bubble_s
 
-_zero_bubble_s = compiled(zero_bubble_s)
-_one_f_one_b_s = compiled(one_f_one_b_s)
-_interleaved_s = compiled(interleaved_s)
-_breadth_first_s = compiled(breadth_first_s)
+_zero_bubble_s = compiled_with(stage_rows)(zero_bubble_s)
+_one_f_one_b_s = compiled_with(stage_rows)(one_f_one_b_s)
+_interleaved_s = compiled_with(stage_rows)(interleaved_s)
+_breadth_first_s = compiled_with(stage_rows)(breadth_first_s)
 
 
 @compiled_with(fast_arrays)
@@ -71,14 +72,14 @@ def _longest_s(ranks: Ints, seconds: Floats, num_ranks: int) -> float:
     return float(sums.max())
 
 
-@compiled_with(fast_arrays, breadth_first_time, interleaved_time, pipeline_time, zero_bubble_time)
+@compiled_with(fast_arrays, breadth_first_time, interleaved_time, pipeline_time, stage_rows, zero_bubble_time)
 def add_passes(
     plans: PlanColumns,
     chosen: Ints,
     states: Ints,
     stage_s: Floats,
     once_s: Floats,
-    split_s: Floats,
+    rows_s: Floats,
     blocking: bool,
     iteration_s: Floats,
 ) -> None:
@@ -89,7 +90,7 @@ def add_passes(
     Args:
         plans, chosen, states, stage_s, blocking, iteration_s: See ``fast_time.estimate_times``.
         once_s: float64[3, stages]. What each stage does behind its last pass, as ``step_time.phases_s`` has it.
-        split_s: float64[stages, SPLIT]. Of each stage, as ``zero_bubble_s`` has them, but for ONCE, and INPUT,
+        rows_s: float64[stages, NUM_COLUMNS]. Of each stage, as ``stage_rows`` has them, but for ONCE, and INPUT,
             the rest of ``stage_s``, which are filled here. Gathers of parameters count as of the backward pass,
             whichever they are for.
     """
@@ -104,7 +105,7 @@ def add_passes(
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
         if high - low == 1:
-            iteration_s[plan] += split_s[low, FORWARD_LAG] + m * stage_s[low]
+            iteration_s[plan] += rows_s[low, FORWARD_LAG] + m * stage_s[low]
             iteration_s[plan] += once_s[REDUCED, low] + once_s[PASSED, low] + once_s[UPDATED, low]
             continue
         num_ranks = high - low
@@ -115,17 +116,17 @@ def add_passes(
         else:
             iteration_s[plan] += np.max(once_s[PASSED, low:high]) + np.max(once_s[UPDATED, low:high])
         for stage in range(low, high):
-            forward_s, down_s, up_s = split_s[stage, FORWARD], split_s[stage, DOWN], split_s[stage, UP]
-            split_s[stage, ONCE] = once_s[REDUCED, stage]
-            split_s[stage, INPUT] = stage_s[stage] - forward_s - split_s[stage, WEIGHT] - down_s - up_s
+            forward_s, down_s, up_s = rows_s[stage, FORWARD], rows_s[stage, DOWN], rows_s[stage, UP]
+            rows_s[stage, ONCE] = once_s[REDUCED, stage]
+            rows_s[stage, INPUT] = stage_s[stage] - forward_s - rows_s[stage, WEIGHT] - down_s - up_s
             if blocking and schedule != INTERLEAVED:
-                split_s[stage, FORWARD] += down_s
-                split_s[stage, INPUT] += up_s
-                split_s[stage, DOWN] = split_s[stage, UP] = 0.0
+                rows_s[stage, FORWARD] += down_s
+                rows_s[stage, INPUT] += up_s
+                rows_s[stage, DOWN] = rows_s[stage, UP] = 0.0
             depths[stage - low] = plans.warmups[stage] if plans.warmups[stage] > 0 else min(high - stage, m)
             if schedule == GPIPE:
                 depths[stage - low] = m
-        own_s = split_s[low:high]
+        own_s = rows_s[low:high]
         if schedule == ZB_H1:
             iteration_s[plan] += _zero_bubble_s(own_s, own_s, m)
         elif schedule == INTERLEAVED:

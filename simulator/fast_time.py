@@ -21,6 +21,7 @@ from simulator import (
     host_time,
     interleaved_time,
     pipeline_time,
+    stage_rows,
     step_time,
     zero_bubble_time,
 )
@@ -68,8 +69,8 @@ from simulator.fast_regather import add_regathers
 from simulator.fast_step import add_steps, collectives_s
 from simulator.fast_ties import tied_elements, tied_s
 from simulator.host_time import lags_s, longer_s
+from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, NUM_COLUMNS, UP, WEIGHT
 from simulator.step_time import ahead_s, reductions_s
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, SPLIT, UP, WEIGHT
 
 _longer_s, _lags_s = compiled(longer_s), compiled(lags_s)
 _ahead_s, _reductions_s = compiled(ahead_s), compiled(reductions_s)
@@ -91,6 +92,7 @@ _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
     host_time,
     interleaved_time,
     pipeline_time,
+    stage_rows,
     step_time,
     zero_bubble_time,
 )
@@ -154,7 +156,7 @@ def estimate_times(
     once_s = np.zeros((3, len(stage_s)))
     ahead_s = np.zeros(len(stage_s))
     ties_s, norms_s = np.zeros(len(iteration_s)), np.zeros(len(iteration_s))
-    split_s = np.empty((len(stage_s), SPLIT), np.float64)
+    rows_s = np.empty((len(stage_s), NUM_COLUMNS), np.float64)
     in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
     for plan in chosen:
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
@@ -355,11 +357,11 @@ def estimate_times(
             forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
             ahead_s[stage] = _ahead_s(forward_s, seconds, forward_host_s, backward_host_s, waits, m) + reduced_s
             stage_s[stage] = forward_s + seconds + gather_s + within_s
-            split_s[stage, FORWARD], split_s[stage, WEIGHT] = forward_s, 0.0
-            split_s[stage, DOWN], split_s[stage, UP] = 0.0, 0.0
-            split_s[stage, FORWARD_LAG], split_s[stage, INPUT_LAG] = lags_s
+            rows_s[stage, FORWARD], rows_s[stage, WEIGHT] = forward_s, 0.0
+            rows_s[stage, DOWN], rows_s[stage, UP] = 0.0, 0.0
+            rows_s[stage, FORWARD_LAG], rows_s[stage, INPUT_LAG] = lags_s
             if splits:
-                split_s[stage, WEIGHT] = pass_s + weights_s(tables, plans, run_tables, stage, first) + within_s
+                rows_s[stage, WEIGHT] = pass_s + weights_s(tables, plans, run_tables, stage, first) + within_s
             first = stop
         if state >= 0 and first != num_operators:
             state = BAD_RUNS
@@ -371,7 +373,7 @@ def estimate_times(
 
         if regathers and plans.reshards[plan] and state == DONE:
             add_regathers(shape, tables, plans, run_tables, plan, gathered_bytes, stage_s)
-        if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, split_s, misses, counts):
+        if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, rows_s, misses, counts):
             state = INCOMPLETE
         ties_s[plan], known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
         if not known:
@@ -392,4 +394,4 @@ def estimate_times(
 
         iteration_s[plan] = ties_s[plan] + norms_s[plan]
     add_steps(shape, tables, plans, run_tables, chosen, states, rules, ties_s, norms_s, ahead_s, once_s)
-    add_passes(plans, chosen, states, stage_s, once_s, split_s, blocking, iteration_s)
+    add_passes(plans, chosen, states, stage_s, once_s, rows_s, blocking, iteration_s)

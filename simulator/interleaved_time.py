@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
+from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
 
 NEVER_S = np.inf
 
@@ -26,8 +26,8 @@ def interleaved_s(
     """Return the seconds of the passes of all microbatches.
 
     Args:
-        each_s, last_s: float64[stages, SPLIT]. Seconds of a microbatch that is not the last, and of the last: as
-            ``zero_bubble_s`` has them, INPUT the whole backward pass; transfers apart even where they block.
+        each_s, last_s: float64[stages, NUM_COLUMNS]. Rows (see ``stage_rows``) of a microbatch that is not the last,
+            and of the last; INPUT the whole backward pass; transfers apart even where they block.
         num_ranks: Stage s is on rank s mod ``num_ranks``.
         num_microbatches: A multiple of ``num_ranks``.
         blocking: A rank goes on only when what it sent has arrived; what a forward pass sends leaves with what the

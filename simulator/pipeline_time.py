@@ -29,7 +29,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.zero_bubble_time import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
+from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
 
 
 def one_f_one_b_s(
@@ -43,8 +43,8 @@ def one_f_one_b_s(
     """Return the seconds of the passes of 1F1B, or of GPipe.
 
     Args:
-        each_s, last_s: float64[stages, SPLIT]. Seconds of a microbatch that is not the last, and of the last: as
-            ``zero_bubble_s`` has them, INPUT the whole backward pass.
+        each_s, last_s: float64[stages, NUM_COLUMNS]. Rows (see ``stage_rows``) of a microbatch that is not the last,
+            and of the last; INPUT the whole backward pass.
         depths: int64[stages]. Forwards of each stage before its first backward, as the schedule allows them.
         num_microbatches: At least one.
         scratch_s: float64[stages, 2] at least, to work in: an allocation takes as long as the rest.

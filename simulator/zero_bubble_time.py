@@ -14,19 +14,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Columns of what a microbatch takes in a stage: its forward, input-gradient and weight-gradient pass, and, where it
-# computes on meanwhile, what it sends to the next stage and to the one before; and until its forward pass, and its
-# input-gradient pass, begins when what it needs has come from there. And what a stage does once, behind its last pass.
-FORWARD, INPUT, WEIGHT, DOWN, UP, FORWARD_LAG, INPUT_LAG, ONCE = range(8)
-SPLIT = 8
+from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP, WEIGHT
 
 
 def zero_bubble_s(each_s: NDArray[np.float64], last_s: NDArray[np.float64], num_microbatches: int) -> float:
-    """Return the seconds of zb-h1; with equal stages and free transfers and m >= p they are
-    m (f + i + w) + (p - 1) max(f + i - w, f, i).
+    """Return the seconds of zb-h1.
+
+    With equal stages, free transfers and m >= p they are m (f + i + w) + (p - 1) max(f + i - w, f, i).
 
     Args:
-        each_s, last_s: float64[stages, SPLIT]. Seconds of a microbatch that is not the last, and of the last.
+        each_s, last_s: float64[stages, NUM_COLUMNS]. Rows (see ``stage_rows``) of a microbatch that is not the last,
+            and of the last.
         num_microbatches: At least one.
 
     >>> equal = np.array([[1.0, 1.0, 1.0, *[0.0] * 5]] * 4)

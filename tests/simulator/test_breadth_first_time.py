@@ -18,8 +18,8 @@ from simulator.problem import Problem
 from simulator.schedules.actions import FORWARD, PipelineShape
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
+from simulator.stage_rows import NUM_COLUMNS
 from simulator.uniform import uniform_plan
-from simulator.zero_bubble_time import SPLIT
 from tests.simulator.graphs import makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
 
@@ -28,7 +28,7 @@ ALONE = Fidelity().without("overlap-slowdown", "host")
 
 def rows(times: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return rows for ``breadth_first_s``: two passes of each stage, and no transfers."""
-    return np.hstack([times, np.zeros((len(times), SPLIT - 2))])
+    return np.hstack([times, np.zeros((len(times), NUM_COLUMNS - 2))])
 
 
 def on_two_devices(problem: Problem, ranks: tuple[int, ...], size: int, count: int, last: int | None) -> Plan:

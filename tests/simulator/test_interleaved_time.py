@@ -16,8 +16,8 @@ from simulator.interleaved_time import interleaved_s
 from simulator.schedules.actions import FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
+from simulator.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
 from simulator.uniform import uniform_plan
-from simulator.zero_bubble_time import FORWARD_LAG, INPUT_LAG, SPLIT
 from tests.simulator.graphs import interleaved_shape, makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
 
@@ -26,7 +26,7 @@ ALONE = Fidelity().without("overlap-slowdown", "host")
 
 def stages(times: NDArray[np.float64], link_s: float = 0.0) -> NDArray[np.float64]:
     """Return rows for ``interleaved_s``: two passes of each stage, and transfers between neighbours."""
-    rows = np.zeros((len(times), SPLIT))
+    rows = np.zeros((len(times), NUM_COLUMNS))
     rows[:, :2] = times
     rows[:-1, 3] = rows[1:, 4] = link_s
     return rows

@@ -22,8 +22,8 @@ from simulator.schedules.actions import FORWARD
 from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
+from simulator.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
 from simulator.uniform import repeated_layers, uniform_plan
-from simulator.zero_bubble_time import FORWARD_LAG, INPUT_LAG, SPLIT
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
 
@@ -33,7 +33,7 @@ Times = NDArray[np.float64]
 
 def closed_s(times: Times, depths: tuple[int, ...], m: int, link_s: float = 0.0) -> float:
     """Return the closed form for forwards and backwards of stages, and equal transfers between them."""
-    rows = np.zeros((len(times), SPLIT))
+    rows = np.zeros((len(times), NUM_COLUMNS))
     rows[:, :2] = times
     rows[:-1, 3] = rows[1:, 4] = link_s
     return one_f_one_b_s(rows, rows, np.array(depths), m, np.empty((len(times), 2)))
@@ -80,7 +80,7 @@ def test_pipelines_with_transfers_take_at_most_what_the_engine_says_and_little_l
 def test_a_pass_that_begins_late_is_a_transfer_that_takes_so_long(depths: tuple[int, ...]) -> None:
     """Where links are free; fourfold 1F1B of nine microbatches there and back, its warm-ups, and GPipe."""
     times = np.array([[1.0, 2.0]] * 4)
-    rows = np.zeros((4, SPLIT))
+    rows = np.zeros((4, NUM_COLUMNS))
     rows[:, :2] = times
     rows[1:, FORWARD_LAG] = rows[:-1, INPUT_LAG] = 0.4
     found_s = one_f_one_b_s(rows, rows, np.array(depths), 9, np.empty((4, 2)))

@@ -17,8 +17,9 @@ from simulator.problem import Problem
 from simulator.schedules.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
+from simulator.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
 from simulator.uniform import uniform_plan
-from simulator.zero_bubble_time import FORWARD_LAG, INPUT_LAG, SPLIT, zero_bubble_s
+from simulator.zero_bubble_time import zero_bubble_s
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import small_problem
 
@@ -28,7 +29,7 @@ COLUMN = {FORWARD: 0, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 2}
 
 def stages(times: NDArray[np.float64], link_s: float = 0.0) -> NDArray[np.float64]:
     """Return rows for the closed form: three passes of each stage, and transfers between neighbours."""
-    rows = np.zeros((len(times), SPLIT))
+    rows = np.zeros((len(times), NUM_COLUMNS))
     rows[:, :3] = times
     rows[:-1, 3] = rows[1:, 4] = link_s
     return rows

@@ -1,0 +1,9 @@
+"""What a microbatch takes in a stage, as columns of a row: what the exact times of pipelines are computed from."""
+
+from __future__ import annotations
+
+# The stage's forward, input-gradient and weight-gradient pass (a whole backward pass is the input's, with no weight's);
+# where it computes on meanwhile, what it sends to the next stage and to the one before; how long its forward pass, and
+# its input-gradient pass, waits after what it needs has come from there; and what it does once, behind its last pass.
+FORWARD, INPUT, WEIGHT, DOWN, UP, FORWARD_LAG, INPUT_LAG, ONCE = range(8)
+NUM_COLUMNS = 8
