@@ -76,13 +76,16 @@ def test_the_releases_choice_of_recomputed_operators_is_the_published_one() -> N
 
 @needs_profile
 def test_the_papers_model_is_within_three_percent_of_the_simulator_on_published_plans() -> None:
-    """The release is up to 15 % below where eight GPUs of a stage send over one network: it knows one message."""
-    for entry in list(published_plans())[::6]:
+    """And half a percent on average, of 38; the release is up to 15 % below where stages send over one network."""
+    errors = []
+    for entry in published_plans():
         problem = profiled_problem(entry["size"], entry["gpus"])
         plan = plan_of(entry, problem)
         own = shared_model(problem).price(from_plan(plan, problem))
         found = simulate(plan, problem, engine="compiled", leave_out_periods=True)
-        assert own.iteration_s == pytest.approx(found.iteration_time_s, rel=0.03)
+        errors.append(abs(own.iteration_s / found.iteration_time_s - 1))
+    assert max(errors) < 0.03
+    assert sum(errors) / len(errors) < 0.005
 
 
 @needs_profile
