@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core import types
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,7 +38,7 @@ def compiled(function: Function) -> Function:
         config: Any = numba.config
         config.CACHE_DIR = private_folder()
         made = numba.njit(cache=True)(function)
-    return cast(Function, made)
+    return cast(Function, _for_any_number(made))
 
 
 def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
@@ -63,12 +64,38 @@ def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
 
 
 def inlined(function: Function) -> Function:
-    """Return ``function`` to be copied into the compiled functions that call it.
+    """Return ``function`` to be copied into the machine code of the compiled functions that call it.
 
     Callers in other files name this one to `compiled_with`. A call proper counts references on every array that it is
-    given, which costs more than a short function. So does a copy in an inner loop if it is given many.
+    given, which costs more than a short function. So does a copy in an inner loop if it is given many: see `pasted`.
+    """
+    return cast(Function, _for_any_number(numba.njit(forceinline=True)(function)))
+
+
+def pasted(function: Function) -> Function:
+    """Return ``function`` to be copied into the text of the compiled functions that call it, as `inlined` otherwise.
+
+    Numba then sees through it and counts no references, but reads each copy anew: for what is called in inner loops,
+    where it halves what Aceso's choice of recomputation takes. Where it does not, `inlined` is compiled sooner.
     """
     return cast(Function, numba.njit(inline="always")(function))
+
+
+def _for_any_number(function: Any) -> Any:
+    """Return a compiled function that is not compiled again for each number that a caller writes out.
+
+    Numba takes ``f(0)`` for another kind of argument than ``f(n)``, also where a loop counts from nought: a quarter of
+    what the compiled estimate takes to compile.
+    """
+    if not hasattr(function, "get_call_template"):  # numba is switched off (NUMBA_DISABLE_JIT)
+        return function
+    template_of, unliteral = function.get_call_template, cast(Any, types).unliteral
+
+    def get_call_template(args: Sequence[Any], kws: Mapping[str, Any]) -> Any:
+        return template_of(tuple(map(unliteral, args)), {name: unliteral(kind) for name, kind in kws.items()})
+
+    function.get_call_template = get_call_template
+    return function
 
 
 def private_folder() -> str:

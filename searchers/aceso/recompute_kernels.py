@@ -6,12 +6,12 @@ import numpy as np
 
 from searchers.aceso import arrays as layout
 from searchers.aceso.arrays import ENTRY, FAR, FORWARD, KEPT, LISTED, OWN, Arrays, Bytes, Int32s
-from simulator.compiled_cache import compiled_with, inlined
+from simulator.compiled_cache import compiled_with, pasted
 
 kernel = compiled_with(layout)
 
 
-@inlined
+@pasted
 def run_made(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -> float:
     """Return bytes that recomputing the operators ``[first, last]`` of a stage drops and brings back at once.
 
@@ -26,7 +26,7 @@ def run_made(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -
     return float(total)
 
 
-@inlined
+@pasted
 def run_kept(
     arrays: Arrays, cells: Int32s, flags: Bytes, first: int, last: int, start: int, stop: int
 ) -> float:
@@ -40,7 +40,7 @@ def run_kept(
     return float(total)
 
 
-@inlined
+@pasted
 def run_freed(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -> float:
     """Return bytes per microbatch that recomputing ``[first, last]`` frees: without what it must keep to begin."""
     if last < first:
@@ -49,7 +49,7 @@ def run_freed(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) 
     return float(run_made(arrays, cells, first, last, start) - entry)
 
 
-@inlined
+@pasted
 def joined_run(
     arrays: Arrays, cells: Int32s, flags: Bytes, offset: int, start: int, stop: int
 ) -> tuple[float, int, int]:

@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
+
+from simulator.compiled_cache import compiled, inlined
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,3 +59,22 @@ def test_a_changed_callee_or_constant_makes_the_caller_stale(tmp_path: Path) -> 
     assert printed(tmp_path, 100, "x + 1") == (102, 1)
     assert printed(tmp_path, 100, "x * 5") == (105, 0)
     assert printed(tmp_path, 700, "x * 5") == (705, 0)
+
+
+@inlined
+def _plus(number: int, other: int) -> int:
+    return number + other
+
+
+@compiled
+def _counted(count: int) -> int:
+    total = 0
+    for number in range(count):
+        total = _plus(total, number) + _plus(0, 1)
+    return total
+
+
+def test_a_number_that_is_written_out_is_no_other_kind_of_argument() -> None:
+    """Else each of them would be compiled anew."""
+    assert _counted(4) == 0 + 1 + 2 + 3 + 4
+    assert len(cast(Any, _plus).signatures) == 1
