@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import types
+from numba.extending import register_jitable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -79,6 +80,11 @@ def pasted(function: Function) -> Function:
     where it halves what Aceso's choice of recomputation takes. Where it does not, `inlined` is compiled sooner.
     """
     return cast(Function, numba.njit(inline="always")(function))
+
+
+def also_compiled(function: Function) -> Function:
+    """Return ``function`` as it is, for Python, and callable by compiled functions, which compile it."""
+    return register_jitable(function)
 
 
 def _for_any_number(function: Any) -> Any:

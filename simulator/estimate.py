@@ -1,15 +1,15 @@
 """A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
 
-Time: that of the passes, by schedule, plus what a stage does once, when its last pass is through: reductions (those of
-each microbatch, if waited for, lengthen its backward pass), the optimizer's step (``step_time``), refreshed parameters;
-where all ranks agree on the norm of the gradients, they wait for the slowest before it and behind it. 1F1B and GPipe:
+Time: that of the passes, by schedule, with what gathers and reductions add to them (``overlap_time``), plus what a stage
+does once, when its last pass is through: reductions that are left, the optimizer's step (``step_time``), refreshed
+parameters; where all ranks agree on the norm of the gradients, they wait for the slowest before it and behind it. 1F1B and GPipe:
 ``pipeline_time``; GPipe of stages that share devices: ``breadth_first_time``; zb-h1: ``zero_bubble_time``; interleaved:
 ``interleaved_time``. All follow the schedule's own order, with transfers beside passes where the runtime has them so.
 Where replicas take whole microbatches in turn, ``rotated_s``, and with a smaller last one ``queued_s``, transfers in
 full. Memory: ``estimate_memory``. Groups of one collective, transfers of one boundary and reductions of one tied weight
 run at once and share links (``hardware_models.crowding``); nothing else does, such as two boundaries or stages that
-meet on a card. No overlap inside a stage (that of collectives with the gradients of one operator neither), copies of
-gradients, or allocator: the engine has those.
+meet on a card. No overlap of collectives with the gradients of one operator, no copies of gradients or of gathered
+parameters, no allocator: the engine has those.
 
 Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
 pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives
@@ -36,16 +36,17 @@ from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
 from simulator.host_time import lags_s, longer_s
 from simulator.interleaved_time import interleaved_s
-from simulator.lowering.epilogue import epilogue_collectives
 from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.lower import stage_views
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.step import norm_s
+from simulator.lowering.synchronisation import parameter_refresh
 from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
 from simulator.pipeline_time import one_f_one_b_s
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.schedules.one_f_one_b import warmup_p_a
+from simulator.stage_overlap import stage_passes_s
 from simulator.stage_prices import (
     collective_s,
     host_seconds,
@@ -60,7 +61,7 @@ from simulator.stage_prices import (
     weights_s,
 )
 from simulator.stage_rows import INPUT, ONCE
-from simulator.step_time import ahead_s, phases_s, reductions_s
+from simulator.step_time import ahead_s, phases_s
 from simulator.zero_bubble_time import zero_bubble_s
 
 
@@ -251,23 +252,19 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned)
         up_s = transfers_s(costs, transfers[before][1]) if before >= 0 else 0.0
         down_s = transfers_s(costs, transfers[view.position][0]) if after < len(views) else 0.0
-        apart_s = sum(items_s(view, [item for item in items if not _is_own(item)]) for items in (forward, backward))
-        own = _own_s(view, plan, forward, backward)
-        forward_s, backward_s = own.forward, own.backward
-        arrived_s = items_s(view, [item for item in forward if item.cause == "transfer"])
-        reductions, refresh = epilogue_collectives(view, reduces_early=False)
-        reduced_s = sum(collective_s(view, item) for item in reductions)
-        within_s, behind_s = reductions_s(
-            reduced_s, plan.num_microbatches, plan.gradient_reduction == "every", plan.overlap_gradient_sync
+        arrived_s, returned_s = (
+            items_s(view, [item for item in items if item.cause == "transfer"]) for items in (forward, backward)
         )
-        time = forward_s + backward_s + apart_s + up_s + down_s + within_s
+        own = _own_s(view, plan, forward, backward)
+        forward_s, backward_s, within_s, behind_s = stage_passes_s(view, own.forward, own.backward, forward, backward)
+        time = forward_s + arrived_s + backward_s + returned_s + up_s + down_s + within_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
         hosts.append(host / view.num_turns)
-        passed_s, updated_s = stage_step_s(view, own.ahead + reduced_s, norm_seconds)
-        updated_s += sum(collective_s(view, item) for item in refresh)
+        passed_s, updated_s = stage_step_s(view, own.ahead + within_s + behind_s, norm_seconds)
+        updated_s += sum(collective_s(view, item) for item in parameter_refresh(view))
         phases = phases_s(behind_s, passed_s, updated_s, has_ties, norm_seconds > 0)
         passed.append(phases[1])
         updated.append(phases[2])

@@ -25,10 +25,10 @@ MAX_PENDING = 64
 ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 
 # Columns of ``TimeTables.sums``: seconds of either pass, what launching them takes a host that runs ahead, seconds of
-# the weight gradients, of gathering whole layers, how many operators the strategy does not suit, ``StepWork``, elements
-# of each family.
-FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, UNSUITED = range(7)
-PASSED_BYTES, TOUCHED_BYTES, TENSORS, ELEMENTS = range(7, 11)
+# the weight gradients, of gathering whole layers once (those of the root unit apart), how many operators the strategy
+# does not suit, ``StepWork``, elements of each family.
+FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, ROOT_S, UNSUITED = range(8)
+PASSED_BYTES, TOUCHED_BYTES, TENSORS, ELEMENTS = range(8, 12)
 STEP_COLUMNS = 3
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
@@ -43,9 +43,10 @@ START_S, S_PER_BYTE, LATENCY_S, STRETCH = range(4)
 LINE = 4
 
 # Columns of ``TimeTables.step_rates``: least seconds of a kernel, seconds of going over no gradients and per byte,
-# seconds of the optimizer per byte, and of a launch. What comes once per iteration: up to
+# seconds of the optimizer per byte, and of a launch; factors of overlap. What comes once per iteration: up to
 # sums of tied weights, up to the norm, and behind it, as ``step_time.phases_s`` has them.
-FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S, RATES = range(6)
+FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S = range(5)
+COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN, RATES = range(5, 8)
 REDUCED, PASSED, UPDATED = range(3)
 
 # Kinds of what can be missing, and states of a plan.
@@ -157,6 +158,20 @@ class TimeTables(NamedTuple):
     placement_form: Ints
     placement_node: Ints
     placement_types: Ints
+
+
+class BesideRules(NamedTuple):
+    """What holds for what any plan sends beside its passes, as ``overlap_time`` has it.
+
+    Attributes:
+        prefetches: A layer's parameters are gathered while the one before computes.
+        waits_for_whole: The next pass waits for reductions of whole parameters' gradients.
+        bucket_elements: So many gradients are reduced at once; infinite for all of them.
+    """
+
+    prefetches: bool
+    waits_for_whole: bool
+    bucket_elements: float
 
 
 class StepRules(NamedTuple):

@@ -45,6 +45,7 @@ from simulator.fast_arrays import (
 )
 from simulator.fast_channels import Channels, Interner
 from simulator.fast_misses import MissingRows, first_operator
+from simulator.fast_overlap import beside_rules
 from simulator.fast_peaks import estimate_peaks
 from simulator.fast_plans import SCHEDULES, PlanArrays, StageColumns, why_not
 from simulator.fast_step import step_rules
@@ -112,7 +113,7 @@ class FastEstimator:
         self._structure, self._savings, names = structure(problem, self.costs)
         builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(self.costs))
         self._store = Store(builder)
-        self._rules = step_rules(self.costs)
+        self._rules, self._beside = step_rules(self.costs), beside_rules(self.problem.runtime)
         self._strategies: dict[Sharding, int] = {}
         self._strategy_list: list[Sharding] = []
         self._placements: dict[tuple[int, ...], int] = {}
@@ -261,6 +262,7 @@ class FastEstimator:
                 pass_host_s(self.costs),
                 "receive" in runtime.host_waits,
                 self._rules,
+                self._beside,
                 iteration_s,
                 stage_s,
                 run_tables,

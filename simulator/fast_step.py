@@ -11,6 +11,8 @@ from simulator import fast_arrays, fast_prices, step_time
 from simulator.compiled_cache import compiled_with, inlined
 from simulator.costs import CostTables
 from simulator.fast_arrays import (
+    COMMUNICATION_SLOWDOWN,
+    COMPUTATION_SLOWDOWN,
     DONE,
     FLOOR_S,
     LAUNCH_S,
@@ -69,6 +71,7 @@ def step_rates(costs: CostTables, gpu_type: str) -> Floats:
             assert abs(own_s - expected_s) <= 1e-9 * expected_s, "a pass over memory is a straight line above a floor"
     rates[UPDATE_S_PER_BYTE] = hardware.optimizer_step_s(gpu_type, 1.0)
     rates[LAUNCH_S] = costs.launch_s(gpu_type)
+    rates[[COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN]] = hardware.overlap_slowdown(gpu_type)
     return rates
 
 
@@ -79,6 +82,7 @@ def collectives_s(
     sum_table: Ints,
     sum_family: Ints,
     sum_elements: Floats,
+    num_parts: float,
     gradient_bytes: float,
     parameter_bytes: float,
 ) -> tuple[float, float]:
@@ -88,6 +92,7 @@ def collectives_s(
         tables: Of the problem.
         num_sums: int64[2]. How many there are of either.
         sum_table, sum_family, sum_elements: [2, .]. A table and family that prices each, and its parameters.
+        num_parts: Gradients are reduced in so many equal parts.
         gradient_bytes, parameter_bytes: Of one parameter.
     """
     reduced_s, refresh_s = 0.0, 0.0
@@ -100,11 +105,10 @@ def collectives_s(
                 channel = family_row[column]
                 if channel < 0:
                     continue
-                cost_s = channel_s(tables, channel, left)
                 if way:
-                    refresh_s += cost_s
+                    refresh_s += channel_s(tables, channel, left)
                 else:
-                    reduced_s += cost_s
+                    reduced_s += num_parts * channel_s(tables, channel, left / num_parts)
                 if not way and not step:
                     left /= family_row[SCATTER_DEGREE]
     return reduced_s, refresh_s

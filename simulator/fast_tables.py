@@ -28,6 +28,7 @@ from simulator.fast_arrays import (
     GATHER_S,
     MAX_FAMILIES,
     PASSED_BYTES,
+    ROOT_S,
     STEP_COLUMNS,
     TIME_COLUMNS,
     UNSUITED,
@@ -264,11 +265,11 @@ class TableBuilder:
         return saved
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
-        """Fill the seconds of gathering whole layers, in both passes; tied parameters are added up by plan."""
+        """Fill the seconds of gathering whole layers; tied parameters are added up by plan."""
         structure, gathered_bytes = self.structure, self.problem.runtime.gathered_parameter_bytes
         known: dict[tuple[float, ...], float] = {}
         tied_layers = set(structure.layer_of[structure.tied].tolist())
-        total = 0.0
+        totals = np.zeros(2)
         for layer, (first, stop) in enumerate(zip(structure.layer_first, structure.layer_stop, strict=True)):
             elements = sums[stop, ELEMENTS:] - sums[first, ELEMENTS:]
             key = tuple(elements.tolist())
@@ -282,8 +283,8 @@ class TableBuilder:
                         channel_of[own] = int(families[family, GATHER_CHANNEL])
                 known[key] = sum(self.channels.price_s(channel_of[own], size) for own, size in num_bytes.items())
             if layer not in tied_layers:
-                total += known[key] * structure.gathers_of[layer]
-            sums[first + 1 : stop + 1, GATHER_S] = total
+                totals[int(structure.gathers_of[layer] == 1)] += known[key]
+            sums[first + 1 : stop + 1, [GATHER_S, ROOT_S]] = totals
 
     def _made_tensors(
         self, resolved: Sequence[Sharding], devices: Sequence[int], microbatch_size: int

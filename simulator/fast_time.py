@@ -12,6 +12,7 @@ from simulator import (
     breadth_first_time,
     fast_arrays,
     fast_boundaries,
+    fast_overlap,
     fast_pipeline,
     fast_prices,
     fast_recompute,
@@ -20,12 +21,13 @@ from simulator import (
     fast_ties,
     host_time,
     interleaved_time,
+    overlap_time,
     pipeline_time,
     stage_rows,
     step_time,
     zero_bubble_time,
 )
-from simulator.compiled_cache import compiled, compiled_with
+from simulator.compiled_cache import compiled, compiled_with, inlined
 from simulator.fast_arrays import (
     BACKWARD_HOST_S,
     BACKWARD_S,
@@ -48,12 +50,14 @@ from simulator.fast_arrays import (
     REDUCED,
     REDUCTION,
     REFRESH,
+    ROOT_S,
     ROW,
     TABLE,
     TOO_MANY_GATHERS,
     UNSUITED,
     UPDATED,
     ZB_H1,
+    BesideRules,
     Floats,
     Ints,
     PlanColumns,
@@ -62,6 +66,7 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
+from simulator.fast_overlap import gradient_shares, is_whole, num_layers, slowdowns
 from simulator.fast_pipeline import add_passes, weights_s
 from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.fast_recompute import recomputed_s
@@ -69,11 +74,12 @@ from simulator.fast_regather import add_regathers
 from simulator.fast_step import add_steps, collectives_s
 from simulator.fast_ties import tied_elements, tied_s
 from simulator.host_time import lags_s, longer_s
+from simulator.overlap_time import Sent, overlapped_s
 from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, NUM_COLUMNS, UP, WEIGHT
-from simulator.step_time import ahead_s, reductions_s
+from simulator.step_time import ahead_s
 
 _longer_s, _lags_s = compiled(longer_s), compiled(lags_s)
-_ahead_s, _reductions_s = compiled(ahead_s), compiled(reductions_s)
+_ahead_s, _overlapped_s = compiled(ahead_s), inlined(overlapped_s)
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -84,6 +90,7 @@ _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
     fast_prices,
     fast_ties,
     fast_boundaries,
+    fast_overlap,
     fast_recompute,
     fast_regather,
     fast_step,
@@ -91,6 +98,7 @@ _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
     breadth_first_time,
     host_time,
     interleaved_time,
+    overlap_time,
     pipeline_time,
     stage_rows,
     step_time,
@@ -112,6 +120,7 @@ def estimate_times(
     pass_host_s: float,
     waits_to_receive: bool,
     rules: StepRules,
+    beside: BesideRules,
     iteration_s: Floats,
     stage_s: Floats,
     run_tables: Ints,
@@ -133,6 +142,7 @@ def estimate_times(
         pass_host_s: What a pass takes a host that runs ahead.
         waits_to_receive: Such a host waits for what a pass receives.
         rules: Of the optimizer's step.
+        beside: Of what is sent beside passes.
         iteration_s, stage_s, run_tables: Results, per plan, stage and run.
         states: Per plan: DONE, INCOMPLETE, or what is wrong with it.
         misses: int64[., 4]. Kind, slot in the hash table, and where it is needed: table (run, stage), row
@@ -192,7 +202,8 @@ def estimate_times(
 
             # Runs: passes, operators whose neighbours are in another run or stage, gathers, parameters.
             pass_s = passes_s[plans.schedule[plan]] / (3 if splits else 2)
-            forward_s, seconds, gather_s = pass_s, passes_s[plans.schedule[plan]] - pass_s, 0.0
+            forward_s, seconds = pass_s, passes_s[plans.schedule[plan]] - pass_s
+            gathered_s, root_s, is_sharded = 0.0, 0.0, False
             forward_host_s, backward_host_s = pass_host_s, (2 if splits else 1) * pass_host_s
             num_over, num_pending, pending_layer = 0, 0, -1
             num_sums[0] = num_sums[1] = 0
@@ -249,6 +260,7 @@ def estimate_times(
                         shape, tables, plans, run_tables, table, family, first, begin, start, ends, by_use
                     )
                     gathers = gathers or families[family, GATHER] >= 0
+                    is_sharded = is_sharded or (elements > 0 and families[family, GATHER] >= 0)
                     if elements > 0:
                         for way in range(2):
                             own_key = families[family, REFRESH if way else REDUCTION]
@@ -271,8 +283,9 @@ def estimate_times(
                     whole_first = layer + (shape.layer_first[layer] < start)
                     whole_last = last_layer - (shape.layer_stop[last_layer] > ends)
                     if whole_first <= whole_last:
-                        gather_s += sums[shape.layer_stop[whole_last], GATHER_S]
-                        gather_s -= sums[shape.layer_first[whole_first], GATHER_S]
+                        low_sums, high_sums = sums[shape.layer_first[whole_first]], sums[shape.layer_stop[whole_last]]
+                        gathered_s += high_sums[GATHER_S] - low_sums[GATHER_S]
+                        root_s += high_sums[ROOT_S] - low_sums[ROOT_S]
                     place = 0
                     while layer <= last_layer:
                         if whole_first <= layer <= whole_last:
@@ -287,7 +300,10 @@ def estimate_times(
                         if layer != pending_layer:
                             for at in range(num_pending):
                                 alone_s = channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
-                                gather_s += shape.gathers_of[pending_layer] * alone_s
+                                if shape.gathers_of[pending_layer] == 1:
+                                    root_s += alone_s
+                                else:
+                                    gathered_s += alone_s
                             num_pending, pending_layer = 0, layer
                         a, b = max(start, shape.layer_first[layer]), min(ends, shape.layer_stop[layer])
                         for family in range(MAX_FAMILIES):
@@ -318,7 +334,10 @@ def estimate_times(
                 break
             for at in range(num_pending):
                 alone_s = channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
-                gather_s += shape.gathers_of[pending_layer] * alone_s
+                if shape.gathers_of[pending_layer] == 1:
+                    root_s += alone_s
+                else:
+                    gathered_s += alone_s
 
             # What leaves: in shards of the sequence or not; outputs that nothing in the stage reads.
             for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
@@ -342,11 +361,16 @@ def estimate_times(
             seconds += again_s
             backward_host_s += again_host_s
 
+            every, overlaps = plans.reduces_every[plan] != 0, plans.overlaps[plan] != 0
+            parts, first_share, last_share = 1.0, 1.0, 1.0
+            if num_sums[0] > 0 and (every or overlaps):
+                root_share = root_s / (root_s + gathered_s) if root_s > 0.0 else 0.0
+                parts, first_share, last_share = gradient_shares(
+                    shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
+                    beside.bucket_elements, is_sharded, ties_by_use, root_share,
+                )
             reduced_s, refresh_s = collectives_s(
-                tables, num_sums, sum_table, sum_family, sum_elements, gradient_bytes, parameter_bytes
-            )
-            within_s, once_s[REDUCED, stage] = _reductions_s(
-                reduced_s, m, plans.reduces_every[plan] != 0, plans.overlaps[plan] != 0
+                tables, num_sums, sum_table, sum_family, sum_elements, parts, gradient_bytes, parameter_bytes
             )
             once_s[UPDATED, stage] = refresh_s
             waits = waits_to_receive and high - low > 1
@@ -355,8 +379,20 @@ def estimate_times(
                 forward_s, seconds, forward_host_s, backward_host_s, pass_host_s, waits, apart, stage == low, m
             )
             forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
-            ahead_s[stage] = _ahead_s(forward_s, seconds, forward_host_s, backward_host_s, waits, m) + reduced_s
-            stage_s[stage] = forward_s + seconds + gather_s + within_s
+            ahead_s[stage] = _ahead_s(forward_s, seconds, forward_host_s, backward_host_s, waits, m)
+            layer_share, slowed, slowed_sent, waits_for_sums = 1.0, 1.0, 1.0, False
+            if gathered_s > 0.0:
+                layer_share = 1.0 / max(1, num_layers(shape, first, stop)[0])
+            if gathered_s > 0.0 or overlaps:
+                slowed, slowed_sent = slowdowns(tables, placement)
+            if overlaps and every and beside.waits_for_whole:
+                waits_for_sums = is_whole(tables, num_sums, sum_table, sum_family)
+            sent = Sent(root_s, gathered_s, reduced_s, layer_share, first_share, last_share, slowed, slowed_sent)
+            forward_s, seconds, within_s, once_s[REDUCED, stage] = _overlapped_s(
+                forward_s, seconds, sent, beside.prefetches, overlaps, every, waits_for_sums
+            )
+            ahead_s[stage] += within_s + once_s[REDUCED, stage]
+            stage_s[stage] = forward_s + seconds + within_s
             rows_s[stage, FORWARD], rows_s[stage, WEIGHT] = forward_s, 0.0
             rows_s[stage, DOWN], rows_s[stage, UP] = 0.0, 0.0
             rows_s[stage, FORWARD_LAG], rows_s[stage, INPUT_LAG] = lags_s

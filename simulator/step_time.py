@@ -68,23 +68,6 @@ def ahead_s(
     return num_microbatches * max(0.0, forward_s + backward_s - forward_host_s - backward_host_s)
 
 
-def reductions_s(reduced_s: float, num_microbatches: int, every: bool, overlaps: bool) -> tuple[float, float]:
-    """Return what reducing gradients adds to the backward pass of each microbatch, and behind the last.
-
-    Args:
-        reduced_s: One reduction.
-        num_microbatches: At least one.
-        every: Each microbatch's gradients are reduced, not only the sums of all.
-        overlaps: Passes do not wait for it.
-
-    >>> reductions_s(1.0, 8, True, False), reductions_s(1.0, 8, True, True), reductions_s(1.0, 8, False, False)
-    ((1.0, 0.0), (0.0, 8.0), (0.0, 1.0))
-    """
-    if every and not overlaps:
-        return reduced_s, 0.0
-    return 0.0, (num_microbatches if every else 1) * reduced_s
-
-
 def phases_s(
     reduced_s: float, passed_s: float, updated_s: float, has_ties: bool, has_norm: bool
 ) -> tuple[float, float, float]:

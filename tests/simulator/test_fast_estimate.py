@@ -28,6 +28,7 @@ SETTINGS = [
     ("v100-32g-dgx1:2x4", "megatron-lm-2021"),  # a mesh of unequal links; transfers in parts
     ("a100-80g-dgx:2x4", "composer-fsdp"),  # a switch; bf16; gathers
     ("a100-80g-dgx:1x8", "pytorch-fsdp2"),  # parameters are cast before they are gathered
+    ("a100-80g-dgx:1x8", "pytorch-ddp"),  # buckets; passes wait for what is copied back
     ("v100-1gpu-25g:6x1", "galvatron-v1"),  # only the network; whole transfers; recomputation does not stop early
     ("v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "megatron-deepspeed"),  # unequal nodes
     ("a100-80g-dgx:2x4", "megatron-deepspeed-timed"),  # a host that never runs ahead

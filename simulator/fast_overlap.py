@@ -1,0 +1,156 @@
+"""Compiled: what stages send beside their passes, for ``overlap_time``, as ``stage_overlap`` has it."""
+
+from __future__ import annotations
+
+from hardware_models.runtime import Runtime
+from simulator.compiled_cache import inlined
+from simulator.fast_arrays import (
+    COMMUNICATION_SLOWDOWN,
+    COMPUTATION_SLOWDOWN,
+    ELEMENTS,
+    MAX_FAMILIES,
+    REDUCTION,
+    REST,
+    SCATTER,
+    BesideRules,
+    Floats,
+    Ints,
+    PlanColumns,
+    Structure,
+    TimeTables,
+)
+from simulator.overlap_time import bucket_shares, unit_shares
+from simulator.stage_overlap import bucket_elements
+
+_bucket_shares, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
+
+
+def beside_rules(runtime: Runtime) -> BesideRules:
+    """Return what holds for any plan under a runtime."""
+    return BesideRules(runtime.prefetches_gathers, runtime.copies_gradients, bucket_elements(runtime))
+
+
+@inlined
+def slowdowns(tables: TimeTables, placement: int) -> tuple[float, float]:
+    """Return the largest factors of overlap of the types of a placement."""
+    computation, communication = 1.0, 1.0
+    for gpu_type in range(len(tables.step_rates)):
+        if tables.placement_types[placement] >> gpu_type & 1:
+            computation = max(computation, tables.step_rates[gpu_type, COMPUTATION_SLOWDOWN])
+            communication = max(communication, tables.step_rates[gpu_type, COMMUNICATION_SLOWDOWN])
+    return computation, communication
+
+
+@inlined
+def num_layers(shape: Structure, first: int, stop: int) -> tuple[int, int]:
+    """Return how many layers of a stage are gathered for each pass, and how many for the forward pass alone."""
+    each, once = 0, 0
+    for layer in range(shape.layer_of[first], shape.layer_of[stop - 1] + 1):
+        if shape.gathers_of[layer] == 1:
+            once += 1
+        else:
+            each += 1
+    return each, once
+
+
+@inlined
+def is_whole(tables: TimeTables, num_sums: Ints, sum_table: Ints, sum_family: Ints) -> bool:
+    """Return whether a stage reduces gradients of whole parameters; arguments as for ``fast_step.collectives_s``."""
+    families, found = tables.families, False
+    for at in range(num_sums[0]):
+        table, family = sum_table[0, at], sum_family[0, at]
+        found = found or (families[table, family, SCATTER] < 0 and families[table, family, REST] >= 0)
+    return found
+
+
+@inlined
+def _tied_elements(
+    places: Ints,
+    tied: Ints,
+    families: Ints,
+    run_stops: Ints,
+    run_tables: Ints,
+    run: int,
+    place: int,
+    stop: int,
+    by_use: bool,
+) -> float:
+    """Return elements of a tied parameter, which no operator before has, that replicas reduce.
+
+    Args:
+        places, tied, families: Of ``Structure.tied`` and of tables.
+        run_stops, run_tables: Of plans.
+        run: The parameter's.
+        place: Which of ``places`` it is.
+        stop: Where its stage ends.
+        by_use: If whole, it counts for each operator of the stage that has it in this layout.
+    """
+    table = run_tables[run]
+    family = families[table, tied[table, place, 0]]
+    own = float(tied[table, place, 1])
+    if family[SCATTER] < 0 and family[REST] < 0:
+        return 0.0
+    elements = own
+    if by_use and family[SCATTER] < 0:
+        for later in range(place + 1, len(places)):
+            if places[later] < stop:
+                while run_stops[run] <= places[later]:
+                    run += 1
+                if tied[run_tables[run], later, 2] == tied[table, place, 2]:
+                    elements += own
+    return elements
+
+
+@inlined
+def gradient_shares(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    stage: int,
+    first: int,
+    stop: int,
+    num_sums: Ints,
+    sum_table: Ints,
+    sum_family: Ints,
+    sum_elements: Floats,
+    bucket_elements: float,
+    is_sharded: bool,
+    ties_by_use: bool,
+    root_share: float,
+) -> tuple[float, float, float]:
+    """Return in how many parts a stage reduces its gradients, and ``first_share`` and ``last_share`` of ``Sent``.
+
+    Args:
+        shape, tables, plans, run_tables, stage: See ``fast_time.estimate_times``.
+        first, stop: Operators of the stage.
+        num_sums, sum_table, sum_family, sum_elements: See ``fast_step.collectives_s``.
+        ties_by_use: See ``fast_time.estimate_times``.
+        bucket_elements, is_sharded, root_share: See ``bucket_shares`` and ``unit_shares``.
+    """
+    if is_sharded:
+        each, once = num_layers(shape, first, stop)
+        return _unit_shares(each, once, shape.gathers_of[shape.layer_of[first]] == 1, root_share)
+    families, sums, stops = tables.families, tables.sums, plans.run_stops  # In inner loops no call that is given many.
+    total, begun = 0.0, 0.0
+    for at in range(num_sums[0]):
+        table, family = sum_table[0, at], sum_family[0, at]
+        if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
+            total += sum_elements[0, at]
+    run, index = plans.run_offsets[stage], first
+    while index < stop and begun <= 0.0:
+        while stops[run] <= index:
+            run += 1
+        table = run_tables[run]
+        for family in range(MAX_FAMILIES):
+            if families[table, family, REDUCTION] < 0:
+                break
+            if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
+                begun += sums[table, index + 1, ELEMENTS + family] - sums[table, index, ELEMENTS + family]
+        for place in range(len(shape.tied)):
+            if shape.tied[place] == index:
+                begun += _tied_elements(
+                    shape.tied, tables.tied, families, stops, run_tables, run, place, stop, ties_by_use
+                )
+        index += 1
+    return _bucket_shares(total, bucket_elements, begun)
