@@ -39,7 +39,7 @@ def uniform_plan(
         zero: ZeRO level over the data-parallel axis.
         sequence_parallel: Split norms and dropouts along the sequence over the tensor axis.
         schedule: Pipeline schedule.
-        chunks: Virtual stages per device (``interleaved``).
+        chunks: Virtual stages per device: above 1 with ``interleaved``, which with one is 1F1B; else 1.
         gradient_reduction: ``every`` microbatch or the ``last``. None: every one from ZeRO-2 on, so that no device
             keeps whole gradients; else the runtime's default.
         overlap_gradient_sync: None for the runtime's default.
@@ -73,6 +73,10 @@ def uniform_plan(
         )
     if chunks > 1 and schedule != "interleaved":
         raise ValueError(f"chunks above 1 need schedule interleaved, got schedule {schedule} with {chunks} chunks")
+    if chunks == 1 and schedule == "interleaved":
+        raise ValueError(
+            "schedule interleaved needs chunks (stages per device) above 1, got 1; give 2 or more, or schedule 1f1b"
+        )
     sharding = (Axis("batch", dp, zero), Axis("tensor_sequence" if sequence_parallel else "tensor", tp))
     stages = []
     for position, (start, stop) in enumerate(even_layer_cuts(problem.workload, pp * chunks)):

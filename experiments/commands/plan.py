@@ -67,9 +67,9 @@ def plan(
         bool, typer.Option("--sequence-parallel", help="Megatron's, with tp.", rich_help_panel=PLAN)
     ] = False,
     schedule: Annotated[
-        str, typer.Option(help="1f1b, gpipe, interleaved (with --chunks) or zb-h1.", rich_help_panel=PLAN)
+        str, typer.Option(help="1f1b, gpipe, interleaved (needs --chunks) or zb-h1.", rich_help_panel=PLAN)
     ] = "1f1b",
-    chunks: Annotated[int, typer.Option(help="Virtual stages per pipeline rank.", rich_help_panel=PLAN)] = 1,
+    chunks: Annotated[int, typer.Option(help="interleaved: stages per pipeline rank.", rich_help_panel=PLAN)] = 1,
     smaller_last: Annotated[
         bool, typer.Option("--smaller-last", help="The last microbatch takes what is left.", rich_help_panel=PLAN)
     ] = False,

@@ -230,6 +230,7 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["plan", *PROBLEM, "--tp", "4"], ["tp * pp * dp", "2 devices", "smaller degrees"]),
         (["plan", *PROBLEM, "--microbatch", "3", "-b", "4"], ["microbatch", "global batch 4", "try"]),
         (["plan", *PROBLEM, "--recompute", "some"], ["recompute", "'some'", "selective"]),
+        (["plan", *PROBLEM, "--schedule", "interleaved"], ["interleaved needs chunks", "got 1", "1f1b"]),
         (["plan", *PROBLEM, "--memory-limit", "28 apples"], ["28GiB", "'28 apples'"]),
         (["plan", *PROBLEM, "--memory-limit", "16"], ["at least 1 MiB", "'16'", "16GiB"]),
         (["plan", *PROBLEM, "--memory-limit", "40GiB"], ["at most the 31.75 GiB", "got 40.00 GiB", "leave it out"]),

@@ -92,6 +92,7 @@ def test_everything_wrong_is_named_at_once() -> None:
         (dict(dp=3), "a dp that divides 16"),
         (dict(pp=4, chunks=2, schedule="interleaved"), "at most the 4 repeated layers"),
         (dict(pp=2, chunks=2), "need schedule interleaved"),
+        (dict(pp=2, schedule="interleaved"), "needs chunks .* above 1, got 1; give 2 or more, or schedule 1f1b"),
         (dict(recompute="some"), "none, selective, full"),
         (dict(zero=4), "zero must be"),
         (dict(tp=0), "tp must be at least 1"),
