@@ -367,8 +367,10 @@ class PerformanceModel:
 
     @staticmethod
     def iteration_s(stages: Sequence[StagePrice], num_microbatches: int) -> float:
-        """Return the iteration time of stages, Equation 2."""
+        """Return the iteration time of stages, Equation 2; infinite if one cannot run."""
         fill = sum(stage.time_s for stage in stages)
+        if fill == np.inf:  # which no, or one, microbatch would multiply by -1, or by 0
+            return fill
         return max((num_microbatches - 1) * stage.time_s + stage.sync_s for stage in stages) + fill
 
     def rough_s(self, configuration: Configuration) -> float:

@@ -152,7 +152,7 @@ def stage_figures(
         recompute: 0: ``flags`` are given; 1: choose the largest activations first; 2: the most bytes per second
             first; 3: whichever of the two takes less time; 4: as the public code does.
         flags: uint8[stop - start]; recomputed operators, written if chosen.
-        figures: float64[NUM_FIGURES].
+        figures: float64[NUM_FIGURES]; times of both passes and memory are infinite where an operator has no such cell.
     """
     forward = backward = states = weights = kept = gradients = step = reshard = 0.0
     extra_forward = extra_backward = extra = sync = 0.0
@@ -183,6 +183,13 @@ def stage_figures(
         if index + 1 == stop or arrays.degrees[cells[offset + 1], 0] != arrays.degrees[cell, 0]:
             sync += sync_time(arrays, gpus_log, arrays.degrees[cell, 0], gradients)
             gradients = 0.0
+    if forward == np.inf:
+        # An operator has no such cell: all its columns are infinite, and what follows would subtract them.
+        if recompute != 0:
+            flags[:] = 0
+        figures[:] = 0.0
+        figures[TIME_FORWARD] = figures[TIME_BACKWARD] = figures[MEMORY] = np.inf
+        return
     extra = max(extra_forward + extra_backward, weights) if release else max(extra_forward, extra_backward)
     entering = arrays.columns[cells[0], INPUT, start] if links & 1 or arrays.rules[2] else 0.0
     kept += entering
