@@ -170,18 +170,24 @@ def writable(path: Path) -> Path:
     return path
 
 
-def all_writable(*paths: Path | None, read: Sequence[Path] = ()) -> None:
+def all_writable(
+    *paths: Path | None,
+    read: Sequence[Path] = (),
+    pictures: Sequence[Path | None] = (),
+    traces: Sequence[Path | None] = (),
+) -> None:
     """Check what a command is to write, before any work; None is nothing.
 
     Args:
         paths: What it is to write.
         read: What it reads, which it must not write over.
+        pictures, traces: What it is to write besides, always as PNG, always as packed JSON.
 
     Raises:
-        ValueError: If a path cannot be written, or two are the same file.
+        ValueError: If a path cannot be written, two are the same file, or a name says something else than is written.
     """
     inputs, written = {path.resolve() for path in read}, set[Path]()
-    for path in paths:
+    for path in (*paths, *pictures, *traces):
         if path is None:
             continue
         place = writable(path).resolve()
@@ -189,6 +195,11 @@ def all_writable(*paths: Path | None, read: Sequence[Path] = ()) -> None:
             other = "is an input too" if place in inputs else "is named twice"
             raise ValueError(f"outputs must be files of their own, got {path}, which {other}; name another file")
         written.add(place)
+    for what, suffix, files in (("picture", ".png", pictures), ("trace", ".json.gz", traces)):
+        for path in files:
+            if path is not None and not path.name.lower().endswith(suffix):
+                better = path.with_name(path.name.removesuffix(".gz")).with_suffix(suffix)
+                raise ValueError(f"a {what} must be a file that ends in {suffix}, got {path}; name it {better}")
 
 
 def writable_folder(path: Path) -> Path:

@@ -49,7 +49,7 @@ def diff(
     all_writable(plot, read=[first, second])
     fidelity = Fidelity().without(*comma_separated(without))
     loaded = [(path, *load_plan(path)) for path in (first, second)]
-    all_writable(plot, read=[file for _, spec, _ in loaded for file in spec.files])
+    all_writable(read=[file for _, spec, _ in loaded for file in spec.files], pictures=[plot])
     results = []
     for path, spec, plan in loaded:
         with simulation_progress(f"simulating {path.name}") as progress:

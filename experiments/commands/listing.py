@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datafiles.names import nearest
-from experiments.console import AsJson, console, print_json, table, writable
+from experiments.console import AsJson, all_writable, console, print_json, table
 
 if TYPE_CHECKING:
     from hardware_models.cluster import Node
@@ -49,12 +49,13 @@ def list_names(
         raise ValueError(f"unknown kind of names {what!r}; {nearest(what, [each.value for each in What])}")
     if what != What.STRATEGIES and output is not None:
         raise ValueError(f"only strategies are drawn, got {what} with --output; leave it out")
+    all_writable(pictures=[output])
     if what == What.STRATEGIES:
         rows = _strategies(gpus)
         if output is not None:
             from experiments.strategy_trees import save_trees
 
-            save_trees(writable(output), gpus)
+            save_trees(output, gpus)
     else:
         rows = _ROWS[What(what)]()
     if as_json:

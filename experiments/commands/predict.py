@@ -95,7 +95,7 @@ def predict(
     for option, given in (("--limit", largest), ("--plot", plot), ("--by", features)):
         if given and not timed:
             raise ValueError(f"{option} needs measured times, and no row of {runs} has one")
-    all_writable(output, plot, read=files_of_runs(runs, common))
+    all_writable(output, read=files_of_runs(runs, common), pictures=[plot])
     outcomes = _simulated(cases, fidelity, runs, output)
     report = report_of(runs.stem, outcomes)
     if plot is not None:

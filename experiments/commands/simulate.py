@@ -51,7 +51,7 @@ def simulate_file(
     fidelity = Fidelity().without(*comma_separated(without))
     spec, plan = load_plan(plan_file)
     spec = replace(spec, profile=profile) if profile is not None else spec
-    all_writable(trace, timeline, read=spec.files)
+    all_writable(read=spec.files, pictures=[timeline], traces=[trace])
     problem = spec.load()
     with simulation_progress(f"simulating {plan_file.name}") as progress:
         result = simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress)

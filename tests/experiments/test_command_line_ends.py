@@ -132,6 +132,33 @@ def test_what_a_plan_or_a_table_names_is_not_written_over(tmp_path: Path, capsys
     assert (model.read_text(), plan.read_text()) == (TINY, before)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name", "words"),
+    [
+        (["simulate", "plan.yaml", "--timeline"], "t.svg", "a picture must be a file that ends in .png, got"),
+        (["simulate", "plan.yaml", "--trace"], "t.json", "a trace must be a file that ends in .json.gz, got"),
+        (["simulate", "plan.yaml", "--trace"], "t.gz", "t.gz; name it"),
+        (["diff", "plan.yaml", "plan.yaml", "--plot"], "why", "why; name it"),
+        (["predict", "runs.csv", "--plot"], "p.pdf", "ends in .png"),
+        (["calibrate", "runs", "runs.csv", "--plot"], "p.jpg", "ends in .png"),
+        (["calibrate", "nccl-tests", "log.txt", "-c", "a100-80g-dgx", "--plot"], "p.yaml", "ends in .png"),
+        (["list", "strategies", "-o"], "trees.txt", "ends in .png"),
+    ],
+)
+def test_a_picture_or_trace_under_another_name_is_refused_before_any_work(
+    arguments: list[str], name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "plan", *PROBLEM, "-o", "plan.yaml")[0] == 0
+    Path("runs.csv").write_text("plan,iteration_time_s\nplan.yaml,0.5\n")
+    monkeypatch.setattr("simulator.simulate.simulate", None)
+    code, out, error = run(capsys, *arguments, name)
+    assert (code, out) == (2, "")
+    assert words in error and f"name it {'t.json.gz' if 'trace' in error else Path(name).with_suffix('.png')}" in error
+    assert not Path(name).exists()
+
+
 def test_a_table_names_files_by_batch_by_node_and_beside_itself(tmp_path: Path) -> None:
     (table := tmp_path / "runs.csv").write_text("model,cluster\ntiny.yaml@4,v100-32g-dgx1:1x2+node.yaml:1x4\n")
     assert {tmp_path / "tiny.yaml", tmp_path / "node.yaml"} <= set(files_of_runs(table, Common()))
