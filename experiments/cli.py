@@ -10,7 +10,6 @@ from inspect import cleandoc, getdoc
 from typing import Any
 
 import typer
-from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from experiments.commands import (
@@ -46,6 +45,8 @@ class Commands(TyperGroup):
             messages().print("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except typer.BadParameter as error:
+            from pydantic import ValidationError
+
             if isinstance(error.__cause__, ValidationError):
                 error.message += f", got {error.__cause__.errors()[0]['input']!r}"
             raise

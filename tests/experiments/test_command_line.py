@@ -47,7 +47,7 @@ def test_terminals_break_the_lines_of_help() -> None:
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys, experiments.cli; "
-        "heavy = ('numpy', 'pandas', 'scipy', 'matplotlib', 'simpy', 'yaml'); "
+        "heavy = ('numpy', 'pandas', 'scipy', 'matplotlib', 'simpy', 'yaml', 'pydantic'); "
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
