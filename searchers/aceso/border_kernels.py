@@ -28,8 +28,11 @@ kernel = compiled_with(layout, recompute_kernels, stage_kernels)
 
 CAPACITY = 1 << 19
 """Rows of what is remembered: 21 MB; where half are taken it begins anew."""
-CELLS, OPERATORS, GPUS, COPIES = 1 << 8, 1 << 17, 1 << 8, 1 << 6
-"""What a key distinguishes: 56 bits, mixed with 30 of links into 62; n stages share one by chance with n^2 / 9e18."""
+CELLS, OPERATORS, GPUS, COPIES = 1 << 8, 1 << 19, 1 << 11, 1 << 6
+"""What a key distinguishes: 63 bits, mixed with 30 of links into 62; n stages share one by chance with n^2 / 9e18.
+
+A cluster file has at most 1,024 GPUs a node, and a search 16 stages.
+"""
 SPREAD = -7046029254386353131
 """An odd number near 2**64 / 1.618, as 64 bits with sign: neighbouring keys end up far apart (Knuth, volume 3, 6.4)."""
 TIME, STEADY, SYNC, BYTES = range(4)

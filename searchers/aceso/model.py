@@ -133,7 +133,12 @@ class PerformanceModel:
         self.problem = problem
         self.tables = tables
         self.space = tables.space
-        assert self.space.num_cells <= CELLS, "what stands for a neighbour has room for no more"
+        if self.space.num_cells > CELLS:
+            sizes = f"{len(self.space.degrees)} * {len(self.space.samples)} * {self.space.partitions}"
+            raise ValueError(
+                f"tensor degrees * numbers of samples per GPU * partitions must be at most {CELLS} for Aceso, got "
+                f"{sizes}; lower largest_samples"
+            )
         self.compat = compat
         self.order = RECOMPUTE_ORDERS[recompute]
         self.num_operators = len(problem.workload)
@@ -196,7 +201,12 @@ class PerformanceModel:
         """Return what ``balanced_cuts`` remembers; an empty table where limit or recomputation have changed."""
         rules = (float(self.limit_bytes), self.order)
         if self._borders is None or self._borders[0] != rules:
-            assert self.num_operators < OPERATORS and self.per_node < GPUS, "keys have room for no more"
+            assert self.per_node < GPUS, "keys have room for no more"
+            if self.num_operators >= OPERATORS:
+                raise ValueError(
+                    f"Aceso's search must have fewer than {OPERATORS:,} operators, got {self.num_operators:,}; "
+                    "search a model of fewer layers"
+                )
             self._borders = (rules, nothing_known())
         return self._borders[1]
 

@@ -11,6 +11,7 @@ import pytest
 from searchers.aceso.dynamic_program import AcesoDynamicProgram
 from searchers.aceso.import_plan import import_plan
 from searchers.aceso.initial import INITIALS, initial_configuration
+from searchers.aceso.model import PerformanceModel
 from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
 from searchers.aceso.searcher import Aceso
 from searchers.base import estimated
@@ -186,6 +187,24 @@ def test_a_wrong_plan_file_is_refused_with_the_reason(tmp_path: Path, content: s
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
         import_plan(file, tiny_problem(2))
+
+
+def test_stages_have_keys_on_the_largest_nodes_that_a_cluster_file_may_have() -> None:
+    """1,024 GPUs; more operators than keys distinguish are refused."""
+    model = ideal_model(8)
+    model.per_node = 1024
+    assert model.known_stages() is model.known_stages()
+    model.num_operators, model.limit_bytes = 1 << 19, 1.0
+    with pytest.raises(ValueError, match="fewer than 524,288 operators, got 524,288; search a model of fewer layers"):
+        model.known_stages()
+
+
+def test_more_cells_than_a_neighbour_has_bits_for_are_refused() -> None:
+    """Ten tensor degrees of 26 numbers of samples: 260, and 8 bits."""
+    tables = ideal_model(8).tables
+    space = replace(tables.space, degrees=tuple(2**i for i in range(10)), samples=tuple(2**i for i in range(26)))
+    with pytest.raises(ValueError, match=r"at most 256 for Aceso, got 10 \* 26 \* 1; lower largest_samples"):
+        PerformanceModel(ideal_model(8).problem, replace(tables, space=space))
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
