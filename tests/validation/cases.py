@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.validation import searched_alpa, tiny
+from tests.validation import searched_alpa, tiny_plans
 from tests.validation.tiny import Case
 
 CASES: dict[int, list[Case]] = {
-    1: tiny.one_process(),
-    2: tiny.two_processes(),
-    4: [*tiny.four_processes(), *searched_alpa.four_processes()],
+    1: tiny_plans.one_process(),
+    2: tiny_plans.two_processes(),
+    4: [*tiny_plans.four_processes(), *searched_alpa.four_processes()],
 }
