@@ -1,15 +1,15 @@
 """A closed-form estimate of a plan on the shared cost tables: for searchers, about a millisecond.
 
-Time: that of the passes, by schedule, with what gathers and reductions add to them (``overlap_time``), plus what a stage
-does once, when its last pass is through: reductions that are left, the optimizer's step (``step_time``), refreshed
-parameters; where all ranks agree on the norm of the gradients, they wait for the slowest before it and behind it. 1F1B and GPipe:
-``pipeline_time``; GPipe of stages that share devices: ``breadth_first_time``; zb-h1: ``zero_bubble_time``; interleaved:
-``interleaved_time``. All follow the schedule's own order, with transfers beside passes where the runtime has them so.
-Where replicas take whole microbatches in turn, ``rotated_s``, and with a smaller last one ``queued_s``, transfers in
-full. Memory: ``estimate_memory``. Groups of one collective, transfers of one boundary and reductions of one tied weight
-run at once and share links (``hardware_models.crowding``); nothing else does, such as two boundaries or stages that
-meet on a card. No overlap of collectives with the gradients of one operator, no copies of gradients or of gathered
-parameters, no allocator: the engine has those.
+Time: that of the passes, by schedule, with what gathers and reductions add to them (``overlap_time``), plus what a
+stage does once, when its last pass is through: reductions that are left, the optimizer's step (``step_time``),
+refreshed parameters; where all ranks agree on the norm of the gradients, they wait for the slowest before it and behind
+it. 1F1B and GPipe: ``pipeline_time``; GPipe of stages that share devices: ``breadth_first_time``; zb-h1:
+``zero_bubble_time``; interleaved: ``interleaved_time``. All follow the schedule's own order, with transfers beside
+passes where the runtime has them so. Where replicas take whole microbatches in turn, ``rotated_s``, and with a smaller
+last one ``queued_s``, transfers in full. Memory: ``estimate_memory``. Groups of one collective, transfers of one
+boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
+does, such as two boundaries or stages that meet on a card. No overlap of collectives with the gradients of one
+operator, no copies of gradients or of gathered parameters, no allocator: the engine has those.
 
 Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
 pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives
