@@ -19,7 +19,8 @@ from simulator.fast_arrays import (
     Structure,
     TimeTables,
 )
-from simulator.overlap_time import bucket_shares, unit_shares
+from simulator.fast_step import collectives_s
+from simulator.overlap_time import Sent, bucket_shares, unit_shares
 from simulator.stage_overlap import bucket_elements
 
 _bucket_shares, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
@@ -31,7 +32,7 @@ def beside_rules(runtime: Runtime) -> BesideRules:
 
 
 @inlined
-def slowdowns(tables: TimeTables, placement: int) -> tuple[float, float]:
+def _slowdowns(tables: TimeTables, placement: int) -> tuple[float, float]:
     """Return the largest factors of overlap of the types of a placement."""
     computation, communication = 1.0, 1.0
     for gpu_type in range(len(tables.step_rates)):
@@ -42,7 +43,7 @@ def slowdowns(tables: TimeTables, placement: int) -> tuple[float, float]:
 
 
 @inlined
-def num_layers(shape: Structure, first: int, stop: int) -> tuple[int, int]:
+def _num_layers(shape: Structure, first: int, stop: int) -> tuple[int, int]:
     """Return how many layers of a stage are gathered for each pass, and how many for the forward pass alone."""
     each, once = 0, 0
     for layer in range(shape.layer_of[first], shape.layer_of[stop - 1] + 1):
@@ -54,7 +55,7 @@ def num_layers(shape: Structure, first: int, stop: int) -> tuple[int, int]:
 
 
 @inlined
-def is_whole(tables: TimeTables, num_sums: Ints, sum_table: Ints, sum_family: Ints) -> bool:
+def _is_whole(tables: TimeTables, num_sums: Ints, sum_table: Ints, sum_family: Ints) -> bool:
     """Return whether a stage reduces gradients of whole parameters; arguments as for ``fast_step.collectives_s``."""
     families, found = tables.families, False
     for at in range(num_sums[0]):
@@ -102,7 +103,7 @@ def _tied_elements(
 
 
 @inlined
-def gradient_shares(
+def _gradient_shares(
     shape: Structure,
     tables: TimeTables,
     plans: PlanColumns,
@@ -129,7 +130,7 @@ def gradient_shares(
         bucket_elements, is_sharded, root_share: See ``bucket_shares`` and ``unit_shares``.
     """
     if is_sharded:
-        each, once = num_layers(shape, first, stop)
+        each, once = _num_layers(shape, first, stop)
         return _unit_shares(each, once, shape.gathers_of[shape.layer_of[first]] == 1, root_share)
     families, sums, stops = tables.families, tables.sums, plans.run_stops  # In inner loops no call that is given many.
     total, begun = 0.0, 0.0
@@ -154,3 +155,54 @@ def gradient_shares(
                 )
         index += 1
     return _bucket_shares(total, bucket_elements, begun)
+
+
+@inlined
+def sent_by(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    plan: int,
+    stage: int,
+    first: int,
+    stop: int,
+    num_sums: Ints,
+    sum_table: Ints,
+    sum_family: Ints,
+    sum_elements: Floats,
+    gather_s: Floats,
+    is_sharded: bool,
+    ties_by_use: bool,
+    gradient_bytes: float,
+    parameter_bytes: float,
+    rules: BesideRules,
+) -> tuple[Sent, float, bool]:
+    """Return what a stage sends beside its passes, the seconds of refreshing its parameters, and whether passes wait.
+
+    Args:
+        shape, tables, plans, run_tables, ties_by_use, rules: See ``fast_time.estimate_times``.
+        plan, stage, first, stop: The stage, of which plan, and its operators.
+        num_sums, sum_table, sum_family, sum_elements, gradient_bytes, parameter_bytes: See ``fast_step.collectives_s``.
+        gather_s: float64[2]. ``root_s`` and ``gathered_s`` of ``Sent``.
+        is_sharded: The stage has parameters that are gathered.
+    """
+    root_s, gathered_s = gather_s[0], gather_s[1]
+    every, overlaps = plans.reduces_every[plan] != 0, plans.overlaps[plan] != 0
+    parts, first_share, last_share, layer_share, slowed, slowed_sent, waits = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, False
+    if num_sums[0] > 0 and (every or overlaps):
+        root_share = root_s / (root_s + gathered_s) if root_s > 0.0 else 0.0
+        parts, first_share, last_share = _gradient_shares(
+            shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
+            rules.bucket_elements, is_sharded, ties_by_use, root_share,
+        )
+        waits = rules.waits_for_whole and _is_whole(tables, num_sums, sum_table, sum_family)
+    reduced_s, refresh_s = collectives_s(
+        tables, num_sums, sum_table, sum_family, sum_elements, parts, gradient_bytes, parameter_bytes
+    )
+    if gathered_s > 0.0:
+        layer_share = 1.0 / max(1, _num_layers(shape, first, stop)[0])
+    if gathered_s > 0.0 or overlaps:
+        slowed, slowed_sent = _slowdowns(tables, plans.placements[stage])
+    sent = Sent(root_s, gathered_s, reduced_s, layer_share, first_share, last_share, slowed, slowed_sent)
+    return sent, refresh_s, waits

@@ -74,6 +74,15 @@ def channel_s(tables: TimeTables, channel: int, num_bytes: float) -> float:
 
 
 @inlined
+def channels_s(tables: TimeTables, channels: Ints, elements: Floats, count: int, element_bytes: float) -> float:
+    """Return the seconds of ``count`` channels one after the other, each with so many elements of so many bytes."""
+    total = 0.0
+    for at in range(count):
+        total += channel_s(tables, channels[at], elements[at] * element_bytes)
+    return total
+
+
+@inlined
 def mixed(key: Any, word: Any) -> Any:
     """Return the hash of a key and one more word."""
     key = (key ^ np.uint64(word)) * _MIX

@@ -18,7 +18,7 @@ from simulator.fast_arrays import (
     Structure,
     TimeTables,
 )
-from simulator.fast_prices import channel_s
+from simulator.fast_prices import channels_s
 from simulator.fast_ties import tied_elements
 
 
@@ -75,6 +75,5 @@ def add_regathers(
                                 channels[at] = tables.families[table, family, GATHER_CHANNEL]
                             elements[at] += more
                     start, other = until, other + 1
-                for at in range(found):
-                    stage_s[stage] += channel_s(tables, channels[at], elements[at] * gathered_bytes)
+                stage_s[stage] += channels_s(tables, channels, elements, found, gathered_bytes)
         first = plans.run_stops[plans.run_offsets[stage + 1] - 1]

@@ -16,6 +16,7 @@ from simulator.fast_arrays import (
     DONE,
     FLOOR_S,
     LAUNCH_S,
+    NORM,
     PASS_S_PER_BYTE,
     PASS_START_S,
     PASSED,
@@ -38,11 +39,12 @@ from simulator.fast_arrays import (
     Structure,
     TimeTables,
 )
-from simulator.fast_prices import channel_s
+from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, passes_gradients
 from simulator.step_time import phases_s, step_s
 
 _step_s, _phases_s = inlined(step_s), inlined(phases_s)
+_NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
 _PROBES = (0.0, 1e4, 1e6, 3e8, 7e10)
 
 
@@ -112,6 +114,21 @@ def collectives_s(
                 if not way and not step:
                     left /= family_row[SCATTER_DEGREE]
     return reduced_s, refresh_s
+
+
+@inlined
+def find_norm_s(tables: TimeTables, plans: PlanColumns, plan: int, misses: Ints, counts: Ints) -> tuple[float, bool]:
+    """Return the seconds in which all ranks of a plan agree on the norm of gradients, and whether they are known.
+
+    Args:
+        tables, plans, plan, misses, counts: See ``fast_time.estimate_times``.
+    """
+    first = plans.stage_offsets[plan]
+    key = _NORM_KEY
+    for stage in range(first, plans.stage_offsets[plan + 1]):
+        key = mixed(key, plans.placements[stage])
+    norm = wanted(tables.keys, tables.values, key, misses, counts, NORM, plan, first)
+    return tables.norms_s[norm] if norm >= 0 else 0.0, norm >= 0
 
 
 @inlined

@@ -17,6 +17,7 @@ from simulator import (
     fast_prices,
     fast_recompute,
     fast_regather,
+    fast_runs,
     fast_step,
     fast_ties,
     host_time,
@@ -45,14 +46,12 @@ from simulator.fast_arrays import (
     INCOMPLETE,
     MAX_FAMILIES,
     MAX_PENDING,
-    NORM,
     PENDING,
     REDUCED,
     REDUCTION,
     REFRESH,
     ROOT_S,
     ROW,
-    TABLE,
     TOO_MANY_GATHERS,
     UNSUITED,
     UPDATED,
@@ -66,23 +65,22 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
-from simulator.fast_overlap import gradient_shares, is_whole, num_layers, slowdowns
+from simulator.fast_overlap import sent_by
 from simulator.fast_pipeline import add_passes, weights_s
-from simulator.fast_prices import channel_s, mixed, wanted
+from simulator.fast_prices import channels_s, mixed, wanted
 from simulator.fast_recompute import recomputed_s
 from simulator.fast_regather import add_regathers
-from simulator.fast_step import add_steps, collectives_s
+from simulator.fast_runs import find_tables
+from simulator.fast_step import add_steps, find_norm_s
 from simulator.fast_ties import tied_elements, tied_s
 from simulator.host_time import lags_s, longer_s
-from simulator.overlap_time import Sent, overlapped_s
+from simulator.overlap_time import overlapped_s
 from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, NUM_COLUMNS, UP, WEIGHT
 from simulator.step_time import ahead_s
 
 _longer_s, _lags_s = compiled(longer_s), compiled(lags_s)
 _ahead_s, _overlapped_s = compiled(ahead_s), inlined(overlapped_s)
-_TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
-_NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 @compiled_with(
@@ -93,6 +91,7 @@ _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
     fast_overlap,
     fast_recompute,
     fast_regather,
+    fast_runs,
     fast_step,
     fast_pipeline,
     breadth_first_time,
@@ -163,6 +162,7 @@ def estimate_times(
     sum_family = np.empty((2, MAX_PENDING), np.int64)
     sum_elements = np.empty((2, MAX_PENDING), np.float64)
     num_sums = np.zeros(2, np.int64)
+    gather_s = np.zeros(2)  # Of the root unit, and of the other layers, once.
     once_s = np.zeros((3, len(stage_s)))
     ahead_s = np.zeros(len(stage_s))
     ties_s, norms_s = np.zeros(len(iteration_s)), np.zeros(len(iteration_s))
@@ -174,23 +174,12 @@ def estimate_times(
         state, first = DONE, 0
         splits = plans.schedule[plan] == ZB_H1
         for stage in range(low, high):
-            placement = plans.placements[stage]
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
-            stop = first
-            known = True
-            for run in range(begin, end):
-                if plans.run_stops[run] <= stop or plans.run_stops[run] > num_operators:
-                    state = BAD_RUNS
-                    break
-                stop = plans.run_stops[run]
-                key = mixed(_TABLE_KEY, plans.strategies[run])
-                key = mixed(mixed(key, tables.placement_shape[placement]), size)
-                found = wanted(tables.keys, tables.values, key, misses, counts, TABLE, run, stage)
-                run_tables[run] = found
-                known = known and found >= 0
-            if begin == end:
+            stop, known, in_order = find_tables(
+                tables, plans, run_tables, stage, first, size, num_operators, misses, counts
+            )
+            if not in_order:
                 state = BAD_RUNS
-            if state < 0:
                 break
             if not known:
                 state = INCOMPLETE
@@ -203,7 +192,8 @@ def estimate_times(
             # Runs: passes, operators whose neighbours are in another run or stage, gathers, parameters.
             pass_s = passes_s[plans.schedule[plan]] / (3 if splits else 2)
             forward_s, seconds = pass_s, passes_s[plans.schedule[plan]] - pass_s
-            gathered_s, root_s, is_sharded = 0.0, 0.0, False
+            is_sharded = False
+            gather_s[:] = 0.0
             forward_host_s, backward_host_s = pass_host_s, (2 if splits else 1) * pass_host_s
             num_over, num_pending, pending_layer = 0, 0, -1
             num_sums[0] = num_sums[1] = 0
@@ -283,9 +273,9 @@ def estimate_times(
                     whole_first = layer + (shape.layer_first[layer] < start)
                     whole_last = last_layer - (shape.layer_stop[last_layer] > ends)
                     if whole_first <= whole_last:
-                        low_sums, high_sums = sums[shape.layer_first[whole_first]], sums[shape.layer_stop[whole_last]]
-                        gathered_s += high_sums[GATHER_S] - low_sums[GATHER_S]
-                        root_s += high_sums[ROOT_S] - low_sums[ROOT_S]
+                        for way, column in enumerate((ROOT_S, GATHER_S)):
+                            gather_s[way] += sums[shape.layer_stop[whole_last], column]
+                            gather_s[way] -= sums[shape.layer_first[whole_first], column]
                     place = 0
                     while layer <= last_layer:
                         if whole_first <= layer <= whole_last:
@@ -298,12 +288,9 @@ def estimate_times(
                             if layer > last_layer:
                                 break
                         if layer != pending_layer:
-                            for at in range(num_pending):
-                                alone_s = channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
-                                if shape.gathers_of[pending_layer] == 1:
-                                    root_s += alone_s
-                                else:
-                                    gathered_s += alone_s
+                            gather_s[shape.gathers_of[pending_layer] - 1] += channels_s(
+                                tables, pend_channel, pend_elements, num_pending, gathered_bytes
+                            )
                             num_pending, pending_layer = 0, layer
                         a, b = max(start, shape.layer_first[layer]), min(ends, shape.layer_stop[layer])
                         for family in range(MAX_FAMILIES):
@@ -332,12 +319,9 @@ def estimate_times(
                 start = ends
             if state < 0:
                 break
-            for at in range(num_pending):
-                alone_s = channel_s(tables, pend_channel[at], pend_elements[at] * gathered_bytes)
-                if shape.gathers_of[pending_layer] == 1:
-                    root_s += alone_s
-                else:
-                    gathered_s += alone_s
+            gather_s[shape.gathers_of[pending_layer] - 1] += channels_s(
+                tables, pend_channel, pend_elements, num_pending, gathered_bytes
+            )
 
             # What leaves: in shards of the sequence or not; outputs that nothing in the stage reads.
             for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
@@ -361,16 +345,10 @@ def estimate_times(
             seconds += again_s
             backward_host_s += again_host_s
 
-            every, overlaps = plans.reduces_every[plan] != 0, plans.overlaps[plan] != 0
-            parts, first_share, last_share = 1.0, 1.0, 1.0
-            if num_sums[0] > 0 and (every or overlaps):
-                root_share = root_s / (root_s + gathered_s) if root_s > 0.0 else 0.0
-                parts, first_share, last_share = gradient_shares(
-                    shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
-                    beside.bucket_elements, is_sharded, ties_by_use, root_share,
-                )
-            reduced_s, refresh_s = collectives_s(
-                tables, num_sums, sum_table, sum_family, sum_elements, parts, gradient_bytes, parameter_bytes
+            sent, refresh_s, waits_for_sums = sent_by(
+                shape, tables, plans, run_tables, plan, stage, first, stop,
+                num_sums, sum_table, sum_family, sum_elements, gather_s, is_sharded, ties_by_use,
+                gradient_bytes, parameter_bytes, beside,
             )
             once_s[UPDATED, stage] = refresh_s
             waits = waits_to_receive and high - low > 1
@@ -380,16 +358,9 @@ def estimate_times(
             )
             forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
             ahead_s[stage] = _ahead_s(forward_s, seconds, forward_host_s, backward_host_s, waits, m)
-            layer_share, slowed, slowed_sent, waits_for_sums = 1.0, 1.0, 1.0, False
-            if gathered_s > 0.0:
-                layer_share = 1.0 / max(1, num_layers(shape, first, stop)[0])
-            if gathered_s > 0.0 or overlaps:
-                slowed, slowed_sent = slowdowns(tables, placement)
-            if overlaps and every and beside.waits_for_whole:
-                waits_for_sums = is_whole(tables, num_sums, sum_table, sum_family)
-            sent = Sent(root_s, gathered_s, reduced_s, layer_share, first_share, last_share, slowed, slowed_sent)
             forward_s, seconds, within_s, once_s[REDUCED, stage] = _overlapped_s(
-                forward_s, seconds, sent, beside.prefetches, overlaps, every, waits_for_sums
+                forward_s, seconds, sent, beside.prefetches, plans.overlaps[plan] != 0, plans.reduces_every[plan] != 0,
+                waits_for_sums,
             )
             ahead_s[stage] += within_s + once_s[REDUCED, stage]
             stage_s[stage] = forward_s + seconds + within_s
@@ -415,14 +386,9 @@ def estimate_times(
         if not known:
             state = INCOMPLETE
         if rules.has_norm:
-            key = _NORM_KEY
-            for stage in range(low, high):
-                key = mixed(key, plans.placements[stage])
-            norm = wanted(tables.keys, tables.values, key, misses, counts, NORM, plan, low)
-            if norm < 0:
+            norms_s[plan], known = find_norm_s(tables, plans, plan, misses, counts)
+            if not known:
                 state = INCOMPLETE
-            else:
-                norms_s[plan] = tables.norms_s[norm]
         states[plan] = state
         if state != DONE:
             iteration_s[plan] = np.nan
