@@ -19,8 +19,7 @@ from simulator.fast_arrays import (
     Structure,
     TimeTables,
 )
-from simulator.fast_step import collectives_s
-from simulator.overlap_time import Sent, bucket_shares, unit_shares
+from simulator.overlap_time import bucket_shares, unit_shares
 from simulator.stage_overlap import bucket_elements
 
 _bucket_shares, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
@@ -32,36 +31,34 @@ def beside_rules(runtime: Runtime) -> BesideRules:
 
 
 @inlined
-def _slowdowns(tables: TimeTables, placement: int) -> tuple[float, float]:
-    """Return the largest factors of overlap of the types of a placement."""
+def slowed_layers(
+    layer_of: Ints, gathers_of: Ints, rates: Floats, types: int, first: int, stop: int
+) -> tuple[float, float, float]:
+    """Return ``layer_share`` of a stage as ``Sent`` has it, and its slowdowns: the largest of its types.
+
+    Args:
+        layer_of, gathers_of: See ``Structure``.
+        rates: ``TimeTables.step_rates``.
+        types, first, stop: Bits of the stage's device types, and its operators.
+    """
     computation, communication = 1.0, 1.0
-    for gpu_type in range(len(tables.step_rates)):
-        if tables.placement_types[placement] >> gpu_type & 1:
-            computation = max(computation, tables.step_rates[gpu_type, COMPUTATION_SLOWDOWN])
-            communication = max(communication, tables.step_rates[gpu_type, COMMUNICATION_SLOWDOWN])
-    return computation, communication
+    for gpu_type in range(len(rates)):
+        if types >> gpu_type & 1:
+            computation = max(computation, rates[gpu_type, COMPUTATION_SLOWDOWN])
+            communication = max(communication, rates[gpu_type, COMMUNICATION_SLOWDOWN])
+    return 1.0 / max(1, _num_layers(layer_of, gathers_of, first, stop)[0]), computation, communication
 
 
 @inlined
-def _num_layers(shape: Structure, first: int, stop: int) -> tuple[int, int]:
+def _num_layers(layer_of: Ints, gathers_of: Ints, first: int, stop: int) -> tuple[int, int]:
     """Return how many layers of a stage are gathered for each pass, and how many for the forward pass alone."""
     each, once = 0, 0
-    for layer in range(shape.layer_of[first], shape.layer_of[stop - 1] + 1):
-        if shape.gathers_of[layer] == 1:
+    for layer in range(layer_of[first], layer_of[stop - 1] + 1):
+        if gathers_of[layer] == 1:
             once += 1
         else:
             each += 1
     return each, once
-
-
-@inlined
-def _is_whole(tables: TimeTables, num_sums: Ints, sum_table: Ints, sum_family: Ints) -> bool:
-    """Return whether a stage reduces gradients of whole parameters; arguments as for ``fast_step.collectives_s``."""
-    families, found = tables.families, False
-    for at in range(num_sums[0]):
-        table, family = sum_table[0, at], sum_family[0, at]
-        found = found or (families[table, family, SCATTER] < 0 and families[table, family, REST] >= 0)
-    return found
 
 
 @inlined
@@ -103,7 +100,7 @@ def _tied_elements(
 
 
 @inlined
-def _gradient_shares(
+def gradient_shares(
     shape: Structure,
     tables: TimeTables,
     plans: PlanColumns,
@@ -115,29 +112,35 @@ def _gradient_shares(
     sum_table: Ints,
     sum_family: Ints,
     sum_elements: Floats,
-    bucket_elements: float,
+    gather_s: Floats,
     is_sharded: bool,
     ties_by_use: bool,
-    root_share: float,
-) -> tuple[float, float, float]:
-    """Return in how many parts a stage reduces its gradients, and ``first_share`` and ``last_share`` of ``Sent``.
+    rules: BesideRules,
+) -> tuple[float, float, float, bool]:
+    """Return in how many parts a stage reduces its gradients, both their shares in ``Sent``, and whether passes wait.
 
     Args:
         shape, tables, plans, run_tables, stage: See ``fast_time.estimate_times``.
         first, stop: Operators of the stage.
         num_sums, sum_table, sum_family, sum_elements: See ``fast_step.collectives_s``.
-        ties_by_use: See ``fast_time.estimate_times``.
-        bucket_elements, is_sharded, root_share: See ``bucket_shares`` and ``unit_shares``.
+        gather_s: float64[2]. ``root_s`` and ``gathered_s`` of ``Sent``.
+        is_sharded: The stage has parameters that are gathered.
+        ties_by_use, rules: See ``fast_time.estimate_times``.
     """
-    if is_sharded:
-        each, once = _num_layers(shape, first, stop)
-        return _unit_shares(each, once, shape.gathers_of[shape.layer_of[first]] == 1, root_share)
     families, sums, stops = tables.families, tables.sums, plans.run_stops  # In inner loops no call that is given many.
-    total, begun = 0.0, 0.0
+    total, begun, waits = 0.0, 0.0, False
     for at in range(num_sums[0]):
         table, family = sum_table[0, at], sum_family[0, at]
         if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
             total += sum_elements[0, at]
+            waits = waits or (rules.waits_for_whole and families[table, family, SCATTER] < 0)
+    if is_sharded:
+        each, once = _num_layers(shape.layer_of, shape.gathers_of, first, stop)
+        root_share = gather_s[0] / (gather_s[0] + gather_s[1]) if gather_s[0] > 0.0 else 0.0
+        parts, first_share, last_share = _unit_shares(
+            each, once, shape.gathers_of[shape.layer_of[first]] == 1, root_share
+        )
+        return parts, first_share, last_share, waits
     run, index = plans.run_offsets[stage], first
     while index < stop and begun <= 0.0:
         while stops[run] <= index:
@@ -154,55 +157,5 @@ def _gradient_shares(
                     shape.tied, tables.tied, families, stops, run_tables, run, place, stop, ties_by_use
                 )
         index += 1
-    return _bucket_shares(total, bucket_elements, begun)
-
-
-@inlined
-def sent_by(
-    shape: Structure,
-    tables: TimeTables,
-    plans: PlanColumns,
-    run_tables: Ints,
-    plan: int,
-    stage: int,
-    first: int,
-    stop: int,
-    num_sums: Ints,
-    sum_table: Ints,
-    sum_family: Ints,
-    sum_elements: Floats,
-    gather_s: Floats,
-    is_sharded: bool,
-    ties_by_use: bool,
-    gradient_bytes: float,
-    parameter_bytes: float,
-    rules: BesideRules,
-) -> tuple[Sent, float, bool]:
-    """Return what a stage sends beside its passes, the seconds of refreshing its parameters, and whether passes wait.
-
-    Args:
-        shape, tables, plans, run_tables, ties_by_use, rules: See ``fast_time.estimate_times``.
-        plan, stage, first, stop: The stage, of which plan, and its operators.
-        num_sums, sum_table, sum_family, sum_elements, gradient_bytes, parameter_bytes: See ``fast_step.collectives_s``.
-        gather_s: float64[2]. ``root_s`` and ``gathered_s`` of ``Sent``.
-        is_sharded: The stage has parameters that are gathered.
-    """
-    root_s, gathered_s = gather_s[0], gather_s[1]
-    every, overlaps = plans.reduces_every[plan] != 0, plans.overlaps[plan] != 0
-    parts, first_share, last_share, layer_share, slowed, slowed_sent, waits = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, False
-    if num_sums[0] > 0 and (every or overlaps):
-        root_share = root_s / (root_s + gathered_s) if root_s > 0.0 else 0.0
-        parts, first_share, last_share = _gradient_shares(
-            shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
-            rules.bucket_elements, is_sharded, ties_by_use, root_share,
-        )
-        waits = rules.waits_for_whole and _is_whole(tables, num_sums, sum_table, sum_family)
-    reduced_s, refresh_s = collectives_s(
-        tables, num_sums, sum_table, sum_family, sum_elements, parts, gradient_bytes, parameter_bytes
-    )
-    if gathered_s > 0.0:
-        layer_share = 1.0 / max(1, _num_layers(shape, first, stop)[0])
-    if gathered_s > 0.0 or overlaps:
-        slowed, slowed_sent = _slowdowns(tables, plans.placements[stage])
-    sent = Sent(root_s, gathered_s, reduced_s, layer_share, first_share, last_share, slowed, slowed_sent)
-    return sent, refresh_s, waits
+    parts, first_share, last_share = _bucket_shares(total, rules.bucket_elements, begun)
+    return parts, first_share, last_share, waits

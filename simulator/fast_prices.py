@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from simulator import fast_arrays
-from simulator.compiled_cache import compiled_with, inlined
+from simulator.compiled_cache import compiled_with, inlined, pasted
 from simulator.fast_arrays import LATENCY_S, PENDING, S_PER_BYTE, START_S, STRETCH, Floats, Ints, Keys, TimeTables
 
 MAX_LATENCY_SHARE = 0.9
@@ -73,7 +73,7 @@ def channel_s(tables: TimeTables, channel: int, num_bytes: float) -> float:
     return slowest
 
 
-@inlined
+@pasted
 def channels_s(tables: TimeTables, channels: Ints, elements: Floats, count: int, element_bytes: float) -> float:
     """Return the seconds of ``count`` channels one after the other, each with so many elements of so many bytes."""
     total = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.compiled_cache import inlined
-from simulator.fast_arrays import TABLE, Ints, PlanColumns, TimeTables
+from simulator.fast_arrays import TABLE, Ints, Keys
 from simulator.fast_prices import mixed, wanted
 
 _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
@@ -13,11 +13,16 @@ _TABLE_KEY = np.uint64(0xD1B54A32D192ED03)
 
 @inlined
 def find_tables(
-    tables: TimeTables,
-    plans: PlanColumns,
+    run_stops: Ints,
+    strategies: Ints,
     run_tables: Ints,
+    keys: Keys,
+    values: Ints,
+    begin: int,
+    end: int,
     stage: int,
     first: int,
+    placement_shape: int,
     size: int,
     num_operators: int,
     misses: Ints,
@@ -26,20 +31,21 @@ def find_tables(
     """Write the tables of a stage's runs; return where it ends, whether all are known, and whether runs are in order.
 
     Args:
-        tables, plans, run_tables, misses, counts: See ``fast_time.estimate_times``.
-        stage, first: The stage and its first operator.
+        run_stops, strategies, run_tables, keys, values, misses, counts: Of plans and tables; see
+            ``fast_time.estimate_times``.
+        begin, end: Runs.
+        stage, first, placement_shape: Number of the stage, its first operator, and what prices inside it depend on.
         size: Samples of a microbatch.
         num_operators: Of the model.
     """
-    begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
     stop, known = first, True
     for run in range(begin, end):
-        if plans.run_stops[run] <= stop or plans.run_stops[run] > num_operators:
+        if run_stops[run] <= stop or run_stops[run] > num_operators:
             return stop, known, False
-        stop = plans.run_stops[run]
-        key = mixed(_TABLE_KEY, plans.strategies[run])
-        key = mixed(mixed(key, tables.placement_shape[plans.placements[stage]]), size)
-        found = wanted(tables.keys, tables.values, key, misses, counts, TABLE, run, stage)
+        stop = run_stops[run]
+        key = mixed(_TABLE_KEY, strategies[run])
+        key = mixed(mixed(key, placement_shape), size)
+        found = wanted(keys, values, key, misses, counts, TABLE, run, stage)
         run_tables[run] = found
         known = known and found >= 0
     return stop, known, begin < end

@@ -34,6 +34,7 @@ from simulator.fast_arrays import (
     UPDATED,
     Floats,
     Ints,
+    Keys,
     PlanColumns,
     StepRules,
     Structure,
@@ -117,18 +118,20 @@ def collectives_s(
 
 
 @inlined
-def find_norm_s(tables: TimeTables, plans: PlanColumns, plan: int, misses: Ints, counts: Ints) -> tuple[float, bool]:
-    """Return the seconds in which all ranks of a plan agree on the norm of gradients, and whether they are known.
+def find_norm(
+    placements: Ints, low: int, high: int, plan: int, keys: Keys, values: Ints, misses: Ints, counts: Ints
+) -> int:
+    """Return the number of the norm of gradients that all ranks of a plan agree on, or PENDING.
 
     Args:
-        tables, plans, plan, misses, counts: See ``fast_time.estimate_times``.
+        placements: Of all stages.
+        low, high: Those of the plan.
+        plan, keys, values, misses, counts: See ``fast_time.estimate_times``.
     """
-    first = plans.stage_offsets[plan]
     key = _NORM_KEY
-    for stage in range(first, plans.stage_offsets[plan + 1]):
-        key = mixed(key, plans.placements[stage])
-    norm = wanted(tables.keys, tables.values, key, misses, counts, NORM, plan, first)
-    return tables.norms_s[norm] if norm >= 0 else 0.0, norm >= 0
+    for stage in range(low, high):
+        key = mixed(key, placements[stage])
+    return wanted(keys, values, key, misses, counts, NORM, plan, low)
 
 
 @inlined

@@ -65,16 +65,16 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
-from simulator.fast_overlap import sent_by
+from simulator.fast_overlap import gradient_shares, slowed_layers
 from simulator.fast_pipeline import add_passes, weights_s
 from simulator.fast_prices import channels_s, mixed, wanted
 from simulator.fast_recompute import recomputed_s
 from simulator.fast_regather import add_regathers
 from simulator.fast_runs import find_tables
-from simulator.fast_step import add_steps, find_norm_s
+from simulator.fast_step import add_steps, collectives_s, find_norm
 from simulator.fast_ties import tied_elements, tied_s
 from simulator.host_time import lags_s, longer_s
-from simulator.overlap_time import overlapped_s
+from simulator.overlap_time import Sent, overlapped_s
 from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, NUM_COLUMNS, UP, WEIGHT
 from simulator.step_time import ahead_s
 
@@ -176,7 +176,8 @@ def estimate_times(
         for stage in range(low, high):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop, known, in_order = find_tables(
-                tables, plans, run_tables, stage, first, size, num_operators, misses, counts
+                plans.run_stops, plans.strategies, run_tables, tables.keys, tables.values, begin, end, stage, first,
+                tables.placement_shape[plans.placements[stage]], size, num_operators, misses, counts,
             )
             if not in_order:
                 state = BAD_RUNS
@@ -273,9 +274,9 @@ def estimate_times(
                     whole_first = layer + (shape.layer_first[layer] < start)
                     whole_last = last_layer - (shape.layer_stop[last_layer] > ends)
                     if whole_first <= whole_last:
-                        for way, column in enumerate((ROOT_S, GATHER_S)):
-                            gather_s[way] += sums[shape.layer_stop[whole_last], column]
-                            gather_s[way] -= sums[shape.layer_first[whole_first], column]
+                        a, b = shape.layer_first[whole_first], shape.layer_stop[whole_last]
+                        gather_s[0] += sums[b, ROOT_S] - sums[a, ROOT_S]
+                        gather_s[1] += sums[b, GATHER_S] - sums[a, GATHER_S]
                     place = 0
                     while layer <= last_layer:
                         if whole_first <= layer <= whole_last:
@@ -345,10 +346,20 @@ def estimate_times(
             seconds += again_s
             backward_host_s += again_host_s
 
-            sent, refresh_s, waits_for_sums = sent_by(
-                shape, tables, plans, run_tables, plan, stage, first, stop,
-                num_sums, sum_table, sum_family, sum_elements, gather_s, is_sharded, ties_by_use,
-                gradient_bytes, parameter_bytes, beside,
+            every, overlaps, waits_for_sums = plans.reduces_every[plan] != 0, plans.overlaps[plan] != 0, False
+            parts, layer_share, first_share, last_share, slowed, slowed_sent = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
+            if num_sums[0] > 0 and (every or overlaps):
+                parts, first_share, last_share, waits_for_sums = gradient_shares(
+                    shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
+                    gather_s, is_sharded, ties_by_use, beside,
+                )
+            if gather_s[1] > 0.0 or overlaps:
+                types = tables.placement_types[plans.placements[stage]]
+                layer_share, slowed, slowed_sent = slowed_layers(
+                    shape.layer_of, shape.gathers_of, tables.step_rates, types, first, stop
+                )
+            reduced_s, refresh_s = collectives_s(
+                tables, num_sums, sum_table, sum_family, sum_elements, parts, gradient_bytes, parameter_bytes
             )
             once_s[UPDATED, stage] = refresh_s
             waits = waits_to_receive and high - low > 1
@@ -358,9 +369,11 @@ def estimate_times(
             )
             forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
             ahead_s[stage] = _ahead_s(forward_s, seconds, forward_host_s, backward_host_s, waits, m)
+            sent = Sent(
+                gather_s[0], gather_s[1], reduced_s, layer_share, first_share, last_share, slowed, slowed_sent
+            )
             forward_s, seconds, within_s, once_s[REDUCED, stage] = _overlapped_s(
-                forward_s, seconds, sent, beside.prefetches, plans.overlaps[plan] != 0, plans.reduces_every[plan] != 0,
-                waits_for_sums,
+                forward_s, seconds, sent, beside.prefetches, overlaps, every, waits_for_sums
             )
             ahead_s[stage] += within_s + once_s[REDUCED, stage]
             stage_s[stage] = forward_s + seconds + within_s
@@ -386,7 +399,8 @@ def estimate_times(
         if not known:
             state = INCOMPLETE
         if rules.has_norm:
-            norms_s[plan], known = find_norm_s(tables, plans, plan, misses, counts)
+            norm = find_norm(plans.placements, low, high, plan, tables.keys, tables.values, misses, counts)
+            norms_s[plan], known = tables.norms_s[norm] if norm >= 0 else 0.0, norm >= 0
             if not known:
                 state = INCOMPLETE
         states[plan] = state
