@@ -20,14 +20,14 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.overlap_time import bucket_shares, unit_shares
-from simulator.stage_overlap import bucket_elements
+from simulator.stage_overlap import bucket_elements, gathers_ahead
 
 _bucket_shares, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
 
 
 def beside_rules(runtime: Runtime) -> BesideRules:
     """Return what holds for any plan under a runtime."""
-    return BesideRules(runtime.prefetches_gathers, runtime.copies_gradients, bucket_elements(runtime))
+    return BesideRules(gathers_ahead(runtime), runtime.copies_gradients, bucket_elements(runtime))
 
 
 @inlined

@@ -20,6 +20,14 @@ def bucket_elements(runtime: Runtime) -> float:
     return float("inf") if num_bytes is None else num_bytes / runtime.gradient_accumulation_bytes
 
 
+def gathers_ahead(runtime: Runtime) -> bool:
+    """Return whether a layer's parameters are gathered while the one before computes.
+
+    Not where the host waits for each gather before it goes on: it launches the next one too late to hide any of it.
+    """
+    return runtime.prefetches_gathers and "gather" not in runtime.host_waits
+
+
 def stage_passes_s(
     view: StageView, forward_s: float, backward_s: float, forward: Sequence[Item], backward: Sequence[Item]
 ) -> tuple[float, float, float, float]:
@@ -39,7 +47,7 @@ def stage_passes_s(
     waits = runtime.copies_gradients and any(not group.zero for group in groups)
     again_s = _gathers_s(view, backward, in_root=False) - sent.gathered_s if sent.gathered_s > 0 else 0.0
     passed_s, returned_s, within_s, behind_s = overlapped_s(
-        forward_s, backward_s, sent, runtime.prefetches_gathers, overlaps, every, waits
+        forward_s, backward_s, sent, gathers_ahead(runtime), overlaps, every, waits
     )
     return passed_s, returned_s + again_s, within_s, behind_s
 
