@@ -124,7 +124,7 @@ def gradient_shares(
         first, stop: Operators of the stage.
         num_sums, sum_table, sum_family, sum_elements: See ``fast_step.collectives_s``.
         gather_s: float64[2]. ``root_s`` and ``gathered_s`` of ``Sent``.
-        is_sharded: The stage has parameters that are gathered.
+        is_sharded: Parameters of all its operators are gathered.
         ties_by_use, rules: See ``fast_time.estimate_times``.
     """
     families, sums, stops = tables.families, tables.sums, plans.run_stops  # In inner loops no call that is given many.

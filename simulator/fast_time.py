@@ -192,8 +192,8 @@ def estimate_times(
 
             # Runs: passes, operators whose neighbours are in another run or stage, gathers, parameters.
             pass_s = passes_s[plans.schedule[plan]] / (3 if splits else 2)
-            forward_s, seconds = pass_s, passes_s[plans.schedule[plan]] - pass_s
-            is_sharded = False
+            forward_s, seconds = 0.0, 0.0
+            is_sharded = True
             gather_s[:] = 0.0
             forward_host_s, backward_host_s = pass_host_s, (2 if splits else 1) * pass_host_s
             num_over, num_pending, pending_layer = 0, 0, -1
@@ -251,7 +251,6 @@ def estimate_times(
                         shape, tables, plans, run_tables, table, family, first, begin, start, ends, by_use
                     )
                     gathers = gathers or families[family, GATHER] >= 0
-                    is_sharded = is_sharded or (elements > 0 and families[family, GATHER] >= 0)
                     if elements > 0:
                         for way in range(2):
                             own_key = families[family, REFRESH if way else REDUCTION]
@@ -268,6 +267,7 @@ def estimate_times(
                                 sum_key[way, at], sum_elements[way, at] = own_key, 0.0
                                 sum_table[way, at], sum_family[way, at] = table, family
                             sum_elements[way, at] += elements
+                is_sharded = is_sharded and gathers
                 if gathers and plans.reshards[plan]:
                     # Whole layers of the run from sums; parts of layers, and layers with tied parameters, one by one.
                     layer, last_layer = shape.layer_of[start], shape.layer_of[ends - 1]
@@ -373,9 +373,10 @@ def estimate_times(
                 gather_s[0], gather_s[1], reduced_s, layer_share, first_share, last_share, slowed, slowed_sent
             )
             forward_s, seconds, within_s, once_s[REDUCED, stage] = _overlapped_s(
-                forward_s, seconds, sent, beside.prefetches, overlaps, every, waits_for_sums
+                forward_s, seconds, sent, beside.prefetches and is_sharded, overlaps, every, waits_for_sums
             )
             ahead_s[stage] += within_s + once_s[REDUCED, stage]
+            forward_s, seconds = forward_s + pass_s, seconds + passes_s[plans.schedule[plan]] - pass_s
             stage_s[stage] = forward_s + seconds + within_s
             rows_s[stage, FORWARD], rows_s[stage, WEIGHT] = forward_s, 0.0
             rows_s[stage, DOWN], rows_s[stage, UP] = 0.0, 0.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from hardware_models.runtime import Runtime
 from simulator.lowering.epilogue import epilogue_collectives
 from simulator.lowering.items import Item
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import is_gathered, parameter_groups, times_reduced
+from simulator.lowering.synchronisation import parameter_groups, times_reduced
 from simulator.overlap_time import Sent, bucket_shares, overlapped_s, unit_shares
 from simulator.stage_prices import collective_s, items_s
 
@@ -26,6 +27,15 @@ def gathers_ahead(runtime: Runtime) -> bool:
     Not where the host waits for each gather before it goes on: it launches the next one too late to hide any of it.
     """
     return runtime.prefetches_gathers and "gather" not in runtime.host_waits
+
+
+def is_sharded(view: StageView) -> bool:
+    """Return whether parameters of all operators of a stage are gathered: else nothing says which gathers hide."""
+    for index in view.operators:
+        shards = [axis for axis in view.shardings[index] if axis.split == "batch" and axis.zero > 0]
+        if max((axis.zero for axis in shards), default=0) < 3 or prod(axis.size for axis in shards) == 1:
+            return False
+    return True
 
 
 def stage_passes_s(
@@ -46,8 +56,9 @@ def stage_passes_s(
     groups = [group for group in parameter_groups(view) if group.reduced_axes]
     waits = runtime.copies_gradients and any(not group.zero for group in groups)
     again_s = _gathers_s(view, backward, in_root=False) - sent.gathered_s if sent.gathered_s > 0 else 0.0
+    prefetches = gathers_ahead(runtime) and is_sharded(view)
     passed_s, returned_s, within_s, behind_s = overlapped_s(
-        forward_s, backward_s, sent, gathers_ahead(runtime), overlaps, every, waits
+        forward_s, backward_s, sent, prefetches, overlaps, every, waits
     )
     return passed_s, returned_s + again_s, within_s, behind_s
 
@@ -67,9 +78,8 @@ def _sent(view: StageView, forward: Sequence[Item], *, early: bool) -> Sent:
     reductions, _ = epilogue_collectives(view, reduces_early=False)
     parts, first_share, last_share = 1.0, 1.0, 1.0
     if early and reductions:
-        groups = list(parameter_groups(view))
-        reduced = [group for group in groups if group.reduced_axes]
-        if any(map(is_gathered, groups)):
+        reduced = [group for group in parameter_groups(view) if group.reduced_axes]
+        if is_sharded(view):
             root_share = root_s / (root_s + gathered_s) if root_s > 0 else 0.0
             begins_in_root = operators[view.operators[0]].layer in root
             parts, first_share, last_share = unit_shares(len(layers) - num_root, num_root, begins_in_root, root_share)
