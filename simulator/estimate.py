@@ -9,7 +9,8 @@ passes where the runtime has them so. Where replicas take whole microbatches in 
 last one ``queued_s``, transfers in full. Memory: ``estimate_memory``. Groups of one collective, transfers of one
 boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
 does, such as two boundaries or stages that meet on a card. No overlap of collectives with the gradients of one
-operator, no copies of gradients or of gathered parameters, no allocator: the engine has those.
+operator, no copies of gradients or of gathered parameters, no calls by parameter (DeepSpeed 2021), no gathers that
+last for all passes, no allocator: the engine has those.
 
 Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
 pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives

@@ -62,7 +62,7 @@ def _num_layers(layer_of: Ints, gathers_of: Ints, first: int, stop: int) -> tupl
 
 
 @inlined
-def _tied_elements(
+def _reduced_tie(
     places: Ints,
     tied: Ints,
     families: Ints,
@@ -153,7 +153,7 @@ def gradient_shares(
                 begun += sums[table, index + 1, ELEMENTS + family] - sums[table, index, ELEMENTS + family]
         for place in range(len(shape.tied)):
             if shape.tied[place] == index:
-                begun += _tied_elements(
+                begun += _reduced_tie(
                     shape.tied, tables.tied, families, stops, run_tables, run, place, stop, ties_by_use
                 )
         index += 1

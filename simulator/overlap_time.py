@@ -52,8 +52,8 @@ def beside_s(computed_s: float, sent_s: float, computation_slowdown: float, comm
 def bucket_shares(elements: float, bucket_elements: float, begun_elements: float) -> tuple[float, float, float]:
     """Return in how many buckets a stage reduces its gradients, and ``first_share`` and ``last_share`` of ``Sent``.
 
-    The last bucket has the gradients of the stage's first parameters, however many they are: a table of embeddings is
-    not cut.
+    The last bucket has as many gradients as the others, or all of the stage's first parameters if that is more: a table
+    of embeddings is not cut. Others are counted as if tensors were, so there are too many where they are wide.
 
     Args:
         elements: All of them.

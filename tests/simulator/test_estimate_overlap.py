@@ -14,7 +14,7 @@ from simulator.costs import CostTables
 from simulator.estimate import estimate
 from simulator.fast_estimate import FastEstimator
 from simulator.overlap_time import Sent, beside_s, overlapped_s
-from simulator.plan import Plan
+from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -64,18 +64,20 @@ def errors(problem: Problem, zero: int, reduction: str, *, microbatch: int = 1) 
     [("a100-80g-dgx:1x8", "composer-fsdp"), ("a100-80g-dgx:1x8", "pytorch-fsdp2"),
      ("a100-40g-dgx-100g:2x8", "pytorch-fsdp2")],
 )  # fmt: skip
-def test_what_travels_behind_passes_is_within_two_percent(
+def test_what_travels_behind_passes_is_two_percent_off_at_most_in_the_mean(
     cluster: str, runtime: str, zero: int, reduction: str
 ) -> None:
-    """3.3 % at most; without overlap in closed form, up to 37 % too slow."""
+    """3.3 % at most; without overlap in closed form, reductions of the last microbatch apart, up to 35 % too slow."""
     found = errors(problem_of("gpt3-1.3b", cluster, runtime), zero, reduction)
     assert max(map(abs, found)) < 0.035
     assert sum(map(abs, found)) / len(found) < 0.02
 
 
-@pytest.mark.parametrize(("zero", "reduction", "most"), [(0, "last", 0.06), (2, "last", 0.05), (0, "every", 0.11)])
-def test_over_pcie_links_that_are_shared_make_it_a_tenth(zero: int, reduction: str, most: float) -> None:
-    """ViT-Large on eight PCIe cards; without overlap in closed form, up to 15, 14 and 23 % too slow."""
+@pytest.mark.parametrize(
+    ("zero", "reduction", "most"), [(0, "last", 0.015), (2, "last", 0.015), (0, "every", 0.06), (2, "every", 0.065)]
+)
+def test_over_pcie_links_that_are_shared_make_it_six_percent(zero: int, reduction: str, most: float) -> None:
+    """ViT-Large on eight PCIe cards; without overlap in closed form 3.4, 3.6 and, reduced each time, 26 % too slow."""
     found = errors(problem_of("vit-large", "titan-rtx-pcie:1x8", "galvatron-v1"), zero, reduction)
     assert max(map(abs, found)) < most
 
@@ -86,6 +88,29 @@ def test_megatron_gathers_a_layer_ahead_too() -> None:
     plan = uniform_plan(problem, tp=8, dp=8, microbatch=4, zero=3, recompute="full")
     simulated_s = simulate(plan, problem, engine="compiled").iteration_time_s
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=0.03)
+
+
+@pytest.mark.parametrize("reduction", ["last", "every"])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_stage_of_mixed_levels_hides_no_gathers(reduction: str, overlaps: bool) -> None:
+    """A quarter of VGG-16 at ZeRO-3: hidden behind all of it, and reduced by layers, up to 77 % off."""
+    problem = ProblemSpec("vgg-16", "p3.16xlarge:2x8", "megatron-lm-2021", 32).load()
+    count = len(problem.workload)
+    runs = ((count // 4, (Axis("batch", 16, 3),)), (count - count // 4, (Axis("batch", 16, 0),)))
+    plan = Plan(
+        (Stage(((0, count),), tuple(range(16)), runs),), 16, 2, gradient_reduction=reduction,
+        overlap_gradient_sync=overlaps,
+    )  # fmt: skip
+    simulated_s = simulate(plan, problem, engine="compiled").iteration_time_s
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=0.02)
+
+
+def test_framework_time_of_passes_hides_nothing() -> None:
+    """Where hosts never run ahead it comes on top, in both closed forms."""
+    problem = ProblemSpec("bert-large", "rtx3090-pcie:1x8", "megatron-deepspeed-timed", 16).load()
+    plan = uniform_plan(problem, dp=8, zero=3)
+    found_s = estimate(plan, problem).iteration_time_s
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
 
 
 def test_a_host_that_waits_for_each_gather_hides_none() -> None:
