@@ -14,7 +14,8 @@ import numpy as np
 
 from searchers.aceso.border_kernels import COPIES, Stages, balanced_cuts
 from searchers.aceso.configuration import Configuration, prefix_gpus
-from searchers.aceso.model import PerformanceModel, Price
+from searchers.aceso.model import PerformanceModel
+from searchers.aceso.prices import Price
 
 WINDOW = 6
 """Operators by which a border may move in the last step: half a transformer layer."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from searchers.aceso.configuration import Configuration, StageChoice, prefix_gpus, runs_of
-from searchers.aceso.model import PerformanceModel, StagePrice
+from searchers.aceso.model import PerformanceModel
+from searchers.aceso.prices import StagePrice
 
 MAX_STARTS = 64
 """Operators from which a change of degrees is tried; of a longer stage every n-th."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from searchers.aceso.balance import load_order
 from searchers.aceso.configuration import Configuration
-from searchers.aceso.model import PerformanceModel, Price
+from searchers.aceso.model import PerformanceModel
+from searchers.aceso.prices import Price
 from searchers.aceso.primitives import PRIMITIVES, RESOURCES, Primitive
 
 __all__ = ["consumption", "load_order", "primitive_groups", "random_groups"]

@@ -16,7 +16,8 @@ from searchers.aceso.configuration import Configuration
 from searchers.aceso.finetune import fine_tuned
 from searchers.aceso.heuristics import load_order, primitive_groups, random_groups
 from searchers.aceso.initial import initial_configuration, uniform_relatives
-from searchers.aceso.model import PerformanceModel, Price
+from searchers.aceso.model import PerformanceModel
+from searchers.aceso.prices import Price
 from searchers.aceso.primitives import Move, Primitive
 
 POOL_MARGIN = 1.2

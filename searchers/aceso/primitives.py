@@ -12,7 +12,8 @@ from itertools import combinations, pairwise
 
 from searchers.aceso.balance import balanced, load_order, migrated, relayed
 from searchers.aceso.configuration import Configuration, StageChoice, respects_nodes
-from searchers.aceso.model import PerformanceModel, Price
+from searchers.aceso.model import PerformanceModel
+from searchers.aceso.prices import Price
 
 MAX_PARTNERS = 12
 UP, SAME, DOWN = 1, 0, -1

@@ -10,7 +10,8 @@ from searchers.aceso.balance import balanced, load_order, relayed
 from searchers.aceso.configuration import Configuration, Run, StageChoice, respects_nodes, to_plan
 from searchers.aceso.heuristics import consumption, primitive_groups, searched_primitives
 from searchers.aceso.initial import initial_configuration
-from searchers.aceso.model import PerformanceModel, StagePrice
+from searchers.aceso.model import PerformanceModel
+from searchers.aceso.prices import StagePrice
 from searchers.aceso.primitives import DOWN, PRIMITIVES, SAME, UP, Move, Primitive, register
 from searchers.base import cost_tables
 from simulator.validate import validate

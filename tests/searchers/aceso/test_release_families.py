@@ -12,7 +12,8 @@ from experiments.cases.aceso import problem_on
 from experiments.cases.case import Case, Skipped
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan
 from searchers.aceso.links import MIB
-from searchers.aceso.model import PerformanceModel, Price
+from searchers.aceso.model import PerformanceModel
+from searchers.aceso.prices import Price
 from searchers.aceso.release_tables import release_arrays
 from simulator.costs import CostTables
 from simulator.problem import Problem

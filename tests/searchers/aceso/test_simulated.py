@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan
-from searchers.aceso.model import StagePrice
+from searchers.aceso.prices import StagePrice
 from searchers.aceso.searcher import Aceso
 from searchers.base import cost_tables
 from simulator.fidelity import Fidelity
