@@ -30,6 +30,23 @@ _AMBIGUOUS = re.compile(r"[0-9_][0-9a-fA-F_.oOxXeE+-]*|(?i:y|n|yes|no|on|off)|.*
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\0": "\\0"}
 
 
+def check_ending(path: str | Path, ending: str, what: str) -> None:
+    """Refuse a name that says something else than is written.
+
+    Args:
+        path: The file.
+        ending: In small letters, such as ``.json.gz``.
+        what: Is written.
+
+    Raises:
+        ValueError: If the name does not end so.
+    """
+    file = Path(path)
+    if not file.name.lower().endswith(ending):
+        better = file.with_name(file.name.removesuffix(".gz")).with_suffix(ending)
+        raise ValueError(f"a {what} must be a file that ends in {ending}, got {path}; name it {better}")
+
+
 def write_text_atomically(path: str | Path, text: str) -> None:
     """Write a UTF-8 text file; whoever reads the path sees the old file or the new one."""
     write_bytes_atomically(path, text.encode())

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datafiles.writer import check_ending
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -197,9 +199,8 @@ def all_writable(
         written.add(place)
     for what, suffix, files in (("picture", ".png", pictures), ("trace", ".json.gz", traces)):
         for path in files:
-            if path is not None and not path.name.lower().endswith(suffix):
-                better = path.with_name(path.name.removesuffix(".gz")).with_suffix(suffix)
-                raise ValueError(f"a {what} must be a file that ends in {suffix}, got {path}; name it {better}")
+            if path is not None:
+                check_ending(path, suffix, what)
 
 
 def writable_folder(path: Path) -> Path:

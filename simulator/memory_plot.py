@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from datafiles.writer import write_bytes_atomically
+from datafiles.writer import check_ending, write_bytes_atomically
 from simulator.figures import (
     BLUE,
     GREEN,
@@ -45,7 +45,11 @@ def plot_memory(result: SimulationResult, path: str | Path, *, title: str | None
         result: A simulated iteration.
         path: The PNG; its folder must exist.
         title: First line; None for none.
+
+    Raises:
+        ValueError: If the name does not end in ``.png``.
     """
+    check_ending(path, ".png", "picture")
     write_bytes_atomically(path, png(_memory_figure(result, title)))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from datafiles.writer import write_bytes_atomically
+from datafiles.writer import check_ending, write_bytes_atomically
 from simulator.breakdown import device_tasks, members_text
 from simulator.figures import (
     BACKGROUND,
@@ -131,11 +131,12 @@ def plot_timeline(
         max_boxes: See above.
 
     Raises:
-        ValueError: If the window is empty.
+        ValueError: If the window is empty, or the name does not end in ``.png``.
     """
     span = (0.0, result.iteration_time_s) if window is None else window
     if not span[0] < span[1]:
         raise ValueError(f"window must end after it starts, got {span}; give (start_s, end_s)")
+    check_ending(path, ".png", "picture")
     write_bytes_atomically(path, png(_timeline_figure(result, span, title, max_boxes)))
 
 

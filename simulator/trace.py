@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.writer import check_ending
 from simulator.breakdown import members_text
 from simulator.critical_path import walk_hosts
 from simulator.taskgraph import COMMUNICATION, TaskGraph
@@ -75,7 +76,7 @@ def write_trace(
         What was written.
 
     Raises:
-        ValueError: If the window is empty or max_events is below 1.
+        ValueError: If the window is empty, max_events is below 1, or the name does not end in ``.json.gz``.
         OSError: If the file cannot be written; an old one is then untouched.
     """
     start_s, end_s = (0.0, result.iteration_time_s) if window is None else window
@@ -83,6 +84,7 @@ def write_trace(
         raise ValueError(f"window must end after it starts, got ({start_s}, {end_s}); give (start_s, end_s)")
     if max_events < 1:
         raise ValueError(f"max_events must be at least 1, got {max_events}")
+    check_ending(path, ".json.gz", "trace")
     content = _Content(result, (_ns(start_s), _ns(end_s)), hosts)
     complete = content.limit(max_events)
     window_s = (start_s, end_s if complete else content.window[1] * 1e-9)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from datafiles.writer import write_bytes_atomically
+from datafiles.writer import check_ending, write_bytes_atomically
 from simulator.result import SimulationResult
 from simulator.trace import write_trace
 from validation.measurement import TimedAction, TimedSpan
@@ -44,7 +44,11 @@ def write_combined_trace(
 
     Returns:
         Number of events.
+
+    Raises:
+        ValueError: If the name does not end in ``.json.gz``.
     """
+    check_ending(path, ".json.gz", "trace")
     with TemporaryDirectory() as folder:
         own = Path(folder) / "predicted.json.gz"
         write_trace(result, own, max_events=max_events)

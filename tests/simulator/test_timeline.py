@@ -92,3 +92,11 @@ def test_long_pipelines_are_drawn_where_they_begin_and_short_ones_whole() -> Non
     assert window == (0.0, 64.0 * (2 * 2 + 12) / 256)
     assert readable_window(short, 64.0) is None
     assert readable_window(uniform_plan(problem, pp=2, dp=2, microbatch=1, schedule="gpipe"), 64.0) is None
+
+
+@pytest.mark.parametrize("name", ["x.svg", "x", "x.png.gz"])
+def test_a_picture_is_named_as_what_it_is(result: SimulationResult, tmp_path: Path, name: str) -> None:
+    for write in (result.plot_timeline, result.plot_memory):
+        with pytest.raises(ValueError, match=r"a picture must be a file that ends in \.png, got .*; name it .*x\.png$"):
+            write(tmp_path / name)
+    assert not list(tmp_path.iterdir())

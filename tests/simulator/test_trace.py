@@ -158,3 +158,10 @@ def test_impossible_options_are_refused_and_leave_no_file(
     with pytest.raises(ValueError, match=r"window must end|max_events must be"):
         result.write_trace(tmp_path / "trace.json.gz", **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.gz", "trace"])
+def test_a_trace_is_named_as_what_it_is(result: SimulationResult, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"a trace must be a file that ends in \.json\.gz, got .*; name it"):
+        result.write_trace(tmp_path / name)
+    assert not list(tmp_path.iterdir())
