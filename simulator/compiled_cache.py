@@ -49,13 +49,14 @@ def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
     function's own.
 
     Args:
-        modules: All such modules, also those that the called functions take from.
+        modules: All such modules, also those that the called functions take from; kept as ``compiled_over``.
     """
 
     def decorate(function: Function) -> Function:
         made = compiled(function)
         if not hasattr(made, "_cache"):  # numba is switched off (NUMBA_DISABLE_JIT)
             return made
+        cast(Any, made).compiled_over = modules
         kept = cast(Any, made)._cache._cache_file
         files = [Path(cast(str, module.__file__)).stat() for module in modules]
         kept._source_stamp = (kept._source_stamp, *((file.st_mtime, file.st_size) for file in files))
@@ -116,9 +117,9 @@ def private_folder() -> str:
 
 
 def is_cached(function: Callable[..., Any]) -> bool:
-    """Return whether compiled code of ``function`` is on disk, or compiled already in this process."""
+    """Return whether compiled code of ``function`` is on disk, or compiled already in this process, or not needed."""
     dispatcher = cast(Any, function)
-    if dispatcher.signatures:
+    if not hasattr(dispatcher, "signatures") or dispatcher.signatures:  # The first: numba is switched off.
         return True
     folder = Path(dispatcher._cache.cache_path)
     name = dispatcher.py_func.__qualname__.replace("<", "").replace(">", "")

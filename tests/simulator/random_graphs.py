@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from simulator.taskgraph import COMMUNICATION, COMPUTATION, OTHER, TaskGraph
+from simulator.taskgraph import COMMUNICATION, COMPUTATION, OTHER, Csr, TaskGraph
 from tests.simulator.graphs import GraphBuilder
 
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]) | st.floats(0.001, 3.0)
@@ -41,3 +44,12 @@ def graphs(draw: st.DrawFn, max_tasks: int = 12) -> TaskGraph:
             },
         )
     return builder.build()
+
+
+def with_shuffled_orders(graph: TaskGraph, seed: int) -> TaskGraph:
+    """Return a graph with the order of every stream shuffled, which may make circles."""
+    generator = random.Random(seed)
+    rows = [graph.streams.row(s).tolist() for s in range(len(graph.streams))]
+    for row in rows:
+        generator.shuffle(row)
+    return replace(graph, streams=Csr.from_rows(rows))

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import dis
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import numba
+import pytest
+from numba.core.caching import FunctionCache
+from numba.core.registry import CPUDispatcher
 
+from simulator import compiled_cache
 from simulator.compiled_cache import inlined
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("simulator", "searchers")
 
 CALLER = """
 import callee
@@ -79,3 +90,75 @@ def test_a_number_that_is_written_out_is_no_other_kind_of_argument() -> None:
     """Else each of them would be compiled anew."""
     assert numba.njit(_counted)(4) == 1 + 2 + 3 + 4  # Not from the cache.
     assert len(cast(Any, _plus).signatures) == 1
+
+
+def imported_from(module: ModuleType) -> dict[str, ModuleType]:
+    """Return what names a module takes from which other modules of the project."""
+    found = {}
+    for node in ast.walk(ast.parse(Path(module.__file__ or "").read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            source = importlib.import_module(node.module or "")
+            for alias in node.names:
+                value = getattr(source, alias.name)
+                found[alias.asname or alias.name] = value if isinstance(value, ModuleType) else source
+    return found
+
+
+def names_of(code: CodeType) -> set[str]:
+    """Return what global names code uses, that of functions and loops inside it too."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return own.union(*(names_of(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def reached(function: FunctionType, seen: set[FunctionType]) -> set[ModuleType]:
+    """Return the modules that a compiled function, and all that it calls, take names from."""
+    own = importlib.import_module(function.__module__)
+    found, taken = {own}, imported_from(own)
+    seen.add(function)
+    for name in names_of(function.__code__):
+        value = function.__globals__.get(name)
+        if name in taken:
+            found.add(taken[name])
+        called = getattr(value, "py_func", value)
+        if isinstance(called, FunctionType) and called.__module__.split(".")[0] in PACKAGES and called not in seen:
+            found |= reached(called, seen)
+    return found
+
+
+def cached_functions() -> Iterator[Any]:
+    for package in PACKAGES:
+        for info in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
+            module = importlib.import_module(info.name)
+            for value in vars(module).values():
+                own = isinstance(value, CPUDispatcher) and value.__module__ == module.__name__
+                if own and isinstance(value._cache, FunctionCache):
+                    yield value
+
+
+def test_every_compiled_function_names_all_modules_that_it_takes_from() -> None:
+    """Else a change there leaves a stale cache: numba looks at the function's own file alone."""
+    checked = 0
+    for function in cached_functions():
+        plain, named = function.py_func, {*getattr(function, "compiled_over", ())}
+        missing = reached(plain, set()) - named - {importlib.import_module(plain.__module__), compiled_cache}
+        assert not missing, f"{plain.__module__}.{plain.__name__} lacks {sorted(each.__name__ for each in missing)}"
+        checked += 1
+    assert checked > 20
+
+
+def test_all_runs_without_numba_too() -> None:
+    """In Python itself, for a debugger; uint64 keys wrap as they do compiled."""
+    script = """
+import numpy
+from simulator.estimate import estimate
+from simulator.fast_estimate import FastEstimator
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
+numpy.seterr(over="ignore")
+problem = small_problem("gpt", cluster="a100-80g-dgx:1x8", global_batch=16)
+plan = uniform_plan(problem, tp=2, dp=4, zero=3)
+print(FastEstimator(problem).estimate(plan).iteration_time_s / estimate(plan, problem).iteration_time_s)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_DISABLE_JIT": "1"}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert float(run.stdout) == pytest.approx(1.0, rel=1e-11)

@@ -15,7 +15,7 @@ from simulator.engine_simpy import DeadlockError, run_simpy
 from simulator.schedules.registry import schedule_named
 from simulator.taskgraph import COMMUNICATION, COMPUTATION, Csr, TaskGraph
 from tests.simulator.graphs import pipeline_graph, plain_shape
-from tests.simulator.random_graphs import graphs
+from tests.simulator.random_graphs import graphs, with_shuffled_orders
 
 
 def run_slowly(graph: TaskGraph) -> tuple[list[float], list[float], list[float]]:
@@ -147,11 +147,7 @@ def test_results_are_the_same_bits_however_tasks_are_numbered(graph, seed) -> No
 @settings(deadline=None)
 @given(graph=graphs(), seed=st.integers(0, 1000))
 def test_orders_shuffled_into_circles_stop_both_engines_alike(graph, seed) -> None:
-    generator = random.Random(seed)
-    rows = [graph.streams.row(s).tolist() for s in range(len(graph.streams))]
-    for row in rows:
-        generator.shuffle(row)
-    graph = replace(graph, streams=Csr.from_rows(rows))
+    graph = with_shuffled_orders(graph, seed)
     _, end, _ = run_slowly(graph)
     if np.isnan(end).any():
         with pytest.raises(DeadlockError, match=f"{np.isnan(end).sum()} of {graph.num_tasks} never do"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -25,12 +24,12 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
-from simulator.taskgraph import COMMUNICATION, Csr, Schedule, TaskGraph
+from simulator.taskgraph import COMMUNICATION, Schedule, TaskGraph
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.graphs import GraphBuilder, interleaved_shape, pipeline_graph, plain_shape
 from tests.simulator.problems import SMALL, small_problem
-from tests.simulator.random_graphs import graphs
+from tests.simulator.random_graphs import graphs, with_shuffled_orders
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,11 +64,7 @@ def test_both_engines_give_the_same_bits(graph) -> None:
 @settings(max_examples=300, deadline=None)
 @given(graph=graphs(), seed=st.integers(0, 1000))
 def test_orders_shuffled_into_circles_stop_both_engines_with_the_same_words(graph, seed) -> None:
-    generator = random.Random(seed)
-    rows = [graph.streams.row(s).tolist() for s in range(len(graph.streams))]
-    for row in rows:
-        generator.shuffle(row)
-    graph = replace(graph, streams=Csr.from_rows(rows))
+    graph = with_shuffled_orders(graph, seed)
     try:
         expected = run_simpy(graph)
     except DeadlockError as error:
