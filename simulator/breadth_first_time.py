@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
+from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP, WEIGHT
 
 
 def breadth_first_s(
@@ -46,6 +46,7 @@ def breadth_first_s(
             sent_s = own_s[DOWN] if is_forward else own_s[UP]
             if sent_s > 0:
                 link_s[rank] = came_s[i] = max(came_s[i], link_s[rank]) + sent_s
+            free_s[rank] += 0.0 if is_forward else own_s[WEIGHT]
     for stage in range(num_stages):
         free_s[ranks[stage]] += each_s[stage, ONCE]
     return float(free_s.max())

@@ -9,15 +9,14 @@ passes where the runtime has them so. Where replicas take whole microbatches in 
 last one ``queued_s``, transfers in full. Memory: ``estimate_memory``. Groups of one collective, transfers of one
 boundary and reductions of one tied weight run at once and share links (``hardware_models.crowding``); nothing else
 does, such as two boundaries or stages that meet on a card. No overlap of collectives with the gradients of one
-operator, no copies of gradients or of gathered parameters, no calls by parameter (DeepSpeed 2021), no gathers that
-last for all passes, no allocator: the engine has those.
+operator, no allocator: the engine has those.
 
-Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does, a
-pass takes as long as its device or its host works, whichever is longer, where the host waits for what a pass receives
-(``host_waits``) or passes of one kind follow one another (GPipe), and else both passes of a microbatch together; what
-it does before a pass that it waits for, and before the first, lengthens the way through the stages (``lags_s``).
-Launching the gathers of sharded parameters and of what arrives in parts, and transfers, is left out (too fast where the
-host takes longest, as ``Estimate.host_binds`` says).
+Of the host: where it never runs ahead, nothing hides launches, and an operator takes at least its own. Where it does
+and waits for what a pass receives (``host_waits``), a pass takes as long as its device or its host works, whichever is
+longer. Else passes take what the device does, so that what comes to a stage is passed on so quickly, and what the host
+takes longer for a microbatch lies behind them; what it does before a pass that it waits for, and before the first,
+lengthens the way through the stages (``lags_s``). Launching transfers, and gathers of what arrives in parts, is left
+out (too fast where the host takes longest, as ``Estimate.host_binds`` says).
 
 Source: the pipeline formula of Aceso (EuroSys 2024) Eq. 1 and Megatron-LM (SC 2021) Section 2.2.
 """
@@ -26,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +33,8 @@ from simulator.breadth_first_time import breadth_first_s
 from simulator.costs import CostTables
 from simulator.estimate_memory import held_bytes, rank_peaks
 from simulator.fidelity import Fidelity
-from simulator.host_time import lags_s, longer_s
 from simulator.interleaved_time import interleaved_s
-from simulator.lowering.items import GRADIENTS, Item
+from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.step import norm_s
@@ -47,22 +44,20 @@ from simulator.pipeline_time import one_f_one_b_s
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.schedules.one_f_one_b import warmup_p_a
-from simulator.stage_overlap import stage_passes_s
+from simulator.stage_passes import stage_passes
 from simulator.stage_prices import (
     collective_s,
     host_seconds,
     items_s,
-    launches_s,
     num_passes,
-    pass_host_s,
     passes_s,
     stage_step_s,
     tied_s,
     transfers_s,
     weights_s,
 )
-from simulator.stage_rows import INPUT, ONCE
-from simulator.step_time import ahead_s, phases_s
+from simulator.stage_rows import INPUT, ONCE, WEIGHT
+from simulator.step_time import phases_s
 from simulator.zero_bubble_time import zero_bubble_s
 
 
@@ -120,7 +115,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     all_hosts = [
         (plan.num_microbatches - 1) * each + last for each, last in zip(stages.hosts, last_stages.hosts, strict=True)
     ]
-    iteration += ties_s + norm_s(costs, plan.devices)
+    iteration += stages.first + ties_s + norm_s(costs, plan.devices)
     iteration += sum(max(_per_rank(plan.rank_of_stage, each)) for each in (stages.passed, stages.updated))
     return Estimate(
         iteration_time_s=iteration,
@@ -140,6 +135,7 @@ class _StageTimes:
         hosts: Its launches.
         passed, updated: What comes once per iteration behind sums of tied weights and the norm, as ``phases_s`` has it.
         rows: float64[stages, NUM_COLUMNS]. As ``stage_rows`` has them.
+        first: What the first microbatch takes besides on its way through all stages.
     """
 
     times: list[float]
@@ -147,6 +143,7 @@ class _StageTimes:
     passed: list[float]
     updated: list[float]
     rows: NDArray[np.float64]
+    first: float
 
 
 def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _StageTimes, *, blocking: bool) -> float:
@@ -175,7 +172,7 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
         others = stages.rows.copy()
         others[:, ONCE] = 0.0
         before_s = one_f_one_b_s(others, others, np.minimum(depths, m - 1), m - 1, scratch_s)
-        found_s = max(found_s, before_s + last.rows[0, INPUT] + stages.rows[0, ONCE])
+        found_s = max(found_s, before_s + last.rows[0, INPUT] + last.rows[0, WEIGHT] + stages.rows[0, ONCE])
     return found_s
 
 
@@ -241,7 +238,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
-    times, hosts, passed, updated, rows = [], [], [], [], []
+    times, hosts, passed, updated, rows, first_s = [], [], [], [], [], 0.0
     norm_seconds = norm_s(costs, plan.devices)
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
@@ -251,91 +248,57 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         gather = plan.reshard_after_forward
         forward = builder.forward(gather=gather, received=arrived)
         backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned)
+        gathering = forward if gather else builder.forward(gather=True, received=arrived)
         up_s = transfers_s(costs, transfers[before][1]) if before >= 0 else 0.0
         down_s = transfers_s(costs, transfers[view.position][0]) if after < len(views) else 0.0
         arrived_s, returned_s = (
             items_s(view, [item for item in items if item.cause == "transfer"]) for items in (forward, backward)
         )
-        own = _own_s(view, plan, forward, backward)
-        forward_s, backward_s, within_s, behind_s = stage_passes_s(view, own.forward, own.backward, forward, backward)
-        time = forward_s + arrived_s + backward_s + returned_s + up_s + down_s + within_s
+        passes, behind_s, *lags, host_ahead_s = stage_passes(view, forward, backward, gathering)
+        forward_s = passes.forward + arrived_s
+        time = forward_s + passes.backward + returned_s + up_s + down_s + passes.reduced + behind_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
         times.append(time / view.num_turns)
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
         hosts.append(host / view.num_turns)
-        passed_s, updated_s = stage_step_s(view, own.ahead + within_s + behind_s, norm_seconds)
+        passed_s, updated_s = stage_step_s(view, host_ahead_s + passes.reduced + passes.once, norm_seconds)
         updated_s += sum(collective_s(view, item) for item in parameter_refresh(view))
-        phases = phases_s(behind_s, passed_s, updated_s, has_ties, norm_seconds > 0)
+        phases = phases_s(passes.once, passed_s, updated_s, has_ties, norm_seconds > 0)
         passed.append(phases[1])
         updated.append(phases[2])
-        row = _row(view, plan.schedule, time, forward_s + arrived_s, down_s, up_s, within_s)
-        rows.append([*row, *own.lags, phases[0]])
-    return _StageTimes(times, hosts, passed, updated, np.array(rows))
-
-
-def _is_own(item: Item) -> bool:
-    """Return whether an item is of the operators: no gather of sharded parameters or of what arrives in parts."""
-    return item.role != "gather" and item.cause != "transfer"
-
-
-class _Own(NamedTuple):
-    """Seconds of the operators of a stage.
-
-    Attributes:
-        forward, backward: Of either pass of a microbatch, of a host that runs ahead if it takes longer.
-        lags: Until such a host begins either.
-        ahead: Such a host, after the last one.
-    """
-
-    forward: float
-    backward: float
-    lags: tuple[float, float] = (0.0, 0.0)
-    ahead: float = 0.0
-
-
-def _own_s(view: StageView, plan: Plan, forward: list[Item], backward: list[Item]) -> _Own:
-    """Return the seconds of the operators of a stage.
-
-    Args:
-        view, plan: The stage, and of what.
-        forward, backward: Items of its passes.
-    """
-    runtime = view.costs.problem.runtime
-    own = [[item for item in items if _is_own(item)] for items in (forward, backward)]
-    forward_s, backward_s = (items_s(view, items) for items in own)
-    if not runtime.host_runs_ahead:
-        return _Own(forward_s, backward_s)
-    forward_host_s, backward_host_s = (launches_s(view, items) for items in own)
-    pass_s = pass_host_s(view.costs)
-    forward_host_s += pass_s
-    backward_host_s += (num_passes(plan.schedule) - 1) * pass_s
-    waits = len(plan.stages) > 1 and "receive" in runtime.host_waits
-    apart = plan.schedule == "gpipe"
-    hosts, m = (forward_host_s, backward_host_s), plan.num_microbatches
-    longer = longer_s(forward_s, backward_s, *hosts, waits, apart)
-    lags = lags_s(forward_s, backward_s, *hosts, pass_s, waits, apart, view.position == 0, m)
-    return _Own(*longer, lags, ahead_s(*longer, *hosts, waits, m))
+        first_s += passes.first
+        row = _row(view, plan, time, forward_s, down_s, up_s, passes.inline, passes.reduced + behind_s)
+        rows.append([*row, *lags, phases[0]])
+    return _StageTimes(times, hosts, passed, updated, np.array(rows), first_s)
 
 
 def _row(
-    view: StageView, schedule: str, time_s: float, forward_s: float, down_s: float, up_s: float, reduced_s: float
+    view: StageView,
+    plan: Plan,
+    time_s: float,
+    forward_s: float,
+    down_s: float,
+    up_s: float,
+    inline_s: float,
+    behind_s: float,
 ) -> list[float]:
     """Return a row of ``stage_rows``, but for lags and what comes once.
 
-    Gathers of parameters count as of the backward pass, whichever they are for.
+    What recomputed layers gather once more counts as of the backward pass.
 
     Args:
-        view, schedule: The stage, and what its passes are by: weight gradients apart or not.
+        view, plan: The stage, and of what.
         time_s: All that a microbatch takes there.
-        forward_s: Of that, the operators and collectives of its forward pass.
+        forward_s: Of that, its forward pass, with gathers and what arrives in parts.
         down_s, up_s: Of that, what it sends to the next stage and to the one before.
-        reduced_s: Of that, reductions, which come with weight gradients.
+        inline_s: Of that, what comes with weight gradients, reductions and copies.
+        behind_s: Of that, what comes when its gradient has been sent on: reductions, hosts that take longer.
     """
-    costs = view.costs
+    costs, schedule = view.costs, plan.schedule
     pass_s = max(passes_s(costs, gpu_type, schedule) for gpu_type in view.gpu_types) / num_passes(schedule)
     forward_s += pass_s
-    weight_s = pass_s + weights_s(view) + reduced_s if schedule == "zb-h1" else 0.0
+    weight_s = behind_s + (pass_s + weights_s(view) + inline_s if schedule == "zb-h1" else 0.0)
     input_s = time_s - forward_s - weight_s - down_s - up_s
     if costs.problem.runtime.transfer_mode == "blocking" and schedule != "interleaved":
         return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]

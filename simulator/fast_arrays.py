@@ -26,16 +26,20 @@ ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 
 # Columns of ``TimeTables.sums``: seconds of either pass, what launching them takes a host that runs ahead, seconds of
 # the weight gradients, of gathering whole layers once (those of the root unit apart), how many operators the strategy
-# does not suit, ``StepWork``, elements of each family.
+# does not suit, ``StepWork``, how many buckets gradients fill (``overlap_time.filled_buckets``), how many parameters
+# are gathered by calls of their own, elements of each family.
 FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, ROOT_S, UNSUITED = range(8)
-PASSED_BYTES, TOUCHED_BYTES, TENSORS, ELEMENTS = range(8, 12)
+PASSED_BYTES, TOUCHED_BYTES, TENSORS, BUCKETS, LARGE, ELEMENTS = range(8, 14)
 STEP_COLUMNS = 3
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
 # Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
-# channel of the gather after the step, and of the gather before use; -1 for none.
-REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATHER_CHANNEL = range(8)
-FAMILY = 8
+# channel of the gather after the step, and of the gather before use; -1 for none; how often gradients are copied before
+# they are reduced.
+REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATHER_CHANNEL, COPIES = range(9)
+FAMILY = 9
+REDUCED_KEYS, REFRESHED_KEYS, GATHERED_KEYS = range(3)
+"""Of a stage: gradients that are reduced, parameters that are gathered after the step, and before use."""
 
 # Columns of lines of prices: seconds alone at no bytes, seconds per byte alone, what part of that is latency, and by
 # which share groups beside it stretch the rest.
@@ -43,10 +47,11 @@ START_S, S_PER_BYTE, LATENCY_S, STRETCH = range(4)
 LINE = 4
 
 # Columns of ``TimeTables.step_rates``: least seconds of a kernel, seconds of going over no gradients and per byte,
-# seconds of the optimizer per byte, and of a launch; factors of overlap. What comes once per iteration: up to
-# sums of tied weights, up to the norm, and behind it, as ``step_time.phases_s`` has them.
+# seconds of the optimizer per byte, and of a launch; factors of overlap; seconds of copying nothing and per byte.
+# What comes once per iteration: up to sums of tied weights, up to the norm, and behind it, as ``step_time.phases_s``
+# has them.
 FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S = range(5)
-COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN, RATES = range(5, 8)
+COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN, COPY_START_S, COPY_S_PER_BYTE, RATES = range(5, 10)
 REDUCED, PASSED, UPDATED = range(3)
 
 # Kinds of what can be missing, and states of a plan.
@@ -120,6 +125,8 @@ class TimeTables(NamedTuple):
         aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
         line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
         goes_on: Per channel, whether the next one belongs to it; the slowest rules.
+        channel_hosts_s: float64[channels, 2]. What a call takes the host beside its launch, and listing a tensor of
+            each rank for it.
         rows: float64[., 2 + inputs, 2]. Operators between unlike neighbours: forward, backward, by input what a
             segment does not repeat; seconds, and what launching them takes.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
@@ -148,6 +155,7 @@ class TimeTables(NamedTuple):
     point_offsets: Ints
     points: Floats
     goes_on: Ints
+    channel_hosts_s: Floats
     rows: Floats
     boundaries: Floats
     norms_s: Floats
@@ -165,13 +173,23 @@ class BesideRules(NamedTuple):
 
     Attributes:
         prefetches: A layer's parameters are gathered while the one before computes.
+        waits_for_gathers: So does a host that runs ahead.
         waits_for_whole: The next pass waits for reductions of whole parameters' gradients.
-        bucket_elements: So many gradients are reduced at once; infinite for all of them.
+        lists: Parameters are gathered, and sharded gradients reduced, by calls that are given a tensor of each rank.
+        copies_gathered: What was gathered is copied into parameters.
+        gathered_bytes, gradient_bytes: Per element, as gathered and as reduced.
+        whole_copied_bytes, sharded_copied_bytes: Read and written for each gradient that is copied once.
     """
 
     prefetches: bool
+    waits_for_gathers: bool
     waits_for_whole: bool
-    bucket_elements: float
+    lists: bool
+    copies_gathered: bool
+    gathered_bytes: float
+    gradient_bytes: float
+    whole_copied_bytes: float
+    sharded_copied_bytes: float
 
 
 class StepRules(NamedTuple):

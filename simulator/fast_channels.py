@@ -49,6 +49,7 @@ class Channels:
         lines: Per channel, what ``price_s`` says of them.
         points: Per channel, bytes and seconds, ascending.
         goes_on: Per channel, whether the next one belongs to it.
+        hosts_s: Per channel, as ``TimeTables.channel_hosts_s`` has them; the same for those that belong together.
     """
 
     def __init__(self, costs: CostTables) -> None:
@@ -58,6 +59,7 @@ class Channels:
         self.lines: list[tuple[Line, ...]] = []
         self.points: list[Points] = []
         self.goes_on: list[bool] = []
+        self.hosts_s: list[tuple[float, float]] = []
         assert MAX_LATENCY_SHARE == collective_table.MAX_LATENCY_SHARE, "what is compiled knows its own constants only"
 
     def number(self, collective: str, groups: Sequence[CrowdedGroup]) -> int:
@@ -70,10 +72,13 @@ class Channels:
         if key not in self._numbers:
             priced = list(dict.fromkeys(self._priced(collective, group) for group in groups))
             self._numbers[key] = len(self.lines)
+            host_s = max(self.costs.collective_host_s(group.members) for group in groups)
+            listing_s = max(self.costs.listing_s(group.members, len(group.members)) for group in groups)
             for place, (lines, points) in enumerate(priced):
                 self.lines.append(lines)
                 self.points.append(points)
                 self.goes_on.append(place + 1 < len(priced))
+                self.hosts_s.append((host_s, listing_s))
             for num_bytes in _PROBES:
                 expected_s = max(
                     self.problem.hardware.crowded_collective_s(collective, num_bytes, group)

@@ -256,8 +256,6 @@ class FastEstimator:
                 runtime.regathers_recomputed,
                 runtime.transfer_mode == "blocking",
                 float(runtime.parameter_bytes),
-                float(runtime.gathered_parameter_bytes),
-                float(runtime.gradient_accumulation_bytes),
                 passes,
                 pass_host_s(self.costs),
                 "receive" in runtime.host_waits,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from simulator.costs import CostTables
 from simulator.estimate_memory import refreshed_bytes, working_bytes, zero_elements
 from simulator.fast_arrays import (
+    COPIES,
     GATHER,
     GATHER_CHANNEL,
     MAX_FAMILIES,
@@ -29,10 +30,12 @@ from simulator.fast_structure import Ints, saved_by, saved_names
 from simulator.lowering.mesh import parameter_layout
 from simulator.lowering.program import StageView
 from simulator.lowering.step import StepWork, work_of
-from simulator.lowering.synchronisation import ParameterGroup, is_gathered, parameter_groups, tied_shards
+from simulator.lowering.synchronisation import ParameterGroup, is_copied, is_gathered, parameter_groups, tied_shards
 from simulator.model_states import static_bytes
+from simulator.overlap_time import filled_buckets
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from simulator.problem import Problem
+from simulator.stage_overlap import bucket_elements, is_large, num_gradient_copies
 
 Floats = NDArray[np.float64]
 
@@ -59,7 +62,7 @@ def view_of(
 
 @dataclass(frozen=True)
 class Holding:
-    """What one operator holds; bytes and elements as in ``Table``."""
+    """What one operator holds: bytes and elements as in ``Table``, and what stands in ``TimeTables.sums``."""
 
     saved: list[float]
     made: list[float]
@@ -74,6 +77,8 @@ class Holding:
     largest: float
     elements: Floats
     work: Floats
+    buckets: float
+    num_large: int
     tied_bytes: list[list[float]]
     tied: list[tuple[int, int, int, int]]
     tied_work: list[StepWork]
@@ -120,13 +125,13 @@ class Holdings:
         elements = np.zeros(MAX_FAMILIES)
         states = np.zeros(NUM_STATES)
         largest = 0.0
-        work = np.zeros(STEP_COLUMNS)
+        work, buckets, num_large = np.zeros(STEP_COLUMNS), 0.0, 0
         tied_bytes, tied, tied_work = [], [], []
         splits = self.costs.splits(index, sharding)
         number = -1
         for group in parameter_groups(view):
             number += 1
-            family = self._family(group, devices, family_of, families)
+            family = self._family(view, group, family_of, families)
             own_states = _states(group, problem)
             largest = max(largest, own_states.pop())
             is_tied = group.tie is not None and is_gathered(group)
@@ -136,6 +141,9 @@ class Holdings:
                 states += own_states
                 work += own_work
                 elements[family] += group.num_elements
+                if group.reduced_axes:
+                    buckets += filled_buckets(group.num_elements, bucket_elements(problem.runtime))
+                num_large += is_gathered(group) and is_large(problem.runtime, group.num_elements)
                 continue
             place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
             layout = self._layouts((group.tie, parameter_layout(sharding, splits, place)))
@@ -156,6 +164,8 @@ class Holdings:
             largest=largest,
             elements=elements,
             work=work,
+            buckets=buckets,
+            num_large=num_large,
             tied_bytes=tied_bytes,
             tied=tied,
             tied_work=tied_work,
@@ -180,6 +190,8 @@ class Holdings:
             largest=0.0,
             elements=np.zeros(MAX_FAMILIES),
             work=np.zeros(STEP_COLUMNS),
+            buckets=0.0,
+            num_large=0,
             tied_bytes=[[0.0] * NUM_STATES] * num_tied,
             tied=[(0, 0, -1, 1)] * num_tied,
             tied_work=[StepWork(0.0, 0.0, 0)] * num_tied,
@@ -187,7 +199,7 @@ class Holdings:
         )
 
     def _family(
-        self, group: ParameterGroup, devices: Sequence[int], family_of: dict[object, int], families: Ints
+        self, view: StageView, group: ParameterGroup, family_of: dict[object, int], families: Ints
     ) -> int:
         key = (group.sizes, group.reduced_axes, group.sharded_axes, group.zero)
         if key in family_of:
@@ -198,7 +210,7 @@ class Holdings:
         row = families[number]
 
         def channel(collective: str, axes: tuple[int, ...]) -> int:
-            unlike = self.costs.unlike_groups(tuple(devices), group.sizes, axes)
+            unlike = self.costs.unlike_groups(view.stage.devices, group.sizes, axes)
             return self.channels.number(collective, unlike) if len(unlike[0].members) > 1 else -1
 
         scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
@@ -207,6 +219,8 @@ class Holdings:
         row[SCATTER_DEGREE] = prod(group.sizes[axis] for axis in scattered)
         row[SCATTER] = channel("reduce_scatter", scattered) if scattered else -1
         row[REST] = channel("all_reduce", rest) if rest else -1
+        copies = is_copied(view, group)
+        row[COPIES] = num_gradient_copies(self.problem.runtime, group.zero)[0] if copies else 0
         if group.num_shards > 1:
             gathered = channel("all_gather", group.sharded_axes)
             key_number = self._keys((group.sizes, group.sharded_axes))

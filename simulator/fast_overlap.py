@@ -7,11 +7,20 @@ from simulator.compiled_cache import inlined
 from simulator.fast_arrays import (
     COMMUNICATION_SLOWDOWN,
     COMPUTATION_SLOWDOWN,
+    COPIES,
+    COPY_S_PER_BYTE,
+    COPY_START_S,
     ELEMENTS,
+    GATHER,
+    GATHER_CHANNEL,
+    GATHERED_KEYS,
+    LAUNCH_S,
     MAX_FAMILIES,
+    REDUCED_KEYS,
     REDUCTION,
     REST,
     SCATTER,
+    SCATTER_DEGREE,
     BesideRules,
     Floats,
     Ints,
@@ -19,34 +28,30 @@ from simulator.fast_arrays import (
     Structure,
     TimeTables,
 )
-from simulator.overlap_time import bucket_shares, unit_shares
-from simulator.stage_overlap import bucket_elements, gathers_ahead
+from simulator.fast_prices import channel_s
+from simulator.overlap_time import Sent, bucket_shares, calls_of_layer, unit_shares
+from simulator.passes_time import SentHost
+from simulator.stage_overlap import copied_bytes
 
-_bucket_shares, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
+_shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
+_calls_of_layer = inlined(calls_of_layer)
+NUM_BYTES, NUM_BYTES_BACK, TIMES, TIMES_BACK, COPIED = range(5)
+"""Of gradients that are copied before they are reduced, and back: bytes read and written, and how often."""
 
 
 def beside_rules(runtime: Runtime) -> BesideRules:
     """Return what holds for any plan under a runtime."""
-    return BesideRules(gathers_ahead(runtime), runtime.copies_gradients, bucket_elements(runtime))
-
-
-@inlined
-def slowed_layers(
-    layer_of: Ints, gathers_of: Ints, rates: Floats, types: int, first: int, stop: int
-) -> tuple[float, float, float]:
-    """Return ``layer_share`` of a stage as ``Sent`` has it, and its slowdowns: the largest of its types.
-
-    Args:
-        layer_of, gathers_of: See ``Structure``.
-        rates: ``TimeTables.step_rates``.
-        types, first, stop: Bits of the stage's device types, and its operators.
-    """
-    computation, communication = 1.0, 1.0
-    for gpu_type in range(len(rates)):
-        if types >> gpu_type & 1:
-            computation = max(computation, rates[gpu_type, COMPUTATION_SLOWDOWN])
-            communication = max(communication, rates[gpu_type, COMMUNICATION_SLOWDOWN])
-    return 1.0 / max(1, _num_layers(layer_of, gathers_of, first, stop)[0]), computation, communication
+    return BesideRules(
+        prefetches=runtime.prefetches_gathers,
+        waits_for_gathers="gather" in runtime.host_waits,
+        waits_for_whole=runtime.copies_gradients,
+        lists=runtime.parameter_calls_above is not None,
+        copies_gathered=runtime.copies_gathered,
+        gathered_bytes=runtime.gathered_parameter_bytes,
+        gradient_bytes=runtime.gradient_accumulation_bytes,
+        whole_copied_bytes=copied_bytes(runtime, 0),
+        sharded_copied_bytes=copied_bytes(runtime, 3),
+    )
 
 
 @inlined
@@ -100,7 +105,7 @@ def _reduced_tie(
 
 
 @inlined
-def gradient_shares(
+def _bucket_shares(
     shape: Structure,
     tables: TimeTables,
     plans: PlanColumns,
@@ -108,40 +113,18 @@ def gradient_shares(
     stage: int,
     first: int,
     stop: int,
-    num_sums: Ints,
-    sum_table: Ints,
-    sum_family: Ints,
-    sum_elements: Floats,
-    gather_s: Floats,
-    is_sharded: bool,
+    total: float,
+    num_buckets: float,
     ties_by_use: bool,
-    rules: BesideRules,
-) -> tuple[float, float, float, bool]:
-    """Return in how many parts a stage reduces its gradients, both their shares in ``Sent``, and whether passes wait.
+) -> tuple[float, float, float]:
+    """Return what ``bucket_shares`` does, of a stage.
 
     Args:
-        shape, tables, plans, run_tables, stage: See ``fast_time.estimate_times``.
-        first, stop: Operators of the stage.
-        num_sums, sum_table, sum_family, sum_elements: See ``fast_step.collectives_s``.
-        gather_s: float64[2]. ``root_s`` and ``gathered_s`` of ``Sent``.
-        is_sharded: Parameters of all its operators are gathered.
-        ties_by_use, rules: See ``fast_time.estimate_times``.
+        shape, tables, plans, run_tables, stage, first, stop, num_buckets, ties_by_use: See ``stage_sent``.
+        total: Elements that are reduced.
     """
     families, sums, stops = tables.families, tables.sums, plans.run_stops  # In inner loops no call that is given many.
-    total, begun, waits = 0.0, 0.0, False
-    for at in range(num_sums[0]):
-        table, family = sum_table[0, at], sum_family[0, at]
-        if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
-            total += sum_elements[0, at]
-            waits = waits or (rules.waits_for_whole and families[table, family, SCATTER] < 0)
-    if is_sharded:
-        each, once = _num_layers(shape.layer_of, shape.gathers_of, first, stop)
-        root_share = gather_s[0] / (gather_s[0] + gather_s[1]) if gather_s[0] > 0.0 else 0.0
-        parts, first_share, last_share = _unit_shares(
-            each, once, shape.gathers_of[shape.layer_of[first]] == 1, root_share
-        )
-        return parts, first_share, last_share, waits
-    run, index = plans.run_offsets[stage], first
+    begun, run, index = 0.0, plans.run_offsets[stage], first
     while index < stop and begun <= 0.0:
         while stops[run] <= index:
             run += 1
@@ -157,5 +140,147 @@ def gradient_shares(
                     shape.tied, tables.tied, families, stops, run_tables, run, place, stop, ties_by_use
                 )
         index += 1
-    parts, first_share, last_share = _bucket_shares(total, rules.bucket_elements, begun)
-    return parts, first_share, last_share, waits
+    return _shares_of_buckets(num_buckets, begun / total)
+
+
+@inlined
+def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats) -> None:
+    """Add the copies of gradients that are reduced alike.
+
+    Args:
+        family: int64[FAMILY]. How they are.
+        elements: So many.
+        rules: See ``fast_time.estimate_times``.
+        copied: float64[COPIED]. Where bytes are added, and the most times of any.
+    """
+    times = family[COPIES]
+    if times > 0:
+        whole = family[GATHER] < 0
+        num_bytes = elements * (rules.whole_copied_bytes if whole else rules.sharded_copied_bytes)
+        copied[NUM_BYTES] += times * num_bytes
+        copied[TIMES] = max(copied[TIMES], times)
+        if whole:
+            copied[NUM_BYTES_BACK] += num_bytes
+            copied[TIMES_BACK] = 1.0
+
+
+@inlined
+def stage_sent(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    stage: int,
+    first: int,
+    stop: int,
+    num_sums: Ints,
+    sum_table: Ints,
+    sum_family: Ints,
+    sum_elements: Floats,
+    copied: Floats,
+    gather_s: Floats,
+    is_sharded: bool,
+    in_parts: bool,
+    ties_by_use: bool,
+    num_buckets: float,
+    num_large: float,
+    num_tensors: float,
+    rules: BesideRules,
+) -> tuple[Sent, SentHost, bool]:
+    """Return what a stage sends, what launching that takes its host, and whether passes wait for reductions.
+
+    Args:
+        shape, tables, plans, run_tables, stage: See ``fast_time.estimate_times``.
+        first, stop: Operators of the stage.
+        num_sums: int64[3]. How many there are of each kind of keys.
+        sum_table, sum_family, sum_elements: [3, .]. A table and family that prices each, and its parameters.
+        copied: float64[COPIED]. What ``add_copies`` has added.
+        gather_s: float64[2]. Gathers of the root unit, and of the other layers, each layer in one call.
+        is_sharded: Parameters of all its operators are gathered.
+        in_parts: Gradients are reduced as they are made.
+        ties_by_use, rules: See ``fast_time.estimate_times``.
+        num_buckets, num_large, num_tensors: Of its parameters but for tied ones: buckets that gradients fill, those
+            that are gathered by calls of their own, all.
+    """
+    families, rates, hosts_s = tables.families, tables.step_rates, tables.channel_hosts_s
+    types = tables.placement_types[plans.placements[stage]]
+    computation, communication, start_s, s_per_byte, launch_s = 1.0, 1.0, 0.0, 0.0, 0.0
+    for gpu_type in range(len(rates)):
+        if types >> gpu_type & 1:
+            computation = max(computation, rates[gpu_type, COMPUTATION_SLOWDOWN])
+            communication = max(communication, rates[gpu_type, COMMUNICATION_SLOWDOWN])
+            start_s = max(start_s, rates[gpu_type, COPY_START_S])
+            s_per_byte = max(s_per_byte, rates[gpu_type, COPY_S_PER_BYTE])
+            launch_s = max(launch_s, rates[gpu_type, LAUNCH_S])
+    each, once = _num_layers(shape.layer_of, shape.gathers_of, first, stop)
+
+    root_s, others_s = gather_s[0], gather_s[1]
+    root_share, layer_share, gathered_copied_s, gather_host_s = 0.0, 1.0, 0.0, 0.0
+    if root_s + others_s > 0.0:
+        gathered, more_s = 0.0, 0.0
+        for at in range(num_sums[GATHERED_KEYS]):
+            gathered += sum_elements[GATHERED_KEYS, at]
+        for at in range(num_sums[GATHERED_KEYS]):
+            table, family = sum_table[GATHERED_KEYS, at], sum_family[GATHERED_KEYS, at]
+            channel = families[table, family, GATHER_CHANNEL]
+            calls = _calls_of_layer(each + once, num_large, sum_elements[GATHERED_KEYS, at] / gathered)
+            if calls > 1.0:
+                more_s += (calls - 1.0) * channel_s(tables, channel, 1.0)
+            gather_host_s += calls * (hosts_s[channel, 0] + launch_s + (hosts_s[channel, 1] if rules.lists else 0.0))
+        share = root_s / (root_s + others_s)
+        if rules.copies_gathered:
+            gathered_copied_s = (each + once) * start_s + 2.0 * gathered * rules.gathered_bytes * s_per_byte
+            gather_host_s += launch_s
+        root_copied_s = share * gathered_copied_s
+        gathered_copied_s = (1.0 - share) * gathered_copied_s
+        root_s, others_s = root_s + once * more_s, others_s + each * more_s
+        if root_s > 0.0:
+            root_share = root_s / (root_s + others_s)
+        if others_s > 0.0:
+            layer_share = 1.0 / max(1, each)
+    else:
+        root_copied_s = 0.0
+
+    total, waits, parts, first_share, last_share = 0.0, False, 1.0, 1.0, 1.0
+    for at in range(num_sums[REDUCED_KEYS]):
+        table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
+        if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
+            total += sum_elements[REDUCED_KEYS, at]
+            waits = waits or (rules.waits_for_whole and families[table, family, SCATTER] < 0)
+    if total > 0.0 and in_parts:
+        if is_sharded:
+            begins_in_root = shape.gathers_of[shape.layer_of[first]] == 1
+            parts, first_share, last_share = _unit_shares(each, once, begins_in_root, root_share)
+        else:
+            parts, first_share, last_share = _bucket_shares(
+                shape, tables, plans, run_tables, stage, first, stop, total, num_buckets, ties_by_use
+            )
+    reduced_s, reduced_host_s = 0.0, 0.0
+    for at in range(num_sums[REDUCED_KEYS]):
+        table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
+        if families[table, family, SCATTER] < 0 and families[table, family, REST] < 0:
+            continue
+        elements, own_parts = sum_elements[REDUCED_KEYS, at], parts
+        share, is_listed = elements / total, rules.lists and families[table, family, GATHER] >= 0
+        if parts > 1.0 and not is_sharded:
+            own_parts = max(1.0, parts * share)
+        if is_listed:
+            own_parts = max(own_parts, num_tensors * share)
+        left = elements * rules.gradient_bytes
+        for step in range(2):
+            channel = families[table, family, REST if step else SCATTER]
+            if channel >= 0:
+                reduced_s += own_parts * channel_s(tables, channel, left / own_parts)
+                reduced_host_s += own_parts * (hosts_s[channel, 0] + launch_s)
+                if is_listed:
+                    reduced_host_s += own_parts * hosts_s[channel, 1]
+                if not step:
+                    left /= families[table, family, SCATTER_DEGREE]
+    copied_s = copied[TIMES] * num_tensors * start_s + copied[NUM_BYTES] * s_per_byte
+    copied_back_s = copied[TIMES_BACK] * num_tensors * start_s + copied[NUM_BYTES_BACK] * s_per_byte
+    reduced_host_s += (copied[TIMES] + copied[TIMES_BACK]) * num_tensors * launch_s
+    sent = Sent(
+        root_s, others_s, root_copied_s, gathered_copied_s, reduced_s, copied_s, copied_back_s, layer_share,
+        first_share, last_share, computation, communication,
+    )  # fmt: skip
+    return sent, SentHost((each + once) * gather_host_s, each * gather_host_s, reduced_host_s), waits

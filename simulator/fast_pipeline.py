@@ -91,8 +91,8 @@ def add_passes(
         plans, chosen, states, stage_s, blocking, iteration_s: See ``fast_time.estimate_times``.
         once_s: float64[3, stages]. What each stage does behind its last pass, as ``step_time.phases_s`` has it.
         rows_s: float64[stages, NUM_COLUMNS]. Of each stage, as ``stage_rows`` has them, but for ONCE, and INPUT,
-            the rest of ``stage_s``, which are filled here. Gathers of parameters count as of the backward pass,
-            whichever they are for.
+            the rest of ``stage_s``, which are filled here. What recomputed layers gather once more counts as of the
+            backward pass.
     """
     most = 0
     for plan in chosen:

@@ -13,6 +13,8 @@ from simulator.costs import CostTables
 from simulator.fast_arrays import (
     COMMUNICATION_SLOWDOWN,
     COMPUTATION_SLOWDOWN,
+    COPY_S_PER_BYTE,
+    COPY_START_S,
     DONE,
     FLOOR_S,
     LAUNCH_S,
@@ -24,9 +26,7 @@ from simulator.fast_arrays import (
     RATES,
     REDUCED,
     REFRESH_CHANNEL,
-    REST,
-    SCATTER,
-    SCATTER_DEGREE,
+    REFRESHED_KEYS,
     STEP_COLUMNS,
     TENSORS,
     TOUCHED_BYTES,
@@ -41,6 +41,7 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_prices import channel_s, mixed, wanted
+from simulator.lowering.copies import copying_s
 from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, passes_gradients
 from simulator.step_time import phases_s, step_s
 
@@ -75,46 +76,26 @@ def step_rates(costs: CostTables, gpu_type: str) -> Floats:
     rates[UPDATE_S_PER_BYTE] = hardware.optimizer_step_s(gpu_type, 1.0)
     rates[LAUNCH_S] = costs.launch_s(gpu_type)
     rates[[COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN]] = hardware.overlap_slowdown(gpu_type)
+    rates[[COPY_START_S, COPY_S_PER_BYTE]] = copying_s(costs, gpu_type)
     return rates
 
 
 @inlined
-def collectives_s(
-    tables: TimeTables,
-    num_sums: Ints,
-    sum_table: Ints,
-    sum_family: Ints,
-    sum_elements: Floats,
-    num_parts: float,
-    gradient_bytes: float,
-    parameter_bytes: float,
-) -> tuple[float, float]:
-    """Return the seconds in which a stage reduces its gradients, and gathers its parameters after the step.
+def refreshed_s(
+    tables: TimeTables, num_sums: Ints, sum_table: Ints, sum_family: Ints, sum_elements: Floats, parameter_bytes: float
+) -> float:
+    """Return the seconds in which a stage gathers its parameters after the step.
 
     Args:
-        tables: Of the problem.
-        num_sums: int64[2]. How many there are of either.
-        sum_table, sum_family, sum_elements: [2, .]. A table and family that prices each, and its parameters.
-        num_parts: Gradients are reduced in so many equal parts.
-        gradient_bytes, parameter_bytes: Of one parameter.
+        tables, num_sums, sum_table, sum_family, sum_elements: See ``fast_overlap.stage_sent``.
+        parameter_bytes: Of one parameter.
     """
-    reduced_s, refresh_s = 0.0, 0.0
-    for way in range(2):
-        for at in range(num_sums[way]):
-            family_row = tables.families[sum_table[way, at], sum_family[way, at]]
-            left = sum_elements[way, at] * (parameter_bytes if way else gradient_bytes)
-            for step in range(1 if way else 2):
-                column = REFRESH_CHANNEL if way else (REST if step else SCATTER)
-                channel = family_row[column]
-                if channel < 0:
-                    continue
-                if way:
-                    refresh_s += channel_s(tables, channel, left)
-                else:
-                    reduced_s += num_parts * channel_s(tables, channel, left / num_parts)
-                if not way and not step:
-                    left /= family_row[SCATTER_DEGREE]
-    return reduced_s, refresh_s
+    found_s = 0.0
+    for at in range(num_sums[REFRESHED_KEYS]):
+        table, family = sum_table[REFRESHED_KEYS, at], sum_family[REFRESHED_KEYS, at]
+        channel = tables.families[table, family, REFRESH_CHANNEL]
+        found_s += channel_s(tables, channel, sum_elements[REFRESHED_KEYS, at] * parameter_bytes)
+    return found_s
 
 
 @inlined

@@ -50,6 +50,7 @@ class Store:
             point_offsets=np.zeros(1, dtype=np.int64),
             points=np.zeros((0, 2)),
             goes_on=none,
+            channel_hosts_s=np.zeros((0, 2)),
             rows=np.zeros((0, 2 + most_inputs, 2)),
             boundaries=np.zeros((0, 4)),
             norms_s=np.zeros(0),
@@ -121,6 +122,7 @@ class Store:
                 point_offsets=_offsets([len(found) for found in channels.points]),
                 points=np.array([point for found in channels.points for point in found]).reshape(-1, 2),
                 goes_on=np.array(channels.goes_on, dtype=np.int64),
+                channel_hosts_s=np.array(channels.hosts_s, dtype=np.float64).reshape(-1, 2),
             )
 
     def add_row(self, slot: int, row: list[Spent]) -> None:

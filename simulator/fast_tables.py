@@ -19,6 +19,7 @@ from simulator.estimate_memory import saved_bytes
 from simulator.fast_arrays import (
     BACKWARD_HOST_S,
     BACKWARD_S,
+    BUCKETS,
     ELEMENTS,
     FAMILY,
     FORWARD_HOST_S,
@@ -26,6 +27,7 @@ from simulator.fast_arrays import (
     GATHER,
     GATHER_CHANNEL,
     GATHER_S,
+    LARGE,
     MAX_FAMILIES,
     PASSED_BYTES,
     ROOT_S,
@@ -201,7 +203,8 @@ class TableBuilder:
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
             column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
             column[STATES:] = found.states
-            sums[index + 1, PASSED_BYTES:ELEMENTS] = found.work
+            sums[index + 1, PASSED_BYTES:BUCKETS] = found.work
+            sums[index + 1, BUCKETS], sums[index + 1, LARGE] = found.buckets, found.num_large
             sums[index + 1, ELEMENTS:] = found.elements
             tied_bytes += found.tied_bytes
             tied += found.tied

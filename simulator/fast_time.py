@@ -12,6 +12,7 @@ from simulator import (
     breadth_first_time,
     fast_arrays,
     fast_boundaries,
+    fast_gathers,
     fast_overlap,
     fast_pipeline,
     fast_prices,
@@ -23,35 +24,38 @@ from simulator import (
     host_time,
     interleaved_time,
     overlap_time,
+    passes_time,
     pipeline_time,
     stage_rows,
     step_time,
     zero_bubble_time,
 )
-from simulator.compiled_cache import compiled, compiled_with, inlined
+from simulator.compiled_cache import compiled_with, inlined
 from simulator.fast_arrays import (
     BACKWARD_HOST_S,
     BACKWARD_S,
     BAD_RUNS,
     BAD_SEGMENTS,
     BAD_STRATEGY,
+    BUCKETS,
     DONE,
     ELEMENTS,
     FORWARD_HOST_S,
     FORWARD_S,
     GATHER,
-    GATHER_CHANNEL,
-    GATHER_S,
     GPIPE,
     INCOMPLETE,
+    LARGE,
     MAX_FAMILIES,
     MAX_PENDING,
     PENDING,
     REDUCED,
     REDUCTION,
     REFRESH,
-    ROOT_S,
+    REST,
     ROW,
+    SCATTER,
+    TENSORS,
     TOO_MANY_GATHERS,
     UNSUITED,
     UPDATED,
@@ -65,21 +69,20 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
-from simulator.fast_overlap import gradient_shares, slowed_layers
+from simulator.fast_gathers import add_gathers
+from simulator.fast_overlap import COPIED, add_copies, stage_sent
 from simulator.fast_pipeline import add_passes, weights_s
 from simulator.fast_prices import channels_s, mixed, wanted
 from simulator.fast_recompute import recomputed_s
 from simulator.fast_regather import add_regathers
 from simulator.fast_runs import find_tables
-from simulator.fast_step import add_steps, collectives_s, find_norm
+from simulator.fast_step import add_steps, find_norm, refreshed_s
 from simulator.fast_ties import tied_elements, tied_s
-from simulator.host_time import lags_s, longer_s
-from simulator.overlap_time import Sent, overlapped_s
+from simulator.overlap_time import SendingRules
+from simulator.passes_time import HostRules, PassWork, stage_passes_s
 from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, NUM_COLUMNS, UP, WEIGHT
-from simulator.step_time import ahead_s
 
-_longer_s, _lags_s = compiled(longer_s), compiled(lags_s)
-_ahead_s, _overlapped_s = compiled(ahead_s), inlined(overlapped_s)
+_stage_passes_s = inlined(stage_passes_s)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 
 
@@ -88,6 +91,7 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
     fast_prices,
     fast_ties,
     fast_boundaries,
+    fast_gathers,
     fast_overlap,
     fast_recompute,
     fast_regather,
@@ -98,6 +102,7 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
     host_time,
     interleaved_time,
     overlap_time,
+    passes_time,
     pipeline_time,
     stage_rows,
     step_time,
@@ -113,8 +118,6 @@ def estimate_times(
     regathers: bool,
     blocking: bool,
     parameter_bytes: float,
-    gathered_bytes: float,
-    gradient_bytes: float,
     passes_s: Floats,
     pass_host_s: float,
     waits_to_receive: bool,
@@ -136,7 +139,7 @@ def estimate_times(
         ties_by_use: A whole weight that several operators of a stage use is reduced for each.
         regathers: Layers that are computed again whole are gathered once more.
         blocking: A stage goes on only when what it sent has arrived.
-        parameter_bytes, gathered_bytes, gradient_bytes: Per element, as refreshed, as gathered and as reduced.
+        parameter_bytes: Per element, as refreshed.
         passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
         pass_host_s: What a pass takes a host that runs ahead.
         waits_to_receive: Such a host waits for what a pass receives.
@@ -150,18 +153,18 @@ def estimate_times(
         counts: int64[1]. How many misses there are.
     """
     num_operators = len(shape.classes)
-    num_tied = len(shape.tied)
     over_op = np.empty(num_operators, np.int64)
     over_row = np.empty(num_operators, np.int64)
     over_s = np.empty((num_operators, 2), np.float64)
     pend_key = np.empty(MAX_PENDING, np.int64)
     pend_channel = np.empty(MAX_PENDING, np.int64)
     pend_elements = np.empty(MAX_PENDING, np.float64)
-    sum_key = np.empty((2, MAX_PENDING), np.int64)
-    sum_table = np.empty((2, MAX_PENDING), np.int64)
-    sum_family = np.empty((2, MAX_PENDING), np.int64)
-    sum_elements = np.empty((2, MAX_PENDING), np.float64)
-    num_sums = np.zeros(2, np.int64)
+    sum_key = np.empty((3, MAX_PENDING), np.int64)
+    sum_table = np.empty((3, MAX_PENDING), np.int64)
+    sum_family = np.empty((3, MAX_PENDING), np.int64)
+    sum_elements = np.empty((3, MAX_PENDING), np.float64)
+    num_sums = np.zeros(3, np.int64)
+    copied = np.zeros(COPIED)
     gather_s = np.zeros(2)  # Of the root unit, and of the other layers, once.
     once_s = np.zeros((3, len(stage_s)))
     ahead_s = np.zeros(len(stage_s))
@@ -171,7 +174,7 @@ def estimate_times(
     for plan in chosen:
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, size = plans.num_microbatches[plan], plans.microbatch_size[plan]
-        state, first = DONE, 0
+        state, first, first_s = DONE, 0, 0.0
         splits = plans.schedule[plan] == ZB_H1
         for stage in range(low, high):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
@@ -196,8 +199,10 @@ def estimate_times(
             is_sharded = True
             gather_s[:] = 0.0
             forward_host_s, backward_host_s = pass_host_s, (2 if splits else 1) * pass_host_s
-            num_over, num_pending, pending_layer = 0, 0, -1
-            num_sums[0] = num_sums[1] = 0
+            num_over, num_pending, pending_layer, num_buckets = 0, 0, -1, 0.0
+            num_sums[:] = 0
+            copied[:] = 0.0
+            num_large, num_tensors = 0.0, 0.0
             start = first
             for run in range(begin, end):
                 table, ends = run_tables[run], plans.run_stops[run]
@@ -209,6 +214,9 @@ def estimate_times(
                 seconds += sums[ends, BACKWARD_S] - sums[start, BACKWARD_S]
                 forward_host_s += sums[ends, FORWARD_HOST_S] - sums[start, FORWARD_HOST_S]
                 backward_host_s += sums[ends, BACKWARD_HOST_S] - sums[start, BACKWARD_HOST_S]
+                num_buckets += sums[ends, BUCKETS] - sums[start, BUCKETS]
+                num_large += sums[ends, LARGE] - sums[start, LARGE]
+                num_tensors += sums[ends, TENSORS] - sums[start, TENSORS]
                 for place in range(shape.touched_offsets[start], shape.touched_offsets[start + 1]):
                     index = shape.touched[place]
                     if index >= ends:
@@ -252,8 +260,11 @@ def estimate_times(
                     )
                     gathers = gathers or families[family, GATHER] >= 0
                     if elements > 0:
-                        for way in range(2):
-                            own_key = families[family, REFRESH if way else REDUCTION]
+                        is_sharded = is_sharded and families[family, GATHER] >= 0
+                        if families[family, SCATTER] >= 0 or families[family, REST] >= 0:
+                            add_copies(families[family], elements, beside, copied)
+                        for way in range(3):
+                            own_key = families[family, (REDUCTION, REFRESH, GATHER)[way]]
                             if own_key < 0:
                                 continue
                             at = 0
@@ -267,61 +278,20 @@ def estimate_times(
                                 sum_key[way, at], sum_elements[way, at] = own_key, 0.0
                                 sum_table[way, at], sum_family[way, at] = table, family
                             sum_elements[way, at] += elements
-                is_sharded = is_sharded and gathers
-                if gathers and plans.reshards[plan]:
-                    # Whole layers of the run from sums; parts of layers, and layers with tied parameters, one by one.
-                    layer, last_layer = shape.layer_of[start], shape.layer_of[ends - 1]
-                    whole_first = layer + (shape.layer_first[layer] < start)
-                    whole_last = last_layer - (shape.layer_stop[last_layer] > ends)
-                    if whole_first <= whole_last:
-                        a, b = shape.layer_first[whole_first], shape.layer_stop[whole_last]
-                        gather_s[0] += sums[b, ROOT_S] - sums[a, ROOT_S]
-                        gather_s[1] += sums[b, GATHER_S] - sums[a, GATHER_S]
-                    place = 0
-                    while layer <= last_layer:
-                        if whole_first <= layer <= whole_last:
-                            # The next layer with a tied parameter, else the end of the whole ones.
-                            while place < num_tied and shape.layer_of[shape.tied[place]] < layer:
-                                place += 1
-                            layer = whole_last + 1
-                            if place < num_tied and shape.layer_of[shape.tied[place]] <= whole_last:
-                                layer = shape.layer_of[shape.tied[place]]
-                            if layer > last_layer:
-                                break
-                        if layer != pending_layer:
-                            gather_s[shape.gathers_of[pending_layer] - 1] += channels_s(
-                                tables, pend_channel, pend_elements, num_pending, gathered_bytes
-                            )
-                            num_pending, pending_layer = 0, layer
-                        a, b = max(start, shape.layer_first[layer]), min(ends, shape.layer_stop[layer])
-                        for family in range(MAX_FAMILIES):
-                            own_key = families[family, GATHER]
-                            if own_key < 0:
-                                continue
-                            elements = sums[b, ELEMENTS + family] - sums[a, ELEMENTS + family]
-                            # Each layer gathers what is tied, but for those that stay gathered: the first of them.
-                            since = first if shape.gathers_of[layer] == 1 else max(first, shape.layer_first[layer])
-                            elements += tied_elements(
-                                shape, tables, plans, run_tables, table, family, since, begin, a, b, False
-                            )
-                            if elements > 0:
-                                at = 0
-                                while at < num_pending and pend_key[at] != own_key:
-                                    at += 1
-                                if at == MAX_PENDING:
-                                    state = TOO_MANY_GATHERS
-                                    break
-                                if at == num_pending:
-                                    num_pending += 1
-                                    pend_key[at], pend_elements[at] = own_key, 0.0
-                                    pend_channel[at] = families[family, GATHER_CHANNEL]
-                                pend_elements[at] += elements
-                        layer += 1
+                if gathers:
+                    num_pending, pending_layer = add_gathers(
+                        shape, tables, plans, run_tables, table, first, begin, start, ends, plans.reshards[plan] != 0,
+                        beside.gathered_bytes, pend_key, pend_channel, pend_elements, num_pending, pending_layer,
+                        gather_s,
+                    )
+                    if num_pending > MAX_PENDING:
+                        state = TOO_MANY_GATHERS
+                        break
                 start = ends
             if state < 0:
                 break
             gather_s[shape.gathers_of[pending_layer] - 1] += channels_s(
-                tables, pend_channel, pend_elements, num_pending, gathered_bytes
+                tables, pend_channel, pend_elements, num_pending, beside.gathered_bytes
             )
 
             # What leaves: in shards of the sequence or not; outputs that nothing in the stage reads.
@@ -346,43 +316,38 @@ def estimate_times(
             seconds += again_s
             backward_host_s += again_host_s
 
-            every, overlaps, waits_for_sums = plans.reduces_every[plan] != 0, plans.overlaps[plan] != 0, False
-            parts, layer_share, first_share, last_share, slowed, slowed_sent = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
-            if num_sums[0] > 0 and (every or overlaps):
-                parts, first_share, last_share, waits_for_sums = gradient_shares(
-                    shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
-                    gather_s, is_sharded, ties_by_use, beside,
-                )
-            if gather_s[1] > 0.0 or overlaps:
-                types = tables.placement_types[plans.placements[stage]]
-                layer_share, slowed, slowed_sent = slowed_layers(
-                    shape.layer_of, shape.gathers_of, tables.step_rates, types, first, stop
-                )
-            reduced_s, refresh_s = collectives_s(
-                tables, num_sums, sum_table, sum_family, sum_elements, parts, gradient_bytes, parameter_bytes
+            reshards, overlaps = plans.reshards[plan] != 0, plans.overlaps[plan] != 0
+            every = plans.reduces_every[plan] != 0
+            sent, host, waits = stage_sent(
+                shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
+                copied, gather_s, is_sharded, every or overlaps, ties_by_use, num_buckets, num_large, num_tensors,
+                beside,
             )
-            once_s[UPDATED, stage] = refresh_s
-            waits = waits_to_receive and high - low > 1
+            once_s[UPDATED, stage] = refreshed_s(
+                tables, num_sums, sum_table, sum_family, sum_elements, parameter_bytes
+            )
             apart = plans.schedule[plan] == GPIPE
-            lags_s = _lags_s(
-                forward_s, seconds, forward_host_s, backward_host_s, pass_host_s, waits, apart, stage == low, m
+            found = _stage_passes_s(
+                PassWork(forward_s, seconds, forward_host_s, backward_host_s, pass_host_s),
+                sent,
+                host,
+                SendingRules(beside.prefetches and is_sharded, reshards, overlaps, every, waits),
+                HostRules(
+                    rules.runs_ahead, waits_to_receive, beside.waits_for_gathers, apart, high == low + 1,
+                    stage == low, m,
+                ),
             )
-            forward_s, seconds = _longer_s(forward_s, seconds, forward_host_s, backward_host_s, waits, apart)
-            ahead_s[stage] = _ahead_s(forward_s, seconds, forward_host_s, backward_host_s, waits, m)
-            sent = Sent(
-                gather_s[0], gather_s[1], reduced_s, layer_share, first_share, last_share, slowed, slowed_sent
-            )
-            forward_s, seconds, within_s, once_s[REDUCED, stage] = _overlapped_s(
-                forward_s, seconds, sent, beside.prefetches and is_sharded, overlaps, every, waits_for_sums
-            )
-            ahead_s[stage] += within_s + once_s[REDUCED, stage]
-            forward_s, seconds = forward_s + pass_s, seconds + passes_s[plans.schedule[plan]] - pass_s
-            stage_s[stage] = forward_s + seconds + within_s
-            rows_s[stage, FORWARD], rows_s[stage, WEIGHT] = forward_s, 0.0
+            passes = found.passes
+            ahead_s[stage] = found.ahead + passes.reduced + passes.once
+            first_s += passes.first
+            once_s[REDUCED, stage] = passes.once
+            forward_s, behind_s = passes.forward + pass_s, found.behind + passes.reduced
+            stage_s[stage] = forward_s + passes.backward + passes_s[plans.schedule[plan]] - pass_s + behind_s
+            rows_s[stage, FORWARD], rows_s[stage, WEIGHT] = forward_s, behind_s
             rows_s[stage, DOWN], rows_s[stage, UP] = 0.0, 0.0
-            rows_s[stage, FORWARD_LAG], rows_s[stage, INPUT_LAG] = lags_s
+            rows_s[stage, FORWARD_LAG], rows_s[stage, INPUT_LAG] = found.forward_lag, found.backward_lag
             if splits:
-                rows_s[stage, WEIGHT] = pass_s + weights_s(tables, plans, run_tables, stage, first) + within_s
+                rows_s[stage, WEIGHT] += pass_s + weights_s(tables, plans, run_tables, stage, first) + passes.inline
             first = stop
         if state >= 0 and first != num_operators:
             state = BAD_RUNS
@@ -393,10 +358,10 @@ def estimate_times(
                 continue
 
         if regathers and plans.reshards[plan] and state == DONE:
-            add_regathers(shape, tables, plans, run_tables, plan, gathered_bytes, stage_s)
+            add_regathers(shape, tables, plans, run_tables, plan, beside.gathered_bytes, stage_s)
         if not add_transfers(shape, tables, plans, run_tables, in_shards, plan, stage_s, rows_s, misses, counts):
             state = INCOMPLETE
-        ties_s[plan], known = tied_s(shape, tables, plans, run_tables, plan, gradient_bytes, misses, counts)
+        ties_s[plan], known = tied_s(shape, tables, plans, run_tables, plan, beside.gradient_bytes, misses, counts)
         if not known:
             state = INCOMPLETE
         if rules.has_norm:
@@ -409,6 +374,6 @@ def estimate_times(
             iteration_s[plan] = np.nan
             continue
 
-        iteration_s[plan] = ties_s[plan] + norms_s[plan]
+        iteration_s[plan] = first_s + ties_s[plan] + norms_s[plan]
     add_steps(shape, tables, plans, run_tables, chosen, states, rules, ties_s, norms_s, ahead_s, once_s)
     add_passes(plans, chosen, states, stage_s, once_s, rows_s, blocking, iteration_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP
+from simulator.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP, WEIGHT
 
 NEVER_S = np.inf
 
@@ -79,7 +79,8 @@ def interleaved_s(
                 else:
                     lag_s = own_s[INPUT_LAG] if stage + 1 < num_stages else 0.0
                     end_s = max(rank_free_s[rank], came_s + lag_s) + own_s[INPUT]
-                rank_free_s[rank] = end_s
+                behind_s = 0.0 if is_forward else own_s[WEIGHT]
+                rank_free_s[rank] = end_s + behind_s
                 places[rank] += 1
                 left -= 1
                 waits = blocking and paired and num_chunks > 1
@@ -102,7 +103,7 @@ def interleaved_s(
                     backward_at_s[stage - 1, microbatch] = link_s
                 link_free_s[rank] = link_s
                 if blocking:
-                    rank_free_s[rank] = link_s
+                    rank_free_s[rank] = link_s + behind_s
     for stage in range(num_stages):
         rank_free_s[stage % p] += each_s[stage, ONCE]
     return float(rank_free_s.max())

@@ -15,12 +15,14 @@ from simulator.compiled_cache import also_compiled
 
 
 class Sent(NamedTuple):
-    """What a stage sends beside its passes.
+    """What a stage sends beside its passes, and what it copies for that, in seconds.
 
     Attributes:
         root_s: Gathers before a forward pass that nothing hides.
         gathered_s: The other gathers of either pass of a microbatch.
+        root_copied_s, gathered_copied_s: Copying what either gathered into parameters.
         reduced_s: A reduction of all gradients.
+        copied_s, copied_back_s: Copying them for it, and back.
         layer_share: What the first layer of a pass is of the gathers, and of the pass.
         first_share: What part of a backward pass has gone before the first gradients are reduced.
         last_share: What part of the gradients is there when it has ended, and not before.
@@ -29,7 +31,11 @@ class Sent(NamedTuple):
 
     root_s: float
     gathered_s: float
+    root_copied_s: float
+    gathered_copied_s: float
     reduced_s: float
+    copied_s: float
+    copied_back_s: float
     layer_share: float
     first_share: float
     last_share: float
@@ -49,24 +55,47 @@ def beside_s(computed_s: float, sent_s: float, computation_slowdown: float, comm
     return sent_s + computed_s * computation_slowdown * (1.0 - 1.0 / communication_slowdown)
 
 
-def bucket_shares(elements: float, bucket_elements: float, begun_elements: float) -> tuple[float, float, float]:
+@also_compiled
+def calls_of_layer(num_layers: int, num_large: float, share: float) -> float:
+    """Return by how many calls a layer's parameters are gathered: one, or one for each that is large.
+
+    Args:
+        num_layers, num_large: Layers of the stage, and its parameters that are gathered by calls of their own.
+        share: What part of the stage's parameters is gathered so.
+
+    >>> calls_of_layer(4, 24.0, 1.0), calls_of_layer(4, 24.0, 0.1), calls_of_layer(4, 0.0, 1.0)
+    (6.0, 1.0, 1.0)
+    """
+    return max(1.0, num_large * share / num_layers)
+
+
+def filled_buckets(elements: float, bucket_elements: float) -> float:
+    """Return what part of a bucket's reduction the gradient of a tensor is: one where it fills a bucket alone.
+
+    Else as many go into one as it takes until it is full, as if all were of its size.
+
+    >>> filled_buckets(100.0, 25.0), filled_buckets(10.0, 25.0), filled_buckets(10.0, float("inf"))
+    (1.0, 0.3333333333333333, 0.0)
+    """
+    return 1.0 / ceil(bucket_elements / elements) if bucket_elements < float("inf") else 0.0
+
+
+def bucket_shares(num_buckets: float, begun_share: float) -> tuple[float, float, float]:
     """Return in how many buckets a stage reduces its gradients, and ``first_share`` and ``last_share`` of ``Sent``.
 
     The last bucket has as many gradients as the others, or all of the stage's first parameters if that is more: a table
-    of embeddings is not cut. Others are counted as if tensors were, so there are too many where they are wide.
+    of embeddings is not cut.
 
     Args:
-        elements: All of them.
-        bucket_elements: So many fill a bucket.
-        begun_elements: Of the first operator that has any.
+        num_buckets: The sum of ``filled_buckets``.
+        begun_share: Of the gradients, those of the first operator that has any.
 
-    >>> bucket_shares(100.0, 25.0, 10.0), bucket_shares(100.0, 25.0, 40.0), bucket_shares(100.0, 200.0, 10.0)
+    >>> bucket_shares(4.0, 0.1), bucket_shares(4.0, 0.4), bucket_shares(0.5, 0.1)
     ((4.0, 0.25, 0.25), (4.0, 0.25, 0.4), (1.0, 1.0, 1.0))
     """
-    if elements <= bucket_elements:
+    if num_buckets <= 1.0:
         return 1.0, 1.0, 1.0
-    first = bucket_elements / elements
-    return float(ceil(elements / bucket_elements)), first, max(first, begun_elements / elements)
+    return num_buckets, 1.0 / num_buckets, max(1.0 / num_buckets, begun_share)
 
 
 def unit_shares(num_layers: int, num_root: int, begins_in_root: bool, root_share: float) -> tuple[float, float, float]:
@@ -84,51 +113,143 @@ def unit_shares(num_layers: int, num_root: int, begins_in_root: bool, root_share
     return count, 1.0 / count, root_share if begins_in_root and root_share > 0.0 else 1.0 / count
 
 
-def overlapped_s(
-    forward_s: float, backward_s: float, sent: Sent, prefetches: bool, overlaps: bool, every: bool, waits: bool
-) -> tuple[float, float, float, float]:
-    """Return the seconds of a forward pass, of a backward pass without reductions, of those, and of those once.
+class SendingRules(NamedTuple):
+    """How a stage sends.
 
-    Args:
-        forward_s, backward_s: What a microbatch computes.
-        sent: What is sent beside.
+    Attributes:
         prefetches: A layer's parameters are gathered while the one before computes.
+        reshards: They are gathered for each pass; else for the first forward pass alone.
         overlaps: Passes go on while gradients are reduced.
         every: Each microbatch's gradients are reduced, not only the sums of all.
         waits: If so, the next pass waits for them.
+    """
 
-    Three layers, each gathered in a second, computed in one and two, and reduced in one:
+    prefetches: bool
+    reshards: bool
+    overlaps: bool
+    every: bool
+    waits: bool
 
-    >>> sent = Sent(0.0, 3.0, 3.0, 1 / 3, 1 / 3, 1 / 3, 1.0, 1.0)
-    >>> overlapped_s(3.0, 6.0, sent, False, False, False, False), overlapped_s(3.0, 6.0, sent, True, False, True, False)
-    ((6.0, 9.0, 0.0, 3.0), (4.0, 7.0, 3.0, 0.0))
-    >>> overlapped_s(3.0, 6.0, sent, True, True, False, False), overlapped_s(3.0, 6.0, sent, True, True, True, True)
-    ((4.0, 7.0, 0.0, 1.0), (4.0, 7.0, 1.0, 0.0))
+
+class Passes(NamedTuple):
+    """What the passes of a stage take, in seconds.
+
+    Attributes:
+        forward, backward: Of a microbatch.
+        inline: Of that, reductions and copies of gradients within the backward pass.
+        reduced: Reductions of a microbatch that the stage waits for behind its backward pass.
+        first: What the first forward pass takes besides.
+        once: Reductions that are left when all microbatches are through.
+    """
+
+    forward: float
+    backward: float
+    inline: float
+    reduced: float
+    first: float
+    once: float
+
+
+@also_compiled
+def inline_s(sent: Sent, rules: SendingRules) -> tuple[float, float]:
+    """Return the seconds of what a backward pass has to do with gradients, and of that, at its end."""
+    if not rules.every:
+        return 0.0, 0.0
+    if rules.overlaps:
+        return sent.copied_s, 0.0
+    reduced_s = sent.reduced_s + sent.copied_back_s
+    return sent.copied_s + reduced_s, sent.last_share * reduced_s
+
+
+@also_compiled
+def gathered_s(forward_s: float, backward_s: float, sent: Sent, rules: SendingRules) -> tuple[float, float, float]:
+    """Return the seconds of a forward and a backward pass with the gathers of each, and of one that gathers for all.
+
+    Args:
+        forward_s, backward_s: What a microbatch computes.
+        sent, rules: What is sent beside, and how.
+
+    Three layers, each gathered in a second, computed in one and two:
+
+    >>> sent = Sent(0.0, 3.0, 0.0, 0.0, 3.0, 0.0, 0.0, 1 / 3, 1 / 3, 1 / 3, 1.0, 1.0)
+    >>> gathered_s(3.0, 6.0, sent, SendingRules(False, True, False, False, False))
+    (6.0, 9.0, 0.0)
+    >>> gathered_s(3.0, 6.0, sent, SendingRules(True, True, False, False, False))
+    (4.0, 7.0, 0.0)
+    >>> gathered_s(3.0, 6.0, sent, SendingRules(True, False, False, True, False))  # and reduced in three
+    (3.0, 9.0, 4.0)
     """
     slow_s, slow_sent_s = sent.computation_slowdown, sent.communication_slowdown
-    ahead_s = sent.gathered_s if prefetches else 0.0
-    alone_s = sent.gathered_s - ahead_s
-    layer, rest = sent.layer_share, 1.0 - sent.layer_share
-    gathers_s = layer * ahead_s
-    passed_s, returned_s = sent.root_s + alone_s + forward_s, alone_s + backward_s
-    if ahead_s > 0.0:
-        passed_s = sent.root_s + gathers_s + layer * forward_s
-        passed_s += beside_s(rest * forward_s, rest * ahead_s, slow_s, slow_sent_s)
-        returned_s = gathers_s + layer * backward_s
-        returned_s += beside_s(rest * backward_s, rest * ahead_s, slow_s, slow_sent_s)
-    if not overlaps:
-        return passed_s, returned_s, sent.reduced_s if every else 0.0, 0.0 if every else sent.reduced_s
-    first, last_s = sent.first_share, sent.last_share * sent.reduced_s
-    meanwhile_s = rest * ahead_s + sent.reduced_s - last_s
-    reducing_s = alone_s + gathers_s + first * backward_s + last_s
-    reducing_s += beside_s((1.0 - first) * backward_s, meanwhile_s, slow_s, slow_sent_s)
-    if not every:
-        return passed_s, returned_s, 0.0, max(0.0, reducing_s - returned_s)
-    if waits:
-        return passed_s, returned_s, max(0.0, reducing_s - returned_s), 0.0
+    gathering_s = forward_s + sent.gathered_copied_s
+    returning_s = backward_s + (sent.gathered_copied_s if rules.reshards else 0.0)
+    passed_s, returned_s = gathering_s + sent.gathered_s, returning_s + sent.gathered_s
+    if rules.prefetches and sent.gathered_s > 0.0:
+        layer, rest = sent.layer_share, 1.0 - sent.layer_share
+        ahead_s = rest * sent.gathered_s
+        passed_s = layer * passed_s + beside_s(rest * gathering_s, ahead_s, slow_s, slow_sent_s)
+        returned_s = layer * returned_s + beside_s(rest * returning_s, ahead_s, slow_s, slow_sent_s)
+    passed_s += sent.root_s + sent.root_copied_s
+    inline, _ = inline_s(sent, rules)
+    if rules.reshards:
+        return passed_s, returned_s + inline, 0.0
+    return forward_s, backward_s + inline, passed_s
+
+
+@also_compiled
+def with_reductions_s(
+    forward_s: float,
+    backward_s: float,
+    passed_s: float,
+    returned_s: float,
+    gathering_s: float,
+    sent: Sent,
+    rules: SendingRules,
+) -> Passes:
+    """Return what the passes of a stage take with what it sends beside them.
+
+    Args:
+        forward_s, backward_s: What a microbatch computes.
+        passed_s, returned_s, gathering_s: As ``gathered_s`` has them, or of a host that takes longer.
+        sent, rules: What is sent beside, and how.
+
+    Three layers, each computed in one and two seconds, and reduced in one:
+
+    >>> sent = Sent(0.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 1.0, 1 / 3, 1 / 3, 1.0, 1.0)
+    >>> with_reductions_s(3.0, 6.0, 3.0, 6.0, 0.0, sent, SendingRules(False, True, False, False, False)).once
+    3.0
+    >>> with_reductions_s(3.0, 6.0, 3.0, 6.0, 0.0, sent, SendingRules(False, True, True, False, False)).once
+    1.0
+    >>> with_reductions_s(3.0, 6.0, 3.0, 6.0, 4.0, sent, SendingRules(False, False, True, True, True))
+    Passes(forward=3.0, backward=6.0, inline=0.0, reduced=1.0, first=1.0, once=0.0)
+    """
+    slow_s, slow_sent_s = sent.computation_slowdown, sent.communication_slowdown
+    first_s, (inline, _) = max(0.0, gathering_s - passed_s), inline_s(sent, rules)
+    if not rules.overlaps:
+        once_s = 0.0 if rules.every else sent.copied_s + sent.reduced_s + sent.copied_back_s
+        return Passes(passed_s, returned_s, inline, 0.0, first_s, once_s)
+    root_s, ahead_s, alone_s, gathered_copied_s = 0.0, 0.0, 0.0, 0.0
+    if rules.reshards:
+        root_s, gathered_copied_s = sent.root_s, sent.gathered_copied_s
+        forward_s += sent.root_copied_s + gathered_copied_s
+        ahead_s = sent.gathered_s if rules.prefetches else 0.0
+        alone_s = sent.gathered_s - ahead_s
+    # The pass that reduces, of the device; then what travels once the first gradients are there, if hosts take longer.
+    backward_s += gathered_copied_s + sent.copied_s
+    reducing_pass_s = returned_s if rules.every else returned_s + sent.copied_s
+    layer, share, last_s = sent.layer_share, sent.first_share, sent.last_share * sent.reduced_s
+    meanwhile_s = (1.0 - layer) * ahead_s + sent.reduced_s - last_s
+    reducing_s = alone_s + layer * ahead_s + share * backward_s + last_s
+    reducing_s += beside_s((1.0 - share) * backward_s, meanwhile_s, slow_s, slow_sent_s)
+    reducing_s = max(reducing_s, share * reducing_pass_s + (1.0 - max(layer, share)) * ahead_s + sent.reduced_s)
+    left_s = max(last_s, reducing_s - reducing_pass_s)
+    left_s = max(left_s + sent.last_share * sent.copied_back_s, sent.copied_back_s)
+    if not rules.every:
+        return Passes(passed_s, returned_s, inline, 0.0, first_s, sent.copied_s + left_s)
+    if rules.waits:
+        return Passes(passed_s, returned_s, inline, left_s, first_s, 0.0)
     # Reductions go on beside the passes of the next microbatch; the last one and the first gather share links.
-    shared_s = min(sent.root_s, last_s)
-    both_s = sent.root_s + 2.0 * alone_s + shared_s
+    shared_s = min(root_s, last_s)
+    both_s = root_s + 2.0 * alone_s + shared_s
     both_s += beside_s(forward_s + backward_s, 2.0 * ahead_s + sent.reduced_s - shared_s, slow_s, slow_sent_s)
-    within_s = max(0.0, both_s - passed_s - returned_s)
-    return passed_s, returned_s, within_s, max(0.0, reducing_s - returned_s - within_s)
+    reduced_s = max(0.0, both_s - passed_s - returned_s)
+    return Passes(passed_s, returned_s, inline, reduced_s, first_s, max(0.0, left_s - reduced_s))

@@ -1,18 +1,42 @@
-"""What a stage sends beside its passes, for ``overlap_time``."""
+"""What a stage sends beside its passes and copies for that, for ``overlap_time``.
+
+Of a stage's gathers and gradients by their sums: its parameters count as spread evenly over its layers, copies as one
+pass over all of them and a kernel for each layer or tensor, calls by parameter (DeepSpeed 2021) in the same shares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from typing import NamedTuple
 
 from hardware_models.runtime import Runtime
-from simulator.lowering.epilogue import epilogue_collectives
+from simulator.lowering.copies import copying_s
 from simulator.lowering.items import Item
+from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import parameter_groups, times_reduced
-from simulator.overlap_time import Sent, bucket_shares, overlapped_s, unit_shares
-from simulator.stage_prices import collective_s, items_s
+from simulator.lowering.synchronisation import (
+    GradientBucket,
+    gradient_buckets,
+    is_copied,
+    is_gathered,
+    parameter_groups,
+    times_reduced,
+)
+from simulator.overlap_time import SendingRules, Sent, bucket_shares, calls_of_layer, filled_buckets, unit_shares
+from simulator.passes_time import SentHost
+from simulator.stage_prices import collective_s, items_s, launch_collective_s
+
+
+class _Gathers(NamedTuple):
+    """Gathers of the root unit and of other layers: what travels, what is copied, and what a host needs for both."""
+
+    root_s: float
+    others_s: float
+    root_copied_s: float
+    others_copied_s: float
+    root_host_s: float
+    others_host_s: float
 
 
 def bucket_elements(runtime: Runtime) -> float:
@@ -21,89 +45,143 @@ def bucket_elements(runtime: Runtime) -> float:
     return float("inf") if num_bytes is None else num_bytes / runtime.gradient_accumulation_bytes
 
 
-def gathers_ahead(runtime: Runtime) -> bool:
-    """Return whether a layer's parameters are gathered while the one before computes.
+def num_gradient_copies(runtime: Runtime, zero: int) -> tuple[int, int]:
+    """Return how often gradients that are copied are gone over before they are reduced, and afterwards."""
+    return (runtime.sharded_gradient_copies, 0) if zero else (1, 1)
 
-    Not where the host waits for each gather before it goes on: it launches the next one too late to hide any of it.
-    """
-    return runtime.prefetches_gathers and "gather" not in runtime.host_waits
+
+def copied_bytes(runtime: Runtime, zero: int) -> float:
+    """Return the bytes that are read and written for each gradient that is copied once."""
+    sums = runtime.gradient_accumulation_bytes
+    return sums + (min(runtime.implementation.activation_bytes, sums) if zero else sums)
+
+
+def is_large(runtime: Runtime, num_elements: int) -> bool:
+    """Return whether a parameter is gathered by a call of its own."""
+    return runtime.parameter_calls_above is not None and num_elements > runtime.parameter_calls_above
 
 
 def is_sharded(view: StageView) -> bool:
-    """Return whether parameters of all operators of a stage are gathered: else nothing says which gathers hide."""
-    for index in view.operators:
-        shards = [axis for axis in view.shardings[index] if axis.split == "batch" and axis.zero > 0]
-        if max((axis.zero for axis in shards), default=0) < 3 or prod(axis.size for axis in shards) == 1:
-            return False
-    return True
+    """Return whether all parameters of a stage are gathered: else nothing says which gathers hide."""
+    return all(map(is_gathered, parameter_groups(view)))
 
 
-def stage_passes_s(
-    view: StageView, forward_s: float, backward_s: float, forward: Sequence[Item], backward: Sequence[Item]
-) -> tuple[float, float, float, float]:
-    """Return what ``overlapped_s`` does, of a stage.
-
-    What recomputed layers gather once more comes on top of the backward pass.
-
-    Args:
-        view: The stage.
-        forward_s, backward_s: What a microbatch computes.
-        forward, backward: Items of its passes.
-    """
+def sending_rules(view: StageView) -> SendingRules:
+    """Return how a stage sends."""
     plan, runtime = view.plan, view.costs.problem.runtime
-    every, overlaps = plan.gradient_reduction == "every", plan.overlap_gradient_sync and not plan.rotates
-    sent = _sent(view, forward, early=every or overlaps)
-    groups = [group for group in parameter_groups(view) if group.reduced_axes]
-    waits = runtime.copies_gradients and any(not group.zero for group in groups)
-    again_s = _gathers_s(view, backward, in_root=False) - sent.gathered_s if sent.gathered_s > 0 else 0.0
-    prefetches = gathers_ahead(runtime) and is_sharded(view)
-    passed_s, returned_s, within_s, behind_s = overlapped_s(
-        forward_s, backward_s, sent, prefetches, overlaps, every, waits
+    return SendingRules(
+        prefetches=runtime.prefetches_gathers and is_sharded(view),
+        reshards=plan.reshard_after_forward,
+        overlaps=plan.overlap_gradient_sync and not plan.rotates,
+        every=plan.gradient_reduction == "every",
+        waits=runtime.copies_gradients
+        and any(group.reduced_axes and not group.zero for group in parameter_groups(view)),
     )
-    return passed_s, returned_s + again_s, within_s, behind_s
 
 
-def _sent(view: StageView, forward: Sequence[Item], *, early: bool) -> Sent:
-    """Return what a stage sends.
+def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentHost]:
+    """Return what a stage sends beside its passes, and what that takes its host.
 
     Args:
-        view, forward: The stage, and items of its forward pass.
-        early: Gradients are reduced as they are made.
+        view, gathering: The stage, and items of its first forward pass.
     """
-    costs = view.costs
+    plan, costs = view.plan, view.costs
     operators, root = costs.problem.workload.operators, costs.root_layers
     layers = dict.fromkeys(operators[index].layer for index in view.operators)
     num_root = sum(layer in root for layer in layers)
-    root_s, gathered_s = (_gathers_s(view, forward, in_root=in_root) for in_root in (True, False))
-    reductions, _ = epilogue_collectives(view, reduces_early=False)
-    parts, first_share, last_share = 1.0, 1.0, 1.0
-    if early and reductions:
-        reduced = [group for group in parameter_groups(view) if group.reduced_axes]
+    num_others = len(layers) - num_root
+    gathers = _gathers(view, gathering, num_root, num_others)
+    sums = gradient_buckets(view, merged=True)
+    num_bytes = [each.collectives[0].num_bytes for each in sums]
+    parts, first_share, last_share = [1.0] * len(sums), 1.0, 1.0
+    if sums and (plan.gradient_reduction == "every" or (plan.overlap_gradient_sync and not plan.rotates)):
         if is_sharded(view):
-            root_share = root_s / (root_s + gathered_s) if root_s > 0 else 0.0
+            root_share = gathers.root_s / (gathers.root_s + gathers.others_s) if gathers.root_s > 0 else 0.0
             begins_in_root = operators[view.operators[0]].layer in root
-            parts, first_share, last_share = unit_shares(len(layers) - num_root, num_root, begins_in_root, root_share)
+            count, first_share, last_share = unit_shares(num_others, num_root, begins_in_root, root_share)
+            parts = [count] * len(sums)
         else:
-            sizes = [(group, times_reduced(view, group) * group.num_elements) for group in reduced]
-            parts, first_share, last_share = bucket_shares(
-                float(sum(size for _, size in sizes)),
-                bucket_elements(costs.problem.runtime),
-                float(sum(size for group, size in sizes if group.operator == reduced[0].operator)),
-            )
-    reduced_s = sum(
-        parts * collective_s(view, replace(item, num_bytes=item.num_bytes / parts)) for item in reductions
-    )
+            count, first_share, last_share = _bucket_shares(view)
+            parts = [max(1.0, count * own / sum(num_bytes)) for own in num_bytes]
+    if costs.problem.runtime.parameter_calls_above is not None:
+        shares = [_num_untied(view) * own / sum(num_bytes) for own in num_bytes]
+        parts = [max(own, more) if each.listed else own for each, own, more in zip(sums, parts, shares, strict=True)]
+    copied_s, copied_back_s, copied_host_s = _gradient_copies(view)
     slowdowns = [costs.problem.hardware.overlap_slowdown(gpu_type) for gpu_type in view.gpu_types]
-    layer_share = 1.0 / max(1, len(layers) - num_root) if gathered_s > 0 else 1.0
-    return Sent(
-        root_s,
-        gathered_s,
-        reduced_s,
-        layer_share,
+    sent = Sent(
+        gathers.root_s,
+        gathers.others_s,
+        gathers.root_copied_s,
+        gathers.others_copied_s,
+        sum(_reduction_s(view, each, count) for each, count in zip(sums, parts, strict=True)),
+        copied_s,
+        copied_back_s,
+        1.0 / max(1, num_others) if gathers.others_s > 0 else 1.0,
         first_share,
         last_share,
         *(max(factors) for factors in zip(*slowdowns, strict=True)),
     )
+    host_s = sum(_reduction_host_s(view, each, count) for each, count in zip(sums, parts, strict=True))
+    others_host_s = gathers.others_host_s
+    return sent, SentHost(gathers.root_host_s + others_host_s, others_host_s, host_s + copied_host_s)
+
+
+def gathered_again_s(view: StageView, forward: Sequence[Item], backward: Sequence[Item]) -> float:
+    """Return the seconds of what recomputed layers gather once more.
+
+    Args:
+        view, forward, backward: The stage, and items of its passes.
+    """
+    found_s = _gathers_s(view, forward, in_root=False)
+    return _gathers_s(view, backward, in_root=False) - found_s if found_s > 0 else 0.0
+
+
+def _gathers(view: StageView, gathering: Sequence[Item], num_root: int, num_others: int) -> _Gathers:
+    """Return the gathers of a forward pass.
+
+    Args:
+        view, gathering: The stage, and items of the pass.
+        num_root, num_others: Its layers.
+    """
+    root_s, others_s = (_gathers_s(view, gathering, in_root=in_root) for in_root in (True, False))
+    if root_s + others_s <= 0:
+        return _Gathers(*[0.0] * 6)
+    runtime, num_layers = view.costs.problem.runtime, num_root + num_others
+    elements = _gathered_elements(view)
+    total = sum(elements.values())
+    large = sum(
+        is_gathered(group) and group.tie is None and is_large(runtime, group.num_elements)
+        for group in parameter_groups(view)
+    )
+    host_s, more_s, copied_s = 0.0, 0.0, 0.0  # Of a layer.
+    for (sizes, axes), own in elements.items():
+        item = MeshCollective("all_gather", sizes, axes, 1.0)
+        calls = calls_of_layer(num_layers, large, own / total)
+        more_s += (calls - 1.0) * collective_s(view, item)
+        host_s += calls * launch_collective_s(view, item, listed=runtime.parameter_calls_above is not None)
+    root_share = root_s / (root_s + others_s)
+    if runtime.copies_gathered:
+        start_s, s_per_byte = _copying_s(view)
+        copied_s = num_layers * start_s + 2.0 * total * runtime.gathered_parameter_bytes * s_per_byte
+        host_s += max(map(view.costs.launch_s, view.gpu_types))
+    return _Gathers(
+        root_s + num_root * more_s,
+        others_s + num_others * more_s,
+        root_share * copied_s,
+        (1.0 - root_share) * copied_s,
+        num_root * host_s,
+        num_others * host_s,
+    )
+
+
+def _gathered_elements(view: StageView) -> Mapping[tuple[tuple[int, ...], tuple[int, ...]], int]:
+    """Return the parameters of a stage that are gathered, by mesh and axes."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for group in parameter_groups(view):
+        if is_gathered(group):
+            key = group.sizes, group.sharded_axes
+            found[key] = found.get(key, 0) + group.num_elements
+    return found
 
 
 def _gathers_s(view: StageView, items: Sequence[Item], *, in_root: bool) -> float:
@@ -111,3 +189,52 @@ def _gathers_s(view: StageView, items: Sequence[Item], *, in_root: bool) -> floa
     operators, root = view.costs.problem.workload.operators, view.costs.root_layers
     found = [item for item in items if item.role == "gather" and item.cause == "parameter gather"]
     return items_s(view, [item for item in found if (operators[item.operator].layer in root) == in_root])
+
+
+def _bucket_shares(view: StageView) -> tuple[float, float, float]:
+    """Return what ``bucket_shares`` does, of a stage: what is tied fills no bucket."""
+    limit = bucket_elements(view.costs.problem.runtime)
+    reduced = [group for group in parameter_groups(view) if group.reduced_axes]
+    sizes = [(group, times_reduced(view, group) * group.num_elements) for group in reduced]
+    begun = sum(size for group, size in sizes if group.operator == reduced[0].operator)
+    num_buckets = sum(filled_buckets(group.num_elements, limit) for group in reduced if group.tie is None)
+    return bucket_shares(num_buckets, begun / sum(size for _, size in sizes))
+
+
+def _reduction_s(view: StageView, reduction: GradientBucket, parts: float) -> float:
+    """Return the seconds of a reduction in equal parts."""
+    items = (replace(item, num_bytes=item.num_bytes / parts) for item in reduction.collectives)
+    return parts * sum(collective_s(view, item) for item in items)
+
+
+def _reduction_host_s(view: StageView, reduction: GradientBucket, parts: float) -> float:
+    return parts * sum(launch_collective_s(view, item, listed=reduction.listed) for item in reduction.collectives)
+
+
+def _gradient_copies(view: StageView) -> tuple[float, float, float]:
+    """Return the seconds of copying a stage's gradients before they are reduced, and back, and its host's for both."""
+    runtime = view.costs.problem.runtime
+    before_bytes, back_bytes, before, back = 0.0, 0.0, 0, 0
+    for group in parameter_groups(view):
+        if is_copied(view, group):
+            own = times_reduced(view, group) * group.num_elements * copied_bytes(runtime, group.zero)
+            times, times_back = num_gradient_copies(runtime, group.zero)
+            before_bytes, back_bytes = before_bytes + times * own, back_bytes + times_back * own
+            before, back = max(before, times), max(back, times_back)
+    if not before:
+        return 0.0, 0.0, 0.0
+    start_s, s_per_byte = _copying_s(view)
+    num_tensors = _num_untied(view)
+    host_s = (before + back) * num_tensors * max(map(view.costs.launch_s, view.gpu_types))
+    before_s = before * num_tensors * start_s + before_bytes * s_per_byte
+    return before_s, back * num_tensors * start_s + back_bytes * s_per_byte, host_s
+
+
+def _copying_s(view: StageView) -> tuple[float, float]:
+    """Return what ``copying_s`` does, of the slowest types of a stage."""
+    starts_s, s_per_byte = zip(*(copying_s(view.costs, gpu_type) for gpu_type in view.gpu_types), strict=True)
+    return max(starts_s), max(s_per_byte)
+
+
+def _num_untied(view: StageView) -> int:
+    return sum(group.tie is None for group in parameter_groups(view))

@@ -153,6 +153,21 @@ def host_seconds(view: StageView, items: list[Item]) -> float:
     return max(_host_seconds(view, items, gpu_type) for gpu_type in view.gpu_types)
 
 
+def launch_collective_s(view: StageView, item: MeshCollective, *, listed: bool) -> float:
+    """Return what launching a collective takes the slowest host.
+
+    Args:
+        view, item: The stage, and what it does.
+        listed: The host lists a tensor of each rank.
+    """
+    costs = view.costs
+    unlike = costs.unlike_groups(view.stage.devices, item.sizes, item.axes)
+    found_s = max(costs.collective_host_s(group.members) for group in unlike)
+    if listed:
+        found_s += max(costs.listing_s(group.members, len(group.members)) for group in unlike)
+    return found_s + max(map(costs.launch_s, view.gpu_types))
+
+
 def _host_seconds(view: StageView, items: list[Item], gpu_type: str) -> float:
     costs, total = view.costs, 0.0
     launch_s = costs.launch_s(gpu_type)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# The stage's forward, input-gradient and weight-gradient pass (a whole backward pass is the input's, with no weight's);
+# The stage's forward and input-gradient pass (a whole backward pass is the input's); what occupies it once it has sent
+# that on: its weight-gradient pass, reductions that it waits for, what its host takes longer than its device;
 # where it computes on meanwhile, what it sends to the next stage and to the one before; how long its forward pass, and
 # its input-gradient pass, waits after what it needs has come from there; and what it does once, behind its last pass.
 FORWARD, INPUT, WEIGHT, DOWN, UP, FORWARD_LAG, INPUT_LAG, ONCE = range(8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from simulator.compiled_cache import also_compiled
+
 
 def step_s(
     pass_s: float,
@@ -44,6 +46,7 @@ def step_s(
     return passed_s, max(update_s, launch_s - ahead_s + slowly_s)
 
 
+@also_compiled
 def ahead_s(
     forward_s: float,
     backward_s: float,

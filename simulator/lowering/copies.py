@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from simulator.costs import CostTables
 from simulator.lowering.synchronisation import ParameterGroup, gathered_for, is_copied, parameter_groups, times_reduced
 from simulator.lowering.view import StageView
 from simulator.segments import EMPTY, Segment
@@ -44,6 +45,19 @@ def gradient_copy(view: StageView, operator: int, gpu_type: str) -> Segment:
         kernel = MemoryBound(float(group.num_elements * read), float(group.num_elements * sums))
         total = total.then(costs.launched([kernel], gpu_type))
     return total
+
+
+def copying_s(costs: CostTables, gpu_type: str) -> tuple[float, float]:
+    """Return the seconds of copying no bytes, and of each that is read or written."""
+    problem = costs.problem
+    most_s, half_s = (
+        problem.hardware.kernel_time_s(gpu_type, MemoryBound(size, size), problem.runtime.implementation.dtype)
+        for size in (1e11, 5e10)
+    )
+    start_s = 2 * half_s - most_s
+    if not problem.runtime.host_runs_ahead:
+        start_s = max(start_s, costs.launch_s(gpu_type))
+    return start_s, (most_s - half_s) / 1e11
 
 
 def _gathered_copy(view: StageView, operator: int, gpu_type: str) -> Segment:

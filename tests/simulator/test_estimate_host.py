@@ -15,14 +15,10 @@ from simulator.costs import CostTables
 from simulator.estimate import Estimate, estimate
 from simulator.fast_estimate import FastEstimator
 from simulator.fidelity import Fidelity
-from simulator.lowering.lower import stage_views
-from simulator.lowering.step import norm_s
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
-from simulator.stage_prices import stage_step_s
 from simulator.uniform import uniform_plan
-from simulator.validate import validate
 from tests.simulator.problems import SMALL, small_problem
 
 CLUSTER = "a100-80g-dgx:1x8"
@@ -110,23 +106,19 @@ def test_a_host_that_runs_ahead_counts_where_it_takes_longer() -> None:
     slow = replace(problem, runtime=replace(problem.runtime, host_seconds_per_pass=50e-3))
     found = estimate(plan, slow)
     assert found.host_time_s == pytest.approx(quick.host_time_s + 16 * 2 * 50e-3)
-    # The step comes behind the last pass, and hides no more than the launch of its first kernel.
-    (view,) = stage_views(validate(plan, slow), CostTables(slow))
-    between_s = norm_s(view.costs, plan.devices)
-    step_s = sum(stage_step_s(view, 0.0, between_s)) + between_s
-    assert found.iteration_time_s == pytest.approx(found.host_time_s + step_s, rel=1e-9)
-    assert found.iteration_time_s == pytest.approx(simulate(plan, slow, fidelity=STEPPED).iteration_time_s, rel=0.01)
+    # Behind the last launch comes what the device is behind in the last pass, and the step.
+    assert found.iteration_time_s == pytest.approx(simulate(plan, slow, fidelity=STEPPED).iteration_time_s, rel=1e-5)
     assert FastEstimator(slow).estimate(plan).iteration_time_s == pytest.approx(found.iteration_time_s, rel=1e-11)
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), problem=problems(runs_ahead=True))
 def test_a_host_that_runs_ahead_takes_what_the_simulator_says(data, problem) -> None:
-    """On one stage, but for kernels that wait at the start of a pass: 4 % at most in 2,100 random draws, 7 in one."""
+    """On one stage, but for kernels inside a pass that wait for launches: 4 % at most in 2,500 random draws."""
     plan = data.draw(plans(problem, tensor=True))
     assume(len(plan.stages) == 1)
     simulated = simulate(plan, problem, fidelity=STEPPED).iteration_time_s
-    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated, rel=0.08)
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated, rel=0.05)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
@@ -145,9 +137,9 @@ def test_a_pass_that_waits_for_its_host_comes_so_much_later_at_every_stage(
 
 
 def test_a_host_that_binds_is_named() -> None:
-    """Launching the gathers of sharded parameters is not in the time: simulate."""
+    """Launching what makes whole that arrived in parts is not in the time: simulate."""
     problem = small_problem("gpt", cluster=CLUSTER, global_batch=16)
-    plan = uniform_plan(problem, dp=8, zero=3)
+    plan = uniform_plan(problem, tp=4, pp=2)
     assert not estimate(plan, problem).host_binds
     slow = replace(problem, runtime=replace(problem.runtime, host_seconds_per_collective=(5e-3, 0.0)))
     found = estimate(plan, slow)
@@ -155,6 +147,16 @@ def test_a_host_that_binds_is_named() -> None:
     assert found.iteration_time_s < simulate(plan, slow, fidelity=STEPPED).iteration_time_s
     behind = replace(slow, runtime=replace(slow.runtime, host_runs_ahead=False))
     assert not estimate(plan, behind).host_binds
+
+
+def test_launching_gathers_takes_the_host_time() -> None:
+    problem = small_problem("gpt", cluster=CLUSTER, global_batch=16)
+    slow = replace(problem, runtime=replace(problem.runtime, host_seconds_per_collective=(5e-3, 0.0)))
+    plan = uniform_plan(problem, dp=8, zero=3)
+    simulated_s = simulate(plan, slow).iteration_time_s
+    assert estimate(plan, slow).iteration_time_s == pytest.approx(simulated_s, rel=0.01)
+    assert FastEstimator(slow).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=0.01)
+    assert simulated_s > 2 * simulate(plan, problem).iteration_time_s
 
 
 def test_the_fast_estimate_has_the_same_host() -> None:

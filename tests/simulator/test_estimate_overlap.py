@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 from simulator.costs import CostTables
 from simulator.estimate import estimate
 from simulator.fast_estimate import FastEstimator
-from simulator.overlap_time import Sent, beside_s, overlapped_s
+from simulator.overlap_time import SendingRules, Sent, beside_s, gathered_s, with_reductions_s
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 
+NOTHING = Sent(*[0.0] * 7, *[1.0] * 5)
 SECONDS = st.floats(0.0, 100.0)
 SHARES = st.floats(0.01, 1.0)
 FACTORS = st.floats(1.0, 2.0)
 
 
 def problem_of(model: str, cluster: str, runtime: str) -> Problem:
-    """Return a problem without copies of gradients and parameters, and without hosts: closed forms lack the first."""
+    """Return a problem without copies of gradients and parameters, and without hosts."""
     problem = ProblemSpec(model, cluster, runtime, 64).load()
     changed = replace(
         problem.runtime,
@@ -113,8 +114,8 @@ def test_framework_time_of_passes_hides_nothing() -> None:
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
 
 
-def test_a_host_that_waits_for_each_gather_hides_none() -> None:
-    """DeepSpeed's ZeRO-3 of 2021, 13B on 16 A100s; a tenth too quick if the next layer's were hidden."""
+def test_a_host_that_waits_for_each_gather_launches_the_next_one_late() -> None:
+    """DeepSpeed's ZeRO-3 of 2021, 13B on 16 A100s: a call for each parameter, while the device has nothing to do."""
     problem = ProblemSpec("gpt3-13b", "a100-80g-dgx:2x8", "deepspeed-zero3-2021", 64).load()
     plan = uniform_plan(problem, dp=16, microbatch=4, zero=3)
     simulated_s = simulate(plan, problem, engine="compiled").iteration_time_s
@@ -122,11 +123,83 @@ def test_a_host_that_waits_for_each_gather_hides_none() -> None:
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=0.005)
 
 
+@pytest.mark.parametrize("reduction", ["last", "every"])
+@pytest.mark.parametrize(
+    ("runtime", "zero", "most"),
+    [("composer-fsdp", 3, 0.025), ("pytorch-fsdp2", 3, 0.035), ("deepspeed-zero3-2021", 3, 0.075),
+     ("pytorch-ddp", 0, 0.11)],
+)  # fmt: skip
+def test_copies_and_what_launching_takes_are_in_it(runtime: str, zero: int, reduction: str, most: float) -> None:
+    """BERT-Large with a sample or four: 2, 3, 7 and 10 % at most; without copies and hosts of what is sent, to -30."""
+    problem = ProblemSpec("bert-large", "a100-80g-dgx:1x8", runtime, 64).load()
+    costs, found = CostTables(problem), []
+    for pp, microbatch in product((1, 2), (1, 4)):
+        plan = uniform_plan(
+            problem, pp=pp, dp=8 // pp, microbatch=microbatch, zero=zero, gradient_reduction=reduction
+        )
+        simulated_s = simulate(plan, problem, engine="compiled", costs=costs, leave_out_periods=True).iteration_time_s
+        found.append(estimate(plan, problem, costs).iteration_time_s / simulated_s - 1)
+    assert max(map(abs, found)) < most
+
+
+@pytest.mark.parametrize(
+    ("problem", "degrees", "most"),
+    [(("wide-resnet-500m", "v100-1gpu-25g:8x1", "alpa", 32), {"dp": 8, "zero": 3, "microbatch": 4}, 0.01),
+     (("swin-huge-32", "titan-rtx-pcie:1x8", "galvatron-v1", 64), {"pp": 2, "dp": 4, "zero": 3, "microbatch": 4}, 0.04),
+     (("vit-large", "a100-40g-dgx-100g:2x8", "megatron-lm-2023", 32), {"tp": 4, "dp": 4, "zero": 3, "microbatch": 4},
+      0.05)],
+)  # fmt: skip
+def test_a_plan_that_does_not_reshard_gathers_once(
+    problem: tuple[str, str, str, int], degrees: dict[str, int], most: float
+) -> None:
+    """Counted as nothing before: -24 to -48 %."""
+    loaded = ProblemSpec(*problem).load()
+    plan = uniform_plan(loaded, gradient_reduction="last", overlap_gradient_sync=True, **degrees)  # type: ignore[arg-type]
+    plan = replace(plan, reshard_after_forward=False)
+    simulated_s = simulate(plan, loaded, engine="compiled", leave_out_periods=True).iteration_time_s
+    assert estimate(plan, loaded).iteration_time_s == pytest.approx(simulated_s, rel=most)
+    assert FastEstimator(loaded).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=most)
+
+
+def test_wide_tensors_fill_buckets_alone() -> None:
+    """T5-3B over 25 Gb/s, 193 buckets a stage where elements alone make 446: 22 % too slow so."""
+    problem = ProblemSpec("t5-3b", "p3.16xlarge:2x8", "galvatron-v1", 64).load()
+    plan = uniform_plan(
+        problem, pp=4, dp=4, schedule="interleaved", chunks=2, gradient_reduction="last", overlap_gradient_sync=True
+    )
+    simulated_s = simulate(plan, problem, engine="compiled", leave_out_periods=True).iteration_time_s
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=0.03)
+
+
+def test_reductions_of_each_microbatch_do_not_delay_the_stage_before() -> None:
+    """ViT-Large in four stages over 25 Gb/s: 24 % too slow if they did."""
+    problem = ProblemSpec("vit-large", "v100-1gpu-25g:8x1", "galvatron-v1", 64).load()
+    plan = uniform_plan(
+        problem, pp=4, dp=2, microbatch=4, zero=2, gradient_reduction="every", overlap_gradient_sync=True
+    )
+    simulated_s = simulate(plan, problem, engine="compiled", leave_out_periods=True).iteration_time_s
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=0.025)
+
+
+@pytest.mark.parametrize(("schedule", "pp", "most"), [("gpipe", 2, 0.02), ("1f1b", 2, 0.02), ("1f1b", 4, 0.06)])
+def test_they_are_behind_a_smaller_last_microbatch_too(schedule: str, pp: int, most: float) -> None:
+    """Left out of the closed form of either schedule: -22 %."""
+    problem = ProblemSpec("vit-large", "v100-1gpu-25g:8x1", "galvatron-v1", 76).load()
+    plan = uniform_plan(
+        problem, pp=pp, dp=8 // pp, microbatch=4, schedule=schedule, gradient_reduction="every",
+        overlap_gradient_sync=True, smaller_last=True,
+    )  # fmt: skip
+    assert plan.last_microbatch_size is not None
+    simulated_s = simulate(plan, problem, engine="compiled", leave_out_periods=True).iteration_time_s
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=most)
+
+
 def test_of_many_layers_the_longer_of_passes_and_gathers_is_left() -> None:
     """Of n equal layers whose gathers take as long as they compute: (n + 1) / n."""
     for count in (1, 4, 100):
-        sent = Sent(0.0, 10.0, 0.0, 1 / count, 1.0, 1.0, 1.0, 1.0)
-        passed_s, returned_s, _, _ = overlapped_s(10.0, 10.0, sent, True, False, False, False)
+        sent = NOTHING._replace(gathered_s=10.0, layer_share=1 / count)
+        rules = SendingRules(prefetches=True, reshards=True, overlaps=False, every=False, waits=False)
+        passed_s, returned_s, _ = gathered_s(10.0, 10.0, sent, rules)
         assert passed_s == returned_s == pytest.approx(10.0 * (count + 1) / count)
 
 
@@ -143,31 +216,37 @@ def test_two_that_run_beside_take_the_longer_at_least_and_both_slowed_at_most(
     assert found_s == pytest.approx(both_s + left_s)
 
 
-@given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SHARES, SHARES, SHARES, st.booleans(), st.booleans(), st.booleans())
+@given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SHARES, SHARES, SHARES, *[st.booleans()] * 4)
 def test_hiding_is_never_slower_than_waiting(
     forward_s: float,
     backward_s: float,
     root_s: float,
-    gathered_s: float,
+    others_s: float,
     reduced_s: float,
+    copied_s: float,
     layer: float,
     first: float,
     last: float,
     prefetches: bool,
+    reshards: bool,
     every: bool,
     waits: bool,
 ) -> None:
     """Without slowdown, over eight microbatches; and never quicker than what computes, or what travels."""
-    sent = Sent(root_s, gathered_s, reduced_s, layer, first, last, 1.0, 1.0)
+    sent = NOTHING._replace(
+        root_s=root_s, gathered_s=others_s, reduced_s=reduced_s, root_copied_s=copied_s, gathered_copied_s=copied_s,
+        copied_s=copied_s, copied_back_s=copied_s, layer_share=layer, first_share=first, last_share=last,
+    )  # fmt: skip
 
     def total_s(prefetches: bool, overlaps: bool) -> float:
-        passed_s, returned_s, within_s, behind_s = overlapped_s(
-            forward_s, backward_s, sent, prefetches, overlaps, every, waits
-        )
-        return 8 * (passed_s + returned_s + within_s) + behind_s
+        rules = SendingRules(prefetches, reshards, overlaps, every, waits)
+        gathered = gathered_s(forward_s, backward_s, sent, rules)
+        found = with_reductions_s(forward_s, backward_s, *gathered, sent, rules)
+        return found.first + 8 * (found.forward + found.backward + found.reduced) + found.once
 
     hidden_s, waited_s = total_s(prefetches, True), total_s(False, False)
     assert hidden_s <= waited_s * (1 + 1e-9) + 1e-9
     assert hidden_s >= 8 * (forward_s + backward_s) * (1 - 1e-9)
-    assert hidden_s >= 8 * (root_s + 2 * gathered_s) * (1 - 1e-9)
+    times = 8 if reshards else 1
+    assert hidden_s >= times * (root_s + (2 if reshards else 1) * sent.gathered_s) * (1 - 1e-9)
     assert hidden_s >= (8 if every else 1) * reduced_s * (1 - 1e-9)

@@ -120,6 +120,47 @@ def test_time_and_memory_equal_the_estimate_on_any_plan(data, family, setting) -
         assert_equal(plan, found)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    setting=st.sampled_from(SETTINGS[:2]), family=st.sampled_from(sorted(SMALL)), tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2]), microbatch=st.sampled_from([1, 3]), zero=st.integers(0, 3),
+    recompute=st.sampled_from(["none", "full"]), sequence=st.booleans(), schedule=st.sampled_from(["1f1b", "zb-h1"]),
+    reduction=st.sampled_from(["last", "every"]), reshards=st.booleans(), overlaps=st.booleans(),
+)  # fmt: skip
+def test_and_on_uniform_ones_whose_operators_are_split_in_many_ways(
+    setting, family, tp, pp, microbatch, zero, recompute, sequence, schedule, reduction, reshards, overlaps
+) -> None:
+    """A strategy that suits only operators without parameters gathers nothing, and does not unshard its stage."""
+    found = estimator(family, *setting)
+    plan = uniform_plan(
+        found.problem, tp=tp, pp=pp, dp=8 // (tp * pp), microbatch=microbatch, zero=zero, recompute=recompute,
+        sequence_parallel=sequence and tp > 1, schedule=schedule, gradient_reduction=reduction,
+        overlap_gradient_sync=overlaps,
+    )  # fmt: skip
+    plan = replace(plan, reshard_after_forward=reshards)
+    if is_legal(plan, found.problem):
+        assert_equal(plan, found)
+
+
+@pytest.mark.parametrize("reduction", ["last", "every"])
+@pytest.mark.parametrize(
+    "strategies",
+    [*(((Axis("batch", 8, a),), (Axis("batch", 8, b),)) for a, b in ((1, 3), (3, 1), (2, 3), (0, 3))),
+     ((Axis("batch", 2),), (Axis("tensor_sequence", 2),)), ((Axis("tensor_sequence", 2),), (Axis("batch", 2),))],
+)  # fmt: skip
+@pytest.mark.parametrize("runtime", ["composer-fsdp", "pytorch-fsdp2", "deepspeed-zero3-2021", "pytorch-ddp"])
+def test_only_what_is_copied_counts_as_copied_of_all_that_is_reduced_alike(runtime, strategies, reduction) -> None:
+    """ZeRO 1 to 3 share a reduction, and the third alone copies gradients; so do replicas and shards of a sequence."""
+    found = estimator("gpt", "a100-80g-dgx:1x8", runtime)
+    count, devices = len(found.problem.workload), tuple(range(strategies[0][0].size))
+    runs = ((count // 2, strategies[0]), (count - count // 2, strategies[1]))
+    plan = Plan(
+        (Stage(((0, count),), devices, runs),), 8, 3, gradient_reduction=reduction, overlap_gradient_sync=True
+    )
+    validate(plan, found.problem)
+    assert_equal(plan, found)
+
+
 @pytest.mark.parametrize("microbatch", [1, 2, 4])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_too_few_heads_for_the_fused_softmax_keep_something_else(tp, microbatch) -> None:
