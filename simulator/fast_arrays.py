@@ -48,10 +48,14 @@ LINE = 4
 
 # Columns of ``TimeTables.step_rates``: least seconds of a kernel, seconds of going over no gradients and per byte,
 # seconds of the optimizer per byte, and of a launch; factors of overlap; seconds of copying nothing and per byte.
-# What comes once per iteration: up to sums of tied weights, up to the norm, and behind it, as ``step_time.phases_s``
-# has them.
 FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S = range(5)
 COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN, COPY_START_S, COPY_S_PER_BYTE, RATES = range(5, 10)
+
+# Columns of ``TimeTables.channel_hosts_s``.
+CALL_S, LISTING_S, HOST_COLUMNS = range(3)
+
+# What comes once per iteration: up to sums of tied weights, up to the norm, and behind it, as ``step_time.phases_s``
+# has them.
 REDUCED, PASSED, UPDATED = range(3)
 
 # Kinds of what can be missing, and states of a plan.
@@ -125,8 +129,8 @@ class TimeTables(NamedTuple):
         aliases: int64[tables]. Equal where collectives around operators are: strategies but for ZeRO.
         line_offsets, lines, point_offsets, points: Prices of each channel (``price_s``).
         goes_on: Per channel, whether the next one belongs to it; the slowest rules.
-        channel_hosts_s: float64[channels, 2]. What a call takes the host beside its launch, and listing a tensor of
-            each rank for it.
+        channel_hosts_s: float64[channels, HOST_COLUMNS]. What a call takes the host beside its launch, and listing a
+            tensor of each rank for it.
         rows: float64[., 2 + inputs, 2]. Operators between unlike neighbours: forward, backward, by input what a
             segment does not repeat; seconds, and what launching them takes.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.

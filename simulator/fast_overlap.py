@@ -5,6 +5,7 @@ from __future__ import annotations
 from hardware_models.runtime import Runtime
 from simulator.compiled_cache import inlined
 from simulator.fast_arrays import (
+    CALL_S,
     COMMUNICATION_SLOWDOWN,
     COMPUTATION_SLOWDOWN,
     COPIES,
@@ -15,6 +16,7 @@ from simulator.fast_arrays import (
     GATHER_CHANNEL,
     GATHERED_KEYS,
     LAUNCH_S,
+    LISTING_S,
     MAX_FAMILIES,
     REDUCED_KEYS,
     REDUCTION,
@@ -31,7 +33,7 @@ from simulator.fast_arrays import (
 from simulator.fast_prices import channel_s
 from simulator.overlap_time import Sent, bucket_shares, calls_of_layer, unit_shares
 from simulator.passes_time import SentHost
-from simulator.stage_overlap import copied_bytes
+from simulator.stage_overlap import NEXT_TO_NOTHING_BYTES, copied_bytes
 
 _shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
 _calls_of_layer = inlined(calls_of_layer)
@@ -225,8 +227,10 @@ def stage_sent(
             channel = families[table, family, GATHER_CHANNEL]
             calls = _calls_of_layer(each + once, num_large, sum_elements[GATHERED_KEYS, at] / gathered)
             if calls > 1.0:
-                more_s += (calls - 1.0) * channel_s(tables, channel, 1.0)
-            gather_host_s += calls * (hosts_s[channel, 0] + launch_s + (hosts_s[channel, 1] if rules.lists else 0.0))
+                more_s += (calls - 1.0) * channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
+            gather_host_s += calls * (hosts_s[channel, CALL_S] + launch_s)
+            if rules.lists:
+                gather_host_s += calls * hosts_s[channel, LISTING_S]
         share = root_s / (root_s + others_s)
         if rules.copies_gathered:
             gathered_copied_s = (each + once) * start_s + 2.0 * gathered * rules.gathered_bytes * s_per_byte
@@ -271,9 +275,9 @@ def stage_sent(
             channel = families[table, family, REST if step else SCATTER]
             if channel >= 0:
                 reduced_s += own_parts * channel_s(tables, channel, left / own_parts)
-                reduced_host_s += own_parts * (hosts_s[channel, 0] + launch_s)
+                reduced_host_s += own_parts * (hosts_s[channel, CALL_S] + launch_s)
                 if is_listed:
-                    reduced_host_s += own_parts * hosts_s[channel, 1]
+                    reduced_host_s += own_parts * hosts_s[channel, LISTING_S]
                 if not step:
                     left /= families[table, family, SCATTER_DEGREE]
     copied_s = copied[TIMES] * num_tensors * start_s + copied[NUM_BYTES] * s_per_byte

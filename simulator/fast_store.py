@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.fast_arrays import FAMILY, LINE, MAX_FAMILIES, STEP_COLUMNS, TIME_COLUMNS, TimeTables
+from simulator.fast_arrays import FAMILY, HOST_COLUMNS, LINE, MAX_FAMILIES, STEP_COLUMNS, TIME_COLUMNS, TimeTables
 from simulator.fast_memory import MEMORY_COLUMNS, NUM_STATES, MemoryTables
 from simulator.fast_step import step_rates
 from simulator.fast_tables import Spent, Table, TableBuilder
@@ -50,7 +50,7 @@ class Store:
             point_offsets=np.zeros(1, dtype=np.int64),
             points=np.zeros((0, 2)),
             goes_on=none,
-            channel_hosts_s=np.zeros((0, 2)),
+            channel_hosts_s=np.zeros((0, HOST_COLUMNS)),
             rows=np.zeros((0, 2 + most_inputs, 2)),
             boundaries=np.zeros((0, 4)),
             norms_s=np.zeros(0),
@@ -122,7 +122,7 @@ class Store:
                 point_offsets=_offsets([len(found) for found in channels.points]),
                 points=np.array([point for found in channels.points for point in found]).reshape(-1, 2),
                 goes_on=np.array(channels.goes_on, dtype=np.int64),
-                channel_hosts_s=np.array(channels.hosts_s, dtype=np.float64).reshape(-1, 2),
+                channel_hosts_s=np.array(channels.hosts_s, dtype=np.float64).reshape(-1, HOST_COLUMNS),
             )
 
     def add_row(self, slot: int, row: list[Spent]) -> None:

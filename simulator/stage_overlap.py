@@ -27,6 +27,9 @@ from simulator.overlap_time import SendingRules, Sent, bucket_shares, calls_of_l
 from simulator.passes_time import SentHost
 from simulator.stage_prices import collective_s, items_s, launch_collective_s
 
+NEXT_TO_NOTHING_BYTES = 1.0
+"""Of a collective that shows what one more call takes, beside what its bytes do."""
+
 
 class _Gathers(NamedTuple):
     """Gathers of the root unit and of other layers: what travels, what is copied, and what a host needs for both."""
@@ -155,7 +158,7 @@ def _gathers(view: StageView, gathering: Sequence[Item], num_root: int, num_othe
     )
     host_s, more_s, copied_s = 0.0, 0.0, 0.0  # Of a layer.
     for (sizes, axes), own in elements.items():
-        item = MeshCollective("all_gather", sizes, axes, 1.0)
+        item = MeshCollective("all_gather", sizes, axes, NEXT_TO_NOTHING_BYTES)
         calls = calls_of_layer(num_layers, large, own / total)
         more_s += (calls - 1.0) * collective_s(view, item)
         host_s += calls * launch_collective_s(view, item, listed=runtime.parameter_calls_above is not None)
