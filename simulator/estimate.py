@@ -57,7 +57,7 @@ from simulator.stage_prices import (
     weights_s,
 )
 from simulator.stage_rows import INPUT, ONCE, WEIGHT
-from simulator.step_time import phases_s
+from simulator.step_time import host_goes_on, phases_s, waited_s
 from simulator.zero_bubble_time import zero_bubble_s
 
 
@@ -238,8 +238,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
     transfers = [
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
-    times, hosts, passed, updated, rows, first_s = [], [], [], [], [], 0.0
-    norm_seconds = norm_s(costs, plan.devices)
+    times, hosts, rows, all_passes = [], [], [], []
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
         before, after = view.position - 1, view.position + 1
@@ -254,7 +253,8 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         arrived_s, returned_s = (
             items_s(view, [item for item in items if item.cause == "transfer"]) for items in (forward, backward)
         )
-        passes, behind_s, *lags, host_ahead_s = stage_passes(view, forward, backward, gathering)
+        found = stage_passes(view, forward, backward, gathering)
+        passes, behind_s = found.passes, found.behind
         forward_s = passes.forward + arrived_s
         time = forward_s + passes.backward + returned_s + up_s + down_s + passes.reduced + behind_s
         time += max(passes_s(costs, gpu_type, plan.schedule) for gpu_type in view.gpu_types)
@@ -262,15 +262,31 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         host = host_seconds(view, forward) + host_seconds(view, backward)
         host += num_passes(plan.schedule) * max(map(costs.pass_s, view.gpu_types))
         hosts.append(host / view.num_turns)
-        passed_s, updated_s = stage_step_s(view, host_ahead_s + passes.reduced + passes.once, norm_seconds)
-        updated_s += sum(collective_s(view, item) for item in parameter_refresh(view))
-        phases = phases_s(passes.once, passed_s, updated_s, has_ties, norm_seconds > 0)
-        passed.append(phases[1])
-        updated.append(phases[2])
-        first_s += passes.first
+        all_passes.append(found)
         row = _row(view, plan, time, forward_s, down_s, up_s, passes.inline, passes.reduced + behind_s)
-        rows.append([*row, *lags, phases[0]])
-    return _StageTimes(times, hosts, passed, updated, np.array(rows), first_s)
+        rows.append([*row, found.forward_lag, found.backward_lag, 0.0])
+    own_rows, own_times = np.array(rows), np.array(times)
+    passed, updated = [], []
+    norm_seconds = norm_s(costs, plan.devices)
+    for stage, (view, found) in enumerate(zip(views, all_passes, strict=True)):
+        ahead_s = found.ahead
+        if host_goes_on(costs.problem.runtime) and _has_own_ranks(plan):
+            weight_s = own_rows[stage, WEIGHT] if plan.schedule == "zb-h1" else 0.0
+            apart = plan.schedule == "gpipe"
+            ahead_s += waited_s(own_rows, own_times, stage, plan.num_microbatches, apart, weight_s)
+        # A reduction begins when its launch is through.
+        once_s = max(found.passes.once, found.last - ahead_s)
+        passed_s, updated_s = stage_step_s(view, ahead_s + found.passes.reduced + once_s, norm_seconds)
+        updated_s += sum(collective_s(view, item) for item in parameter_refresh(view))
+        own_rows[stage, ONCE], *later = phases_s(once_s, passed_s, updated_s, has_ties, norm_seconds > 0)
+        passed.append(later[0])
+        updated.append(later[1])
+    return _StageTimes(times, hosts, passed, updated, own_rows, sum(found.passes.first for found in all_passes))
+
+
+def _has_own_ranks(plan: Plan) -> bool:
+    """Return whether no stage shares its devices with another, or takes whole microbatches in turn."""
+    return not plan.rotates and plan.schedule != "interleaved" and len(set(plan.rank_of_stage)) == len(plan.stages)
 
 
 def _row(

@@ -58,6 +58,10 @@ CALL_S, LISTING_S, HOST_COLUMNS = range(3)
 # has them.
 REDUCED, PASSED, UPDATED = range(3)
 
+# Of launching all that: how long before its last backward pass ends a host has done so that never waits, what comes
+# behind the last reduction's launch, and what a stage waits for behind its backward passes.
+AHEAD, LAST, BEHIND, LAUNCHED = range(4)
+
 # Kinds of what can be missing, and states of a plan.
 TABLE, ROW, BOUNDARY, TIE, NORM = 1, 2, 3, 4, 5
 DONE, INCOMPLETE, BAD_RUNS, BAD_SEGMENTS, BAD_STRATEGY, TOO_MANY_GATHERS = 0, 1, -1, -2, -3, -4
@@ -133,6 +137,7 @@ class TimeTables(NamedTuple):
             tensor of each rank for it.
         rows: float64[., 2 + inputs, 2]. Operators between unlike neighbours: forward, backward, by input what a
             segment does not repeat; seconds, and what launching them takes.
+        beyond_host_s: float64[tables, N, 4]. As ``stage_prices`` has it; [tables, 0, 4] if no host waits for gathers.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
         norms_s: Per set of placements, of the collective over them that the gradient norm needs.
         step_rates: float64[device types, RATES].
@@ -161,6 +166,7 @@ class TimeTables(NamedTuple):
     goes_on: Ints
     channel_hosts_s: Floats
     rows: Floats
+    beyond_host_s: Floats
     boundaries: Floats
     norms_s: Floats
     step_rates: Floats
@@ -203,12 +209,14 @@ class StepRules(NamedTuple):
         has_norm: All ranks agree on the norm of the gradients before they step.
         waits: The host waits for it.
         runs_ahead: The host launches what comes next while the device works.
+        goes_on: Nor does it wait for other stages.
         kernels_per_tensor: Of the optimizer; 0 for one kernel in all.
     """
 
     has_norm: bool
     waits: bool
     runs_ahead: bool
+    goes_on: bool
     kernels_per_tensor: int
 
 

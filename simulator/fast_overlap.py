@@ -31,12 +31,13 @@ from simulator.fast_arrays import (
     TimeTables,
 )
 from simulator.fast_prices import channel_s
-from simulator.overlap_time import Sent, bucket_shares, calls_of_layer, unit_shares
+from simulator.host_time import left_s
+from simulator.overlap_time import NEXT_TO_NOTHING_BYTES, Sent, bucket_shares, calls_of_layer, unit_shares
 from simulator.passes_time import SentHost
-from simulator.stage_overlap import NEXT_TO_NOTHING_BYTES, copied_bytes
+from simulator.stage_overlap import copied_bytes
 
 _shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
-_calls_of_layer = inlined(calls_of_layer)
+_calls_of_layer, _left_s = inlined(calls_of_layer), inlined(left_s)
 NUM_BYTES, NUM_BYTES_BACK, TIMES, TIMES_BACK, COPIED = range(5)
 """Of gradients that are copied before they are reduced, and back: bytes read and written, and how often."""
 
@@ -66,6 +67,37 @@ def _num_layers(layer_of: Ints, gathers_of: Ints, first: int, stop: int) -> tupl
         else:
             each += 1
     return each, once
+
+
+@inlined
+def left_of_layers_s(
+    beyond_host_s: Floats, layer_of: Ints, run_stops: Ints, run_tables: Ints, run: int, first: int, stop: int
+) -> tuple[float, float]:
+    """Return what the device has left of each layer when it was launched, forward and backward, all together.
+
+    Args:
+        beyond_host_s, layer_of: Of ``TimeTables`` and of ``Structure``.
+        run_stops, run_tables: Of plans.
+        run: The first of the stage.
+        first, stop: Operators of the stage.
+    """
+    begin, forward_s, layer_s = run, 0.0, 0.0
+    for index in range(first, stop):
+        if run_stops[run] <= index:
+            run += 1
+        own = beyond_host_s[run_tables[run], index]
+        layer_s = _left_s(layer_s, own[0], own[1])
+        if index + 1 == stop or layer_of[index + 1] != layer_of[index]:
+            forward_s, layer_s = forward_s + layer_s, 0.0
+    backward_s = 0.0
+    for index in range(stop - 1, first - 1, -1):
+        while run > begin and run_stops[run - 1] > index:
+            run -= 1
+        own = beyond_host_s[run_tables[run], index]
+        layer_s = _left_s(layer_s, own[2], own[3])
+        if index == first or layer_of[index - 1] != layer_of[index]:
+            backward_s, layer_s = backward_s + layer_s, 0.0
+    return forward_s, backward_s
 
 
 @inlined
@@ -265,7 +297,7 @@ def stage_sent(
         if families[table, family, SCATTER] < 0 and families[table, family, REST] < 0:
             continue
         elements, own_parts = sum_elements[REDUCED_KEYS, at], parts
-        share, is_listed = elements / total, rules.lists and families[table, family, GATHER] >= 0
+        share, is_listed = elements / total, rules.lists and in_parts and families[table, family, GATHER] >= 0
         if parts > 1.0 and not is_sharded:
             own_parts = max(1.0, parts * share)
         if is_listed:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator import fast_arrays, fast_prices, step_time
+from simulator import fast_arrays, fast_prices, stage_rows, step_time
 from simulator.compiled_cache import compiled_with, inlined
 from simulator.costs import CostTables
 from simulator.fast_arrays import (
+    AHEAD,
+    BEHIND,
     COMMUNICATION_SLOWDOWN,
     COMPUTATION_SLOWDOWN,
     COPY_S_PER_BYTE,
     COPY_START_S,
     DONE,
     FLOOR_S,
+    GPIPE,
+    INTERLEAVED,
+    LAST,
     LAUNCH_S,
     NORM,
     PASS_S_PER_BYTE,
@@ -32,6 +37,7 @@ from simulator.fast_arrays import (
     TOUCHED_BYTES,
     UPDATE_S_PER_BYTE,
     UPDATED,
+    ZB_H1,
     Floats,
     Ints,
     Keys,
@@ -43,9 +49,10 @@ from simulator.fast_arrays import (
 from simulator.fast_prices import channel_s, mixed, wanted
 from simulator.lowering.copies import copying_s
 from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, passes_gradients
-from simulator.step_time import phases_s, step_s
+from simulator.stage_rows import WEIGHT
+from simulator.step_time import host_goes_on, phases_s, step_s, waited_s
 
-_step_s, _phases_s = inlined(step_s), inlined(phases_s)
+_step_s, _phases_s, _waited_s = inlined(step_s), inlined(phases_s), inlined(waited_s)
 _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
 _PROBES = (0.0, 1e4, 1e6, 3e8, 7e10)
 
@@ -57,6 +64,7 @@ def step_rules(costs: CostTables) -> StepRules:
         has_norm=has_norm(runtime),
         waits="optimizer" in runtime.host_waits,
         runs_ahead=runtime.host_runs_ahead,
+        goes_on=host_goes_on(runtime),
         kernels_per_tensor=adam_kernels(runtime, 2) - adam_kernels(runtime, 1),
     )
 
@@ -155,7 +163,19 @@ def _fill_work(
     return int(start)
 
 
-@compiled_with(fast_arrays, fast_prices, step_time)
+@inlined
+def _has_own_ranks(plans: PlanColumns, plan: int) -> bool:
+    """Return whether no stage shares its devices with another."""
+    low, high, schedule = plans.stage_offsets[plan], plans.stage_offsets[plan + 1], plans.schedule[plan]
+    if schedule == GPIPE:
+        for stage in range(low, high):
+            for other in range(low, stage):
+                if plans.placements[stage] == plans.placements[other]:
+                    return False
+    return bool(schedule != INTERLEAVED)
+
+
+@compiled_with(fast_arrays, fast_prices, stage_rows, step_time)
 def add_steps(
     shape: Structure,
     tables: TimeTables,
@@ -166,7 +186,9 @@ def add_steps(
     rules: StepRules,
     ties_s: Floats,
     norms_s: Floats,
-    ahead_s: Floats,
+    launched_s: Floats,
+    stage_s: Floats,
+    rows_s: Floats,
     once_s: Floats,
 ) -> None:
     """Add the step to what comes once per iteration of chosen plans that are done.
@@ -176,15 +198,17 @@ def add_steps(
     Args:
         shape, tables, plans, run_tables, chosen, states, rules: See ``fast_time.estimate_times``.
         ties_s, norms_s: float64[plans]. Of summing tied weights, and of the norm over all ranks; 0 for none.
-        ahead_s: float64[stages]. See ``step_s``.
+        launched_s: float64[stages, LAUNCHED]. Of each stage.
+        stage_s, rows_s: See ``fast_pipeline.add_passes``, before it.
         once_s: float64[3, stages]. Of each phase; so far of collectives.
     """
     work = np.empty(STEP_COLUMNS, np.float64)
     for plan in chosen:
         if states[plan] != DONE:
             continue
-        first = 0
-        for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
+        first, low, high = 0, plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+        waits_for_others = rules.goes_on and high > low + 1 and _has_own_ranks(plans, plan)
+        for stage in range(low, high):
             first = _fill_work(shape, tables, plans, run_tables, stage, first, work)
             pass_s, update_s, launch_s = 0.0, 0.0, 0.0
             types = tables.placement_types[plans.placements[stage]]
@@ -196,11 +220,19 @@ def add_steps(
                     launch_s = max(launch_s, rates[LAUNCH_S])
             num_kernels = max(1.0, work[2] * rules.kernels_per_tensor)
             waits = rules.waits and norms_s[plan] > 0
+            ahead_s = launched_s[stage, AHEAD]
+            if waits_for_others:
+                weight_s = rows_s[stage, WEIGHT] if plans.schedule[plan] == ZB_H1 else 0.0
+                apart, m = plans.schedule[plan] == GPIPE, plans.num_microbatches[plan]
+                ahead_s += _waited_s(rows_s[low:high], stage_s[low:high], stage - low, m, apart, weight_s)
+            # A reduction begins when its launch is through.
+            reduced_s = max(once_s[REDUCED, stage], launched_s[stage, LAST] - ahead_s)
+            ahead_s += launched_s[stage, BEHIND] + reduced_s
             passed_s, updated_s = _step_s(
-                pass_s, update_s, num_kernels, launch_s, ahead_s[stage], rules.runs_ahead, waits
+                pass_s, update_s, num_kernels, launch_s, ahead_s, rules.runs_ahead, waits
             )
             once_s[REDUCED, stage], once_s[PASSED, stage], once_s[UPDATED, stage] = _phases_s(
-                once_s[REDUCED, stage],
+                reduced_s,
                 once_s[PASSED, stage] + passed_s,
                 once_s[UPDATED, stage] + updated_s,
                 ties_s[plan] > 0,

@@ -52,6 +52,7 @@ class Store:
             goes_on=none,
             channel_hosts_s=np.zeros((0, HOST_COLUMNS)),
             rows=np.zeros((0, 2 + most_inputs, 2)),
+            beyond_host_s=np.zeros((0, count if builder.waits_for_gathers else 0, 4)),
             boundaries=np.zeros((0, 4)),
             norms_s=np.zeros(0),
             step_rates=np.array([step_rates(builder.costs, gpu_type) for gpu_type in self._gpu_types]),
@@ -93,7 +94,8 @@ class Store:
     def add_table(self, slot: int, table: Table, alias: int) -> None:
         """Append a table and let the slot of the hash table name it; see ``TimeTables.aliases``."""
         layouts = ("made", "read", "passed", "in_shards")
-        own = ("sums", "entering_s", "settling_s", "has_private", *layouts, "families", "tied", "tied_work")
+        of_operators = ("sums", "entering_s", "settling_s", "has_private", "beyond_host_s")
+        own = (*of_operators, *layouts, "families", "tied", "tied_work")
         same = ("saved_bytes", "made_bytes", "read_bytes", "in_shards", "num_parts", "replicas", "tied_bytes")
         of_memory = (*same, "sums", "maxima", "tied_layouts")
         number = self._next("table", (*own, "aliases"), of_memory)

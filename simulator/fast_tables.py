@@ -63,7 +63,7 @@ from simulator.lowering.mesh import mesh_sizes, settled
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.transfers import boundary, received_gathers
 from simulator.plan import Sharding, resolve
-from simulator.stage_prices import collective_s, items_s, launches_s, transfers_s, weights_s
+from simulator.stage_prices import beyond_host_s, collective_s, items_s, launches_s, transfers_s, weights_s
 from workloads.placements import Placement
 
 Floats = NDArray[np.float64]
@@ -94,6 +94,7 @@ class Table:
     tied_bytes: Floats
     tied: Ints
     tied_work: Floats
+    beyond_host_s: Floats
 
 
 class TableBuilder:
@@ -108,6 +109,7 @@ class TableBuilder:
         self.savings = savings
         self.names = names
         self.channels = channels
+        self.waits_for_gathers = "gather" in costs.problem.runtime.host_waits
         self._layouts = Interner()
         self._holdings = Holdings(costs, channels, self._layouts)
 
@@ -181,6 +183,8 @@ class TableBuilder:
         maxima = np.zeros((2, count))
         own: dict[tuple[int, Sharding], Holding] = {}
         weights: dict[tuple[int, Sharding], float] = {}
+        beyond: dict[tuple[int, Sharding], tuple[float, ...]] = {}
+        beyond_s = np.zeros((count if self.waits_for_gathers else 0, 4))
         tied_bytes, tied, tied_work = [], [], []
         holdings: list[Holding] = []
         for index in range(count):
@@ -194,7 +198,11 @@ class TableBuilder:
                     own[key] = self._holdings.nothing(index)
                 view = view_of(self.costs, {index: resolved[index]}, devices, microbatch_size)
                 weights[key] = 0.0 if own[key].unsuited else weights_s(view)
+                if self.waits_for_gathers:
+                    beyond[key] = (0.0,) * 4 if own[key].unsuited else beyond_host_s(view, index)
             found = own[key]
+            if self.waits_for_gathers:
+                beyond_s[index] = beyond[key]
             sums[index + 1, WEIGHT_S], sums[index + 1, UNSUITED] = weights[key], found.unsuited
             has_private[index] = found.private > 0
             maxima[WORKING, index], maxima[LARGEST, index] = found.working, found.largest
@@ -242,6 +250,7 @@ class TableBuilder:
             tied_bytes=np.array(tied_bytes).reshape(-1, NUM_STATES),
             tied=np.array(tied, dtype=np.int64).reshape(-1, 4),
             tied_work=np.array(tied_work, dtype=np.float64).reshape(-1, STEP_COLUMNS),
+            beyond_host_s=beyond_s,
         )
 
     def _sizes(self, holdings: Sequence[Holding]) -> tuple[Floats, Floats]:

@@ -32,11 +32,13 @@ from simulator import (
 )
 from simulator.compiled_cache import compiled_with, inlined
 from simulator.fast_arrays import (
+    AHEAD,
     BACKWARD_HOST_S,
     BACKWARD_S,
     BAD_RUNS,
     BAD_SEGMENTS,
     BAD_STRATEGY,
+    BEHIND,
     BUCKETS,
     DONE,
     ELEMENTS,
@@ -46,6 +48,8 @@ from simulator.fast_arrays import (
     GPIPE,
     INCOMPLETE,
     LARGE,
+    LAST,
+    LAUNCHED,
     MAX_FAMILIES,
     MAX_PENDING,
     PENDING,
@@ -70,7 +74,7 @@ from simulator.fast_arrays import (
 )
 from simulator.fast_boundaries import add_transfers, key_of_arrivals
 from simulator.fast_gathers import add_gathers
-from simulator.fast_overlap import COPIED, add_copies, stage_sent
+from simulator.fast_overlap import COPIED, add_copies, left_of_layers_s, stage_sent
 from simulator.fast_pipeline import add_passes, weights_s
 from simulator.fast_prices import channels_s, mixed, wanted
 from simulator.fast_recompute import recomputed_s
@@ -167,7 +171,7 @@ def estimate_times(
     copied = np.zeros(COPIED)
     gather_s = np.zeros(2)  # Of the root unit, and of the other layers, once.
     once_s = np.zeros((3, len(stage_s)))
-    ahead_s = np.zeros(len(stage_s))
+    launched_s = np.zeros((len(stage_s), LAUNCHED))
     ties_s, norms_s = np.zeros(len(iteration_s)), np.zeros(len(iteration_s))
     rows_s = np.empty((len(stage_s), NUM_COLUMNS), np.float64)
     in_shards = np.zeros(len(shape.producers), np.int64)  # As ``TimeTables.in_shards``; PENDING where not known yet.
@@ -326,9 +330,16 @@ def estimate_times(
             once_s[UPDATED, stage] = refreshed_s(
                 tables, num_sums, sum_table, sum_family, sum_elements, parameter_bytes
             )
+            forward_left_s, backward_left_s = 0.0, 0.0
+            if beside.waits_for_gathers:
+                forward_left_s, backward_left_s = left_of_layers_s(
+                    tables.beyond_host_s, shape.layer_of, plans.run_stops, run_tables, begin, first, stop
+                )
             apart = plans.schedule[plan] == GPIPE
             found = _stage_passes_s(
-                PassWork(forward_s, seconds, forward_host_s, backward_host_s, pass_host_s),
+                PassWork(
+                    forward_s, seconds, forward_host_s, backward_host_s, pass_host_s, forward_left_s, backward_left_s
+                ),
                 sent,
                 host,
                 SendingRules(beside.prefetches and is_sharded, reshards, overlaps, every, waits),
@@ -338,7 +349,8 @@ def estimate_times(
                 ),
             )
             passes = found.passes
-            ahead_s[stage] = found.ahead + passes.reduced + passes.once
+            launched_s[stage, AHEAD], launched_s[stage, LAST] = found.ahead, found.last
+            launched_s[stage, BEHIND] = passes.reduced
             first_s += passes.first
             once_s[REDUCED, stage] = passes.once
             forward_s, behind_s = passes.forward + pass_s, found.behind + passes.reduced
@@ -375,5 +387,7 @@ def estimate_times(
             continue
 
         iteration_s[plan] = first_s + ties_s[plan] + norms_s[plan]
-    add_steps(shape, tables, plans, run_tables, chosen, states, rules, ties_s, norms_s, ahead_s, once_s)
+    add_steps(
+        shape, tables, plans, run_tables, chosen, states, rules, ties_s, norms_s, launched_s, stage_s, rows_s, once_s
+    )
     add_passes(plans, chosen, states, stage_s, once_s, rows_s, blocking, iteration_s)

@@ -36,6 +36,20 @@ def longer_s(
 
 
 @also_compiled
+def left_s(before_s: float, device_s: float, bound_s: float) -> float:
+    """Return what the device has left of some kernels when their host has launched the last one.
+
+    Args:
+        before_s: What it has left of those before.
+        device_s, bound_s: Of these, beyond what they take the host: ``Segment.device_s`` and ``Segment.bound_s``.
+
+    >>> left_s(0.0, -3.0, 1.0), left_s(1.0, 2.0, 2.5)
+    (1.0, 3.0)
+    """
+    return max(before_s + device_s, bound_s)
+
+
+@also_compiled
 def lags_s(
     forward_s: float,
     backward_s: float,

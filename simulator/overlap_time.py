@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from simulator.compiled_cache import also_compiled
 
+NEXT_TO_NOTHING_BYTES = 1.0
+"""Of a collective that shows what one more call takes, beside what its bytes do."""
+
 
 class Sent(NamedTuple):
     """What a stage sends beside its passes, and what it copies for that, in seconds.

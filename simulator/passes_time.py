@@ -20,6 +20,8 @@ class PassWork(NamedTuple):
         forward_s, backward_s: The device.
         forward_host_s, backward_host_s: A host that runs ahead, passes of the framework included.
         pass_s: Of what a pass takes such a host, what comes before its first launch.
+        forward_left_s, backward_left_s: What the device has left of each layer when it was launched (``left_s``), all
+            layers together; 0 where no host waits for gathers.
     """
 
     forward_s: float
@@ -27,6 +29,8 @@ class PassWork(NamedTuple):
     forward_host_s: float
     backward_host_s: float
     pass_s: float
+    forward_left_s: float = 0.0
+    backward_left_s: float = 0.0
 
 
 class SentHost(NamedTuple):
@@ -69,7 +73,9 @@ class StagePasses(NamedTuple):
         passes: As ``overlap_time`` has them, but for what follows.
         behind: What a host that runs ahead takes longer for a microbatch than they do.
         forward_lag, backward_lag: What its device waits for such a host before either pass of a microbatch.
-        ahead: How long before its last backward pass ends such a host has launched it.
+        ahead: How long before its last backward pass ends such a host has launched it, and reductions of all sums, if
+            the stage never waits for another.
+        last: Of these reductions, what comes behind the last launch.
     """
 
     passes: Passes
@@ -77,6 +83,7 @@ class StagePasses(NamedTuple):
     forward_lag: float
     backward_lag: float
     ahead: float
+    last: float
 
 
 @also_compiled
@@ -84,7 +91,7 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
     """Return what the passes of a stage take.
 
     A host that waits for each gather launches the next one when the device has nothing left to do, and waits for
-    reductions that do.
+    reductions that do; what the device has left of a layer hides the launches of reductions.
 
     Args:
         work: Its operators.
@@ -105,6 +112,14 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
     >>> found = stage_passes_s(work, sent, SentHost(3.0, 3.0, 0.0), sending, ahead._replace(waits_for_gathers=True))
     >>> found.passes.forward, found.passes.backward, found.behind
     (6.0, 8.0, 0.0)
+
+    Gradients reduced once in one second, by a host that is two seconds ahead and needs five to launch that:
+
+    >>> sent = Sent(*[0.0] * 4, 1.0, 0.0, 0.0, *[1.0] * 5)
+    >>> work, ahead = PassWork(2.0, 4.0, 2.0, 2.0, 0.0), ahead._replace(num_microbatches=1)
+    >>> found = stage_passes_s(work, sent, SentHost(0.0, 0.0, 5.0), sending, ahead)
+    >>> found.passes.once, found.ahead, found.last
+    (1.0, -3.0, 1.0)
     """
     forward_s, backward_s = work.forward_s, work.backward_s
     passed_s, returned_s, gathering_s = gathered_s(forward_s, backward_s, sent, sending)
@@ -121,6 +136,8 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
         if waits_for_gathers:
             passed_s += host.forward_s
             returned_s += host.backward_s
+            forward_host_s += work.forward_left_s
+            backward_host_s += max(0.0, work.backward_left_s - (host.reduced_s if sending.every else 0.0))
             if sending.every:
                 backward_host_s += inline - sent.copied_s
         waits = not rules.is_alone and (rules.waits_to_receive or waits_for_gathers)
@@ -132,5 +149,8 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
         passed_s, returned_s, behind_s = longer_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, apart)
         host_ahead_s = ahead_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, m)
     found = with_reductions_s(forward_s, backward_s, passed_s, returned_s + behind_s, gathering_s, sent, sending)
+    last_s = 0.0
+    if rules.runs_ahead and not sending.every:
+        host_ahead_s, last_s = host_ahead_s - host.reduced_s, sent.last_share * sent.reduced_s
     passes = Passes(found.forward, found.backward - behind_s, found.inline, found.reduced, found.first, found.once)
-    return StagePasses(passes, behind_s, forward_lag_s, backward_lag_s, host_ahead_s)
+    return StagePasses(passes, behind_s, forward_lag_s, backward_lag_s, host_ahead_s, last_s)

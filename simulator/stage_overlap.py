@@ -23,12 +23,17 @@ from simulator.lowering.synchronisation import (
     parameter_groups,
     times_reduced,
 )
-from simulator.overlap_time import SendingRules, Sent, bucket_shares, calls_of_layer, filled_buckets, unit_shares
+from simulator.overlap_time import (
+    NEXT_TO_NOTHING_BYTES,
+    SendingRules,
+    Sent,
+    bucket_shares,
+    calls_of_layer,
+    filled_buckets,
+    unit_shares,
+)
 from simulator.passes_time import SentHost
 from simulator.stage_prices import collective_s, items_s, launch_collective_s
-
-NEXT_TO_NOTHING_BYTES = 1.0
-"""Of a collective that shows what one more call takes, beside what its bytes do."""
 
 
 class _Gathers(NamedTuple):
@@ -97,7 +102,8 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
     sums = gradient_buckets(view, merged=True)
     num_bytes = [each.collectives[0].num_bytes for each in sums]
     parts, first_share, last_share = [1.0] * len(sums), 1.0, 1.0
-    if sums and (plan.gradient_reduction == "every" or (plan.overlap_gradient_sync and not plan.rotates)):
+    in_parts = plan.gradient_reduction == "every" or (plan.overlap_gradient_sync and not plan.rotates)
+    if sums and in_parts:
         if is_sharded(view):
             root_share = gathers.root_s / (gathers.root_s + gathers.others_s) if gathers.root_s > 0 else 0.0
             begins_in_root = operators[view.operators[0]].layer in root
@@ -106,7 +112,7 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
         else:
             count, first_share, last_share = _bucket_shares(view)
             parts = [max(1.0, count * own / sum(num_bytes)) for own in num_bytes]
-    if costs.problem.runtime.parameter_calls_above is not None:
+    if in_parts and costs.problem.runtime.parameter_calls_above is not None:
         shares = [_num_untied(view) * own / sum(num_bytes) for own in num_bytes]
         parts = [max(own, more) if each.listed else own for each, own, more in zip(sums, parts, shares, strict=True)]
     copied_s, copied_back_s, copied_host_s = _gradient_copies(view)
@@ -124,7 +130,11 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
         last_share,
         *(max(factors) for factors in zip(*slowdowns, strict=True)),
     )
-    host_s = sum(_reduction_host_s(view, each, count) for each, count in zip(sums, parts, strict=True))
+    host_s = sum(
+        count * launch_collective_s(view, item, listed=in_parts and each.listed)
+        for each, count in zip(sums, parts, strict=True)
+        for item in each.collectives
+    )
     others_host_s = gathers.others_host_s
     return sent, SentHost(gathers.root_host_s + others_host_s, others_host_s, host_s + copied_host_s)
 
@@ -208,10 +218,6 @@ def _reduction_s(view: StageView, reduction: GradientBucket, parts: float) -> fl
     """Return the seconds of a reduction in equal parts."""
     items = (replace(item, num_bytes=item.num_bytes / parts) for item in reduction.collectives)
     return parts * sum(collective_s(view, item) for item in items)
-
-
-def _reduction_host_s(view: StageView, reduction: GradientBucket, parts: float) -> float:
-    return parts * sum(launch_collective_s(view, item, listed=reduction.listed) for item in reduction.collectives)
 
 
 def _gradient_copies(view: StageView) -> tuple[float, float, float]:

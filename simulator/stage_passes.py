@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
+from simulator.host_time import left_s
 from simulator.lowering.items import Item
 from simulator.lowering.program import StageView
 from simulator.passes_time import HostRules, PassWork, StagePasses, stage_passes_s
 from simulator.stage_overlap import gathered_again_s, sending_rules, sent_beside
-from simulator.stage_prices import items_s, launches_s, num_passes, pass_host_s
+from simulator.stage_prices import beyond_host_s, items_s, launches_s, num_passes, pass_host_s
 
 
 def stage_passes(
@@ -27,11 +29,13 @@ def stage_passes(
     forward_s, backward_s = (items_s(view, items) for items in own)
     forward_host_s, backward_host_s = (launches_s(view, items) for items in own)
     backward_host_s += (num_passes(plan.schedule) - 1) * pass_s
-    work = PassWork(forward_s, backward_s, forward_host_s + pass_s, backward_host_s, pass_s)
+    waits_for_gathers = "gather" in runtime.host_waits
+    left_s = _left_s(view) if waits_for_gathers else (0.0, 0.0)
+    work = PassWork(forward_s, backward_s, forward_host_s + pass_s, backward_host_s, pass_s, *left_s)
     rules = HostRules(
         runs_ahead=runtime.host_runs_ahead,
         waits_to_receive="receive" in runtime.host_waits,
-        waits_for_gathers="gather" in runtime.host_waits,
+        waits_for_gathers=waits_for_gathers,
         apart=plan.schedule == "gpipe",
         is_alone=len(plan.stages) == 1,
         is_first=view.position == 0,
@@ -42,6 +46,19 @@ def stage_passes(
         return found
     backward_s = found.passes.backward + gathered_again_s(view, forward, backward)
     return found._replace(passes=found.passes._replace(backward=backward_s))
+
+
+def _left_s(view: StageView) -> tuple[float, float]:
+    """Return what the device has left of each layer when it was launched, forward and backward, all together."""
+    operators, found = view.costs.problem.workload.operators, [0.0, 0.0]
+    for _, layer in groupby(view.operators, key=lambda index: operators[index].layer):
+        beyond = [beyond_host_s(view, index) for index in layer]
+        for way, ordered in enumerate((beyond, reversed(beyond))):
+            layer_s = 0.0
+            for each in ordered:
+                layer_s = left_s(layer_s, *each[2 * way : 2 * way + 2])
+            found[way] += layer_s
+    return found[0], found[1]
 
 
 def _is_own(item: Item) -> bool:

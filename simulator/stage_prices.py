@@ -51,6 +51,25 @@ def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: st
     return max(sum(one.device_s for one in segments), sum(one.host_s for one in segments))
 
 
+def beyond_host_s(view: StageView, index: int) -> tuple[float, float, float, float]:
+    """Return what an operator takes beyond its host: forward the device and the bound, and so backward.
+
+    Each of the type with most of it.
+    """
+    costs = view.costs
+    found = (costs.operator(index, view.shardings[index], view.samples(index), gpu_type) for gpu_type in view.gpu_types)
+    of_types = [
+        tuple(
+            beyond_s
+            for segment in (cost.forward, cost.backward)
+            for beyond_s in (segment.device_s - segment.host_s, segment.bound_s - segment.host_s)
+        )
+        for cost in found
+    ]
+    forward_s, forward_bound_s, backward_s, backward_bound_s = map(max, zip(*of_types, strict=True))
+    return forward_s, forward_bound_s, backward_s, backward_bound_s
+
+
 def collective_s(view: StageView, item: MeshCollective) -> float:
     """Return the seconds of a collective of a stage, all its groups at once: of the slowest group."""
     unlike = view.costs.unlike_groups(view.stage.devices, item.sizes, item.axes)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hardware_models.runtime import Runtime
 from simulator.compiled_cache import also_compiled
+from simulator.stage_rows import DOWN, FORWARD, WEIGHT
 
 
 def step_s(
@@ -46,6 +51,59 @@ def step_s(
     return passed_s, max(update_s, launch_s - ahead_s + slowly_s)
 
 
+def host_goes_on(runtime: Runtime) -> bool:
+    """Return whether hosts launch all passes without waiting for what comes from other stages."""
+    return runtime.host_runs_ahead and not set(runtime.host_waits) - {"optimizer"}
+
+
+@also_compiled
+def waited_s(
+    rows: NDArray[np.float64],
+    times_s: NDArray[np.float64],
+    stage: int,
+    num_microbatches: int,
+    apart: bool,
+    weight_s: float,
+) -> float:
+    """Return how long a stage waits for others before its last backward pass ends, while its host goes on.
+
+    For the first microbatch, for slower stages with each other one, and until the last one's gradient is there.
+
+    Args:
+        rows: float64[stages, NUM_COLUMNS]. As ``stage_rows`` has them.
+        times_s: float64[stages]. All that a microbatch takes.
+        stage: Which of them.
+        num_microbatches: At least one.
+        apart: All forward passes come before the first backward pass (GPipe).
+        weight_s: Of weight gradients that it makes meanwhile (zb-h1).
+
+    >>> rows = np.zeros((3, 8))
+    >>> rows[:, FORWARD] = 1.0
+    >>> [waited_s(rows, np.array([3.0, 3.0, 3.0]), stage, 8, False, 0.0) for stage in range(3)]
+    [6.0, 4.0, 2.0]
+    >>> [waited_s(rows, np.array([3.0, 3.0, 4.0]), stage, 8, False, 0.0) for stage in range(3)]
+    [14.0, 12.0, 2.0]
+    """
+    before_s, after_s, slowest_s, forward_s, backward_s = 0.0, 0.0, 0.0, 0.0, 0.0
+    for other in range(len(times_s)):
+        own_s = rows[other, FORWARD] + rows[other, DOWN]
+        left_s = times_s[other] - rows[other, WEIGHT] - own_s
+        if other < stage:
+            before_s += own_s
+        elif other > stage:
+            after_s += own_s + left_s
+        if other <= stage:
+            forward_s = max(forward_s, own_s)
+        if other >= stage:
+            backward_s = max(backward_s, left_s)
+        slowest_s = max(slowest_s, times_s[other])
+    found_s = before_s + max(0.0, after_s - min(num_microbatches - 1, len(times_s) - 1 - stage) * weight_s)
+    slower_s = slowest_s - times_s[stage]
+    if apart:
+        slower_s = forward_s + backward_s - (times_s[stage] - rows[stage, WEIGHT])
+    return float(found_s + (num_microbatches - 1) * slower_s)
+
+
 @also_compiled
 def ahead_s(
     forward_s: float,
@@ -55,7 +113,7 @@ def ahead_s(
     waits: bool,
     num_microbatches: int,
 ) -> float:
-    """Return how long before its last backward pass ends the host of a stage has launched all of it.
+    """Return how long before its last backward pass ends the host of a stage that never waits has launched all of it.
 
     Args:
         forward_s, backward_s: Passes of a microbatch, as ``host_time.longer_s`` has them.

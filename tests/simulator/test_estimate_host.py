@@ -81,10 +81,10 @@ def test_a_host_that_never_runs_ahead_is_in_the_closed_form_of_one_stage_to_the_
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), problem=problems(runs_ahead=False))
 def test_and_in_that_of_pipelines_as_far_as_the_closed_form_knows_them(data, problem) -> None:
-    """Stages differ, collectives of the loss hide: a few per cent, of which the host is no part."""
+    """Collectives of the loss hide: 2.5 per cent in 1,200 draws, of which the host is no part."""
     plan = data.draw(plans(problem, tensor=True))
-    simulated = simulate(plan, problem, fidelity=ALONE).iteration_time_s
-    assert pipeline_s(plan, estimate(plan, problem)) == pytest.approx(simulated, rel=0.08)
+    simulated = simulate(plan, problem, fidelity=STEPPED).iteration_time_s
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated, rel=0.04)
 
 
 @settings(max_examples=30, deadline=None)
@@ -250,3 +250,14 @@ def test_a_slower_host_is_a_runtime_that_takes_longer_for_everything_it_does(dat
     assert simulate(plan, on_slower).iteration_time_s == pytest.approx(simulate(plan, expected).iteration_time_s)
     slower, same = estimate(plan, on_slower), estimate(plan, expected)
     assert (slower.iteration_time_s, slower.host_time_s) == pytest.approx((same.iteration_time_s, same.host_time_s))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize(("schedule", "error"), [("1f1b", 0.005), ("gpipe", 0.055), ("zb-h1", 0.005)])
+def test_a_host_that_goes_on_while_its_stage_waits_launches_the_step_meanwhile(microbatches, schedule, error) -> None:
+    """Adam's kernels for each tensor: 4 of 12 ms if it only were ahead by what passes leave it."""
+    problem = ProblemSpec("wide-resnet-500m", "h100-dgx:1x8", "pytorch-ddp", 2 * microbatches).load()
+    plan = uniform_plan(problem, tp=4, pp=2, microbatch=2, schedule=schedule)
+    simulated_s = simulate(plan, problem).iteration_time_s
+    assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=error)
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=error)

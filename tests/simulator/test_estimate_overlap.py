@@ -126,11 +126,11 @@ def test_a_host_that_waits_for_each_gather_launches_the_next_one_late() -> None:
 @pytest.mark.parametrize("reduction", ["last", "every"])
 @pytest.mark.parametrize(
     ("runtime", "zero", "most"),
-    [("composer-fsdp", 3, 0.025), ("pytorch-fsdp2", 3, 0.035), ("deepspeed-zero3-2021", 3, 0.075),
+    [("composer-fsdp", 3, 0.025), ("pytorch-fsdp2", 3, 0.035), ("deepspeed-zero3-2021", 3, 0.025),
      ("pytorch-ddp", 0, 0.11)],
 )  # fmt: skip
 def test_copies_and_what_launching_takes_are_in_it(runtime: str, zero: int, reduction: str, most: float) -> None:
-    """BERT-Large with a sample or four: 2, 3, 7 and 10 % at most; without copies and hosts of what is sent, to -30."""
+    """BERT-Large with a sample or four: 2, 3, 2 and 10 % at most; without copies and hosts of what is sent, to -30."""
     problem = ProblemSpec("bert-large", "a100-80g-dgx:1x8", runtime, 64).load()
     costs, found = CostTables(problem), []
     for pp, microbatch in product((1, 2), (1, 4)):

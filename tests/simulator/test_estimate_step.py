@@ -164,17 +164,13 @@ def test_vit_large_on_eight_gpus_steps_as_in_the_simulator(runtime: str, shape: 
     check(plan, problem, error)
 
 
-@pytest.mark.parametrize(("overlaps", "low", "high"), [(False, -0.045, -0.042), (True, -0.054, -0.052)])
-def test_plain_data_parallelism_lacks_hosts_of_copies_only(overlaps: bool, low: float, high: float) -> None:
-    """ViT-Large, reduced once: launches of copies are 6 or 7 of 142 ms, and nothing is left where nothing is copied."""
-    errors = []
-    for copies in (True, False):
-        problem = vit_large("pytorch-ddp", copies_gradients=copies)
-        plan = uniform_plan(problem, dp=8, overlap_gradient_sync=overlaps, gradient_reduction="last")
-        expected_s = simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
-        errors.append(estimate(plan, problem).iteration_time_s / expected_s - 1)
-    assert low < errors[0] < high
-    assert -0.004 < errors[1] < 0.0
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+def test_plain_data_parallelism_waits_for_hosts_of_copies(copies: bool, overlaps: bool) -> None:
+    """ViT-Large, reduced once: launches of copies are 6 or 7 of 142 ms."""
+    problem = vit_large("pytorch-ddp", copies_gradients=copies)
+    plan = uniform_plan(problem, dp=8, overlap_gradient_sync=overlaps, gradient_reduction="last")
+    check(plan, problem, 4e-4)
 
 
 @pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp", "megatron-lm-2023"])

@@ -29,6 +29,7 @@ SETTINGS = [
     ("a100-80g-dgx:2x4", "composer-fsdp"),  # a switch; bf16; gathers
     ("a100-80g-dgx:1x8", "pytorch-fsdp2"),  # parameters are cast before they are gathered
     ("a100-80g-dgx:1x8", "pytorch-ddp"),  # buckets; passes wait for what is copied back
+    ("a100-40g-dgx:2x4", "deepspeed-zero3-2021"),  # a host that waits for gathers; calls by parameter
     ("v100-1gpu-25g:6x1", "galvatron-v1"),  # only the network; whole transfers; recomputation does not stop early
     ("v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "megatron-deepspeed"),  # unequal nodes
     ("a100-80g-dgx:2x4", "megatron-deepspeed-timed"),  # a host that never runs ahead
