@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -286,13 +286,24 @@ class Ledger:
         elif plan not in self._seen:
             improved = score.objective < self.best_objective
             self._seen[plan] = score.objective
-            # Stable: of equals, the first found stays ahead, so that the result does not depend on hashing.
-            self._best.append(RankedPlan(plan, score.objective))
-            self._best.sort(key=lambda ranked: ranked.objective)
-            del self._best[self.searcher.keep :]
+            if not self._is_among_best(plan, score.objective):
+                # Stable: of equals, the first found stays ahead, so that the result does not depend on hashing.
+                self._best.append(RankedPlan(plan, score.objective))
+                self._best.sort(key=lambda ranked: ranked.objective)
+                del self._best[self.searcher.keep :]
             if improved:
                 self._record()
         return score
+
+    def _is_among_best(self, plan: Plan, objective: float) -> bool:
+        """Return whether one of the best plans means the same, and is no better or worse."""
+        equals = [ranked.plan for ranked in self._best if ranked.objective == objective]
+        return bool(equals) and self._meaning(plan) in map(self._meaning, equals)
+
+    def _meaning(self, plan: Plan) -> Plan:
+        """Return a plan that those share which differ in spelling, or in how gradients are reduced, if any are."""
+        canonical = plan.canonical(self.problem.workload)
+        return replace(canonical, gradient_reduction="last", overlap_gradient_sync=True)
 
     def choose(self, plan: Plan) -> None:
         """Recommend a plan that fits by a rule of the paper, whether or not its objective is the best."""

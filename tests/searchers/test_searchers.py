@@ -211,6 +211,17 @@ def test_an_evaluation_that_began_in_time_may_end_after_it_but_none_begins_beyon
         used_up.evaluate(plan)
 
 
+def test_the_best_plans_are_different_ones() -> None:
+    """Tensor parallel alone: ZeRO levels, how gradients would be reduced, and axes of one device mean nothing."""
+    ledger = Ledger(searcher_named("megatron-grid"), tiny_problem())
+    for zero in range(4):
+        ledger.evaluate(uniform_plan(ledger.problem, tp=2, zero=zero))
+    ledger.evaluate(uniform_plan(ledger.problem, tp=2, recompute="full"))
+    ledger.evaluate(uniform_plan(ledger.problem, dp=2, zero=1))
+    assert len(ledger.result().plans) == 3
+    assert ledger.result().counters["evaluations"] == 6
+
+
 def test_what_the_fast_estimate_refuses_is_estimated_all_the_same() -> None:
     problem = tiny_problem(4, 8)
     shape = GroupShape(2, 1, 2, groups_per_node=2)
