@@ -147,6 +147,9 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
             passed_s, returned_s, forward_host_s, backward_host_s, work.pass_s, end_s, waits, apart, is_first, m
         )
         passed_s, returned_s, behind_s = longer_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, apart)
+        if rules.waits_for_gathers and not sending.reshards and gathering_s > 0.0:  # In the first forward pass alone.
+            first_s = host.forward_s + max(gathering_s, forward_host_s + work.forward_left_s)
+            gathering_s = passed_s + max(0.0, first_s - max(passed_s, forward_host_s))
         host_ahead_s = ahead_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, m)
     found = with_reductions_s(forward_s, backward_s, passed_s, returned_s + behind_s, gathering_s, sent, sending)
     last_s = 0.0

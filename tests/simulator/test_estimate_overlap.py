@@ -147,7 +147,8 @@ def test_copies_and_what_launching_takes_are_in_it(runtime: str, zero: int, redu
     [(("wide-resnet-500m", "v100-1gpu-25g:8x1", "alpa", 32), {"dp": 8, "zero": 3, "microbatch": 4}, 0.01),
      (("swin-huge-32", "titan-rtx-pcie:1x8", "galvatron-v1", 64), {"pp": 2, "dp": 4, "zero": 3, "microbatch": 4}, 0.04),
      (("vit-large", "a100-40g-dgx-100g:2x8", "megatron-lm-2023", 32), {"tp": 4, "dp": 4, "zero": 3, "microbatch": 4},
-      0.05)],
+      0.05),
+     (("bert-large", "a100-40g-dgx:1x8", "deepspeed-zero3-2021", 32), {"dp": 8, "zero": 3, "microbatch": 4}, 0.02)],
 )  # fmt: skip
 def test_a_plan_that_does_not_reshard_gathers_once(
     problem: tuple[str, str, str, int], degrees: dict[str, int], most: float
