@@ -249,7 +249,7 @@ def stage_sent(
     each, once = _num_layers(shape.layer_of, shape.gathers_of, first, stop)
 
     root_s, others_s = gather_s[0], gather_s[1]
-    root_share, layer_share, gathered_copied_s, gather_host_s = 0.0, 1.0, 0.0, 0.0
+    root_share, layer_share, gathered_copied_s, gather_host_s, latency_s = 0.0, 1.0, 0.0, 0.0, 0.0
     if root_s + others_s > 0.0:
         gathered, more_s = 0.0, 0.0
         for at in range(num_sums[GATHERED_KEYS]):
@@ -258,8 +258,9 @@ def stage_sent(
             table, family = sum_table[GATHERED_KEYS, at], sum_family[GATHERED_KEYS, at]
             channel = families[table, family, GATHER_CHANNEL]
             calls = _calls_of_layer(each + once, num_large, sum_elements[GATHERED_KEYS, at] / gathered)
-            if calls > 1.0:
-                more_s += (calls - 1.0) * channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
+            call_s = channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
+            more_s += (calls - 1.0) * call_s
+            latency_s += each * calls * call_s
             gather_host_s += calls * (hosts_s[channel, CALL_S] + launch_s)
             if rules.lists:
                 gather_host_s += calls * hosts_s[channel, LISTING_S]
@@ -291,7 +292,7 @@ def stage_sent(
             parts, first_share, last_share = _bucket_shares(
                 shape, tables, plans, run_tables, stage, first, stop, total, num_buckets, ties_by_use
             )
-    reduced_s, reduced_host_s = 0.0, 0.0
+    reduced_s, reduced_host_s, reduced_latency_s = 0.0, 0.0, 0.0
     for at in range(num_sums[REDUCED_KEYS]):
         table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
         if families[table, family, SCATTER] < 0 and families[table, family, REST] < 0:
@@ -307,6 +308,8 @@ def stage_sent(
             channel = families[table, family, REST if step else SCATTER]
             if channel >= 0:
                 reduced_s += own_parts * channel_s(tables, channel, left / own_parts)
+                if others_s > 0.0:  # Else nobody asks.
+                    reduced_latency_s += own_parts * channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
                 reduced_host_s += own_parts * (hosts_s[channel, CALL_S] + launch_s)
                 if is_listed:
                     reduced_host_s += own_parts * hosts_s[channel, LISTING_S]
@@ -317,6 +320,6 @@ def stage_sent(
     reduced_host_s += (copied[TIMES] + copied[TIMES_BACK]) * num_tensors * launch_s
     sent = Sent(
         root_s, others_s, root_copied_s, gathered_copied_s, reduced_s, copied_s, copied_back_s, layer_share,
-        first_share, last_share, computation, communication,
+        first_share, last_share, computation, communication, latency_s, reduced_latency_s,
     )  # fmt: skip
     return sent, SentHost((each + once) * gather_host_s, each * gather_host_s, reduced_host_s), waits

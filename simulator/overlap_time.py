@@ -1,7 +1,7 @@
 """Closed form of what a stage sends beside its passes: gathers one layer ahead, and reductions behind gradients.
 
 While computation and communication both run, both are slower by the device's factors, as in the engine; what is left of
-the longer then runs alone. Layers count as equal, and gathers and reductions as one after the other.
+the longer then runs alone. Layers count as equal, and gathers and reductions as sharing their links in full.
 
 Source: the engine's rules (``docs/model.md``); slowing both sides down is Galvatron-BMW's (TKDE 2024, Section V).
 """
@@ -30,6 +30,7 @@ class Sent(NamedTuple):
         first_share: What part of a backward pass has gone before the first gradients are reduced.
         last_share: What part of the gradients is there when it has ended, and not before.
         computation_slowdown, communication_slowdown: Factors while both run.
+        gathered_latency_s, reduced_latency_s: Of ``gathered_s`` and ``reduced_s``, before bytes move.
     """
 
     root_s: float
@@ -44,6 +45,28 @@ class Sent(NamedTuple):
     last_share: float
     computation_slowdown: float
     communication_slowdown: float
+    gathered_latency_s: float = 0.0
+    reduced_latency_s: float = 0.0
+
+
+@also_compiled
+def together_s(gathered_s: float, gathered_latency_s: float, reduced_s: float, reduced_latency_s: float) -> float:
+    """Return the seconds of gathers and reductions that begin together and share their links.
+
+    While the longer of them is on its way the other's bytes delay it, but for what falls into its latencies.
+
+    Args:
+        gathered_s, reduced_s: Either alone, one call after the other.
+        gathered_latency_s, reduced_latency_s: Of these, before bytes move.
+
+    >>> together_s(2.0, 0.0, 1.0, 0.0), together_s(2.0, 1.0, 1.0, 0.0), together_s(2.0, 1.0, 1.0, 1.0)
+    (3.0, 2.5, 2.0)
+    """
+    if gathered_s < reduced_s:
+        return reduced_s + max(0.0, gathered_s - gathered_latency_s) * max(0.0, 1.0 - reduced_latency_s / reduced_s)
+    if gathered_s <= 0.0:
+        return 0.0
+    return gathered_s + max(0.0, reduced_s - reduced_latency_s) * max(0.0, 1.0 - gathered_latency_s / gathered_s)
 
 
 @also_compiled
@@ -240,10 +263,12 @@ def with_reductions_s(
     backward_s += gathered_copied_s + sent.copied_s
     reducing_pass_s = returned_s if rules.every else returned_s + sent.copied_s
     layer, share, last_s = sent.layer_share, sent.first_share, sent.last_share * sent.reduced_s
-    meanwhile_s = (1.0 - layer) * ahead_s + sent.reduced_s - last_s
+    latency_s, reduced_latency_s = sent.gathered_latency_s, sent.reduced_latency_s
+    ahead, rest = 1.0 - layer, 1.0 - sent.last_share
+    meanwhile_s = together_s(ahead * ahead_s, ahead * latency_s, rest * sent.reduced_s, rest * reduced_latency_s)
     reducing_s = alone_s + layer * ahead_s + share * backward_s + last_s
     reducing_s += beside_s((1.0 - share) * backward_s, meanwhile_s, slow_s, slow_sent_s)
-    reducing_s = max(reducing_s, share * reducing_pass_s + (1.0 - max(layer, share)) * ahead_s + sent.reduced_s)
+    reducing_s = max(reducing_s, share * reducing_pass_s + meanwhile_s + last_s)
     left_s = max(last_s, reducing_s - reducing_pass_s)
     left_s = max(left_s + sent.last_share * sent.copied_back_s, sent.copied_back_s)
     if not rules.every:
@@ -253,6 +278,7 @@ def with_reductions_s(
     # Reductions go on beside the passes of the next microbatch; the last one and the first gather share links.
     shared_s = min(root_s, last_s)
     both_s = root_s + 2.0 * alone_s + shared_s
-    both_s += beside_s(forward_s + backward_s, 2.0 * ahead_s + sent.reduced_s - shared_s, slow_s, slow_sent_s)
+    sent_s = together_s(2.0 * ahead_s, 2.0 * latency_s, sent.reduced_s - shared_s, reduced_latency_s)
+    both_s += beside_s(forward_s + backward_s, sent_s, slow_s, slow_sent_s)
     reduced_s = max(0.0, both_s - passed_s - returned_s)
     return Passes(passed_s, returned_s, inline, reduced_s, first_s, max(0.0, left_s - reduced_s))

@@ -37,7 +37,7 @@ from simulator.stage_prices import collective_s, items_s, launch_collective_s
 
 
 class _Gathers(NamedTuple):
-    """Gathers of the root unit and of other layers: what travels, what is copied, and what a host needs for both."""
+    """Gathers of the root unit and of other layers: what travels, what is copied, hosts, latency."""
 
     root_s: float
     others_s: float
@@ -45,6 +45,7 @@ class _Gathers(NamedTuple):
     others_copied_s: float
     root_host_s: float
     others_host_s: float
+    others_latency_s: float = 0.0
 
 
 def bucket_elements(runtime: Runtime) -> float:
@@ -117,6 +118,7 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
         parts = [max(own, more) if each.listed else own for each, own, more in zip(sums, parts, shares, strict=True)]
     copied_s, copied_back_s, copied_host_s = _gradient_copies(view)
     slowdowns = [costs.problem.hardware.overlap_slowdown(gpu_type) for gpu_type in view.gpu_types]
+    computation_slowdown, communication_slowdown = (max(factors) for factors in zip(*slowdowns, strict=True))
     sent = Sent(
         gathers.root_s,
         gathers.others_s,
@@ -128,7 +130,10 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
         1.0 / max(1, num_others) if gathers.others_s > 0 else 1.0,
         first_share,
         last_share,
-        *(max(factors) for factors in zip(*slowdowns, strict=True)),
+        computation_slowdown,
+        communication_slowdown,
+        gathers.others_latency_s,
+        sum(_reduction_s(view, each, count, latency=True) for each, count in zip(sums, parts, strict=True)),
     )
     host_s = sum(
         count * launch_collective_s(view, item, listed=in_parts and each.listed)
@@ -166,11 +171,12 @@ def _gathers(view: StageView, gathering: Sequence[Item], num_root: int, num_othe
         is_gathered(group) and group.tie is None and is_large(runtime, group.num_elements)
         for group in parameter_groups(view)
     )
-    host_s, more_s, copied_s = 0.0, 0.0, 0.0  # Of a layer.
+    host_s, more_s, copied_s, latency_s = 0.0, 0.0, 0.0, 0.0  # Of a layer.
     for (sizes, axes), own in elements.items():
         item = MeshCollective("all_gather", sizes, axes, NEXT_TO_NOTHING_BYTES)
         calls = calls_of_layer(num_layers, large, own / total)
         more_s += (calls - 1.0) * collective_s(view, item)
+        latency_s += calls * collective_s(view, item)
         host_s += calls * launch_collective_s(view, item, listed=runtime.parameter_calls_above is not None)
     root_share = root_s / (root_s + others_s)
     if runtime.copies_gathered:
@@ -184,6 +190,7 @@ def _gathers(view: StageView, gathering: Sequence[Item], num_root: int, num_othe
         (1.0 - root_share) * copied_s,
         num_root * host_s,
         num_others * host_s,
+        num_others * latency_s,
     )
 
 
@@ -214,9 +221,12 @@ def _bucket_shares(view: StageView) -> tuple[float, float, float]:
     return bucket_shares(num_buckets, begun / sum(size for _, size in sizes))
 
 
-def _reduction_s(view: StageView, reduction: GradientBucket, parts: float) -> float:
-    """Return the seconds of a reduction in equal parts."""
-    items = (replace(item, num_bytes=item.num_bytes / parts) for item in reduction.collectives)
+def _reduction_s(view: StageView, reduction: GradientBucket, parts: float, *, latency: bool = False) -> float:
+    """Return the seconds of a reduction in equal parts, or of their latency alone."""
+    items = (
+        replace(item, num_bytes=NEXT_TO_NOTHING_BYTES if latency else item.num_bytes / parts)
+        for item in reduction.collectives
+    )
     return parts * sum(collective_s(view, item) for item in items)
 
 
