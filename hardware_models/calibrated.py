@@ -36,7 +36,7 @@ class PipelineConstants:
 
     Attributes:
         operator_factor: What operators take in a pipeline over what they took in the profiling run.
-        pass_overhead_s: What a pass of one microbatch takes beyond its operators.
+        pass_overhead_s: What a pass of one microbatch takes beyond its operators; not below 0.
         fitted_on: The calibration plans in words.
     """
 

@@ -139,7 +139,7 @@ def _from_file(file: _File, source: str) -> Calibration:
         gpus={name: GpuConstants(**_fields(part)) for name, part in file.gpus.items()},
         links=file.links,
         networks=file.networks,
-        pipeline=PipelineConstants(**_fields(file.pipeline)) if file.pipeline is not None else None,
+        pipeline=_pipeline(**_fields(file.pipeline)) if file.pipeline is not None else None,
         measurements=tuple(Quantity(**_fields(each)) for each in file.measurements),
         fits=tuple(FitRecord(**_fields(each)) for each in file.fits),
         machine=file.machine,
@@ -150,6 +150,11 @@ def _from_file(file: _File, source: str) -> Calibration:
 
 def _fields(part: FileModel) -> dict[str, Any]:
     return {name: getattr(part, name) for name in type(part).model_fields}
+
+
+def _pipeline(operator_factor: float, pass_overhead_s: float, fitted_on: str) -> PipelineConstants:
+    # A pass takes at least its operators: what earlier versions wrote below 0 is noise of the pipeline's run.
+    return PipelineConstants(operator_factor, max(0.0, pass_overhead_s), fitted_on)
 
 
 def _table(part: _Collectives, source: str) -> CollectiveTable:
@@ -178,7 +183,7 @@ def _from_old(file: _OldFile, source: str) -> Calibration:
         operators=operators,
         collectives=table,
         gpus={operators.gpu_type: GpuConstants(optimizer_bandwidth_fraction=file.optimizer_bandwidth_fraction)},
-        pipeline=PipelineConstants(file.operator_factor, file.pass_overhead_s, file.fitted_on),
+        pipeline=_pipeline(file.operator_factor, file.pass_overhead_s, file.fitted_on),
         machine=file.machine,
         date=file.date,
         versions=file.versions,

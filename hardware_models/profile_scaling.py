@@ -15,7 +15,7 @@ class ProfileScaling:
     Attributes:
         factor: On both phases.
         backward_factors: On the backward phase besides, by role; 1 where a role is not named.
-        extra_forward_s, extra_backward_s: Added to every operator, above or (noise made up for) below zero.
+        extra_forward_s, extra_backward_s: Added to every operator; below 0 in cases that earlier versions wrote.
     """
 
     factor: float = 1.0

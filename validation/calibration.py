@@ -22,8 +22,6 @@ from validation.stage_times import stage_times
 
 ENGINE = "compiled"
 CALIBRATION_MICROBATCHES = 4
-MAX_MADE_UP = 0.02
-"""Share of a pass."""
 
 
 class Calibrated(Protocol):
@@ -130,8 +128,9 @@ def fit(
         return profile
     profile = replace(profile, operator_factor=fit_factor(profile, work.pipeline, [turn[-1] for turn in measured]))
     measured_s = float(np.median([turn[-1].iteration_time_s for turn in measured]))
-    overhead_s = fit_overhead_s(lambda own: replace(profile, pass_overhead_s=own), work.pipeline, measured_s)
-    return replace(profile, pass_overhead_s=overhead_s)
+    found_s = fit_overhead_s(lambda own: replace(profile, pass_overhead_s=own), work.pipeline, measured_s)
+    overhead_s, words = never_negative(found_s)
+    return replace(profile, pass_overhead_s=overhead_s, fitted_on="; ".join([profile.fitted_on, *words]))
 
 
 def fit_factor(calibrated: Calibrated, job: Job, measured: Sequence[Measurement]) -> float:
@@ -145,7 +144,7 @@ def fit_factor(calibrated: Calibrated, job: Job, measured: Sequence[Measurement]
 def fit_overhead_s(with_overhead: Callable[[float], Calibrated], job: Job, measured_s: float) -> float:
     """Return the overhead per pass, in seconds, with which the simulation of a job takes what was measured.
 
-    Noise in the operator times may make it negative, but by no more than a small share of a pass.
+    It is below 0 where the job took less than its operators and transfers say; see `never_negative`.
 
     Args:
         with_overhead: Returns the calibration with an overhead of so many seconds.
@@ -159,8 +158,26 @@ def fit_overhead_s(with_overhead: Callable[[float], Calibrated], job: Job, measu
 
     without, step = simulated_s(0.0), 0.01 * measured_s
     slope = (simulated_s(step) - without) / step
-    lowest = -MAX_MADE_UP * measured_s / (2 * job.plan.num_microbatches)
-    return max(lowest, (measured_s - without) / slope) if slope > 0 else 0.0
+    return (measured_s - without) / slope if slope > 0 else 0.0
+
+
+def never_negative(overhead_s: float) -> tuple[float, list[str]]:
+    """Return the overhead of a pass to predict with, and what to say of it.
+
+    A pass takes at least its operators. What they took less in a pipeline than when profiled is in the factor on
+    operators, which is fitted first, on the passes; what is left below 0 is noise, or transfers that took longer when
+    measured alone. Taken off each operator in seconds, it would grow with the depth of the pipeline and leave
+    nothing of small operators, so it is 0 then.
+
+    >>> never_negative(-0.000291)
+    (0.0, ['overhead of a pass 0: the pipeline took 0.291 ms a pass less than its operators say, which is noise'])
+    """
+    if overhead_s >= 0:
+        return overhead_s, []
+    return 0.0, [
+        f"overhead of a pass 0: the pipeline took {-1e3 * overhead_s:.3f} ms a pass less than its operators say, "
+        "which is noise"
+    ]
 
 
 def fit_optimizer_fraction(profile: MachineProfile, job: Job, measured_s: float) -> float:

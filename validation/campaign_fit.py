@@ -15,7 +15,7 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
-from validation.calibration import ENGINE, fit, fit_factor, fit_overhead_s
+from validation.calibration import ENGINE, fit, fit_factor, fit_overhead_s, never_negative
 from validation.campaign_run import RoundResult, fastest_round
 from validation.campaign_work import SPLIT_SCHEDULES, UnitWork
 from validation.machine_profile import MachineProfile
@@ -75,7 +75,7 @@ class Calibration:
         if len(plan.stages) == 1:
             return ProfileScaling(factor, halves)
         share_s = self.profile.pass_overhead_s * len(plan.stages) / len(problem.workload)
-        again_s = max(0.0, share_s) if plan.schedule in SPLIT_SCHEDULES else 0.0
+        again_s = share_s if plan.schedule in SPLIT_SCHEDULES else 0.0
         return ProfileScaling(factor * self.profile.operator_factor, halves, share_s, share_s + again_s)
 
     def apply(self, problem: Problem, plan: Plan) -> Problem:
@@ -220,8 +220,9 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
         )
         for position, job in pipelines
     ]
-    words = "; ".join([base.fitted_on, *(each.name for each, _ in unit.calibration)])
-    profile = replace(calibration.profile, pass_overhead_s=statistics.median(overheads), fitted_on=words)
+    overhead_s, notes = never_negative(statistics.median(overheads))
+    words = "; ".join([base.fitted_on, *(each.name for each, _ in unit.calibration), *notes])
+    profile = replace(calibration.profile, pass_overhead_s=overhead_s, fitted_on=words)
     return replace(calibration, profile=profile)
 
 

@@ -29,7 +29,7 @@ class MachineProfile:
         operator_factor: What operators take in a pipeline, as a multiple of what they took in the profiling run:
             how much the other devices disturb differs. Fitted on the stage times of another plan.
         pass_overhead_s: What a pass of one microbatch takes in a pipeline beyond its operators: posting and taking
-            transfers, wake-ups. Fitted on the iteration time of another plan.
+            transfers, wake-ups; not below 0. Fitted on the iteration time of another plan.
         optimizer_bandwidth_fraction: Share of the device type's memory bandwidth that the optimizer step moves
             at; above 1 where the states of a small model stay in caches.
         machine, date, versions: Where and when it was measured, with what.

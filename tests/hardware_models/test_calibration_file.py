@@ -39,7 +39,7 @@ def full() -> Calibration:
         gpus={"v100-sxm2-32gb": GpuConstants(curves=slow, launch_s=1e-3, overlap_slowdown_computation=1.5)},
         links={"v100-32g-dgx1": load_link("nvlink2-v100").model_copy(update={"link_bytes_per_s": 1e9})},
         networks={"v100-32g-dgx1": load_network("ib-100g")},
-        pipeline=PipelineConstants(1.1, -1e-6, "a plan"),
+        pipeline=PipelineConstants(1.1, 1e-6, "a plan"),
         measurements=(Quantity("launch", 1e-6, "s", 9, 0.01),),
         fits=(FitRecord("all_reduce", "fitted", 3, {"latency_s": 1e-5}, 0.01, 0.0, 0.03),),
         machine="here",
@@ -103,6 +103,11 @@ def test_a_machine_profile_of_an_earlier_version_still_loads(tmp_path: Path) -> 
     assert found.gpus["v100-sxm2-32gb"].optimizer_bandwidth_fraction == 1.5
     assert found.collectives is not None
     assert found.collectives.lookup("all_reduce", 2, 256) == (1e-4, "measured")
+
+
+def test_an_overhead_below_zero_of_an_earlier_version_is_none(tmp_path: Path) -> None:
+    save_calibration(Calibration(source="x", pipeline=PipelineConstants(1.2, -3e-4, "a plan")), tmp_path / "c.yaml")
+    assert load_calibration(tmp_path / "c.yaml").pipeline == PipelineConstants(1.2, 0.0, "a plan")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 
 from simulator.uniform import uniform_plan  # noqa: E402
 from tests.validation.tiny import problem  # noqa: E402
+from validation.calibration import calibration_jobs, fit  # noqa: E402
 from validation.campaign_fit import company_share  # noqa: E402
 from validation.campaign_result import rank  # noqa: E402
-from validation.measurement import DeviceTime, IterationRecord, TimedAction, TimedSpan  # noqa: E402
+from validation.measurement import DeviceTime, IterationRecord, Measurement, TimedAction, TimedSpan  # noqa: E402
 from validation.overlap import overlap_row  # noqa: E402
 
 
@@ -70,3 +71,27 @@ def test_where_a_devices_time_went_adds_up() -> None:
     found = IterationRecord(actions, spans, 1.0, 3.2).device_time(7)
     expected = DeviceTime(7, 2.5, 0.5, 0.1, 0.4, 0.4, 1.0, 3.2)
     assert asdict(found) == pytest.approx(asdict(expected))
+
+
+@pytest.mark.parametrize(("iteration_s", "overhead_s"), [(0.5, 0.0), (5.0, 0.5)])
+def test_a_pipeline_quicker_than_its_operators_has_no_overhead_and_says_so(
+    iteration_s: float, overhead_s: float
+) -> None:
+    """GPipe of four microbatches on two stages takes five passes each way of 0.1 s: 1 s. Below that is noise."""
+    of = problem("gpt")
+    work = calibration_jobs(of, (1,))
+    assert work.pipeline is not None
+    count = len(of.workload)
+    operators = {(phase, index): 0.2 / count for phase in ("forward", "backward") for index in range(count)}
+
+    def measured(seconds: float, passes: tuple[float, ...]) -> Measurement:
+        return Measurement(
+            seconds, (seconds,), 1, 1, 1, passes, passes, 1e-3, (1.0,), (), (), operators, "", "cpu", "none", {}
+        )
+
+    pipeline = measured(iteration_s, (0.1, 0.1))
+    turn = [*(measured(0.4, (0.2,)) for _ in work.operators), measured(0.4, (0.2,)), pipeline]
+    found = fit(of, work, [turn], ())
+    assert found.operator_factor == pytest.approx(1.0, rel=0.1)
+    assert found.pass_overhead_s == pytest.approx(overhead_s, rel=0.25)
+    assert ("which is noise" in found.fitted_on) == (not overhead_s)
