@@ -20,6 +20,8 @@ LINEAR_PERCENT = 10
 """Errors up to here are drawn to scale."""
 MAX_ROWS = 60
 """Lines of the printed table; all are in the file and in the JSON."""
+DOUBTED = 0.3
+"""Residual of a fit from which on it is said."""
 
 
 def show(outcome: Outcome) -> None:
@@ -48,9 +50,23 @@ def show(outcome: Outcome) -> None:
         if text:
             console().print(f"{name:<14}{text}", markup=False)
     left_out = len(found.fits) - len(rows)
-    notes = [*outcome.notes, f"{left_out} more lines are in the file"] if left_out else outcome.notes
+    notes = [*all_notes(outcome), *([f"{left_out} more lines are in the file"] if left_out else [])]
     for note in notes:
         messages().print(f"note: {note}", markup=False)
+
+
+def all_notes(outcome: Outcome) -> list[str]:
+    """Return the remarks, and which fits some measured point is far from."""
+    far = [fit for fit in outcome.calibration.fits if fit.how == "fitted" and (fit.worst or 0.0) > DOUBTED]
+    if not far:
+        return list(outcome.notes)
+    worst = max(far, key=lambda fit: fit.worst or 0.0)
+    words = f"{worst.what} ({_percent(worst.worst)})" + (f" and {len(far) - 1} more" if len(far) > 1 else "")
+    return [
+        *outcome.notes,
+        f"a fit's worst residual should be below {DOUBTED:.0%}, got {words}: --plot shows where; measure again what "
+        "scatters, and do not rely on these constants there",
+    ]
 
 
 def _shortened(fits: tuple[FitRecord, ...]) -> list[FitRecord]:
@@ -80,7 +96,7 @@ def outcome_mapping(outcome: Outcome, output: Path | None) -> dict[str, Any]:
         "gpus": {name: list(part.given()) for name, part in found.gpus.items()},
         "links": list(found.links),
         "networks": list(found.networks),
-        "notes": list(outcome.notes),
+        "notes": all_notes(outcome),
     }
 
 

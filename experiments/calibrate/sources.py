@@ -228,7 +228,7 @@ def with_communication(
             links={preset: parts.links} if preset is not None and parts.links is not None else {},
             networks={preset: parts.network} if preset is not None and parts.network is not None else {},
         )
-        fits, points = [*fits, *parts.fits], [*points, *parts.points]
+        fits, points, notes = [*fits, *parts.fits], [*points, *parts.points], [*notes, *parts.notes]
         if preset is None:
             notes = [*notes, "no --cluster: its links were not fitted, and the table holds for any cluster"]
     return Outcome(replace(calibration, fits=tuple(fits)), tuple(points), tuple(notes))

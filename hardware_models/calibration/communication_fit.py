@@ -15,6 +15,8 @@ from hardware_models.collective_table import CollectiveTable, Row, leave_one_siz
 from hardware_models.links import LinkType, NetworkType
 
 LINKS = "links of the preset"
+FAR_OFF = 10.0
+"""Rates over the preset's, or below them, that speak of another machine or other units."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class CommunicationParts:
         links, network: Of the preset, where one was named.
         fits: Per collective the table's interpolation, per series its law, and the links.
         points: Of the laws and of the links.
+        notes: What the rows do not tell, and what they tell that is hard to believe.
     """
 
     table: CollectiveTable
@@ -33,6 +36,7 @@ class CommunicationParts:
     network: NetworkType | None
     fits: tuple[FitRecord, ...]
     points: tuple[Point, ...]
+    notes: tuple[str, ...] = ()
 
 
 def communication_parts(rows: Sequence[Row], source: str, preset: str | None) -> CommunicationParts:
@@ -47,12 +51,15 @@ def communication_parts(rows: Sequence[Row], source: str, preset: str | None) ->
         ValueError: If a row is impossible, or the preset unknown or too small.
     """
     table = CollectiveTable.from_rows(rows, source)
-    fits, points = _interpolation(table), []
+    fits, points, notes = _interpolation(table), list[Point](), list[str]()
     for (kind, shape), series in table.series.items():
         if len(series) < 2:
             continue
         law = fit_series(series)
-        predicted = law.seconds(np.array([size for size, _ in series]))
+        sizes, measured = np.array(series).T
+        predicted = law.seconds(sizes)
+        if not law.knows_rate(sizes, measured):
+            notes.append(f"times of {kind}, {shape} must grow with size to have a rate, got none: measure larger ones")
         own = [Point(f"{kind} law", seconds, float(p)) for (_, seconds), p in zip(series, predicted, strict=True)]
         fits.append(fit_record(f"{kind}, {shape}", "fitted", own, law.constants()))
         points += own
@@ -63,7 +70,14 @@ def communication_parts(rows: Sequence[Row], source: str, preset: str | None) ->
         own = [Point(LINKS, row[3], p) for row, p in zip(found.used, found.predicted_s, strict=True)]
         fits.append(fit_record(f"{LINKS} {preset}", "fitted", own, found.constants))
         points += own
-    return CommunicationParts(table, links, network, tuple(fits), tuple(points))
+        notes += [
+            f"{name} must be near the preset's, got {value:.3g} times {preset}: check --cluster, and that sizes are in "
+            "bytes and times in seconds"
+            for name, value in found.constants.items()
+            if name.endswith("_rate") or name == "links.rate"
+            if not 1 / FAR_OFF <= value <= FAR_OFF
+        ]
+    return CommunicationParts(table, links, network, tuple(fits), tuple(points), tuple(notes))
 
 
 def _interpolation(table: CollectiveTable) -> list[FitRecord]:

@@ -240,6 +240,24 @@ def test_a_machine_profile_gets_its_links_fitted(calibrate: Any, tmp_path: Path)
     assert found.links["local-cpu"].point_to_point_bytes_per_s == pytest.approx(2e9, rel=0.05)
 
 
+def test_a_fit_that_is_far_from_a_point_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hardware_models.calibrated import Calibration
+    from hardware_models.calibration_file import save_calibration
+    from hardware_models.collective_table import CollectiveTable
+
+    for slower, said in ((1.0, False), (3.0, True)):
+        rows = [("transfer_intra_node", 2, 4.0**power, 1e-4 + 4.0**power / 2e9) for power in range(5, 13)]
+        rows[3] = (*rows[3][:3], slower * rows[3][3])
+        table = CollectiveTable.from_rows(rows, "here")
+        save_calibration(Calibration("windtunnel profile", collectives=table, machine="here"), tmp_path / "m.json")
+        code, _, err = run(capsys, monkeypatch, "calibrate", "machine", tmp_path / "m.json")
+        assert code == 0
+        words = "a fit's worst residual should be below 30%, got transfer_intra_node, 2 ranks (64.8 %)"
+        assert (words in err.replace("\n", " ")) == said, err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

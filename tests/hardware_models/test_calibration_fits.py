@@ -46,6 +46,37 @@ def test_two_regimes_are_found_back() -> None:
     assert law.large_bytes_per_s == pytest.approx(100e9, rel=0.02)
 
 
+EIGHT = np.array([256.0, 4096.0, 65536.0, 262144.0, 524288.0, 1048576.0, 4194304.0, 16777216.0])
+
+
+def test_a_line_through_two_points_gives_no_rate_that_no_link_has() -> None:
+    """Transfers of a busy machine: without bounds, 7.8 MB/s for small messages beside 3.75 GB/s for large ones."""
+    seconds = np.array([60e-6, 550e-6, 1.5e-3, 1.6e-3, 1.65e-3, 1.8e-3, 2.7e-3, 5.9e-3])
+    law = fit_series(list(zip(EIGHT, seconds, strict=True)))
+    assert 45e-6 < law.latency_s < 60e-6
+    assert law.bytes_per_s > 0.005 * law.large_bytes_per_s
+    assert law.large_bytes_per_s == pytest.approx(3.75e9, rel=0.05)
+
+
+@pytest.mark.parametrize("power", [0.0, -0.1, 1.0, 1.3])
+def test_constants_are_within_what_points_can_say(power: float) -> None:
+    """Times that do not grow, that fall, that have no latency, that grow faster than sizes."""
+    seconds = 20e-6 * (EIGHT / 256) ** power
+    law = fit_series(list(zip(EIGHT, seconds, strict=True)))
+    assert law.latency_s >= 0.0099 * seconds.min()
+    assert law.large_bytes_per_s <= 101 * (EIGHT / seconds).max()
+    assert law.knows_rate(EIGHT, seconds) == (power > 0)
+
+
+def test_times_that_do_not_grow_and_rates_far_from_the_presets_are_said() -> None:
+    flat: list[Row] = [("all_reduce", GroupShape(8, 1, 1), size, 2e-5) for size in SIZES]
+    (note,) = communication_parts(flat, "test", None).notes
+    assert note.startswith("times of all_reduce, 8 ranks must grow with size to have a rate")
+    milliseconds: list[Row] = [("all_reduce", GroupShape(8, 1, 1), size, 20 + size / 1e8) for size in SIZES]
+    (note,) = communication_parts(milliseconds, "test", "a100-80g-dgx").notes
+    assert note.startswith("links.rate must be near the preset's, got 0.05 times a100-80g-dgx: check --cluster")
+
+
 def test_a_law_of_one_size_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 sizes"):
         fit_series([(1024.0, 1e-5)])
