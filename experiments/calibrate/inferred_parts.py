@@ -8,7 +8,7 @@ reach the simulator as measured times do, and nowhere else: a part without a fac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isclose
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from simulator.problem import Problem
 from simulator.profiled_costs import profiled_as
 from simulator.segments import Segment
 from simulator.uniform import repeated_layers
+from workloads.operators import Workload
 
 BEFORE, LAYER, AFTER = BLOCKS = ("before", "layer", "after")
 """Where an operator stands: before the repeated layers, in one, after them."""
@@ -72,6 +73,7 @@ def profile_of(
         ValueError: If operators of one role differ, or GPU types or runtimes, which a profile cannot say.
     """
     _check_one_machine(placed)
+    _check_one_model(problem for problem, _ in placed)
     found: dict[tuple[str, int, int, str], ProfileRow] = {}
     modelled: dict[tuple[str, int, int, str], ProfileRow] = {}
     weights: dict[tuple[str, int, str], float] = {}
@@ -130,6 +132,31 @@ def _check_one_machine(placed: Sequence[tuple[Problem, Plan]]) -> None:
     if len(kinds) > 1:
         words = "; ".join(f"{gpu} {dtype}, host {'ahead' if ahead else 'waits'}" for gpu, dtype, ahead in sorted(kinds))
         raise ValueError(f"runs must share a GPU type, a type of numbers and whether the host runs ahead, got {words}")
+
+
+def _check_one_model(problems: Iterable[Problem]) -> None:
+    """Refuse models that differ in more than their number of layers, whatever degrees and microbatches they ran at."""
+    first: Workload | None = None
+    kinds: dict[str, frozenset[object]] = {}
+    for workload in {problem.workload.fingerprint: problem.workload for problem in problems}.values():
+        own = _kinds_by_role(workload)
+        for role, kind in own.items():
+            if first is not None and kind != kinds.get(role, kind):
+                raise ValueError(
+                    f"layers must be alike in all plans, got {role} of {first.name} and of {workload.name}, which "
+                    "differ; a profile is of one model: make a table for each, or fit constants of the machine, which "
+                    "are of any models (--constants)"
+                )
+        first, kinds = first or workload, {**own, **kinds}
+
+
+def _kinds_by_role(workload: Workload) -> dict[str, frozenset[object]]:
+    """Return what operators of each role are, and on which shapes."""
+    found: dict[str, set[object]] = {}
+    for op in workload.operators:
+        shapes = tuple(workload.tensors[name] for name in op.inputs)
+        found.setdefault(op.role, set()).add((op.kind, tuple(sorted(op.attributes.items())), shapes))
+    return {role: frozenset(kinds) for role, kinds in found.items()}
 
 
 def _gpu_type(problem: Problem) -> str:

@@ -139,7 +139,8 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
     if (words := doubt([point.measured / point.predicted for point in before])) is not None:
         raise ValueError(words)
     inferred = infer(found, priors())
-    profile = profile_of(placed, SHAPE, inferred.factors, source)
+    known = any(inferred.prior.widths.values())
+    profile = profile_of(placed, SHAPE, inferred.factors, source) if known else None
     points = [
         Point("iterations", run.seconds, run.seconds * (1 + float(error)))
         for run, error in zip(found, inferred.errors, strict=True)
@@ -155,12 +156,14 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
         fit_record("iterations, each left out of the profile", "interpolated", left_out),
         FitRecord("factors on operators before, in, after layers", "fitted", len(found), factors),
     )
-    widths = ", ".join(f"{name} {width:g}" for name, width in inferred.prior.widths.items() if width) or "none"
+    widths = ", ".join(f"{name} {width:g}" for name, width in inferred.prior.widths.items() if width)
     deviations = np.array([abs(factor - 1) for factor in inferred.factors.values()])
     notes: tuple[str, ...] = (
         f"widths of the prior: {widths} (noise {inferred.prior.noise:g}); factors are off 1 by {deviations.mean():.1%}",
         "parts that no run has (other tensor-parallel degrees, microbatches outside the range) keep the model's times",
     )
+    if not known:
+        notes = ("no factors predict left-out runs better than the shipped model: it stays, leave --profile out",)
     if inferred.unsettled >= SETTLED:
         notes += (f"shares did not settle: sums and simulator differ by up to {inferred.unsettled:.1%} of a run",)
     return Outcome(Calibration(source=source, operators=profile, fits=fits), tuple(points), notes)

@@ -325,6 +325,37 @@ def test_logs_of_unlike_layers_and_plans_without_a_time_are_refused(
     assert code == 2 and "every run must have a measured time (iteration_time_s), runs.csv#1 has none" in err
 
 
+def test_runs_of_two_models_at_other_degrees_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operator of one has the other's degree, so no two rows of a profile would meet."""
+    small, large = plans_with_times(tmp_path, 1.2)[0], plans_with_times(tmp_path, 1.2, model="gpt3-1.3b")[2]
+    table = tmp_path / "runs.csv"
+    rows = "".join(f"{path.name},{seconds}\n" for path, seconds in (small, large))
+    table.write_text(f"plan,iteration_time_s\n{rows}")
+    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, "-o", tmp_path / "c.json")
+    words = " ".join(err.split())
+    assert code == 2 and "layers must be alike in all plans" in words and not (tmp_path / "c.json").exists()
+    assert "gpt3-350m and of gpt3-1.3b" in words and "--constants" in words
+
+
+def test_runs_that_say_nothing_give_a_file_that_holds_nothing_and_is_refused(
+    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = plans_with_times(tmp_path, 1.0)
+    times = [seconds * factor for (_, seconds), factor in zip(runs, (1.2, 0.8, 0.8, 1.2), strict=True)]
+    table = tmp_path / "runs.csv"
+    rows = zip(runs, times, strict=True)
+    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for (path, _), seconds in rows))
+    summary = calibrate("runs", table)
+    assert summary["operators"] == 0
+    assert "no factors predict left-out runs better than the shipped model: it stays, leave --profile out" in summary[
+        "notes"
+    ]
+    code, _, err = run(capsys, monkeypatch, "simulate", runs[0][0], "--profile", tmp_path / "out" / "c.json")
+    assert code == 2 and "holds nothing that prices anything" in " ".join(err.split())
+
+
 def test_constants_of_a_machine_are_fitted_to_logs_of_runs_of_any_models(calibrate: Any, tmp_path: Path) -> None:
     runs = plans_with_times(tmp_path, 1.2) + plans_with_times(tmp_path, 1.2, model="gpt3-1.3b")
     table = tmp_path / "runs.csv"
