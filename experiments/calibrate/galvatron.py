@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.calibrate.layers import calibrate_layers
 from experiments.calibrate.sources import with_communication
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants
-from hardware_models.calibration.communication_fit import LINKS, communication_parts
+from hardware_models.calibration.communication_fit import LINKS, communication_parts, far_rates
 from hardware_models.calibration.link_fit import Sample, fit_links
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
@@ -68,6 +68,7 @@ def galvatron(files: Sequence[Path], *, preset: str | None, model: str | None, r
         fits, points = [*fits, *found.fits], [*points, *found.points]
         if found.operators is not None:
             notes.append(LAYERS_NOTE)
+        notes += found.notes
     return _with_links(parts, calibration, fits, points, notes, source)
 
 
@@ -106,7 +107,7 @@ def _with_links(
         networks={preset: found.network} if found.network is not None else {},
         fits=(*outcome.calibration.fits, record),
     )
-    return Outcome(done, (*outcome.points, *own), outcome.notes)
+    return Outcome(done, (*outcome.points, *own), (*outcome.notes, *far_rates(preset, found.constants)))
 
 
 def _sample(each: Bandwidth, num_devices: int, gpus_per_node: int) -> Sample | None:

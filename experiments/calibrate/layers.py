@@ -27,11 +27,13 @@ class LayerCalibration:
     Attributes:
         operators: Rows, or None where there are only memory files.
         fits, points: For the summary.
+        notes: What was left out, and why.
     """
 
     operators: OperatorProfile | None
     fits: tuple[FitRecord, ...]
     points: tuple[Point, ...]
+    notes: tuple[str, ...] = ()
 
 
 def calibrate_layers(
@@ -50,6 +52,7 @@ def calibrate_layers(
     fits: list[FitRecord] = []
     rows: dict[tuple[str, int], ProfileRow] = {}
     costs = CostTables(problem)
+    impossible: list[str] = []
     tables = {}
     for time in times:
         if time.layer_type >= len(kinds):
@@ -60,10 +63,12 @@ def calibrate_layers(
             tables[time.samples] = costs.table((), time.samples, problem.gpu_types[0])
         members = kinds[time.layer_type] if time.layer_type >= 0 else _outside(problem, kinds)
         modelled = sum(float(tables[time.samples].forward_s[index]) for index in members)
+        what = f"layer kind {time.layer_type}" if time.layer_type >= 0 else "outside layers"
+        if time.seconds <= 0:
+            impossible.append(f"{what} at {time.samples} samples")
         if time.seconds <= 0 or modelled <= 0:
             continue
-        points.append(Point(f"layer kind {time.layer_type}" if time.layer_type >= 0 else "outside layers",
-                            time.seconds, modelled))  # fmt: skip
+        points.append(Point(what, time.seconds, modelled))
         for row in _rows(problem, costs, members, time, time.seconds / modelled, source):
             rows[row.role, row.samples] = row
     for group in dict.fromkeys(point.group for point in points):
@@ -82,7 +87,13 @@ def calibrate_layers(
     )
     if rows:
         fits.append(FitRecord(f"operators of {operators.model}", "fitted", len(times)))
-    return LayerCalibration(operators if rows else None, tuple(fits), (*points, *memory))
+    notes = [
+        f"layer times must be above 0 and below the whole model's, got others for {', '.join(impossible)}, which are "
+        "left out: runs of more layers must take longer, by as much for each"
+    ]
+    return LayerCalibration(
+        operators if rows else None, tuple(fits), (*points, *memory), tuple(notes if impossible else [])
+    )
 
 
 def _check_length(times: Sequence[LayerTime], problem: Problem, kinds: Sequence[Sequence[int]]) -> None:
@@ -146,7 +157,8 @@ def _across_batches(times: Sequence[LayerTime]) -> list[FitRecord]:
     """Return how a layer's time grows with the batch: a constant (launches) and a rate."""
     found = []
     for kind in sorted({time.layer_type for time in times if time.layer_type >= 0}):
-        series = sorted({time.samples: time.seconds for time in times if time.layer_type == kind}.items())
+        own_times = [time for time in times if time.layer_type == kind and time.seconds > 0]
+        series = sorted({time.samples: time.seconds for time in own_times}.items())
         if len(series) < 3:
             continue
         law = fit_series([(float(samples), seconds) for samples, seconds in series])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,20 @@ from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.machine_factors import with_factors
 
+ABOUT, FAR_OFF = 0.1, 3.0
+"""Factors nearer to 1 are about the shipped constants; those so many times off it are hard to believe."""
 SHAPE = "layers"
 """All runs of a table have layers of one shape: a profile knows roles, not shapes."""
+
+
+def _far(factors: Mapping[str, float]) -> tuple[str, ...]:
+    """Return a word about factors that say more of the table than of the machine."""
+    far = [f"{name} {factor:.3g}" for name, factor in factors.items() if not 1 / FAR_OFF <= factor <= FAR_OFF]
+    words = (
+        f"factors should be between {1 / FAR_OFF:.2g} and {FAR_OFF:g}, got {', '.join(far)}: check the GPU type, the "
+        "number of GPUs, the batch and the runtime of the rows"
+    )
+    return (words,) if far else ()
 
 
 def measured_runs(table: Path, common: Common | None = None) -> list[MeasuredRun]:
@@ -115,7 +127,11 @@ def constants(
     if not fitted.width:
         notes = ("no factors predict left-out runs better than the shipped constants: these stay, leave --profile out",)
     elif fitted.undetermined:
-        notes += (f"the runs hardly depend on {', '.join(fitted.undetermined)}: about the shipped constants",)
+        moved = [f"{name} {factors[name]:.2f}" for name in fitted.undetermined if abs(factors[name] - 1) >= ABOUT]
+        kept = [name for name in fitted.undetermined if abs(factors[name] - 1) < ABOUT]
+        notes += (f"the runs hardly depend on {', '.join(kept)}: about the shipped constants",) if kept else ()
+        notes += (f"the runs do not tell these factors well, use with care: {', '.join(moved)}",) if moved else ()
+    notes += _far(factors)
     calibration = with_factors(found[0].problem.hardware.cluster, factors, source)
     return Outcome(replace(calibration, fits=fits), tuple(points), notes)
 
@@ -162,6 +178,7 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
         f"widths of the prior: {widths} (noise {inferred.prior.noise:g}); factors are off 1 by {deviations.mean():.1%}",
         "parts that no run has (other tensor-parallel degrees, microbatches outside the range) keep the model's times",
     )
+    notes += _far(factors)
     if not known:
         notes = ("no factors predict left-out runs better than the shipped model: it stays, leave --profile out",)
     if inferred.unsettled >= SETTLED:

@@ -10,11 +10,11 @@ from pathlib import Path
 from datafiles.errors import DataFileError
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants
 from hardware_models.calibration.communication_fit import CommunicationParts, communication_parts
-from hardware_models.calibration.kernel_calibration import fit_curves, overlap_slowdowns
+from hardware_models.calibration.kernel_calibration import fit_curves, num_of_another, overlap_slowdowns
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.calibration_file import load_calibration
 from hardware_models.collective_table import Row
-from hardware_models.gpus import load_gpu
+from hardware_models.gpus import GpuType, load_gpu
 from hardware_models.group_shapes import GroupShape, shape_from_slots
 from hardware_models.import_aceso import import_collectives, import_folder, import_table
 from hardware_models.importers.aceso_folder import collectives_in, models_in
@@ -97,6 +97,7 @@ def alpa(file: Path, *, preset: str | None, gpu: str | None) -> Outcome:
         words = {"f16": "fp16", "f32": "fp32"}
         rows = [(Matmul(each.n, each.n, each.n), words.get(each.dtype, each.dtype), each.seconds)
                 for each in database.matmuls]  # fmt: skip
+        notes += _of_another(own_type, num_of_another(own_type, rows), len(rows))
         found = fit_curves(own_type, rows, source)
         if found is not None:
             curves, constants, points = found
@@ -146,6 +147,8 @@ def kineto(file: Path, *, preset: str | None, gpu: str | None, gpus_per_node: in
     if gpu is None:
         notes.append("kernels were not fitted: --gpu says which GPU type the constants are for")
     else:
+        kernels = [(each.work, each.dtype, each.seconds) for each in trace.kernels if each.work is not None]
+        notes += _of_another(load_gpu(gpu), num_of_another(load_gpu(gpu), kernels), len(kernels))
         constants, more, points = _kernel_constants(trace, gpu, source)
         fits += more
         calibration = replace(calibration, gpus={gpu: constants} if constants.given() else {})
@@ -154,6 +157,14 @@ def kineto(file: Path, *, preset: str | None, gpu: str | None, gpus_per_node: in
         advice = "give --gpu" if gpu is None else "record with record_shapes=True"
         raise DataFileError(file, f"must hold a collective with a size or a kernel with shapes, got neither; {advice}")
     return outcome
+
+
+def _of_another(gpu: GpuType, number: int, total: int) -> list[str]:
+    words = (
+        f"matmuls must be in number formats of {gpu.name} and no faster than their peak, {number} of {total} kernels "
+        "are others and were left out: check --gpu"
+    )
+    return [words] if number else []
 
 
 def _kernel_constants(trace: Trace, gpu: str, source: str) -> tuple[GpuConstants, list[FitRecord], list[Point]]:

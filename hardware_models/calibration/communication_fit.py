@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,14 +70,18 @@ def communication_parts(rows: Sequence[Row], source: str, preset: str | None) ->
         own = [Point(LINKS, row[3], p) for row, p in zip(found.used, found.predicted_s, strict=True)]
         fits.append(fit_record(f"{LINKS} {preset}", "fitted", own, found.constants))
         points += own
-        notes += [
-            f"{name} must be near the preset's, got {value:.3g} times {preset}: check --cluster, and that sizes are in "
-            "bytes and times in seconds"
-            for name, value in found.constants.items()
-            if name.endswith("_rate") or name == "links.rate"
-            if not 1 / FAR_OFF <= value <= FAR_OFF
-        ]
+        notes += far_rates(preset, found.constants)
     return CommunicationParts(table, links, network, tuple(fits), tuple(points), tuple(notes))
+
+
+def far_rates(preset: str, constants: Mapping[str, float]) -> list[str]:
+    """Return which fitted rates are so far from the preset's that rows are of another machine or in other units."""
+    return [
+        f"{name} must be near the preset's, got {value:.3g} times {preset}: check --cluster, and that sizes are in "
+        "bytes and times in seconds"
+        for name, value in constants.items()
+        if name.endswith("rate") and not 1 / FAR_OFF <= value <= FAR_OFF
+    ]
 
 
 def _interpolation(table: CollectiveTable) -> list[FitRecord]:

@@ -77,6 +77,17 @@ def _possible(
     return [row for row in rows if not is_above(*row)]
 
 
+def num_of_another(gpu: GpuType, rows: Sequence[tuple[Kernel, str, float]]) -> int:
+    """Return how many rows `fit_curves` leaves out as faster than the GPU's peak, or of a number format without one."""
+    curves = load_curves(gpu.curves)
+    known = [
+        kernel
+        for kernel, dtype, _ in _possible(gpu, curves, rows)
+        if not isinstance(kernel, Matmul) or (dtype in curves.matmul and dtype in gpu.peak_flop_per_s)
+    ]
+    return len(rows) - len(known)
+
+
 def _values(curves: EfficiencyCurves, dtype: str) -> dict[str, float]:
     matmul, memory = curves.matmul[dtype], curves.memory
     found = {f"limit.{role}": share for role, share in matmul.limit.items()}

@@ -227,8 +227,8 @@ def _layers(mapping: Mapping[str, Any], source: str) -> list[LayerTime]:
         lengths = seq.strip("[]").split(",")
         for kind in range(width):
             length = lengths[kind] if len(lengths) == width else lengths[0]
-            if solved[kind + 1] > 0:  # a difference of noisy runs may be negative
-                found.append(LayerTime(kind, samples, float(solved[kind + 1]), length))
+            # A difference of noisy runs may be negative, which is as good as none.
+            found.append(LayerTime(kind, samples, max(0.0, float(solved[kind + 1])), length))
         found.append(LayerTime(-1, samples, max(0.0, float(solved[0])), lengths[0]))
     return found
 

@@ -147,6 +147,10 @@ def test_a_trace_gives_constants_of_a_gpu(calibrate: Any, tmp_path: Path) -> Non
     whats = {fit["what"]: fit for fit in summary["fits"]}
     assert whats["kernels: matmul"]["constants"]["seconds"] > 0
     assert whats["Matmul bf16 on a100-sxm4-80gb"]["median"] < 0.1
+    assert not any("no faster" in note for note in summary["notes"])
+    other = calibrate("kineto", tmp_path / "t.json.gz", "--gpu", "v100-sxm2-32gb", "-c", "a100-80g-dgx")
+    words = "matmuls must be in number formats of v100-sxm2-32gb and no faster than their peak, 7 of 10"
+    assert any(note.startswith(words) for note in other["notes"])
 
 
 def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_path: Path) -> None:
@@ -197,6 +201,21 @@ def test_layer_times_of_other_sequences_are_refused(
     code, _, err = run(capsys, monkeypatch, *words)
     assert code == 2
     assert "--model must name" in err
+
+
+@pytest.mark.parametrize(("times", "left_out"), [((10.0, 9.0), "layer kind 0"), ((10.0, 30.0), "outside layers")])
+def test_layer_times_that_cannot_be_are_said(calibrate: Any, tmp_path: Path, times: Any, left_out: str) -> None:
+    content = {f"layernum[{n}]_bsz8_seq2048": time for n, time in zip((2, 4), times, strict=True)}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    words = ("-c", "a100-40g-dgx", "-m", "gpt3-1.3b", "-r", "megatron-lm-2021")
+    (_, note) = calibrate("galvatron", tmp_path / "t.json", *words)["notes"]
+    assert note.startswith(f"layer times must be above 0 and below the whole model's, got others for {left_out} at 8")
+
+
+def test_bandwidths_beyond_any_link_are_said(calibrate: Any, tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(json.dumps({"allreduce_size_8_consec_1": 1e9}))
+    notes = calibrate("galvatron", tmp_path / "b.json", "-c", "titan-rtx-pcie")["notes"]
+    assert any(note.startswith("links.rate must be near the preset's, got 20 times titan-rtx-pcie") for note in notes)
 
 
 def test_acesos_folder_gives_operators_and_collectives(calibrate: Any, tmp_path: Path) -> None:
@@ -354,6 +373,16 @@ def test_runs_that_say_nothing_give_a_file_that_holds_nothing_and_is_refused(
     ]
     code, _, err = run(capsys, monkeypatch, "simulate", runs[0][0], "--profile", tmp_path / "out" / "c.json")
     assert code == 2 and "holds nothing that prices anything" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("words", [(), ("--constants", "links,products")])
+def test_factors_that_no_machine_has_are_said(calibrate: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+    table = tmp_path / "runs.csv"
+    rows = [f"{path.name},{seconds}\n" for path, seconds in plans_with_times(tmp_path, 5.0)]
+    table.write_text("plan,iteration_time_s\n" + "".join(rows))
+    notes = calibrate("runs", table, *words)["notes"]
+    (note,) = [note for note in notes if note.startswith("factors should be between 0.33 and 3, got ")]
+    assert ("products 0." if words else "layer tp 1 x 4 5") in note and "check the GPU type" in note
 
 
 def test_constants_of_a_machine_are_fitted_to_logs_of_runs_of_any_models(calibrate: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hardware_models.calibration.kernel_calibration import fit_curves, overlap_slowdowns
+from hardware_models.calibration.kernel_calibration import fit_curves, num_of_another, overlap_slowdowns
 from hardware_models.calibration.kernel_fit import predict_s
 from hardware_models.compute import kernel_time_s
 from hardware_models.gpus import load_curves, load_gpu
@@ -165,7 +165,9 @@ def test_matmuls_above_the_fp32_peak_were_tf32_and_those_above_any_peak_are_left
     found = fit_curves(gpu, rows, "test")
     assert found is not None
     assert {name.split(".")[0] for name in found[1]} == {"tf32"}
-    assert fit_curves(gpu, [(kernel, "bf16", kernel.flop / 1e15) for kernel in kernels], "test") is None
+    quick = [(kernel, "bf16", kernel.flop / 1e15) for kernel in kernels]
+    assert fit_curves(gpu, quick, "test") is None
+    assert (num_of_another(gpu, rows), num_of_another(gpu, quick)) == (0, len(quick))
 
 
 def test_overlap_is_the_ratio_of_covered_to_lonely_kernels_of_equal_work(tmp_path: Path) -> None:
