@@ -25,7 +25,7 @@ ENOUGH = 5
 LEAST_LATENCY = 0.01
 """Of the quickest message's time. Measured series have 0.012 and more, even all-reduces from 1 MiB on (Aceso)."""
 HIGHEST_RATE = 100.0
-"""Over what the largest message got. Measured series have 1.6 at most; a rate that adds less than a hundredth to the
+"""Over the most that a message got. Measured series have 1.6 at most; a rate that adds less than a hundredth to the
 longest time cannot be seen."""
 SUPPORT, STEEPEST = 3, 100.0
 """Sizes from which on the line of small messages is more than drawn through its points; one of fewer sizes has no less
@@ -64,9 +64,8 @@ class SeriesLaw:
         return (
             self.latency_s >= LEAST_LATENCY * float(seconds.min())
             and self.large_bytes_per_s <= HIGHEST_RATE * float((sizes / seconds).max())
-            and (num_small in (0, *range(SUPPORT, len(sizes) + 1))
-                 or self.bytes_per_s * STEEPEST >= self.large_bytes_per_s)
-        )  # fmt: skip
+            and (not 0 < num_small < SUPPORT or self.bytes_per_s * STEEPEST >= self.large_bytes_per_s)
+        )
 
     def knows_rate(self, sizes: Vector, seconds: Vector) -> bool:
         """Return whether times grow with sizes, so that the rate of large messages is more than its bound."""
