@@ -22,6 +22,9 @@ from validation.stage_times import stage_times
 
 ENGINE = "compiled"
 CALIBRATION_MICROBATCHES = 4
+CALM = 1.33
+"""Factor on operators in a pipeline from which on, or below its inverse, the machine was busy in one of the two runs:
+company that operators keep each other, which it is for, is worth a few per cent."""
 
 
 class Calibrated(Protocol):
@@ -130,6 +133,7 @@ def fit(
     measured_s = float(np.median([turn[-1].iteration_time_s for turn in measured]))
     found_s = fit_overhead_s(lambda own: replace(profile, pass_overhead_s=own), work.pipeline, measured_s)
     overhead_s, words = never_negative(found_s)
+    words = [*doubtful_factor(profile.operator_factor), *words]
     return replace(profile, pass_overhead_s=overhead_s, fitted_on="; ".join([profile.fitted_on, *words]))
 
 
@@ -177,6 +181,20 @@ def never_negative(overhead_s: float) -> tuple[float, list[str]]:
     return 0.0, [
         f"overhead of a pass 0: the pipeline took {-1e3 * overhead_s:.3f} ms a pass less than its operators say, "
         "which is noise"
+    ]
+
+
+def doubtful_factor(factor: float) -> list[str]:
+    """Return what to say of a factor on operators that is far from 1.
+
+    >>> doubtful_factor(0.57)
+    ['operators took 0.57 of their profiled times in the pipeline, which should be near 1: measure on a calm machine']
+    """
+    if 1 / CALM <= factor <= CALM:
+        return []
+    return [
+        f"operators took {factor:.2f} of their profiled times in the pipeline, which should be near 1: measure on a "
+        "calm machine"
     ]
 
 

@@ -15,7 +15,7 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
-from validation.calibration import ENGINE, fit, fit_factor, fit_overhead_s, never_negative
+from validation.calibration import ENGINE, doubtful_factor, fit, fit_factor, fit_overhead_s, never_negative
 from validation.campaign_run import RoundResult, fastest_round
 from validation.campaign_work import SPLIT_SCHEDULES, UnitWork
 from validation.machine_profile import MachineProfile
@@ -221,6 +221,7 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
         for position, job in pipelines
     ]
     overhead_s, notes = never_negative(statistics.median(overheads))
+    notes = [*doubtful_factor(calibration.profile.operator_factor), *notes]
     words = "; ".join([base.fitted_on, *(each.name for each, _ in unit.calibration), *notes])
     profile = replace(calibration.profile, pass_overhead_s=overhead_s, fitted_on=words)
     return replace(calibration, profile=profile)

@@ -73,11 +73,13 @@ def test_where_a_devices_time_went_adds_up() -> None:
     assert asdict(found) == pytest.approx(asdict(expected))
 
 
-@pytest.mark.parametrize(("iteration_s", "overhead_s"), [(0.5, 0.0), (5.0, 0.5)])
+@pytest.mark.parametrize(
+    ("iteration_s", "overhead_s", "factor"), [(0.5, 0.0, 1.0), (5.0, 0.5, 1.0), (2.9, 0.25, 0.4), (0.5, 0.0, 2.0)]
+)
 def test_a_pipeline_quicker_than_its_operators_has_no_overhead_and_says_so(
-    iteration_s: float, overhead_s: float
+    iteration_s: float, overhead_s: float, factor: float
 ) -> None:
-    """GPipe of four microbatches on two stages takes five passes each way of 0.1 s: 1 s. Below that is noise."""
+    """GPipe of four microbatches on two stages takes five passes each way, of 0.1 s times the factor; less is noise."""
     of = problem("gpt")
     work = calibration_jobs(of, (1,))
     assert work.pipeline is not None
@@ -89,9 +91,10 @@ def test_a_pipeline_quicker_than_its_operators_has_no_overhead_and_says_so(
             seconds, (seconds,), 1, 1, 1, passes, passes, 1e-3, (1.0,), (), (), operators, "", "cpu", "none", {}
         )
 
-    pipeline = measured(iteration_s, (0.1, 0.1))
+    pipeline = measured(iteration_s, (0.1 * factor, 0.1 * factor))
     turn = [*(measured(0.4, (0.2,)) for _ in work.operators), measured(0.4, (0.2,)), pipeline]
     found = fit(of, work, [turn], ())
-    assert found.operator_factor == pytest.approx(1.0, rel=0.1)
+    assert found.operator_factor == pytest.approx(factor, rel=0.1)
+    assert ("measure on a calm machine" in found.fitted_on) == (factor != 1)
     assert found.pass_overhead_s == pytest.approx(overhead_s, rel=0.25)
     assert ("which is noise" in found.fitted_on) == (not overhead_s)
