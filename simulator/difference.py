@@ -61,6 +61,15 @@ class Difference:
     time: tuple[Change, ...]
     memory: tuple[Change, ...]
 
+    @property
+    def samples_per_s(self) -> tuple[float, float]:
+        """Throughput of a and b; 0 where an iteration takes no time."""
+        a, b = (
+            size / seconds if seconds > 0 else 0.0
+            for size, seconds in zip(self.global_batch, self.iteration_time_s, strict=True)
+        )
+        return a, b
+
     def table(self) -> pd.DataFrame:
         """Return one row per cause: ``cause, a_s, b_s, difference_s, share`` (of a's iteration time)."""
         import pandas as pd
@@ -82,7 +91,9 @@ class Difference:
         """Return plain values with units in their keys."""
         return {
             "names": list(self.names),
+            "global_batch": list(self.global_batch),
             "iteration_time_s": list(self.iteration_time_s),
+            "samples_per_s": list(self.samples_per_s),
             "peak_allocated_bytes": list(self.peak_bytes),
             "fits": list(self.fits),
             "time_s": [{"cause": row.cause, "a": row.a, "b": row.b} for row in self.time],
@@ -90,11 +101,23 @@ class Difference:
         }
 
     def describe(self, limit: int = 4) -> str:
-        """Return ``b is 12.3 % faster, mainly: -0.41 s tensor-parallel communication, ...``."""
+        """Return ``b is 12.3 % faster, mainly: -0.41 s tensor-parallel communication, ...``.
+
+        Where the batches differ, by samples a second: an iteration of fewer samples is no quicker plan.
+        """
         first, second = self.names
         a, b = self.iteration_time_s
-        lines = [_sentence(second, "faster", "slower", a, b, _main(self.time, limit, _signed_s))]
-        lines[0] += f" ({first} {format_s(a)}, {second} {format_s(b)})"
+        reasons = _main(self.time, limit, _signed_s)
+        seconds = f" ({first} {format_s(a)}, {second} {format_s(b)})"
+        if self.global_batch[0] == self.global_batch[1]:
+            lines = [_sentence(second, "faster", "slower", a, b, reasons) + seconds]
+        else:
+            one, other = self.samples_per_s
+            lines = [
+                f"samples per iteration differ: {first} {self.global_batch[0]}, {second} {self.global_batch[1]}; by "
+                f"samples/s {_throughput_sentence(second, one, other)} ({first} {one:,.4g}, {second} {other:,.4g})",
+                f"iterations change by {_signed_s(b - a)}, mainly: {reasons}{seconds}",
+            ]
         low, high = (float(size) for size in self.peak_bytes)
         if low > 0 or high > 0:
             text = _sentence(second, "less memory", "more memory", low, high, _main(self.memory, limit, _signed_bytes))
@@ -103,10 +126,6 @@ class Difference:
         for name, fits in zip(self.names, self.fits, strict=True):
             if not fits:
                 lines.append(f"{name} does not fit into memory")
-        if self.global_batch[0] != self.global_batch[1]:
-            lines.append(
-                f"samples per iteration differ: {first} {self.global_batch[0]}, {second} {self.global_batch[1]}"
-            )
         return "\n".join(lines)
 
     def plot_waterfall(self, path: str | Path, title: str | None = None) -> None:
@@ -182,6 +201,13 @@ def _sentence(name: str, less: str, more: str, a: float, b: float, reasons: str)
     if abs(change) < 0.0005:
         return f"{name} is as fast as before"
     return f"{name} is {100 * abs(change):.1f} % {less if change < 0 else more}, mainly: {reasons}"
+
+
+def _throughput_sentence(name: str, a: float, b: float) -> str:
+    change = (b - a) / a if a > 0 else 0.0
+    if abs(change) < 0.0005:
+        return f"{name} is as fast as before"
+    return f"{name} is {100 * abs(change):.1f} % {'faster' if change > 0 else 'slower'}"
 
 
 def _main(rows: Sequence[Change], limit: int, text: Any) -> str:

@@ -109,3 +109,18 @@ def test_units_suit_the_size() -> None:
         "0.000 s",
     ]
     assert [format_bytes(b) for b in (3 * 2**29, 12)] == ["1.50 GiB", "12 B"]
+
+
+def test_plans_of_different_batches_are_compared_by_samples_a_second(a: SimulationResult) -> None:
+    """A quarter of the samples in half the time is half as fast."""
+    quarter = replace(a, global_batch=a.global_batch // 4, iteration_time_s=a.iteration_time_s / 2)
+    lines = difference(a, quarter).describe().splitlines()
+    assert lines[0].startswith("samples per iteration differ: a 64, b 16; by samples/s b is 50.0 % slower (a ")
+    assert not any("faster" in line for line in lines)
+    assert lines[1].startswith("iterations change by -")
+    assert "by samples/s b is 100.0 % faster" in difference(quarter, a).describe()
+    even = replace(quarter, iteration_time_s=a.iteration_time_s / 4)
+    assert "by samples/s b is as fast as before" in difference(a, even).describe()
+    summary = difference(a, quarter).summary()
+    assert summary["global_batch"] == [64, 16]
+    assert summary["samples_per_s"][1] == pytest.approx(summary["samples_per_s"][0] / 2)
