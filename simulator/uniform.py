@@ -63,7 +63,14 @@ def uniform_plan(
             f"{devices}; use smaller degrees or a larger cluster than {problem.hardware.cluster.name}"
         )
     count, left = divmod(problem.global_batch, microbatch * dp)
-    if left and not (smaller_last and count):
+    if smaller_last and count == 0:
+        smaller = f"microbatch {problem.global_batch // dp}"
+        remedy = smaller if problem.global_batch >= dp else f"dp {problem.global_batch} or less"
+        raise ValueError(
+            f"the global batch must hold at least one whole microbatch, dp * microbatch samples, got batch "
+            f"{problem.global_batch} and {dp} * {microbatch} = {dp * microbatch}; try {remedy} or a larger batch"
+        )
+    if left and not smaller_last:
         fitting = max(size for size in range(1, microbatch + 1) if size == 1 or problem.global_batch % (size * dp) == 0)
         raise ValueError(
             f"dp * microbatch must divide the global batch {problem.global_batch}, got {dp} * {microbatch} = "

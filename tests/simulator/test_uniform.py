@@ -31,3 +31,12 @@ def test_gradients_are_reduced_when_the_runtime_says_unless_told_otherwise() -> 
     assert uniform_plan(every, dp=4).gradient_reduction == "every"
     assert uniform_plan(problem, dp=4, zero=3, gradient_reduction="last").gradient_reduction == "last"
     assert uniform_plan(every, dp=4, gradient_reduction="last").gradient_reduction == "last"
+
+
+def test_a_batch_below_one_whole_microbatch_is_refused_with_what_would_fit() -> None:
+    problem = small_problem("gpt", global_batch=3)
+    with pytest.raises(ValueError, match=r"one whole microbatch.* got batch 3 and 4 \* 1 = 4; try dp 3 or less"):
+        uniform_plan(problem, dp=4, smaller_last=True)
+    with pytest.raises(ValueError, match=r"got batch 3 and 1 \* 4 = 4; try microbatch 3 or a larger batch"):
+        uniform_plan(problem, dp=1, microbatch=4, smaller_last=True)
+    assert uniform_plan(problem, dp=1, microbatch=3, smaller_last=True).num_microbatches == 1
