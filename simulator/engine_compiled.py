@@ -10,7 +10,7 @@ there, because both do the same arithmetic. The differences are in what needs a 
   entry each that moves when the speed changes.
 - Loads are summed in twice the precision, so the order of users does not matter (SimPy's engine: fsum).
 
-The first call in a fresh environment compiles for some seconds and says so on the log ``windtunnel``;
+The first call in a fresh environment compiles for up to a minute and says so on the log ``windtunnel``;
 compiled code is kept on disk (``compiled_cache`` says where; ``NUMBA_CACHE_DIR`` moves it).
 """
 
@@ -50,7 +50,7 @@ def run_compiled(graph: TaskGraph, progress: Callable[[int], None] | None = None
         DeadlockError: If tasks wait for each other in a circle; the message names the circle.
     """
     if not is_cached(advance):
-        logging.getLogger("windtunnel").warning("compiling the engine, once on this machine (some seconds) ...")
+        logging.getLogger("windtunnel").warning("compiling the engine, once on this machine (up to a minute) ...")
     fixed, state = prepare(graph)
     counters = state.counters
     while True:

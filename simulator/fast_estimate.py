@@ -82,7 +82,7 @@ class FastEstimates:
 
 
 def compile_ahead(problem: Problem) -> None:
-    """Compile the estimate where this machine has not yet, lest a search's seconds go by with it (half a minute)."""
+    """Compile the estimate where this machine has not yet, lest a search's seconds go by with it (up to a minute)."""
     if not (is_cached(estimate_times) and is_cached(estimate_peaks)):
         with suppress(ValueError):  # No array form, so nothing to compile for.
             FastEstimator(problem).estimate(uniform_plan(problem))
@@ -101,7 +101,7 @@ class FastEstimator:
 
     def __init__(self, problem: Problem, costs: CostTables | None = None) -> None:
         if not is_cached(estimate_times):
-            logging.getLogger("windtunnel").warning("compiling the estimate, once on this machine (some seconds) ...")
+            logging.getLogger("windtunnel").warning("compiling the estimate, once on this machine (up to a minute) ...")
         self.problem = problem
         self.costs = costs or CostTables(problem)
         passes_of = {passes_s(self.costs, gpu_type, "1f1b") for gpu_type in problem.gpu_types}

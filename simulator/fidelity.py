@@ -23,7 +23,8 @@ class Fidelity:
         recompute: Recomputed segments take time.
         optimizer: Optimizer step and gradient norm.
         allocator: Replay the caching allocator; else ``fits`` compares live bytes.
-        merge: Operators between which nothing can start or end are one task (no effect on times).
+        merge: Operators between which nothing can start or end are one task (no effect on times but where a
+            launch-bound run meets a wait or an overlap: up to 1 %).
         symmetry: Devices that behave alike are simulated once (no effect on times).
     """
 
