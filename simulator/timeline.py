@@ -9,7 +9,7 @@ A row per device: computation as boxes with the microbatch inside, communication
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,10 @@ LANE_STYLES = {
     "gradient norm": (2, "other communication", GREY),
 }
 """Causes of communication: lane, name, colour."""
+
+LEGEND_COLUMNS, LEGEND_COLUMNS_WIDE = 8, 5
+LEGEND_WIDE = 20
+"""Letters of a label from which on fewer stand side by side."""
 
 SHOWN_TURNS = 12
 """Microbatches of a full pipeline that a picture shows, beside those that fill it."""
@@ -189,17 +193,32 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     if span != (0.0, result.iteration_time_s):
         line += f"   (shown: {format_s(span[0])} to {format_s(span[1])})"
     set_title(axes, title, line)
-    names = {name for name, _ in styles}
-    order = [name for name, _ in (*BUSY_STYLES.values(), OTHER_BUSY)]
-    order += [name for _, name, _ in (*LANE_STYLES.values(), OTHER_LANE)]
-    shown = sorted(names, key=order.index)
-    handles = [Patch(facecolor=_base_color(name), label=name) for name in shown]
+    handles = [Patch(facecolor=color, label=words) for words, color in _legend(styles)]
     if handles:
+        widest = max(len(str(handle.get_label())) for handle in handles)
+        most = LEGEND_COLUMNS if widest < LEGEND_WIDE else LEGEND_COLUMNS_WIDE
         figure.legend(
-            handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False,
+            handles=handles, loc="outside lower center", ncols=min(len(handles), most), frameon=False,
             fontsize=9, labelcolor=TEXT, handlelength=1.2, handleheight=0.9, columnspacing=1.6,
         )  # fmt: skip
     return figure
+
+
+def _legend(styles: Iterable[tuple[str, Color]]) -> list[tuple[str, Color]]:
+    """Return words and colour of every kind of box; of paler ones, which are later chunks of a device, the palest."""
+    order = [name for name, _ in (*BUSY_STYLES.values(), OTHER_BUSY)]
+    order += [name for _, name, _ in (*LANE_STYLES.values(), OTHER_LANE)]
+    shades: dict[str, set[Color]] = {}
+    for name, color in styles:
+        shades.setdefault(name, {_lighten(_base_color(name), 0.0)}).add(color)
+    entries = []
+    for name in sorted(shades, key=order.index):
+        ordered = sorted(shades[name], key=sum)
+        entries.append((name, ordered[0]))
+        if len(ordered) > 1:
+            later = "second chunk" if len(ordered) == 2 else f"chunks 2 to {len(ordered)}"
+            entries.append((f"{name}, {later}", ordered[-1]))
+    return entries
 
 
 def _rows_to_draw(graph: TaskGraph) -> list[int]:

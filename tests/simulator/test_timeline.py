@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulator.figures import BLUE, GREEN
 from simulator.memory_plot import MEMORY_COLUMNS, _envelope
 from simulator.result import SimulationResult
-from simulator.timeline import NUM_COLUMNS, _Boxes, _thin, readable_window
+from simulator.timeline import NUM_COLUMNS, _Boxes, _legend, _lighten, _thin, readable_window
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
 from tests.simulator.results import pipeline_result
@@ -100,3 +101,11 @@ def test_a_picture_is_named_as_what_it_is(result: SimulationResult, tmp_path: Pa
         with pytest.raises(ValueError, match=r"a picture must be a file that ends in \.png, got .*; name it .*x\.png$"):
             write(tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_legend_has_the_paler_boxes_of_later_chunks() -> None:
+    names = [words for words, _ in _legend([("forward", _lighten(BLUE, 0.0)), ("forward", _lighten(BLUE, 0.55))])]
+    assert names == ["forward", "forward, second chunk"]
+    three = _legend([("transfer", _lighten(GREEN, 0.0)), *(("forward", _lighten(BLUE, x)) for x in (0.0, 0.3, 0.55))])
+    assert [words for words, _ in three] == ["forward", "forward, chunks 2 to 3", "transfer"]
+    assert three[1][1] == _lighten(BLUE, 0.55)
