@@ -164,7 +164,8 @@ class ComparisonFolder:
         ]
         write_text_atomically(self.path / "history.csv", "\n".join(lines) + "\n")
         plot_throughput(table, self.path / "throughput.png", title=title)
-        plot_convergence(histories, self.path / "convergence.png", title=title)
+        objective = str(self._inputs.get("objective", "paper"))
+        plot_convergence(histories, self.path / "convergence.png", title=title, objective=objective)
 
     def _history(self, searcher: str) -> list[tuple[float, int, float]]:
         saved = load_mapping(self.path / "rows" / f"{file_name(searcher)}.json")

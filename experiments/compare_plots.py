@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ def plot_throughput(table: pd.DataFrame, path: Path, *, title: str) -> None:
         _draw_memory(memory, place, row)
     speed.set_yticks(range(num_rows), [row["searcher"] for row in rows], fontsize=12)
     speed.set_ylim(num_rows - 0.4, -0.6)
-    speed.set_xlim(0, 1.45 * largest)
+    speed.set_xlim(0, 1.52 * largest)  # room for the fastest one's label, in bold
     speed.set_xlabel("throughput, samples/s")
     memory.set_yticks([])
     memory.patch.set_alpha(0.0)  # reasons may run over into the empty row beside them
@@ -63,9 +64,9 @@ def _draw_speed(axes: Axes, place: int, row: Mapping[str, Any], fastest: float, 
     value = row["samples_per_s"]
     color = (BEST if value == fastest else REST) if fits else "white"
     axes.barh(place, value, height=0.62, color=color, edgecolor=TOO_MUCH if not fits else color, hatch=None)
-    label = f"{value:.3g}/s   {format_s(row['iteration_time_s'])}   MFU {row['mfu']:.0%}"
+    label = f"{three_digits(value)}/s   {format_s(row['iteration_time_s'])}   MFU {row['mfu']:.0%}"
     if not fits:
-        label = f"out of memory ({value:.3g}/s if it fitted)"
+        label = f"out of memory ({three_digits(value)}/s if it fitted)"
     bold = "bold" if fits and value == fastest else "normal"
     _write(axes, value + 0.012 * largest, place - 0.13, label, color=INK, size=10, fontweight=bold)
     on_bar = "white" if fits and value == fastest else INK
@@ -87,7 +88,7 @@ def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
 
 
 def plot_convergence(
-    histories: Mapping[str, Sequence[tuple[float, int, float]]], path: Path, *, title: str
+    histories: Mapping[str, Sequence[tuple[float, int, float]]], path: Path, *, title: str, objective: str = "paper"
 ) -> None:
     """Draw the best objective that each searcher had found over time.
 
@@ -95,6 +96,7 @@ def plot_convergence(
         histories: Per searcher ``(wall_s, evaluations, best_objective_s)``.
         path: PNG to write.
         title: The problem, in words.
+        objective: What searchers minimised: ``paper`` (each its own estimate) or ``simulator``.
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -116,13 +118,14 @@ def plot_convergence(
         )
         axes.step(times_ms, best, where="post", color=color, linewidth=2.4)
         axes.plot(times_ms[-1], best[-1], "o", color=color, markersize=6)
-        labels.append((best[-1], f"{searcher}  {best[-1]:.1f} s, {entries[-1][1]} evaluations", color))
+        labels.append((best[-1], f"{searcher}  {three_digits(best[-1])} s, {evaluations_words(entries[-1][1])}", color))
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())  # else the minor ticks of a short range are written over each other
     axes.set_xlabel("search time, ms")
-    axes.set_ylabel("best objective so far, s per iteration")
+    judge = "simulated" if objective == "simulator" else "each searcher's own estimate"
+    axes.set_ylabel(f"best objective so far, s per iteration\n({judge})")
     axes.grid(color=GRID, linewidth=0.8)
     if labels:
         axes.set_xlim(right=1.3e3 * end_s)
@@ -169,6 +172,27 @@ def _save(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160)
     write_bytes_atomically(path, buffer.getvalue())
+
+
+def three_digits(value: float) -> str:
+    """Return a number to three significant digits, ending zeros with them.
+
+    >>> three_digits(56.02), three_digits(55.5), three_digits(0.05123), three_digits(1234.6), three_digits(0.0)
+    ('56.0', '55.5', '0.0512', '1,235', '0.00')
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.2f}"
+    decimals = 2 - math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    return f"{value:,.{max(0, decimals)}f}"
+
+
+def evaluations_words(count: int) -> str:
+    """Return how many evaluations, in words.
+
+    >>> evaluations_words(1), evaluations_words(1200)
+    ('1 evaluation', '1,200 evaluations')
+    """
+    return f"{count:,} evaluation{'' if count == 1 else 's'}"
 
 
 def _shorten(text: str, limit: int) -> str:

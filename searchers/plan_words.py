@@ -19,6 +19,8 @@ def describe_plan(plan: Plan) -> str:
     'pp 4, microbatch 2 x 8'
     >>> describe_plan(Plan(tuple(stages), microbatch_size=2, num_microbatches=8, last_microbatch_size=1))
     'pp 4, microbatch 2 x 7 and 1'
+    >>> describe_plan(Plan(tuple(stages[:1]), microbatch_size=2, num_microbatches=8, schedule="zb-h1"))
+    '1 device, microbatch 2 x 8, zb-h1'
     """
     degrees = list(dict.fromkeys(stage_degrees(stage) for stage in plan.stages))
     num_ranks = len(set(plan.rank_of_stage))
@@ -40,7 +42,7 @@ def describe_plan(plan: Plan) -> str:
     last = plan.last_microbatch_size
     count = plan.num_microbatches if last is None else f"{plan.num_microbatches - 1} and {last}"
     words.append(f"microbatch {plan.microbatch_size} x {count}")
-    if num_ranks > 1 and plan.schedule != "1f1b":
+    if plan.schedule != "1f1b":
         words.append(plan.schedule)
     words += _recompute_words(plan)
     return ", ".join(words)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from experiments import compare as compare_module
+from experiments import compare_plots
 from experiments.compare import COLUMNS, compare
 from searchers.budget import Budget
 from simulator.plan_file import load_plan
@@ -179,3 +181,28 @@ class Mine(CandidateSearcher):
     assert list(found["status"]) == ["ok", "no plan"]
     reason = found["reason"].iloc[1]
     assert "raised IndexError: pop from empty list" in reason and "line 10, in candidates" in reason
+
+
+def test_the_convergence_says_whose_seconds_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of 51.2 ms is not one of 0.1 s, and what a searcher believes is not what the simulator says."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(compare_plots, "_save", lambda figure, path: drawn.append(figure))
+    for objective in ("paper", "simulator"):
+        compare_plots.plot_convergence(
+            {"mine": [(0.1, 1, 0.05123)]}, tmp_path / "x.png", title="", objective=objective
+        )
+    paper, simulated = (figure.axes[0] for figure in drawn)
+    assert [text.get_text() for text in paper.texts] == ["mine  0.0512 s, 1 evaluation"]
+    assert paper.get_ylabel().endswith("(each searcher's own estimate)")
+    assert simulated.get_ylabel().endswith("(simulated)")
+
+
+def test_rates_beside_the_bars_have_as_many_digits(
+    table: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(compare_plots, "_save", lambda figure, path: drawn.append(figure))
+    rates = table.assign(samples_per_s=[56.0, 55.5, None])
+    compare_plots.plot_throughput(rates, tmp_path / "x.png", title="")
+    words = [text.get_text() for text in drawn[0].axes[0].texts]
+    assert [word.split()[0] for word in words if "MFU" in word] == ["56.0/s", "55.5/s"]
