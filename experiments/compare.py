@@ -9,6 +9,7 @@ it stopped when it is called again.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,11 +125,12 @@ def compare(
     Raises:
         ValueError: If an input is wrong, or the folder holds another comparison.
     """
-    inputs = Comparison(
-        spec, tuple(dict.fromkeys(searchers)), budget, seed, engine, tuple(without), objective
-    )
+    inputs = Comparison(spec, tuple(searchers), budget, seed, engine, tuple(without), objective)
     if not inputs.searchers:
         raise ValueError("compare needs at least one searcher, got none")
+    twice = [name for name, count in Counter(inputs.searchers).items() if count > 1]
+    if twice:
+        raise ValueError(f"every searcher must be named once, got {', '.join(twice)} again; leave the second out")
     for name in inputs.searchers:
         searcher_class(name)
     fidelity = Fidelity().without(*without)

@@ -105,10 +105,11 @@ def load_runs(table: Path, common: Common | None = None, refused: list[str] | No
             found.append(_Row(table, number, _cells(row), common or Common()).case())
         except ValueError as error:
             others = _others(table) if isinstance(error, MissingColumnError) else ""
-            first = first or f"{table}, row {number}: {error}{others}"
+            words = str(error).removeprefix(f"{row_id(table, number)}: ")  # the row is named here
+            first = first or f"{table}, row {number}: {words}{others}"
             if refused is None:
                 raise ValueError(first) from None
-            refused.append(f"row {number}: {error}")
+            refused.append(f"row {number}: {words}")
     if not found:
         raise ValueError(first)
     return found
@@ -123,6 +124,17 @@ def columns_not_read(table: Path) -> dict[str, str | None]:
     """Return the columns that say nothing about the run itself (sources, notes), each with the one it resembles."""
     known = {PLAN, *DEGREES, *WORDS, *MEASURED, *_PROBLEM, *_SHAPES, *ALIASES, *CHECKED}
     return {name: resembled(name) for name in (load_table(table) or [{}])[0] if name not in known}
+
+
+def rows_twice(table: Path) -> list[str]:
+    """Return which rows say what an earlier one says, in words: each is simulated and counts again."""
+    first: dict[tuple[str, ...], int] = {}
+    found = []
+    for number, row in enumerate(load_table(table), start=1):
+        same = first.setdefault(tuple(text.strip() for text in row.values()), number)
+        if same != number:
+            found.append(f"row {number} is row {same} again: it counts twice; leave one out unless it ran twice")
+    return found
 
 
 def resembled(name: str) -> str | None:

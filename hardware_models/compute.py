@@ -11,6 +11,7 @@ from math import ceil, sqrt
 
 from hardware_models.gpus import (
     AttentionCurve,
+    DtypeError,
     EfficiencyCurves,
     GpuType,
     MatmulCurve,
@@ -211,7 +212,8 @@ def _winograd_s(
 def _matmul_curve(curves: EfficiencyCurves, gpu: GpuType, dtype: str) -> MatmulCurve:
     if dtype not in curves.matmul:
         known = ", ".join(sorted(curves.matmul))
-        raise ValueError(f"dtype must be one that {gpu.name} has matmul curves for ({known}), got {dtype!r}")
+        words = f"dtype must be one that {gpu.name} has matmul curves for ({known}), got {dtype!r}"
+        raise DtypeError(words, curves.matmul)
     return curves.matmul[dtype]
 
 

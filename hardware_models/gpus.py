@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -73,6 +73,18 @@ class EfficiencyCurves(FileModel):
     attention: AttentionCurve
 
 
+class DtypeError(ValueError):
+    """A GPU type does not know a dtype.
+
+    Attributes:
+        known: Those that it knows.
+    """
+
+    def __init__(self, message: str, known: Iterable[str]) -> None:
+        super().__init__(message)
+        self.known = tuple(sorted(known))
+
+
 class GpuType(FileModel):
     """One GPU product.
 
@@ -120,8 +132,8 @@ class GpuType(FileModel):
             return self.peak_flop_per_s[dtype]
         except KeyError:
             known = ", ".join(sorted(self.peak_flop_per_s))
-            raise ValueError(
-                f"dtype must be one that {self.name} computes in ({known}), got {dtype!r}"
+            raise DtypeError(
+                f"dtype must be one that {self.name} computes in ({known}), got {dtype!r}", self.peak_flop_per_s
             ) from None
 
 

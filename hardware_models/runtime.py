@@ -6,7 +6,7 @@ gradients travel and where the host waits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
 from hardware_models.schema import Bytes, NonNegative, Text
-from workloads.kinds.base import Implementation
+from workloads.kinds.base import DTYPE_BYTES, Implementation
 
 RUNTIMES = Path(__file__).parent / "runtimes"
 
@@ -286,6 +286,25 @@ def runtime_names() -> tuple[str, ...]:
 def runtime_description(name: str) -> str:
     """Return the one-line description of a shipped runtime."""
     return _read(name)[1].description
+
+
+def runtimes_in(dtypes: Collection[str], like: Runtime) -> tuple[str, ...]:
+    """Return the shipped runtimes that train in one of some dtypes, those nearest to another first.
+
+    Near is as many bytes a number, then as many of the other facts alike.
+
+    >>> runtimes_in(["tf32", "fp16"], like=load_runtime("galvatron-v1"))[0]
+    'galvatron-v1-tf32'
+    """
+    num_bytes = DTYPE_BYTES[like.implementation.dtype]
+
+    def distance(runtime: Runtime) -> tuple[bool, int]:
+        pairs = [(runtime, like), (runtime.implementation, like.implementation)]
+        unlike = sum(value != vars(other)[name] for own, other in pairs for name, value in vars(own).items())
+        return DTYPE_BYTES[runtime.implementation.dtype] != num_bytes, unlike
+
+    found = [runtime for name in runtime_names() if (runtime := load_runtime(name)).implementation.dtype in dtypes]
+    return tuple(runtime.name for runtime in sorted(found, key=distance))
 
 
 def load_runtime(name_or_path: str | Path) -> Runtime:

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware_models.crowding import CrowdedGroup, unlike_groups
+from hardware_models.gpus import DtypeError
+from hardware_models.runtime import runtimes_in
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.forms import operator_forms
 from simulator.lowering.mesh import (
@@ -45,6 +47,8 @@ from workloads.kinds.base import (
 from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
 
+MOST_NAMED = 4
+"""Runtimes that a refusal of a dtype names."""
 _PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
@@ -219,7 +223,11 @@ class CostTables:
                 total = total.then(Segment.launch(dispatch_s))
             key = (gpu_type, kernel)
             if key not in self._kernels:
-                self._kernels[key] = hardware.kernel_time_s(gpu_type, kernel, dtype)
+                try:
+                    self._kernels[key] = hardware.kernel_time_s(gpu_type, kernel, dtype)
+                except DtypeError as error:
+                    fitting = ", ".join(runtimes_in(error.known, like=runtime)[:MOST_NAMED]) or "one's own"
+                    raise ValueError(f"{error} of runtime {runtime.name}; runtimes that fit: {fitting}") from None
             seconds = self._kernels[key]
             total = total.then(Segment(seconds, launch_s, launch_s + seconds, launch_s, (0.0, 0.0, seconds)))
         bare = max(0, num_calls - len(kernels))

@@ -171,7 +171,8 @@ class SimulationResult:
         lines += [
             f"iteration time  {format_s(self.iteration_time_s)}",
             f"throughput      {self.samples_per_s:,.4g} samples/s, "
-            f"{self.tokens_per_s_per_device:,.0f} tokens/s per GPU ({self.num_devices} GPUs)",
+            f"{self.tokens_per_s_per_device:,.0f} tokens/s per GPU "
+            f"({self.num_devices} GPU{'' if self.num_devices == 1 else 's'})",
             f"MFU             {100 * self.mfu:.1f} % ({100 * self.hfu:.1f} % with recomputation)",
             *(f"{label:<16}{text}" for label, text in self._memory_lines()),
             f"bubble          {100 * self.bubble_share:.1f} % of device time",

@@ -13,6 +13,8 @@ from simulator.simulate import simulate
 IN_DOUBT = 20.0
 """If all runs take so many times what is predicted, or so small a part, their unit is wrong, not the machine."""
 WANTED = "times must be in seconds, of one iteration"
+A_THOUSAND = (400.0, 2500.0)
+"""Such ratios are nothing but milliseconds: no prediction is off by more than that from 1,000."""
 
 
 def doubt(ratios: Iterable[float]) -> str | None:
@@ -22,10 +24,16 @@ def doubt(ratios: Iterable[float]) -> str | None:
         ratios: Measured over predicted seconds.
 
     >>> doubt([900.0, 1100.0])
-    'every run took 900 times the predicted seconds or more: times must be in seconds, of one iteration'
+    'every run took about 1,000 times the predicted seconds (900 to 1100): are they in milliseconds? times must be in \
+seconds, of one iteration'
+    >>> doubt([90.0, 110.0])
+    'every run took 90 times the predicted seconds or more: times must be in seconds, of one iteration'
     >>> doubt([900.0, 1.1])
     """
     least, most = min(found := list(ratios)), max(found)
+    if A_THOUSAND[0] < least and most < A_THOUSAND[1]:
+        span = f"{least:.4g} to {most:.4g}"
+        return f"every run took about 1,000 times the predicted seconds ({span}): are they in milliseconds? {WANTED}"
     if least > IN_DOUBT:
         return f"every run took {least:.3g} times the predicted seconds or more: {WANTED}"
     if most < 1 / IN_DOUBT:

@@ -101,6 +101,7 @@ def plan(
     from simulator.estimate import estimate
     from simulator.plan import plan_to_mapping
     from simulator.plan_file import plan_document, save_plan
+    from simulator.result import format_bytes, format_s
     from simulator.uniform import uniform_plan
     from simulator.validate import validate
 
@@ -161,8 +162,8 @@ def plan(
         fits += ", the host takes longer than this"
     words = (
         f"{describe_plan(built)}, {gpus_words(tp, pp, dp, problem.num_devices)}: "
-        f"about {found.iteration_time_s:.2f} s for {global_batch} samples, "
-        f"peak {max(found.peak_bytes) / 2**30:.1f} GiB, {fits} (estimate; windtunnel simulate knows better)"
+        f"about {format_s(found.iteration_time_s)} for {global_batch} sample{'' if global_batch == 1 else 's'}, "
+        f"peak {format_bytes(max(found.peak_bytes))}, {fits} (estimate; windtunnel simulate knows better)"
     )
     if output is not None:
         console().print(f"{output}: {words}", markup=False, soft_wrap=True)

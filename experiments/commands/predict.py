@@ -78,7 +78,7 @@ def predict(
     from experiments.calibrate.measured_run import doubt
     from experiments.commands.validate import parse_share
     from experiments.run_files import files_of_runs
-    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes
+    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes, rows_twice
     from simulator.fidelity import Fidelity
 
     largest = parse_share(limit) if limit is not None else None
@@ -109,6 +109,8 @@ def predict(
         messages().print(f"[bold red]{words}[/]")
     for line in other_dtypes(cases):
         messages().print(line, markup=False)
+    for line in rows_twice(runs):
+        messages().print(line, markup=False, soft_wrap=True)
     ignored = columns_not_read(runs)
     if as_json:
         found = [_run_mapping(each) for each in outcomes]
@@ -224,7 +226,8 @@ def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[
     if report.time is not None:
         time = report.time
         words.append(
-            f"{time.num_cases} measured runs: mean absolute error {time.mean_absolute:.1%}, median "
+            f"{time.num_cases} measured run{'' if time.num_cases == 1 else 's'}: "
+            f"mean absolute error {time.mean_absolute:.1%}, median "
             f"{time.median_absolute:.1%}, bias {time.bias:+.1%}, worst {time.worst[1]:+.1%} ({time.worst[0]})"
         )
     if report.num_fits_asked:

@@ -338,7 +338,7 @@ def test_logs_of_unlike_layers_and_plans_without_a_time_are_refused(
     table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for path, seconds in same))
     for words in ((), ("--constants", "products")):
         code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, *words)
-        assert code == 2 and "times the predicted seconds or more: times must be in seconds" in err
+        assert code == 2 and "are they in milliseconds? times must be in seconds" in err
     table.write_text(f"plan,iteration_time_s\n{runs[0][0].name},\n")
     code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
     assert code == 2 and "every run must have a measured time (iteration_time_s), runs.csv#1 has none" in err

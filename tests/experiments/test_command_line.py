@@ -347,3 +347,15 @@ def test_an_imported_plan_can_be_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert summary["output"] == str(output)
     assert len(summary["plan"]["stages"]) == 2
     assert output.is_file()
+
+
+def test_a_small_plan_is_told_in_units_that_suit_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "small.yaml"
+    model.write_text("{family: gpt, name: small, layers: 2, hidden: 64, heads: 2, seq_len: 32, vocab: 128}\n")
+    path = tmp_path / "plan.yaml"
+    options = ["--model", model, "--cluster", "v100-32g-dgx1:1x1", "-b", 1, "-o", path]
+    code, out, error = run(capsys, "plan", *options)
+    assert code == 0, error
+    words = " ".join(out.split())
+    assert " ms for 1 sample, peak " in words and " MiB, fits" in words
+    assert "tokens/s per GPU (1 GPU)" in run(capsys, "simulate", path)[1]

@@ -54,6 +54,31 @@ def test_times_in_a_wrong_unit_are_said(runs: Path, capsys: pytest.CaptureFixtur
     assert "seconds or more: times must be in seconds, of one iteration" in run(capsys, "predict", runs, *ON)[2]
 
 
+def test_times_in_milliseconds_are_taken_for_that(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, "predict", runs, *ON, "--json")[1])["runs"]
+    for text, each in zip(("0.02", "0.04"), found, strict=False):
+        milliseconds = f"{900 * each['predicted_iteration_time_s']:.4f}"
+        runs.write_text(runs.read_text().replace(text, milliseconds))
+    words = "every run took about 1,000 times the predicted seconds (900 to 900): are they in milliseconds?"
+    assert words in run(capsys, "predict", runs, *ON)[2].replace("\n", " ")
+
+
+def test_rows_that_say_the_same_are_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "again" not in run(capsys, "predict", runs, *ON)[2]
+    runs.write_text(runs.read_text() + runs.read_text().splitlines()[1] + "\n")
+    assert "row 4 is row 1 again: it counts twice" in run(capsys, "predict", runs, *ON)[2]
+
+
+def test_one_run_is_no_runs_and_a_refused_row_names_its_place_once(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.write_text("\n".join(runs.read_text().splitlines()[:2]) + "\n")
+    assert "1 measured run: mean" in run(capsys, "predict", runs, *ON)[1]
+    runs.write_text(runs.read_text().replace("small,4,", "small,4.5,"))
+    code, _, err = run(capsys, "predict", runs, *ON)
+    assert code == 2 and err.count("runs.csv") == 1 and "runs.csv, row 1: layers" in err.replace("\n", "")
+
+
 def test_a_limit_that_is_not_met_is_exit_code_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "predict", runs, *ON, "--limit", "1000%")[0] == 0
     code, _, err = run(capsys, "predict", runs, *ON, "--limit", "0.01%")

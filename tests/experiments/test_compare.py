@@ -206,3 +206,8 @@ def test_rates_beside_the_bars_have_as_many_digits(
     compare_plots.plot_throughput(rates, tmp_path / "x.png", title="")
     words = [text.get_text() for text in drawn[0].axes[0].texts]
     assert [word.split()[0] for word in words if "MFU" in word] == ["56.0/s", "55.5/s"]
+
+
+def test_a_searcher_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="every searcher must be named once, got ddp again"):
+        compare(SPEC, ("ddp", "megatron-grid", "ddp"), budget=BUDGET)

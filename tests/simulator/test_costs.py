@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hardware_models.profile import OperatorProfile, ProfileRow
+from hardware_models.runtime import load_runtime
 from simulator.costs import CostTables
 from simulator.estimate import estimate
 from simulator.fidelity import Fidelity
@@ -297,3 +298,12 @@ def test_collectives_in_the_rows_of_one_gpu_type_are_charged_on_the_other(order:
     # Both reduce for the embedding and the loss, which no row is of. T4s alone do for layers: two microbatches, four
     # layers, two all-reduces in either pass.
     assert reduced["t4-16gb"] - reduced["v100-sxm2-32gb"] == 2 * 4 * 4
+
+
+def test_a_dtype_that_the_gpu_lacks_is_answered_with_runtimes_that_fit() -> None:
+    problem = small_problem("gpt", runtime="pytorch-fsdp2")
+    words = r"\(fp16, fp32\), got 'bf16' of runtime pytorch-fsdp2; runtimes that fit: [a-z0-9-]*"
+    with pytest.raises(ValueError, match=words) as refused:
+        simulate(uniform_plan(problem, dp=4), problem)
+    dtypes = [load_runtime(name).implementation.dtype for name in str(refused.value).split("fit: ")[1].split(", ")]
+    assert dtypes == ["fp16"] * 4  # 16 bits before 32
