@@ -12,6 +12,7 @@ from experiments.accuracy.groups import Group
 from experiments.accuracy.groups import groups as known_groups
 from experiments.accuracy.plots import plot_group
 from experiments.accuracy.run import GroupReport, Outcome
+from hardware_models.gpus import gpu_names
 
 INTRODUCTION = f"""# Accuracy
 
@@ -53,7 +54,8 @@ def write_docs(reports: Sequence[GroupReport], outcomes: Sequence[Outcome], path
         path: ``docs/accuracy.md``.
     """
     pictures = path.with_suffix("")
-    lines = [INTRODUCTION, *_table(reports), "", "## Peers on the same runs", "", *_peers(reports), ""]
+    lines = [INTRODUCTION, *_table(reports), "", *uncovered_words(outcomes, reports), ""]
+    lines += ["## Peers on the same runs", "", *_peers(reports), ""]
     for report in reports:
         group = known_groups()[report.name]
         lines += [f"## {group.title.strip()}", "", f"{group.note[0].upper()}{group.note[1:]}."]
@@ -64,6 +66,23 @@ def write_docs(reports: Sequence[GroupReport], outcomes: Sequence[Outcome], path
             lines += [f"![predicted against measured]({pictures.name}/{report.name}.png)", ""]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(path, "\n".join(lines).rstrip() + "\n")
+
+
+def uncovered_words(outcomes: Sequence[Outcome], reports: Sequence[GroupReport]) -> list[str]:
+    """Return which shipped GPU types none of the cases ran on, in words.
+
+    A run without all groups knows the cases that ran alone, and says so.
+    """
+    covered = {name for each in outcomes for name in each.case.problem().gpu_types}
+    missing = [name for name in gpu_names() if name not in covered]
+    skipped = [report.name for report in reports if report.num_run == 0]
+    if not missing:
+        return ["Every shipped GPU type has a measured run above."]
+    words = (
+        "No measured run above is on these GPU types, so nothing says how far predictions for them are off: "
+        f"{', '.join(missing)}."
+    )
+    return [words + (f" (Groups not run now may cover some: {', '.join(skipped)}.)" if skipped else "")]
 
 
 def _table(reports: Sequence[GroupReport]) -> list[str]:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from experiments.cases.case import Case, Skipped
 
 
+WORST_SHOWN = 3
+"""Cases that are named where a group fails the gate."""
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
     app.command("accuracy")(accuracy)
@@ -122,10 +126,29 @@ def accuracy(
         return
     for each in found:
         messages().print(f"[bold red]{each.group}[/]: {each.message}", soft_wrap=True)
+    for report in reports:
+        if any(each.group == report.name for each in found):
+            for line in _where_to_look(report, outcomes):
+                messages().print(f"  {line}", markup=False, soft_wrap=True)
     if found:
         raise typer.Exit(1)
     if check:
         messages().print("no group is worse than accepted")
+
+
+def _where_to_look(report: GroupReport, outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what shows where a group that fails the gate is off: its worst cases, and the command for more."""
+    if report.time is None:
+        return []
+    worst = sorted(report.time.errors.items(), key=lambda item: (-abs(item[1]), item[0]))[:WORST_SHOWN]
+    features = dict.fromkeys(
+        name for each in outcomes if report.name in each.case.groups for name in each.case.features
+    )
+    by = f" --by {','.join(list(features)[:2])}" if features else ""
+    return [
+        f"furthest off in time: {', '.join(f'{row} {error:+.1%}' for row, error in worst)}",
+        f"where: windtunnel accuracy --group {report.name}{by} --cases",
+    ]
 
 
 def _check_features(wanted: Sequence[str], entries: Sequence[Case | Skipped], only: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from experiments.accuracy.run import GroupReport, check_cases, group_reports, re
 from experiments.cases import alpa, galvatron_table2, megatron_sc21, vtrain
 from experiments.cases.case import Case, Measured, Skipped, problem_of, uniform
 from experiments.cases.sources import all_cases, data_folder
+from hardware_models.gpus import gpu_names
 from workloads.models.gpt import GPTSpec
 
 MODEL = GPTSpec(name="tiny", layers=4, hidden=256, heads=4, seq_len=128, vocab=1000)
@@ -361,3 +362,6 @@ def test_the_page_names_every_group_and_its_peers(tmp_path: Path) -> None:
         assert all(peer.name in text for peer in group.peers)
     assert f"more than {DISTINGUISHABLE:.0%}".replace("%", " %") in text  # what the rank column is over
     assert (tmp_path / "docs" / "accuracy" / "megatron-sc21-table1.png").exists()
+    (line,) = [line for line in text.splitlines() if line.startswith("No measured run above is on")]
+    named = line.split(": ")[1].split(".")[0].split(", ")
+    assert set(named) == set(gpu_names()) - set(outcomes[0].case.problem().gpu_types)

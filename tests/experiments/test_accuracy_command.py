@@ -75,6 +75,8 @@ def test_check_exits_with_one_where_a_group_is_worse(
     result = CliRunner().invoke(app, ["accuracy", *GROUP, "--check"])
     assert result.exit_code == 1
     assert "accepted" in result.output
+    assert "furthest off in time: aceso_gpt_1_3b.yaml#1 +" in result.output
+    assert "where: windtunnel accuracy --group aceso-gpt-modelled --by " in result.output
 
 
 def test_check_passes_on_the_committed_baseline(app: typer.Typer) -> None:
