@@ -325,7 +325,7 @@ def test_a_uniform_plan_leaves_what_is_left_to_the_last_microbatch_where_asked()
     assert (plan.microbatch_size, plan.num_microbatches, plan.last_microbatch_size) == (8, 3, 6)
     even = uniform_plan(replace(problem, global_batch=24), pp=2, dp=2, microbatch=4, smaller_last=True)
     assert even == uniform_plan(replace(problem, global_batch=24), pp=2, dp=2, microbatch=4)
-    with pytest.raises(ValueError, match="must divide the global batch"):
+    with pytest.raises(ValueError, match="must hold at least one whole microbatch"):
         uniform_plan(replace(problem, global_batch=3), microbatch=4, smaller_last=True)
 
 
