@@ -301,8 +301,11 @@ class Ledger:
         return bool(equals) and self._meaning(plan) in map(self._meaning, equals)
 
     def _meaning(self, plan: Plan) -> Plan:
-        """Return a plan that those share which differ in spelling, or in how gradients are reduced, if any are."""
+        """Return a plan that those share which differ in spelling, or in how gradients of one replica are reduced."""
         canonical = plan.canonical(self.problem.workload)
+        splits = {axis.split for stage in canonical.stages for _, own in stage.shardings for axis in own}
+        if any(split == "batch" or "sequence" in split for split in splits):  # Gradients are partial sums.
+            return canonical
         return replace(canonical, gradient_reduction="last", overlap_gradient_sync=True)
 
     def choose(self, plan: Plan) -> None:

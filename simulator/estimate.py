@@ -268,14 +268,17 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
     own_rows, own_times = np.array(rows), np.array(times)
     passed, updated = [], []
     norm_seconds = norm_s(costs, plan.devices)
+    goes_on = len(views) > 1 and host_goes_on(costs.problem.runtime)
+    has_own = goes_on and _has_own_ranks(plan)
     for stage, (view, found) in enumerate(zip(views, all_passes, strict=True)):
-        ahead_s = found.ahead
-        if host_goes_on(costs.problem.runtime) and _has_own_ranks(plan):
+        ahead_s, once_s = found.ahead, found.passes.once
+        if has_own:
             weight_s = own_rows[stage, WEIGHT] if plan.schedule == "zb-h1" else 0.0
             apart = plan.schedule == "gpipe"
             ahead_s += waited_s(own_rows, own_times, stage, plan.num_microbatches, apart, weight_s)
-        # A reduction begins when its launch is through.
-        once_s = max(found.passes.once, found.last - ahead_s)
+        if not goes_on or has_own:  # Else nobody knows how long its stage waits.
+            ahead_s -= found.launching
+            once_s = max(once_s, found.last - ahead_s)
         passed_s, updated_s = stage_step_s(view, ahead_s + found.passes.reduced + once_s, norm_seconds)
         updated_s += sum(collective_s(view, item) for item in parameter_refresh(view))
         own_rows[stage, ONCE], *later = phases_s(once_s, passed_s, updated_s, has_ties, norm_seconds > 0)

@@ -58,9 +58,10 @@ CALL_S, LISTING_S, HOST_COLUMNS = range(3)
 # has them.
 REDUCED, PASSED, UPDATED = range(3)
 
-# Of launching all that: how long before its last backward pass ends a host has done so that never waits, what comes
-# behind the last reduction's launch, and what a stage waits for behind its backward passes.
-AHEAD, LAST, BEHIND, LAUNCHED = range(4)
+# Of launching all that: how long before its last backward pass ends a host has launched it that never waits, what
+# launching reductions of all sums takes it, what comes behind the last launch, and what a stage waits for behind its
+# backward passes.
+AHEAD, LAUNCHING, LAST, BEHIND, LAUNCHED = range(5)
 
 # Kinds of what can be missing, and states of a plan.
 TABLE, ROW, BOUNDARY, TIE, NORM = 1, 2, 3, 4, 5

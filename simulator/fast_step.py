@@ -23,6 +23,7 @@ from simulator.fast_arrays import (
     INTERLEAVED,
     LAST,
     LAUNCH_S,
+    LAUNCHING,
     NORM,
     PASS_S_PER_BYTE,
     PASS_START_S,
@@ -167,11 +168,10 @@ def _fill_work(
 def _has_own_ranks(plans: PlanColumns, plan: int) -> bool:
     """Return whether no stage shares its devices with another."""
     low, high, schedule = plans.stage_offsets[plan], plans.stage_offsets[plan + 1], plans.schedule[plan]
-    if schedule == GPIPE:
-        for stage in range(low, high):
-            for other in range(low, stage):
-                if plans.placements[stage] == plans.placements[other]:
-                    return False
+    for stage in range(low, high):
+        for other in range(low, stage):
+            if plans.placements[stage] == plans.placements[other]:
+                return False
     return bool(schedule != INTERLEAVED)
 
 
@@ -207,7 +207,8 @@ def add_steps(
         if states[plan] != DONE:
             continue
         first, low, high = 0, plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
-        waits_for_others = rules.goes_on and high > low + 1 and _has_own_ranks(plans, plan)
+        goes_on = rules.goes_on and high > low + 1
+        has_own = goes_on and _has_own_ranks(plans, plan)
         for stage in range(low, high):
             first = _fill_work(shape, tables, plans, run_tables, stage, first, work)
             pass_s, update_s, launch_s = 0.0, 0.0, 0.0
@@ -220,13 +221,14 @@ def add_steps(
                     launch_s = max(launch_s, rates[LAUNCH_S])
             num_kernels = max(1.0, work[2] * rules.kernels_per_tensor)
             waits = rules.waits and norms_s[plan] > 0
-            ahead_s = launched_s[stage, AHEAD]
-            if waits_for_others:
+            ahead_s, reduced_s = launched_s[stage, AHEAD], once_s[REDUCED, stage]
+            if has_own:
                 weight_s = rows_s[stage, WEIGHT] if plans.schedule[plan] == ZB_H1 else 0.0
                 apart, m = plans.schedule[plan] == GPIPE, plans.num_microbatches[plan]
                 ahead_s += _waited_s(rows_s[low:high], stage_s[low:high], stage - low, m, apart, weight_s)
-            # A reduction begins when its launch is through.
-            reduced_s = max(once_s[REDUCED, stage], launched_s[stage, LAST] - ahead_s)
+            if not goes_on or has_own:  # Else nobody knows how long its stage waits.
+                ahead_s -= launched_s[stage, LAUNCHING]
+                reduced_s = max(reduced_s, launched_s[stage, LAST] - ahead_s)
             ahead_s += launched_s[stage, BEHIND] + reduced_s
             passed_s, updated_s = _step_s(
                 pass_s, update_s, num_kernels, launch_s, ahead_s, rules.runs_ahead, waits

@@ -50,6 +50,7 @@ from simulator.fast_arrays import (
     LARGE,
     LAST,
     LAUNCHED,
+    LAUNCHING,
     MAX_FAMILIES,
     MAX_PENDING,
     PENDING,
@@ -349,8 +350,8 @@ def estimate_times(
                 ),
             )
             passes = found.passes
-            launched_s[stage, AHEAD], launched_s[stage, LAST] = found.ahead, found.last
-            launched_s[stage, BEHIND] = passes.reduced
+            launched_s[stage, AHEAD], launched_s[stage, LAUNCHING] = found.ahead, found.launching
+            launched_s[stage, LAST], launched_s[stage, BEHIND] = found.last, passes.reduced
             first_s += passes.first
             once_s[REDUCED, stage] = passes.once
             forward_s, behind_s = passes.forward + pass_s, found.behind + passes.reduced

@@ -73,8 +73,9 @@ class StagePasses(NamedTuple):
         passes: As ``overlap_time`` has them, but for what follows.
         behind: What a host that runs ahead takes longer for a microbatch than they do.
         forward_lag, backward_lag: What its device waits for such a host before either pass of a microbatch.
-        ahead: How long before its last backward pass ends such a host has launched it, and reductions of all sums, if
-            the stage never waits for another.
+        ahead: How long before its last backward pass ends such a host has launched it, if the stage never waits for
+            another.
+        launching: What launching reductions of all sums takes such a host.
         last: Of these reductions, what comes behind the last launch.
     """
 
@@ -83,6 +84,7 @@ class StagePasses(NamedTuple):
     forward_lag: float
     backward_lag: float
     ahead: float
+    launching: float
     last: float
 
 
@@ -118,8 +120,8 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
     >>> sent = Sent(*[0.0] * 4, 1.0, 0.0, 0.0, *[1.0] * 5)
     >>> work, ahead = PassWork(2.0, 4.0, 2.0, 2.0, 0.0), ahead._replace(num_microbatches=1)
     >>> found = stage_passes_s(work, sent, SentHost(0.0, 0.0, 5.0), sending, ahead)
-    >>> found.passes.once, found.ahead, found.last
-    (1.0, -3.0, 1.0)
+    >>> found.passes.once, found.ahead, found.launching, found.last
+    (1.0, 2.0, 5.0, 1.0)
     """
     forward_s, backward_s = work.forward_s, work.backward_s
     passed_s, returned_s, gathering_s = gathered_s(forward_s, backward_s, sent, sending)
@@ -152,8 +154,8 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
             gathering_s = passed_s + max(0.0, first_s - max(passed_s, forward_host_s))
         host_ahead_s = ahead_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, m)
     found = with_reductions_s(forward_s, backward_s, passed_s, returned_s + behind_s, gathering_s, sent, sending)
-    last_s = 0.0
+    launching_s, last_s = 0.0, 0.0
     if rules.runs_ahead and not sending.every:
-        host_ahead_s, last_s = host_ahead_s - host.reduced_s, sent.last_share * sent.reduced_s
+        launching_s, last_s = host.reduced_s, sent.last_share * sent.reduced_s
     passes = Passes(found.forward, found.backward - behind_s, found.inline, found.reduced, found.first, found.once)
-    return StagePasses(passes, behind_s, forward_lag_s, backward_lag_s, host_ahead_s, last_s)
+    return StagePasses(passes, behind_s, forward_lag_s, backward_lag_s, host_ahead_s, launching_s, last_s)

@@ -113,7 +113,7 @@ def ahead_s(
     waits: bool,
     num_microbatches: int,
 ) -> float:
-    """Return how long before its last backward pass ends the host of a stage that never waits has launched all of it.
+    """Return how long before the last backward pass of a stage that never waits for another its host has launched it.
 
     Args:
         forward_s, backward_s: Passes of a microbatch, as ``host_time.longer_s`` has them.

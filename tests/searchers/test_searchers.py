@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from math import comb
 from pathlib import Path
 
@@ -220,6 +220,17 @@ def test_the_best_plans_are_different_ones() -> None:
     ledger.evaluate(uniform_plan(ledger.problem, dp=2, zero=1))
     assert len(ledger.result().plans) == 3
     assert ledger.result().counters["evaluations"] == 6
+
+
+@pytest.mark.parametrize(("degrees", "num_kept"), [({"tp": 2}, 1), ({"dp": 2}, 4)])
+def test_plans_that_an_objective_does_not_tell_apart_may_differ_all_the_same(degrees, num_kept) -> None:
+    """How gradients are reduced matters where there are replicas, whether or not an objective knows."""
+    searcher = searcher_named("megatron-grid", objective=lambda plan, problem: Score(1.0, True, 1.0, 2.0, ""))
+    ledger = Ledger(searcher, tiny_problem())
+    for reduction, overlaps in product(("last", "every"), (True, False)):
+        words = {"gradient_reduction": reduction, "overlap_gradient_sync": overlaps, **degrees}
+        ledger.evaluate(uniform_plan(ledger.problem, **words))
+    assert len(ledger.result().plans) == num_kept
 
 
 def test_what_the_fast_estimate_refuses_is_estimated_all_the_same() -> None:

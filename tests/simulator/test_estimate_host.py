@@ -255,7 +255,10 @@ def test_a_slower_host_is_a_runtime_that_takes_longer_for_everything_it_does(dat
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize(("schedule", "error"), [("1f1b", 0.005), ("gpipe", 0.055), ("zb-h1", 0.005)])
 def test_a_host_that_goes_on_while_its_stage_waits_launches_the_step_meanwhile(microbatches, schedule, error) -> None:
-    """Adam's kernels for each tensor: 4 of 12 ms if it only were ahead by what passes leave it."""
+    """Adam's kernels for each tensor: 4 of 12 ms if it only were ahead by what passes leave it.
+
+    Under GPipe 1 ms of the step, 5 %, hides in the simulator alone.
+    """
     problem = ProblemSpec("wide-resnet-500m", "h100-dgx:1x8", "pytorch-ddp", 2 * microbatches).load()
     plan = uniform_plan(problem, tp=4, pp=2, microbatch=2, schedule=schedule)
     simulated_s = simulate(plan, problem).iteration_time_s
