@@ -21,8 +21,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
-from simulator.estimate import estimate
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate

@@ -125,7 +125,7 @@ class ComparisonFolder:
     ) -> None:
         """Write what a searcher found; its row last, since that marks it as finished."""
         from simulator.plan_file import save_plan
-        from simulator.timeline import readable_window
+        from simulator.reports.timeline import readable_window
 
         name = file_name(searcher)
         if plan is not None:

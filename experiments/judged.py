@@ -10,7 +10,7 @@ from typing import Any
 from searchers.base import SearchResult, cost_tables
 from searchers.plan_words import describe_plan
 from simulator.fidelity import Fidelity
-from simulator.memory_usage import DeviceMemory
+from simulator.memory.usage import DeviceMemory
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult

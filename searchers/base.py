@@ -17,9 +17,9 @@ import numpy as np
 
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator, compile_ahead
+from simulator.fast.estimate import FastEstimator, compile_ahead
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
@@ -132,7 +132,7 @@ def _estimator(problem: Problem) -> FastEstimator:
 
 
 def estimated(plan: Plan, problem: Problem) -> Score:
-    """Score by the closed form on the cost tables (``simulator.estimate``; no engine)."""
+    """Score by the closed form on the cost tables (``simulator.closed_forms.estimate``; no engine)."""
     try:
         found = _estimator(problem).estimate(plan)  # the same, quicker
     except ValueError:  # what has no array form, or was measured as the fast estimate does not know it

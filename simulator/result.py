@@ -8,17 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simulator.breakdown import breakdown_rows, bubble_share, members_text
-from simulator.critical_path import CriticalPath, critical_path
 from simulator.fidelity import Fidelity
-from simulator.memory_usage import DeviceMemory
+from simulator.memory.usage import DeviceMemory
+from simulator.reports.breakdown import breakdown_rows, bubble_share, members_text
+from simulator.reports.critical_path import CriticalPath, critical_path
 from simulator.run import LaterRun, Run
 from simulator.taskgraph import Schedule, TaskGraph
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from simulator.trace import TraceReport
+    from simulator.reports.trace import TraceReport
 
 BYTES_PER_GIB = 2**30
 
@@ -116,7 +116,7 @@ class SimulationResult:
         return max(chosen, key=_fullness, default=None)
 
     def breakdown(self) -> pd.DataFrame:
-        """Return seconds per device and category; see ``simulator.breakdown``."""
+        """Return seconds per device and category; see ``simulator.reports.breakdown``."""
         import pandas as pd
 
         return pd.DataFrame(self._breakdown)
@@ -222,20 +222,20 @@ class SimulationResult:
         ]
 
     def write_trace(self, path: str | Path, **options: Any) -> TraceReport:
-        """Write a Chrome trace (``.json.gz``) that opens in Perfetto; see ``simulator.trace``."""
-        from simulator.trace import write_trace
+        """Write a Chrome trace (``.json.gz``) that opens in Perfetto; see ``simulator.reports.trace``."""
+        from simulator.reports.trace import write_trace
 
         return write_trace(self, path, **options)
 
     def plot_timeline(self, path: str | Path, **options: Any) -> None:
-        """Write a PNG of the timeline; see ``simulator.timeline``."""
-        from simulator.timeline import plot_timeline
+        """Write a PNG of the timeline; see ``simulator.reports.timeline``."""
+        from simulator.reports.timeline import plot_timeline
 
         plot_timeline(self, path, **options)
 
     def plot_memory(self, path: str | Path, **options: Any) -> None:
-        """Write a PNG of live bytes over time; see ``simulator.memory_plot``."""
-        from simulator.memory_plot import plot_memory
+        """Write a PNG of live bytes over time; see ``simulator.reports.memory_plot``."""
+        from simulator.reports.memory_plot import plot_memory
 
         plot_memory(self, path, **options)
 

@@ -7,17 +7,17 @@ from functools import partial
 from time import perf_counter
 
 from simulator.costs import CostTables
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_simpy import run_simpy
+from simulator.engines.steady_state import shortened
 from simulator.fidelity import Fidelity
 from simulator.flops import model_and_hardware_flop
 from simulator.lowering.lower import lower
-from simulator.memory import device_memory
+from simulator.memory.device_memory import device_memory
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
 from simulator.run import LaterRun, Run
 from simulator.segments import SOURCES
-from simulator.steady_state import shortened
 from simulator.taskgraph import Schedule, TaskGraph
 from simulator.validate import validate
 
@@ -26,7 +26,7 @@ Progress = Callable[[int], None]
 
 def _run_compiled(graph: TaskGraph, progress: Progress | None) -> Schedule:
     """Run the compiled engine; numba is imported when it is first asked for."""
-    from simulator.engine_compiled import run_compiled
+    from simulator.engines.engine_compiled import run_compiled
 
     return run_compiled(graph, progress)
 

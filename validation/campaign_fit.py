@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 
 from hardware_models.profile_scaling import ProfileScaling
-from simulator.breakdown import coalesce, device_tasks
 from simulator.plan import Plan
 from simulator.problem import Problem
+from simulator.reports.breakdown import coalesce, device_tasks
 from simulator.simulate import simulate
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
 from validation.calibration import ENGINE, doubtful_factor, fit, fit_factor, fit_overhead_s, never_negative

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from datafiles.writer import check_ending, write_bytes_atomically
+from simulator.reports.trace import write_trace
 from simulator.result import SimulationResult
-from simulator.trace import write_trace
 from validation.measurement import TimedAction, TimedSpan
 from workloads.operators import Workload
 

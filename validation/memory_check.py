@@ -16,8 +16,8 @@ from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
 from simulator.fidelity import Fidelity
-from simulator.memory_events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
-from simulator.memory_usage import DeviceMemory
+from simulator.memory.events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
+from simulator.memory.usage import DeviceMemory
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from simulator.allocator import AllocatorResult, replay
+from simulator.memory.allocator import AllocatorResult, replay
 
 FORMAT = "windtunnel-allocator-history-1"
 MAX_EVENTS = 200_000

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
-from simulator.memory_events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
+from simulator.memory.events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.plan import Plan
 from simulator.problem import Problem
 from validation import kind_attention, operator_call

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from searchers.budget import Budget as Budget
     from searchers.registry import searcher_named as searcher_named
     from searchers.registry import searcher_names as searcher_names
-    from simulator.difference import difference as difference
-    from simulator.estimate import estimate as estimate
+    from simulator.closed_forms.estimate import estimate as estimate
     from simulator.fidelity import Fidelity as Fidelity
     from simulator.plan import Axis as Axis
     from simulator.plan import Plan as Plan
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from simulator.plan_file import save_plan as save_plan
     from simulator.problem import Problem as Problem
     from simulator.problem import ProblemSpec as ProblemSpec
+    from simulator.reports.difference import difference as difference
     from simulator.result import SimulationResult as SimulationResult
     from simulator.simulate import simulate as simulate
     from simulator.uniform import uniform_plan as uniform_plan
@@ -54,8 +54,8 @@ _HOMES = {
     "SimulationResult": "simulator.result",
     "Stage": "simulator.plan",
     "compare": "experiments.compare",
-    "difference": "simulator.difference",
-    "estimate": "simulator.estimate",
+    "difference": "simulator.reports.difference",
+    "estimate": "simulator.closed_forms.estimate",
     "load_plan": "simulator.plan_file",
     "save_plan": "simulator.plan_file",
     "searcher_named": "searchers.registry",

@@ -41,9 +41,9 @@ def diff(
     Example: windtunnel diff out/plans/ddp.yaml out/plans/megatron-grid.yaml --plot why.png
     """
     from experiments.progress import simulation_progress
-    from simulator.difference import difference
     from simulator.fidelity import Fidelity
     from simulator.plan_file import load_plan
+    from simulator.reports.difference import difference
     from simulator.simulate import simulate
 
     all_writable(plot, read=[first, second])

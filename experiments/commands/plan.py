@@ -98,7 +98,7 @@ def plan(
     """
     from datafiles.writer import dump_yaml
     from searchers.plan_words import describe_plan
-    from simulator.estimate import estimate
+    from simulator.closed_forms.estimate import estimate
     from simulator.plan import plan_to_mapping
     from simulator.plan_file import plan_document, save_plan
     from simulator.result import format_bytes, format_s

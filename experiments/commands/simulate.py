@@ -44,8 +44,8 @@ def simulate_file(
     from experiments.progress import simulation_progress
     from simulator.fidelity import Fidelity
     from simulator.plan_file import load_plan
+    from simulator.reports.timeline import readable_window
     from simulator.simulate import simulate
-    from simulator.timeline import readable_window
 
     all_writable(trace, timeline, read=[plan_file])
     fidelity = Fidelity().without(*comma_separated(without))

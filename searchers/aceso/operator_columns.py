@@ -30,8 +30,8 @@ from searchers.aceso.arrays import (
     WEIGHT,
 )
 from searchers.aceso.links import slowest_s
+from simulator.closed_forms.estimate_memory import saved_bytes, working_bytes
 from simulator.costs import CostTables, saved_tensors
-from simulator.estimate_memory import saved_bytes, working_bytes
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, groups, parameter_layout
 from simulator.plan import Sharding, resolve

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from simulator.engine_compiled import run_compiled
+from simulator.engines.engine_compiled import run_compiled
 from simulator.schedules.actions import FORWARD, Action, PipelineShape
 from simulator.schedules.registry import schedule_named
 from simulator.taskgraph import COMMUNICATION, COMPUTATION, Csr, TaskGraph

@@ -14,11 +14,11 @@ from searchers.dapple.chain import GRANULARITIES, build_chain, cuts_of, layer_sp
 from searchers.dapple.communication import COMMUNICATION, CommunicationCosts
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
 from searchers.degrees import divisors
+from simulator.closed_forms.stage_prices import tied_s
 from simulator.lowering.lower import stage_views
 from simulator.plan import Axis, Plan, Stage, batch_replicas
 from simulator.problem import Problem
 from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
-from simulator.stage_prices import tied_s
 
 SPACES = ("full", "reported")
 WARMUPS = ("p_a", "p_b", "acr")

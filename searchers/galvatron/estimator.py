@@ -18,7 +18,7 @@ from searchers.galvatron.overlap import overlapped_s, stretch_s
 from searchers.galvatron.released_memory import ReleasedMemory
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
-from simulator.estimate import queued_s
+from simulator.closed_forms.estimate import queued_s
 from simulator.lowering.step import adam_bytes
 from simulator.problem import Problem
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.layers import blocks
+from simulator.closed_forms.estimate_memory import working_bytes
 from simulator.costs import CostTables, saved_tensors
-from simulator.estimate_memory import working_bytes
 from simulator.lowering.edges import input_collectives
 from simulator.plan import Axis, Sharding, resolve
 from simulator.uniform import repeated_layers

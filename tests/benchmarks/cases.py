@@ -10,11 +10,11 @@ from pathlib import Path
 
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
-from simulator.engine_compiled import run_compiled
-from simulator.engine_simpy import run_simpy
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator, PlanArrays
+from simulator.engines.engine_compiled import run_compiled
+from simulator.engines.engine_simpy import run_simpy
+from simulator.fast.estimate import FastEstimator, PlanArrays
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.plan_file import save_plan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.fast_estimate import FastEstimator, PlanArrays, StageColumns
-from simulator.fast_plans import SCHEDULES
+from simulator.fast.estimate import FastEstimator, PlanArrays, StageColumns
+from simulator.fast.plans import SCHEDULES
 from simulator.plan import Axis
 
 

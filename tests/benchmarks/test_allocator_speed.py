@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulator.allocator import AllocatorSettings, replay
+from simulator.memory.allocator import AllocatorSettings, replay
 
 MIB = 2**20
 

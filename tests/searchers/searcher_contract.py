@@ -17,7 +17,7 @@ from searchers.budget import Budget
 from searchers.exhaustive import Exhaustive
 from searchers.registry import searcher_named
 from searchers.space import LayerSpace
-from simulator.estimate import estimate
+from simulator.closed_forms.estimate import estimate
 from simulator.problem import Problem
 from simulator.validate import validate
 from tests.searchers.tiny import tiny_problem

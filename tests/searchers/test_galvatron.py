@@ -27,7 +27,7 @@ from searchers.galvatron.searcher import GalvatronBMW, assess
 from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
 from searchers.registry import searcher_named
-from simulator.estimate import estimate
+from simulator.closed_forms.estimate import estimate
 from simulator.lowering.mesh import groups
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

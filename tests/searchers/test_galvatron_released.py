@@ -18,7 +18,7 @@ from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.searcher import variant_options
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
 from searchers.registry import searcher_named
-from simulator.estimate import estimate
+from simulator.closed_forms.estimate import estimate
 from simulator.plan import Axis
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan

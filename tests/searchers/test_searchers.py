@@ -20,8 +20,8 @@ from searchers.pure import DistributedDataParallel
 from searchers.random_search import RandomSearch
 from searchers.registry import searcher_class, searcher_named, searcher_names
 from searchers.space import LayerSpace
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.closed_forms.estimate import estimate
+from simulator.fast.estimate import FastEstimator
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from simulator.validate import validate

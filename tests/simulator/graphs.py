@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_simpy import run_simpy
 from simulator.schedules.actions import (
     BACKWARD,
     BACKWARD_INPUT,

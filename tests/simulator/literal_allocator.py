@@ -1,12 +1,12 @@
 """PyTorch's caching allocator once more: slow, with linked blocks, statement by statement.
 
-It follows c10/cuda/CUDACachingAllocator.cpp where `simulator.caching_allocator` uses tricks, so that
+It follows c10/cuda/CUDACachingAllocator.cpp where `simulator.memory.caching_allocator` uses tricks, so that
 the two can be compared on any events.
 """
 
 from __future__ import annotations
 
-from simulator.caching_allocator import AllocatorSettings, rounded_bytes
+from simulator.memory.caching_allocator import AllocatorSettings, rounded_bytes
 
 MIB = 2**20
 

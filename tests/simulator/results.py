@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
-from simulator.memory_usage import DeviceMemory
+from simulator.memory.usage import DeviceMemory
 from simulator.result import SimulationResult
 from simulator.run import Run
 from simulator.taskgraph import COMMUNICATION, TaskGraph

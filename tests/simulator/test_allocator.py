@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulator.allocator import AllocatorResult, AllocatorSettings, caching_allocator, replay
-from simulator.caching_allocator import rounded_bytes
+from simulator.memory.allocator import AllocatorResult, AllocatorSettings, caching_allocator, replay
+from simulator.memory.caching_allocator import rounded_bytes
 
 MIB, GIB = 2**20, 2**30
 

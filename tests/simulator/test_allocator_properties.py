@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.allocator import AllocatorSettings, caching_allocator, replay
-from simulator.caching_allocator import CachingAllocator
-from simulator.expandable_allocator import ExpandableAllocator
+from simulator.memory.allocator import AllocatorSettings, caching_allocator, replay
+from simulator.memory.caching_allocator import CachingAllocator
+from simulator.memory.expandable_allocator import ExpandableAllocator
 from tests.simulator.literal_allocator import Block, LiteralAllocator
 
 MIB, GIB = 2**20, 2**30

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.batch import BatchEvaluator, PlanBatch
-from simulator.batch_errors import MODELLED_ELSEWHERE, error_by_cause
 from simulator.costs import CostTables
-from simulator.engine_compiled import run_compiled
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_compiled import run_compiled
+from simulator.engines.engine_simpy import run_simpy
+from simulator.fast.batch import BatchEvaluator, PlanBatch
+from simulator.fast.batch_errors import MODELLED_ELSEWHERE, error_by_cause
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
-from simulator.memory import device_memory
+from simulator.memory.device_memory import device_memory
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from simulator.validate import validate

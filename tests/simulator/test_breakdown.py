@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from simulator.breakdown import EXPOSED, PARTS, breakdown, bubble_share, coalesce, members_text
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_simpy import run_simpy
+from simulator.reports.breakdown import EXPOSED, PARTS, breakdown, bubble_share, coalesce, members_text
 from simulator.taskgraph import COMMUNICATION, Csr, Schedule, TaskGraph
 from tests.benchmarks.measuring import yardsticks
 from tests.simulator.graphs import GraphBuilder

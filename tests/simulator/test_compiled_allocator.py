@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.allocator import replay, replay_compiled
+from simulator.memory.allocator import replay, replay_compiled
 from tests.simulator.test_allocator_properties import CAPACITIES, MIB, STEPS, as_events
 
 

@@ -150,8 +150,8 @@ def test_all_runs_without_numba_too() -> None:
     """In Python itself, for a debugger; uint64 keys wrap as they do compiled."""
     script = """
 import numpy
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.closed_forms.estimate import estimate
+from simulator.fast.estimate import FastEstimator
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
 numpy.seterr(over="ignore")

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from simulator.costs import CostTables
-from simulator.engine_compiled import run_compiled
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_compiled import run_compiled
+from simulator.engines.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.lowering.copies import GRADIENT_COPY, gradient_copy
 from simulator.lowering.items import GRADIENTS

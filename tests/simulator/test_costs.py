@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hardware_models.profile import OperatorProfile, ProfileRow
 from hardware_models.runtime import load_runtime
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
-from simulator.estimate import estimate
 from simulator.fidelity import Fidelity
 from simulator.plan import Axis, Plan, Sharding, Stage, resolve
 from simulator.segments import EMPTY, Segment

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.critical_path import (
+from simulator.engines.engine_simpy import run_simpy
+from simulator.reports.critical_path import (
     HOST_LAUNCH,
     STRETCH,
     WAITING,
@@ -18,7 +19,6 @@ from simulator.critical_path import (
     host_bound,
     walk_hosts,
 )
-from simulator.engine_simpy import run_simpy
 from simulator.taskgraph import COMMUNICATION, COMPUTATION, OTHER, Schedule, TaskGraph
 from tests.simulator.graphs import GraphBuilder
 from tests.simulator.results import pipeline_graph, result_of, with_causes

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.crossing import arriving
 from simulator.lowering.items import GRADIENTS, Item

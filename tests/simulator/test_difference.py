@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.difference import difference
+from simulator.reports.difference import difference
 from simulator.result import SimulationResult, format_bytes, format_s
 from tests.simulator.results import pipeline_result
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.engine_simpy import DeadlockError, run_simpy
+from simulator.engines.engine_simpy import DeadlockError, run_simpy
 from simulator.schedules.registry import schedule_named
 from simulator.taskgraph import COMMUNICATION, COMPUTATION, Csr, TaskGraph
 from tests.simulator.graphs import pipeline_graph, plain_shape

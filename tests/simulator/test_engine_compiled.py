@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import engine_compiled
-from simulator.compiled_prepare import crowding_shares, slowing_devices
 from simulator.costs import CostTables
-from simulator.engine_common import devices_that_slow, shares_that_crowd
-from simulator.engine_compiled import DeadlockError, run_compiled
-from simulator.engine_simpy import run_simpy
+from simulator.engines import engine_compiled
+from simulator.engines.compiled_prepare import crowding_shares, slowing_devices
+from simulator.engines.engine_common import devices_that_slow, shares_that_crowd
+from simulator.engines.engine_compiled import DeadlockError, run_compiled
+from simulator.engines.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.schedules.registry import schedule_named

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.engine_simpy import DeadlockError, run_simpy
+from simulator.engines.engine_simpy import DeadlockError, run_simpy
 from simulator.taskgraph import COMMUNICATION
 from tests.simulator.graphs import GraphBuilder, makespan_s
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_simpy import run_simpy
 from simulator.taskgraph import COMMUNICATION, OTHER, Schedule
 from tests.simulator.graphs import GraphBuilder
 

@@ -10,10 +10,11 @@ from hardware_models.communication import Communication
 from hardware_models.crowding import together_s, unlike_groups
 from hardware_models.links import load_network
 from hardware_models.model import HardwareModel
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.stage_prices import stage_step_s, tied_s, transfers_s
 from simulator.costs import CostTables
-from simulator.engine_simpy import run_simpy
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.engines.engine_simpy import run_simpy
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.lowering.mesh import groups
@@ -23,7 +24,6 @@ from simulator.lowering.transfers import Transfer
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
-from simulator.stage_prices import stage_step_s, tied_s, transfers_s
 from simulator.taskgraph import COMMUNICATION
 from simulator.uniform import uniform_plan
 from simulator.validate import validate

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import pytest
 
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.closed_forms.estimate import estimate
+from simulator.fast.estimate import FastEstimator
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.overlap_time import SendingRules, Sent, beside_s, gathered_s, with_reductions_s
 from simulator.costs import CostTables
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
-from simulator.overlap_time import SendingRules, Sent, beside_s, gathered_s, with_reductions_s
+from simulator.fast.estimate import FastEstimator
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from hardware_models.machine_factors import with_factors
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.stage_prices import items_s, stage_step_s
 from simulator.costs import CostTables
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
@@ -20,7 +21,6 @@ from simulator.lowering.step import norm_s
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
-from simulator.stage_prices import items_s, stage_step_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem

@@ -9,15 +9,15 @@ import pytest
 
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.group_shapes import GroupShape
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.stage_prices import tied_s
 from simulator.costs import CostTables
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
-from simulator.stage_prices import tied_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.group_shapes import GroupShape
-from simulator.engine_compiled import run_compiled
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator, PlanArrays, StageColumns
+from simulator.closed_forms.estimate import estimate
+from simulator.engines.engine_compiled import run_compiled
+from simulator.fast.estimate import FastEstimator, PlanArrays, StageColumns
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.plan import Axis, Plan, Sharding, Stage

@@ -8,17 +8,17 @@ from itertools import pairwise
 import pytest
 
 from hardware_models.runtime import RUNTIMES, load_runtime
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.stage_prices import collective_s
 from simulator.costs import CostTables
-from simulator.engine_compiled import run_compiled
-from simulator.engine_simpy import run_simpy
-from simulator.estimate import estimate
+from simulator.engines.engine_compiled import run_compiled
+from simulator.engines.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import lower, stage_views
 from simulator.lowering.program import REDUCTIONS, ProgramBuilder
 from simulator.problem import Problem
 from simulator.simulate import simulate
-from simulator.stage_prices import collective_s
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
 from workloads.kernels import MemoryBound

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
-from simulator.interleaved_memory import ANEW, FLIGHT, KEPT, LAST, LAST_KEPT, WORKING, interleaved_peak_bytes
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.interleaved_memory import (
+    ANEW,
+    FLIGHT,
+    KEPT,
+    LAST,
+    LAST_KEPT,
+    WORKING,
+    interleaved_peak_bytes,
+)
+from simulator.fast.estimate import FastEstimator
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
 from simulator.schedules.actions import FORWARD

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from simulator.engine_compiled import run_compiled
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.interleaved_time import interleaved_s
+from simulator.closed_forms.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
+from simulator.engines.engine_compiled import run_compiled
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
-from simulator.interleaved_time import interleaved_s
 from simulator.schedules.actions import FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
-from simulator.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
 from simulator.uniform import uniform_plan
 from tests.simulator.graphs import interleaved_shape, makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware_models.model import HardwareModel
-from simulator.batch import PlanBatch
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.fast.batch import PlanBatch
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, lower, pipeline_shape
 from simulator.plan import Axis, Plan, Stage

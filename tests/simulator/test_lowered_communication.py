@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from simulator.costs import CostTables
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import lower

@@ -9,7 +9,7 @@ import pytest
 
 from hardware_models.model import HardwareModel
 from simulator.costs import CostTables
-from simulator.engine_simpy import run_simpy
+from simulator.engines.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.plan import Axis, Plan, Stage

@@ -12,9 +12,9 @@ import pytest
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
-from simulator.memory import memory_microbatches
-from simulator.memory_events import CATEGORIES
-from simulator.memory_program import StageMemory
+from simulator.memory.device_memory import memory_microbatches
+from simulator.memory.events import CATEGORIES
+from simulator.memory.program import StageMemory
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.simulate import simulate
@@ -126,7 +126,7 @@ def test_the_first_microbatches_show_the_peak_of_all(schedule: str, monkeypatch:
     plan = uniform_plan(problem, pp=2, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
     assert memory_microbatches(plan) < 32
     few = simulate(plan, problem).memory
-    monkeypatch.setattr("simulator.memory.memory_microbatches", lambda plan: plan.num_microbatches)
+    monkeypatch.setattr("simulator.memory.device_memory.memory_microbatches", lambda plan: plan.num_microbatches)
     everything = simulate(plan, problem).memory
     assert [m.peak_allocated_bytes for m in few] == [m.peak_allocated_bytes for m in everything]
     assert [m.peak_reserved_bytes for m in few] == [m.peak_reserved_bytes for m in everything]

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from simulator.engine_compiled import run_compiled
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.pipeline_time import one_f_one_b_s
+from simulator.closed_forms.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
+from simulator.engines.engine_compiled import run_compiled
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
-from simulator.pipeline_time import one_f_one_b_s
 from simulator.plan import Plan, Stage
 from simulator.problem import Problem
 from simulator.schedules.actions import FORWARD
 from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
-from simulator.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
 from simulator.uniform import repeated_layers, uniform_plan
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
@@ -101,7 +101,7 @@ def test_transfers_that_are_waited_for_are_in_the_mean_within_half_a_per_cent() 
 
 
 def test_nothing_counts_behind_a_slow_first_stage() -> None:
-    """As drawn in ``simulator.pipeline_time``, and longer: the others are done while the first one computes."""
+    """As drawn in ``simulator.closed_forms.pipeline_time``, and longer: the others end while the first computes."""
     times = np.array([[3.0, 3.0], [1.0, 1.0]])
     assert closed_s(times, (2, 1), 4) == engine_s(times, (2, 1), 4) == 4 * (3.0 + 3.0)
     slow = np.array([[4.0, 8.0], [1.0, 2.0], [1.0, 2.0]])

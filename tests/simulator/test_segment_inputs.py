@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.estimate_memory import held_bytes
 from simulator.costs import saved_tensors
-from simulator.estimate import estimate
-from simulator.estimate_memory import held_bytes
-from simulator.fast_estimate import FastEstimator
+from simulator.fast.estimate import FastEstimator
 from simulator.lowering.lower import stage_views
 from simulator.lowering.view import StageView
-from simulator.memory_program import StageMemory
+from simulator.memory.program import StageMemory
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
 from simulator.uniform import uniform_plan

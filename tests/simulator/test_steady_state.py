@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime, runtime_names
 from simulator.costs import CostTables
-from simulator.engine_compiled import run_compiled
+from simulator.engines.engine_compiled import run_compiled
+from simulator.engines.steady_state import shortened
 from simulator.fidelity import Fidelity
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.run import LaterRun, Run
 from simulator.schedules.one_f_one_b import warmup_p_b
 from simulator.simulate import simulate
-from simulator.steady_state import shortened
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import SMALL, chain_of_opaque, chain_problem, small_problem

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.figures import BLUE, GREEN
-from simulator.memory_plot import MEMORY_COLUMNS, _envelope
+from simulator.reports.figures import BLUE, GREEN
+from simulator.reports.memory_plot import MEMORY_COLUMNS, _envelope
+from simulator.reports.timeline import NUM_COLUMNS, _Boxes, _legend, _lighten, _thin, readable_window
 from simulator.result import SimulationResult
-from simulator.timeline import NUM_COLUMNS, _Boxes, _legend, _lighten, _thin, readable_window
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
 from tests.simulator.results import pipeline_result
@@ -79,8 +79,9 @@ def test_the_envelope_keeps_the_peak() -> None:
 
 def test_results_load_neither_matplotlib_nor_pandas_before_they_need_them() -> None:
     code = (
-        "import sys, simulator.result, simulator.timeline, simulator.memory_plot, simulator.difference, "
-        "simulator.trace; print({'matplotlib', 'pandas'} & set(sys.modules))"
+        "import sys, simulator.result, simulator.reports.timeline, simulator.reports.memory_plot; "
+        "import simulator.reports.difference, simulator.reports.trace; "
+        "print({'matplotlib', 'pandas'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -9,12 +9,12 @@ from math import prod
 import numpy as np
 import pytest
 
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.estimate_memory import held_bytes
 from simulator.costs import CostTables
-from simulator.engine_compiled import run_compiled
-from simulator.engine_simpy import run_simpy
-from simulator.estimate import estimate
-from simulator.estimate_memory import held_bytes
-from simulator.fast_estimate import FastEstimator
+from simulator.engines.engine_compiled import run_compiled
+from simulator.engines.engine_simpy import run_simpy
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower, stage_views
 from simulator.lowering.mesh import MeshCollective

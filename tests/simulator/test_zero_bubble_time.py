@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from simulator.engine_compiled import run_compiled
-from simulator.estimate import estimate
-from simulator.fast_estimate import FastEstimator
+from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
+from simulator.closed_forms.zero_bubble_time import zero_bubble_s
+from simulator.engines.engine_compiled import run_compiled
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.schedules.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from simulator.schedules.registry import schedule_named
 from simulator.simulate import simulate
-from simulator.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
 from simulator.uniform import uniform_plan
-from simulator.zero_bubble_time import zero_bubble_s
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import small_problem
 

@@ -15,8 +15,8 @@ from searchers.alpa.searcher import Alpa
 from searchers.base import Searcher, cost_tables
 from searchers.megatron_grid import MegatronGrid
 from searchers.plan_words import describe_plan
-from simulator.difference import difference
 from simulator.problem import Problem
+from simulator.reports.difference import difference
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
 

@@ -8,9 +8,9 @@ import pandas as pd
 
 from experiments.cases.case import problem_of
 from experiments.reproduce.experiment import Context, Report, Verdict
-from simulator.breakdown import BUSY
 from simulator.costs import CostTables
 from simulator.problem import Problem
+from simulator.reports.breakdown import BUSY
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

@@ -8,11 +8,11 @@ from pathlib import Path
 import pandas as pd
 
 from searchers.base import cost_tables
-from simulator.difference import difference
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.plan_file import load_plan
 from simulator.problem import Problem, ProblemSpec
+from simulator.reports.difference import difference
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
 

@@ -12,9 +12,9 @@ from matplotlib.patches import Rectangle
 
 from experiments.reproduce.leaderboard.causes import loaded, simulated
 from searchers.plan_words import stage_degrees
-from simulator.memory_plot import plot_memory
 from simulator.plan import Plan
-from simulator.timeline import SHOWN_TURNS, plot_timeline
+from simulator.reports.memory_plot import plot_memory
+from simulator.reports.timeline import SHOWN_TURNS, plot_timeline
 
 
 def best_rows(frame: pd.DataFrame) -> pd.DataFrame:

@@ -19,12 +19,12 @@ from searchers.aceso.model import RECOMPUTE_ORDERS, PerformanceModel
 from searchers.aceso.operator_columns import tied_operators
 from searchers.aceso.stage_kernels import transfer_time
 from searchers.base import estimated
+from simulator.closed_forms.stage_prices import stage_step_s
 from simulator.costs import CostTables
 from simulator.lowering.lower import stage_views
 from simulator.lowering.step import norm_s
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
-from simulator.stage_prices import stage_step_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.benchmarks.measuring import yardsticks

@@ -1,0 +1,259 @@
+"""What a stage sends beside its passes and copies for that, for ``overlap_time``.
+
+Of a stage's gathers and gradients by their sums: its parameters count as spread evenly over its layers, copies as one
+pass over all of them and a kernel for each layer or tensor, calls by parameter (DeepSpeed 2021) in the same shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hardware_models.runtime import Runtime
+from simulator.closed_forms.overlap_time import (
+    NEXT_TO_NOTHING_BYTES,
+    SendingRules,
+    Sent,
+    bucket_shares,
+    calls_of_layer,
+    filled_buckets,
+    unit_shares,
+)
+from simulator.closed_forms.passes_time import SentHost
+from simulator.closed_forms.stage_prices import collective_s, items_s, launch_collective_s
+from simulator.lowering.copies import copying_s
+from simulator.lowering.items import Item
+from simulator.lowering.mesh import MeshCollective
+from simulator.lowering.program import StageView
+from simulator.lowering.synchronisation import (
+    GradientBucket,
+    gradient_buckets,
+    is_copied,
+    is_gathered,
+    parameter_groups,
+    times_reduced,
+)
+
+
+class _Gathers(NamedTuple):
+    """Gathers of the root unit and of other layers: what travels, what is copied, hosts, latency."""
+
+    root_s: float
+    others_s: float
+    root_copied_s: float
+    others_copied_s: float
+    root_host_s: float
+    others_host_s: float
+    others_latency_s: float = 0.0
+
+
+def bucket_elements(runtime: Runtime) -> float:
+    """Return how many gradients are reduced at once."""
+    num_bytes = runtime.gradient_bucket_bytes
+    return float("inf") if num_bytes is None else num_bytes / runtime.gradient_accumulation_bytes
+
+
+def num_gradient_copies(runtime: Runtime, zero: int) -> tuple[int, int]:
+    """Return how often gradients that are copied are gone over before they are reduced, and afterwards."""
+    return (runtime.sharded_gradient_copies, 0) if zero else (1, 1)
+
+
+def copied_bytes(runtime: Runtime, zero: int) -> float:
+    """Return the bytes that are read and written for each gradient that is copied once."""
+    sums = runtime.gradient_accumulation_bytes
+    return sums + (min(runtime.implementation.activation_bytes, sums) if zero else sums)
+
+
+def is_large(runtime: Runtime, num_elements: int) -> bool:
+    """Return whether a parameter is gathered by a call of its own."""
+    return runtime.parameter_calls_above is not None and num_elements > runtime.parameter_calls_above
+
+
+def is_sharded(view: StageView) -> bool:
+    """Return whether all parameters of a stage are gathered: else nothing says which gathers hide."""
+    return all(map(is_gathered, parameter_groups(view)))
+
+
+def sending_rules(view: StageView) -> SendingRules:
+    """Return how a stage sends."""
+    plan, runtime = view.plan, view.costs.problem.runtime
+    return SendingRules(
+        prefetches=runtime.prefetches_gathers and is_sharded(view),
+        reshards=plan.reshard_after_forward,
+        overlaps=plan.overlap_gradient_sync and not plan.rotates,
+        every=plan.gradient_reduction == "every",
+        waits=runtime.copies_gradients
+        and any(group.reduced_axes and not group.zero for group in parameter_groups(view)),
+    )
+
+
+def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentHost]:
+    """Return what a stage sends beside its passes, and what that takes its host.
+
+    Args:
+        view, gathering: The stage, and items of its first forward pass.
+    """
+    plan, costs = view.plan, view.costs
+    operators, root = costs.problem.workload.operators, costs.root_layers
+    layers = dict.fromkeys(operators[index].layer for index in view.operators)
+    num_root = sum(layer in root for layer in layers)
+    num_others = len(layers) - num_root
+    gathers = _gathers(view, gathering, num_root, num_others)
+    sums = gradient_buckets(view, merged=True)
+    num_bytes = [each.collectives[0].num_bytes for each in sums]
+    parts, first_share, last_share = [1.0] * len(sums), 1.0, 1.0
+    in_parts = plan.gradient_reduction == "every" or (plan.overlap_gradient_sync and not plan.rotates)
+    if sums and in_parts:
+        if is_sharded(view):
+            root_share = gathers.root_s / (gathers.root_s + gathers.others_s) if gathers.root_s > 0 else 0.0
+            begins_in_root = operators[view.operators[0]].layer in root
+            count, first_share, last_share = unit_shares(num_others, num_root, begins_in_root, root_share)
+            parts = [count] * len(sums)
+        else:
+            count, first_share, last_share = _bucket_shares(view)
+            parts = [max(1.0, count * own / sum(num_bytes)) for own in num_bytes]
+    if in_parts and costs.problem.runtime.parameter_calls_above is not None:
+        shares = [_num_untied(view) * own / sum(num_bytes) for own in num_bytes]
+        parts = [max(own, more) if each.listed else own for each, own, more in zip(sums, parts, shares, strict=True)]
+    copied_s, copied_back_s, copied_host_s = _gradient_copies(view)
+    slowdowns = [costs.problem.hardware.overlap_slowdown(gpu_type) for gpu_type in view.gpu_types]
+    computation_slowdown, communication_slowdown = (max(factors) for factors in zip(*slowdowns, strict=True))
+    sent = Sent(
+        gathers.root_s,
+        gathers.others_s,
+        gathers.root_copied_s,
+        gathers.others_copied_s,
+        sum(_reduction_s(view, each, count) for each, count in zip(sums, parts, strict=True)),
+        copied_s,
+        copied_back_s,
+        1.0 / max(1, num_others) if gathers.others_s > 0 else 1.0,
+        first_share,
+        last_share,
+        computation_slowdown,
+        communication_slowdown,
+        gathers.others_latency_s,
+        sum(_reduction_s(view, each, count, latency=True) for each, count in zip(sums, parts, strict=True)),
+    )
+    host_s = sum(
+        count * launch_collective_s(view, item, listed=in_parts and each.listed)
+        for each, count in zip(sums, parts, strict=True)
+        for item in each.collectives
+    )
+    others_host_s = gathers.others_host_s
+    return sent, SentHost(gathers.root_host_s + others_host_s, others_host_s, host_s + copied_host_s)
+
+
+def gathered_again_s(view: StageView, forward: Sequence[Item], backward: Sequence[Item]) -> float:
+    """Return the seconds of what recomputed layers gather once more.
+
+    Args:
+        view, forward, backward: The stage, and items of its passes.
+    """
+    found_s = _gathers_s(view, forward, in_root=False)
+    return _gathers_s(view, backward, in_root=False) - found_s if found_s > 0 else 0.0
+
+
+def _gathers(view: StageView, gathering: Sequence[Item], num_root: int, num_others: int) -> _Gathers:
+    """Return the gathers of a forward pass.
+
+    Args:
+        view, gathering: The stage, and items of the pass.
+        num_root, num_others: Its layers.
+    """
+    root_s, others_s = (_gathers_s(view, gathering, in_root=in_root) for in_root in (True, False))
+    if root_s + others_s <= 0:
+        return _Gathers(*[0.0] * 6)
+    runtime, num_layers = view.costs.problem.runtime, num_root + num_others
+    elements = _gathered_elements(view)
+    total = sum(elements.values())
+    large = sum(
+        is_gathered(group) and group.tie is None and is_large(runtime, group.num_elements)
+        for group in parameter_groups(view)
+    )
+    host_s, more_s, copied_s, latency_s = 0.0, 0.0, 0.0, 0.0  # Of a layer.
+    for (sizes, axes), own in elements.items():
+        item = MeshCollective("all_gather", sizes, axes, NEXT_TO_NOTHING_BYTES)
+        calls = calls_of_layer(num_layers, large, own / total)
+        more_s += (calls - 1.0) * collective_s(view, item)
+        latency_s += calls * collective_s(view, item)
+        host_s += calls * launch_collective_s(view, item, listed=runtime.parameter_calls_above is not None)
+    root_share = root_s / (root_s + others_s)
+    if runtime.copies_gathered:
+        start_s, s_per_byte = _copying_s(view)
+        copied_s = num_layers * start_s + 2.0 * total * runtime.gathered_parameter_bytes * s_per_byte
+        host_s += max(map(view.costs.launch_s, view.gpu_types))
+    return _Gathers(
+        root_s + num_root * more_s,
+        others_s + num_others * more_s,
+        root_share * copied_s,
+        (1.0 - root_share) * copied_s,
+        num_root * host_s,
+        num_others * host_s,
+        num_others * latency_s,
+    )
+
+
+def _gathered_elements(view: StageView) -> Mapping[tuple[tuple[int, ...], tuple[int, ...]], int]:
+    """Return the parameters of a stage that are gathered, by mesh and axes."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for group in parameter_groups(view):
+        if is_gathered(group):
+            key = group.sizes, group.sharded_axes
+            found[key] = found.get(key, 0) + group.num_elements
+    return found
+
+
+def _gathers_s(view: StageView, items: Sequence[Item], *, in_root: bool) -> float:
+    """Return the seconds of a pass's gathers of parameters, of the root unit or of the others."""
+    operators, root = view.costs.problem.workload.operators, view.costs.root_layers
+    found = [item for item in items if item.role == "gather" and item.cause == "parameter gather"]
+    return items_s(view, [item for item in found if (operators[item.operator].layer in root) == in_root])
+
+
+def _bucket_shares(view: StageView) -> tuple[float, float, float]:
+    """Return what ``bucket_shares`` does, of a stage: what is tied fills no bucket."""
+    limit = bucket_elements(view.costs.problem.runtime)
+    reduced = [group for group in parameter_groups(view) if group.reduced_axes]
+    sizes = [(group, times_reduced(view, group) * group.num_elements) for group in reduced]
+    begun = sum(size for group, size in sizes if group.operator == reduced[0].operator)
+    num_buckets = sum(filled_buckets(group.num_elements, limit) for group in reduced if group.tie is None)
+    return bucket_shares(num_buckets, begun / sum(size for _, size in sizes))
+
+
+def _reduction_s(view: StageView, reduction: GradientBucket, parts: float, *, latency: bool = False) -> float:
+    """Return the seconds of a reduction in equal parts, or of their latency alone."""
+    items = (
+        replace(item, num_bytes=NEXT_TO_NOTHING_BYTES if latency else item.num_bytes / parts)
+        for item in reduction.collectives
+    )
+    return parts * sum(collective_s(view, item) for item in items)
+
+
+def _gradient_copies(view: StageView) -> tuple[float, float, float]:
+    """Return the seconds of copying a stage's gradients before they are reduced, and back, and its host's for both."""
+    runtime = view.costs.problem.runtime
+    before_bytes, back_bytes, before, back = 0.0, 0.0, 0, 0
+    for group in parameter_groups(view):
+        if is_copied(view, group):
+            own = times_reduced(view, group) * group.num_elements * copied_bytes(runtime, group.zero)
+            times, times_back = num_gradient_copies(runtime, group.zero)
+            before_bytes, back_bytes = before_bytes + times * own, back_bytes + times_back * own
+            before, back = max(before, times), max(back, times_back)
+    if not before:
+        return 0.0, 0.0, 0.0
+    start_s, s_per_byte = _copying_s(view)
+    num_tensors = _num_untied(view)
+    host_s = (before + back) * num_tensors * max(map(view.costs.launch_s, view.gpu_types))
+    before_s = before * num_tensors * start_s + before_bytes * s_per_byte
+    return before_s, back * num_tensors * start_s + back_bytes * s_per_byte, host_s
+
+
+def _copying_s(view: StageView) -> tuple[float, float]:
+    """Return what ``copying_s`` does, of the slowest types of a stage."""
+    starts_s, s_per_byte = zip(*(copying_s(view.costs, gpu_type) for gpu_type in view.gpu_types), strict=True)
+    return max(starts_s), max(s_per_byte)
+
+
+def _num_untied(view: StageView) -> int:
+    return sum(group.tie is None for group in parameter_groups(view))

@@ -1,0 +1,1 @@
+"""Engines: a graph of tasks in time, in SimPy and compiled."""

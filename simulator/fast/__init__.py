@@ -1,0 +1,1 @@
+"""The closed forms over arrays, compiled: many plans of one problem at once."""

@@ -1,0 +1,303 @@
+"""Compiled: activations that a stage holds, from sums and range maxima in tables; see ``estimate_memory``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.compiled_cache import inlined
+from simulator.fast.arrays import DONE, NEVER, Floats, Ints, PlanColumns, Structure
+from simulator.fast.memory import (
+    AGAIN,
+    BEYOND_BYTES,
+    FOR_WEIGHTS_BYTES,
+    KEPT,
+    KEPT_BYTES,
+    LAST_BYTES,
+    OWN,
+    SHARD,
+    TO_MULTIPLY,
+    WEIGHTED,
+    WHOLE,
+    WORKING,
+    WORKING_BYTES,
+    MemoryTables,
+    Savings,
+    longest,
+)
+
+
+@inlined
+def _table_at(plans: PlanColumns, run_tables: Ints, begin: int, run: int, index: int) -> int:
+    """Return the table of an operator of a stage, looked for from a run at or behind it down to the stage's first."""
+    while run > begin and plans.run_stops[run - 1] > index:
+        run -= 1
+    return int(run_tables[run])
+
+
+@inlined
+def _value(
+    saved_bytes: Floats,
+    made_bytes: Floats,
+    in_shards: Ints,
+    replicas: Ints,
+    run_stops: Ints,
+    run_tables: Ints,
+    keeps_gathered: bool,
+    first: int,
+    begin: int,
+    producer: int,
+    number: int,
+    run: int,
+    saving: int,
+    kind: int,
+    arrived: float,
+    arrived_replicas: int,
+) -> float:
+    """Return what is kept of a tensor once one of its savers has run: whole arrays, since each costs a reference.
+
+    Args:
+        saved_bytes, made_bytes, in_shards, replicas: See ``MemoryTables``.
+        run_stops, run_tables, keeps_gathered: See ``estimate_peaks``.
+        first, begin: First operator and first run of the stage.
+        producer, number: Of the tensor; its number among those that somebody reads.
+        run, saving: Of the saver.
+        kind: SHARD in segments, else WHOLE.
+        arrived, arrived_replicas: Its bytes and replicas where it came in shards of the sequence; -1 where not.
+    """
+    table = run_tables[run]
+    value = saved_bytes[table, saving, OWN]
+    if arrived >= 0.0:
+        own = value
+        value = min(arrived, own)
+        if own > arrived and kind == WHOLE and (keeps_gathered or arrived_replicas != replicas[table]):
+            value += own
+    elif producer != NEVER and producer >= first and number >= 0:
+        maker = run
+        while maker > begin and run_stops[maker - 1] > producer:
+            maker -= 1
+        if maker == run or run_tables[maker] == table:
+            value = saved_bytes[table, saving, kind]
+        else:
+            made_by = run_tables[maker]
+            made, own = made_bytes[made_by, number], value
+            value = min(made, own)
+            stays = keeps_gathered or replicas[made_by] != replicas[table] or not in_shards[made_by, number]
+            if own > made and kind == WHOLE and stays:
+                value += own
+    return float(value)
+
+
+@inlined
+def hold_activations(
+    shape: Structure,
+    savings: Savings,
+    tables: MemoryTables,
+    plans: PlanColumns,
+    chosen: Ints,
+    states: Ints,
+    run_tables: Ints,
+    keeps_gathered: bool,
+    keeps_outputs: bool,
+    held: Floats,
+) -> None:
+    """Fill the columns of activations for the stages of the chosen plans whose state is DONE.
+
+    Args:
+        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs: See
+            ``peaks.estimate_peaks``.
+        held: float64[S, HELD]. Result.
+    """
+    most_pieces = 0
+    for plan in chosen:
+        for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
+            runs = plans.run_offsets[stage + 1] - plans.run_offsets[stage]
+            segments = plans.segment_offsets[stage + 1] - plans.segment_offsets[stage]
+            most_pieces = max(most_pieces, runs + 2 * segments + 1)
+    piece_first = np.empty(most_pieces, np.int64)
+    piece_run = np.empty(most_pieces, np.int64)
+    piece_segment = np.empty(most_pieces, np.int64)  # First operator of the segment; -1 for none.
+    crosses_in_shards = np.zeros(len(shape.producers), np.int64)
+    # What a segment reads and nobody saves up to there: the stage where that is so, and bytes.
+    read_in, read_unsaved = np.full(len(shape.producers), -1), np.empty(len(shape.producers))
+    saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
+    in_shards = tables.in_shards
+    run_stops = plans.run_stops
+    all_sums = tables.sums
+    for plan in chosen:
+        if states[plan] != DONE:
+            continue
+        first = 0
+        for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
+            begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
+            stop = plans.run_stops[end - 1]
+            kept, inside, again, most, working = 0.0, 0.0, 0.0, 0.0, 0.0
+            weighted, to_multiply = 0.0, 0.0
+            num_pieces = 0
+            run = begin
+            lowest = maxima[run_tables[begin], WORKING, 0, first]
+            segment, last_segment = plans.segment_offsets[stage], plans.segment_offsets[stage + 1]
+            start = first
+            while start < stop:
+                while plans.run_stops[run] <= start:
+                    run += 1
+                ends = plans.run_stops[run]
+                segment_first = -1
+                if segment < last_segment:
+                    if plans.segment_firsts[segment] <= start:
+                        segment_first = plans.segment_firsts[segment]
+                        ends = min(ends, plans.segment_stops[segment])
+                    else:
+                        ends = min(ends, plans.segment_firsts[segment])
+                table = run_tables[run]
+                piece_first[num_pieces] = start
+                piece_run[num_pieces] = run
+                piece_segment[num_pieces] = segment_first
+                num_pieces += 1
+                if start == first or start == plans.run_stops[run - 1]:
+                    upto = plans.run_stops[run]
+                    weighted += all_sums[table, upto, WEIGHTED] - all_sums[table, start, WEIGHTED]
+                    to_multiply += all_sums[table, upto, TO_MULTIPLY] - all_sums[table, start, TO_MULTIPLY]
+                working = max(working, longest(maxima, table, WORKING, start, ends))
+                in_segment = segment_first >= 0
+                kind, summed = (SHARD, AGAIN) if in_segment else (WHOLE, KEPT)
+                own = all_sums[table, ends, summed] - all_sums[table, start, summed]
+                for place in range(savings.entering_offsets[start], savings.entering_offsets[start + 1]):
+                    tensor = savings.entering[place]
+                    saving, past = savings.offsets[tensor], savings.offsets[tensor + 1]
+                    while saving < past and savings.operators[saving] < start:
+                        saving += 1
+                    if saving == past or savings.operators[saving] >= ends:
+                        continue
+                    # In the sums, the first saving here counts what it keeps more than the one before, all as if
+                    # makers and savers had this strategy ...
+                    before = saved_bytes[table, saving - 1, kind] if saving > savings.offsets[tensor] else 0.0
+                    last = saving
+                    while last + 1 < past and savings.operators[last + 1] < ends:
+                        last += 1
+                    producer = savings.producers[tensor]
+                    given = producer == NEVER
+                    inner = in_segment and (given or producer >= segment_first)
+                    summed_here = saved_bytes[table, last, kind] - before
+                    arrived, arrived_replicas = -1.0, -1
+                    number = savings.tensors[tensor]
+                    if not given and producer < first and number >= 0 and crosses_in_shards[number]:
+                        reading = shape.reader_offsets[number]
+                        while shape.readers[reading] < first:
+                            reading += 1
+                        read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
+                        arrived = tables.read_bytes[read_by, reading] / tables.num_parts[read_by, reading]
+                        arrived_replicas = replicas[read_by]
+                    if given or (producer < first and arrived < 0.0):
+                        value = saved_bytes[table, last, OWN]
+                    elif producer >= first and (run == begin or run_stops[run - 1] <= producer):
+                        value = saved_bytes[table, last, kind]
+                    else:
+                        value = _value(
+                            saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
+                            first, begin, producer, number, run, last, kind, arrived, arrived_replicas,
+                        )  # fmt: skip
+                    # ... but of those before, only one that is held in the same way counts.
+                    earlier = saving - 1
+                    counted = 0.0
+                    piece = num_pieces - 1
+                    while earlier >= savings.offsets[tensor] and savings.operators[earlier] >= first:
+                        while piece_first[piece] > savings.operators[earlier]:
+                            piece -= 1
+                        its_segment = piece_segment[piece]
+                        its_inner = its_segment >= 0 and (given or producer >= its_segment)
+                        same = its_segment == segment_first if inner else not its_inner
+                        if its_inner == inner and same:
+                            counted = _value(
+                                saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
+                                first, begin, producer, number, piece_run[piece], earlier,
+                                SHARD if its_segment >= 0 else WHOLE, arrived, arrived_replicas,
+                            )  # fmt: skip
+                            break
+                        earlier -= 1
+                    if counted == 0.0 and value > 0.0 and not inner and number >= 0 and read_in[number] == stage:
+                        counted = read_unsaved[number]
+                    if not in_segment or inner:
+                        own += value - counted - summed_here
+                    else:
+                        own -= summed_here
+                        kept += value - counted
+                if in_segment:
+                    inside += own
+                else:
+                    kept += own
+                following = plans.segment_firsts[segment] if segment < last_segment else stop
+                if in_segment:
+                    following = plans.segment_stops[segment]
+                if in_segment and ends == following:
+                    # What enters the segment and none of its operators saves, nor one before.
+                    unsaved, past = savings.unsaved_offsets[segment_first], savings.unsaved_offsets[segment_first + 1]
+                    for place in range(unsaved, past):
+                        tensor, reading = savings.unsaved[place, 0], savings.unsaved[place, 1]
+                        reader, maker = shape.readers[reading], shape.producers[tensor]
+                        if reader >= ends or maker < first or read_in[tensor] == stage:
+                            continue
+                        number, is_kept, piece = savings.numbers[tensor], False, 0
+                        if number >= 0:
+                            for saving in range(savings.offsets[number], savings.offsets[number + 1]):
+                                saver = savings.operators[saving]
+                                while piece + 1 < num_pieces and piece_first[piece + 1] <= saver:
+                                    piece += 1
+                                outside = piece_segment[piece] < 0 or maker < piece_segment[piece]
+                                stays = saved_bytes[run_tables[piece_run[piece]], saving, OWN] > 0.0
+                                is_kept = is_kept or (saver < ends and outside and stays)
+                        if not is_kept:
+                            made_by = _table_at(plans, run_tables, begin, run, maker)
+                            read_by = _table_at(plans, run_tables, begin, run, reader)
+                            read_in[tensor] = stage
+                            read_unsaved[tensor] = min(made_bytes[made_by, tensor], tables.read_bytes[read_by, reading])
+                            kept += read_unsaved[tensor]
+                if ends in (stop, following):
+                    most = max(most, kept + inside + working)
+                    if in_segment and segment == plans.segment_offsets[stage]:
+                        lowest = max(lowest, inside + working)
+                    again += inside
+                    inside, working = 0.0, 0.0
+                    segment += in_segment
+                start = ends
+
+            # What was received, and what was sent if that is held, unless it is kept anyway.
+            ends_bytes = 0.0
+            for place in range(shape.crossing_offsets[stop], shape.crossing_offsets[stop + 1]):
+                tensor = shape.crossing[place]
+                maker, number = shape.producers[tensor], savings.numbers[tensor]
+                if maker < first:
+                    continue
+                made_by = _table_at(plans, run_tables, begin, end - 1, maker)
+                crosses_in_shards[tensor] = tables.in_shards[made_by, tensor]
+                if not keeps_outputs:
+                    continue
+                is_kept = read_in[tensor] == stage
+                if number >= 0:
+                    for saving in range(savings.offsets[number], savings.offsets[number + 1]):
+                        if first <= savings.operators[saving] < stop:
+                            piece = 0
+                            while piece + 1 < num_pieces and piece_first[piece + 1] <= savings.operators[saving]:
+                                piece += 1
+                            is_kept = is_kept or piece_segment[piece] < 0 or maker < piece_segment[piece]
+                if not is_kept:
+                    ends_bytes += tables.made_bytes[made_by, tensor]
+            for place in range(shape.crossing_offsets[first], shape.crossing_offsets[first + 1]):
+                tensor = shape.crossing[place]
+                number, reading = savings.numbers[tensor], shape.reader_offsets[tensor]
+                while shape.readers[reading] < first:
+                    reading += 1
+                is_kept = shape.readers[reading] >= stop  # Only passed on.
+                if number >= 0:
+                    for saving in range(savings.offsets[number], savings.offsets[number + 1]):
+                        is_kept = is_kept or first <= savings.operators[saving] < stop
+                if not is_kept:
+                    read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
+                    parts = tables.num_parts[read_by, reading] if crosses_in_shards[tensor] else 1
+                    ends_bytes += tables.read_bytes[read_by, reading] / parts
+            kept += ends_bytes
+            most += ends_bytes
+            row = held[stage]
+            row[KEPT_BYTES], row[WORKING_BYTES], row[LAST_BYTES] = kept, most - kept, lowest
+            row[FOR_WEIGHTS_BYTES] = min(weighted, kept + again) + to_multiply
+            row[BEYOND_BYTES] = min(weighted, again) + to_multiply
+            first = stop

@@ -1,0 +1,363 @@
+"""Peak memory of many stages at once: what ``memory_program`` allocates and frees, without names.
+
+A forward pass leaves ``kept`` bytes behind and has its own highest point above where it began; so has a
+backward pass. A stage with K microbatches in flight peaks at the larger of ``(K - 1) kept + forward`` and
+``K kept + backward``, on top of model states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.compiled_cache import compiled
+from simulator.costs import CostTables, saved_tensors
+from simulator.fast.compiled_stages import ModelShape
+from simulator.lowering.mesh import parameter_layout
+from simulator.operator_cost import OperatorCost
+from simulator.plan import Axis, resolve
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+NEVER = np.iinfo(np.int64).max
+BLOCK_BYTES = 512  # The caching allocator's rounding.
+
+# Columns of ``op_bytes``.
+FORWARD_WORKSPACE, BACKWARD_WORKSPACE, INSIDE, UNREAD, STATES, TIED_STATES, STEP, TIED_STEP = range(8)
+
+# Columns of the result.
+KEPT, FORWARD_PEAK, BACKWARD_PEAK, MODEL_STATES, STEP_WORKSPACE = range(5)
+MEMORY = 5
+
+
+@dataclass(frozen=True)
+class TensorUse:
+    """Who makes, reads and saves what. N operators, T tensors, Q readings.
+
+    Attributes:
+        output_offsets, outputs: Tensors that each operator makes (and somebody reads).
+        input_offsets, inputs, readings: Tensors that each operator reads, and the number of the reading.
+        saved_offsets, saved: Tensors that each operator saves.
+        saver_offsets, savers: Operators that save each tensor, ascending.
+        user_offsets, users: Operators whose backward pass needs what forward kept of each tensor under
+            recomputation, ascending: savers outside segments, and readers in other segments than its maker.
+    """
+
+    output_offsets: Ints
+    outputs: Ints
+    input_offsets: Ints
+    inputs: Ints
+    readings: Ints
+    saved_offsets: Ints
+    saved: Ints
+    saver_offsets: Ints
+    savers: Ints
+    user_offsets: Ints
+    users: Ints
+
+
+def tensor_use(costs: CostTables, shape: ModelShape) -> TensorUse:
+    """Return who uses which tensor."""
+    workload = costs.problem.workload
+    gpu_type = costs.problem.gpu_types[0]
+    number = {name: index for index, name in enumerate(shape.tensor_names)}
+    outputs: list[list[int]] = []
+    inputs: list[list[int]] = []
+    readings: list[list[int]] = []
+    saved: list[list[int]] = []
+    savers: list[list[int]] = [[] for _ in number]
+    for index, op in enumerate(workload.operators):
+        outputs.append([number[name] for name in op.outputs if name in number])
+        inputs.append([number[name] for name in dict.fromkeys(op.inputs) if name in number])
+        readings.append(
+            [
+                int(shape.reader_offsets[tensor]) + workload.consumers[shape.tensor_names[tensor]].index(index)
+                for tensor in inputs[-1]
+            ]
+        )
+        names = dict(saved_tensors(workload, index, costs.operator(index, (), 1, gpu_type)))
+        saved.append([number[name] for name in names if name in number])
+        for tensor in saved[-1]:
+            savers[tensor].append(index)
+    users: list[list[int]] = []
+    for tensor, producer in enumerate(shape.producers.tolist()):
+        readers = shape.readers[shape.reader_offsets[tensor] : shape.reader_offsets[tensor + 1]].tolist()
+        own = shape.segment_first[producer]
+        outside = {user for user in savers[tensor] if shape.segment_stop[user] < 0}
+        inside = {user for user in readers if shape.segment_stop[user] >= 0 and shape.segment_first[user] != own}
+        users.append(sorted(outside | inside))
+    return TensorUse(
+        *_csr(outputs),
+        *_csr(inputs),
+        _csr(readings)[1],
+        *_csr(saved),
+        *_csr(savers),
+        *_csr(users),
+    )
+
+
+def _csr(rows: list[list[int]]) -> tuple[Ints, Ints]:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return offsets, np.array([item for row in rows for item in row], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Sizes under one tensor degree and number of samples, in whole blocks.
+
+    Attributes:
+        op_bytes: float64[N, 8].
+        made_bytes: float64[T]. Each tensor where it is made.
+        read_bytes: float64[Q]. Each tensor where it is read.
+        previous_tied: int64[N]. The last operator before with the same tied parameter in the same layout; -1
+            for none.
+    """
+
+    op_bytes: Floats
+    made_bytes: Floats
+    read_bytes: Floats
+    previous_tied: Ints
+
+
+def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu_type: str) -> StageBytes:
+    """Return the sizes of everything that a stage allocates."""
+    workload, runtime = costs.problem.workload, costs.problem.runtime
+    per_element = (runtime.parameter_bytes, runtime.gradient_bytes, runtime.optimizer_bytes)
+    per_gradient = runtime.implementation.activation_bytes
+    op_bytes = np.zeros((len(workload), 8))
+    found: list[OperatorCost] = []
+    previous_tied = np.full(len(workload), -1, dtype=np.int64)
+    last_tied: dict[object, int] = {}
+    for index, op in enumerate(workload.operators):
+        sharding = resolve((Axis("tensor", tp),), op)
+        cost = costs.operator(index, sharding, samples, gpu_type)
+        found.append(cost)
+        inside = [size for name, size in saved_tensors(workload, index, cost) if "/" in name]
+        unread = [
+            size for name, size in zip(op.outputs, cost.output_bytes, strict=True) if name not in workload.consumers
+        ]
+        row = op_bytes[index]
+        row[FORWARD_WORKSPACE] = _blocks(cost.workspace_forward_bytes)
+        row[BACKWARD_WORKSPACE] = _blocks(cost.backward_temporary_bytes(per_gradient, inputs=True, weights=True))
+        row[INSIDE] = sum(_blocks(size) for size in inside)
+        row[UNREAD] = sum(_blocks(size) for size in unread)
+        for place, (parameter, elements) in enumerate(cost.parameters):
+            tied = parameter.tie is not None
+            if tied:
+                splits = costs.splits(index, sharding)
+                layout = (parameter.tie, parameter_layout(sharding, splits, place))
+                previous_tied[index] = last_tied.get(layout, -1)
+                last_tied[layout] = index
+            row[TIED_STATES if tied else STATES] += sum(_blocks(elements * size) for size in per_element)
+            row[TIED_STEP if tied else STEP] += _blocks(elements * runtime.optimizer_workspace_bytes)
+    made, read = [], []
+    for name in shape.tensor_names:
+        producer = workload.producer[name]
+        made.append(_blocks(found[producer].output_bytes[workload.operators[producer].outputs.index(name)]))
+        for reader in workload.consumers[name]:
+            read.append(_blocks(found[reader].input_bytes[workload.operators[reader].inputs.index(name)]))
+    return StageBytes(op_bytes, np.array(made), np.array(read), previous_tied)
+
+
+def _blocks(num_bytes: float) -> float:
+    return float(-(-int(num_bytes) // BLOCK_BYTES) * BLOCK_BYTES)
+
+
+@compiled
+def _lower_bound(items: Ints, low: int, high: int, value: int) -> int:
+    """Return the first place in ``[low, high)`` whose item is at least ``value``."""
+    while low < high and items[low] < value:
+        low += 1
+    return low
+
+
+@compiled
+def measure_memory(
+    firsts: Ints,
+    stops: Ints,
+    tables: Ints,
+    recompute: Flags,
+    stops_early: bool,
+    keeps_outputs: bool,
+    op_bytes: Floats,
+    made_bytes: Floats,
+    read_bytes: Floats,
+    previous_tied: Ints,
+    producers: Ints,
+    reader_offsets: Ints,
+    readers: Ints,
+    crossing_offsets: Ints,
+    crossing: Ints,
+    segment_first: Ints,
+    segment_stop: Ints,
+    output_offsets: Ints,
+    outputs: Ints,
+    input_offsets: Ints,
+    inputs: Ints,
+    readings: Ints,
+    saved_offsets: Ints,
+    saved: Ints,
+    saver_offsets: Ints,
+    savers: Ints,
+    user_offsets: Ints,
+    users: Ints,
+) -> Floats:
+    """Return float64[S, MEMORY] in bytes; see ``StageBytes``, ``ModelShape`` and ``TensorUse``.
+
+    Args:
+        firsts, stops: int64[S]. Operators ``[first, stop)`` of each stage.
+        tables: int64[S]. Row of ``op_bytes``, ``made_bytes`` and ``read_bytes``.
+        recompute: bool[S]. Repeated layers are recomputed.
+        stops_early: Not beyond the last operator that saves anything, or makes what is saved.
+        keeps_outputs: What leaves a stage is held until the backward pass.
+        op_bytes, made_bytes, read_bytes, previous_tied: [tables, ...].
+        producers, reader_offsets, readers, crossing_offsets, crossing: Of the shape.
+        segment_first, segment_stop: Of the shape.
+        output_offsets, outputs, input_offsets, inputs, readings: Of the use.
+        saved_offsets, saved, saver_offsets, savers, user_offsets, users: Of the use.
+    """
+    result = np.zeros((len(firsts), MEMORY))
+    for stage in range(len(firsts)):
+        first, stop = firsts[stage], stops[stage]
+        sizes, made, read = op_bytes[tables[stage]], made_bytes[tables[stage]], read_bytes[tables[stage]]
+        again = recompute[stage]
+        tied_before = previous_tied[tables[stage]]
+        need_offsets, needs = (user_offsets, users) if again else (saver_offsets, savers)
+
+        # Model states.
+        states, step = 0.0, 0.0
+        for index in range(first, stop):
+            states += sizes[index, STATES]
+            step += sizes[index, STEP]
+            if tied_before[index] < first:
+                states += sizes[index, TIED_STATES]
+                step += sizes[index, TIED_STEP]
+
+        # Forward.
+        live, peak = 0.0, 0.0
+        for place in range(crossing_offsets[first], crossing_offsets[first + 1]):
+            tensor = crossing[place]
+            row, end = reader_offsets[tensor], reader_offsets[tensor + 1]
+            reading = _lower_bound(readers, row, end, first)
+            if readers[reading] < stop:
+                live += read[reading]
+        peak = live
+        for index in range(first, stop):
+            in_segment = again and segment_stop[index] >= 0
+            live += sizes[index, FORWARD_WORKSPACE] + sizes[index, UNREAD]
+            for place in range(output_offsets[index], output_offsets[index + 1]):
+                live += made[outputs[place]]
+            if not in_segment:
+                live += sizes[index, INSIDE]
+            peak = max(peak, live)
+            live -= sizes[index, FORWARD_WORKSPACE] + sizes[index, UNREAD]
+            for place in range(input_offsets[index], input_offsets[index + 1]):
+                tensor = inputs[place]
+                last = readers[reader_offsets[tensor + 1] - 1]
+                need = need_offsets[tensor]
+                is_kept = need < need_offsets[tensor + 1] and needs[need] < stop
+                if producers[tensor] >= first and last == index and not is_kept:
+                    live -= made[tensor]
+        if not keeps_outputs:
+            for place in range(crossing_offsets[stop], crossing_offsets[stop + 1]):
+                tensor = crossing[place]
+                need = need_offsets[tensor]
+                is_kept = need < need_offsets[tensor + 1] and needs[need] < stop
+                if producers[tensor] >= first and not is_kept:
+                    live -= made[tensor]
+        kept, forward_peak = live, peak
+
+        # Backward, from where forward left off.
+        live, peak = 0.0, 0.0
+        for place in range(crossing_offsets[stop], crossing_offsets[stop + 1]):
+            if producers[crossing[place]] >= first:
+                live += made[crossing[place]]
+        peak = live
+        for index in range(stop - 1, first - 1, -1):
+            in_segment = again and segment_stop[index] >= 0
+            low, high = max(segment_first[index], first), min(segment_stop[index], stop)
+            if in_segment and index + 1 == high:
+                again_until = high
+                while stops_early and again_until > low:
+                    once = again_until - 1
+                    is_saved = sizes[once, INSIDE] > 0
+                    for place in range(output_offsets[once], output_offsets[once + 1]):
+                        start, end = saver_offsets[outputs[place]], saver_offsets[outputs[place] + 1]
+                        saver = _lower_bound(savers, start, end, low)
+                        is_saved |= saver < end and savers[saver] < high
+                    if is_saved:
+                        break
+                    again_until -= 1
+                for once in range(low, again_until):
+                    live += sizes[once, FORWARD_WORKSPACE] + sizes[once, INSIDE] + sizes[once, UNREAD]
+                    for place in range(output_offsets[once], output_offsets[once + 1]):
+                        live += made[outputs[place]]
+                    peak = max(peak, live)
+                    live -= sizes[once, FORWARD_WORKSPACE] + sizes[once, UNREAD]
+                    for place in range(input_offsets[once], input_offsets[once + 1]):
+                        tensor = inputs[place]
+                        following = readings[place] + 1
+                        is_last = following == reader_offsets[tensor + 1] or readers[following] >= again_until
+                        saver = _lower_bound(savers, saver_offsets[tensor], saver_offsets[tensor + 1], low)
+                        is_saved = saver < saver_offsets[tensor + 1] and savers[saver] < high
+                        if producers[tensor] >= low and is_last and not is_saved:
+                            live -= made[tensor]
+                    for place in range(output_offsets[once], output_offsets[once + 1]):
+                        tensor = outputs[place]
+                        saver = saver_offsets[tensor]
+                        is_saved = saver < saver_offsets[tensor + 1] and savers[saver] < high
+                        if readers[reader_offsets[tensor]] >= again_until and not is_saved:
+                            live -= made[tensor]
+            live += sizes[index, BACKWARD_WORKSPACE]
+            for place in range(input_offsets[index], input_offsets[index + 1]):
+                tensor = inputs[place]
+                following, end = readings[place] + 1, reader_offsets[tensor + 1]
+                leaves = producers[tensor] >= first and readers[end - 1] >= stop
+                if not leaves and (following == end or readers[following] >= stop):
+                    live += read[readings[place]]
+            peak = max(peak, live)
+            live -= sizes[index, BACKWARD_WORKSPACE] + sizes[index, INSIDE]
+            for place in range(output_offsets[index], output_offsets[index + 1]):
+                tensor = outputs[place]
+                last = reader_offsets[tensor + 1] - 1
+                live -= made[tensor] if readers[last] >= stop else read[last]
+            # What forward kept goes with the first operator that needs it, ...
+            for place in range(input_offsets[index], input_offsets[index + 1]):
+                tensor = inputs[place]
+                if producers[tensor] >= first:
+                    need = need_offsets[tensor]
+                    if need < need_offsets[tensor + 1] and needs[need] == index:
+                        live -= made[tensor]
+                else:  # (Of what another stage made, any segment that reads it.)
+                    reading = _lower_bound(readers, reader_offsets[tensor], reader_offsets[tensor + 1], first)
+                    need = _lower_bound(needs, need_offsets[tensor], need_offsets[tensor + 1], first)
+                    earliest = needs[need] if need < need_offsets[tensor + 1] else NEVER
+                    reader = reading
+                    while again and reader < reader_offsets[tensor + 1] and segment_stop[readers[reader]] < 0:
+                        reader += 1
+                    if again and reader < reader_offsets[tensor + 1]:
+                        earliest = min(earliest, readers[reader])
+                    if earliest == index:
+                        live -= read[reading]
+            for place in range(output_offsets[index], output_offsets[index + 1]):
+                tensor = outputs[place]
+                need = need_offsets[tensor]
+                if need < need_offsets[tensor + 1] and needs[need] == index:
+                    live -= made[tensor]
+            # ... and what recomputation made with the first of its segment that saved it.
+            for place in range(saved_offsets[index], saved_offsets[index + 1]):
+                tensor = saved[place]
+                saver = _lower_bound(savers, saver_offsets[tensor], saver_offsets[tensor + 1], low)
+                if in_segment and producers[tensor] >= low and savers[saver] == index:
+                    live -= made[tensor]
+        result[stage, KEPT] = kept
+        result[stage, FORWARD_PEAK] = forward_peak
+        result[stage, BACKWARD_PEAK] = peak
+        result[stage, MODEL_STATES] = states
+        result[stage, STEP_WORKSPACE] = step
+    return result

@@ -1,0 +1,242 @@
+"""What one operator holds under one strategy: bytes of every kind, and how its parameters are synchronised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.closed_forms.estimate_memory import refreshed_bytes, working_bytes, zero_elements
+from simulator.closed_forms.overlap_time import filled_buckets
+from simulator.closed_forms.stage_overlap import bucket_elements, is_large, num_gradient_copies
+from simulator.costs import CostTables
+from simulator.fast.arrays import (
+    COPIES,
+    GATHER,
+    GATHER_CHANNEL,
+    MAX_FAMILIES,
+    REDUCTION,
+    REFRESH,
+    REFRESH_CHANNEL,
+    REST,
+    SCATTER,
+    SCATTER_DEGREE,
+    STEP_COLUMNS,
+)
+from simulator.fast.channels import Channels, Interner
+from simulator.fast.memory import NUM_STATES
+from simulator.fast.structure import Ints, saved_by, saved_names
+from simulator.lowering.mesh import parameter_layout
+from simulator.lowering.program import StageView
+from simulator.lowering.step import StepWork, work_of
+from simulator.lowering.synchronisation import ParameterGroup, is_copied, is_gathered, parameter_groups, tied_shards
+from simulator.memory.model_states import static_bytes
+from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
+from simulator.problem import Problem
+
+Floats = NDArray[np.float64]
+
+
+def view_of(
+    costs: CostTables,
+    strategies: Mapping[int, Sharding],
+    devices: Sequence[int],
+    microbatch_size: int,
+    entering: Iterable[str] = (),
+) -> StageView:
+    """Return a stage of these operators only; see ``StageView.entering``."""
+    operators = costs.problem.workload.operators
+    indices = sorted(strategies)
+    resolved = [resolve(strategies[index], operators[index]) for index in indices]
+    stage = Stage(
+        operators=tuple((index, index + 1) for index in indices),
+        devices=tuple(devices),
+        shardings=run_lengths(resolved),
+    )
+    plan = Plan(stages=(stage,), microbatch_size=microbatch_size, num_microbatches=1)
+    return StageView(0, stage, plan, costs, costs.problem.gpu_types[devices[0]], tuple(entering))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one operator holds: bytes and elements as in ``Table``, and what stands in ``TimeTables.sums``."""
+
+    saved: list[float]
+    made: list[float]
+    read: list[float]
+    private: float
+    weighted: float
+    to_multiply: float
+    working: float
+    gathered: float
+    unsharded: float
+    states: Floats
+    largest: float
+    elements: Floats
+    work: Floats
+    buckets: float
+    num_large: int
+    tied_bytes: list[list[float]]
+    tied: list[tuple[int, int, int, int]]
+    tied_work: list[StepWork]
+    unsuited: bool = False
+
+
+class Holdings:
+    """Works out what operators hold.
+
+    Args:
+        costs: Cost tables.
+        channels: Prices of collectives.
+        layouts: Numbers of layouts, shared with whoever compares them.
+    """
+
+    def __init__(self, costs: CostTables, channels: Channels, layouts: Interner) -> None:
+        self.costs = costs
+        self.problem = costs.problem
+        self.channels = channels
+        self._layouts = layouts
+        self._keys = Interner()
+
+    def of(
+        self,
+        index: int,
+        sharding: Sharding,
+        devices: Sequence[int],
+        microbatch_size: int,
+        family_of: dict[object, int],
+        families: Ints,
+    ) -> Holding:
+        """Return what an operator holds, whatever stands around it."""
+        problem = self.problem
+        view = view_of(self.costs, {index: sharding}, devices, microbatch_size)
+        cost = self.costs.operator(index, sharding, view.samples(index), view.gpu_type)
+        saved = saved_by(self.costs, index, sharding, view.samples(index), view.gpu_type)
+        names = saved_names(self.costs, index, view.gpu_type)
+        op = problem.workload.operators[index]
+        assert all("/" in name or name in names for name in saved), "all that a strategy saves has a place"
+        assert all(name in saved for name in names if name in op.inputs), "all strategies save these inputs, or none"
+        private = sum(size for name, size in saved.items() if "/" in name)
+        has_parameters = bool(problem.workload.parameters(index))
+        gathered, unsharded = zero_elements(sharding, cost)
+        elements = np.zeros(MAX_FAMILIES)
+        states = np.zeros(NUM_STATES)
+        largest = 0.0
+        work, buckets, num_large = np.zeros(STEP_COLUMNS), 0.0, 0
+        tied_bytes, tied, tied_work = [], [], []
+        splits = self.costs.splits(index, sharding)
+        number = -1
+        for group in parameter_groups(view):
+            number += 1
+            family = self._family(view, group, family_of, families)
+            own_states = _states(group, problem)
+            largest = max(largest, own_states.pop())
+            is_tied = group.tie is not None and is_gathered(group)
+            own_states.append(group.num_elements * problem.runtime.gathered_parameter_bytes if is_tied else 0.0)
+            own_work = work_of([group], problem.runtime)
+            if group.tie is None:
+                states += own_states
+                work += own_work
+                elements[family] += group.num_elements
+                if group.reduced_axes:
+                    buckets += filled_buckets(group.num_elements, bucket_elements(problem.runtime))
+                num_large += is_gathered(group) and is_large(problem.runtime, group.num_elements)
+                continue
+            place = [p.tie for p in problem.workload.parameters(index)].index(group.tie)
+            layout = self._layouts((group.tie, parameter_layout(sharding, splits, place)))
+            tied_bytes.append(own_states)
+            tied.append((family, group.num_elements, layout, tied_shards(view, group)))
+            tied_work.append(own_work)
+        return Holding(
+            saved=[saved.get(name, 0.0) for name in names],
+            made=list(cost.output_bytes),
+            read=list(cost.input_bytes),
+            private=private,
+            weighted=sum(saved.values()) if has_parameters else 0.0,
+            to_multiply=sum(cost.output_bytes) if has_parameters else 0.0,
+            working=working_bytes(op, cost, problem),
+            gathered=gathered * problem.runtime.gathered_parameter_bytes,
+            unsharded=unsharded * problem.runtime.gradient_accumulation_bytes,
+            states=states,
+            largest=largest,
+            elements=elements,
+            work=work,
+            buckets=buckets,
+            num_large=num_large,
+            tied_bytes=tied_bytes,
+            tied=tied,
+            tied_work=tied_work,
+        )
+
+    def nothing(self, index: int) -> Holding:
+        """Return what stands in a table for an operator that its strategy does not suit."""
+        op = self.problem.workload.operators[index]
+        num_saved = len(saved_names(self.costs, index, self.problem.gpu_types[0]))
+        num_tied = sum(parameter.tie is not None for parameter in self.problem.workload.parameters(index))
+        return Holding(
+            saved=[0.0] * num_saved,
+            made=[0.0] * len(op.outputs),
+            read=[0.0] * len(op.inputs),
+            private=0.0,
+            weighted=0.0,
+            to_multiply=0.0,
+            working=0.0,
+            gathered=0.0,
+            unsharded=0.0,
+            states=np.zeros(NUM_STATES),
+            largest=0.0,
+            elements=np.zeros(MAX_FAMILIES),
+            work=np.zeros(STEP_COLUMNS),
+            buckets=0.0,
+            num_large=0,
+            tied_bytes=[[0.0] * NUM_STATES] * num_tied,
+            tied=[(0, 0, -1, 1)] * num_tied,
+            tied_work=[StepWork(0.0, 0.0, 0)] * num_tied,
+            unsuited=True,
+        )
+
+    def _family(
+        self, view: StageView, group: ParameterGroup, family_of: dict[object, int], families: Ints
+    ) -> int:
+        key = (group.sizes, group.reduced_axes, group.sharded_axes, group.zero)
+        if key in family_of:
+            return family_of[key]
+        number = family_of[key] = len(family_of)
+        if number >= MAX_FAMILIES:
+            raise ValueError(f"a strategy must synchronise parameters in at most {MAX_FAMILIES} ways")
+        row = families[number]
+
+        def channel(collective: str, axes: tuple[int, ...]) -> int:
+            unlike = self.costs.unlike_groups(view.stage.devices, group.sizes, axes)
+            return self.channels.number(collective, unlike) if len(unlike[0].members) > 1 else -1
+
+        scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
+        rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)
+        row[REDUCTION] = self._keys((group.sizes, group.reduced_axes, group.sharded_axes))
+        row[SCATTER_DEGREE] = prod(group.sizes[axis] for axis in scattered)
+        row[SCATTER] = channel("reduce_scatter", scattered) if scattered else -1
+        row[REST] = channel("all_reduce", rest) if rest else -1
+        copies = is_copied(view, group)
+        row[COPIES] = num_gradient_copies(self.problem.runtime, group.zero)[0] if copies else 0
+        if group.num_shards > 1:
+            gathered = channel("all_gather", group.sharded_axes)
+            key_number = self._keys((group.sizes, group.sharded_axes))
+            if group.zero == 3:
+                row[GATHER], row[GATHER_CHANNEL] = key_number, gathered
+            elif group.zero in (1, 2):
+                row[REFRESH], row[REFRESH_CHANNEL] = key_number, gathered
+        return number
+
+
+def _states(group: ParameterGroup, problem: Problem) -> list[float]:
+    """Return model states as ``memory`` has them, and the largest tensor that is refreshed."""
+    lasting, anew = [], []
+    for sharded in (False, True):
+        for reshards in (False, True):
+            held = static_bytes([group], problem, sharded_gradients=sharded, reshards=reshards)
+            lasting.append(float(sum(held.parameters) + sum(held.gradients) + sum(held.optimizer)))
+        anew.append(float(sum(held.gradients_anew.values())))
+    return [*lasting, *anew, float(sum(held.step_workspace)), *refreshed_bytes(group, problem)]

@@ -1,0 +1,90 @@
+"""What the compiled estimate of memory reads, and columns of what it fills: arrays as in ``arrays``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from simulator.compiled_cache import inlined
+from simulator.fast.arrays import Floats, Ints
+
+# Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
+# in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
+# gathers and scatters; model states but for gradients made anew by (gradients sharded, parameters resharded), those
+# gradients by sharded, what the optimizer step works in, and what refreshing takes but for its largest tensor.
+KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, STATES = range(7)
+ANEW, STEP, REFRESHED, TIED, NUM_STATES = 4, 6, 7, 8, 9
+MEMORY_COLUMNS = STATES + NUM_STATES
+
+# Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
+OWN, SHARD, WHOLE = range(3)
+WORKING, LARGEST = range(2)
+
+# Columns of what a stage holds; see ``HeldBytes``. The first five are of activations.
+KEPT_BYTES, WORKING_BYTES, FOR_WEIGHTS_BYTES, BEYOND_BYTES, LAST_BYTES = range(5)
+GATHERED_BYTES, UNSHARDED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(5, 11)
+HELD = 11
+
+
+class Savings(NamedTuple):
+    """Who saves what in one workload. Q savings of tensors that have a name.
+
+    Attributes:
+        offsets, operators: Savings of each tensor, ascending by operator.
+        producers: Per tensor; NEVER for inputs of the graph.
+        tensors: Per tensor, its number among those that somebody reads; -1 if nobody does.
+        numbers: The way back: per tensor that somebody reads, its number here; -1 if nobody saves it.
+        entering_offsets, entering: Per cut, tensors made before it (or given) and saved behind it.
+        unsaved_offsets, unsaved: Per cut, tensors made before it whose first reader behind it does not save them, by
+            their number among those that somebody reads, and the number of that reading: int64[., 2].
+    """
+
+    offsets: Ints
+    operators: Ints
+    producers: Ints
+    tensors: Ints
+    numbers: Ints
+    entering_offsets: Ints
+    entering: Ints
+    unsaved_offsets: Ints
+    unsaved: Ints
+
+
+class MemoryTables(NamedTuple):
+    """Everything worked out so far; the first axis is the number of a table.
+
+    Attributes:
+        sums: float64[tables, N + 1, MEMORY_COLUMNS]. Prefix sums.
+        saved_bytes: float64[tables, Q, 3]. As its saver reads it; as it is made where its maker has the same strategy;
+            and with what the saver has gathered, if that is kept.
+        made_bytes, read_bytes: float64[tables, T], [tables, readings]. Sizes of tensors.
+        in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
+        num_parts: int64[tables, readings]. In how many of them it arrives where this reading is a stage's first.
+        replicas: int64[tables]. Product of the batch axes.
+        maxima: float64[tables, 2, levels, N]. Range maxima of what operators work in and of tensors that are
+            refreshed: row k covers 2^k operators.
+        tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters; TIED is gathered.
+        tied_layouts: int64[tables, O].
+        capacity_bytes: float64[placements].
+    """
+
+    sums: Floats
+    saved_bytes: Floats
+    made_bytes: Floats
+    read_bytes: Floats
+    in_shards: Ints
+    num_parts: Ints
+    replicas: Ints
+    maxima: Floats
+    tied_bytes: Floats
+    tied_layouts: Ints
+    capacity_bytes: Floats
+
+
+@inlined
+def longest(maxima: Floats, table: int, kind: int, start: int, stop: int) -> float:
+    """Return the largest of ``[start, stop)`` from range maxima."""
+    level, width = 0, 1
+    while 2 * width <= stop - start:
+        width *= 2
+        level += 1
+    return max(float(maxima[table, kind, level, start]), float(maxima[table, kind, level, stop - width]))

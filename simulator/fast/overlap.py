@@ -1,0 +1,325 @@
+"""Compiled: what stages send beside their passes, for ``overlap_time``, as ``stage_overlap`` has it."""
+
+from __future__ import annotations
+
+from hardware_models.runtime import Runtime
+from simulator.closed_forms.host_time import left_s
+from simulator.closed_forms.overlap_time import NEXT_TO_NOTHING_BYTES, Sent, bucket_shares, calls_of_layer, unit_shares
+from simulator.closed_forms.passes_time import SentHost
+from simulator.closed_forms.stage_overlap import copied_bytes
+from simulator.compiled_cache import inlined
+from simulator.fast.arrays import (
+    CALL_S,
+    COMMUNICATION_SLOWDOWN,
+    COMPUTATION_SLOWDOWN,
+    COPIES,
+    COPY_S_PER_BYTE,
+    COPY_START_S,
+    ELEMENTS,
+    GATHER,
+    GATHER_CHANNEL,
+    GATHERED_KEYS,
+    LAUNCH_S,
+    LISTING_S,
+    MAX_FAMILIES,
+    REDUCED_KEYS,
+    REDUCTION,
+    REST,
+    SCATTER,
+    SCATTER_DEGREE,
+    BesideRules,
+    Floats,
+    Ints,
+    PlanColumns,
+    Structure,
+    TimeTables,
+)
+from simulator.fast.prices import channel_s
+
+_shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
+_calls_of_layer, _left_s = inlined(calls_of_layer), inlined(left_s)
+NUM_BYTES, NUM_BYTES_BACK, TIMES, TIMES_BACK, COPIED = range(5)
+"""Of gradients that are copied before they are reduced, and back: bytes read and written, and how often."""
+
+
+def beside_rules(runtime: Runtime) -> BesideRules:
+    """Return what holds for any plan under a runtime."""
+    return BesideRules(
+        prefetches=runtime.prefetches_gathers,
+        waits_for_gathers="gather" in runtime.host_waits,
+        waits_for_whole=runtime.copies_gradients,
+        lists=runtime.parameter_calls_above is not None,
+        copies_gathered=runtime.copies_gathered,
+        gathered_bytes=runtime.gathered_parameter_bytes,
+        gradient_bytes=runtime.gradient_accumulation_bytes,
+        whole_copied_bytes=copied_bytes(runtime, 0),
+        sharded_copied_bytes=copied_bytes(runtime, 3),
+    )
+
+
+@inlined
+def _num_layers(layer_of: Ints, gathers_of: Ints, first: int, stop: int) -> tuple[int, int]:
+    """Return how many layers of a stage are gathered for each pass, and how many for the forward pass alone."""
+    each, once = 0, 0
+    for layer in range(layer_of[first], layer_of[stop - 1] + 1):
+        if gathers_of[layer] == 1:
+            once += 1
+        else:
+            each += 1
+    return each, once
+
+
+@inlined
+def left_of_layers_s(
+    beyond_host_s: Floats, layer_of: Ints, run_stops: Ints, run_tables: Ints, run: int, first: int, stop: int
+) -> tuple[float, float]:
+    """Return what the device has left of each layer when it was launched, forward and backward, all together.
+
+    Args:
+        beyond_host_s, layer_of: Of ``TimeTables`` and of ``Structure``.
+        run_stops, run_tables: Of plans.
+        run: The first of the stage.
+        first, stop: Operators of the stage.
+    """
+    begin, forward_s, layer_s = run, 0.0, 0.0
+    for index in range(first, stop):
+        if run_stops[run] <= index:
+            run += 1
+        own = beyond_host_s[run_tables[run], index]
+        layer_s = _left_s(layer_s, own[0], own[1])
+        if index + 1 == stop or layer_of[index + 1] != layer_of[index]:
+            forward_s, layer_s = forward_s + layer_s, 0.0
+    backward_s = 0.0
+    for index in range(stop - 1, first - 1, -1):
+        while run > begin and run_stops[run - 1] > index:
+            run -= 1
+        own = beyond_host_s[run_tables[run], index]
+        layer_s = _left_s(layer_s, own[2], own[3])
+        if index == first or layer_of[index - 1] != layer_of[index]:
+            backward_s, layer_s = backward_s + layer_s, 0.0
+    return forward_s, backward_s
+
+
+@inlined
+def _reduced_tie(
+    places: Ints,
+    tied: Ints,
+    families: Ints,
+    run_stops: Ints,
+    run_tables: Ints,
+    run: int,
+    place: int,
+    stop: int,
+    by_use: bool,
+) -> float:
+    """Return elements of a tied parameter, which no operator before has, that replicas reduce.
+
+    Args:
+        places, tied, families: Of ``Structure.tied`` and of tables.
+        run_stops, run_tables: Of plans.
+        run: The parameter's.
+        place: Which of ``places`` it is.
+        stop: Where its stage ends.
+        by_use: If whole, it counts for each operator of the stage that has it in this layout.
+    """
+    table = run_tables[run]
+    family = families[table, tied[table, place, 0]]
+    own = float(tied[table, place, 1])
+    if family[SCATTER] < 0 and family[REST] < 0:
+        return 0.0
+    elements = own
+    if by_use and family[SCATTER] < 0:
+        for later in range(place + 1, len(places)):
+            if places[later] < stop:
+                while run_stops[run] <= places[later]:
+                    run += 1
+                if tied[run_tables[run], later, 2] == tied[table, place, 2]:
+                    elements += own
+    return elements
+
+
+@inlined
+def _bucket_shares(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    stage: int,
+    first: int,
+    stop: int,
+    total: float,
+    num_buckets: float,
+    ties_by_use: bool,
+) -> tuple[float, float, float]:
+    """Return what ``bucket_shares`` does, of a stage.
+
+    Args:
+        shape, tables, plans, run_tables, stage, first, stop, num_buckets, ties_by_use: See ``stage_sent``.
+        total: Elements that are reduced.
+    """
+    families, sums, stops = tables.families, tables.sums, plans.run_stops  # In inner loops no call that is given many.
+    begun, run, index = 0.0, plans.run_offsets[stage], first
+    while index < stop and begun <= 0.0:
+        while stops[run] <= index:
+            run += 1
+        table = run_tables[run]
+        for family in range(MAX_FAMILIES):
+            if families[table, family, REDUCTION] < 0:
+                break
+            if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
+                begun += sums[table, index + 1, ELEMENTS + family] - sums[table, index, ELEMENTS + family]
+        for place in range(len(shape.tied)):
+            if shape.tied[place] == index:
+                begun += _reduced_tie(
+                    shape.tied, tables.tied, families, stops, run_tables, run, place, stop, ties_by_use
+                )
+        index += 1
+    return _shares_of_buckets(num_buckets, begun / total)
+
+
+@inlined
+def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats) -> None:
+    """Add the copies of gradients that are reduced alike.
+
+    Args:
+        family: int64[FAMILY]. How they are.
+        elements: So many.
+        rules: See ``time.estimate_times``.
+        copied: float64[COPIED]. Where bytes are added, and the most times of any.
+    """
+    times = family[COPIES]
+    if times > 0:
+        whole = family[GATHER] < 0
+        num_bytes = elements * (rules.whole_copied_bytes if whole else rules.sharded_copied_bytes)
+        copied[NUM_BYTES] += times * num_bytes
+        copied[TIMES] = max(copied[TIMES], times)
+        if whole:
+            copied[NUM_BYTES_BACK] += num_bytes
+            copied[TIMES_BACK] = 1.0
+
+
+@inlined
+def stage_sent(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    stage: int,
+    first: int,
+    stop: int,
+    num_sums: Ints,
+    sum_table: Ints,
+    sum_family: Ints,
+    sum_elements: Floats,
+    copied: Floats,
+    gather_s: Floats,
+    is_sharded: bool,
+    in_parts: bool,
+    ties_by_use: bool,
+    num_buckets: float,
+    num_large: float,
+    num_tensors: float,
+    rules: BesideRules,
+) -> tuple[Sent, SentHost, bool]:
+    """Return what a stage sends, what launching that takes its host, and whether passes wait for reductions.
+
+    Args:
+        shape, tables, plans, run_tables, stage: See ``time.estimate_times``.
+        first, stop: Operators of the stage.
+        num_sums: int64[3]. How many there are of each kind of keys.
+        sum_table, sum_family, sum_elements: [3, .]. A table and family that prices each, and its parameters.
+        copied: float64[COPIED]. What ``add_copies`` has added.
+        gather_s: float64[2]. Gathers of the root unit, and of the other layers, each layer in one call.
+        is_sharded: Parameters of all its operators are gathered.
+        in_parts: Gradients are reduced as they are made.
+        ties_by_use, rules: See ``time.estimate_times``.
+        num_buckets, num_large, num_tensors: Of its parameters but for tied ones: buckets that gradients fill, those
+            that are gathered by calls of their own, all.
+    """
+    families, rates, hosts_s = tables.families, tables.step_rates, tables.channel_hosts_s
+    types = tables.placement_types[plans.placements[stage]]
+    computation, communication, start_s, s_per_byte, launch_s = 1.0, 1.0, 0.0, 0.0, 0.0
+    for gpu_type in range(len(rates)):
+        if types >> gpu_type & 1:
+            computation = max(computation, rates[gpu_type, COMPUTATION_SLOWDOWN])
+            communication = max(communication, rates[gpu_type, COMMUNICATION_SLOWDOWN])
+            start_s = max(start_s, rates[gpu_type, COPY_START_S])
+            s_per_byte = max(s_per_byte, rates[gpu_type, COPY_S_PER_BYTE])
+            launch_s = max(launch_s, rates[gpu_type, LAUNCH_S])
+    each, once = _num_layers(shape.layer_of, shape.gathers_of, first, stop)
+
+    root_s, others_s = gather_s[0], gather_s[1]
+    root_share, layer_share, gathered_copied_s, gather_host_s, latency_s = 0.0, 1.0, 0.0, 0.0, 0.0
+    if root_s + others_s > 0.0:
+        gathered, more_s = 0.0, 0.0
+        for at in range(num_sums[GATHERED_KEYS]):
+            gathered += sum_elements[GATHERED_KEYS, at]
+        for at in range(num_sums[GATHERED_KEYS]):
+            table, family = sum_table[GATHERED_KEYS, at], sum_family[GATHERED_KEYS, at]
+            channel = families[table, family, GATHER_CHANNEL]
+            calls = _calls_of_layer(each + once, num_large, sum_elements[GATHERED_KEYS, at] / gathered)
+            call_s = channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
+            more_s += (calls - 1.0) * call_s
+            latency_s += each * calls * call_s
+            gather_host_s += calls * (hosts_s[channel, CALL_S] + launch_s)
+            if rules.lists:
+                gather_host_s += calls * hosts_s[channel, LISTING_S]
+        share = root_s / (root_s + others_s)
+        if rules.copies_gathered:
+            gathered_copied_s = (each + once) * start_s + 2.0 * gathered * rules.gathered_bytes * s_per_byte
+            gather_host_s += launch_s
+        root_copied_s = share * gathered_copied_s
+        gathered_copied_s = (1.0 - share) * gathered_copied_s
+        root_s, others_s = root_s + once * more_s, others_s + each * more_s
+        if root_s > 0.0:
+            root_share = root_s / (root_s + others_s)
+        if others_s > 0.0:
+            layer_share = 1.0 / max(1, each)
+    else:
+        root_copied_s = 0.0
+
+    total, waits, parts, first_share, last_share = 0.0, False, 1.0, 1.0, 1.0
+    for at in range(num_sums[REDUCED_KEYS]):
+        table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
+        if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
+            total += sum_elements[REDUCED_KEYS, at]
+            waits = waits or (rules.waits_for_whole and families[table, family, SCATTER] < 0)
+    if total > 0.0 and in_parts:
+        if is_sharded:
+            begins_in_root = shape.gathers_of[shape.layer_of[first]] == 1
+            parts, first_share, last_share = _unit_shares(each, once, begins_in_root, root_share)
+        else:
+            parts, first_share, last_share = _bucket_shares(
+                shape, tables, plans, run_tables, stage, first, stop, total, num_buckets, ties_by_use
+            )
+    reduced_s, reduced_host_s, reduced_latency_s = 0.0, 0.0, 0.0
+    for at in range(num_sums[REDUCED_KEYS]):
+        table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
+        if families[table, family, SCATTER] < 0 and families[table, family, REST] < 0:
+            continue
+        elements, own_parts = sum_elements[REDUCED_KEYS, at], parts
+        share, is_listed = elements / total, rules.lists and in_parts and families[table, family, GATHER] >= 0
+        if parts > 1.0 and not is_sharded:
+            own_parts = max(1.0, parts * share)
+        if is_listed:
+            own_parts = max(own_parts, num_tensors * share)
+        left = elements * rules.gradient_bytes
+        for step in range(2):
+            channel = families[table, family, REST if step else SCATTER]
+            if channel >= 0:
+                reduced_s += own_parts * channel_s(tables, channel, left / own_parts)
+                if others_s > 0.0:  # Else nobody asks.
+                    reduced_latency_s += own_parts * channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
+                reduced_host_s += own_parts * (hosts_s[channel, CALL_S] + launch_s)
+                if is_listed:
+                    reduced_host_s += own_parts * hosts_s[channel, LISTING_S]
+                if not step:
+                    left /= families[table, family, SCATTER_DEGREE]
+    copied_s = copied[TIMES] * num_tensors * start_s + copied[NUM_BYTES] * s_per_byte
+    copied_back_s = copied[TIMES_BACK] * num_tensors * start_s + copied[NUM_BYTES_BACK] * s_per_byte
+    reduced_host_s += (copied[TIMES] + copied[TIMES_BACK]) * num_tensors * launch_s
+    sent = Sent(
+        root_s, others_s, root_copied_s, gathered_copied_s, reduced_s, copied_s, copied_back_s, layer_share,
+        first_share, last_share, computation, communication, latency_s, reduced_latency_s,
+    )  # fmt: skip
+    return sent, SentHost((each + once) * gather_host_s, each * gather_host_s, reduced_host_s), waits

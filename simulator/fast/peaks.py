@@ -1,0 +1,129 @@
+"""Compiled: peaks of plans given as runs of equal strategy, from what their stages hold; see ``estimate_memory``."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.closed_forms import interleaved_memory
+from simulator.closed_forms.interleaved_memory import FLIGHT, interleaved_peak_bytes
+from simulator.compiled_cache import compiled, compiled_with
+from simulator.fast import activations, arrays, memory, states
+from simulator.fast.activations import hold_activations
+from simulator.fast.arrays import DONE, GPIPE, INTERLEAVED, ZB_H1, Floats, Ints, PlanColumns, Structure
+from simulator.fast.memory import (
+    ANEW_BYTES,
+    BEYOND_BYTES,
+    FOR_WEIGHTS_BYTES,
+    GATHERED_BYTES,
+    HELD,
+    KEPT_BYTES,
+    LAST_BYTES,
+    REFRESHED_BYTES,
+    STATES_BYTES,
+    STEP_BYTES,
+    UNSHARDED_BYTES,
+    WORKING_BYTES,
+    MemoryTables,
+    Savings,
+)
+from simulator.fast.states import hold_states
+
+_interleaved_peak_bytes = compiled(interleaved_peak_bytes)
+
+
+@compiled_with(activations, arrays, memory, states, interleaved_memory)
+def estimate_peaks(
+    shape: Structure,
+    savings: Savings,
+    tables: MemoryTables,
+    plans: PlanColumns,
+    chosen: Ints,
+    states: Ints,
+    run_tables: Ints,
+    keeps_gathered: bool,
+    keeps_outputs: bool,
+    prefetches: bool,
+    peak_bytes: Floats,
+    capacity_bytes: Floats,
+    fits: NDArray[np.bool_],
+) -> None:
+    """Fill the peaks of the chosen plans whose state is DONE, as ``estimate`` has them.
+
+    Args:
+        shape, savings, tables, plans: See there.
+        chosen, states, run_tables: From ``estimate_times``.
+        keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
+        prefetches: ZeRO-3 holds a layer and the next one.
+        peak_bytes, capacity_bytes: Results, per stage.
+        fits: Result, per plan.
+    """
+    held = np.empty((len(plans.placements), HELD))
+    hold_activations(
+        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, held
+    )  # fmt: skip
+    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, held)
+    most_stages = 0
+    for plan in chosen:
+        most_stages = max(most_stages, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
+    flight = np.empty((most_stages, FLIGHT))
+    for plan in chosen:
+        if states[plan] != DONE:
+            continue
+        low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+        m = plans.num_microbatches[plan]
+
+        # Stages on one placement add up.
+        schedule, num_stages = plans.schedule[plan], high - low
+        fits[plan] = True
+        for stage in range(low, high):
+            is_first = True
+            for other in range(low, stage):
+                if plans.placements[other] == plans.placements[stage]:
+                    is_first = False
+                    peak_bytes[stage], capacity_bytes[stage] = peak_bytes[other], capacity_bytes[other]
+                    break
+            if not is_first:
+                continue
+            own_states, anew, kept, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
+            step, refreshed, gathered, unsharded, beyond, later = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+            holds_all = True
+            for other in range(stage, high):
+                if plans.placements[other] != plans.placements[stage]:
+                    continue
+                row = held[other]
+                in_flight = min(m, num_stages - (other - low))
+                if schedule == GPIPE:
+                    in_flight = m
+                elif plans.warmups[other] > 0:
+                    in_flight = min(m, plans.warmups[other])
+                holds_all = holds_all and in_flight == m
+                kept += in_flight * row[KEPT_BYTES]
+                if schedule == ZB_H1:
+                    kept += (min(m, num_stages) - in_flight) * row[FOR_WEIGHTS_BYTES]
+                most_kept, working = max(most_kept, row[KEPT_BYTES]), max(working, row[WORKING_BYTES])
+                own_states += row[STATES_BYTES]
+                anew += row[ANEW_BYTES]
+                step += row[STEP_BYTES]
+                refreshed, beyond = max(refreshed, row[REFRESHED_BYTES]), max(beyond, row[BEYOND_BYTES])
+                gathered, unsharded = max(gathered, row[GATHERED_BYTES]), max(unsharded, row[UNSHARDED_BYTES])
+                later = max(later, row[LAST_BYTES])
+                if schedule == INTERLEAVED:
+                    flight[count, interleaved_memory.KEPT] = row[KEPT_BYTES]
+                    flight[count, interleaved_memory.LAST_KEPT] = row[KEPT_BYTES]
+                    flight[count, interleaved_memory.WORKING] = row[WORKING_BYTES] + row[UNSHARDED_BYTES]
+                    flight[count, interleaved_memory.LAST] = row[LAST_BYTES]
+                    flight[count, interleaved_memory.ANEW] = row[ANEW_BYTES]
+                    count += 1
+            most = working + unsharded
+            if schedule == ZB_H1:
+                most += beyond
+            if m > 1:
+                later = max(later, most)
+            if schedule == INTERLEAVED:
+                in_passes = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
+            else:
+                in_passes = max(kept + most - (anew if holds_all else 0.0), kept - most_kept + later)
+            peak_bytes[stage] = own_states + max(in_passes + gathered, step, refreshed)
+            capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
+            fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]

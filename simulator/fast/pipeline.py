@@ -1,0 +1,138 @@
+"""Compiled: what the microbatches of a plan take, from what one takes in each stage."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.closed_forms import breadth_first_time, interleaved_time, pipeline_time, stage_rows, zero_bubble_time
+from simulator.closed_forms.breadth_first_time import breadth_first_s
+from simulator.closed_forms.interleaved_time import interleaved_s
+from simulator.closed_forms.pipeline_time import one_f_one_b_s
+from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, ONCE, UP, WEIGHT
+from simulator.closed_forms.zero_bubble_time import zero_bubble_s
+from simulator.compiled_cache import compiled, compiled_with
+from simulator.fast import arrays
+from simulator.fast.arrays import (
+    DONE,
+    GPIPE,
+    INTERLEAVED,
+    PASSED,
+    REDUCED,
+    UPDATED,
+    WEIGHT_S,
+    ZB_H1,
+    Floats,
+    Ints,
+    PlanColumns,
+    TimeTables,
+)
+
+_zero_bubble_s = compiled_with(stage_rows)(zero_bubble_s)
+_one_f_one_b_s = compiled_with(stage_rows)(one_f_one_b_s)
+_interleaved_s = compiled_with(stage_rows)(interleaved_s)
+_breadth_first_s = compiled_with(stage_rows)(breadth_first_s)
+
+
+@compiled_with(arrays)
+def weights_s(tables: TimeTables, plans: PlanColumns, run_tables: Ints, stage: int, first: int) -> float:
+    """Return what the weight gradients of a stage take.
+
+    Args:
+        tables, plans, run_tables: See ``time.estimate_times``.
+        stage, first: Numbers of the stage, and of its first operator.
+    """
+    found_s, start = 0.0, first
+    for run in range(plans.run_offsets[stage], plans.run_offsets[stage + 1]):
+        table, ends = run_tables[run], plans.run_stops[run]
+        found_s += tables.sums[table, ends, WEIGHT_S] - tables.sums[table, start, WEIGHT_S]
+        start = ends
+    return float(found_s)
+
+
+@compiled
+def _fill_ranks(placements: Ints, low: int, high: int, ranks: Ints) -> int:
+    """Write the rank of each stage from ``low`` to ``high``, and return how many there are: one for each placement."""
+    num_ranks = 0
+    for stage in range(low, high):
+        ranks[stage - low] = -1
+        for other in range(low, stage):
+            if placements[other] == placements[stage]:
+                ranks[stage - low] = ranks[other - low]
+        if ranks[stage - low] < 0:
+            ranks[stage - low] = num_ranks
+            num_ranks += 1
+    return num_ranks
+
+
+@compiled
+def _longest_s(ranks: Ints, seconds: Floats, num_ranks: int) -> float:
+    """Return the most of the sums over the stages of a rank."""
+    sums = np.zeros(num_ranks)
+    for stage in range(len(seconds)):
+        sums[ranks[stage]] += seconds[stage]
+    return float(sums.max())
+
+
+@compiled_with(arrays, breadth_first_time, interleaved_time, pipeline_time, stage_rows, zero_bubble_time)
+def add_passes(
+    plans: PlanColumns,
+    chosen: Ints,
+    states: Ints,
+    stage_s: Floats,
+    once_s: Floats,
+    rows_s: Floats,
+    blocking: bool,
+    iteration_s: Floats,
+) -> None:
+    """Add the passes of all microbatches, and what comes once behind them, to the times of chosen plans that are done.
+
+    For all plans at once: a call for each of them would count references on every array that it is given.
+
+    Args:
+        plans, chosen, states, stage_s, blocking, iteration_s: See ``time.estimate_times``.
+        once_s: float64[3, stages]. What each stage does behind its last pass, as ``step_time.phases_s`` has it.
+        rows_s: float64[stages, NUM_COLUMNS]. Of each stage, as ``stage_rows`` has them, but for ONCE, and INPUT,
+            the rest of ``stage_s``, which are filled here. What recomputed layers gather once more counts as of the
+            backward pass.
+    """
+    most = 0
+    for plan in chosen:
+        most = max(most, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
+    depths, scratch_s = np.empty(most, np.int64), np.empty((most, 2))
+    ranks = np.empty(most, np.int64)
+    for plan in chosen:
+        if states[plan] != DONE:
+            continue
+        low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+        m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
+        if high - low == 1:
+            iteration_s[plan] += rows_s[low, FORWARD_LAG] + m * stage_s[low]
+            iteration_s[plan] += once_s[REDUCED, low] + once_s[PASSED, low] + once_s[UPDATED, low]
+            continue
+        num_ranks = high - low
+        if schedule in (INTERLEAVED, GPIPE):
+            num_ranks = _fill_ranks(plans.placements, low, high, ranks)
+            for phase in (PASSED, UPDATED):
+                iteration_s[plan] += _longest_s(ranks, once_s[phase, low:high], num_ranks)
+        else:
+            iteration_s[plan] += np.max(once_s[PASSED, low:high]) + np.max(once_s[UPDATED, low:high])
+        for stage in range(low, high):
+            forward_s, down_s, up_s = rows_s[stage, FORWARD], rows_s[stage, DOWN], rows_s[stage, UP]
+            rows_s[stage, ONCE] = once_s[REDUCED, stage]
+            rows_s[stage, INPUT] = stage_s[stage] - forward_s - rows_s[stage, WEIGHT] - down_s - up_s
+            if blocking and schedule != INTERLEAVED:
+                rows_s[stage, FORWARD] += down_s
+                rows_s[stage, INPUT] += up_s
+                rows_s[stage, DOWN] = rows_s[stage, UP] = 0.0
+            depths[stage - low] = plans.warmups[stage] if plans.warmups[stage] > 0 else min(high - stage, m)
+            if schedule == GPIPE:
+                depths[stage - low] = m
+        own_s = rows_s[low:high]
+        if schedule == ZB_H1:
+            iteration_s[plan] += _zero_bubble_s(own_s, own_s, m)
+        elif schedule == INTERLEAVED:
+            iteration_s[plan] += _interleaved_s(own_s, own_s, num_ranks, m, blocking)
+        elif num_ranks < high - low:
+            iteration_s[plan] += _breadth_first_s(own_s, own_s, ranks, m)
+        else:
+            iteration_s[plan] += _one_f_one_b_s(own_s, own_s, depths, m, scratch_s)

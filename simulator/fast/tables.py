@@ -1,0 +1,407 @@
+"""Tables of the fast estimate: costs of every operator under one strategy, worked out by the lowering itself.
+
+Nothing is priced here that ``estimate`` does not price: a row is what ``ProgramBuilder`` says of one operator
+between given neighbours, and a boundary is what ``lowering.transfers`` says of two stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hardware_models.crowding import unlike_groups
+from simulator.closed_forms.estimate_memory import saved_bytes
+from simulator.closed_forms.stage_prices import beyond_host_s, collective_s, items_s, launches_s, transfers_s, weights_s
+from simulator.costs import CostTables
+from simulator.fast.arrays import (
+    BACKWARD_HOST_S,
+    BACKWARD_S,
+    BUCKETS,
+    ELEMENTS,
+    FAMILY,
+    FORWARD_HOST_S,
+    FORWARD_S,
+    GATHER,
+    GATHER_CHANNEL,
+    GATHER_S,
+    LARGE,
+    MAX_FAMILIES,
+    PASSED_BYTES,
+    ROOT_S,
+    STEP_COLUMNS,
+    TIME_COLUMNS,
+    UNSUITED,
+    WEIGHT_S,
+    Structure,
+)
+from simulator.fast.channels import Channels, Interner, MeasuredSeriesError
+from simulator.fast.holdings import Holding, Holdings, view_of
+from simulator.fast.memory import (
+    AGAIN,
+    GATHERED,
+    KEPT,
+    LARGEST,
+    MEMORY_COLUMNS,
+    NUM_STATES,
+    OWN,
+    SHARD,
+    STATES,
+    TO_MULTIPLY,
+    UNSHARDED,
+    WEIGHTED,
+    WHOLE,
+    WORKING,
+    Savings,
+)
+from simulator.fast.structure import Ints, Names
+from simulator.fidelity import Fidelity
+from simulator.lowering.crossing import made_in_shards, num_parts, passing
+from simulator.lowering.mesh import mesh_sizes, settled
+from simulator.lowering.program import ProgramBuilder, StageView
+from simulator.lowering.transfers import boundary, received_gathers
+from simulator.plan import Sharding, resolve
+from workloads.placements import Placement
+
+Floats = NDArray[np.float64]
+Spent = tuple[float, float]
+"""Seconds of the device, and what launching it takes a host that runs ahead."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Every operator of a workload under one strategy: one row of ``TimeTables`` and ``MemoryTables`` each."""
+
+    sums: Floats
+    memory_sums: Floats
+    entering_s: Floats
+    settling_s: Floats
+    saved_bytes: Floats
+    made_bytes: Floats
+    read_bytes: Floats
+    replicas: int
+    has_private: Ints
+    maxima: Floats
+    made: Ints
+    read: Ints
+    passed: Ints
+    in_shards: Ints
+    num_parts: Ints
+    families: Ints
+    tied_bytes: Floats
+    tied: Ints
+    tied_work: Floats
+    beyond_host_s: Floats
+
+
+class TableBuilder:
+    """Works out tables, rows of operators between unlike neighbours, and boundaries."""
+
+    def __init__(
+        self, costs: CostTables, structure: Structure, savings: Savings, names: Names, channels: Channels
+    ) -> None:
+        self.costs = costs
+        self.problem = costs.problem
+        self.structure = structure
+        self.savings = savings
+        self.names = names
+        self.channels = channels
+        self.waits_for_gathers = "gather" in costs.problem.runtime.host_waits
+        self._layouts = Interner()
+        self._holdings = Holdings(costs, channels, self._layouts)
+
+    def row(
+        self,
+        index: int,
+        strategies: Mapping[int, Sharding],
+        devices: Sequence[int],
+        microbatch_size: int,
+        entering: Iterable[int] = (),
+    ) -> list[Spent]:
+        """Return what an operator takes forward and backward, and by input what a segment does not repeat.
+
+        Args:
+            index: The operator.
+            strategies: Its own and those of its neighbours in its stage.
+            devices: Of the stage.
+            microbatch_size: Samples over all replicas.
+            entering: Tensors that arrive in shards of the sequence.
+        """
+        names = [self.names.tensors[tensor] for tensor in entering]
+        view = view_of(self.costs, strategies, devices, microbatch_size, names)
+        forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
+        inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
+        parts = [forward, backward, *(entering.get(position, []) for position in range(inputs))]
+        return [(items_s(view, items), launches_s(view, items)) for items in parts]
+
+    # Whole tables
+
+    def table(self, strategy: Sharding, devices: Sequence[int], microbatch_size: int) -> Table:
+        """Return the table of a strategy.
+
+        Raises:
+            ValueError: If the strategy does not fit the devices, the microbatch or an operator.
+        """
+        degree = prod(axis.size for axis in strategy)
+        replicas = prod(axis.size for axis in strategy if axis.split == "batch")
+        if degree != len(devices):
+            raise ValueError(
+                f"axes of a strategy must multiply to the {len(devices)} devices of its stage, got "
+                f"{[tuple(axis) for axis in strategy]} = {degree}; use another strategy or placement"
+            )
+        if replicas > microbatch_size:
+            raise ValueError(
+                f"each of {replicas} replicas needs a sample of the microbatch, got microbatch_size {microbatch_size}"
+            )
+        structure, workload = self.structure, self.problem.workload
+        count = len(workload)
+        sums = np.zeros((count + 1, TIME_COLUMNS))
+        memory_sums = np.zeros((count + 1, MEMORY_COLUMNS))
+        entering_s = np.zeros((len(structure.input_producers), 2))
+        rows: dict[int, list[Spent]] = {}
+        for number, index in enumerate(self.names.examples):
+            near = structure.neighbours[structure.neighbour_offsets[index] : structure.neighbour_offsets[index + 1]]
+            try:
+                strategies = dict.fromkeys([*near.tolist(), index], strategy)
+                rows[number] = self.row(index, strategies, devices, microbatch_size)
+            except ValueError:  # Unsuited to it or to a neighbour; plans that combine the two are refused.
+                width = int(structure.input_offsets[index + 1] - structure.input_offsets[index])
+                rows[number] = [(0.0, 0.0)] * (2 + width)
+        for index, number in enumerate(structure.classes.tolist()):
+            row = rows[number]
+            sums[index + 1, [FORWARD_S, FORWARD_HOST_S]] = row[0]
+            sums[index + 1, [BACKWARD_S, BACKWARD_HOST_S]] = row[1]
+            if len(row) > 2:
+                entering_s[structure.input_offsets[index] : structure.input_offsets[index + 1]] = row[2:]
+        resolved = [resolve(strategy, op) for op in workload.operators]
+        families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
+        family_of: dict[object, int] = {}
+        has_private = np.zeros(count, dtype=np.int64)
+        maxima = np.zeros((2, count))
+        own: dict[tuple[int, Sharding], Holding] = {}
+        weights: dict[tuple[int, Sharding], float] = {}
+        beyond: dict[tuple[int, Sharding], tuple[float, ...]] = {}
+        beyond_s = np.zeros((count if self.waits_for_gathers else 0, 4))
+        tied_bytes, tied, tied_work = [], [], []
+        holdings: list[Holding] = []
+        for index in range(count):
+            key = (workload.signatures[index], resolved[index])
+            if key not in own:
+                try:
+                    own[key] = self._holdings.of(index, resolved[index], devices, microbatch_size, family_of, families)
+                except MeasuredSeriesError:
+                    raise
+                except ValueError:
+                    own[key] = self._holdings.nothing(index)
+                view = view_of(self.costs, {index: resolved[index]}, devices, microbatch_size)
+                weights[key] = 0.0 if own[key].unsuited else weights_s(view)
+                if self.waits_for_gathers:
+                    beyond[key] = (0.0,) * 4 if own[key].unsuited else beyond_host_s(view, index)
+            found = own[key]
+            if self.waits_for_gathers:
+                beyond_s[index] = beyond[key]
+            sums[index + 1, WEIGHT_S], sums[index + 1, UNSUITED] = weights[key], found.unsuited
+            has_private[index] = found.private > 0
+            maxima[WORKING, index], maxima[LARGEST, index] = found.working, found.largest
+            column = memory_sums[index + 1]
+            column[KEPT] = column[AGAIN] = found.private
+            column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
+            column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
+            column[STATES:] = found.states
+            sums[index + 1, PASSED_BYTES:BUCKETS] = found.work
+            sums[index + 1, BUCKETS], sums[index + 1, LARGE] = found.buckets, found.num_large
+            sums[index + 1, ELEMENTS:] = found.elements
+            tied_bytes += found.tied_bytes
+            tied += found.tied
+            tied_work += found.tied_work
+            holdings.append(found)
+        made_bytes, read_bytes = self._sizes(holdings)
+        made, settling_s, in_shards = self._made_tensors(resolved, devices, microbatch_size)
+        saved = self._saved(holdings, made_bytes, in_shards)
+        for kind, summed in ((WHOLE, KEPT), (SHARD, AGAIN)):
+            less = np.concatenate([[0.0], saved[:-1, kind]])
+            less[self.savings.offsets[:-1]] = 0.0
+            np.add.at(memory_sums[:, summed], self.savings.operators + 1, saved[:, kind] - less)
+        np.cumsum(memory_sums, axis=0, out=memory_sums)
+        np.cumsum(sums, axis=0, out=sums)
+        self._add_gathers(sums, families)
+        read, parts = self._read_tensors(resolved)
+        passed = [self._layouts(_layout(passing(sharding), sharding)) for sharding in resolved]
+        return Table(
+            sums=sums,
+            memory_sums=memory_sums,
+            entering_s=entering_s,
+            settling_s=settling_s,
+            saved_bytes=saved,
+            made_bytes=made_bytes,
+            read_bytes=read_bytes,
+            replicas=replicas,
+            has_private=has_private,
+            maxima=np.stack([_range_maxima(row) for row in maxima]),
+            made=made,
+            read=read,
+            passed=np.array(passed, dtype=np.int64),
+            in_shards=in_shards,
+            num_parts=parts,
+            families=families,
+            tied_bytes=np.array(tied_bytes).reshape(-1, NUM_STATES),
+            tied=np.array(tied, dtype=np.int64).reshape(-1, 4),
+            tied_work=np.array(tied_work, dtype=np.float64).reshape(-1, STEP_COLUMNS),
+            beyond_host_s=beyond_s,
+        )
+
+    def _sizes(self, holdings: Sequence[Holding]) -> tuple[Floats, Floats]:
+        """Return bytes of every tensor where it is made and, by reading, where it is read."""
+        workload, made, read = self.problem.workload, [], []
+        for name in self.names.tensors:
+            producer = workload.producer[name]
+            made.append(holdings[producer].made[workload.operators[producer].outputs.index(name)])
+            for reader in workload.consumers[name]:
+                read.append(holdings[reader].read[workload.operators[reader].inputs.index(name)])
+        return np.array(made, dtype=np.float64), np.array(read, dtype=np.float64)
+
+    def _saved(self, holdings: Sequence[Holding], made_bytes: Floats, in_shards: Ints) -> Floats:
+        """Return what each saving keeps where neighbours have the same strategy; see ``MemoryTables.saved_bytes``."""
+        drops = not self.problem.runtime.keeps_gathered_inputs
+        saved = np.zeros((len(self.names.savings), 3))
+        tensor_of = np.repeat(self.savings.tensors, np.diff(self.savings.offsets))
+        for saving, ((index, place), tensor) in enumerate(zip(self.names.savings, tensor_of.tolist(), strict=True)):
+            own = holdings[index].saved[place]
+            shard, more = own, 0.0
+            if tensor >= 0:
+                shard, more = saved_bytes(made_bytes[tensor], own, regathers=drops and bool(in_shards[tensor]))
+            saved[saving, OWN], saved[saving, SHARD], saved[saving, WHOLE] = own, shard, shard + more
+        return saved
+
+    def _add_gathers(self, sums: Floats, families: Ints) -> None:
+        """Fill the seconds of gathering whole layers; tied parameters are added up by plan."""
+        structure, gathered_bytes = self.structure, self.problem.runtime.gathered_parameter_bytes
+        known: dict[tuple[float, ...], float] = {}
+        tied_layers = set(structure.layer_of[structure.tied].tolist())
+        totals = np.zeros(2)
+        for layer, (first, stop) in enumerate(zip(structure.layer_first, structure.layer_stop, strict=True)):
+            elements = sums[stop, ELEMENTS:] - sums[first, ELEMENTS:]
+            key = tuple(elements.tolist())
+            if key not in known:
+                num_bytes: dict[int, float] = {}
+                channel_of: dict[int, int] = {}
+                for family in range(MAX_FAMILIES):
+                    if families[family, GATHER] >= 0 and elements[family] > 0:
+                        own = int(families[family, GATHER])
+                        num_bytes[own] = num_bytes.get(own, 0.0) + float(elements[family]) * gathered_bytes
+                        channel_of[own] = int(families[family, GATHER_CHANNEL])
+                known[key] = sum(self.channels.price_s(channel_of[own], size) for own, size in num_bytes.items())
+            if layer not in tied_layers:
+                totals[int(structure.gathers_of[layer] == 1)] += known[key]
+            sums[first + 1 : stop + 1, [GATHER_S, ROOT_S]] = totals
+
+    def _made_tensors(
+        self, resolved: Sequence[Sharding], devices: Sequence[int], microbatch_size: int
+    ) -> tuple[Ints, Floats, Ints]:
+        """Return, per tensor, the number of its layout, seconds of settling it, and whether it is made in shards."""
+        workload = self.problem.workload
+        found = []
+        known: dict[object, tuple[int, Spent, bool]] = {}
+        for name in self.names.tensors:
+            producer = workload.producer[name]
+            number = workload.operators[producer].outputs.index(name)
+            key = (workload.signatures[producer], number)
+            if key not in known:
+                try:
+                    known[key] = self._made(name, producer, number, resolved[producer], devices, microbatch_size)
+                except ValueError:
+                    known[key] = -1, (0.0, 0.0), False
+            found.append(known[key])
+        made, settling_s, in_shards = zip(*found, strict=True) if found else ((), (), ())
+        return np.array(made, dtype=np.int64), np.array(settling_s).reshape(-1, 2), np.array(in_shards, dtype=np.int64)
+
+    def _made(
+        self, name: str, producer: int, number: int, sharding: Sharding, devices: Sequence[int], microbatch_size: int
+    ) -> tuple[int, Spent, bool]:
+        placements = tuple(split.outputs[number] for split in self.costs.splits(producer, sharding))
+        view = view_of(self.costs, {producer: sharding}, devices, microbatch_size)
+        settling = ProgramBuilder(view, Fidelity()).output_settled(name)
+        settle_s = items_s(view, settling), launches_s(view, settling)
+        layout = self._layouts(_layout(settled(placements), sharding))
+        return layout, settle_s, made_in_shards(sharding, placements)
+
+    def makes_in_shards(self, tensor: int, strategy: Sharding) -> bool:
+        """Return whether a tensor is made in shards of the sequence under a strategy."""
+        workload, name = self.problem.workload, self.names.tensors[tensor]
+        producer = workload.producer[name]
+        maker = workload.operators[producer]
+        sharding = resolve(strategy, maker)
+        number = maker.outputs.index(name)
+        return made_in_shards(sharding, [split.outputs[number] for split in self.costs.splits(producer, sharding)])
+
+    def _read_tensors(self, resolved: Sequence[Sharding]) -> tuple[Ints, Ints]:
+        """Return, per reading, the number of its layout, and in how many shards of the sequence it would arrive."""
+        workload = self.problem.workload
+        found = []
+        known: dict[object, tuple[int, int]] = {}
+        for name in self.names.tensors:
+            for reader in workload.consumers[name]:
+                position = workload.operators[reader].inputs.index(name)
+                key = (workload.signatures[reader], position)
+                if key not in known:
+                    try:
+                        wanted = tuple(split.inputs[position] for split in self.costs.splits(reader, resolved[reader]))
+                    except ValueError:
+                        known[key] = -1, 1
+                    else:
+                        layout = self._layouts(_layout(wanted, resolved[reader]))
+                        known[key] = layout, num_parts(resolved[reader], wanted, workload.tensors[name])
+                found.append(known[key])
+        layouts, parts = zip(*found, strict=True) if found else ((), ())
+        return np.array(layouts, dtype=np.int64), np.array(parts, dtype=np.int64)
+
+    # Boundaries
+
+    def boundary(self, first: StageView, second: StageView, tensors: Iterable[int]) -> list[float]:
+        """Return seconds of transfers forward and backward, and of making whole what arrives, on either side.
+
+        Args:
+            first, second: The stages.
+            tensors: Numbers of the tensors that cross.
+        """
+        names = [self.names.tensors[tensor] for tensor in tensors]
+        forward, backward = boundary(first, second, names)
+        return [
+            transfers_s(self.costs, forward),
+            transfers_s(self.costs, backward),
+            sum(collective_s(second, item) for item in received_gathers(second, first, names)),
+            sum(collective_s(first, item) for item in received_gathers(first, second, names)),
+        ]
+
+
+def tied_channel(costs: CostTables, channels: Channels, placements: Sequence[Sequence[int]]) -> int:
+    """Return one more than the channel that reduces a weight of these stages; 0 if nobody else has it.
+
+    Args:
+        costs, channels: Of the problem.
+        placements: Devices of each stage that holds it; of one stage, for two layouts in it.
+    """
+    ranks = min(map(len, placements)) if len(placements) > 1 else 1
+    groups = [tuple(dict.fromkeys(d for devices in placements for d in devices[rank::ranks])) for rank in range(ranks)]
+    unlike = unlike_groups(costs.problem.hardware.cluster, (group for group in groups if len(group) > 1))
+    return channels.number("all_reduce", unlike) + 1 if unlike else 0
+
+
+def _layout(placements: tuple[Placement, ...], sharding: Sharding) -> object:
+    """Return what the transfer of a tensor depends on, on one side."""
+    return mesh_sizes(sharding), placements, tuple(axis.split == "batch" for axis in sharding)
+
+
+def _range_maxima(values: Floats) -> Floats:
+    """Return float64[levels, N]: row k holds the maxima of 2^k values from each place on."""
+    rows = [values]
+    width = 1
+    while 2 * width <= len(values):
+        longer = rows[-1].copy()
+        longer[:-width] = np.maximum(rows[-1][:-width], rows[-1][width:])
+        rows.append(longer)
+        width *= 2
+    return np.stack(rows)

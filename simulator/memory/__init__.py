@@ -1,0 +1,1 @@
+"""Memory of a plan: what is allocated when, and what the allocators make of it."""

@@ -1,0 +1,253 @@
+"""Memory of every representative device: live bytes, their peak, and the allocator's reserved bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.costs import CostTables
+from simulator.fidelity import Fidelity
+from simulator.lowering.lower import Lowered, pipeline_shape
+from simulator.lowering.placement import StagePlacement
+from simulator.lowering.synchronisation import parameter_groups
+from simulator.memory.allocator import AllocatorResult, replay, replay_compiled
+from simulator.memory.events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
+from simulator.memory.model_states import StaticBytes, reduces_in_backward, static_bytes
+from simulator.memory.program import StageMemory
+from simulator.memory.stream import EventStream, PassEvents, StagePasses
+from simulator.memory.usage import DeviceMemory
+from simulator.operator_cost import OperatorCost
+from simulator.plan import Plan
+from simulator.schedules.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from simulator.schedules.registry import schedule_named
+from simulator.taskgraph import Schedule
+
+_WORDS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward", BACKWARD_WEIGHT: "weight gradients"}
+
+
+def device_memory(
+    plan: Plan,
+    lowered: Lowered,
+    schedule: Schedule,
+    costs: CostTables,
+    fidelity: Fidelity,
+    *,
+    compiled: bool = False,
+) -> tuple[DeviceMemory, ...]:
+    """Return the memory of every representative, in the order of ``graph.device_members``.
+
+    Args:
+        plan, lowered, schedule, costs, fidelity: Of one simulation.
+        compiled: The allocator is replayed by compiled code; the same result.
+    """
+    count = memory_microbatches(plan)
+    orders = schedule_named(plan.schedule).actions(pipeline_shape(plan, count))
+    found: dict[int, DeviceMemory] = {}
+    placement_of = {placement.view.position: placement for placement in lowered.placements}
+    for rank, order in enumerate(orders):
+        placements, last_placements = (
+            [p for p in each if plan.rank_of_stage[p.view.position] == rank]
+            for each in (lowered.placements, lowered.last_placements)
+        )
+        labels = _action_times(order, lowered, rank, schedule)
+        for c in placements[0].classes:
+            mine = [
+                number
+                for number, action in enumerate(order)
+                if c in placement_of[action.stage].taking_turn(action.microbatch).classes
+            ]
+            own = [order[number] for number in mine]
+            found[c] = _representative(
+                c, plan, placements, last_placements, own, labels[mine], lowered, costs, fidelity, compiled
+            )
+    return tuple(found[c] for c in range(len(lowered.graph.device_members)))
+
+
+def memory_microbatches(plan: Plan) -> int:
+    """Return how many microbatches show the peak: a pipeline that has filled repeats itself.
+
+    All where the last is smaller: what the allocator holds then depends on where it comes.
+    """
+    if plan.schedule == "gpipe" or plan.last_microbatch_size is not None:
+        return plan.num_microbatches
+    depth = max((*(plan.warmup_in_force() or ()), len(plan.stages)))
+    ranks = max(plan.rank_of_stage) + 1
+    enough = 2 * depth + 2
+    if plan.schedule == "interleaved":
+        enough = -(-enough // ranks) * ranks
+    return min(plan.num_microbatches, enough)
+
+
+def _action_times(order: list[Action], lowered: Lowered, rank: int, schedule: Schedule) -> NDArray[np.float64]:
+    """Return start and end of every action: float64[len(order), 2]."""
+    starts = lowered.action_start_task[rank]
+    position = {action: number for number, action in enumerate(lowered.orders[rank])}
+    times = np.zeros((len(order), 2))
+    for number, action in enumerate(order):
+        place = position[action]
+        times[number, 0] = schedule.start_s[starts[place]]
+        last = starts[place + 1] - 1 if place + 1 < len(starts) else starts[place]
+        times[number, 1] = max(times[number, 0], schedule.end_s[last])
+    return times
+
+
+def _representative(
+    c: int,
+    plan: Plan,
+    placements: list[StagePlacement],
+    last_placements: list[StagePlacement],
+    order: list[Action],
+    labels: NDArray[np.float64],
+    lowered: Lowered,
+    costs: CostTables,
+    fidelity: Fidelity,
+    compiled: bool,
+) -> DeviceMemory:
+    problem = costs.problem
+    sharded = reduces_in_backward(plan)
+    stream = EventStream()
+    programs: dict[int, StagePasses] = {}
+    smaller: dict[int, StagePasses] = {}
+    workspace: list[int] = []
+    refreshed = 0
+    for placement, last_placement in zip(placements, last_placements, strict=True):
+        view = placement.view
+        static_key = ("static bytes", plan.reshard_after_forward, sharded)
+        if static_key not in view.kept:
+            view.kept[static_key] = static_bytes(
+                list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
+            )
+        static: StaticBytes = view.kept[static_key]
+        kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
+        programs[view.position] = _stage_passes(
+            c, placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+        )
+        if plan.last_microbatch_size is not None:
+            smaller[view.position] = _stage_passes(
+                c, last_placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+            )
+        stream.add_static(static.parameters, PARAMETERS)
+        stream.add_static(static.gradients, GRADIENTS)
+        stream.add_static(static.optimizer, OPTIMIZER_STATES)
+        workspace += static.step_workspace
+        refreshed = max(refreshed, static.refreshed)
+    stream.add_actions(programs, order, labels, smaller, plan.num_microbatches - 1)
+    stream.add_step(workspace, float(schedule_end(labels)))
+    stream.add_step([refreshed], float(schedule_end(labels)))
+    events = stream.arrays()
+    signed = np.where(events.is_alloc, events.rounded, -events.rounded)
+    live = np.cumsum(signed)
+    peak = int(np.argmax(live)) if len(live) else 0
+    capacity = min(problem.capacity_bytes(device) for device in lowered.graph.device_members[c])
+    reserved, failed = int(live.max(initial=0)), None
+    if fidelity.allocator:
+        listed = (events.sizes, events.tensors, events.is_alloc)
+        text = hashlib.blake2b(b"".join(column.tobytes() for column in listed)).digest()
+
+        def replayed(most: int) -> AllocatorResult:
+            return replay_compiled(*listed, most) if compiled else replay(*listed, most)
+
+        result = costs.replays.get((text, capacity), lambda: replayed(max(capacity, 0)))
+        if result.failure is not None:
+            failed = result.failure.requested_bytes
+            unlimited = costs.replays.get((text, 1 << 60), lambda: replayed(1 << 60))
+            reserved = unlimited.reserved_peak_bytes
+        else:
+            reserved = result.reserved_peak_bytes
+        fits = result.failure is None
+    else:
+        fits = reserved <= capacity
+    consumers = np.bincount(events.categories[: peak + 1], signed[: peak + 1], minlength=len(CATEGORIES))
+    named = {name: int(size) for name, size in zip(CATEGORIES, consumers, strict=True) if size > 0}
+    action = int(events.actions[peak]) if len(live) else -1
+    where = "the optimizer step" if action == len(order) else "start"
+    if 0 <= action < len(order):
+        found = order[action]
+        where = f"stage {found.stage}, {_WORDS[found.kind]} of microbatch {found.microbatch}"
+    return DeviceMemory(
+        device=c,
+        peak_allocated_bytes=int(live.max(initial=0)),
+        peak_reserved_bytes=reserved,
+        capacity_bytes=capacity,
+        fits=fits,
+        peak_time_s=float(events.times_s[peak]) if len(live) else 0.0,
+        peak_where=where,
+        consumers=dict(sorted(named.items(), key=lambda item: -item[1])),
+        times_s=events.times_s,
+        live_bytes=live.astype(np.float64),
+        failed_request_bytes=failed,
+    )
+
+
+def _stage_passes(
+    c: int,
+    placement: StagePlacement,
+    costs: CostTables,
+    kinds: tuple[str, ...],
+    reshards: bool,
+    sharded: bool,
+    gradients_anew: dict[int, int],
+) -> StagePasses:
+    shared = placement.view.shared
+    key = ("memory", placement.all_samples(c), placement.gpu_type[c], reshards, sharded, kinds)
+    if key not in shared:
+        shared[key] = _stage_passes_anew(c, placement, costs, kinds, reshards, sharded, gradients_anew)
+    found: StagePasses = shared[key]
+    return found
+
+
+def _stage_passes_anew(
+    c: int,
+    placement: StagePlacement,
+    costs: CostTables,
+    kinds: Sequence[str],
+    reshards: bool,
+    sharded: bool,
+    gradients_anew: dict[int, int],
+) -> StagePasses:
+    def cost_of(index: int) -> OperatorCost:
+        samples = placement.samples(index, c)
+        return costs.operator(index, placement.view.shardings[index], samples, placement.gpu_type[c])
+
+    program = StageMemory(
+        placement.view,
+        cache(cost_of),
+        reshards=reshards,
+        sharded_gradients=sharded,
+        gradients_anew=gradients_anew,
+    )
+    lists = {}
+    for kind in kinds:
+        if kind == FORWARD:
+            found = program.forward()
+        else:
+            found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
+        lists[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
+    sizes = np.array(program.table.sizes, dtype=np.int64)
+    categories = np.array(program.table.categories, dtype=np.int64)
+    outliving = np.array(sorted(program.table.lasting), dtype=np.int64)
+    lasting = np.isin(np.arange(len(sizes)), outliving)
+    return StagePasses(
+        num_tensors=len(sizes),
+        passes={
+            kind: PassEvents(
+                tensors,
+                lasting[tensors],
+                is_alloc,
+                sizes[tensors],
+                categories[tensors],
+                np.linspace(0.0, 1.0, len(tensors)),
+            )
+            for kind, (tensors, is_alloc) in lists.items()
+        },
+        lasting=outliving,
+    )
+
+
+def schedule_end(labels: NDArray[np.float64]) -> float:
+    """Return the latest time among action labels."""
+    return float(labels.max()) if labels.size else 0.0

@@ -1,0 +1,364 @@
+"""Allocations and frees of one stage for one microbatch, in host program order.
+
+A tensor lives from the operator that makes it to its last reader, or, if something saves it, to the
+backward pass of its last saver. Inside a recompute segment only what enters it is kept; the rest lives
+again during the backward pass of the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from simulator.costs import saved_tensors
+from simulator.lowering.program import StageView
+from simulator.lowering.recompute import recomputed_operators
+from simulator.lowering.synchronisation import parameter_groups, units_gathered_for
+from simulator.memory.events import (
+    GATHERED,
+    GATHERED_INPUT,
+    GRADIENT,
+    GRADIENTS,
+    LOGITS,
+    RECEIVED,
+    RECOMPUTED,
+    SAVED,
+    SEGMENT,
+    STAGE_OUTPUT,
+    TEMPORARY,
+    UNSHARDED,
+    WORKSPACE,
+    Events,
+    Pass,
+)
+from simulator.operator_cost import OperatorCost
+from workloads.operators import Operator
+
+
+class StageMemory:
+    """The forward, backward and weight-gradient passes of a stage on one representative, as events.
+
+    Args:
+        view: The stage.
+        cost_of: Operator index to its cost on the representative.
+        reshards: ZeRO-3 parameters are freed after use.
+        sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
+        gradients_anew: Bytes of gradients by layer that the first backward pass makes.
+    """
+
+    def __init__(
+        self,
+        view: StageView,
+        cost_of: Callable[[int], OperatorCost],
+        *,
+        reshards: bool,
+        sharded_gradients: bool,
+        gradients_anew: Mapping[int, int] | None = None,
+    ) -> None:
+        self.view = view
+        self.cost_of = cost_of
+        self.workload = view.costs.problem.workload
+        self.table = Events()
+        runtime = view.costs.problem.runtime
+        self._gradient_bytes = runtime.implementation.activation_bytes
+        self._keeps_outputs = runtime.keeps_stage_outputs
+        self._units = view.costs.gather_units
+        self._gathers = self._gathered_units() if reshards else {}
+        self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
+        self._root = {
+            self._units[index]
+            for index in view.operators
+            if self.workload.operators[index].layer in view.costs.root_layers
+        }
+        self._anew = gradients_anew or {}
+        self._own = set(view.operators)
+        self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
+        self._segment_of = {
+            index: (start, stop) for start, stop in view.stage.recompute for index in range(start, stop)
+        }
+        self._readers: dict[str, list[int]] = {}
+        for index in view.operators:
+            for tensor in dict.fromkeys(self.workload.operators[index].inputs):
+                self._readers.setdefault(tensor, []).append(index)
+        self._savers: dict[str, list[int]] = {}
+        self._saves: dict[int, list[tuple[str, float]]] = {}
+        for index in view.operators:
+            self._saves[index] = [
+                (name, size)
+                for name, size in dict(saved_tensors(self.workload, index, cost_of(index))).items()
+                if name not in self.workload.input_names
+            ]
+            for name, _ in self._saves[index]:
+                self._savers.setdefault(name, []).append(index)
+        self._scattered = {index: view.scattered_inputs(index) for index in view.operators}
+        self._kept = self._kept_tensors()
+        self._users = self._all_users()
+
+    def _kept_tensors(self) -> dict[str, str]:
+        """Return tensors that outlive the forward pass, with their category."""
+        kept: dict[str, str] = {}
+        for name, savers in self._savers.items():
+            producer = self.workload.producer.get(name)
+            for saver in savers:
+                segment = self._segment_of.get(saver)
+                if segment is None:
+                    kept[name] = SAVED
+                elif producer is not None and not segment[0] <= producer < segment[1]:
+                    kept.setdefault(name, SEGMENT)
+        for index in self.view.operators:
+            segment = self._segment_of.get(index)
+            if segment is None:
+                continue
+            for name in self.workload.operators[index].inputs:
+                producer = self.workload.producer.get(name)
+                if producer is not None and not segment[0] <= producer < segment[1]:
+                    kept.setdefault(name, SEGMENT)
+        for name in self.view.leaving:
+            kept.setdefault(name, STAGE_OUTPUT)
+        for name in self.view.arrivals:
+            kept.setdefault(name, RECEIVED)
+        return kept
+
+    # One pass each
+
+    def forward(self) -> tuple[list[int], list[bool]]:
+        """Return (tensor numbers, is allocation) of the forward pass."""
+        events = Pass(self.table)
+        for name, arrival in self.view.arrivals.items():
+            size = arrival.arriving_bytes(self.cost_of(arrival.reader[0]))
+            events.allocate(name, size, self._kept[name])
+        self._run(self.view.operators, events, recomputing=False)
+        if not self._keeps_outputs:
+            for name in self.view.leaving:
+                if self._kept[name] == STAGE_OUTPUT:
+                    self._release(name, events)
+        return events.tensors, events.is_alloc
+
+    def _run(self, operators: Iterable[int], events: Pass, *, recomputing: bool) -> None:
+        operators = list(operators)
+        inside = set(operators)
+        left: dict[str, int] = {}
+        for index in operators:
+            for name in dict.fromkeys(self.workload.operators[index].inputs):
+                left[name] = left.get(name, 0) + 1
+        unit = None
+        for index in operators:
+            op = self.workload.operators[index]
+            cost = self.cost_of(index)
+            if not recomputing and self._units[index] != unit:
+                self._gather(unit, self._units[index], events)
+                unit = self._units[index]
+            in_segment = not recomputing and index in self._segment_of
+            for position, item in self._gathered[index]:
+                events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
+            for position, size in self._scattered[index]:
+                name = op.inputs[position]
+                if not recomputing or self.workload.producer[name] in inside:
+                    instance = self._instance(name, recomputing)
+                    events.allocate(f"{instance}@shard", size, self._kept.get(name, TEMPORARY))
+                    events.free(instance)
+            events.allocate(f"{op.name}/workspace", cost.workspace_forward_bytes, WORKSPACE)
+            for name, size in zip(op.outputs, cost.output_bytes, strict=True):
+                category = RECOMPUTED if recomputing else self._kept.get(name, TEMPORARY)
+                events.allocate(self._instance(name, recomputing), size, category)
+            if not in_segment:
+                for name, size in self._saves[index]:
+                    if "/" in name:
+                        category = LOGITS if op.kind == "lm_loss" else RECOMPUTED if recomputing else SAVED
+                        events.allocate(name, size, category)
+            events.free(f"{op.name}/workspace")
+            for position, _ in self._gathered[index]:
+                if recomputing or in_segment or self.view.gathers_again(index, position):
+                    events.free(f"{op.name}/gathered input {position}")
+            for name in dict.fromkeys(op.inputs):
+                left[name] -= 1
+                if left[name] == 0 and name not in self.workload.input_names:
+                    self._free_if_done(name, inside, events, recomputing)
+            for name in op.outputs:
+                if not left.get(name):
+                    self._free_if_done(name, inside, events, recomputing)
+        if not recomputing:
+            self._gather(unit, None, events)
+
+    def _free_if_done(self, name: str, inside: set[int], events: Pass, recomputing: bool) -> None:
+        producer = self.workload.producer.get(name)
+        if recomputing:
+            own = self._segment_of[producer] if producer in inside else None
+            if own and not any(self._segment_of.get(saver) == own for saver in self._savers.get(name, ())):
+                self._release(self._instance(name, True), events)
+        elif name not in self._kept:
+            self._release(name, events)
+
+    @staticmethod
+    def _instance(name: str, recomputing: bool) -> str:
+        return f"{name}@again" if recomputing else name
+
+    def backward(self, *, with_inputs: bool = True, with_weights: bool = True) -> tuple[list[int], list[bool]]:
+        """Return (tensor numbers, is allocation) of a backward pass.
+
+        Args:
+            with_inputs: Computes input gradients.
+            with_weights: Computes weight gradients; if not, what they need stays.
+        """
+        events = Pass(self.table)
+        if with_inputs:
+            for name in self.view.leaving:
+                events.allocate(f"{name}/gradient", self._output_bytes(name), GRADIENT)
+        segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
+        releases = self._releases(with_inputs, with_weights)
+        unit = None
+        for index in self.view.operators[::-1]:
+            op = self.workload.operators[index]
+            cost = self.cost_of(index)
+            if with_inputs and self._units[index] != unit:
+                self._gather(unit, self._units[index], events)
+                unit = self._units[index]
+            if with_inputs and index in segment_ends:
+                start, stop = segment_ends[index]
+                self._run(recomputed_operators(self.view, start, stop), events, recomputing=True)
+            if with_inputs or cost.parameters:
+                self._backward_operator(index, op, cost, events, with_inputs, with_weights)
+            for name in releases.get(index, ()):
+                self._release(name, events)
+        if with_weights:
+            self._unshard(-1, -1, events)
+            for each in self._unsharded:
+                events.free(f"unit {each}/unsharded")
+        if with_inputs:
+            self._gather(unit, None, events)
+            for each in self._root:
+                events.free(f"unit {each}/gathered")
+            for name in self.view.arrivals:
+                events.free(f"{name}/gradient")
+            for name in releases.get(-1, ()):
+                self._release(name, events)
+        return events.tensors, events.is_alloc
+
+    def _releases(self, with_inputs: bool, with_weights: bool) -> dict[int, list[str]]:
+        """Return, per operator, the tensors that nothing needs after its backward pass; -1 for the end of it.
+
+        A kept tensor is needed by every saver outside segments and by the segments that read it; a recomputed
+        one by its savers in the segment. Weight gradients need what operators with parameters saved.
+        """
+        found: dict[int, list[str]] = {}
+        for name, users in self._users.items():
+            weighted = [index for index in users if self.cost_of(index).parameters]
+            if with_inputs and (with_weights or not weighted):
+                found.setdefault(min(users, default=-1), []).append(name)
+            elif with_weights and not with_inputs and weighted:
+                found.setdefault(min(weighted), []).append(name)
+        return found
+
+    def _all_users(self) -> dict[str, list[int]]:
+        """Return, per instance of a tensor that outlives a pass, the operators whose backward pass needs it."""
+        users: dict[str, list[int]] = {name: [] for name in self._kept}
+        for name in self._kept:
+            users[name] += [saver for saver in self._savers.get(name, ()) if saver not in self._segment_of]
+            producer = self.workload.producer.get(name)
+            for reader in self._readers.get(name, ()):
+                segment = self._segment_of.get(reader)
+                if segment is not None and not (producer is not None and segment[0] <= producer < segment[1]):
+                    users[name].append(reader)
+        for name, savers in self._savers.items():
+            for saver in savers:
+                segment = self._segment_of.get(saver)
+                producer = self.workload.producer.get(name)
+                if "/" in name:
+                    users.setdefault(name, []).append(saver)
+                elif segment is not None and producer is not None and segment[0] <= producer < segment[1]:
+                    users.setdefault(self._instance(name, True), []).append(saver)
+        return users
+
+    def _release(self, name: str, events: Pass) -> None:
+        events.free(name)
+        events.free(f"{name}@shard")
+
+    def _backward_operator(
+        self, index: int, op: Operator, cost: OperatorCost, events: Pass, with_inputs: bool, with_weights: bool
+    ) -> None:
+        temporary = cost.backward_temporary_bytes(self._gradient_bytes, inputs=with_inputs, weights=with_weights)
+        if with_weights and cost.parameters:
+            self._unshard(op.layer, self._units[index], events)
+        events.allocate(f"{op.name}/workspace backward", temporary, WORKSPACE)
+        for position, item in self._gathered[index]:
+            events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
+        if with_inputs:
+            for name, size in zip(op.inputs, cost.input_bytes, strict=True):
+                if name not in self.workload.input_names:
+                    events.allocate(f"{name}/gradient", size, GRADIENT)
+        events.free(f"{op.name}/workspace backward")
+        if cost.parameters and not with_weights:
+            return
+        for position, _ in self._gathered[index]:
+            events.free(f"{op.name}/gathered input {position}")
+        for name in op.outputs:
+            events.free(f"{name}/gradient")
+
+    # Sizes
+
+    def _output_bytes(self, tensor: str) -> float:
+        producer = self.workload.producer[tensor]
+        op = self.workload.operators[producer]
+        return self.cost_of(producer).output_bytes[op.outputs.index(tensor)]
+
+    # ZeRO
+
+    def _gathered_units(self) -> dict[int, float]:
+        """Return the bytes that each unit gathers."""
+        runtime = self.view.costs.problem.runtime
+        found: dict[int, float] = {}
+        for group in parameter_groups(self.view):
+            for unit in units_gathered_for(self.view, group):
+                found[unit] = found.get(unit, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
+        return dict(sorted(found.items()))
+
+    def _unsharded_gradients(self) -> dict[int, float]:
+        """Return the bytes of each unit's gradients before they are scattered."""
+        runtime = self.view.costs.problem.runtime
+        found: dict[int, float] = {}
+        for group in parameter_groups(self.view):
+            if group.zero >= 2 and group.num_shards > 1:
+                for index in group.users:
+                    unit = self._units[index]
+                    found[unit] = found.get(unit, 0.0) + group.num_elements * runtime.gradient_accumulation_bytes
+        return found
+
+    def _unshard(self, layer: int, unit: int, events: Pass) -> None:
+        """Make room for a unit's gradients; those of the unit but one above have been scattered by then."""
+        for made, size in self._anew.items():
+            if made > layer or (made == layer and unit not in self._unsharded):
+                events.allocate(f"layer {made}/gradients", size, GRADIENTS, lasting=True)
+        if unit not in self._unsharded:
+            return
+        above = sorted(each for each in self._unsharded if each > unit and each not in self._root)
+        for each in above[1:]:
+            events.free(f"unit {each}/unsharded")
+        events.allocate(f"unit {unit}/unsharded", self._unsharded[unit], UNSHARDED)
+
+    def _gather(self, leaving: int | None, entering: int | None, events: Pass) -> None:
+        """Free the gathered parameters of a unit; hold those of the next, and of the one after where it is prefetched.
+
+        Those of the root are gathered first and stay from a forward pass to the end of its backward pass, once
+        for all microbatches in flight.
+        """
+        if not self._gathers:
+            return
+        for unit in self._root if leaving is None else ():
+            events.allocate(f"unit {unit}/gathered", self._gathers.get(unit, 0.0), GATHERED, lasting=True)
+        units = [unit for unit in self._gathers if unit not in self._root]
+        if leaving in units:
+            events.free(f"unit {leaving}/gathered")
+        if entering is None:
+            for unit in units:
+                events.free(f"unit {unit}/gathered")
+            return
+        if entering in units:
+            events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
+            if not self.view.costs.problem.runtime.prefetches_gathers:
+                return
+            position = units.index(entering)
+            step = -1 if leaving is not None and leaving > entering else 1
+            if leaving is None and position == len(units) - 1:
+                step = -1
+            after = position + step
+            if 0 <= after < len(units):
+                events.allocate(f"unit {units[after]}/gathered", self._gathers[units[after]], GATHERED)

@@ -1,0 +1,203 @@
+"""Allocations and frees of one device as arrays: a stage's passes, repeated for every microbatch of a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.memory.events import CATEGORIES
+from simulator.schedules.actions import Action
+
+BLOCK_BYTES = 512
+"""The caching allocator's rounding."""
+
+
+@dataclass(frozen=True)
+class StagePasses:
+    """Allocations and frees of a stage on a representative.
+
+    Attributes:
+        num_tensors: Of one microbatch.
+        passes: By kind of action.
+        lasting: int64, ascending. Tensors that all microbatches share, in the order their stage makes them.
+    """
+
+    num_tensors: int
+    passes: dict[str, PassEvents]
+    lasting: NDArray[np.int64]
+
+    def counterpart(self, tensors: NDArray[np.int64], other: StagePasses) -> NDArray[np.int64]:
+        """Return one's own numbers for the lasting tensors of a microbatch of another size; any for the rest."""
+        assert len(self.lasting) == len(other.lasting), "gradients and gathered parameters do not depend on samples"
+        if not len(self.lasting):
+            return np.zeros_like(tensors)
+        places = np.searchsorted(other.lasting, tensors)
+        return self.lasting[np.minimum(places, len(self.lasting) - 1)]
+
+
+@dataclass(frozen=True)
+class PassEvents:
+    """Events of one pass, arrays of one length.
+
+    Attributes:
+        tensors: int64, counted within a microbatch.
+        lasting: bool. Whether all microbatches share the tensor.
+        is_alloc: bool.
+        sizes, categories: int64.
+        portions: float64. When, from 0 at the start of the pass to 1 at its end.
+    """
+
+    tensors: NDArray[np.int64]
+    lasting: NDArray[np.bool_]
+    is_alloc: NDArray[np.bool_]
+    sizes: NDArray[np.int64]
+    categories: NDArray[np.int64]
+    portions: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class EventArrays:
+    """Allocations and frees of one device. Arrays of length E.
+
+    Attributes:
+        sizes, rounded: int64 bytes asked for, and in 512-byte blocks.
+        tensors: int32 tensor ids.
+        is_alloc: bool.
+        categories: int64 index into CATEGORIES.
+        actions: int64 position in the rank's order; -1 before, len(order) after.
+        times_s: float64, non-decreasing.
+    """
+
+    sizes: NDArray[np.int64]
+    rounded: NDArray[np.int64]
+    tensors: NDArray[np.int32]
+    is_alloc: NDArray[np.bool_]
+    categories: NDArray[np.int64]
+    actions: NDArray[np.int64]
+    times_s: NDArray[np.float64]
+
+
+class EventStream:
+    """Collects events of one device as arrays."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]] = []
+        self._actions: list[NDArray[np.int64]] = []
+        self._times: list[NDArray[np.float64]] = []
+        self._next_id = 0
+
+    def add_static(self, sizes: list[int], category: str) -> None:
+        """Allocate tensors that are never freed."""
+        kept = [size for size in sizes if size > 0]
+        ids = np.arange(self._next_id, self._next_id + len(kept))
+        self._next_id += len(kept)
+        self._append(
+            np.array(kept, dtype=np.int64), ids, np.ones(len(kept), dtype=np.bool_), CATEGORIES.index(category), -1, 0.0
+        )
+
+    def _append(
+        self,
+        sizes: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        is_alloc: NDArray[np.bool_],
+        category: int | NDArray[np.int64],
+        action: int,
+        time_s: float | NDArray[np.float64],
+    ) -> None:
+        self._parts.append((sizes, ids, is_alloc, np.broadcast_to(category, sizes.shape).astype(np.int64)))
+        self._actions.append(np.full(len(sizes), action, dtype=np.int64))
+        self._times.append(np.broadcast_to(time_s, sizes.shape).astype(np.float64))
+
+    def add_actions(
+        self,
+        programs: dict[int, StagePasses],
+        order: list[Action],
+        labels: NDArray[np.float64],
+        smaller: dict[int, StagePasses],
+        last: int,
+    ) -> None:
+        """Append the events of every action. What microbatches share is one tensor, made by the first that needs it.
+
+        Args:
+            programs: By stage.
+            order: Actions.
+            labels: float64[len(order), 2]. When they start and end.
+            smaller: By stage, for the last microbatch if it has fewer samples; else empty.
+            last: Number of the last microbatch.
+        """
+        count = max((action.microbatch for action in order), default=0) + 1
+        first_id, smaller_id = {}, {}
+        for stage, program in programs.items():
+            first_id[stage] = self._next_id
+            self._next_id += count * program.num_tensors
+        for stage, program in smaller.items():
+            smaller_id[stage] = self._next_id
+            self._next_id += program.num_tensors
+        lengths = []
+        for (kind, stage, microbatch), (start, end) in zip(order, labels.tolist(), strict=True):
+            if smaller and microbatch == last:
+                events = smaller[stage].passes[kind]
+                lasting = first_id[stage] + programs[stage].counterpart(events.tensors, smaller[stage])
+                ids = np.where(events.lasting, lasting, smaller_id[stage] + events.tensors)
+            else:
+                program = programs[stage]
+                events = program.passes[kind]
+                own = np.where(events.lasting, 0, microbatch)
+                ids = events.tensors + (first_id[stage] + own * program.num_tensors)
+            self._parts.append((events.sizes, ids, events.is_alloc, events.categories))
+            self._times.append(start + (end - start) * events.portions)
+            lengths.append(len(ids))
+        self._actions.append(np.repeat(np.arange(len(order)), lengths))
+        self._num_actions = len(order)
+
+    def add_step(self, sizes: list[int], time_s: float) -> None:
+        """Append what lives during the optimizer step, or after it while parameters are refreshed."""
+        kept = np.array([size for size in sizes if size > 0], dtype=np.int64)
+        ids = np.arange(self._next_id, self._next_id + len(kept))
+        self._next_id += len(kept)
+        for allocates in (True, False):
+            self._append(
+                kept,
+                ids,
+                np.full(len(kept), allocates),
+                CATEGORIES.index("optimizer workspace"),
+                self._num_actions,
+                time_s,
+            )
+
+    def arrays(self) -> EventArrays:
+        """Return everything appended, pairs that do not match removed."""
+        sizes = np.concatenate([part[0] for part in self._parts])
+        ids = np.concatenate([part[1] for part in self._parts])
+        is_alloc = np.concatenate([part[2] for part in self._parts])
+        categories = np.concatenate([part[3] for part in self._parts])
+        actions = np.concatenate(self._actions)
+        times = np.maximum.accumulate(np.concatenate(self._times))
+        keep = _consistent(ids, is_alloc)
+        sizes, ids, is_alloc = sizes[keep], ids[keep], is_alloc[keep]
+        return EventArrays(
+            sizes=sizes,
+            rounded=-(-sizes // BLOCK_BYTES) * BLOCK_BYTES,
+            tensors=ids.astype(np.int32),
+            is_alloc=is_alloc,
+            categories=categories[keep],
+            actions=actions[keep],
+            times_s=times[keep],
+        )
+
+
+def _consistent(ids: NDArray[np.int64], is_alloc: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which events change something: a free of what is not live, or a second allocation, does not."""
+    order = np.argsort(ids, kind="stable")
+    sorted_ids, sorted_alloc = ids[order], is_alloc[order]
+    first = np.ones(len(ids), dtype=np.bool_)
+    first[1:] = sorted_ids[1:] != sorted_ids[:-1]
+    previous_alloc = np.zeros(len(ids), dtype=np.bool_)
+    previous_alloc[1:] = sorted_alloc[:-1]
+    previous_alloc[first] = False
+    keep_sorted = sorted_alloc != previous_alloc
+    keep = np.empty(len(ids), dtype=np.bool_)
+    keep[order] = keep_sorted
+    return keep

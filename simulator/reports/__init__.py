@@ -1,0 +1,1 @@
+"""What a result shows: breakdown, critical path, difference of two, timeline, trace, memory."""

@@ -1,0 +1,118 @@
+"""A picture of how full the devices' memories are over one iteration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from datafiles.writer import check_ending, write_bytes_atomically
+from simulator.memory.usage import DeviceMemory
+from simulator.reports.figures import (
+    BLUE,
+    GREEN,
+    GRID,
+    ORANGE,
+    PURPLE,
+    SKY,
+    TEXT,
+    VERMILION,
+    YELLOW,
+    clean_axes,
+    new_figure,
+    png,
+    set_title,
+)
+from simulator.result import BYTES_PER_GIB, format_bytes, format_s
+from simulator.taskgraph import Floats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from simulator.result import SimulationResult
+
+MEMORY_COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#444444", YELLOW)
+
+MEMORY_COLUMNS = 800
+"""Where there are more steps, each of so many columns shows the range of what lies in it."""
+
+
+def plot_memory(result: SimulationResult, path: str | Path, *, title: str | None = None) -> None:
+    """Write a PNG of live bytes over time, a line per device (or stage), and the capacity.
+
+    Args:
+        result: A simulated iteration.
+        path: The PNG; its folder must exist.
+        title: First line; None for none.
+
+    Raises:
+        ValueError: If the name does not end in ``.png``.
+    """
+    check_ending(path, ".png", "picture")
+    write_bytes_atomically(path, png(_memory_figure(result, title)))
+
+
+def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
+    figure = new_figure(11.0, 5.0)
+    axes = figure.add_subplot()
+    for memory, color in zip(_memories_to_draw(result), MEMORY_COLORS, strict=False):
+        label = f"stage {result.graph.device_stage[memory.device]}"
+        times, low, high = _envelope(memory.times_s, memory.live_bytes, result.iteration_time_s)
+        high, low = high / BYTES_PER_GIB, low / BYTES_PER_GIB
+        axes.plot(times, high, drawstyle="steps-post", linewidth=1.2, color=color, label=label)
+        if (low < high).any():
+            axes.fill_between(times, low, high, step="post", color=color, alpha=0.18, linewidth=0)
+    for capacity in sorted({memory.capacity_bytes for memory in result.memory}):
+        axes.axhline(capacity / BYTES_PER_GIB, color=VERMILION, linestyle=(0, (6, 3)), linewidth=1.3)
+        axes.annotate(
+            f"capacity {format_bytes(capacity)}", (1.0, capacity / BYTES_PER_GIB), (-4, 4),
+            xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", va="bottom",
+            fontsize=9, color=VERMILION,
+        )  # fmt: skip
+    line = f"iteration {format_s(result.iteration_time_s)}"
+    peak = result.peak_device
+    if peak is not None:
+        height = peak.peak_allocated_bytes / BYTES_PER_GIB
+        axes.plot([peak.peak_time_s], [height], "o", color=TEXT, markersize=5, zorder=5)
+        line += f",  highest live peak {format_bytes(peak.peak_allocated_bytes)} at {format_s(peak.peak_time_s)}" + (
+            f" ({peak.peak_where})" if peak.peak_where else ""
+        )
+        line += "" if result.fits else ",  OUT OF MEMORY"
+    axes.set_xlim(0, result.iteration_time_s)
+    top = max([memory.peak_allocated_bytes for memory in result.memory] or [0])
+    top = max([top, *(memory.capacity_bytes for memory in result.memory)])
+    axes.set_ylim(0, 1.1 * top / BYTES_PER_GIB if top > 0 else 1.0)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    clean_axes(axes)
+    axes.set_xlabel("time (s)", color=TEXT)
+    axes.set_ylabel("live tensors (GiB)", color=TEXT)
+    set_title(axes, title, line)
+    if result.memory:
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9, labelcolor=TEXT)
+    return figure
+
+
+def _memories_to_draw(result: SimulationResult) -> list[DeviceMemory]:
+    """Return the devices in pipeline order; of many, the fullest and some evenly spaced."""
+    stages = result.graph.device_stage
+    order = sorted(result.memory, key=lambda memory: (int(stages[memory.device]), memory.device))
+    if len(order) <= len(MEMORY_COLORS):
+        return order
+    chosen = {int(i) for i in np.linspace(0, len(order) - 1, len(MEMORY_COLORS) - 1).round()}
+    peak = result.peak_device
+    return [memory for number, memory in enumerate(order) if number in chosen or memory is peak]
+
+
+def _envelope(times_s: Floats, live: Floats, end_s: float) -> tuple[Floats, Floats, Floats]:
+    """Return times, smallest and largest live bytes: every step, or where they are too many, per column."""
+    times = np.maximum.accumulate(times_s) if len(times_s) else times_s
+    last = live[-1:]
+    if len(times) <= MEMORY_COLUMNS:
+        steps = np.append(live, last)
+        return np.append(times, np.full(len(last), end_s)), steps, steps
+    column = np.minimum((times / end_s * MEMORY_COLUMNS).astype(np.int64), MEMORY_COLUMNS - 1)
+    begins = np.flatnonzero(np.concatenate(([True], column[1:] != column[:-1])))
+    low, high = np.minimum.reduceat(live, begins), np.maximum.reduceat(live, begins)
+    return np.append(times[begins], end_s), np.append(low, last), np.append(high, last)
