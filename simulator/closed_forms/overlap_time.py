@@ -264,10 +264,10 @@ def with_reductions_s(
     reducing_pass_s = returned_s if rules.every else returned_s + sent.copied_s
     layer, share, last_s = sent.layer_share, sent.first_share, sent.last_share * sent.reduced_s
     latency_s, reduced_latency_s = sent.gathered_latency_s, sent.reduced_latency_s
-    ahead, rest = 1.0 - layer, 1.0 - sent.last_share
+    before, ahead, rest = share * (1.0 - layer), (1.0 - share) * (1.0 - layer), 1.0 - sent.last_share
     meanwhile_s = together_s(ahead * ahead_s, ahead * latency_s, rest * sent.reduced_s, rest * reduced_latency_s)
-    reducing_s = alone_s + layer * ahead_s + share * backward_s + last_s
-    reducing_s += beside_s((1.0 - share) * backward_s, meanwhile_s, slow_s, slow_sent_s)
+    reducing_s = alone_s + layer * ahead_s + beside_s(share * backward_s, before * ahead_s, slow_s, slow_sent_s)
+    reducing_s += beside_s((1.0 - share) * backward_s, meanwhile_s, slow_s, slow_sent_s) + last_s
     reducing_s = max(reducing_s, share * reducing_pass_s + meanwhile_s + last_s)
     left_s = max(last_s, reducing_s - reducing_pass_s)
     left_s = max(left_s + sent.last_share * sent.copied_back_s, sent.copied_back_s)
