@@ -17,7 +17,7 @@ from simulator.plan import plan_to_mapping
 if TYPE_CHECKING:
     from hardware_models.profile import OperatorProfile
     from simulator.problem import Problem
-    from validation.campaign_result import CampaignResult
+    from validation.campaigns.result import CampaignResult
 
 FORMAT = "windtunnel-campaign-cases-1"
 GPU_FIELDS = ("optimizer_bandwidth_fraction", "overlap_slowdown_computation", "overlap_slowdown_communication")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
 
 if TYPE_CHECKING:
-    from validation.campaign_result import CampaignResult, PlanOutcome
+    from validation.campaigns.result import CampaignResult, PlanOutcome
 
 INK, MUTED = "#1f2933", "#7b8794"
 COLORS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
@@ -19,7 +19,7 @@ BAND = 0.10
 
 def write_campaign(result: CampaignResult, folder: Path) -> list[Path]:
     """Write everything; return the files that a reader opens first."""
-    from validation.campaign_profiles import save_calibration
+    from validation.campaigns.profiles import save_calibration
 
     for unit, calibration in result.calibrations.items():
         save_calibration(calibration, folder / "profiles", unit)
@@ -35,7 +35,7 @@ def write_campaign(result: CampaignResult, folder: Path) -> list[Path]:
 
 def write_traces(result: CampaignResult, folder: Path) -> None:
     """Write one trace per plan: the predicted timeline above the measured one."""
-    from validation.combined_trace import write_combined_trace
+    from validation.campaigns.combined_trace import write_combined_trace
 
     folder.mkdir(exist_ok=True)
     for each in result.outcomes:
@@ -48,7 +48,7 @@ def write_traces(result: CampaignResult, folder: Path) -> None:
 
 def table_text(result: CampaignResult) -> str:
     """Return the table of plans as CSV."""
-    from validation.error_split import CLASSES
+    from validation.campaigns.error_split import CLASSES
 
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")

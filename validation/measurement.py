@@ -116,7 +116,7 @@ class Measurement:
         devices: Where each device's time went.
         traced: Actions of an iteration whose operators were timed, and spans of those and of its collectives.
         out_of_memory: A device ran out of memory; times are then zero.
-        memory_history: Of the allocator, per device, where it was asked for (``validation.memory_history``).
+        memory_history: Of the allocator, per device, where it was asked for (``validation.execution.memory_history``).
         plan_hash: Canonical hash of the plan.
         device_type, backend, versions: What it ran on.
         notes: Where execution does more than the plan's derivation says, and other things to know.

@@ -23,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 from simulator.memory.events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.plan import Plan
 from simulator.problem import Problem
-from validation import kind_attention, operator_call
-from validation.executable import check_executable
-from validation.groups import GroupPool
-from validation.launch import Worker
-from validation.operator_call import storage_key
-from validation.plan_executor import PlanExecutor
+from validation.execution import operator_call
+from validation.execution.executable import check_executable
+from validation.execution.groups import GroupPool
+from validation.execution.launch import Worker
+from validation.execution.operator_call import storage_key
+from validation.execution.plan_executor import PlanExecutor
+from validation.kinds import attention
 
 _Mode: Any = _python_dispatch.TorchDispatchMode
 
@@ -227,7 +228,7 @@ def fake_processes(rank: int, world_size: int) -> Iterator[str | None]:
     """Make this process one rank of a process group in which every collective is done at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    caches = [kind_attention._mask, kind_attention._buckets, kind_attention._rotations]
+    caches = [attention._mask, attention._buckets, attention._rotations]
     if dist.is_initialized():
         raise ValueError("memory is traced in a process without a process group, but there is one; use another process")
     _forget(caches)

@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     from datafiles.writer import dump_json, write_text_atomically  # what --help does not wait for
     from simulator.plan_file import load_plan
-    from validation.executor import execute, execute_here
-    from validation.launch import WorkerError, leave_group, worker_from_environment
+    from validation.execution.executor import execute, execute_here
+    from validation.execution.launch import WorkerError, leave_group, worker_from_environment
 
     is_first = True
     try:

@@ -14,10 +14,10 @@ from experiments.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from simulator.plan import Plan
-    from validation.campaign import Campaign
-    from validation.campaign_result import CampaignResult, PlanOutcome
-    from validation.campaign_run import Listener
-    from validation.campaign_work import UnitWork
+    from validation.campaigns.definition import Campaign
+    from validation.campaigns.result import CampaignResult, PlanOutcome
+    from validation.campaigns.run import Listener
+    from validation.campaigns.work import UnitWork
 
 
 def validate_campaign(
@@ -47,9 +47,9 @@ def validate_campaign(
         ValueError: If a profile or the folder is not what it must be.
         typer.Exit: With 1 above the limit, 130 when interrupted.
     """
-    from validation.campaign import campaign_names
-    from validation.campaign_run import missing_devices
-    from validation.campaign_work import campaign_work, estimated_s
+    from validation.campaigns.definition import campaign_names
+    from validation.campaigns.run import missing_devices
+    from validation.campaigns.work import campaign_work, estimated_s
 
     if write_cases is not None and campaign.name not in campaign_names():
         known = ", ".join(campaign_names())
@@ -84,12 +84,12 @@ def _run(
     campaign: Campaign, work: Sequence[UnitWork], folder: Path, rounds: int, seconds: float, profile: Path | None
 ) -> CampaignResult | None:
     """Run what is missing and return what finished rounds say; None if there is none."""
-    from validation.campaign_fit import fit_campaign
-    from validation.campaign_profiles import load_calibrations
-    from validation.campaign_result import evaluate
-    from validation.campaign_run import finished_rounds, load_rounds, prepare_folder, run_campaign
-    from validation.launch import WorkerError
-    from validation.machine_profile import machine_name
+    from validation.campaigns.fit import fit_campaign
+    from validation.campaigns.profiles import load_calibrations
+    from validation.campaigns.result import evaluate
+    from validation.campaigns.run import finished_rounds, load_rounds, prepare_folder, run_campaign
+    from validation.execution.launch import WorkerError
+    from validation.profiling.machine_profile import machine_name
 
     fresh, statistic = profile is None, campaign.options.statistic
     known = None if profile is None else load_calibrations(profile, work)
@@ -143,7 +143,7 @@ def campaign_progress(title: str) -> Iterator[Listener]:
 def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rounds: int, *, as_json: bool) -> None:
     """Print what would run: every plan with its predicted time on modelled hardware, and whether it is said to fit."""
     from simulator.simulate import simulate
-    from validation.campaign_run import missing_devices
+    from validation.campaigns.run import missing_devices
 
     rows = []
     for unit in work:

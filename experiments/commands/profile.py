@@ -25,8 +25,8 @@ from experiments.console import (
 from experiments.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
-    from validation.machine_profile import MachineProfile
-    from validation.profile_run import Listener, ProfileWork
+    from validation.profiling.machine_profile import MachineProfile
+    from validation.profiling.profile_run import Listener, ProfileWork
 
 
 def profile_machine_file(
@@ -61,10 +61,10 @@ def profile_machine_file(
     """
     require_torch()
     from simulator.problem import ProblemSpec
-    from validation.launch import WorkerError
-    from validation.machine_profile import now, save_machine_profile
-    from validation.profile_journal import Journal
-    from validation.profile_run import ProfileOptions, profile_work, run_profile
+    from validation.execution.launch import WorkerError
+    from validation.profiling.machine_profile import now, save_machine_profile
+    from validation.profiling.profile_journal import Journal
+    from validation.profiling.profile_run import ProfileOptions, profile_work, run_profile
 
     check_device(device)
     sizes = counts(microbatches, "microbatches")

@@ -79,9 +79,9 @@ def validate_file(
     check_device(device)
     from experiments.commands.campaign import validate_campaign
     from simulator.plan_file import load_plan
-    from validation.campaign import campaign_names, is_campaign, load_campaign
-    from validation.campaign_run import missing_devices
-    from validation.plan_campaign import plan_campaign
+    from validation.campaigns.definition import campaign_names, is_campaign, load_campaign
+    from validation.campaigns.plan_campaign import plan_campaign
+    from validation.campaigns.run import missing_devices
 
     largest = parse_share(limit) if limit is not None else None
     all_writable(write_cases, read=[Path(target)])

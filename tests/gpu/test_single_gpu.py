@@ -16,16 +16,16 @@ from hardware_models.model import HardwareModel  # noqa: E402
 from hardware_models.runtime import load_runtime  # noqa: E402
 from simulator.problem import Problem  # noqa: E402
 from simulator.uniform import uniform_plan  # noqa: E402
-from validation.campaign import campaign_from_mapping  # noqa: E402
-from validation.campaign_fit import fit_campaign  # noqa: E402
-from validation.campaign_result import evaluate  # noqa: E402
-from validation.campaign_run import load_rounds, run_campaign  # noqa: E402
-from validation.campaign_work import campaign_work  # noqa: E402
-from validation.jobs import execute_rounds, plan_job  # noqa: E402
-from validation.machine_profile import machine_name  # noqa: E402
-from validation.memory_history import history_peaks, replay_history  # noqa: E402
-from validation.overlap import measure_overlap  # noqa: E402
-from validation.reference import run_reference  # noqa: E402
+from validation.campaigns.definition import campaign_from_mapping  # noqa: E402
+from validation.campaigns.fit import fit_campaign  # noqa: E402
+from validation.campaigns.result import evaluate  # noqa: E402
+from validation.campaigns.run import load_rounds, run_campaign  # noqa: E402
+from validation.campaigns.work import campaign_work  # noqa: E402
+from validation.execution.memory_history import history_peaks, replay_history  # noqa: E402
+from validation.execution.reference import run_reference  # noqa: E402
+from validation.profiling.jobs import execute_rounds, plan_job  # noqa: E402
+from validation.profiling.machine_profile import machine_name  # noqa: E402
+from validation.profiling.overlap import measure_overlap  # noqa: E402
 from workloads.models.gpt import GPTSpec  # noqa: E402
 from workloads.registry import build_from_spec  # noqa: E402
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from simulator.uniform import uniform_plan
 from tests.validation.tiny import problem
-from validation.executable import check_executable
-from validation.launch import Worker
-from validation.plan_executor import PlanExecutor
+from validation.execution.executable import check_executable
+from validation.execution.launch import Worker
+from validation.execution.plan_executor import PlanExecutor
 
 
 def die_in_backward(worker: Worker, rank: int) -> None:

@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hardware_models.runtime import load_runtime
 from tests.validation.tiny import SPECS
-from validation.operator_context import DTYPES, OperatorContext, make_context
-from validation.torch_kinds import build
+from validation.kinds.operator_context import DTYPES, OperatorContext, make_context
+from validation.kinds.torch_kinds import build
 from workloads.graph_builder import GraphBuilder
 from workloads.kinds.base import Implementation
 from workloads.local import saved_tensors, splits_of

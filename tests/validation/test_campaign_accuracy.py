@@ -20,16 +20,16 @@ from experiments.accuracy.run import run_case  # noqa: E402
 from experiments.campaign_cases import write_case_file  # noqa: E402
 from experiments.campaign_files import write_campaign  # noqa: E402
 from experiments.cases.campaigns import cases_of  # noqa: E402
-from validation.campaign import campaign_from_mapping  # noqa: E402
-from validation.campaign_fit import fit_campaign  # noqa: E402
-from validation.campaign_profiles import load_calibrations  # noqa: E402
-from validation.campaign_result import CampaignResult, evaluate  # noqa: E402
-from validation.campaign_run import RoundResult  # noqa: E402
-from validation.campaign_work import UnitWork, campaign_work  # noqa: E402
-from validation.communication_times import measure_communication  # noqa: E402
-from validation.jobs import execute_rounds  # noqa: E402
-from validation.machine_profile import machine_name  # noqa: E402
+from validation.campaigns.definition import campaign_from_mapping  # noqa: E402
+from validation.campaigns.fit import fit_campaign  # noqa: E402
+from validation.campaigns.profiles import load_calibrations  # noqa: E402
+from validation.campaigns.result import CampaignResult, evaluate  # noqa: E402
+from validation.campaigns.run import RoundResult  # noqa: E402
+from validation.campaigns.work import UnitWork, campaign_work  # noqa: E402
 from validation.measurement_file import measurement_from_mapping, measurement_mapping  # noqa: E402
+from validation.profiling.communication_times import measure_communication  # noqa: E402
+from validation.profiling.jobs import execute_rounds  # noqa: E402
+from validation.profiling.machine_profile import machine_name  # noqa: E402
 
 pytestmark = pytest.mark.measured
 

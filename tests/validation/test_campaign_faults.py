@@ -21,10 +21,10 @@ from experiments.commands.campaign import validate_campaign  # noqa: E402
 from experiments.commands.validate import validate_file  # noqa: E402
 from tests.validation.test_campaign_files import mapping  # noqa: E402
 from tests.validation.test_faults import ROOT, wait_until, workers_of  # noqa: E402
-from validation.campaign import campaign_from_mapping, load_campaign  # noqa: E402
-from validation.campaign_profiles import load_calibrations, save_calibration  # noqa: E402
-from validation.campaign_run import fastest_round, finished_rounds, load_rounds, run_campaign  # noqa: E402
-from validation.campaign_work import campaign_work  # noqa: E402
+from validation.campaigns.definition import campaign_from_mapping, load_campaign  # noqa: E402
+from validation.campaigns.profiles import load_calibrations, save_calibration  # noqa: E402
+from validation.campaigns.run import fastest_round, finished_rounds, load_rounds, run_campaign  # noqa: E402
+from validation.campaigns.work import campaign_work  # noqa: E402
 
 ALONE = mapping(
     name="alone",
@@ -89,7 +89,7 @@ def test_an_interrupted_campaign_keeps_what_is_finished_and_goes_on(tmp_path: Pa
     second.unlink()
 
     # A profile of another machine is refused before anything runs.
-    from validation.campaign_fit import fit_campaign
+    from validation.campaigns.fit import fit_campaign
 
     (calibration,) = fit_campaign(work, rounds[:1]).values()
     save_calibration(calibration, tmp_path / "profiles", "gpt")

@@ -10,11 +10,11 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 
 from simulator.uniform import uniform_plan  # noqa: E402
 from tests.validation.tiny import problem  # noqa: E402
-from validation.calibration import calibration_jobs, fit  # noqa: E402
-from validation.campaign_fit import company_share  # noqa: E402
-from validation.campaign_result import rank  # noqa: E402
+from validation.campaigns.fit import company_share  # noqa: E402
+from validation.campaigns.result import rank  # noqa: E402
 from validation.measurement import DeviceTime, IterationRecord, Measurement, TimedAction, TimedSpan  # noqa: E402
-from validation.overlap import overlap_row  # noqa: E402
+from validation.profiling.calibration import calibration_jobs, fit  # noqa: E402
+from validation.profiling.overlap import overlap_row  # noqa: E402
 
 
 def test_only_pairs_of_one_unit_beyond_the_margin_are_ranked() -> None:

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 
 from datafiles.errors import DataFileError  # noqa: E402
 from simulator.simulate import simulate  # noqa: E402
-from validation.campaign import Campaign, campaign_from_mapping, campaign_names, is_campaign, load_campaign  # noqa: E402
-from validation.campaign_work import campaign_work, profiled_sizes  # noqa: E402
-from validation.error_split import CLASS_OF_KIND  # noqa: E402
-from validation.torch_kinds import BUILDERS  # noqa: E402
+from validation.campaigns.definition import Campaign, campaign_from_mapping, campaign_names, is_campaign, load_campaign  # noqa: E402
+from validation.campaigns.error_split import CLASS_OF_KIND  # noqa: E402
+from validation.campaigns.work import campaign_work, profiled_sizes  # noqa: E402
+from validation.kinds.torch_kinds import BUILDERS  # noqa: E402
 
 MODEL = {
     "family": "gpt", "layers": 4, "hidden": 64, "heads": 2, "seq_len": 16, "vocab": 128, "dropout": 0.0,

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 from tests.validation.cases import CASES  # noqa: E402
 from tests.validation.tiny import Case  # noqa: E402
 from tests.validation.worker import Outcome, run_cases  # noqa: E402
-from validation.launch import launch  # noqa: E402
-from validation.reference import Reference, run_reference  # noqa: E402
+from validation.execution.launch import launch  # noqa: E402
+from validation.execution.reference import Reference, run_reference  # noqa: E402
 
 TOLERANCE = 1e-5
 FLOOR = 1e-6

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 
 from simulator.uniform import uniform_plan  # noqa: E402
 from tests.validation.tiny import problem  # noqa: E402
-from validation.executor import execute  # noqa: E402
-from validation.reference import run_reference  # noqa: E402
+from validation.execution.executor import execute  # noqa: E402
+from validation.execution.reference import run_reference  # noqa: E402
 
 
 @pytest.mark.measured

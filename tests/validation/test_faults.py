@@ -21,9 +21,9 @@ from simulator.problem import ProblemSpec  # noqa: E402
 from simulator.uniform import uniform_plan  # noqa: E402
 from tests.validation import fault_worker  # noqa: E402
 from tests.validation.tiny import axes, problem, stage  # noqa: E402
-from validation.executable import check_executable  # noqa: E402
-from validation.executor import execute  # noqa: E402
-from validation.launch import WorkerError, launch  # noqa: E402
+from validation.execution.executable import check_executable  # noqa: E402
+from validation.execution.executor import execute  # noqa: E402
+from validation.execution.launch import WorkerError, launch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +92,7 @@ def test_a_plan_for_more_processes_than_there_are_says_how_many_it_needs() -> No
 @pytest.mark.measured
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
-        "from validation.launch import launch\n"
+        "from validation.execution.launch import launch\n"
         "from tests.validation.fault_worker import write_pid_and_sleep\n"
         "if __name__ == '__main__':\n"
         f"    launch(write_pid_and_sleep, {str(tmp_path)!r}, num_processes=2)\n"

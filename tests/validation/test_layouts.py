@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
 from simulator.lowering.mesh import groups
-from validation.layouts import Conversion, Layout, convert
-from validation.operator_context import rank_box
+from validation.execution.layouts import Conversion, Layout, convert
+from validation.kinds.operator_context import rank_box
 from workloads.placements import PARTIAL, REPLICATE, Partial, Placement, Shard
 
 SHAPE = (8, 8)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="snapshots are torch's (extra: valid
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from validation.memory_history import history_mapping, history_peaks, replay_history  # noqa: E402
+from validation.execution.memory_history import history_mapping, history_peaks, replay_history  # noqa: E402
 
 MIB = 2**20
 

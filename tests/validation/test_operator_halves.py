@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 
 import torch.nn.functional as F  # noqa: E402, N812
 
-from validation.operator_call import Call, call, find_partings  # noqa: E402
+from validation.execution.operator_call import Call, call, find_partings  # noqa: E402
 
 
 class Counted(torch.autograd.Function):

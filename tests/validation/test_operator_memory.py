@@ -15,11 +15,11 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from tests.validation.tiny import problem
-from validation.groups import GroupPool
-from validation.launch import Worker
+from validation.execution.groups import GroupPool
+from validation.execution.launch import Worker
+from validation.execution.operator_call import Slots, storage_key
+from validation.execution.plan_executor import PlanExecutor
 from validation.memory_trace import StorageTracer, fake_processes
-from validation.operator_call import Slots, storage_key
-from validation.plan_executor import PlanExecutor
 
 
 @contextmanager

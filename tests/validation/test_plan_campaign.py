@@ -9,9 +9,9 @@ pytest.importorskip("torch", reason="the executor needs torch (extra: validation
 
 from simulator.problem import ProblemSpec
 from simulator.uniform import uniform_plan
-from validation.campaign import Campaign
-from validation.campaign_work import campaign_work
-from validation.plan_campaign import plan_campaign
+from validation.campaigns.definition import Campaign
+from validation.campaigns.plan_campaign import plan_campaign
+from validation.campaigns.work import campaign_work
 
 MODEL = (
     "family: gpt\nname: small gpt\nlayers: 4\nhidden: 64\nheads: 4\nseq_len: 32\nvocab: 128\n"

@@ -25,14 +25,14 @@ from hardware_models.model import HardwareModel  # noqa: E402
 from hardware_models.runtime import load_runtime  # noqa: E402
 from simulator.problem import Problem, ProblemSpec  # noqa: E402
 from tests.validation.test_faults import workers_of  # noqa: E402
-from validation import operator_memory, profile_run  # noqa: E402
-from validation.group_times import KINDS, measure_groups  # noqa: E402
-from validation.launch import Worker  # noqa: E402
-from validation.machine_profile import load_machine_profile  # noqa: E402
+from validation.execution.launch import Worker  # noqa: E402
 from validation.measurement import Measurement  # noqa: E402
-from validation.profile_journal import Journal  # noqa: E402
-from validation.profile_run import ProfileOptions, profile_work, run_profile  # noqa: E402
-from validation.sampling import MIN_SAMPLES, is_enough, spread  # noqa: E402
+from validation.profiling import operator_memory, profile_run  # noqa: E402
+from validation.profiling.group_times import KINDS, measure_groups  # noqa: E402
+from validation.profiling.machine_profile import load_machine_profile  # noqa: E402
+from validation.profiling.profile_journal import Journal  # noqa: E402
+from validation.profiling.profile_run import ProfileOptions, profile_work, run_profile  # noqa: E402
+from validation.profiling.sampling import MIN_SAMPLES, is_enough, spread  # noqa: E402
 from workloads.models.gpt import GPTSpec  # noqa: E402
 from workloads.registry import build_from_spec  # noqa: E402
 

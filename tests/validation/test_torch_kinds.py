@@ -19,8 +19,8 @@ from tests.validation.saving import (  # noqa: E402
     stated_bytes,
 )
 from tests.validation.tiny import SPECS  # noqa: E402
-from validation.operator_context import OperatorContext, box_shape  # noqa: E402
-from validation.torch_kinds import BUILDERS, NOT_EXECUTABLE, build  # noqa: E402
+from validation.kinds.operator_context import OperatorContext, box_shape  # noqa: E402
+from validation.kinds.torch_kinds import BUILDERS, NOT_EXECUTABLE, build  # noqa: E402
 from workloads.kinds import all_kinds  # noqa: E402
 from workloads.local import localize, range_saved_bytes  # noqa: E402
 from workloads.registry import build_from_spec  # noqa: E402

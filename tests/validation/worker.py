@@ -16,11 +16,11 @@ from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.synchronisation import parameter_groups
 from tests.validation.cases import CASES
-from validation.executable import check_executable
-from validation.gradients import is_overlapped
-from validation.launch import Worker
-from validation.plan_executor import PlanExecutor
-from validation.reference import Reference
+from validation.execution.executable import check_executable
+from validation.execution.gradients import is_overlapped
+from validation.execution.launch import Worker
+from validation.execution.plan_executor import PlanExecutor
+from validation.execution.reference import Reference
 
 Collective = tuple[str, int, int]
 """Name, ranks, bytes."""

@@ -68,8 +68,8 @@ def test_windows_and_masks_are_those_of_the_definition() -> None:
     """A token attends to those of its window of the rolled image that were near it before the roll."""
     torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
     from tests.validation.saving import Example, context_of, executor_implementation
-    from validation.kind_attention import _window_mask
-    from validation.torch_kinds import build
+    from validation.kinds.attention import _window_mask
+    from validation.kinds.torch_kinds import build
 
     spec = SwinSpec(name="w", depths=(2,), hidden=4, heads=(1,), image=16, patch=2, window=4)
     workload = build_from_spec(spec, "plain")

@@ -1,0 +1,247 @@
+"""Runs a campaign in interleaved rounds; every model's share of a round is on disk as soon as it is finished.
+
+The folder belongs to one campaign on one machine: ``campaign.json`` says which, and results of another are refused.
+A round that was interrupted goes on with the models it lacks.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from datafiles.loader import load_mapping
+from datafiles.schema import FileModel, validated
+from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
+from hardware_models.schema import Text
+from validation.campaigns.definition import Campaign
+from validation.campaigns.work import UnitWork
+from validation.measurement import Measurement
+from validation.measurement_file import measurement_from_mapping, measurement_mapping
+from validation.profiling.communication_times import Row, measure_communication
+from validation.profiling.jobs import execute_rounds
+from validation.profiling.machine_profile import machine_name, now, versions
+from validation.profiling.overlap import OverlapRow, measure_overlap
+
+FORMAT = "windtunnel-campaign-round-1"
+Listener = Callable[[int, str, int, int], None]
+"""Told ``(round, part, parts done, parts of all rounds)`` before each part."""
+
+TIMEOUT_S = 3600.0
+MAX_ROUND_BYTES = 128 << 20
+"""Of one unit's share of a round; that of the first holds traces."""
+COMMUNICATION = "communication"
+
+
+class _Identity(FileModel):
+    format: Literal["windtunnel-campaign-results-1"]
+    campaign: Text
+    fingerprint: Text
+    machine: Text
+    date: Text
+    versions: Mapping[Text, Text]
+    with_profiling: bool
+
+
+class _Communication(FileModel):
+    rows: tuple[tuple[Text, int, float, float], ...]
+    overlap: tuple[tuple[Text, float, float, float, float, float, float], ...]
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What one round measured.
+
+    Attributes:
+        communication: Transfers and collectives; empty where one device is used.
+        overlap: Slowdown of computation and communication; empty on one process of the CPU.
+        measured: By unit, in the order of its jobs.
+    """
+
+    communication: tuple[Row, ...]
+    overlap: tuple[OverlapRow, ...]
+    measured: Mapping[str, tuple[Measurement, ...]]
+
+
+def fastest_round(rounds: Sequence[RoundResult]) -> RoundResult:
+    """Return a round made of the quickest measurement of every run, and of the shortest times of communication.
+
+    Of its measurements only one has a traced iteration, so the first round's is kept.
+    """
+    shortest: dict[tuple[str, int, float], float] = {}
+    for turn in rounds:
+        for kind, size, num_bytes, seconds in turn.communication:
+            key = kind, size, num_bytes
+            shortest[key] = min(seconds, shortest.get(key, seconds))
+    measured = {}
+    for unit in rounds[0].measured:
+        found = []
+        for turns in zip(*(turn.measured[unit] for turn in rounds), strict=True):
+            best = min(turns, key=lambda each: each.iteration_time_s)
+            found.append(replace(best, traced=turns[0].traced, actions=turns[0].actions))
+        measured[unit] = tuple(found)
+    overlap = tuple(row for turn in rounds for row in turn.overlap)
+    return RoundResult(tuple((*key, seconds) for key, seconds in shortest.items()), overlap, measured)
+
+
+def run_campaign(
+    campaign: Campaign,
+    work: Sequence[UnitWork],
+    folder: Path,
+    *,
+    rounds: int,
+    with_profiling: bool = True,
+    listener: Listener | None = None,
+) -> None:
+    """Execute what the folder does not hold yet.
+
+    Args:
+        campaign: The campaign.
+        work: From ``campaign_work``.
+        folder: Where results go; made if it is not there.
+        rounds: Interleaved rounds in all.
+        with_profiling: As given to ``campaign_work``.
+        listener: Told what comes next.
+
+    Raises:
+        ValueError: If the folder holds results of another campaign or machine.
+        launch.WorkerError: If a process fails; finished parts stay.
+    """
+    prepare_folder(campaign, folder, with_profiling=with_profiling)
+    names = ([COMMUNICATION] if _communicates(campaign, with_profiling) else []) + [unit.name for unit in work]
+    by_name = {unit.name: unit for unit in work}
+    done, total = 0, rounds * len(names)
+    for number in range(1, rounds + 1):
+        for name in names:
+            if listener is not None:
+                listener(number, name, done, total)
+            path = _path(folder, number, name)
+            if not path.exists():
+                mapping = (
+                    _measure_communication(campaign)
+                    if name == COMMUNICATION
+                    else _run_unit(campaign, by_name[name], folder, number)
+                )
+                write_text_atomically(path, json.dumps({"format": FORMAT, **mapping}, allow_nan=False) + "\n")
+            done += 1
+
+
+def missing_devices(campaign: Campaign) -> str:
+    """Return, in words, what this machine lacks to run a campaign; nothing if it can."""
+    there = torch.cuda.device_count() if campaign.device == "cuda" else campaign.num_devices
+    if there >= campaign.num_devices:
+        return ""
+    return f"{campaign.name} needs {campaign.num_devices} CUDA GPUs, this machine has {there}"
+
+
+def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) -> None:
+    """Make the folder, or check that its results are of this campaign and machine."""
+    path = folder / "campaign.json"
+    if not path.exists():
+        (folder / "rounds").mkdir(parents=True, exist_ok=True)
+        identity = {
+            "format": "windtunnel-campaign-results-1",
+            "campaign": campaign.name,
+            "fingerprint": campaign.fingerprint,
+            "machine": machine_name(),
+            "date": now(),
+            "versions": versions(),
+            "with_profiling": with_profiling,
+        }
+        write_text_atomically(path, dump_json(identity))
+        return
+    found = validated(_Identity, load_mapping(path), str(path))
+    for what, own, theirs in (
+        ("campaign", f"{campaign.name} {campaign.fingerprint}", f"{found.campaign} {found.fingerprint}"),
+        ("machine", machine_name(), found.machine),
+        ("use of a profile", not with_profiling, not found.with_profiling),
+    ):
+        if own != theirs:
+            raise ValueError(
+                f"the folder {folder} has results of another {what} ({theirs}; this is {own}); give another -o"
+            )
+
+
+def finished_rounds(campaign: Campaign, work: Sequence[UnitWork], folder: Path, *, with_profiling: bool = True) -> int:
+    """Return how many rounds the folder holds in full."""
+    names = ([COMMUNICATION] if _communicates(campaign, with_profiling) else []) + [unit.name for unit in work]
+    number = 0
+    while names and all(_path(folder, number + 1, name).exists() for name in names):
+        number += 1
+    return number
+
+
+def load_rounds(
+    campaign: Campaign, work: Sequence[UnitWork], folder: Path, *, with_profiling: bool = True, limit: int | None = None
+) -> Iterator[RoundResult]:
+    """Yield the finished rounds of a folder.
+
+    Raises:
+        DataFileError: If a file is damaged.
+        ValueError: If a file does not hold what the campaign runs.
+    """
+    count = finished_rounds(campaign, work, folder, with_profiling=with_profiling)
+    for number in range(1, min(count, limit or count) + 1):
+        communication = _Communication(rows=(), overlap=())
+        if _communicates(campaign, with_profiling):
+            path = _path(folder, number, COMMUNICATION)
+            communication = validated(_Communication, _content(path), str(path))
+        measured = {}
+        for unit in work:
+            path = _path(folder, number, unit.name)
+            found = tuple(measurement_from_mapping(each, str(path)) for each in _content(path)["jobs"])
+            hashes = [job.plan.canonical_hash(job.problem.workload) for job in unit.jobs]
+            if [each.plan_hash for each in found] != hashes:
+                raise ValueError(f"{path} does not hold what the campaign runs; remove it to measure again")
+            measured[unit.name] = found
+        yield RoundResult(communication.rows, tuple(OverlapRow(*row) for row in communication.overlap), measured)
+
+
+def _communicates(campaign: Campaign, with_profiling: bool) -> bool:
+    # On one GPU there is no communication, but copies and reductions slow its computation all the same.
+    return with_profiling and (campaign.num_devices > 1 or campaign.device == "cuda")
+
+
+def _path(folder: Path, number: int, name: str) -> Path:
+    return folder / "rounds" / f"{number:03d}-{name.replace(' ', '_')}.json"
+
+
+def _content(path: Path) -> dict[str, Any]:
+    mapping = load_mapping(path, max_bytes=MAX_ROUND_BYTES)
+    if mapping.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} must be a round of a campaign ({FORMAT}); remove it to measure again")
+    return mapping
+
+
+def _measure_communication(campaign: Campaign) -> dict[str, Any]:
+    rows: list[Row] = []
+    for size in sorted({2, campaign.num_devices} - {1}) if campaign.num_devices > 1 else ():
+        rows += [row for row in measure_communication(size, device=campaign.device) if row not in rows]
+    overlap = measure_overlap(device=campaign.device)
+    return {"rows": [list(row) for row in rows], "overlap": [list(each.to_mapping().values()) for each in overlap]}
+
+
+def _run_unit(campaign: Campaign, unit: UnitWork, folder: Path, number: int) -> dict[str, Any]:
+    measured = execute_rounds(unit.jobs, rounds=1, device=campaign.device, timeout_s=TIMEOUT_S)[0]
+    first_report = unit.first_report
+    if number == 1:
+        for position, each in enumerate(measured[first_report:]):
+            _save_history(folder, unit.report[position][0].name, each)
+    return {
+        "jobs": [
+            measurement_mapping(each, with_trace=number == 1 and position >= first_report)
+            for position, each in enumerate(measured)
+        ]
+    }
+
+
+def _save_history(folder: Path, name: str, measured: Measurement) -> None:
+    for device, history in measured.memory_history.items():
+        (folder / "memory").mkdir(exist_ok=True)
+        path = folder / "memory" / f"{name.replace(' ', '_')}-{device}.json.gz"
+        write_bytes_atomically(path, gzip.compress(json.dumps(history, separators=(",", ":")).encode(), mtime=0))

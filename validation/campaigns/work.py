@@ -1,0 +1,201 @@
+"""What a campaign executes: per model and runtime the profiling runs, the calibration plans and the report plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from simulator.plan import Plan, resolve
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from validation.campaigns.definition import Campaign, CampaignPlan
+from validation.execution.executor import Job
+from validation.profiling.calibration import CalibrationJobs
+from validation.profiling.jobs import plan_job
+from validation.profiling.profiler import OperatorJob, operator_job
+
+LAUNCH_S = {"cpu": 8.0, "cuda": 25.0}
+"""Start of processes with torch, and of what comes with it: an order of magnitude, for the estimate of minutes."""
+BUILD_S = 0.5
+"""To make a plan's parameters and groups: likewise."""
+
+PROFILING_SCHEDULE = {"cpu": "gpipe", "cuda": "1f1b"}
+"""On a GPU one microbatch at a time, so that what fits once fits."""
+
+SPLIT_SCHEDULES = ("zb-h1",)
+"""Schedules that compute the gradients of inputs and of weights apart."""
+
+SizeAndDegree = tuple[int, int]
+"""Samples per rank and microbatch, and tensor-parallel degree."""
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """One model under one runtime.
+
+    Attributes:
+        name: Of the unit.
+        problem: Model, hardware and runtime; its batch does not matter.
+        profiling: Profiling runs.
+        alone: A profiling run of one process, where the others ran with several: on the CPU they share memory and
+            caches, and perhaps a core.
+        halves: Profiling runs whose backward is split in two, where a plan's schedule splits it: the halves take
+            more than the whole.
+        calibration, report: Plans with their jobs.
+    """
+
+    name: str
+    problem: Problem
+    profiling: CalibrationJobs
+    alone: tuple[OperatorJob, ...]
+    halves: tuple[OperatorJob, ...]
+    calibration: tuple[tuple[CampaignPlan, Job], ...]
+    report: tuple[tuple[CampaignPlan, Job], ...]
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """All of them: profiling, alone, in halves, calibration, report."""
+        return [
+            *self.profiling.jobs,
+            *(run.job for run in self.alone),
+            *(run.job for run in self.halves),
+            *(job for _, job in self.calibration),
+            *(job for _, job in self.report),
+        ]
+
+    @property
+    def first_alone(self) -> int:
+        """Position of the profiling run of one process."""
+        return len(self.profiling.jobs)
+
+    @property
+    def first_half(self) -> int:
+        """Position of the first profiling run in halves."""
+        return self.first_alone + len(self.alone)
+
+    @property
+    def first_calibration(self) -> int:
+        """Position of the first calibration plan."""
+        return self.first_half + len(self.halves)
+
+    @property
+    def first_report(self) -> int:
+        """Position of the first report plan."""
+        return self.first_calibration + len(self.calibration)
+
+
+def campaign_work(campaign: Campaign, *, with_profiling: bool = True) -> list[UnitWork]:
+    """Return the work of a campaign, checked to be executable.
+
+    Args:
+        campaign: The campaign.
+        with_profiling: Leave profiling runs and calibration plans out where profiles are there already.
+
+    Raises:
+        ValueError: If a plan cannot be executed.
+    """
+    return [_unit(campaign, name, with_profiling=with_profiling) for name in campaign.units]
+
+
+def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
+    calibration = [each for each in campaign.calibration if each.unit == name]
+    report = [each for each in campaign.report if each.unit == name]
+    options, device = campaign.options, campaign.device
+    problem = (calibration + report)[0].problem
+    sizes = profiled_sizes(calibration, report)
+
+    def copies(degree: int) -> int:
+        return max(1, problem.num_devices // degree) if device == "cpu" else 1
+
+    reported = {each.plan.canonical_hash(problem.workload) for each in report}
+
+    def profiling_run(samples: int, degree: int, number: int, schedule: str) -> OperatorJob:
+        return operator_job(
+            problem, samples, degree, copies=number, schedule=schedule, iterations=options.iterations, device=device,
+            reported=reported,
+        )  # fmt: skip
+
+    operators = [
+        profiling_run(samples, degree, copies(degree), PROFILING_SCHEDULE[device]) for samples, degree in sizes
+    ]
+    alone = [
+        profiling_run(run.samples, run.tensor_size, 1, PROFILING_SCHEDULE[device])
+        for run in operators
+        if run.copies > 1
+    ][:1]
+    split = {
+        size
+        for each in (*calibration, *report)
+        if each.plan.schedule in SPLIT_SCHEDULES
+        for size in sizes_of(each.plan, each.problem)
+    }
+    halves = [
+        profiling_run(samples, degree, copies(degree), SPLIT_SCHEDULES[0])
+        for samples, degree in sizes
+        if (samples, degree) in split
+    ]
+    one = replace(problem, global_batch=sizes[0][0])
+    step = plan_job(uniform_plan(one, microbatch=one.global_batch), one, iterations=options.iterations, device=device)
+    profiling = CalibrationJobs(tuple(operators) if with_profiling else (), step, None)
+
+    def job(each: CampaignPlan, *, traced: int) -> Job:
+        return plan_job(
+            each.plan,
+            each.problem,
+            iterations=options.iterations,
+            warmup=options.warmup,
+            device=device,
+            traced_iterations=traced,
+            records_memory=options.records_memory and traced > 0,
+        )
+
+    return UnitWork(
+        name,
+        problem,
+        profiling,
+        tuple(alone) if with_profiling else (),
+        tuple(halves) if with_profiling else (),
+        tuple((each, job(each, traced=0)) for each in calibration) if with_profiling else (),
+        tuple((each, job(each, traced=1)) for each in report),
+    )
+
+
+def profiled_sizes(calibration: Sequence[CampaignPlan], report: Sequence[CampaignPlan]) -> list[SizeAndDegree]:
+    """Return the sizes at which operators are profiled: those of the calibration plans, and those of report plans
+    that no two of them enclose (which are interpolated)."""
+    found = {size for each in calibration for size in sizes_of(each.plan, each.problem)}
+    known = sorted(found)
+    for each in report:
+        for samples, degree in sizes_of(each.plan, each.problem):
+            own = [other for other, tensor in known if tensor == degree]
+            if not own or not min(own) <= samples <= max(own):
+                found.add((samples, degree))
+    return sorted(found)
+
+
+def sizes_of(plan: Plan, problem: Problem) -> set[SizeAndDegree]:
+    """Return samples per rank and tensor-parallel degree of every operator of a plan."""
+    found = set()
+    for stage in plan.stages:
+        for index, word in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
+            axes = resolve(word, problem.workload.operators[index])
+            replicas = prod(axis.size for axis in axes if axis.split == "batch")
+            degree = prod(axis.size for axis in axes if axis.split != "batch")
+            for size in {plan.microbatch_size, plan.last_microbatch_size or plan.microbatch_size}:
+                found.add((-(-size // replicas), degree))
+    # Operators that a tensor-parallel plan does not split are measured at degree 1.
+    return found
+
+
+def estimated_s(work: Sequence[UnitWork], device: str, rounds: int) -> float:
+    """Return seconds that a campaign takes, from simulations on modelled hardware: an order of magnitude."""
+    total = 0.0
+    for unit in work:
+        total += LAUNCH_S[device]
+        for job in unit.jobs:
+            iterations = job.warmup + job.iterations + job.traced_iterations
+            total += BUILD_S + iterations * simulate(job.plan, job.problem).iteration_time_s
+    return total * rounds

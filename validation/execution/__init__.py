@@ -1,0 +1,1 @@
+"""A plan on real devices: processes and groups, stages, passes, gradients."""

@@ -1,0 +1,1 @@
+"""Operators as torch modules and functions, by kind."""

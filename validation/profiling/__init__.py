@@ -1,0 +1,1 @@
+"""What a machine takes: operators, memory, collectives, overlap, launches."""

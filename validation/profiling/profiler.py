@@ -1,0 +1,177 @@
+"""Operator times measured inside the executor, as an operator profile.
+
+Every operator of the workload runs in its place in a training iteration of one stage. What a pass takes beyond
+its operators (autograd hooks, accumulation of gradients, Python between operators) is shared out: in forward
+evenly, in backward by parameter bytes where there are parameters, so that rows add up to the pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from math import prod
+
+from hardware_models.profile import OperatorProfile, ProfileRow
+from simulator.costs import CostTables
+from simulator.plan import resolve
+from simulator.problem import Problem
+from simulator.uniform import uniform_plan
+from validation.execution.executor import Job
+from validation.measurement import Measurement
+from validation.profiling.jobs import plan_job
+from workloads.kinds.base import FORWARD
+from workloads.local import dtype_bytes
+
+MICROBATCHES = 4
+"""Per iteration of a profiling run; the first finds caches cold from the optimizer step, and medians leave it out."""
+
+
+@dataclass(frozen=True)
+class OperatorJob:
+    """A profiling run.
+
+    Attributes:
+        job: What is executed.
+        samples, tensor_size: What its rows are about.
+        copies: Replicas that run at once, so that cores and memory are as busy as in a parallel run.
+    """
+
+    job: Job
+    samples: int
+    tensor_size: int
+    copies: int
+
+
+def operator_job(
+    problem: Problem,
+    samples: int,
+    tensor_size: int,
+    *,
+    copies: int = 1,
+    schedule: str = "gpipe",
+    iterations: int = 4,
+    device: str = "cpu",
+    reported: Container[str] = (),
+) -> OperatorJob:
+    """Return one profiling run.
+
+    Args:
+        problem: Model, cluster and runtime.
+        samples, tensor_size: Per rank and microbatch, and ranks that an operator is split over.
+        copies: Replicas that run at once.
+        schedule: Whose passes are timed.
+        iterations, device: As executed.
+        reported: Hashes of plans that must not calibrate: a run that would be one of them has more microbatches.
+
+    Raises:
+        ValueError: If the executor cannot run it, or the cluster is too small for ``copies`` times ``tensor_size``.
+    """
+    for microbatches in count(MICROBATCHES):
+        own = replace(problem, global_batch=samples * copies * microbatches)
+        plan = uniform_plan(own, tp=tensor_size, dp=copies, microbatch=samples, schedule=schedule)
+        job = plan_job(plan, own, iterations=iterations, device=device, measure_operators=True)
+        if job.plan.canonical_hash(problem.workload) not in reported:
+            return OperatorJob(job, samples, tensor_size, copies)
+    raise AssertionError("count has no end")
+
+
+def profile_rows(run: OperatorJob, measured: Measurement, source: str) -> list[ProfileRow]:
+    """Return the rows that one profiling run measured, one per role (the mean over operators of equal role)."""
+    problem, plan = run.job.problem, run.job.plan
+    costs, workload = CostTables(problem), problem.workload
+    gpu_type = problem.gpu_types[plan.stages[0].devices[0]]
+    words = plan.stages[0].sharding_per_operator()
+    shardings = [resolve(word, op) for word, op in zip(words, workload.operators, strict=True)]
+    forward, backward = _whole_pass(problem, measured, run_has_collectives=run.tensor_size > 1)
+    roles: dict[str, list[int]] = {}
+    for index, op in enumerate(workload.operators):
+        has_axis = any(axis.split != "batch" for axis in shardings[index])
+        if has_axis or run.tensor_size == 1:
+            roles.setdefault(op.role, []).append(index)
+    rows = []
+    for role, members in roles.items():
+        cost = costs.operator(members[0], shardings[members[0]], run.samples, gpu_type)
+        rows.append(
+            ProfileRow(
+                role=role,
+                samples=run.samples,
+                tensor_size=run.tensor_size,
+                split="default",
+                forward_s=statistics.fmean(forward[index] for index in members),
+                backward_s=statistics.fmean(backward[index] for index in members),
+                saved_bytes=float(sum(size for _, size in cost.saved)),
+                forward_workspace_bytes=cost.workspace_forward_bytes,
+                backward_workspace_bytes=cost.workspace_backward_bytes,
+                input_bytes=float(sum(cost.input_bytes)),
+                output_bytes=float(sum(cost.output_bytes)),
+                parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
+                includes_collectives=False,
+                num_groups=run.copies,
+                source=source,
+            )
+        )
+    return rows
+
+
+def _whole_pass(
+    problem: Problem, measured: Measurement, *, run_has_collectives: bool
+) -> tuple[list[float], list[float]]:
+    """Return forward and backward seconds per operator that add up to the measured passes.
+
+    Under tensor parallelism a pass holds collectives as well, which are predicted from their own table: operators
+    alone count there.
+    """
+    count = len(problem.workload)
+    forward = [measured.operator_s.get((FORWARD, index), 0.0) for index in range(count)]
+    backward = [
+        sum(seconds for (phase, index), seconds in measured.operator_s.items() if index == at and phase.startswith("b"))
+        for at in range(count)
+    ]
+    weights = [_parameter_bytes(problem, index) for index in range(count)]
+    if run_has_collectives:
+        return forward, backward
+    return (
+        _filled(forward, measured.stage_forward_s[0], [1.0] * count),
+        _filled(backward, measured.stage_backward_s[0], weights if any(weights) else [1.0] * count),
+    )
+
+
+def _parameter_bytes(problem: Problem, index: int) -> float:
+    implementation = problem.runtime.implementation
+    return float(
+        sum(
+            prod(parameter.shape) * dtype_bytes("activation", implementation)
+            for parameter in problem.workload.parameters(index)
+        )
+    )
+
+
+def _filled(seconds: Sequence[float], total_s: float, weights: Sequence[float]) -> list[float]:
+    rest = max(0.0, total_s - sum(seconds))
+    whole = sum(weights)
+    return [each + rest * weight / whole for each, weight in zip(seconds, weights, strict=True)]
+
+
+def median_rows(rounds: Sequence[Sequence[ProfileRow]]) -> tuple[ProfileRow, ...]:
+    """Return the rows with the median times over rounds; all rounds have the same rows in the same order."""
+    return tuple(
+        replace(
+            rows[0],
+            forward_s=statistics.median(row.forward_s for row in rows),
+            backward_s=statistics.median(row.backward_s for row in rows),
+        )
+        for rows in zip(*rounds, strict=True)
+    )
+
+
+def make_profile(problem: Problem, rows: Sequence[ProfileRow], source: str) -> OperatorProfile:
+    """Return a profile of this problem's model and device type."""
+    return OperatorProfile(
+        model=problem.workload.name,
+        gpu_type=problem.gpu_types[0],
+        dtype=problem.runtime.implementation.dtype,
+        rows=tuple(rows),
+        source=source,
+    )
