@@ -16,32 +16,47 @@ from hardware_models.gpus import gpu_names
 
 INTRODUCTION = f"""# Accuracy
 
-Every measured run that states its plan is simulated and compared. Errors are signed and relative,
-`(predicted - measured) / measured`; the tables give the mean of their absolute values, the median, the bias
-(mean of the signed errors) and the worst case. *Fits* is the share of runs whose "out of memory or not" is
-predicted right. *Rank* is over pairs of plans for one problem (model, machine and batch; times per sample where a
-source varies the batch) whose measured times differ by more than {100 * DISTINGUISHABLE:.0f} % of the shorter: the
-share of them ordered right, less the share ordered wrong, of so many pairs in all problems of the group. Pairs that
-differ by less are not asked for, nor are plans of different problems.
+Every measured run that states its plan is simulated and compared. `windtunnel accuracy --docs docs/accuracy.md` makes
+this page; groups marked * need a copy of a public data set (`--data DIR`).
 
-No row that a constant was fitted on is reported: `windtunnel accuracy` refuses it. Some mechanisms (Adam written per
-tensor, gathers without prefetch, transfers in parts, flash attention by generation and its Triton port, the A100's
-memory fractions, TensorFlow's one kernel per operation, additions to gradient buffers, the T4's curves and links, RTX
-TITAN's products, the dispatch of an unfused softmax's operations, Composer's metrics and copies of gradients; for
-Galvatron's runs whole embeddings, tied weights reduced by each module, microbatches by the samples of a replica and
-memory in steps of 1 MiB, at most eight microbatches, and sharded layers gathered once more where they are computed
-again) were added after the residuals of these groups had been seen, each from a published source
-and none tuned on their rows. Seven choices had measured rows in view: that Galvatron's pipelines sum tied weights over
-stages, which nothing in its later release does ([Galvatron](galvatron.md)); how vTrain's rows are read
-([model](model.md)); the 2 GB outside the allocator in AMP's runs, which decide one of its five runs out of memory
-([AMP](amp.md)); of the constants that Galvatron's release has for memory outside the layers, those of BERT alone,
-since its shipped plans come out with them and printed batches of other models do not; that its variants without
-checkpointing cut batches by the formulas of 2022, and BMW by those of 2023 ([Galvatron](galvatron.md)); that gathers
-of Wide-ResNet's channels are joined in three copies, which its smallest model's operators show and which was looked
-for when the larger ones' runs came out 14 % too short ([model](model.md)); and that fits
-to whole iterations count runs far off less than squared ([calibration](calibration.md)). So errors on runs
-nobody here has seen may be larger. [Costs](costs.md) has collectives, layers and overlap. `windtunnel accuracy --docs
-docs/accuracy.md` makes this page; groups marked * need a copy of a public data set (`--data DIR`).
+- *Errors* are signed and relative, `(predicted - measured) / measured`. The tables give the mean of their absolute
+  values, the median, the bias (mean of the signed errors) and the worst case.
+- *Fits* is the share of runs whose "out of memory or not" is predicted right.
+- *Rank* is over pairs of plans for one problem (model, machine and batch; times per sample where a source varies the
+  batch) whose measured times differ by more than {100 * DISTINGUISHABLE:.0f} % of the shorter: the share of them
+  ordered right, less the share ordered wrong, of so many pairs in all problems of the group.
+
+No row that a constant was fitted on is reported: `windtunnel accuracy` refuses it.
+[What had been seen](#what-had-been-seen) says which mechanisms and choices came after these errors were known: errors
+on runs nobody here has seen may be larger. [Where runs are missed](residuals.md), and by what;
+[costs](costs.md) of collectives, layers and overlap.
+"""
+
+SEEN = """## What had been seen
+
+*Mechanisms added after the residuals of these groups were known*, each from a published source and none tuned on their
+rows:
+
+- kernels: flash attention by generation and its Triton port, TensorFlow's one kernel per operation, the dispatch of an
+  unfused softmax's operations, Adam written per tensor, additions to gradient buffers, RTX TITAN's products;
+- communication: gathers without prefetch, transfers in parts, copies of gradients;
+- machines: the T4's curves and links, the A100's memory fractions, the clocks of the DGX-2's V100;
+- trainers: Composer's metrics;
+- Galvatron's runs: whole embeddings, tied weights reduced by each module, microbatches by the samples of a replica and
+  at most eight of them, memory in steps of 1 MiB, sharded layers gathered once more where they are computed again.
+
+*Choices that had measured rows in view*:
+
+- Galvatron's pipelines sum tied weights over stages, which nothing in its later release does
+  ([Galvatron](galvatron.md)).
+- How vTrain's rows are read ([where runs are missed](residuals.md)).
+- The 2 GB outside the allocator in AMP's runs, which decide one of its five runs out of memory ([AMP](amp.md)).
+- Of the constants that Galvatron's release has for memory outside the layers, those of BERT alone: its shipped plans
+  come out with them, and printed batches of other models do not ([Galvatron](galvatron.md)).
+- Galvatron's variants without checkpointing cut batches by the formulas of 2022, and BMW by those of 2023.
+- Gathers of Wide-ResNet's channels are joined in three copies. Its smallest model's operators show it; it was looked
+  for when the larger ones' runs came out 14 % too short ([model](model.md)).
+- Fits to whole iterations count runs far off less than squared ([calibration](calibration.md)).
 """
 
 
@@ -55,7 +70,7 @@ def write_docs(reports: Sequence[GroupReport], outcomes: Sequence[Outcome], path
     """
     pictures = path.with_suffix("")
     lines = [INTRODUCTION, *_table(reports), "", *uncovered_words(outcomes, reports), ""]
-    lines += ["## Peers on the same runs", "", *_peers(reports), ""]
+    lines += ["## Peers on the same runs", "", *_peers(reports), "", SEEN]
     for report in reports:
         group = known_groups()[report.name]
         lines += [f"## {group.title.strip()}", "", f"{group.note[0].upper()}{group.note[1:]}."]
