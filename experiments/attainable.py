@@ -1,6 +1,6 @@
 """What any consistent model can reach on vTrain's rows, chosen with the rows in view.
 
-The rows are sums of parts (``docs/model.md``). So is every prediction of the accuracy cases:
+The rows are sums of parts (``docs/residuals.md``). So is every prediction of the accuracy cases:
 
     (q (m + p - 1)) layer + m head + (m, or 1 in a pipeline) embedding + once + m wait + send
 

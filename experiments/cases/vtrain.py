@@ -1,6 +1,6 @@
 """vTrain's measured single-node runs: GPTs of hidden 1024 and 2048 on up to eight A100s.
 
-How the table is read (``docs/model.md`` has the errors under each reading):
+How the table is read (``docs/residuals.md`` has the errors under each reading):
 
 - A microbatch more, or a layer more, costs the same to the last bit in all rows that differ in nothing else. Whole runs
   do not repeat so well: the rows are sums of parts that were timed one by one. Hence the runtime
