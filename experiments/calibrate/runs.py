@@ -35,7 +35,7 @@ def _far(factors: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def measured_runs(table: Path, common: Common | None = None) -> list[MeasuredRun]:
-    """Return the runs of a table (`experiments.run_table`), but for those that ran out of memory.
+    """Return a run of each plan of a table (`experiments.run_table`), but for those that ran out of memory.
 
     Raises:
         ValueError: If there are fewer than two, or a column or a time is missing.
@@ -49,9 +49,10 @@ def measured_runs(table: Path, common: Common | None = None) -> list[MeasuredRun
         problem = case.problem()
         name = str(case.features.get(PLAN, case.row_id))
         found.append(MeasuredRun(name, problem, case.plan(problem), case.measured.iteration_time_s))
-    if len(found) < 2:
-        raise ValueError(f"{table}: must hold at least two timed runs, got {len(found)}")
-    return found
+    plans = _one_of_each(found)
+    if len(plans) < 2:
+        raise ValueError(f"{table}: must hold timed runs of at least two plans, got {len(found)} of {len(plans)}")
+    return plans
 
 
 def _one_of_each(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
@@ -86,8 +87,7 @@ def constants(
         common: What all rows have in common.
 
     Raises:
-        ValueError: As `measured_runs`, or if runs are not of one machine, of fewer than two plans, or a plan names a
-            profile.
+        ValueError: As `measured_runs`, or if runs are not of one machine, or a plan names a profile.
     """
     found = measured_runs(table, common)
     clusters = {run.name: run.problem.hardware.cluster for run in found}
@@ -102,7 +102,6 @@ def constants(
                 f"{table}: plans must be made without --profile: factors are on the shipped constants; got one with "
                 f"({run.name})"
             )
-    found = _one_of_each(found)
     fitted = fit_constants(found, names, progress)
     source = f"fitted to runs of {len(found)} plans of {table.name}"
     factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}
@@ -144,11 +143,11 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
         common: What all rows have in common.
 
     Raises:
-        ValueError: If there are fewer than two runs, a column or a time is missing, or operators of one role differ.
+        ValueError: As `measured_runs`, or if operators of one role differ.
     """
     found = [LayersRun(run.name, run.problem, run.plan, run.seconds, SHAPE) for run in measured_runs(table, common)]
     placed = [(run.problem, run.plan) for run in found]
-    source = f"inferred from {len(found)} runs of {table.name}"
+    source = f"inferred from runs of {len(found)} plans of {table.name}"
     ones = dict.fromkeys((part for run in found for part in run.parts()), 1.0)
     profile_of(placed, SHAPE, ones, source)  # refuses plans of unlike layers before anything is simulated
     before = [Point("before", run.seconds, run.predicted_s({})) for run in found]

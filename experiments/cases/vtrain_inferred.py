@@ -1,9 +1,9 @@
 """vTrain's single-node runs on a profile inferred from a tenth of them.
 
-The rows are sums of parts that were timed one by one (``docs/residuals.md``), single timings that scatter by up to a fifth.
-No constant of a host follows them, but whoever has logs of some of the runs has them in there. So a tenth of the rows
-gives these cases a factor for each part, and the host's constants and the rate of unaligned products in place of the
-shipped ones, which other rows were fitted on (`experiments.fit_vtrain_profile`). All others are predicted.
+The rows are sums of parts that were timed one by one (``docs/residuals.md``), single timings that scatter by up to a
+fifth. No constant of a host follows them, but whoever has logs of some of the runs has them in there. So a tenth of the
+rows gives these cases a factor for each part, and the host's constants and the rate of unaligned products in place of
+the shipped ones, which other rows were fitted on (`experiments.fit_vtrain_profile`). All others are predicted.
 """
 
 from __future__ import annotations

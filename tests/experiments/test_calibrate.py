@@ -375,6 +375,22 @@ def test_runs_that_say_nothing_give_a_file_that_holds_nothing_and_is_refused(
     assert code == 2 and "holds nothing that prices anything" in " ".join(err.split())
 
 
+def test_several_runs_of_a_plan_count_once_with_the_median_of_their_times(
+    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = plans_with_times(tmp_path, 1.2)
+    table = tmp_path / "runs.csv"
+    head, once = "plan,iteration_time_s\n", [f"{path.name},{seconds}\n" for path, seconds in runs]
+    table.write_text(head + "".join(once))
+    alone = calibrate("runs", table)
+    others = [f"{path.name},{seconds * factor}\n" for path, seconds in runs for factor in (0.97, 1.3)]
+    table.write_text(head + "".join(once + others))
+    assert calibrate("runs", table)["fits"] == alone["fits"]
+    table.write_text(head + once[0] * 3)
+    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
+    assert code == 2 and "must hold timed runs of at least two plans, got 3 of 1" in " ".join(err.split())
+
+
 @pytest.mark.parametrize("words", [(), ("--constants", "links,products")])
 def test_factors_that_no_machine_has_are_said(calibrate: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     table = tmp_path / "runs.csv"

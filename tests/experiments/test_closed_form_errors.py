@@ -15,7 +15,7 @@ def test_a_seed_draws_the_same_plans() -> None:
 
 
 def test_closed_forms_are_near_the_simulator_on_random_plans() -> None:
-    """1.5 % off in the mean of 1,500 plans (``docs/simplifications.md``); on few, as drawn here, less than twice that."""
+    """1.5 % off in the mean of 1,500 plans (``docs/simplifications.md``); on few, as drawn here, less than twice."""
     errors = np.array([error_of(each) for each in islice(drawn_plans(Random(7)), 60)])
     assert np.abs(errors).mean() < 0.03
     assert np.abs(np.median(errors)) < 0.01
