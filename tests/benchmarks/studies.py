@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from simulator.batch.errors import errors_of
 from simulator.costs import CostTables
-from simulator.fast.batch_errors import errors_of
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from simulator.batch.evaluator import BatchEvaluator, PlanBatch
 from simulator.engines.engine_compiled import run_compiled
 from simulator.engines.engine_simpy import run_simpy
-from simulator.fast.batch import BatchEvaluator, PlanBatch
 from simulator.problem import Problem, ProblemSpec
 from simulator.schedules.actions import FORWARD, PipelineShape
 from simulator.schedules.registry import schedule_named

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.batch.errors import MODELLED_ELSEWHERE, error_by_cause
+from simulator.batch.evaluator import BatchEvaluator, PlanBatch
 from simulator.costs import CostTables
 from simulator.engines.engine_compiled import run_compiled
 from simulator.engines.engine_simpy import run_simpy
-from simulator.fast.batch import BatchEvaluator, PlanBatch
-from simulator.fast.batch_errors import MODELLED_ELSEWHERE, error_by_cause
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.memory.device_memory import device_memory

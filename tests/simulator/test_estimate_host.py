@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.machine_factors import with_factors
+from simulator.batch.evaluator import BatchEvaluator
 from simulator.closed_forms.estimate import Estimate, estimate
 from simulator.costs import CostTables
-from simulator.fast.batch import BatchEvaluator
 from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan

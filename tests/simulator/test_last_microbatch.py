@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware_models.model import HardwareModel
+from simulator.batch.evaluator import PlanBatch
 from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
-from simulator.fast.batch import PlanBatch
 from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, lower, pipeline_shape

@@ -8,9 +8,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.fast.compiled_pipeline import boundary_codes
-from simulator.fast.compiled_plans import PlanBatch
-from simulator.fast.compiled_stages import REPLICATED, Floats, Ints, ModelShape
+from simulator.batch.pipeline import boundary_codes
+from simulator.batch.plans import PlanBatch
+from simulator.batch.stages import REPLICATED, Floats, Ints, ModelShape
 from simulator.problem import Problem
 
 Way = tuple[Ints, Ints, Floats]

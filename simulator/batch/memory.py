@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.batch.stages import ModelShape
 from simulator.compiled_cache import compiled
 from simulator.costs import CostTables, saved_tensors
-from simulator.fast.compiled_stages import ModelShape
 from simulator.lowering.mesh import parameter_layout
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, resolve

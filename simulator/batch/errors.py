@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.batch.evaluator import BatchEvaluator, PlanBatch
 from simulator.costs import CostTables
 from simulator.engines.engine_compiled import run_compiled
-from simulator.fast.batch import BatchEvaluator, PlanBatch
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.plan import Plan

@@ -6,7 +6,7 @@ data degree and with or without full recomputation, on consecutive devices, tens
 Times are exact, not ``(m - 1) max + sum``: the longest path through every pass of every stage and every
 transfer in the schedule's static order. What only an engine knows is left out: the host, overlap slowdown,
 contention, and what happens once per iteration (gradient synchronisation, optimizer). With these off by name
-in ``Fidelity`` the engines give the same times to rounding; ``batch_errors`` says what each of them adds.
+in ``Fidelity`` the engines give the same times to rounding; ``batch.errors`` says what each of them adds.
 Peaks of memory are those of live tensors, to the byte; the allocator's fragmentation is left out.
 """
 
@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.costs import CostTables
-from simulator.fast.compiled_boundaries import Boundaries, Way
-from simulator.fast.compiled_memory import (
+from simulator.batch.boundaries import Boundaries, Way
+from simulator.batch.memory import (
     BACKWARD_PEAK,
     FORWARD_PEAK,
     KEPT,
@@ -30,9 +29,10 @@ from simulator.fast.compiled_memory import (
     stage_bytes,
     tensor_use,
 )
-from simulator.fast.compiled_pipeline import NUM_FIRST, NUM_LATER, measure_passes, run_pipelines
-from simulator.fast.compiled_plans import PlanBatch
-from simulator.fast.compiled_stages import Floats, Ints, StageRows, StageRowsBuilder, model_shape, priced
+from simulator.batch.pipeline import NUM_FIRST, NUM_LATER, measure_passes, run_pipelines
+from simulator.batch.plans import PlanBatch
+from simulator.batch.stages import Floats, Ints, StageRows, StageRowsBuilder, model_shape, priced
+from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.problem import Problem
 
