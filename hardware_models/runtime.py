@@ -98,6 +98,9 @@ class Runtime:
         host_seconds_per_collective: What the framework spends on the host for a collective beyond one launch (Python
             of the call, events between streams): once, and for each rank of its group that the same process drives
             (0 where each rank has a process of its own).
+        handover_s: How long a device stands still around a collective between operators, beyond what that takes alone:
+            its computation hands over to the communicator's stream and is handed back, and the slowest rank is waited
+            for. A host that is behind launches meanwhile. Not for what travels beside computation.
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.
@@ -164,6 +167,7 @@ class Runtime:
     reduces_ties_whole: bool = False
     parameter_calls_above: int | None = None
     host_seconds_per_list_entry: float = 0.0
+    handover_s: float = 0.0
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -249,6 +253,7 @@ class RuntimeFile(FileModel):
     reduces_ties_whole: bool = False
     parameter_calls_above: Annotated[int, Field(ge=0)] | None = None
     host_seconds_per_list_entry: NonNegative = 0.0
+    handover_s: NonNegative = 0.0
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

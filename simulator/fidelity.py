@@ -17,6 +17,7 @@ class Fidelity:
         contention: Tasks share links and NICs.
         tensor_parallel: Collectives inside and between operators over tensor axes.
         resharding: Collectives where neighbouring operators want other layouts.
+        handover: Devices stand still around collectives between operators (``Runtime.handover_s``).
         gradient_sync: Data-parallel reduction of gradients, tied weights included.
         parameter_gather: ZeRO gathering of sharded parameters.
         transfers: Sending activations and gradients between stages takes time.
@@ -33,6 +34,7 @@ class Fidelity:
     contention: bool = True
     tensor_parallel: bool = True
     resharding: bool = True
+    handover: bool = True
     gradient_sync: bool = True
     parameter_gather: bool = True
     transfers: bool = True

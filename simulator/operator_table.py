@@ -122,9 +122,12 @@ def _collective_seconds(
 
 
 def _group_s(costs: CostTables, item: MeshCollective, gpu_type: str) -> float:
-    """Return seconds on the first group of a mesh, where it takes longest of the nodes that it may begin on."""
+    """Return seconds on the first group of a mesh, where it takes longest of the nodes that it may begin on.
+
+    What the device stands still around it is in them.
+    """
     members, hardware = groups(item.sizes, item.axes)[0], costs.problem.hardware
-    return max(
+    return costs.problem.runtime.handover_s + max(
         hardware.collective(item.collective, item.num_bytes, [start + member for member in members]).alone_s
         for start in hardware.cluster.unlike_starts(max(members) + 1, gpu_type)
     )

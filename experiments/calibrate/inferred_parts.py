@@ -16,7 +16,12 @@ from typing import NamedTuple
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile, ProfileRow
 from simulator.costs import CostTables
+from simulator.fidelity import Fidelity
+from simulator.lowering.handover import handover_s
+from simulator.lowering.items import GRADIENTS
+from simulator.lowering.lower import stage_views
 from simulator.lowering.mesh import batch_degree
+from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.plan import Plan, resolve
 from simulator.problem import Problem
 from simulator.profiled_costs import profiled_as
@@ -172,7 +177,8 @@ def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tup
     layers = repeated_layers(workload)
     sizes = {plan.microbatch_size, plan.last_microbatch_size or plan.microbatch_size}
     seen: set[tuple[object, ...]] = set()
-    for stage in plan.stages:
+    for stage, view in zip(plan.stages, stage_views(plan.canonical(workload), costs), strict=True):
+        waits = _waits(view)
         for index, sharding in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
             op = workload.operators[index]
             placed = resolve(sharding, op)
@@ -189,7 +195,8 @@ def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tup
                 cost = costs.operator(index, placed, samples, gpu_type)
                 row = ProfileRow(
                     role=op.role, samples=samples, tensor_size=measured_as[0], split=measured_as[1],
-                    forward_s=_takes_s(cost.forward, problem), backward_s=_takes_s(cost.backward, problem),
+                    forward_s=_takes_s(cost.forward, problem) + waits.get((index, False), 0.0),
+                    backward_s=_takes_s(cost.backward, problem) + waits.get((index, True), 0.0),
                     saved_bytes=float(sum(size for _, size in cost.saved)),
                     forward_workspace_bytes=cost.workspace_forward_bytes,
                     backward_workspace_bytes=cost.workspace_backward_bytes,
@@ -203,6 +210,23 @@ def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tup
 def _alike(a: ProfileRow, b: ProfileRow) -> bool:
     times = ((a.forward_s, b.forward_s), (a.backward_s, b.backward_s))
     return a.parameter_bytes == b.parameter_bytes and all(isclose(*pair, rel_tol=1e-6) for pair in times)
+
+
+def _waits(view: StageView) -> Mapping[tuple[int, bool], float]:
+    """Return what operators wait for collectives in their own time, by operator and whether in a backward pass.
+
+    Only where the host never runs ahead: else it is a part of the collective, measured operators or not.
+    """
+    found: dict[tuple[int, bool], float] = {}
+    if not view.costs.problem.runtime.host_runs_ahead:
+        forward = ProgramBuilder(view, Fidelity()).forward(gather=False)
+        backward = ProgramBuilder(view, Fidelity()).backward(GRADIENTS, gather=False, sync=False)
+        once = (*forward, *(item for item in backward if item.holds_backward))  # what is computed again came before
+        for item in once:
+            if item.held >= 0 and item.hands_over:
+                key = item.held, item.holds_backward
+                found[key] = found.get(key, 0.0) + handover_s(view, item, Fidelity())
+    return found
 
 
 def _takes_s(segment: Segment, problem: Problem) -> float:

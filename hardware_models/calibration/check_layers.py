@@ -25,7 +25,7 @@ from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.local import localize
 from workloads.registry import build_workload
 
-CLUSTER, DTYPE, ELEMENT_BYTES = "v100-32g-ndv2:1x8", "fp16", 2
+CLUSTER, RUNTIME, DTYPE, ELEMENT_BYTES = "v100-32g-ndv2:1x8", "megatron-lm-2021", "fp16", 2
 FITTED_SIZES, FITTED_DEGREES = ("350M", "2_6B"), (1, 2)
 SAMPLES = DEGREES = (1, 2, 4, 8)
 REDUCED_FORWARD, REDUCED_BACKWARD = ("attention_dense", "mlp_linear_2"), ("attention_qkv", "mlp_linear_1")
@@ -55,7 +55,7 @@ class Layer:
 def layers(table: Path) -> Iterator[Layer]:
     """Yield every layer of ``ops.csv.gz`` (database eurosys, default split)."""
     hardware = HardwareModel.from_name(CLUSTER)
-    implementation = load_runtime("megatron-lm-2021").implementation
+    implementation = load_runtime(RUNTIME).implementation
     for size, name in SIZES.items():
         workload = build_workload(name)
         rows = {
@@ -98,7 +98,10 @@ def _operator_s(hardware: HardwareModel, kernels: Iterable[Kernel]) -> float:
 
 
 def _reduce_s(hardware: HardwareModel, elements: int, degree: int) -> float:
-    return hardware.collective("all_reduce", elements * ELEMENT_BYTES, range(degree)).alone_s
+    if degree == 1:
+        return 0.0
+    alone_s = hardware.collective("all_reduce", elements * ELEMENT_BYTES, range(degree)).alone_s
+    return load_runtime(RUNTIME).handover_s + alone_s
 
 
 def mean_absolute(found: Sequence[Layer]) -> float:

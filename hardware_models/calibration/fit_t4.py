@@ -11,10 +11,11 @@ see. Other patterns of access keep the ratios to the streaming rate that they ha
 Report: cast and head of the other degrees, and the whole layer, on whose kernels nothing was fitted.
 
 *Links.* A layer and the embedding contain two and one all-reduces of 2 MiB at tensor-parallel 2 and 4. What is left of
-their times without the kernels gives, for two sizes of group, seconds before data flow and the rate of a ring; both by
-least squares. Kernels of the layer: the model's, scaled to the first layers of tensor-parallel 1. Kernels of the
-vocabulary-parallel look-up: what they add on V100s, where NVLink costs next to nothing, times how much sooner this
-host is through with the two smallest rows (a transposition, a norm).
+their times without the kernels, and without what a device stands still around each (``handover_s`` of the runtime),
+gives, for two sizes of group, seconds before data flow and the rate of a ring; both by least squares. Kernels of the
+layer: the model's, scaled to the first layers of tensor-parallel 1. Kernels of the vocabulary-parallel look-up: what
+they add on V100s, where NVLink costs next to nothing, times how much sooner this host is through with the two smallest
+rows (a transposition, a norm).
 
 Run: ``python -m hardware_models.calibration.fit_t4 --data DIR``
 """
@@ -45,6 +46,7 @@ LAYERS, COLD_LAYERS, WARM_LAYERS = range(2, 26), range(2, 8), range(12, 26)
 TOKENS, HIDDEN, VOCAB = 1024, 1024, 52256
 MESSAGE_BYTES = 2 * TOKENS * HIDDEN
 DEGREES = (2, 4)
+RUNTIME = "megatron-deepspeed-2020"
 
 Times = Mapping[tuple[int, int], float]
 """Seconds by ``(tensor-parallel degree, pipeline item)``."""
@@ -70,7 +72,7 @@ def cast(tp: int) -> tuple[Kernel, ...]:
 def layer(tp: int) -> tuple[Kernel, ...]:
     """Return the forward kernels of one transformer layer on one rank."""
     workload = build_workload("amp-gpt2")
-    implementation = load_runtime("megatron-deepspeed-2020").implementation
+    implementation = load_runtime(RUNTIME).implementation
     number = next(op.layer for op in workload.operators if op.role == "attention_qkv")
     kernels: list[Kernel] = []
     for index, op in enumerate(workload.operators):
@@ -110,8 +112,9 @@ def all_reduce_times(times: Times, on_v100: Times) -> dict[tuple[int, str], floa
 def fit_links(left: Mapping[tuple[int, str], float]) -> tuple[float, float]:
     """Return seconds before data flow, steps left out, and bytes per second of a ring."""
     step_s = load_link("pcie3-t4").protocols[0].step_s
+    handover_s = load_runtime(RUNTIME).handover_s
     rows = [(1.0, 2 * (tp - 1) / tp * MESSAGE_BYTES) for tp, _ in left]
-    seconds = [value - 2 * (tp - 1) * step_s for (tp, _), value in left.items()]
+    seconds = [value - handover_s - 2 * (tp - 1) * step_s for (tp, _), value in left.items()]
     (launch_s, per_byte_s), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)
     return float(launch_s), 1 / float(per_byte_s)
 
@@ -143,6 +146,7 @@ def main() -> None:
     shipped = HardwareModel.from_name("g4dn.12xlarge:1x4")
     for (tp, item), seconds in left.items():
         predicted = shipped.collective("all_reduce", MESSAGE_BYTES, range(tp)).alone_s
+        predicted += load_runtime(RUNTIME).handover_s
         print(f"  2 MiB among {tp}, from the {item}: {seconds * 1e3:.2f} ms, shipped {predicted * 1e3:.2f} ms")
 
 

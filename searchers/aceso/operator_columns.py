@@ -254,7 +254,8 @@ def _is_kept(
 
 
 def _alone_s(costs: CostTables, item: MeshCollective) -> float:
-    return slowest_s(costs.problem, item.collective, item.num_bytes, groups(item.sizes, item.axes)[0])
+    members = groups(item.sizes, item.axes)[0]
+    return costs.problem.runtime.handover_s + slowest_s(costs.problem, item.collective, item.num_bytes, members)
 
 
 def tied_operators(workload: Workload) -> tuple[int, ...]:

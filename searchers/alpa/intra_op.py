@@ -170,6 +170,10 @@ class IntraOp:
             )
         return self._seconds[item]
 
+    def between_s(self, item: MeshCollective) -> float:
+        """Return seconds of a collective that the computation of operators stands still for."""
+        return self.collective_s(item) + self.costs.problem.runtime.handover_s
+
     def node(self, index: int, leaves_layer: bool) -> tuple[Array, Array]:
         """Return objective float64[strategies] and attributes float64[len(ATTRIBUTES), strategies].
 
@@ -209,7 +213,7 @@ class IntraOp:
         communication = 0.0
         for phase, item in cost.internal:
             if not cost.contains(item):
-                communication += self.collective_s(item) * (forwards if phase == FORWARD else 1)
+                communication += self.between_s(item) * (forwards if phase == FORWARD else 1)
         sync, whole, sharded = 0.0, 0.0, 0.0
         splits = costs.splits(index, sharding)
         for number, (_, elements) in enumerate(cost.parameters):
@@ -285,7 +289,7 @@ class IntraOp:
         moves = list(input_collectives(self.costs, consumer, chosen.get, self.samples(want), self.gpu_type))
         for phase, item, owner, _ in moves:
             if not self.cost(owner, chosen[owner]).contains(item):
-                total += self.collective_s(item) * (forwards if phase == FORWARD else 1)
+                total += self.between_s(item) * (forwards if phase == FORWARD else 1)
         if is_sequence_parallel(have) and not self.costs.problem.runtime.keeps_gathered_inputs:
             kept = {ref for ref, _ in self.cost(consumer, want).saved}
             gathered = [
@@ -294,7 +298,7 @@ class IntraOp:
                 if phase == FORWARD and item.collective in GATHERS and f"input:{position}" in kept
             ]
             moved = {position for phase, item, _, position in moves if phase == FORWARD and item.moves_batch}
-            total += sum(self.collective_s(item) for position, item in gathered if position not in moved)
+            total += sum(self.between_s(item) for position, item in gathered if position not in moved)
         return total
 
     def factors(self, operators: Sequence[int], leaving: set[int], inside: int) -> list[Factor]:

@@ -241,7 +241,8 @@ class Estimator:
         position = strategy.axis_position(TENSOR)
         if position is None:
             return 0.0
-        return sum(self.times.seconds(name, size * samples, sizes, (position,)) for name, size in items)
+        idle_s = self.problem.runtime.handover_s
+        return sum(idle_s + self.times.seconds(name, size * samples, sizes, (position,)) for name, size in items)
 
     def transition_s(self, before: LayerCost, first: Strategy, second: Strategy) -> float:
         """Return seconds of moving activations and gradients between two layers of a stage."""

@@ -65,7 +65,7 @@ class BatchEvaluator:
     Args:
         problem: The problem.
         costs: Cost tables to share.
-        fidelity: ``tensor_parallel``, ``transfers`` and ``recompute`` are respected; None for all on.
+        fidelity: ``tensor_parallel``, ``handover``, ``transfers`` and ``recompute`` are respected; None for all on.
     """
 
     def __init__(self, problem: Problem, costs: CostTables | None = None, fidelity: Fidelity | None = None) -> None:
@@ -177,9 +177,10 @@ class BatchEvaluator:
             self._bytes[tp, samples, gpu_type] = stage_bytes(self.costs, self.shape, tp, samples, gpu_type)
             self._layouts.setdefault(tp > 1, builder.layouts)
         rows = self._rows[tp, samples, gpu_type]
+        idle_s = self.problem.runtime.handover_s if self.fidelity.handover else 0.0
 
         def price_s(collective: str, num_bytes: float) -> float:
-            return self.problem.hardware.collective(collective, num_bytes, devices).alone_s
+            return self.problem.hardware.collective(collective, num_bytes, devices).alone_s + idle_s
 
         prices = tuple(price_s(*found) for found in rows.collectives)
         price_key = (tp, samples, gpu_type, prices)

@@ -10,8 +10,10 @@ from operator import itemgetter
 from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
 from simulator.closed_forms.step_time import step_s
 from simulator.costs import CostTables
+from simulator.fidelity import Fidelity
 from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import tied_groups
+from simulator.lowering.handover import handover_s
 from simulator.lowering.items import Item
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
@@ -19,6 +21,9 @@ from simulator.lowering.step import adam_kernels, gradient_pass_s, passes_gradie
 from simulator.lowering.transfers import Transfer
 from simulator.segments import Segment
 from workloads.kinds.base import BACKWARD_WEIGHT
+
+ALL = Fidelity()
+"""Closed forms have every effect."""
 
 
 def weights_s(view: StageView) -> float:
@@ -35,7 +40,7 @@ def items_s(view: StageView, items: list[Item]) -> float:
     types = view.gpu_types
     for item in items:
         if item.collective is not None:
-            total += collective_s(view, item.collective)
+            total += collective_s(view, item.collective) + handover_s(view, item, ALL)
             continue
         for index, parts in groupby(item.parts, key=itemgetter(0)):
             phases = [phase for _, phase in parts if phase not in COPIES]

@@ -23,6 +23,8 @@ Part = tuple[int, str]
 """An operator index and a phase."""
 
 GRADIENTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+OF_OPERATORS = ("tensor parallel", "resharding")
+"""Causes of collectives inside and between operators."""
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Item:
         num_entries: Of a collective: tensors, each of one rank, that the host lists for each call.
         waits: No work; the host goes on when all before it has ended.
         owner: Of a collective: the operator whose duration contains it on some device types; -1 if it is on none.
+        held: Of a collective: the operator whose pass waits for it; -1 for none of the stage.
+        holds_backward: That pass is backward.
     """
 
     cause: str
@@ -54,6 +58,13 @@ class Item:
     num_entries: int = 0
     waits: bool = False
     owner: int = -1
+    held: int = -1
+    holds_backward: bool = False
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it is a collective that the computation of operators stands still for (``Runtime.handover_s``)."""
+        return self.collective is not None and self.cause in OF_OPERATORS
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,9 @@ class ItemList:
             return
         self.items.append(Item(cause=cause, parts=parts, after=self._take_pending(), operator=index))
 
-    def _collective(self, item: MeshCollective, index: int, owner: int = -1) -> None:
+    def _collective(
+        self, item: MeshCollective, index: int, owner: int = -1, held: int = -1, *, holds_backward: bool = False
+    ) -> None:
         """Add a collective, unless the durations of its owner contain it."""
         if owner >= 0 and self.view.contains(owner, item):
             return
@@ -115,6 +128,8 @@ class ItemList:
                     after=self._take_pending(),
                     operator=index,
                     owner=owner if contained else -1,
+                    held=held,
+                    holds_backward=holds_backward,
                 )
             )
 

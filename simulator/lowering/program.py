@@ -100,7 +100,7 @@ class ProgramBuilder(ParameterGathers):
         for phase, item, owner, position in view.input_collectives(index):
             if phase == FORWARD and item.collective in REDUCTIONS:
                 self.items = []
-                self._collective(item, index, owner)
+                self._collective(item, index, owner, self._held(index, position))
                 entering.setdefault(position, []).extend(self.items)
         return forward, backward, entering
 
@@ -108,8 +108,8 @@ class ProgramBuilder(ParameterGathers):
         inside = set(operators) if cause == "recompute" else None
         for index in operators:
             self._start_layer(index, gathers)
-            for item, owner in self._forward_collectives(index, inside):
-                self._collective(item, index, owner)
+            for item, owner, position in self._forward_collectives(index, inside):
+                self._collective(item, index, owner, self._held(index, position))
             self._compute(cause, index, (FORWARD,))
             for phase, item in self._cost(index).internal:
                 if phase == FORWARD:
@@ -121,15 +121,17 @@ class ProgramBuilder(ParameterGathers):
             self._compute(cause, index, phases)
             return
         view = self.view
-        gathers = [item for position, item in view.gathered_inputs(index) if view.gathers_again(index, position)]
+        gathers = [
+            (position, item) for position, item in view.gathered_inputs(index) if view.gathers_again(index, position)
+        ]
         beside = self._reductions_beside_weights(index) if phases == GRADIENTS else []
         if not beside:
-            for item in gathers:
-                self._collective(item, index)
+            for position, item in gathers:
+                self._collective(item, index, held=self._held(index, position), holds_backward=True)
             self._compute(cause, index, phases)
             self._backward_collectives(index)
             return
-        gathered = tuple(self._beside(item, index) for item in gathers)
+        gathered = tuple(self._beside(item, index) for _, item in gathers)
         self._compute(cause, index, (BACKWARD_INPUT,))
         self._pending_after = gathered
         reduced = tuple(self._beside(item, index) for item, _ in beside)
@@ -161,13 +163,27 @@ class ProgramBuilder(ParameterGathers):
     def _cost(self, index: int) -> OperatorCost:
         return self.view.cost(index)
 
-    def _forward_collectives(self, index: int, recomputed: set[int] | None) -> Iterator[tuple[MeshCollective, int]]:
-        """Yield the collectives before an operator; what was reduced on its way into a segment stays reduced."""
+    def _forward_collectives(
+        self, index: int, recomputed: set[int] | None
+    ) -> Iterator[tuple[MeshCollective, int, int]]:
+        """Yield the collectives before an operator, with owner and input; what entered a segment reduced stays so."""
         view = self.view
-        for phase, item, owner, _ in view.input_collectives(index):
+        for phase, item, owner, position in view.input_collectives(index):
             kept = recomputed is not None and owner not in recomputed and item.collective in REDUCTIONS
             if phase == FORWARD and not kept:
-                yield item, owner
+                yield item, owner, position
+
+    def _held(self, index: int, position: int, *, backward: bool = False) -> int:
+        """Return which operator's pass waits for a collective at an input: forward its reader's, backward its maker's.
+
+        Inside a layer of the stage alone: so all operators of a role wait alike, and a profile can say for what.
+        """
+        workload = self.view.costs.problem.workload
+        reader = workload.operators[index]
+        maker = workload.producer.get(reader.inputs[position], -1)
+        if maker not in self.view.shardings or workload.operators[maker].layer != reader.layer:
+            return -1
+        return maker if backward else index
 
     def _backward_collectives(self, index: int, without: Sequence[tuple[MeshCollective, int]] = ()) -> None:
         view = self.view
@@ -178,7 +194,7 @@ class ProgramBuilder(ParameterGathers):
         for phase, item, owner, position in view.input_collectives(index):
             done = (item, position) in without
             if phase == BACKWARD_INPUT and not done:
-                self._collective(item, index, owner)
+                self._collective(item, index, owner, self._held(index, position, backward=True), holds_backward=True)
 
     def output_settled(self, tensor: str) -> list[Item]:
         """Return what makes a tensor whole that leaves the stage and that nothing in it reads."""

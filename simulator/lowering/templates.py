@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from simulator.fidelity import Fidelity
 from simulator.lowering.channels import ChannelTable
+from simulator.lowering.handover import handover_s
 from simulator.lowering.items import Item, Program
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.rows import Send, Template
@@ -218,6 +219,7 @@ class TemplateBuilder:
             latency, launch = latency * item.num_calls, launch * item.num_calls
             if self.placement.host_is_behind(self.fidelity):
                 latency, launch = latency + launch, 0.0
+            latency += handover_s(view, item, self.fidelity, view.operators[0] - first)
             before = [task for c in members for task in tails[c]] if item.chained else []
             before += [
                 task

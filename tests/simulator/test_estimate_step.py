@@ -154,7 +154,7 @@ def test_all_ranks_wait_for_the_slowest_before_the_norm_and_behind_it() -> None:
         ("megatron-deepspeed", dict(dp=8), 5e-4),
         ("megatron-deepspeed-timed", dict(dp=8), 5e-4),
         ("alpa", dict(dp=8), 5e-4),
-        ("galvatron-v1", dict(tp=8), 5e-4),
+        ("galvatron-v1", dict(tp=8), 1e-4),
         ("composer-fsdp", dict(tp=8), 5e-4),
     ],
 )

@@ -58,9 +58,11 @@ def test_the_iteration_is_shorter_by_what_is_hidden_behind_each_linear_layer(
             continue
         linears += 1
         (reduction,) = reductions
-        hidden[reduction.collective] += min(collective_s(view, reduction), cost.backward_weight.device_s)
+        reduced_s = collective_s(view, reduction) + apart.runtime.handover_s
+        hidden[reduction.collective] += min(reduced_s, cost.backward_weight.device_s)
         for _, gather in view.gathered_inputs(index):
-            hidden["all_gather"] += min(collective_s(view, gather), cost.backward_input.device_s)
+            gathered_s = collective_s(view, gather) + apart.runtime.handover_s
+            hidden["all_gather"] += min(gathered_s, cost.backward_input.device_s)
     assert linears == 2 * 4 + 1, "both column-parallel layers of each block, and the head"
     assert (hidden["all_gather"] > 0) == (hidden["reduce_scatter"] > 0) == sequence_parallel
     apart_s, beside_s = (simulate(plan, problem, fidelity=ALONE).iteration_time_s for problem in (apart, beside))

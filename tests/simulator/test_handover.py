@@ -1,0 +1,101 @@
+"""Devices stand still around collectives between operators (``Runtime.handover_s``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hardware_models.calibration.fit_handover import remainders
+from hardware_models.runtime import load_runtime
+from simulator.closed_forms.estimate import estimate
+from simulator.fast.estimate import FastEstimator
+from simulator.fidelity import Fidelity
+from simulator.plan import Plan
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.hardware_models.data_folder import data_folder
+from tests.simulator.problems import small_problem
+
+HANDOVER_S = 1e-3
+NO_HOST = Fidelity().without("host", "overlap-slowdown")
+LAYERS, PER_LAYER = 4, 4
+"""Layers of the small GPT; reductions of a layer: two forward and two backward."""
+EMBEDDING, HEAD = 1, 3 + 1
+"""All-reduces of the vocabulary: of look-ups; of the loss (maximum, sum, own logit), of the head's input gradient."""
+
+
+def problem_with(handover_s: float, runtime: str = "megatron-lm-2021", **changes: object) -> Problem:
+    problem = small_problem("gpt", runtime=runtime, cluster="a100-80g-dgx:1x8")
+    return replace(problem, runtime=replace(problem.runtime, handover_s=handover_s, **changes))
+
+
+def seconds(plan: Plan, problem: Problem, fidelity: Fidelity = NO_HOST) -> float:
+    return simulate(plan, problem, fidelity=fidelity).iteration_time_s
+
+
+@pytest.mark.parametrize("microbatch", [2, 8])
+def test_each_collective_of_the_operators_counts_once_a_microbatch(microbatch: int) -> None:
+    problem = problem_with(HANDOVER_S)
+    plan = uniform_plan(problem, tp=4, dp=2, microbatch=microbatch // 2)
+    added_s = seconds(plan, problem) - seconds(plan, problem_with(0.0))
+    collectives = LAYERS * PER_LAYER + EMBEDDING + HEAD
+    assert added_s == pytest.approx(plan.num_microbatches * collectives * HANDOVER_S, rel=1e-9)
+
+
+def test_what_is_computed_again_hands_over_again() -> None:
+    """Of a layer that is computed again whole, both forward reductions: the second is of what enters the next layer."""
+    problem = problem_with(HANDOVER_S)
+    plain, again = (uniform_plan(problem, tp=8, microbatch=2, recompute=recompute) for recompute in ("none", "full"))
+    added_s = [seconds(plan, problem) - seconds(plan, problem_with(0.0)) for plan in (plain, again)]
+    assert added_s[1] - added_s[0] == pytest.approx(again.num_microbatches * LAYERS * 2 * HANDOVER_S, rel=1e-9)
+
+
+def test_gradients_of_replicas_and_single_gpus_hand_nothing_over() -> None:
+    problem = problem_with(HANDOVER_S)
+    for degrees in (dict(dp=8), dict(dp=8, zero=3), dict(dp=4, pp=2)):
+        plan = uniform_plan(problem, **degrees)  # type: ignore[arg-type]
+        assert seconds(plan, problem) == pytest.approx(seconds(plan, problem_with(0.0)), rel=1e-12)
+
+
+def test_the_effect_can_be_switched_off() -> None:
+    problem = problem_with(HANDOVER_S)
+    plan = uniform_plan(problem, tp=8, microbatch=2)
+    off = seconds(plan, problem, NO_HOST.without("handover"))
+    assert off == pytest.approx(seconds(plan, problem_with(0.0)), rel=1e-12)
+
+
+@pytest.mark.parametrize("runtime", ["megatron-lm-2021", "megatron-lm-2023", "megatron-deepspeed-timed"])
+def test_closed_forms_have_it(runtime: str) -> None:
+    """The reductions that megatron-lm-2023 hides behind weight gradients count in full in closed forms."""
+    problem = problem_with(HANDOVER_S, runtime, overlaps_input_reductions=False)
+    without = problem_with(0.0, runtime, overlaps_input_reductions=False)
+    plan = uniform_plan(problem, tp=8, microbatch=2, recompute="full")
+    simulated_s = seconds(plan, problem, Fidelity()) - seconds(plan, without, Fidelity())
+    estimated_s = estimate(plan, problem).iteration_time_s - estimate(plan, without).iteration_time_s
+    assert estimated_s == pytest.approx(simulated_s, rel=0.02)
+    fast_s = FastEstimator(problem).estimate(plan).iteration_time_s
+    assert fast_s == pytest.approx(estimate(plan, problem).iteration_time_s, rel=1e-11)
+
+
+@pytest.mark.parametrize(("host_s", "is_hidden"), [(1e-6, False), (1.0, True)])
+def test_a_host_that_never_runs_ahead_hides_it_behind_what_it_launches(host_s: float, is_hidden: bool) -> None:
+    """But for collectives between layers and inside operators: the vocabulary's."""
+    changes = dict(host_seconds_per_operator=(host_s, host_s), host_seconds_per_kernel=0.0)
+    problem, without = (
+        problem_with(handover_s, "megatron-deepspeed-timed", **changes) for handover_s in (HANDOVER_S, 0.0)
+    )
+    plan = uniform_plan(problem, tp=8, microbatch=2)
+    added_s = seconds(plan, problem, Fidelity()) - seconds(plan, without, Fidelity())
+    hidden = LAYERS * PER_LAYER + 1 if is_hidden else 0
+    collectives = LAYERS * PER_LAYER + EMBEDDING + HEAD - hidden
+    assert added_s == pytest.approx(plan.num_microbatches * collectives * HANDOVER_S, rel=1e-6)
+
+
+def test_runtimes_have_what_the_fit_makes_of_published_operators() -> None:
+    found = sorted(each.seconds for each in remainders(data_folder("aceso_v100")) if each.is_fitted)
+    assert len(found) == 32
+    median_s = (found[15] + found[16]) / 2
+    assert load_runtime("megatron-lm-2021").handover_s == pytest.approx(median_s, rel=0.01)
+    assert load_runtime("alpa").handover_s == 0.0
