@@ -39,7 +39,8 @@ rows:
 
 - kernels: flash attention by generation and its Triton port, TensorFlow's one kernel per operation, the dispatch of an
   unfused softmax's operations, Adam written per tensor, additions to gradient buffers, RTX TITAN's products;
-- communication: gathers without prefetch, transfers in parts, copies of gradients;
+- communication: gathers without prefetch, transfers in parts, copies of gradients, what a device stands still around a
+  collective between operators;
 - machines: the T4's curves and links, the A100's memory fractions, the clocks of the DGX-2's V100;
 - trainers: Composer's metrics;
 - Galvatron's runs: whole embeddings, tied weights reduced by each module, microbatches by the samples of a replica and
@@ -49,7 +50,8 @@ rows:
 
 - Galvatron's pipelines sum tied weights over stages, which nothing in its later release does
   ([Galvatron](galvatron.md)).
-- How vTrain's rows are read ([where runs are missed](residuals.md)).
+- How vTrain's rows are read, and that a host which never runs ahead hides a hand-over behind the operator that waits
+  for it ([where runs are missed](residuals.md)).
 - The 2 GB outside the allocator in AMP's runs, which decide one of its five runs out of memory ([AMP](amp.md)).
 - Of the constants that Galvatron's release has for memory outside the layers, those of BERT alone: its shipped plans
   come out with them, and printed batches of other models do not ([Galvatron](galvatron.md)).
