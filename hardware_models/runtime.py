@@ -100,7 +100,8 @@ class Runtime:
             (0 where each rank has a process of its own).
         handover_s: How long a device stands still around a collective between operators, beyond what that takes alone:
             its computation hands over to the communicator's stream and is handed back, and the slowest rank is waited
-            for. A host that is behind launches meanwhile. Not for what travels beside computation.
+            for. A host that is behind launches meanwhile. Not for gathers and reductions of data parallelism, nor for
+            transfers.
         prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.

@@ -21,7 +21,7 @@ from simulator.lowering.handover import handover_s
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
 from simulator.lowering.mesh import batch_degree
-from simulator.lowering.program import ProgramBuilder, StageView
+from simulator.lowering.program import ProgramBuilder
 from simulator.plan import Plan, resolve
 from simulator.problem import Problem
 from simulator.profiled_costs import profiled_as
@@ -60,7 +60,7 @@ def parts_of(problem: Problem, plan: Plan, shape: str) -> set[Part]:
         plan: What to run.
         shape: See `Part`.
     """
-    return {part for part, _ in _rows(problem, plan, shape, "")}
+    return {part for part, *_ in _rows(problem, plan, shape, "")}
 
 
 def profile_of(
@@ -83,7 +83,7 @@ def profile_of(
     modelled: dict[tuple[str, int, int, str], ProfileRow] = {}
     weights: dict[tuple[str, int, str], float] = {}
     for problem, plan in placed:
-        for part, row in _rows(problem, plan, shape, source):
+        for part, row, (forward_wait_s, backward_wait_s) in _rows(problem, plan, shape, source):
             if part in factors:
                 key, factor = (row.role, row.samples, row.tensor_size, row.split), factors[part]
                 bytes_before = weights.setdefault((row.role, row.tensor_size, row.split), row.parameter_bytes)
@@ -99,8 +99,14 @@ def profile_of(
                         f"{modelled[key].forward_s:.4g} s forward with {row.samples} samples on {row.tensor_size} "
                         f"tensor-parallel ranks; {problem.workload.name} needs a profile of its own, or has none"
                     )
-                scaled = replace(row, forward_s=row.forward_s * factor, backward_s=row.backward_s * factor)
-                found.setdefault(key, scaled)
+                found.setdefault(
+                    key,
+                    replace(
+                        row,
+                        forward_s=(row.forward_s + forward_wait_s) * factor,
+                        backward_s=(row.backward_s + backward_wait_s) * factor,
+                    ),
+                )
     first = placed[0][0]
     return OperatorProfile(
         model=first.workload.name,
@@ -171,14 +177,19 @@ def _gpu_type(problem: Problem) -> str:
     return types[0]
 
 
-def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tuple[Part, ProfileRow]]:
-    """Yield each operator that some stage runs, with the model's own times; equal operators once."""
+def _rows(
+    problem: Problem, plan: Plan, shape: str, source: str
+) -> Iterator[tuple[Part, ProfileRow, tuple[float, float]]]:
+    """Yield each operator that some stage runs, with the model's own times, and what it waits forward and backward.
+
+    Equal operators once.
+    """
     workload, gpu_type, costs = problem.workload, _gpu_type(problem), CostTables(problem)
     layers = repeated_layers(workload)
     sizes = {plan.microbatch_size, plan.last_microbatch_size or plan.microbatch_size}
     seen: set[tuple[object, ...]] = set()
-    for stage, view in zip(plan.stages, stage_views(plan.canonical(workload), costs), strict=True):
-        waits = _waits(view)
+    waits = {size: _waits(replace(plan, microbatch_size=size, last_microbatch_size=None), costs) for size in sizes}
+    for stage in plan.stages:
         for index, sharding in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
             op = workload.operators[index]
             placed = resolve(sharding, op)
@@ -187,7 +198,8 @@ def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tup
                 continue
             block = BEFORE if index < layers[0][0] else LAYER if index < layers[-1][1] else AFTER
             replicas = 1 if plan.rotates else batch_degree(placed)
-            for samples in sorted({-(-size // replicas) for size in sizes}):
+            for size in sorted(sizes):
+                samples = -(-size // replicas)
                 key = (op.role, block, placed, samples)
                 if key in seen:
                     continue
@@ -195,8 +207,7 @@ def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tup
                 cost = costs.operator(index, placed, samples, gpu_type)
                 row = ProfileRow(
                     role=op.role, samples=samples, tensor_size=measured_as[0], split=measured_as[1],
-                    forward_s=_takes_s(cost.forward, problem) + waits.get((index, False), 0.0),
-                    backward_s=_takes_s(cost.backward, problem) + waits.get((index, True), 0.0),
+                    forward_s=_takes_s(cost.forward, problem), backward_s=_takes_s(cost.backward, problem),
                     saved_bytes=float(sum(size for _, size in cost.saved)),
                     forward_workspace_bytes=cost.workspace_forward_bytes,
                     backward_workspace_bytes=cost.workspace_backward_bytes,
@@ -204,7 +215,8 @@ def _rows(problem: Problem, plan: Plan, shape: str, source: str) -> Iterator[tup
                     parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
                     includes_collectives=cost.includes_collectives, num_groups=1, source=source,
                 )  # fmt: skip
-                yield Part(shape, block, measured_as[0], samples), row
+                waited = waits[size].get((index, False), 0.0), waits[size].get((index, True), 0.0)
+                yield Part(shape, block, measured_as[0], samples), row, waited
 
 
 def _alike(a: ProfileRow, b: ProfileRow) -> bool:
@@ -212,13 +224,15 @@ def _alike(a: ProfileRow, b: ProfileRow) -> bool:
     return a.parameter_bytes == b.parameter_bytes and all(isclose(*pair, rel_tol=1e-6) for pair in times)
 
 
-def _waits(view: StageView) -> Mapping[tuple[int, bool], float]:
+def _waits(plan: Plan, costs: CostTables) -> Mapping[tuple[int, bool], float]:
     """Return what operators wait for collectives in their own time, by operator and whether in a backward pass.
 
     Only where the host never runs ahead: else it is a part of the collective, measured operators or not.
     """
     found: dict[tuple[int, bool], float] = {}
-    if not view.costs.problem.runtime.host_runs_ahead:
+    if costs.problem.runtime.host_runs_ahead:
+        return found
+    for view in stage_views(plan.canonical(costs.problem.workload), costs):
         forward = ProgramBuilder(view, Fidelity()).forward(gather=False)
         backward = ProgramBuilder(view, Fidelity()).backward(GRADIENTS, gather=False, sync=False)
         once = (*forward, *(item for item in backward if item.holds_backward))  # what is computed again came before

@@ -104,7 +104,7 @@ def all_reduce_times(times: Times, on_v100: Times) -> dict[tuple[int, str], floa
         kernels = scale * predict_s(gpu, curves, "fp16", layer(tp))
         found[tp, "layer"] = (mean(times, tp, LAYERS) - kernels) / 2
         look_up = on_v100[tp, EMBEDDING] - on_v100[1, EMBEDDING]
-        look_up -= nvlink.collective("all_reduce", MESSAGE_BYTES, range(tp)).alone_s
+        look_up -= nvlink.collective("all_reduce", MESSAGE_BYTES, range(tp)).alone_s + load_runtime(RUNTIME).handover_s
         found[tp, "embedding"] = times[tp, EMBEDDING] - times[1, EMBEDDING] - host * look_up
     return found
 

@@ -136,6 +136,7 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
     gather, sync = np.zeros((num_degrees, 2)), np.zeros((num_degrees, problem.num_devices.bit_length(), 2))
     for shift in range(1, num_degrees):
         gather[shift] = latency_and_slope(problem, "all_gather", range(2**shift))
+        gather[shift, 0] += problem.runtime.handover_s
     for tensor, shift in product(range(num_degrees), range(1, problem.num_devices.bit_length())):
         if 1 << tensor + shift <= problem.num_devices:
             members = [replica << tensor for replica in range(2**shift)]

@@ -23,10 +23,12 @@ class CollectiveTimes:
     Args:
         hardware: Cluster and cost functions.
         stages: The devices of each stage, in mesh order; of those that lie alike, one is enough.
+        handover_s: How long a device stands still around each, where computation waits for it.
     """
 
-    def __init__(self, hardware: HardwareModel, *stages: Sequence[int]) -> None:
+    def __init__(self, hardware: HardwareModel, *stages: Sequence[int], handover_s: float = 0.0) -> None:
         self.hardware = hardware
+        self.handover_s = handover_s
         self.stages = tuple(map(tuple, stages))
         self._groups: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[CrowdedGroup, ...]] = {}
         self._transitions: dict[tuple[Layout, Layout, float, float], float] = {}
@@ -63,7 +65,8 @@ class CollectiveTimes:
         if key not in self._transitions:
             there = _moves(source, target, source_bytes)
             back = _moves(target, source, target_bytes)
-            self._transitions[key] = sum(map(self.item, there)) + sum(map(self.item, back))
+            moves = (*there, *back)
+            self._transitions[key] = len(moves) * self.handover_s + sum(map(self.item, moves))
         return self._transitions[key]
 
 

@@ -93,7 +93,8 @@ class Estimator:
         stages = unlike_groups(
             problem.hardware.cluster, (tuple(range(start, start + num_devices)) for start in starts)
         )
-        self.times = CollectiveTimes(problem.hardware, *(stage.members for stage in stages))
+        members = (stage.members for stage in stages)
+        self.times = CollectiveTimes(problem.hardware, *members, handover_s=problem.runtime.handover_s)
         self.released_time = None
         if time == "released":
             self.released_time = ReleasedTime(
@@ -241,8 +242,8 @@ class Estimator:
         position = strategy.axis_position(TENSOR)
         if position is None:
             return 0.0
-        idle_s = self.problem.runtime.handover_s
-        return sum(idle_s + self.times.seconds(name, size * samples, sizes, (position,)) for name, size in items)
+        seconds, idle_s = self.times.seconds, self.times.handover_s
+        return sum(idle_s + seconds(name, size * samples, sizes, (position,)) for name, size in items)
 
     def transition_s(self, before: LayerCost, first: Strategy, second: Strategy) -> float:
         """Return seconds of moving activations and gradients between two layers of a stage."""

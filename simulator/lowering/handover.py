@@ -20,13 +20,23 @@ def handover_s(view: StageView, item: Item, fidelity: Fidelity, shift: int = 0) 
         fidelity: What is simulated.
         shift: Of the stage's operators against those that the item names.
     """
-    runtime = view.costs.problem.runtime
-    idle_s = runtime.handover_s if fidelity.handover and item.hands_over else 0.0
-    if not idle_s or item.held < 0 or runtime.host_runs_ahead or not fidelity.host:
+    problem = view.costs.problem
+    idle_s = problem.runtime.handover_s if fidelity.handover and item.hands_over else 0.0
+    if not idle_s or item.held < 0 or problem.runtime.host_runs_ahead:
         return idle_s
-    cost = view.cost(item.held + shift)
+    profile = problem.hardware.operator_profile
+    has_waited = profile is not None and not profile.kernels_only
+    return max(_excess_s(view, item, idle_s, gpu_type, fidelity, shift, has_waited) for gpu_type in view.gpu_types)
+
+
+def _excess_s(
+    view: StageView, item: Item, idle_s: float, gpu_type: str, fidelity: Fidelity, shift: int, has_waited: bool
+) -> float:
+    """Return by how much longer the operator that waits takes on one type of device."""
+    cost = view.cost_on(item.held + shift, gpu_type)
     waiting = cost.backward if item.holds_backward else cost.forward
     *measured, modelled_s = waiting.recorded
-    if any(measured) and not modelled_s:
+    if has_waited and any(measured) and not modelled_s:
         return 0.0
-    return max(waiting.device_s + idle_s, waiting.host_s) - max(waiting.device_s, waiting.host_s)
+    host_s = waiting.host_s if fidelity.host else 0.0
+    return max(waiting.device_s + idle_s, host_s) - max(waiting.device_s, host_s)

@@ -12,7 +12,12 @@ from experiments.calibrate.inferred_parts import AFTER, BLOCKS, LAYER, Factors, 
 from experiments.calibrate.inferred_profile import LayersRun, infer, sums_of
 from experiments.calibrate.inferred_ridge import LEVELS, Prior, Sums, choose, priors
 from experiments.cases.case import problem_of, uniform
+from simulator.fidelity import Fidelity
+from simulator.plan import Plan
+from simulator.problem import Problem
 from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from simulator.validate import validate
 from workloads.models.gpt import GPTSpec
 
 SHAPE = "tiny"
@@ -214,3 +219,31 @@ def test_runs_that_one_profile_cannot_describe_are_refused_whatever_their_microb
     ahead = a_run({}, runtime="megatron-lm-2021", tp=1, microbatch=2)
     with pytest.raises(ValueError, match="runs must share a GPU type, a type of numbers and whether"):
         profile_of([(first.problem, first.plan), (ahead.problem, ahead.plan)], SHAPE, ones, "here")
+
+
+def a_plan(**words: object) -> tuple[Problem, Plan]:
+    problem = problem_of(model=MODEL, cluster="a100-80g-dgx:1x2", runtime="megatron-deepspeed-timed", global_batch=8)()
+    return problem, validate(uniform_plan(problem, tp=2, **words), problem)  # type: ignore[arg-type]
+
+
+def test_what_a_smaller_last_microbatch_waits_for_collectives_is_its_own() -> None:
+    problem, plan = a_plan(microbatch=3, smaller_last=True)
+    assert plan.last_microbatch_size == 2
+    ones = corrected(problem, plan, SHAPE, dict.fromkeys(parts_of(problem, plan, SHAPE), 1.0), "x")
+    model_s, profile_s = (simulate(plan, each).iteration_time_s for each in (problem, ones))
+    assert profile_s == pytest.approx(model_s, rel=1e-12)
+
+
+def test_plans_with_and_without_sequence_parallelism_share_a_profile() -> None:
+    placed = [a_plan(microbatch=2, sequence_parallel=parallel) for parallel in (False, True)]
+    parts = parts_of(*placed[0], SHAPE) | parts_of(*placed[1], SHAPE)
+    assert profile_of(placed, SHAPE, dict.fromkeys(parts, 1.0), "here").rows
+
+
+def test_what_operators_of_a_profile_have_waited_is_not_charged_again() -> None:
+    run = a_run({}, tp=2, microbatch=2)
+    ones = corrected(run.problem, run.plan, SHAPE, dict.fromkeys(run.parts(), 1.0), "x")
+    whole, without = (
+        simulate(run.plan, ones, fidelity=Fidelity().without(*names)).iteration_time_s for names in ((), ("host",))
+    )
+    assert without < whole == pytest.approx(run.seconds, rel=1e-12)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.calibrate.inferred_parts import corrected, parts_of
 from hardware_models.calibration.fit_handover import remainders
 from hardware_models.runtime import load_runtime
 from simulator.closed_forms.estimate import estimate
@@ -91,6 +92,37 @@ def test_a_host_that_never_runs_ahead_hides_it_behind_what_it_launches(host_s: f
     hidden = LAYERS * PER_LAYER + 1 if is_hidden else 0
     collectives = LAYERS * PER_LAYER + EMBEDDING + HEAD - hidden
     assert added_s == pytest.approx(plan.num_microbatches * collectives * HANDOVER_S, rel=1e-6)
+
+
+@pytest.mark.parametrize("degrees", [dict(tp=8), dict(tp=4, dp=2)])
+def test_the_order_of_unlike_nodes_does_not_matter(degrees: dict[str, int]) -> None:
+    """The type on which a host that never runs ahead hides least rules."""
+    parts = ("v100-32g-dgx1:1x4", "a100-80g-dgx:1x4")
+    added = []
+    for cluster in ("+".join(parts), "+".join(reversed(parts))):
+        problem = small_problem("gpt", runtime="megatron-deepspeed-timed", cluster=cluster)
+        without = replace(problem, runtime=replace(problem.runtime, handover_s=0.0))
+        plan = uniform_plan(problem, microbatch=2, **degrees)
+        added.append(seconds(plan, problem, Fidelity()) - seconds(plan, without, Fidelity()))
+        fast_s = FastEstimator(problem).estimate(plan).iteration_time_s
+        assert fast_s == pytest.approx(estimate(plan, problem).iteration_time_s, rel=1e-11)
+    assert added[0] == pytest.approx(added[1], rel=1e-9) and added[0] > 0
+
+
+def test_kernels_of_a_profile_wait_as_those_of_the_model() -> None:
+    problem, without = (problem_with(handover_s, "megatron-deepspeed-timed") for handover_s in (HANDOVER_S, 0.0))
+    plan = uniform_plan(problem, tp=8, microbatch=2)
+    ahead = replace(without, runtime=replace(without.runtime, host_runs_ahead=True))
+    profiled = corrected(ahead, plan, "x", dict.fromkeys(parts_of(ahead, plan, "x"), 1.0), "x").hardware
+    assert profiled.operator_profile is not None and profiled.operator_profile.kernels_only
+    model_s, profile_s = (
+        seconds(plan, one, Fidelity()) - seconds(plan, other, Fidelity())
+        for one, other in (
+            (problem, without),
+            (replace(problem, hardware=profiled), replace(without, hardware=profiled)),
+        )
+    )
+    assert profile_s == pytest.approx(model_s, rel=1e-9)
 
 
 def test_runtimes_have_what_the_fit_makes_of_published_operators() -> None:
