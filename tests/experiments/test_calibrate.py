@@ -6,49 +6,20 @@ import json
 import pickle
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.cli import main
 from hardware_models.calibration_file import load_calibration
-from simulator.plan_file import load_plan, save_plan
+from simulator.plan_file import save_plan
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
+from tests.experiments.commands import run
 from tests.hardware_models.data_folder import data_folder
 from tests.hardware_models.test_importer_kineto import GEMM, REDUCE, Maker, collective
 from tests.hardware_models.test_importer_nccl import log
-
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> tuple[int, str, str]:
-    """Return exit code, output and messages of a command."""
-    monkeypatch.setattr(sys, "argv", ["windtunnel", *map(str, words)])
-    code = 0
-    try:
-        main()
-    except SystemExit as done:
-        code = int(done.code or 0) if not isinstance(done.code, str) else 1
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-@pytest.fixture
-def calibrate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    def call(*words: object) -> dict[str, Any]:
-        code, out, err = run(capsys, monkeypatch, "calibrate", *words, "-o", tmp_path / "out" / "c.json",
-                             "--plot", tmp_path / "c.png", "--json")  # fmt: skip
-        assert code == 0, err
-        assert (tmp_path / "c.png").read_bytes()[:8] == PNG
-        summary: dict[str, Any] = json.loads(out)
-        assert all({"what", "how", "num_points", "median", "p90", "worst"} <= set(fit) for fit in summary["fits"])
-        return summary
-
-    return call
 
 
 def nccl_logs(tmp_path: Path) -> list[Path]:
@@ -81,21 +52,21 @@ def test_nccl_logs_become_a_file_that_changes_a_simulation(calibrate: Any, tmp_p
 
 
 def test_a_plan_that_names_a_calibration_is_simulated_from_the_command_line(
-    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calibrate("nccl-tests", *nccl_logs(tmp_path), "-c", "a100-80g-dgx")
     spec = ProblemSpec(
         "gpt3-350m", "a100-80g-dgx:1x8", "megatron-lm-2021", 16, profile=str(tmp_path / "out" / "c.json")
     )
     save_plan(tmp_path / "plan.yaml", spec, uniform_plan(spec.load(), tp=8, microbatch=2))
-    code, out, err = run(capsys, monkeypatch, "simulate", tmp_path / "plan.yaml", "--engine", "compiled", "--json")
+    code, out, err = run(capsys, "simulate", tmp_path / "plan.yaml", "--engine", "compiled", "--json")
     assert code == 0, err
     with_table = json.loads(out)["iteration_time_s"]
     plain = ProblemSpec("gpt3-350m", "a100-80g-dgx:1x8", "megatron-lm-2021", 16)
     save_plan(tmp_path / "plain.yaml", plain, uniform_plan(plain.load(), tp=8, microbatch=2))
     words = ("simulate", tmp_path / "plain.yaml", "--engine", "compiled", "--json")
-    assert json.loads(run(capsys, monkeypatch, *words)[1])["iteration_time_s"] != with_table
-    code, out, err = run(capsys, monkeypatch, *words, "--profile", tmp_path / "out" / "c.json")
+    assert json.loads(run(capsys, *words)[1])["iteration_time_s"] != with_table
+    code, out, err = run(capsys, *words, "--profile", tmp_path / "out" / "c.json")
     assert code == 0, err
     assert json.loads(out)["iteration_time_s"] == with_table
 
@@ -190,15 +161,13 @@ def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_p
     assert whats["layer kind 0: parameters"]["worst"] < 0.05
 
 
-def test_layer_times_of_other_sequences_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_times_of_other_sequences_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.json").write_text(json.dumps({f"layernum[{n}]_bsz1_seq2048": 1.0 + n for n in (2, 4)}))
     words = ("calibrate", "galvatron", tmp_path / "t.json", "-c", "a100-40g-dgx", "-r", "composer-fsdp")
-    code, _, err = run(capsys, monkeypatch, *words, "-m", "llama2-7b")
+    code, _, err = run(capsys, *words, "-m", "llama2-7b")
     assert code == 2
     assert "sequences of 2048 tokens, llama2-7b has 4096" in err.replace("\n", " ")
-    code, _, err = run(capsys, monkeypatch, *words)
+    code, _, err = run(capsys, *words)
     assert code == 2
     assert "--model must name" in err
 
@@ -259,9 +228,7 @@ def test_a_machine_profile_gets_its_links_fitted(calibrate: Any, tmp_path: Path)
     assert found.links["local-cpu"].point_to_point_bytes_per_s == pytest.approx(2e9, rel=0.05)
 
 
-def test_a_fit_that_is_far_from_a_point_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_that_is_far_from_a_point_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from hardware_models.calibrated import Calibration
     from hardware_models.calibration_file import save_calibration
     from hardware_models.collective_table import CollectiveTable
@@ -271,7 +238,7 @@ def test_a_fit_that_is_far_from_a_point_is_said(
         rows[3] = (*rows[3][:3], slower * rows[3][3])
         table = CollectiveTable.from_rows(rows, "here")
         save_calibration(Calibration("windtunnel profile", collectives=table, machine="here"), tmp_path / "m.json")
-        code, _, err = run(capsys, monkeypatch, "calibrate", "machine", tmp_path / "m.json")
+        code, _, err = run(capsys, "calibrate", "machine", tmp_path / "m.json")
         assert code == 0
         words = "a fit's worst residual should be below 30%, got transfer_intra_node, 2 ranks (64.8 %)"
         assert (words in err.replace("\n", " ")) == said, err
@@ -290,177 +257,29 @@ def test_a_fit_that_is_far_from_a_point_is_said(
     ],
 )
 def test_a_missing_file_ends_with_exit_code_two_and_one_message(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(capsys, monkeypatch, "calibrate", *words)
+    code, out, err = run(capsys, "calibrate", *words)
     assert code == 2
     assert message in err
     assert "Traceback" not in out + err
 
 
-def plans_with_times(folder: Path, factor: float, **other: str) -> list[tuple[Path, float]]:
-    """Write plans of a small model, and return each with a time that is so much longer than simulated."""
-    found = []
-    for batch, tp in ((8, 1), (16, 1), (8, 2), (16, 2)):
-        names = {"model": "gpt3-350m", "cluster": "a100-80g-dgx:1x2", "runtime": "megatron-lm-2021", **other}
-        spec = ProblemSpec(**names, global_batch=batch)
-        problem = spec.load()
-        plan = uniform_plan(problem, tp=tp, microbatch=4)
-        path = folder / f"{names['model']}-{batch}-{tp}.yaml"
-        save_plan(path, spec, plan)
-        found.append((path, factor * simulate(plan, problem).iteration_time_s))
-    return found
-
-
-def test_a_profile_is_inferred_from_logs_of_runs(calibrate: Any, tmp_path: Path) -> None:
-    runs = plans_with_times(tmp_path, 1.2)
-    table = tmp_path / "runs.csv"
-    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for path, seconds in runs))
-    summary = calibrate("runs", table)
-    words = {fit["what"]: fit for fit in summary["fits"]}
-    assert words["iterations, shipped model against measured"]["worst"] > 0.1
-    assert words["iterations, inferred profile"]["worst"] < 0.03
-    path, seconds = runs[1]
-    spec, plan = load_plan(path)
-    on_it = replace(spec, profile=str(tmp_path / "out" / "c.json")).load()
-    assert simulate(plan, on_it).iteration_time_s == pytest.approx(seconds, rel=0.03)
-
-
-def test_logs_of_unlike_layers_and_plans_without_a_time_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = plans_with_times(tmp_path, 1.0)[:1] + plans_with_times(tmp_path, 1.0, model="gpt3-1.3b")[:1]
-    table = tmp_path / "runs.csv"
-    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},1.0\n" for path, _ in runs))
-    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
-    assert code == 2 and "layers must be alike in all plans" in err and "gpt3-1.3b" in err
-    same = plans_with_times(tmp_path, 1e3)
-    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for path, seconds in same))
-    for words in ((), ("--constants", "products")):
-        code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, *words)
-        assert code == 2 and "are they in milliseconds? times must be in seconds" in err
-    table.write_text(f"plan,iteration_time_s\n{runs[0][0].name},\n")
-    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
-    assert code == 2 and "every run must have a measured time (iteration_time_s), runs.csv#1 has none" in err
-
-
-def test_runs_of_two_models_at_other_degrees_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No operator of one has the other's degree, so no two rows of a profile would meet."""
-    small, large = plans_with_times(tmp_path, 1.2)[0], plans_with_times(tmp_path, 1.2, model="gpt3-1.3b")[2]
-    table = tmp_path / "runs.csv"
-    rows = "".join(f"{path.name},{seconds}\n" for path, seconds in (small, large))
-    table.write_text(f"plan,iteration_time_s\n{rows}")
-    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, "-o", tmp_path / "c.json")
-    words = " ".join(err.split())
-    assert code == 2 and "layers must be alike in all plans" in words and not (tmp_path / "c.json").exists()
-    assert "gpt3-350m and of gpt3-1.3b" in words and "--constants" in words
-
-
-def test_runs_that_say_nothing_give_a_file_that_holds_nothing_and_is_refused(
-    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = plans_with_times(tmp_path, 1.0)
-    times = [seconds * factor for (_, seconds), factor in zip(runs, (1.2, 0.8, 0.8, 1.2), strict=True)]
-    table = tmp_path / "runs.csv"
-    rows = zip(runs, times, strict=True)
-    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for (path, _), seconds in rows))
-    summary = calibrate("runs", table)
-    assert summary["operators"] == 0
-    assert "no factors predict left-out runs better than the shipped model: it stays, leave --profile out" in summary[
-        "notes"
-    ]
-    code, _, err = run(capsys, monkeypatch, "simulate", runs[0][0], "--profile", tmp_path / "out" / "c.json")
-    assert code == 2 and "holds nothing that prices anything" in " ".join(err.split())
-
-
-def test_several_runs_of_a_plan_count_once_with_the_median_of_their_times(
-    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = plans_with_times(tmp_path, 1.2)
-    table = tmp_path / "runs.csv"
-    head, once = "plan,iteration_time_s\n", [f"{path.name},{seconds}\n" for path, seconds in runs]
-    table.write_text(head + "".join(once))
-    alone = calibrate("runs", table)
-    others = [f"{path.name},{seconds * factor}\n" for path, seconds in runs for factor in (0.97, 1.3)]
-    table.write_text(head + "".join(once + others))
-    assert calibrate("runs", table)["fits"] == alone["fits"]
-    table.write_text(head + once[0] * 3)
-    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table)
-    assert code == 2 and "must hold timed runs of at least two plans, got 3 of 1" in " ".join(err.split())
-
-
-@pytest.mark.parametrize("words", [(), ("--constants", "links,products")])
-def test_factors_that_no_machine_has_are_said(calibrate: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
-    table = tmp_path / "runs.csv"
-    rows = [f"{path.name},{seconds}\n" for path, seconds in plans_with_times(tmp_path, 5.0)]
-    table.write_text("plan,iteration_time_s\n" + "".join(rows))
-    notes = calibrate("runs", table, *words)["notes"]
-    (note,) = [note for note in notes if note.startswith("factors should be between 0.33 and 3, got ")]
-    assert ("products 0." if words else "layer tp 1 x 4 5") in note and "check the GPU type" in note
-
-
-def test_constants_of_a_machine_are_fitted_to_logs_of_runs_of_any_models(calibrate: Any, tmp_path: Path) -> None:
-    runs = plans_with_times(tmp_path, 1.2) + plans_with_times(tmp_path, 1.2, model="gpt3-1.3b")
-    table = tmp_path / "runs.csv"
-    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for path, seconds in runs))
-    with table.open("a") as lines:
-        lines.writelines(f"{path.name},{seconds * factor}\n" for path, seconds in runs for factor in (0.99, 1.01))
-    summary = calibrate("runs", table, "--constants", "products,memory,network")
-    words = {fit["what"]: fit for fit in summary["fits"]}
-    assert words["iterations, fitted constants"]["num_points"] == len(runs), "several runs of a plan count once"
-    assert words["iterations, shipped constants"]["median"] > 0.15
-    assert words["iterations, fitted constants"]["worst"] < 0.04
-    assert words["factors on the machine's constants"]["constants"]["network"] == 1
-    assert summary["gpus"] == {"a100-sxm4-80gb": ["curves", "optimizer_bandwidth_fraction"]} and not summary["networks"]
-    path, seconds = runs[-1]
-    spec, plan = load_plan(path)
-    on_it = replace(spec, profile=str(tmp_path / "out" / "c.json")).load()
-    assert simulate(plan, on_it).iteration_time_s == pytest.approx(seconds, rel=0.04)
-
-
-def test_runs_of_two_machines_profiled_plans_and_unknown_constants_are_refused(
-    calibrate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = plans_with_times(tmp_path, 1.0, cluster="h100-dgx:1x2")[:1]
-    table = tmp_path / "runs.csv"
-    (tmp_path / "other.yaml").write_text(there[0][0].read_text())
-    here = plans_with_times(tmp_path, 1.2)
-    table.write_text(f"plan,iteration_time_s\n{here[0][0].name},1.0\nother.yaml,1.0\n")
-    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, "--constants", "all")
-    assert code == 2 and "runs must be of one kind of machine" in err and "h100-dgx (other.yaml)" in err
-    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, "--constants", "wheels")
-    assert code == 2 and "must be all or one of products, memory" in err
-    table.write_text("plan,iteration_time_s\n" + "".join(f"{path.name},{seconds}\n" for path, seconds in here))
-    calibrate("runs", table)
-    spec, plan = load_plan(here[0][0])
-    save_plan(here[0][0], replace(spec, profile=str(tmp_path / "out" / "c.json")), plan)
-    code, _, err = run(capsys, monkeypatch, "calibrate", "runs", table, "--constants", "all")
-    assert code == 2 and "must be made without --profile" in err
-
-
-def test_a_malicious_pickle_ends_with_exit_code_two(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malicious_pickle_ends_with_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch mark'\ntR.")
-    code, _, err = run(capsys, monkeypatch, "calibrate", "alpa", tmp_path / "evil.pkl")
+    code, _, err = run(capsys, "calibrate", "alpa", tmp_path / "evil.pkl")
     assert code == 2
     assert "refused: the pickle names 'os.system'" in err
 
 
-def test_an_unknown_preset_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, _, err = run(capsys, monkeypatch, "calibrate", "nccl-tests", *nccl_logs(tmp_path), "-c", "a100-80g-dgz")
+def test_an_unknown_preset_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "calibrate", "nccl-tests", *nccl_logs(tmp_path), "-c", "a100-80g-dgz")
     assert code == 2
     assert "a100-80g-dgx" in err
 
 
-def test_the_text_summary_names_fits_points_and_residuals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, out, err = run(capsys, monkeypatch, "calibrate", "nccl-tests", *nccl_logs(tmp_path))
+def test_the_text_summary_names_fits_points_and_residuals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "calibrate", "nccl-tests", *nccl_logs(tmp_path))
     assert code == 0
     for word in ("points", "median", "90 %", "worst", "all_reduce, 8 ranks", "latency_s"):
         assert word in out
