@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.lowering.edges import input_collectives
+from simulator.lowering.crossing import is_sequence_parallel
+from simulator.lowering.edges import gathered_inputs, gathers_again, input_collectives
 from simulator.lowering.mesh import MeshCollective, groups
 from simulator.plan import Sharding, resolve
 from simulator.saved import saved_tensors
@@ -111,10 +112,16 @@ def _collective_seconds(
 ) -> tuple[float, float]:
     """Return seconds of the collectives before operator ``index``, forward and backward, alone."""
     totals = [0.0, 0.0]
-    for phase, item, owner, _ in input_collectives(costs, index, resolved.__getitem__, samples, gpu_type):
+    workload = costs.problem.workload
+    cost = costs.operator(index, resolved[index], samples, gpu_type)
+    moves = input_collectives(costs, index, resolved.__getitem__, samples, gpu_type)
+    for phase, item, owner, _ in moves:
         if not costs.operator(owner, resolved[owner], samples, gpu_type).contains(item):
             totals[phase != FORWARD] += _group_s(costs, item, gpu_type)
-    cost = costs.operator(index, resolved[index], samples, gpu_type)
+    for position, item in gathered_inputs(cost, moves):
+        maker = workload.producer[workload.operators[index].inputs[position]]
+        if gathers_again(costs, moves, position, in_shards=is_sequence_parallel(resolved[maker])):
+            totals[1] += _group_s(costs, item, gpu_type)
     for phase, item in cost.internal:
         if not cost.contains(item):
             totals[phase != FORWARD] += _group_s(costs, item, gpu_type)

@@ -15,12 +15,11 @@ from math import prod
 
 import numpy as np
 
-from hardware_models.links import GATHERS
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
 from simulator.costs import CostTables, saved_tensors
 from simulator.lowering.crossing import is_sequence_parallel
-from simulator.lowering.edges import input_collectives
+from simulator.lowering.edges import gathered_inputs, gathers_again, input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, parameter_layout
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, Sharding, resolve
@@ -286,19 +285,14 @@ class IntraOp:
         chosen = {producer: have, consumer: want}
         forwards = 2 if self.options.recompute else 1
         total = 0.0
-        moves = list(input_collectives(self.costs, consumer, chosen.get, self.samples(want), self.gpu_type))
+        moves = input_collectives(self.costs, consumer, chosen.get, self.samples(want), self.gpu_type)
         for phase, item, owner, _ in moves:
             if not self.cost(owner, chosen[owner]).contains(item):
                 total += self.between_s(item) * (forwards if phase == FORWARD else 1)
-        if is_sequence_parallel(have) and not self.costs.problem.runtime.keeps_gathered_inputs:
-            kept = {ref for ref, _ in self.cost(consumer, want).saved}
-            gathered = [
-                (position, item)
-                for phase, item, _, position in moves
-                if phase == FORWARD and item.collective in GATHERS and f"input:{position}" in kept
-            ]
-            moved = {position for phase, item, _, position in moves if phase == FORWARD and item.moves_batch}
-            total += sum(self.between_s(item) for position, item in gathered if position not in moved)
+        in_shards = is_sequence_parallel(have)
+        for position, item in gathered_inputs(self.cost(consumer, want), moves):
+            if gathers_again(self.costs, moves, position, in_shards=in_shards):
+                total += self.between_s(item)
         return total
 
     def factors(self, operators: Sequence[int], leaving: set[int], inside: int) -> list[Factor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hardware_models.links import GATHERS
 from simulator.lowering.crossing import SEQUENCE, Crossing, made_in_shards
 from simulator.lowering.mesh import MeshCollective, MeshSizes, batch_degree, mesh_sizes, reshard
 from simulator.plan import Sharding
@@ -14,11 +15,15 @@ from workloads.placements import PARTIAL, Placement
 
 if TYPE_CHECKING:
     from simulator.costs import CostTables
+    from simulator.operator_cost import OperatorCost
 
 NOTHING: Mapping[str, Crossing] = {}
 
 ShardingOf = Callable[[int], Sharding | None]
 """Sharding of the operators of a stage; None for others."""
+
+Moves = list[tuple[str, MeshCollective, int, int]]
+"""What ``input_collectives`` finds."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def input_collectives(
     samples: int,
     gpu_type: str,
     arrivals: Mapping[str, Crossing] = NOTHING,
-) -> list[tuple[str, MeshCollective, int, int]]:
+) -> Moves:
     """Return the collectives between an operator and the sources of its inputs.
 
     Args:
@@ -70,7 +75,7 @@ def input_collectives(
     assert own is not None
     sizes = mesh_sizes(own)
     joins = costs.problem.runtime.joins_gathers
-    found: list[tuple[str, MeshCollective, int, int]] = []
+    found: Moves = []
     for position, name in enumerate(costs.problem.workload.operators[index].inputs):
         source = _source(costs, index, name, sharding_of, gpu_type, arrivals)
         if source is None:
@@ -90,6 +95,29 @@ def input_collectives(
             for item in reshard(sizes, gradient, source.sizes, source.gradient, input_bytes, joins=joins):
                 found.append((BACKWARD_INPUT, item, index, position))
     return found
+
+
+def gathered_inputs(cost: OperatorCost, moves: Moves) -> list[tuple[int, MeshCollective]]:
+    """Return ``(input position, all-gather)`` of inputs that forward gathers and backward needs whole."""
+    saved = {ref for ref, _ in cost.saved}
+    return [
+        (position, item)
+        for phase, item, _, position in moves
+        if phase == FORWARD and item.collective in GATHERS and f"input:{position}" in saved
+    ]
+
+
+def gathers_again(costs: CostTables, moves: Moves, position: int, *, in_shards: bool) -> bool:
+    """Return whether backward gathers again what is among ``gathered_inputs``.
+
+    Args:
+        costs: Cost tables.
+        moves: Before the operator.
+        position: The input.
+        in_shards: Its maker works on shards of the sequence, or another stage sent such.
+    """
+    moves_batch = any(item.moves_batch for phase, item, _, place in moves if phase == FORWARD and place == position)
+    return in_shards and not (costs.problem.runtime.keeps_gathered_inputs or moves_batch)
 
 
 def gathers_alone(costs: CostTables, want: Sequence[Placement], *, in_shards: bool) -> bool:

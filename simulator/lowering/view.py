@@ -9,10 +9,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from hardware_models.links import GATHERS
 from simulator.costs import CostTables
 from simulator.lowering.crossing import Crossing, arriving, is_sequence_parallel, made_in_shards, passing
-from simulator.lowering.edges import gathers_alone, input_collectives
+from simulator.lowering.edges import Moves, gathered_inputs, gathers_again, gathers_alone, input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, settled
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan, Sharding, Stage
@@ -115,14 +114,14 @@ class StageView:
     def _costs(self) -> dict[int, OperatorCost]:
         return {}
 
-    def input_collectives(self, index: int) -> list[tuple[str, MeshCollective, int, int]]:
+    def input_collectives(self, index: int) -> Moves:
         """Return the collectives between an operator and the sources of its inputs (``edges``)."""
         key = ("input collectives", index)
         if key not in self.kept:
             self.kept[key] = input_collectives(
                 self.costs, index, self.shardings.get, self.samples(index), self.gpu_type, self.arrivals
             )
-        found: list[tuple[str, MeshCollective, int, int]] = self.kept[key]
+        found: Moves = self.kept[key]
         return found
 
     def scattered_inputs(self, index: int) -> list[tuple[int, float]]:
@@ -135,27 +134,15 @@ class StageView:
 
     def gathered_inputs(self, index: int) -> list[tuple[int, MeshCollective]]:
         """Return ``(input position, all-gather)`` of inputs that forward gathers and backward needs whole."""
-        cost = self.cost(index)
-        saved = {ref for ref, _ in cost.saved}
-        return [
-            (position, item)
-            for phase, item, _, position in self.input_collectives(index)
-            if phase == FORWARD and item.collective in GATHERS and f"input:{position}" in saved
-        ]
+        return gathered_inputs(self.cost(index), self.input_collectives(index))
 
     def gathers_again(self, index: int, position: int) -> bool:
         """Return whether backward gathers again what is among ``gathered_inputs``: shards of the sequence."""
         workload = self.costs.problem.workload
         name = workload.operators[index].inputs[position]
-        moves_batch = any(
-            item.moves_batch
-            for phase, item, _, place in self.input_collectives(index)
-            if phase == FORWARD and place == position
-        )
-        if self.costs.problem.runtime.keeps_gathered_inputs or moves_batch:
-            return False
         made_by = self.shardings.get(workload.producer[name])
-        return name in self.entering if made_by is None else is_sequence_parallel(made_by)
+        in_shards = name in self.entering if made_by is None else is_sequence_parallel(made_by)
+        return gathers_again(self.costs, self.input_collectives(index), position, in_shards=in_shards)
 
     def gathers_alone(self, index: int, position: int) -> bool:
         """Return whether an operator shares no gathered copy of an input with other readers."""
