@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import SeriesLaw, fit_series
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import Row
+from hardware_models.compute import kernel_time_s
 from hardware_models.gpus import load_gpu
 from hardware_models.group_shapes import GroupShape, groups_at_once
 from hardware_models.importers.aceso_folder import collectives_in, models_in
@@ -235,6 +237,22 @@ def test_published_square_matmuls_and_copies_are_fitted_within_five_percent(mach
         print(f"{machine} {group}: {record.num_points} points, median {100 * (record.median or 0):.1f} %")
         assert record.median is not None
         assert record.median < 0.05
+
+
+def test_tf32_products_take_twice_as_long_as_fp16_products_as_measured() -> None:
+    """One table has both; what it reaches of either peak is above what training's operands do, the ratio is not."""
+    gpu, measured = load_gpu("a100-sxm4-80gb"), dict[tuple[str, int], float]()
+    for row in load_table(data_folder("alpa_v100") / "device_ops.csv", floats=("seconds",), integers=("n_or_bytes",)):
+        if row["source"] == "a100_8gpu" and row["op"] == "dot_nxnxn":
+            measured[row["dtype"], row["n_or_bytes"]] = row["seconds"]
+    empty_loop = {dtype: measured[dtype, 0] for dtype in ("f16", "f32")}
+    found, predicted = [], []
+    for n in sorted({n for _, n in measured if n >= 1280}):
+        found.append((measured["f32", n] - empty_loop["f32"]) / (measured["f16", n] - empty_loop["f16"]))
+        product = Matmul(n, n, n)
+        predicted.append(kernel_time_s(gpu, product, "tf32") / kernel_time_s(gpu, product, "fp16"))
+    assert median(found) == pytest.approx(2.0, rel=0.02)
+    assert median(predicted) == pytest.approx(median(found), rel=0.02)
 
 
 @pytest.mark.parametrize("slower", [2.5, 8.0, 30.0])

@@ -74,8 +74,8 @@ def test_a_table_adds_up_to_an_iteration_of_one_stage(keeps: bool, sequence_para
     problem = replace(problem, runtime=replace(problem.runtime, keeps_gathered_inputs=keeps))
     plan = uniform_plan(problem, tp=4, sequence_parallel=sequence_parallel)
     table = CostTables(problem).table(plan.stages[0].shardings[0][1], 1, problem.gpu_types[0])
-    found_s = simulate(plan, problem, fidelity=Fidelity().without("optimizer", "host", "gradient-sync")).iteration_time_s
-    assert table.forward_s.sum() + table.backward_s.sum() == pytest.approx(found_s, rel=1e-9)
+    result = simulate(plan, problem, fidelity=Fidelity().without("optimizer", "host", "gradient-sync"))
+    assert table.forward_s.sum() + table.backward_s.sum() == pytest.approx(result.iteration_time_s, rel=1e-9)
 
 
 def test_a_cut_between_layers_sends_one_hidden_state_and_inside_attention_the_scores_too() -> None:
