@@ -35,6 +35,7 @@ from simulator.costs import CostTables, saved_tensors
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, groups, parameter_layout
 from simulator.plan import Sharding, resolve
+from simulator.segments import Segment
 from workloads.kinds.base import FORWARD as FORWARD_PHASE
 from workloads.operators import Workload
 
@@ -182,21 +183,19 @@ def _fill_class(
         return costs.operator(which, sharding_of(which), samples, gpu_type)
 
     cost = cost_of(index)
-    # A stage may lie anywhere: it is as slow as on the slowest type of GPU.
-    on_types = [
-        costs.operator(index, sharding_of(index), samples, each) for each in dict.fromkeys(costs.problem.gpu_types)
+    moves = [
+        (phase, item)
+        for phase, item, owner, _ in input_collectives(costs, index, sharding_of, samples, gpu_type)
+        if not cost_of(owner).contains(item)
     ]
-    seconds = [
-        max(max(part.device_s, part.host_s) for part in parts)
-        for parts in zip(*((on_type.forward, on_type.backward) for on_type in on_types), strict=True)
-    ]
-    for phase, item, owner, _ in input_collectives(costs, index, sharding_of, samples, gpu_type):
-        if not cost_of(owner).contains(item):
-            seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
-    for phase, item in cost.internal:
-        if not cost.contains(item):
-            seconds[phase != FORWARD_PHASE] += _alone_s(costs, item)
-    values[FORWARD], values[BACKWARD] = seconds
+    moves += [(phase, item) for phase, item in cost.internal if not cost.contains(item)]
+    for column, of_pass in ((FORWARD, "forward"), (BACKWARD, "backward")):
+        items = [item for phase, item in moves if (phase == FORWARD_PHASE) == (column == FORWARD)]
+        # A stage may lie anywhere: it is as slow as on the slowest type of GPU.
+        values[column] = max(
+            _looped_s(costs, getattr(costs.operator(index, sharding_of(index), samples, each), of_pass), items, each)
+            for each in dict.fromkeys(costs.problem.gpu_types)
+        )
     values[GRADIENT] = cost.num_parameter_elements
     operator = workload.operators[index]
     tensors = sum(cost.input_bytes) + sum(cost.output_bytes)
@@ -251,6 +250,18 @@ def _is_kept(
         name in dict(saved_tensors(workload, user, costs.operator(user, sharding_of(user), samples, gpu_type)))
         for user in users
     )
+
+
+def _looped_s(costs: CostTables, segment: Segment, items: Sequence[MeshCollective], gpu_type: str) -> float:
+    """Return what a loop over an operator's pass takes a turn, as Aceso's profiler times it.
+
+    Its device, with the collectives around the pass, or its host, which launches them too, if that takes longer.
+    """
+    launches_s = (
+        costs.launch_s(gpu_type) + costs.collective_host_s(groups(item.sizes, item.axes)[0]) for item in items
+    )
+    device_s = segment.device_s + sum(_alone_s(costs, item) for item in items)
+    return max(device_s, segment.host_s + sum(launches_s))
 
 
 def _alone_s(costs: CostTables, item: MeshCollective) -> float:
