@@ -217,7 +217,8 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
         for split, degree in limits.items():
             limit = op.definition.split_limit(op.attributes, split) if split in table else None
             if limit is not None and limit % degree:
-                problems.append(f"{where}: a {split} split must divide {limit}, got {degree}")
+                remedy = "; pad the vocabulary (vocab_multiple of the model)" if split == "vocab" else ""
+                problems.append(f"{where}: a {split} split must divide {limit}, got {degree}{remedy}")
         degree = batch_degree(resolved)
         degrees.add(degree)
         if not problems:

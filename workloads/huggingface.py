@@ -1,9 +1,10 @@
 """Models given as a Hugging Face ``config.json``; the ``transformers`` package is not needed.
 
 Read: gpt2, gpt_neox, llama, mistral, qwen2, bert, roberta, vit and t5. Keys that do not change shapes are
-ignored, absent keys take the defaults of ``transformers``. The sequence length is the longest the model has
-positions for: override ``seq_len`` to train on shorter ones. Attention is counted in full where a model has
-a sliding window.
+ignored, absent keys take the defaults of ``transformers``. Vocabularies are not padded, as there, unless
+``vocab_multiple`` is added to the file: splits of the vocabulary may need it. The sequence length is the longest
+the model has positions for: override ``seq_len`` to train on shorter ones. Attention is counted in full where a
+model has a sliding window.
 """
 
 from __future__ import annotations
@@ -93,12 +94,13 @@ def _gpt_neox(config: _Config) -> dict[str, Any]:
 
 def _llama(config: _Config) -> dict[str, Any]:
     config.refuse("mlp_bias", True, "biases in the MLP are not supported")
+    default_kv_heads = {"mistral": 8, "qwen2": 32}.get(str(config.model_type))  # llama: as many as heads
     return {
         "family": "llama",
         "layers": config.get("num_hidden_layers"),
         "hidden": config.get("hidden_size"),
         "heads": config.get("num_attention_heads"),
-        "kv_heads": config.get("num_key_value_heads", None),
+        "kv_heads": config.get("num_key_value_heads", default_kv_heads),
         "head_dim": config.get("head_dim", None),
         "ffn": config.get("intermediate_size"),
         "seq_len": config.get("max_position_embeddings"),
@@ -206,6 +208,8 @@ def spec_from_config(mapping: Mapping[str, Any], source: str) -> ModelSpec:
     fields = _READERS[model_type](config)
     fields["name"] = str(config.get("_name_or_path", None) or _name_from(source))[:200]
     spec = FAMILIES[fields["family"]].spec
+    if "vocab_multiple" in spec.model_fields:
+        fields["vocab_multiple"] = config.get("vocab_multiple", 1)
     return validated(spec, {key: value for key, value in fields.items() if value is not None}, source)
 
 

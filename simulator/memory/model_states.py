@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simulator.lowering.synchronisation import ParameterGroup
+from simulator.lowering.synchronisation import ParameterGroup, is_gathered
 from simulator.plan import Plan
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def static_bytes(
         groups: The stage's parameters.
         problem: Gives bytes per parameter (runtime).
         sharded_gradients: ZeRO-2 and 3 keep gradients sharded between microbatches.
-        reshards: ZeRO-3 keeps parameters sharded outside their use.
+        reshards: ZeRO-3 keeps parameters sharded outside their use; else they stay, gathered, beside their shards.
     """
     runtime = problem.runtime
     parameters, gradients, optimizer, workspace = [], [], [], []
@@ -50,7 +50,9 @@ def static_bytes(
     for group in groups:
         elements = float(group.num_elements)
         shards = group.num_shards
-        parameters.append(int(elements * runtime.parameter_bytes / (shards if group.zero == 3 and reshards else 1)))
+        gathered = is_gathered(group)
+        kept = elements * runtime.gathered_parameter_bytes if gathered and not reshards else 0.0
+        parameters.append(int(elements * runtime.parameter_bytes / (shards if gathered else 1) + kept))
         scattered = group.zero >= 2 and shards > 1 and sharded_gradients
         size = int(elements * runtime.gradient_bytes / (shards if scattered else 1))
         if runtime.frees_gradients == "all" or (scattered and runtime.frees_gradients == "scattered"):

@@ -172,6 +172,18 @@ def test_interleaved_stages_share_one_device_and_its_memory() -> None:
     assert live_of(memory[0], "saved activations") > live_of(plain[0], "saved activations")
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+def test_parameters_that_stay_gathered_lie_beside_their_shards_in_the_type_they_travel_in(reshards: bool) -> None:
+    """FSDP2: fp32 shards, bf16 copies."""
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime="pytorch-fsdp2", global_batch=4)
+    plan = replace(uniform_plan(problem, dp=4, zero=3), reshard_after_forward=reshards)
+    result = simulate(plan, problem)
+    per_parameter = 4 / 4 + (0 if reshards else 2)
+    assert result.memory[0].consumers["parameters"] == pytest.approx(
+        problem.workload.num_parameters * per_parameter, rel=1e-3
+    )
+
+
 def test_sequence_parallelism_keeps_shards_unless_the_runtime_keeps_gathered_inputs() -> None:
     """Korthikanti et al. 2022: sbh/t (34 + 5as/h) a layer; keeping gathered inputs adds 4sbh (1 - 1/t)."""
     problem = small_problem("gpt", global_batch=1)

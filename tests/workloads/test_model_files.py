@@ -10,10 +10,9 @@ from workloads import build_workload
 from workloads.local import check_workload
 
 CONFIGS: dict[str, tuple[dict[str, object], int]] = {
-    # config.json of published checkpoints (shape keys only) and their parameter counts; ours has the
-    # vocabulary rounded up to 128, hence "padded" below.
+    # config.json of published checkpoints (shape keys only) and their parameter counts.
     "gpt2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
-              "vocab_size": 50257}, 124_439_808 + 47 * 768),
+              "vocab_size": 50257}, 124_439_808),
     "pythia-1b": ({"model_type": "gpt_neox", "hidden_size": 2048, "num_hidden_layers": 16,
                    "num_attention_heads": 8, "intermediate_size": 8192, "max_position_embeddings": 2048,
                    "vocab_size": 50304, "tie_word_embeddings": False}, 1_011_781_632),
@@ -29,10 +28,10 @@ CONFIGS: dict[str, tuple[dict[str, object], int]] = {
                    "max_position_embeddings": 2048, "vocab_size": 32000}, 1_100_048_384),
     "bert-base": ({"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 768,
                    "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
-                   "vocab_size": 30522}, 109_514_298 + 70 * 769),
+                   "vocab_size": 30522}, 109_514_298),
     "roberta-base": ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"],
                       "max_position_embeddings": 514, "type_vocab_size": 1, "vocab_size": 50265},
-                     124_697_433 + 39 * 769),
+                     124_697_433),
     "vit-base": ({"model_type": "vit", "hidden_size": 768}, 86_567_656),
     "t5-small": ({"model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6,
                   "num_heads": 8, "vocab_size": 32128}, 60_506_624),
@@ -50,6 +49,15 @@ def test_config_json_gives_the_published_parameter_count(name: str, tmp_path: Pa
     assert workload.num_parameters == published
     assert workload.name == name
     assert build_workload(str(folder / "config.json")) is workload
+
+
+def test_a_vocabulary_that_tensor_parallelism_splits_is_padded_on_request(tmp_path: Path) -> None:
+    sizes = []
+    for multiple in (1, 128):
+        path = tmp_path / f"padded-{multiple}.json"
+        path.write_text(json.dumps({"model_type": "gpt2", "vocab_size": 50257, "vocab_multiple": multiple}))
+        sizes.append(build_workload(str(path)).num_parameters)
+    assert sizes[1] - sizes[0] == 47 * 768
 
 
 @pytest.mark.parametrize(
