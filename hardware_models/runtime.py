@@ -28,7 +28,7 @@ Reduce = Literal["last", "every"]
 TransferMode = Literal["overlapped", "blocking"]
 HostWait = Literal["receive", "collective", "gather", "optimizer"]
 GradientsFreed = Literal["none", "scattered", "all"]
-OptimizerKernels = Literal["fused", "per_tensor"]
+OptimizerKernels = Literal["fused", "foreach", "per_tensor"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,10 @@ class Runtime:
             for all of them, from which it is copied.
         keeps_root_gathered: ZeRO-3 parameters outside the repeated layers stay gathered from a forward pass to the end
             of its backward pass, as one unit; their gradients are reduced as one.
-        optimizer_kernels: ``fused`` over all tensors, or ``per_tensor``.
+        optimizer_kernels: ``fused`` over all tensors; or plain operations, over lists of tensors (``foreach``) or
+            ``per_tensor``.
+        flattens_sharded: What ZeRO-3 shards of a layer is one flat tensor to the optimizer (torch's first FSDP,
+            FairScale).
         gradient_clipping: The global gradient norm is computed each step.
         loss_scaling: Gradients are unscaled and checked for infinities each step.
         gradient_pass_bytes: What a step reads and writes of gradients before the optimizer, bytes per parameter: of all
@@ -167,6 +170,7 @@ class Runtime:
     regathers_recomputed: bool = False
     reduces_ties_whole: bool = False
     parameter_calls_above: int | None = None
+    flattens_sharded: bool = False
     host_seconds_per_list_entry: float = 0.0
     handover_s: float = 0.0
 
@@ -253,6 +257,7 @@ class RuntimeFile(FileModel):
     regathers_recomputed: bool = False
     reduces_ties_whole: bool = False
     parameter_calls_above: Annotated[int, Field(ge=0)] | None = None
+    flattens_sharded: bool = False
     host_seconds_per_list_entry: NonNegative = 0.0
     handover_s: NonNegative = 0.0
 

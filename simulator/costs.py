@@ -84,6 +84,16 @@ class CostTables:
         return frozenset(kept) if self.problem.runtime.keeps_root_gathered else frozenset()
 
     @cached_property
+    def leading_operators(self) -> frozenset[int]:
+        """Of each layer, the first operator with parameters."""
+        workload = self.problem.workload
+        found: dict[int, int] = {}
+        for index, op in enumerate(workload.operators):
+            if workload.parameters(index):
+                found.setdefault(op.layer, index)
+        return frozenset(found.values())
+
+    @cached_property
     def gather_units(self) -> tuple[int, ...]:
         """What ZeRO-2 and 3 hold whole at once, by operator: the number of its layer.
 

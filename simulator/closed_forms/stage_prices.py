@@ -17,7 +17,7 @@ from simulator.lowering.handover import handover_s
 from simulator.lowering.items import Item
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
-from simulator.lowering.step import adam_kernels, gradient_pass_s, passes_gradients, step_work
+from simulator.lowering.step import adam_launches, gradient_pass_s, num_launches, passes_gradients, step_work
 from simulator.lowering.transfers import Transfer
 from simulator.segments import Segment
 from workloads.kinds.base import BACKWARD_WEIGHT
@@ -129,7 +129,7 @@ def stage_step_s(view: StageView, ahead_s: float, norm_s: float) -> tuple[float,
     return step_s(
         pass_s,
         max(problem.hardware.optimizer_step_s(gpu_type, work.touched_bytes) for gpu_type in types),
-        adam_kernels(runtime, work.num_tensors),
+        num_launches(adam_launches(runtime), work.num_stepped, work.touched_bytes),
         max(map(costs.launch_s, types)),
         ahead_s,
         runtime.host_runs_ahead,

@@ -6,10 +6,13 @@ date.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from simulator.lowering.step import AdamLaunches
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -29,8 +32,8 @@ ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 # does not suit, ``StepWork``, how many buckets gradients fill (``overlap_time.filled_buckets``), how many parameters
 # are gathered by calls of their own, elements of each family.
 FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, ROOT_S, UNSUITED = range(8)
-PASSED_BYTES, TOUCHED_BYTES, TENSORS, BUCKETS, LARGE, ELEMENTS = range(8, 14)
-STEP_COLUMNS = 3
+PASSED_BYTES, TOUCHED_BYTES, TENSORS, STEPPED, BUCKETS, LARGE, ELEMENTS = range(8, 15)
+STEP_COLUMNS = 4
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
 # Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
@@ -211,14 +214,14 @@ class StepRules(NamedTuple):
         waits: The host waits for it.
         runs_ahead: The host launches what comes next while the device works.
         goes_on: Nor does it wait for other stages.
-        kernels_per_tensor: Of the optimizer; 0 for one kernel in all.
+        launches: How the optimizer's kernels are launched.
     """
 
     has_norm: bool
     waits: bool
     runs_ahead: bool
     goes_on: bool
-    kernels_per_tensor: int
+    launches: AdamLaunches
 
 
 class PlanColumns(NamedTuple):

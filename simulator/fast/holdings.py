@@ -194,7 +194,7 @@ class Holdings:
             num_large=0,
             tied_bytes=[[0.0] * NUM_STATES] * num_tied,
             tied=[(0, 0, -1, 1)] * num_tied,
-            tied_work=[StepWork(0.0, 0.0, 0)] * num_tied,
+            tied_work=[StepWork(0.0, 0.0, 0, 0)] * num_tied,
             unsuited=True,
         )
 

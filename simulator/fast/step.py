@@ -37,6 +37,7 @@ from simulator.fast.arrays import (
     REFRESH_CHANNEL,
     REFRESHED_KEYS,
     STEP_COLUMNS,
+    STEPPED,
     TENSORS,
     TOUCHED_BYTES,
     UPDATE_S_PER_BYTE,
@@ -51,10 +52,12 @@ from simulator.fast.arrays import (
     TimeTables,
 )
 from simulator.fast.prices import channel_s, mixed, wanted
+from simulator.lowering import step as lowering_step
 from simulator.lowering.copies import copying_s
-from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, passes_gradients
+from simulator.lowering.step import adam_launches, gradient_pass_s, has_norm, num_launches, passes_gradients
 
 _step_s, _phases_s, _waited_s = inlined(step_s), inlined(phases_s), inlined(waited_s)
+_num_launches = inlined(num_launches)
 _NORM_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
 _PROBES = (0.0, 1e4, 1e6, 3e8, 7e10)
 
@@ -67,7 +70,7 @@ def step_rules(costs: CostTables) -> StepRules:
         waits="optimizer" in runtime.host_waits,
         runs_ahead=runtime.host_runs_ahead,
         goes_on=host_goes_on(runtime),
-        kernels_per_tensor=adam_kernels(runtime, 2) - adam_kernels(runtime, 1),
+        launches=adam_launches(runtime),
     )
 
 
@@ -144,6 +147,7 @@ def _fill_work(
         work[0] += tables.sums[table, ends, PASSED_BYTES] - tables.sums[table, start, PASSED_BYTES]
         work[1] += tables.sums[table, ends, TOUCHED_BYTES] - tables.sums[table, start, TOUCHED_BYTES]
         work[2] += tables.sums[table, ends, TENSORS] - tables.sums[table, start, TENSORS]
+        work[3] += tables.sums[table, ends, STEPPED] - tables.sums[table, start, STEPPED]
         start = ends
     # What is tied counts once for each of its layouts.
     run = begin
@@ -176,7 +180,7 @@ def _has_own_ranks(plans: PlanColumns, plan: int) -> bool:
     return bool(schedule != INTERLEAVED)
 
 
-@compiled_with(arrays, prices, stage_rows, step_time)
+@compiled_with(arrays, prices, stage_rows, step_time, lowering_step)
 def add_steps(
     shape: Structure,
     tables: TimeTables,
@@ -220,7 +224,7 @@ def add_steps(
                     pass_s = max(pass_s, rates[FLOOR_S], rates[PASS_START_S] + work[0] * rates[PASS_S_PER_BYTE])
                     update_s = max(update_s, work[1] * rates[UPDATE_S_PER_BYTE])
                     launch_s = max(launch_s, rates[LAUNCH_S])
-            num_kernels = max(1.0, work[2] * rules.kernels_per_tensor)
+            num_kernels = _num_launches(rules.launches, work[3], work[1])
             waits = rules.waits and norms_s[plan] > 0
             ahead_s, reduced_s = launched_s[stage, AHEAD], once_s[REDUCED, stage]
             if has_own:

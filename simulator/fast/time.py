@@ -76,6 +76,7 @@ from simulator.fast.regather import add_regathers
 from simulator.fast.runs import find_tables
 from simulator.fast.step import add_steps, find_norm, refreshed_s
 from simulator.fast.ties import tied_elements, tied_s
+from simulator.lowering import step as lowering_step
 
 _stage_passes_s = inlined(stage_passes_s)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
@@ -102,6 +103,7 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
     stage_rows,
     step_time,
     zero_bubble_time,
+    lowering_step,
 )
 def estimate_times(
     shape: Structure,

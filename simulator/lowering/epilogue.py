@@ -12,7 +12,15 @@ from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import StageView
 from simulator.lowering.rows import TaskRows
-from simulator.lowering.step import adam_kernels, gradient_pass_s, has_norm, norm_s, passes_gradients, step_work
+from simulator.lowering.step import (
+    adam_launches,
+    gradient_pass_s,
+    has_norm,
+    norm_s,
+    num_launches,
+    passes_gradients,
+    step_work,
+)
 from simulator.lowering.synchronisation import (
     ParameterGroup,
     gradient_buckets,
@@ -219,7 +227,7 @@ class EpilogueBuilder:
     def _optimizer(self, placement: StagePlacement) -> None:
         view = placement.view
         problem, work = view.costs.problem, step_work(view)
-        num_kernels = adam_kernels(problem.runtime, work.num_tensors)
+        num_kernels = int(num_launches(adam_launches(problem.runtime), work.num_stepped, work.touched_bytes))
         for c in placement.classes:
             seconds = problem.hardware.optimizer_step_s(placement.gpu_type[c], work.touched_bytes)
             self._compute(c, "optimizer", view.position, seconds, num_kernels)

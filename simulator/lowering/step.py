@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import ceil, inf
 from typing import NamedTuple
 
 from hardware_models.runtime import Runtime
 from simulator.costs import CostTables
-from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
+from simulator.lowering.synchronisation import ParameterGroup, is_gathered, parameter_groups
 from simulator.lowering.view import StageView
 from workloads.kernels import MemoryBound
 
-PER_TENSOR_ADAM_KERNELS = 8
-PER_TENSOR_ADAM_ACCESSES = 20
+PLAIN_ADAM_KERNELS = 8
+PLAIN_ADAM_ACCESSES = 20
 """Kernels and element accesses of Adam written in plain tensor operations (torch.optim, single-tensor form):
 mul and add on the first moment (2 + 3 accesses), mul and addcmul on the second (2 + 3), sqrt, division by the
-bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv on the parameter (4)."""
+bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv on the parameter (4). AdamW over lists has as
+many: one lerp on the first moment (3), the decay of the parameter (2)."""
 OPTIMIZER_STATE_BYTES = 4
+LIST_TENSORS, LIST_ELEMENTS = 48, 320 * 65536
+"""What one launch over lists takes in: tensors of an operation on three lists, and chunks of 65,536 elements
+(torch 2.13.0, ATen/native/cuda/MultiTensorApply.cuh, before CUDA 13)."""
 
 
 class StepWork(NamedTuple):
@@ -26,11 +31,26 @@ class StepWork(NamedTuple):
         passed_bytes: Read and written of gradients between their reduction and the optimizer.
         touched_bytes: Read and written by the optimizer.
         num_tensors: Parameters.
+        num_stepped: Tensors that the optimizer steps: parameters, or what they are flattened into.
     """
 
     passed_bytes: float
     touched_bytes: float
     num_tensors: int
+    num_stepped: int
+
+
+class AdamLaunches(NamedTuple):
+    """How many kernels the optimizer launches: ``kernels`` for so many tensors, and for so many touched bytes.
+
+    Attributes:
+        kernels: Launched together, one for each operation.
+        tensors_each, bytes_each: What one of them takes in at most.
+    """
+
+    kernels: int
+    tensors_each: float
+    bytes_each: float
 
 
 def step_work(view: StageView) -> StepWork:
@@ -45,14 +65,19 @@ def work_of(groups: Iterable[ParameterGroup], runtime: Runtime) -> StepWork:
     """Return the work of stepping parameters: ZeRO's ranks step a shard each."""
     passes = float(runtime.gradient_clipping) + 2.0 * runtime.loss_scaling
     whole, stepped = runtime.gradient_pass_bytes or (0.0, passes * runtime.gradient_accumulation_bytes)
-    passed_bytes, elements, num_tensors = 0.0, 0.0, 0
+    passed_bytes, elements, num_tensors, num_stepped = 0.0, 0.0, 0, 0
     for group in groups:
         shards = group.num_shards if group.zero else 1
         passed_bytes += group.num_elements * (whole + stepped / shards)
         elements += group.num_elements / shards
         num_tensors += 1
-    touched_bytes = elements * (adam_bytes(runtime) + 2 * runtime.optimizer_workspace_bytes)
-    return StepWork(passed_bytes, touched_bytes, num_tensors)
+        # A flat tensor stands at its first parameter.
+        num_stepped += group.leads_layer or not (runtime.flattens_sharded and is_gathered(group))
+    return StepWork(passed_bytes, elements * _touched_bytes(runtime), num_tensors, num_stepped)
+
+
+def _touched_bytes(runtime: Runtime) -> float:
+    return adam_bytes(runtime) + 2 * runtime.optimizer_workspace_bytes
 
 
 def adam_bytes(runtime: Runtime) -> float:
@@ -62,12 +87,22 @@ def adam_bytes(runtime: Runtime) -> float:
     """
     if runtime.optimizer_kernels == "fused":
         return runtime.gradient_accumulation_bytes + 2 * runtime.optimizer_bytes + 2 * runtime.parameter_bytes
-    return PER_TENSOR_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
+    return PLAIN_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
 
 
-def adam_kernels(runtime: Runtime, num_tensors: int) -> int:
-    """Return how many kernels the optimizer launches, at least one."""
-    return 1 if runtime.optimizer_kernels == "fused" else max(1, PER_TENSOR_ADAM_KERNELS * num_tensors)
+def adam_launches(runtime: Runtime) -> AdamLaunches:
+    """Return how the optimizer's kernels are launched."""
+    if runtime.optimizer_kernels == "fused":
+        return AdamLaunches(1, inf, inf)
+    if runtime.optimizer_kernels == "per_tensor":
+        return AdamLaunches(PLAIN_ADAM_KERNELS, 1, inf)
+    return AdamLaunches(PLAIN_ADAM_KERNELS, LIST_TENSORS, LIST_ELEMENTS * _touched_bytes(runtime))
+
+
+def num_launches(launches: AdamLaunches, num_stepped: float, touched_bytes: float) -> float:
+    """Return how many kernels the optimizer launches, at least one for each of its operations."""
+    of_tensors, of_bytes = ceil(num_stepped / launches.tensors_each), ceil(touched_bytes / launches.bytes_each)
+    return float(launches.kernels * max(1, of_tensors, of_bytes))
 
 
 def has_norm(runtime: Runtime) -> bool:

@@ -59,6 +59,7 @@ class ParameterGroup:
         num_elements: Local elements before ZeRO.
         tie: Tie key or None.
         users: Operators of the stage that hold the parameter in this layout; more than one only where it is tied.
+        leads_layer: It is the first parameter of its layer.
     """
 
     operator: int
@@ -69,6 +70,7 @@ class ParameterGroup:
     num_elements: int
     tie: str | None
     users: tuple[int, ...]
+    leads_layer: bool
 
     @property
     def num_shards(self) -> int:
@@ -122,7 +124,8 @@ def _parameter_groups(view: StageView) -> list[ParameterGroup]:
                 axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
             )
             sharded = tuple(axis for axis in batch_axes if sharding[axis].zero > 0)
-            found.append(ParameterGroup(index, sizes, reduced, zero, sharded, elements, parameter.tie, (index,)))
+            leads = number == 0 and index in view.costs.leading_operators
+            found.append(ParameterGroup(index, sizes, reduced, zero, sharded, elements, parameter.tie, (index,), leads))
     return found
 
 
