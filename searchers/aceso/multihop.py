@@ -97,7 +97,7 @@ class StageCountSearch:
         self.seen: set[Configuration] = set()
         self.current: Configuration | None = None
         self.is_exhausted = False
-        self._opened: list[Configuration] = []
+        self._opened: dict[Configuration, Price] = {}
         self.evaluations = 0
         self.stages_priced = 0
         self.seconds = 0.0
@@ -137,7 +137,7 @@ class StageCountSearch:
                 return
         start, self.current = self.current, None
         price = self.found[start]
-        self._opened = []
+        self._opened = {}
         limit = self.options.iteration_evaluations
         self._iteration_end = None if limit is None else self._model.evaluations + limit
         for tried, bottleneck in enumerate(load_order(price), 1):
@@ -149,9 +149,9 @@ class StageCountSearch:
                 self.current = self._tuned(configuration)
                 return
             if self._spent():  # to be taken up again where it was begun
-                for configuration in self._opened:
-                    self.started.discard(configuration)
-                    self.pool[configuration] = self.found.get(configuration, price)
+                self.started.difference_update(self._opened)
+                self.pool.update(self._opened)
+                self.found.update(self._opened)  # Those far from the best may have been dropped meanwhile.
                 self.current = start
                 return
             if self._stops():
@@ -223,7 +223,7 @@ class StageCountSearch:
     ) -> tuple[Configuration, int] | None:
         """Return a configuration better than ``initial`` and how many hops it took, or None (Algorithm 2)."""
         self.started.add(configuration)
-        self._opened.append(configuration)
+        self._opened[configuration] = price
         self.pool.pop(configuration, None)
         if hop == self.options.max_hops:
             return None

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from searchers.aceso import multihop
 from searchers.aceso.dynamic_program import AcesoDynamicProgram
 from searchers.aceso.import_plan import import_plan
 from searchers.aceso.initial import INITIALS, initial_configuration
@@ -140,6 +141,15 @@ def test_a_search_can_be_continued_and_counts_what_it_spent() -> None:
     assert twice.evaluations <= 60
     assert twice.best[1].iteration_s <= once.best[1].iteration_s * 1.05
     assert len(once.statistics.hops) == len(once.statistics.bottlenecks_tried)
+
+
+def test_a_search_goes_on_where_configurations_far_from_the_best_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from one that was dropped while it was looked at, as long searches drop them."""
+    monkeypatch.setattr(multihop, "KEPT", 1)
+    search = StageCountSearch(4, SearchOptions())
+    for _ in range(40):
+        search.run(ideal_model(8), Limits(7, None))
+    assert search.best is not None
 
 
 @needs_profile
