@@ -205,6 +205,7 @@ class ImplementationFile(FileModel):
     loss_clones_logits: bool = False
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
     loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
+    fused_rotary: bool = True
 
 
 class RuntimeFile(FileModel):

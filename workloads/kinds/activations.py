@@ -10,6 +10,7 @@ from workloads.kinds import elementary
 from workloads.kinds.attributes import flag, integer, real, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
     Attributes,
     Kind,
@@ -173,7 +174,10 @@ class Dropout(_Elementwise):
 
 @register
 class Add(_Elementwise):
-    """The sum of two tensors of equal shape; keeps nothing."""
+    """The sum of a block's result and its residual, of equal shape; keeps nothing.
+
+    Backward adds the two gradients that meet where the residual branches off, once per block.
+    """
 
     name = "add"
     num_inputs = 2
@@ -188,17 +192,15 @@ class Add(_Elementwise):
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size = size_bytes(local, local.outputs)
-        # Backward hands the same gradient to both inputs.
-        return [MemoryBound(2 * size, size)] if phase == FORWARD else []
+        # Backward hands the same gradient to both inputs; what it adds is as large, but where a block changes shape.
+        return [] if phase == BACKWARD_WEIGHT else [MemoryBound(2 * size, size)]
 
 
 @register
 class DropoutAdd(Add):
     """Bias, dropout and the residual: ``residual + dropout(x)``; inputs ``(x, residual)``.
 
-    Backward also adds the two gradients that meet where the residual branches off, once per block.
-
-    Attributes of the operator: ``probability`` (0: no mask).
+    Attributes of the operator: ``probability`` (0: no mask); ``bias``, false where the linear before has none.
     """
 
     name = "dropout_add"
@@ -221,7 +223,8 @@ class DropoutAdd(Add):
                 return [add]
             if local.implementation.fused_bias_activation and local.implementation.fused_bias_dropout:
                 return [MemoryBound(2 * size, size + mask, "random")]
-            deferred_bias = [MemoryBound(size, size)] if local.implementation.fused_bias_activation else []
+            has_bias = flag(local.attributes, "bias", default=True) and local.implementation.fused_bias_activation
+            deferred_bias = [MemoryBound(size, size)] if has_bias else []
             return [*deferred_bias, MemoryBound(size, size + mask, "random"), add]
         if phase == BACKWARD_INPUT:
             return [MemoryBound(size + mask, size), add] if drops else [add]

@@ -306,6 +306,17 @@ class FlashAttentionOperator(_ByHead):
         logsumexp = Saved("logsumexp", (samples, _local_heads(local), queries), "fp32")
         return Saved("input:0"), Saved("input:1"), Saved("output:0"), logsumexp
 
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        if phase != BACKWARD_INPUT:
+            return ()
+        # Gradients of queries add up in fp32; those of grouped keys and values are made for every query head first
+        # (FlashAttention-2, mha_bwd: dq_accum, dk_expanded, dv_expanded).
+        width = local.outputs[0][2]
+        found: list[tuple[Shape, str]] = [((*local.inputs[0][:2], width), "fp32")]
+        if _key_value_heads(local.attributes) < integer(local.attributes, "heads"):
+            found.append(((*local.inputs[1][:2], 2 * width), "activation"))
+        return tuple(found)
+
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if phase == BACKWARD_WEIGHT:
             return []
@@ -345,5 +356,13 @@ class Rotary(_ByHead):
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if phase == BACKWARD_WEIGHT:
             return []
-        size = size_bytes(local, local.inputs)
-        return [MemoryBound(size, size)]
+        heads, kv_heads = integer(local.attributes, "heads"), _key_value_heads(local.attributes)
+        size = size_bytes(local, local.inputs) * (heads + kv_heads) / (heads + 2 * kv_heads)
+        if local.implementation.fused_rotary:
+            return [MemoryBound(size, size)]
+        # Queries, then keys: to fp32, times a complex number for each pair, and back; gradients alike.
+        found: list[Kernel] = []
+        for part in (size * heads / (heads + kv_heads), size * kv_heads / (heads + kv_heads)):
+            wide = part / local.element_bytes * DTYPE_BYTES["fp32"]
+            found += [MemoryBound(part, wide), MemoryBound(wide, wide), MemoryBound(wide, part)]
+        return found

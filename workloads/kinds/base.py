@@ -37,6 +37,7 @@ class Implementation:
         fused_softmax: Scale, mask and softmax in one kernel; else three, computed and kept in fp32.
         fused_bias_activation: Bias and activation in one kernel.
         fused_bias_dropout: Bias, dropout and residual add in one kernel; else three.
+        fused_rotary: Rotary positions in one pass over queries and keys; else in plain operations.
         fused_norm: RMS norm in one kernel that keeps its input and statistics; else several passes, and the
             normalised tensor is kept too. (Layer norm is one kernel in every framework.)
         logits_dtype: Type in which the loss is computed.
@@ -66,6 +67,7 @@ class Implementation:
     fused_bias_activation: bool = True
     fused_bias_dropout: bool = True
     fused_norm: bool = True
+    fused_rotary: bool = True
     logits_dtype: str = "fp32"
     bias_in_matmul: bool = False
     fused_softmax_multiple: int = 1

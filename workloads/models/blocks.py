@@ -117,7 +117,7 @@ class Blocks:
                 "in_groups": self.kv_heads,
                 "defer_bias": True,
             },
-            "residual": {"probability": self.dropout},
+            "residual": {"probability": self.dropout, **({} if self.bias else {"bias": False})},
             "linear_1": {
                 "in": hidden,
                 "out": first,

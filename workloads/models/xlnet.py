@@ -80,10 +80,13 @@ def build(spec: XLNetSpec, attention: str) -> Workload:
             scores = graph.add("attention_dropout", "dropout", [scores], dropping, tensor="head")
         context = graph.add("attention_context", "attention_context", [scores, qkv], own, tensor="head")
         out = graph.add("attention_dense", "linear", [context], dense, tensor="row", alternative="column")
-        x = graph.add("post_attention_dropout", "dropout_add", [out, x], residual, sequence="sequence")
+        unbiased = {**residual, "bias": False}
+        x = graph.add("post_attention_dropout", "dropout_add", [out, x], unbiased, sequence="sequence")
         x = graph.add("norm_1", "layer_norm", [x], norm, sequence="sequence")
         y = graph.add("mlp_linear_1", "linear", [x], up, tensor="column", alternative="row")
         y = graph.add("mlp_activation", "gelu", [y], {"groups": ffn}, tensor="column")
+        if spec.dropout > 0:
+            y = graph.add("mlp_dropout", "dropout", [y], {**residual, "groups": ffn}, tensor="column")
         y = graph.add(
             "mlp_linear_2", "linear", [y], down, tensor="row", alternative="column", sequence="row_sequence"
         )

@@ -1,0 +1,78 @@
+"""Bytes that memory-bound kernels move and work in, counted by hand."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from tests.workloads.graphs import MEGATRON, local_operator
+from workloads import build_workload
+from workloads.kernels import MemoryBound
+from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Attributes, Implementation
+from workloads.kinds.registry import kind_named
+from workloads.local import localize, workspace_bytes
+
+SAMPLES, TOKENS, DIM = 2, 8, 4
+
+
+def moved(kind: str, attributes: Attributes, shapes: list[tuple[int, ...]], phase: str, how: Implementation) -> float:
+    """Return the bytes that an operator's kernels read and write."""
+    local = localize(kind_named(kind), attributes, shapes, [], how)
+    found = kind_named(kind).kernels(phase, local)
+    return sum(kernel.total_bytes for kernel in found if isinstance(kernel, MemoryBound))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+@pytest.mark.parametrize(("fused", "per_element"), [(True, 2 + 2), (False, (2 + 4) + (4 + 4) + (4 + 2))])
+def test_rotary_positions_go_over_queries_and_keys(heads: int, kv_heads: int, fused: bool, per_element: int) -> None:
+    """Not over values. In plain operations they go to fp32 and back (torchtitan 0.3.0, models/common/rope.py)."""
+    attributes: Attributes = {"heads": heads, "kv_heads": kv_heads, "head_dim": DIM}
+    shapes = [(SAMPLES, TOKENS, (heads + 2 * kv_heads) * DIM)]
+    turned = SAMPLES * TOKENS * (heads + kv_heads) * DIM
+    how = Implementation(dtype="bf16", fused_rotary=fused)
+    for phase in (FORWARD, BACKWARD_INPUT):
+        assert moved("rotary", attributes, shapes, phase, how) == pytest.approx(turned * per_element)
+    assert moved("rotary", attributes, shapes, BACKWARD_WEIGHT, how) == 0
+
+
+@pytest.mark.parametrize(("kv_heads", "expanded"), [(8, 0), (2, 2)])
+def test_flash_attention_adds_gradients_up_in_fp32(kv_heads: int, expanded: int) -> None:
+    """One fp32 tensor of the queries' size; grouped keys and values have gradients for every query head first."""
+    attributes: Attributes = {"heads": 8, "kv_heads": kv_heads, "head_dim": DIM}
+    packed = (SAMPLES, TOKENS, (8 + 2 * kv_heads) * DIM)
+    how = Implementation(dtype="bf16")
+    local = localize(kind_named("flash_attention"), attributes, [packed, packed], [], how)
+    elements = SAMPLES * TOKENS * 8 * DIM
+    assert workspace_bytes(kind_named("flash_attention"), BACKWARD_INPUT, local) == elements * (4 + 2 * expanded)
+    assert workspace_bytes(kind_named("flash_attention"), FORWARD, local) == 0
+
+
+def test_where_a_residual_branches_off_two_gradients_are_added() -> None:
+    """Sixteen blocks of ResNet-50, each the size of its output: two reads and a write."""
+    workload = build_workload("resnet-50")
+    sums = [index for index, op in enumerate(workload.operators) if op.kind == "add"]
+    assert len(sums) == 16
+    for index in sums:
+        local = local_operator(workload, index, MEGATRON, samples=SAMPLES)
+        (kernel,) = workload.operators[index].definition.kernels(BACKWARD_INPUT, local)
+        assert isinstance(kernel, MemoryBound)
+        size = MEGATRON.activation_bytes * prod(local.outputs[0])
+        assert (kernel.read_bytes, kernel.write_bytes) == (2 * size, size)
+
+
+def test_no_bias_is_added_beside_dropout_where_the_linear_before_has_none() -> None:
+    how = Implementation(fused_bias_activation=True, fused_bias_dropout=False)
+    shapes = [(SAMPLES, TOKENS, DIM)] * 2
+    size = 2 * SAMPLES * TOKENS * DIM
+    with_bias, without = (
+        moved("dropout_add", {"probability": 0.1, **bias}, shapes, FORWARD, how) for bias in ({}, {"bias": False})
+    )
+    assert with_bias - without == 2 * size
+
+
+def test_xlnet_drops_inside_its_mlp() -> None:
+    """As its paper's code (positionwise_ffn, drop_1) and Hugging Face's."""
+    roles = [op.role for op in build_workload("xlnet-36").operators]
+    assert roles.count("mlp_dropout") == 36
+    assert roles.index("mlp_dropout") == roles.index("mlp_activation") + 1
