@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
+from simulator.closed_forms.overlap_time import beside_s
 from simulator.closed_forms.step_time import step_s
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
@@ -34,18 +35,28 @@ def weights_s(view: StageView) -> float:
 def items_s(view: StageView, items: list[Item]) -> float:
     """Return the seconds of items one after the other, each alone, each operator on the slowest type of the stage.
 
-    Launches are in it where the host never runs ahead.
+    But collectives that travel beside gradients of their operator do so. Launches are in it where the host never runs
+    ahead.
     """
-    total = 0.0
+    total = sent_s = 0.0
     types = view.gpu_types
+    slowdowns = [view.costs.problem.hardware.overlap_slowdown(gpu_type) for gpu_type in types]
+    computation_slowdown, communication_slowdown = map(max, zip(*slowdowns, strict=True))
     for item in items:
         if item.collective is not None:
-            total += collective_s(view, item.collective) + handover_s(view, item, ALL)
+            seconds = collective_s(view, item.collective) + handover_s(view, item, ALL)
+            if item.chained:
+                total += seconds
+            else:
+                sent_s += seconds
             continue
+        computed_s = 0.0
         for index, parts in groupby(item.parts, key=itemgetter(0)):
             phases = [phase for _, phase in parts if phase not in COPIES]
-            total += max(_operator_s(view, index, phases, gpu_type) for gpu_type in types)
-    return total
+            computed_s += max(_operator_s(view, index, phases, gpu_type) for gpu_type in types)
+        total += beside_s(computed_s, sent_s, computation_slowdown, communication_slowdown)
+        sent_s = 0.0
+    return total + sent_s
 
 
 def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: str) -> float:

@@ -13,6 +13,7 @@ from simulator.closed_forms.stage_prices import collective_s
 from simulator.costs import CostTables
 from simulator.engines.engine_compiled import run_compiled
 from simulator.engines.engine_simpy import run_simpy
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import lower, stage_views
@@ -104,10 +105,16 @@ def test_representatives_unmerged_tasks_and_both_engines_agree(shape: dict) -> N
         assert one == pytest.approx(other, rel=1e-6)
 
 
-def test_the_estimate_counts_every_collective_in_full() -> None:
-    plan = uniform_plan(with_overlap(True), tp=4, pp=2)
-    found = [estimate(plan, with_overlap(wanted)).iteration_time_s for wanted in (True, False)]
-    assert found[0] == pytest.approx(found[1], rel=1e-12)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("shape", [dict(tp=4, pp=2), dict(tp=8), dict(tp=2, dp=4)])
+@pytest.mark.parametrize("microbatch", [1, 4])
+def test_the_estimates_let_them_travel_beside_too(shape: dict, microbatch: int, sequence_parallel: bool) -> None:
+    problem = with_overlap(True)
+    plan = uniform_plan(problem, microbatch=microbatch, sequence_parallel=sequence_parallel, **shape)
+    found_s, in_turn_s = (estimate(plan, with_overlap(wanted)).iteration_time_s for wanted in (True, False))
+    assert found_s == pytest.approx(simulate(plan, problem).iteration_time_s, rel=0.025)
+    assert found_s < in_turn_s
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
 
 
 def test_a_host_that_waits_for_each_launch_overlaps_nothing(tmp_path) -> None:
