@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from datafiles.loader import parse_mapping
+from datafiles.schema import validated
 from datafiles.tables import load_table
 from experiments.cases.case import (
     Case,
@@ -19,7 +20,7 @@ from experiments.cases.case import (
     problem_of,
     uniform,
 )
-from searchers.alpa.import_plan import is_complete, plan_of
+from searchers.alpa.import_plan import StatedPlan, plan_of
 from simulator.plan import Plan
 from simulator.problem import Problem
 
@@ -79,5 +80,5 @@ def _megatron_plan(row: dict[str, Any]) -> Callable[[Problem], Plan] | None:
 
 
 def _alpa_plan(row: dict[str, Any]) -> Callable[[Problem], Plan] | None:
-    stated = parse_mapping(row["plan"], source=row["config"], format="json")
-    return partial(plan_of, stated, num_microbatches=int(row["microbatches"])) if is_complete(stated) else None
+    stated = validated(StatedPlan, parse_mapping(row["plan"], source=row["config"], format="json"), row["config"])
+    return partial(plan_of, stated, num_microbatches=int(row["microbatches"])) if stated.is_complete else None

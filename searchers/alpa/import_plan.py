@@ -7,14 +7,54 @@ Only plans whose operators' splits are implied are complete: batch over the rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from datafiles.loader import load_mapping
+from datafiles.schema import FileModel, validated
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import recompute_segments, repeated_layers
+
+Count = Annotated[int, Field(ge=1, le=2**20)]
+Mesh = tuple[Count, Count]
+
+
+class StatedPlan(FileModel):
+    """The file format.
+
+    Attributes:
+        layers: Groups of layers of each stage, in order; or stages and groups of each, as in ``"16x1"``.
+        submesh: Nodes and devices of each stage.
+        logical: Rows and columns of its mesh.
+        force_dp: 1 for stages whose rows share the batch; for all of them unless meshes are single devices.
+        n_auto_layers: Groups that the layers are in: as many as are named, unless said.
+        num_microbatches: Of an iteration.
+    """
+
+    layers: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | Annotated[str, Field(pattern=r"^[0-9]+x[0-9]+$")]
+    submesh: tuple[Mesh, ...]
+    logical: tuple[Mesh, ...]
+    force_dp: tuple[Literal[0, 1], ...] = ()
+    n_auto_layers: Count | None = None
+    num_microbatches: Count | None = None
+
+    @property
+    def groups(self) -> list[int]:
+        """Groups of layers of each stage."""
+        if isinstance(self.layers, str):
+            stages, each = (int(word) for word in self.layers.split("x"))
+            return [each] * stages
+        return [len(group) for group in self.layers]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the splits inside stages follow from what is stated."""
+        single = all(mesh == (1, 1) for mesh in self.logical)
+        return single or (len(self.force_dp) == len(self.logical) and 0 not in self.force_dp)
 
 
 def import_plan(path: Path, problem: Problem) -> Plan:
@@ -23,48 +63,35 @@ def import_plan(path: Path, problem: Problem) -> Plan:
     Raises:
         ValueError: If the file does not say enough, or what it says does not fit the problem.
     """
-    stated = load_mapping(path)
-    count = stated.get("num_microbatches")
-    if not isinstance(count, int) or count < 1 or problem.global_batch % count:
+    stated = validated(StatedPlan, load_mapping(path), str(path))
+    count = stated.num_microbatches
+    if count is None or problem.global_batch % count:
         raise ValueError(
             f"{path}: num_microbatches must be a divisor of the global batch {problem.global_batch}, got {count!r}"
         )
     return plan_of(stated, problem, count)
 
 
-def is_complete(stated: Mapping[str, Any]) -> bool:
-    """Return whether the splits inside stages follow from what is stated."""
-    forced = stated.get("force_dp", [])
-    single = all(mesh == [1, 1] for mesh in stated["logical"])
-    return single or (len(forced) == len(stated["logical"]) and 0 not in forced)
-
-
-def plan_of(stated: Mapping[str, Any], problem: Problem, num_microbatches: int) -> Plan:
-    """Return the plan that a mapping states, layers recomputed.
+def plan_of(stated: StatedPlan, problem: Problem, num_microbatches: int) -> Plan:
+    """Return the plan that is stated, layers recomputed.
 
     Raises:
         ValueError: If meshes and layers do not fit together.
     """
-    for name in ("layers", "submesh", "logical"):
-        if name not in stated:
-            raise ValueError(f"an Alpa plan must state layers, submesh and logical, {name} is missing")
-    submeshes, logical = stated["submesh"], stated["logical"]
+    submeshes, logical, groups = stated.submesh, stated.logical, stated.groups
     if len(submeshes) != len(logical) or any(
-        a * b != rows * columns for (a, b), (rows, columns) in zip(logical, submeshes, strict=False)
+        a * b != rows * columns for (a, b), (rows, columns) in zip(logical, submeshes, strict=True)
     ):
         raise ValueError(f"logical and physical meshes must have equal sizes, got {logical} and {submeshes}")
-    if not is_complete(stated):
+    if not stated.is_complete:
         raise ValueError("the splits of a stage must follow from its mesh: force_dp must be 1 for every stage")
+    number = stated.n_auto_layers or sum(groups)
+    if not isinstance(stated.layers, str) and list(chain(*stated.layers)) != list(range(number)):
+        raise ValueError(f"stages must hold the groups of layers 0 to {number - 1} in order, got {stated.layers}")
     layers = repeated_layers(problem.workload)
-    groups = stated.get("n_auto_layers", 1)
-    if len(layers) % groups:
-        raise ValueError(f"n_auto_layers must divide the {len(layers)} layers of the model, got {groups}")
-    per_group = len(layers) // groups
-    if isinstance(stated["layers"], str):
-        stages, each = (int(word) for word in stated["layers"].split("x"))
-        sizes = [each * per_group] * stages
-    else:
-        sizes = [len(group) * per_group for group in stated["layers"]]
+    if len(layers) % number:
+        raise ValueError(f"n_auto_layers must divide the {len(layers)} layers of the model, got {number}")
+    sizes = [count * (len(layers) // number) for count in groups]
     if sum(sizes) != len(layers) or len(sizes) != len(logical):
         raise ValueError(f"stages must hold {len(layers)} layers on {len(logical)} meshes, got {sizes}")
     found: list[Stage] = []

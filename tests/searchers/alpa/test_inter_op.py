@@ -158,11 +158,21 @@ def test_a_stated_plan_is_imported(tmp_path: Path) -> None:
     validate(plan, problem)
     assert [stage.devices for stage in plan.stages] == [(0, 1), (2, 3)]
     assert plan.num_microbatches == 8 and plan.microbatch_size == 8
+    path.write_text(STATED.replace('"n_auto_layers": 6, ', ""))
+    assert import_plan(path, problem) == plan
     for wrong, message in (
         (STATED.replace('"num_microbatches": 8', '"num_microbatches": 7'), "divisor of the global batch"),
         (STATED.replace("[1, 1], ", "[1, 0], "), "force_dp"),
         (STATED.replace("[[1, 2], [1, 2]]", "[[1, 4], [1, 2]]"), "equal sizes"),
-        (STATED.replace('"n_auto_layers": 6', '"n_auto_layers": 7'), "n_auto_layers"),
+        (STATED.replace('"n_auto_layers": 6', '"n_auto_layers": 7'), "groups of layers 0 to 6 in order"),
+        (STATED.replace('"n_auto_layers": 6', '"n_auto_layers": 0'), "n_auto_layers: must be greater than"),
+        (STATED.replace("[[0, 1, 2], [3, 4, 5]]", "[[3, 4, 5], [0, 1, 2]]"), "groups of layers 0 to 5 in order"),
+        (STATED.replace("[[0, 1, 2], [3, 4, 5]]", '[[0, 1, 2], [3, 4, "x"]]'), "layers"),
+        (STATED.replace("[[0, 1, 2], [3, 4, 5]]", "5"), "layers"),
+        (STATED.replace("[[0, 1, 2], [3, 4, 5]]", '"axb"'), "layers"),
+        (STATED.replace("[[2, 1], [2, 1]]", "3"), "logical"),
+        (STATED.replace("[[1, 2], [1, 2]]", "[[1, 2], [1]]"), "submesh"),
+        (STATED.replace('"force_dp": [1, 1]', '"force_dp": 3'), "force_dp"),
     ):
         path.write_text(wrong)
         with pytest.raises(ValueError, match=message):
