@@ -44,6 +44,8 @@ WORDS = ("recompute", "schedule")
 ALIASES = {"seq": "seq_len", "vpp": "chunks", "virtual_stages": "chunks", "seqpar": "sequence_parallel"}
 """What published tables call these columns."""
 SECONDS, OUT_OF_MEMORY = "iteration_time_s", "out_of_memory"
+SAME = 0.01
+"""Two figures of one run differ by as much as their digits."""
 METRICS = ("iteration_time", "tokens_per_s", "samples_per_s", "tflops_per_gpu")
 """What ``value`` may be, named by the column ``metric``; an iteration time in ``unit`` s or ms."""
 UNITS = {
@@ -294,10 +296,16 @@ class _Row:
         out_of_memory = self._flag(OUT_OF_MEMORY) if OUT_OF_MEMORY in self.cells else None
         seconds = self._number(SECONDS)
         value = self._number("value")
-        if seconds is None and value is not None:
+        if value is not None and (seconds is None or "metric" in self.cells):
             if "metric" not in self.cells:
                 raise MissingColumnError(f"a run with a value must have a metric, one of {', '.join(METRICS)}")
-            seconds = self._seconds(self.cells["metric"], value, problem, plan)
+            said = self._seconds(self.cells["metric"], value, problem, plan)
+            if seconds is not None and abs(said - seconds) > SAME * seconds:
+                raise ValueError(
+                    f"{SECONDS} and value must say the same, got {seconds:g} s and {said:g} s by "
+                    f"{self.cells['metric']}; keep one of them"
+                )
+            seconds = said if seconds is None else seconds
         return Measured(iteration_time_s=seconds, out_of_memory=out_of_memory)
 
     def _seconds(self, metric: str, value: float, problem: Problem, plan: Plan) -> float:

@@ -162,6 +162,14 @@ def test_units_of_rates_may_be_written_as_tables_write_them(tmp_path: Path, metr
     assert case.measured.iteration_time_s is not None
 
 
+def test_two_measured_times_of_one_run_must_agree(tmp_path: Path) -> None:
+    row = {**GPT, **DEGREES, "iteration_time_s": 0.5, "metric": "iteration_time", "unit": "ms"}
+    (case,) = load_runs(table(tmp_path, {**row, "value": 501}), COMMON)
+    assert case.measured.iteration_time_s == 0.5
+    with pytest.raises(ValueError, match=r"iteration_time_s and value must say the same, got 0\.5 s and 0\.6 s"):
+        load_runs(table(tmp_path, {**row, "value": 600}), COMMON)
+
+
 def test_cells_are_separated_by_commas(tmp_path: Path) -> None:
     (path := tmp_path / "runs.csv").write_text("model;tp;global_batch\nmine;1;8\n")
     with pytest.raises(ValueError, match=r"runs\.csv: cells must be separated by commas, got ';' in the header"):
