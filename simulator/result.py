@@ -41,7 +41,7 @@ class SimulationResult:
         run: What was simulated, and when each task ran. Where what repeats was left out, the whole is run when
             it is first looked at (``graph``, ``schedule``, ``breakdown``, ``summary``, plots).
         fidelity: Which effects were on.
-        duration_sources: Share of the simulated device time that was ``measured``, ``interpolated``,
+        duration_sources: Share of the device time of operators that was ``measured``, ``interpolated``,
             ``modelled``.
         plan_hash: Canonical hash of the plan.
         engine: Name of the engine.
@@ -181,7 +181,7 @@ class SimulationResult:
         lines += [f"{'critical path' if number == 0 else '':<16}{line}" for number, line in enumerate(path)]
         sources = ", ".join(f"{100 * share:.0f} % {name}" for name, share in self.duration_sources.items() if share > 0)
         if sources:
-            lines.append(f"times           {sources}")
+            lines.append(f"operator times  {sources}")
         if off := _switched_off(self.fidelity):
             lines.append(f"without         {', '.join(off)}")
         return "\n".join(lines)

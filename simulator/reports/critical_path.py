@@ -135,8 +135,8 @@ class CriticalPath:
                 where = f", mostly of {cause_words(max(stretched, key=stretched.__getitem__))}"
             lines.append(f"{100 * share:5.1f} %  {words}{where}")
         if len(rows) > limit:
-            rest = sum(share for _, _, share in rows[limit:])
-            lines.append(f"{100 * rest:5.1f} %  {len(rows) - limit} smaller causes")
+            rest, number = sum(share for _, _, share in rows[limit:]), len(rows) - limit
+            lines.append(f"{100 * rest:5.1f} %  {number} smaller cause{'s' if number > 1 else ''}")
         return "\n".join(lines)
 
 
