@@ -21,7 +21,7 @@ from simulator.closed_forms.overlap_time import (
     unit_shares,
 )
 from simulator.closed_forms.passes_time import SentHost
-from simulator.closed_forms.stage_prices import collective_s, items_s, launch_collective_s
+from simulator.closed_forms.stage_prices import collective_s, items_s, launch_collective_s, slowdowns
 from simulator.lowering.copies import copying_s
 from simulator.lowering.items import Item
 from simulator.lowering.mesh import MeshCollective
@@ -117,8 +117,7 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
         shares = [_num_untied(view) * own / sum(num_bytes) for own in num_bytes]
         parts = [max(own, more) if each.listed else own for each, own, more in zip(sums, parts, shares, strict=True)]
     copied_s, copied_back_s, copied_host_s = _gradient_copies(view)
-    slowdowns = [costs.problem.hardware.overlap_slowdown(gpu_type) for gpu_type in view.gpu_types]
-    computation_slowdown, communication_slowdown = (max(factors) for factors in zip(*slowdowns, strict=True))
+    computation_slowdown, communication_slowdown = slowdowns(view)
     sent = Sent(
         gathers.root_s,
         gathers.others_s,

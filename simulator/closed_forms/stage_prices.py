@@ -40,8 +40,6 @@ def items_s(view: StageView, items: list[Item]) -> float:
     """
     total = sent_s = 0.0
     types = view.gpu_types
-    slowdowns = [view.costs.problem.hardware.overlap_slowdown(gpu_type) for gpu_type in types]
-    computation_slowdown, communication_slowdown = map(max, zip(*slowdowns, strict=True))
     for item in items:
         if item.collective is not None:
             seconds = collective_s(view, item.collective) + handover_s(view, item, ALL)
@@ -54,9 +52,15 @@ def items_s(view: StageView, items: list[Item]) -> float:
         for index, parts in groupby(item.parts, key=itemgetter(0)):
             phases = [phase for _, phase in parts if phase not in COPIES]
             computed_s += max(_operator_s(view, index, phases, gpu_type) for gpu_type in types)
-        total += beside_s(computed_s, sent_s, computation_slowdown, communication_slowdown)
+        total += beside_s(computed_s, sent_s, *slowdowns(view)) if sent_s else computed_s
         sent_s = 0.0
     return total + sent_s
+
+
+def slowdowns(view: StageView) -> tuple[float, float]:
+    """Return by how much computation and communication are slower at once, on the type that loses most."""
+    found = [view.costs.problem.hardware.overlap_slowdown(gpu_type) for gpu_type in view.gpu_types]
+    return max(each[0] for each in found), max(each[1] for each in found)
 
 
 def _operator_s(view: StageView, index: int, phases: Sequence[str], gpu_type: str) -> float:
