@@ -106,6 +106,7 @@ def _llama(config: _Config) -> dict[str, Any]:
         "seq_len": config.get("max_position_embeddings"),
         "vocab": config.get("vocab_size"),
         "qkv_bias": config.get("attention_bias", config.model_type == "qwen2"),
+        "output_bias": config.get("attention_bias", False),
         "tied_embeddings": config.get("tie_word_embeddings", False),
         "attention_dropout": config.dropout("attention_dropout", 0.0),
     }

@@ -51,6 +51,16 @@ def test_config_json_gives_the_published_parameter_count(name: str, tmp_path: Pa
     assert build_workload(str(folder / "config.json")) is workload
 
 
+def test_attention_of_llama_may_have_biases_of_all_four_projections(tmp_path: Path) -> None:
+    """Twelve layers of 2,048 features, 32 query and 4 key-value heads: q, k, v and the output."""
+    sizes = []
+    for bias in (False, True):
+        path = tmp_path / f"bias-{bias}.json"
+        path.write_text(json.dumps({**CONFIGS["tinyllama"][0], "num_hidden_layers": 12, "attention_bias": bias}))
+        sizes.append(build_workload(str(path)).num_parameters)
+    assert sizes[1] - sizes[0] == 12 * (2048 + 2 * 4 * 64 + 2048)
+
+
 def test_a_vocabulary_that_tensor_parallelism_splits_is_padded_on_request(tmp_path: Path) -> None:
     sizes = []
     for multiple in (1, 128):

@@ -37,6 +37,7 @@ class Blocks:
         attention: ``"plain"`` or ``"flash"``.
         bias: Linears have a bias.
         qkv_bias: The query-key-value projection has one.
+        output_bias: The projection after attention has one, where others have none.
         dropout: Probability after attention, after the MLP (and inside it where ``mlp_dropout``).
         attention_dropout: Probability on attention probabilities; 0: no such operator.
         mlp_dropout: Dropout after the activation (T5).
@@ -57,6 +58,7 @@ class Blocks:
     attention: str = "plain"
     bias: bool = True
     qkv_bias: bool = True
+    output_bias: bool = False
     dropout: float = 0.1
     attention_dropout: float = 0.1
     mlp_dropout: bool = False
@@ -113,7 +115,7 @@ class Blocks:
             "dense": {
                 "in": inner,
                 "out": hidden,
-                "bias": self.bias,
+                "bias": self.bias or self.output_bias,
                 "in_groups": self.kv_heads,
                 "defer_bias": True,
             },

@@ -23,6 +23,7 @@ class LlamaSpec(ModelSpec):
         seq_len: Tokens per sample.
         vocab: Tokens known, rounded up to ``vocab_multiple``.
         qkv_bias: The query-key-value projection has a bias (Qwen2).
+        output_bias: The projection after attention has one.
         tied_embeddings: Output layer and embedding are one matrix.
         dropout, attention_dropout: Probabilities.
     """
@@ -39,6 +40,7 @@ class LlamaSpec(ModelSpec):
     seq_len: Length
     vocab: Width
     qkv_bias: bool = False
+    output_bias: bool = False
     tied_embeddings: bool = False
     dropout: Probability = 0.0
     attention_dropout: Probability = 0.0
@@ -69,6 +71,7 @@ def build(spec: LlamaSpec, attention: str) -> Workload:
         attention=attention,
         bias=False,
         qkv_bias=spec.qkv_bias,
+        output_bias=spec.output_bias,
         dropout=spec.dropout,
         attention_dropout=spec.attention_dropout,
         rotary=True,

@@ -71,7 +71,8 @@ def build(spec: SwinSpec, attention: str) -> Workload:
     """
     if attention != "plain":
         raise ValueError(
-            f"swin adds a relative position bias to its scores, which {attention} attention cannot; use plain"
+            f"swin adds a relative position bias to its scores, which {attention} attention cannot; use a "
+            "runtime with plain attention"
         )
     side = spec.image // spec.patch
     graph = GraphBuilder(name=spec.name, family="swin", tokens_per_sample=side * side)

@@ -77,7 +77,7 @@ def build(spec: T5Spec, attention: str) -> Workload:
     if attention == "flash" and not megatron and spec.position_buckets:
         raise ValueError(
             f"model {spec.name!r} adds a learned relative position bias to its attention scores, which flash "
-            "attention kernels do not take; use attention='plain'"
+            "attention kernels do not take; use a runtime with plain attention"
         )
     vocab = padded_vocab(spec.vocab, spec.vocab_multiple)
     graph = GraphBuilder(name=spec.name, family="t5", tokens_per_sample=spec.seq_len + spec.decoder_seq_len)
