@@ -44,8 +44,8 @@ WORDS = ("recompute", "schedule")
 ALIASES = {"seq": "seq_len", "vpp": "chunks", "virtual_stages": "chunks", "seqpar": "sequence_parallel"}
 """What published tables call these columns."""
 SECONDS, OUT_OF_MEMORY = "iteration_time_s", "out_of_memory"
-SAME = 0.01
-"""Two figures of one run differ by as much as their digits."""
+ROUNDING = 0.01
+"""What two figures of one run may differ by: their digits."""
 METRICS = ("iteration_time", "tokens_per_s", "samples_per_s", "tflops_per_gpu")
 """What ``value`` may be, named by the column ``metric``; an iteration time in ``unit`` s or ms."""
 UNITS = {
@@ -300,7 +300,7 @@ class _Row:
             if "metric" not in self.cells:
                 raise MissingColumnError(f"a run with a value must have a metric, one of {', '.join(METRICS)}")
             said = self._seconds(self.cells["metric"], value, problem, plan)
-            if seconds is not None and abs(said - seconds) > SAME * seconds:
+            if seconds is not None and abs(said - seconds) > ROUNDING * seconds:
                 raise ValueError(
                     f"{SECONDS} and value must say the same, got {seconds:g} s and {said:g} s by "
                     f"{self.cells['metric']}; keep one of them"

@@ -91,12 +91,12 @@ def adam_bytes(runtime: Runtime) -> float:
 
 
 def adam_launches(runtime: Runtime) -> AdamLaunches:
-    """Return how the optimizer's kernels are launched."""
+    """Return how the optimizer's kernels are launched; in types that are the same for all, compiled code knows one."""
     if runtime.optimizer_kernels == "fused":
         return AdamLaunches(1, inf, inf)
     if runtime.optimizer_kernels == "per_tensor":
-        return AdamLaunches(PLAIN_ADAM_KERNELS, 1, inf)
-    return AdamLaunches(PLAIN_ADAM_KERNELS, LIST_TENSORS, LIST_ELEMENTS * _touched_bytes(runtime))
+        return AdamLaunches(PLAIN_ADAM_KERNELS, 1.0, inf)
+    return AdamLaunches(PLAIN_ADAM_KERNELS, float(LIST_TENSORS), float(LIST_ELEMENTS * _touched_bytes(runtime)))
 
 
 def num_launches(launches: AdamLaunches, num_stepped: float, touched_bytes: float) -> float:

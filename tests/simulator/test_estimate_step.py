@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hardware_models.machine_factors import with_factors
+from hardware_models.runtime import load_runtime, runtime_names
 from simulator.closed_forms.estimate import estimate
 from simulator.closed_forms.stage_prices import items_s, stage_step_s
 from simulator.costs import CostTables
@@ -100,6 +101,12 @@ def test_kernels_over_lists_take_in_48_tensors_and_21_million_elements() -> None
     count = 8 * 15
     seconds = 304_326_632 * (80 + 8) / (gpu.memory_bytes_per_s * gpu.optimizer_bandwidth_fraction)
     assert stage_step_s(view, 0.0, 0.0)[1] == pytest.approx(count * 1e-3 + seconds / count, rel=1e-12)
+
+
+def test_all_runtimes_have_one_compiled_step() -> None:
+    """A number of another type would be compiled anew, up to a minute."""
+    kinds = {tuple(map(type, adam_launches(load_runtime(name)))) for name in runtime_names()}
+    assert kinds == {(int, float, float)}
 
 
 @pytest.mark.parametrize(("zero", "tensors"), [(0, 296), (3, 26)])
