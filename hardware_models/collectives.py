@@ -28,7 +28,14 @@ from math import ceil, log2
 from hardware_models.cluster import Cluster, Node
 from hardware_models.communication import Communication
 from hardware_models.gpus import curves_of
-from hardware_models.links import COLLECTIVES, JOINED_GATHER, JOINING_COPIES, LinkType, NetworkType
+from hardware_models.links import (
+    COLLECTIVES,
+    JOINED_GATHER,
+    JOINING_COPIES,
+    LinkType,
+    NetworkType,
+    Protocol,
+)
 from hardware_models.topology import is_connected, link_counts, pack_rings, tree_edges
 
 Loads = dict[str, float]
@@ -91,9 +98,7 @@ class Flow:
     def price(self, num_bytes: float) -> Communication:
         """Return the cost with the quickest protocol."""
         _, index, work = self.quickest(num_bytes)
-        return Communication(
-            latency_s=self.protocols[index].latency_s, work_s=work, shares=self.shares[index]
-        )
+        return Communication(latency_s=self.protocols[index].latency_s, work_s=work, shares=self.shares[index])
 
 
 def bus_factor(kind: str, n: int) -> float:
@@ -207,9 +212,7 @@ def _local_s_per_byte(links: LinkType, kind: str, n: int) -> float:
     return 1.0 / (n * rate) if rate is not None else 0.0
 
 
-def _ring(
-    node: Node, index: int, kind: str, members: tuple[int, ...], bus_bytes: float
-) -> tuple[float, Loads]:
+def _ring(node: Node, index: int, kind: str, members: tuple[int, ...], bus_bytes: float) -> tuple[float, Loads]:
     """Return seconds and loads of ``bus_bytes`` over every ring link of the group."""
     links, prefix = node.links, f"node{index}"
     pair = links.pair_fraction if len(members) == 2 else 1.0
@@ -238,9 +241,7 @@ def _ring(
     return work, loads
 
 
-def _mesh_all_to_all(
-    node: Node, index: int, members: tuple[int, ...], pair_bytes: float
-) -> tuple[float, Loads]:
+def _mesh_all_to_all(node: Node, index: int, members: tuple[int, ...], pair_bytes: float) -> tuple[float, Loads]:
     """Send ``pair_bytes`` between every ordered pair at once: over one link where links join it, else by the host.
 
     A pair gets no more from two links than from one (measured: Alpa's pairs of either kind take equally long).
@@ -276,10 +277,14 @@ def _by_host(links: LinkType, prefix: str, source: int, target: int, num_bytes: 
 def _across(
     cluster: Cluster, groups: dict[int, tuple[int, ...]], kind: str, node_bytes: float, *, tree: bool = False
 ) -> Flow:
-    """Return the flow over several nodes; ``node_bytes`` leave (and enter) each node per byte of size."""
+    """Return the flow over several nodes; ``node_bytes`` leave (and enter) each node per byte of size.
+
+    Data pass through links inside nodes and cards at once, each at its own share of a protocol: the slower rules.
+    """
     n = sum(len(members) for members in groups.values())
     loads: Loads = {}
-    work = 0.0
+    by_links: list[tuple[LinkType, float]] = []
+    by_cards = 0.0
     for index, members in groups.items():
         node = cluster.nodes[index]
         leaving = node_bytes
@@ -292,29 +297,32 @@ def _across(
                 share = (len(members) - 1) / n if kind == "all_to_all" else bus_factor(kind, n)
                 seconds, inside = _ring(node, index, kind, members, share)
                 seconds /= node.links.efficiency[kind]
-            work = max(work, seconds)
+            by_links.append((node.links, seconds))
             loads.update(inside)
         nics = sorted({nic for slot in members for nic in node.nics_of(slot)})
         seconds = leaving / (len(nics) * node.network.nic_bytes_per_s)
-        work = max(work, seconds / node.network.efficiency[kind])
+        by_cards = max(by_cards, seconds / node.network.efficiency[kind])
         if kind != "all_to_all" and not tree:
             seconds *= 1 + node.network.relay_load * (len(members) - 1)
         for nic in nics:
             loads[f"node{index}/nic{nic}/out"] = loads[f"node{index}/nic{nic}/in"] = seconds
+    work = max([by_cards, *(seconds for _, seconds in by_links)])
     links = [(cluster.nodes[index].links, len(members)) for index, members in groups.items()]
     network = max((cluster.nodes[index].network for index in groups), key=_slowness)
     # A tree goes up from node to node; a part of a ring passes n - 1 times, at most once from each node to the next.
     hops = ceil(log2(len(groups))) if tree else min(len(groups), n - 1)
     passes = 2 if kind == "all_reduce" else 1
-    protocols = tuple(
-        FlowProtocol(
-            protocol.launch_s
-            + passes * (hops * protocol.step_s + (_chain_s if tree else _inside_s)(links, protocol.name)),
-            protocol.bandwidth_fraction,
+    protocols = []
+    for protocol in network.protocols:
+        own = [(_protocol_inside(each, protocol.name), seconds) for each, seconds in by_links]
+        slowest = max(
+            [by_cards / protocol.bandwidth_fraction, *(seconds / each.bandwidth_fraction for each, seconds in own)]
         )
-        for protocol in network.protocols
-    )
-    return Flow(work, tuple(loads.items()), protocols, (network.tree_fill_bytes or 0.0) if tree else 0.0)
+        launch_s = max([protocol.launch_s, *(each.launch_s for each, _ in own)])
+        steps_s = hops * protocol.step_s + (_chain_s if tree else _inside_s)(links, protocol.name)
+        protocols.append(FlowProtocol(launch_s + passes * steps_s, work / slowest))
+    fill_bytes = (network.tree_fill_bytes or 0.0) if tree else 0.0
+    return Flow(work, tuple(loads.items()), tuple(protocols), fill_bytes)
 
 
 def _slowness(network: NetworkType) -> list[tuple[float, float, float]]:
@@ -322,22 +330,21 @@ def _slowness(network: NetworkType) -> list[tuple[float, float, float]]:
     return [(each.step_s, each.launch_s, -each.bandwidth_fraction) for each in network.protocols]
 
 
-def _step_s(links: LinkType, protocol: str) -> float:
-    """Return a step's seconds inside a node, of its quickest protocol where it has none of that name."""
-    steps = {each.name: each.step_s for each in links.protocols}
-    return steps.get(protocol, links.protocols[0].step_s)
+def _protocol_inside(links: LinkType, name: str) -> Protocol:
+    """Return the protocol of that name inside a node, or its quickest where it has none of that name."""
+    return next((each for each in links.protocols if each.name == name), links.protocols[0])
 
 
 def _chain_s(nodes: Sequence[tuple[LinkType, int]], protocol: str) -> float:
     """Return the seconds of a tree's steps inside nodes: down the chain of each one's members, all at once."""
-    return max((count - 1) * _step_s(links, protocol) for links, count in nodes)
+    return max((count - 1) * _protocol_inside(links, protocol).step_s for links, count in nodes)
 
 
 def _inside_s(nodes: Sequence[tuple[LinkType, int]], protocol: str) -> float:
     """Return the seconds of a ring's steps inside nodes: all but the one that a part never needs, the quickest."""
     steps: Counter[float] = Counter()
     for links, count in nodes:
-        steps[_step_s(links, protocol)] += count - 1
+        steps[_protocol_inside(links, protocol).step_s] += count - 1
     left = +steps
     if left:
         left[min(left)] -= 1

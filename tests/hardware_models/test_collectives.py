@@ -226,5 +226,26 @@ def test_a_network_of_slower_steps_sets_the_pace_but_not_that_inside_the_other_n
     parts = ("g4dn.12xlarge:1x4", "v100-32g-dgx1:1x8")
     hardware = HardwareModel(parse_cluster("+".join(parts[number] for number in order)))
     small = hardware.collective("all_gather", 4.0, range(12))
-    # Ethernet between; three steps among T4s, whose only protocol has 10 us, and seven among V100s, less one of these.
-    assert small.latency_s == pytest.approx(8e-6 + 2 * 152e-6 + 3 * 10e-6 + 6 * 0.85e-6, rel=1e-9)
+    # Ethernet between; T4s launch in 600 us and take three steps of 10 us, V100s seven, less one of these.
+    assert small.latency_s == pytest.approx(600e-6 + 2 * 152e-6 + 3 * 10e-6 + 6 * 0.85e-6, rel=1e-9)
+
+
+@pytest.mark.parametrize("preset", ["a100-80g-dgx", "h100-dgx", "dgx2-v100", "p3.16xlarge", "g4dn.12xlarge"])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_collective_over_two_full_nodes_is_never_quicker_than_over_one(preset: str, kind: str) -> None:
+    one, two = (HardwareModel(parse_cluster(f"{preset}:{nodes}x4")) for nodes in (1, 2))
+    for exponent in range(10, 31):
+        inside = one.collective(kind, 2**exponent, range(4))
+        across = two.collective(kind, 2**exponent, range(8))
+        assert across.latency_s + across.work_s >= inside.latency_s + inside.work_s, 2**exponent
+
+
+def test_the_quick_protocol_has_nvlinks_own_share_inside_nodes() -> None:
+    hardware = HardwareModel(parse_cluster("a100-80g-dgx:2x8"))
+    small, larger = (hardware.collective("all_reduce", size, range(16)) for size in (2**17, 2**18))
+    # Eight cards at 0.4 of 21.25 GB/s move S; NVLink at 0.0937 of 227.8 GB/s moves 2 * 15/16 S, and that is slower.
+    assert larger.work_s - small.work_s == pytest.approx(2**17 * 2 * 15 / 16 / (0.0937 * 227.8e9), rel=1e-6)
+    # The ports are in use for as long as their share of that time.
+    shares = dict(larger.shares)
+    assert shares["node0/nvswitch/0/out"] == pytest.approx(0.0937, rel=1e-6)
+    assert shares["node0/nic0/out"] == pytest.approx((1 / (8 * 21.25e9)) / (2 * 15 / 16 / (0.0937 * 227.8e9)), rel=1e-6)
