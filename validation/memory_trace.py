@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_leaves
 from simulator.memory.events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.plan import Plan
 from simulator.problem import Problem
-from validation.execution import operator_call
 from validation.execution.executable import check_executable
 from validation.execution.groups import GroupPool
 from validation.execution.launch import Worker
 from validation.execution.operator_call import storage_key
 from validation.execution.plan_executor import PlanExecutor
-from validation.kinds import attention
+from validation.kinds.shared_tensors import forget_shared
 
 _Mode: Any = _python_dispatch.TorchDispatchMode
 
@@ -228,22 +227,14 @@ def fake_processes(rank: int, world_size: int) -> Iterator[str | None]:
     """Make this process one rank of a process group in which every collective is done at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    caches = [attention._mask, attention._buckets, attention._rotations]
     if dist.is_initialized():
         raise ValueError("memory is traced in a process without a process group, but there is one; use another process")
-    _forget(caches)
+    forget_shared()
     try:
         if world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         yield "fake" if world_size > 1 else None
     finally:
-        # Fake tensors must not be met by real runs, nor the other way round.
-        _forget(caches)
+        forget_shared()
         if world_size > 1:
             dist.destroy_process_group()
-
-
-def _forget(caches: Sequence[Any]) -> None:
-    for cache in caches:
-        cache.cache_clear()
-    operator_call._EMPTY.clear()

@@ -58,7 +58,8 @@ def plan(
     overlap_gradient_sync: Annotated[
         bool | None,
         typer.Option(
-            help="Gradients travel while the last backward pass runs; default: as the runtime.",
+            help="Gradients travel while the last backward pass runs, if the runtime reduces them in buckets or units; "
+            "default: as the runtime.",
             show_default=False,
             rich_help_panel=PLAN,
         ),
@@ -137,6 +138,12 @@ def plan(
         smaller_last=smaller_last,
     )
     validate(built, problem)
+    if overlap_gradient_sync and zero < 3 and problem.runtime.gradient_bucket_bytes is None:
+        messages().print(
+            f"--overlap-gradient-sync changes nothing here: {problem.runtime.name} reduces all gradients at once, when "
+            "the last is there (gradient_bucket_bytes: null); megatron-deepspeed and pytorch-ddp have buckets",
+            soft_wrap=True,
+        )
     found = estimate(built, problem)
     if output is not None:
         save_plan(output, spec, built, fingerprint=problem.workload.fingerprint)

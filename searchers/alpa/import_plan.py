@@ -7,11 +7,12 @@ Only plans whose operators' splits are implied are complete: batch over the rows
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
@@ -21,6 +22,24 @@ from simulator.uniform import recompute_segments, repeated_layers
 
 Count = Annotated[int, Field(ge=1, le=2**20)]
 Mesh = tuple[Count, Count]
+MOST_GROUPS = 2**16
+
+
+def _in_full(layers: object) -> object:
+    """Return the groups of each stage, listed too where ``"16x1"`` says how many.
+
+    >>> _in_full("2x3")
+    ((0, 1, 2), (3, 4, 5))
+    """
+    if isinstance(layers, list):
+        return tuple(tuple(groups) if isinstance(groups, list) else groups for groups in layers)
+    if not isinstance(layers, str):
+        return layers
+    words = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", layers)
+    stages, each = (int(word) for word in words.groups()) if words else (0, 0)
+    if not 0 < stages * each <= MOST_GROUPS:
+        raise ValueError('must be a list of groups for each stage, or stages and groups of each as in "16x1"')
+    return tuple(tuple(range(stage * each, stage * each + each)) for stage in range(stages))
 
 
 class StatedPlan(FileModel):
@@ -35,7 +54,7 @@ class StatedPlan(FileModel):
         num_microbatches: Of an iteration.
     """
 
-    layers: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | Annotated[str, Field(pattern=r"^[0-9]+x[0-9]+$")]
+    layers: Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeValidator(_in_full)]
     submesh: tuple[Mesh, ...]
     logical: tuple[Mesh, ...]
     force_dp: tuple[Literal[0, 1], ...] = ()
@@ -45,9 +64,6 @@ class StatedPlan(FileModel):
     @property
     def groups(self) -> list[int]:
         """Groups of layers of each stage."""
-        if isinstance(self.layers, str):
-            stages, each = (int(word) for word in self.layers.split("x"))
-            return [each] * stages
         return [len(group) for group in self.layers]
 
     @property
@@ -86,7 +102,7 @@ def plan_of(stated: StatedPlan, problem: Problem, num_microbatches: int) -> Plan
     if not stated.is_complete:
         raise ValueError("the splits of a stage must follow from its mesh: force_dp must be 1 for every stage")
     number = stated.n_auto_layers or sum(groups)
-    if not isinstance(stated.layers, str) and list(chain(*stated.layers)) != list(range(number)):
+    if list(chain(*stated.layers)) != list(range(number)):
         raise ValueError(f"stages must hold the groups of layers 0 to {number - 1} in order, got {stated.layers}")
     layers = repeated_layers(problem.workload)
     if len(layers) % number:

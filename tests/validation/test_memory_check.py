@@ -14,6 +14,7 @@ QUICK = (
     Check(GPT, 1, 2, {"microbatch": 2}, attention="flash"),
     Check(GPT, 2, 2, {"pp": 2, "microbatch": 1}, (0, 1)),
     Check(GPT, 2, 3, {"pp": 2, "microbatch": 2, "schedule": "gpipe", "smaller_last": True}, (0,)),
+    Check(GPT, 2, 3, {"pp": 2, "microbatch": 1, "schedule": "zb-h1"}, (1,)),
     Check(GPT, 2, 2, {"dp": 2, "zero": 3, "microbatch": 1, "recompute": "full", "overlap_gradient_sync": True}),
 )
 

@@ -15,6 +15,7 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from tests.validation.tiny import problem
+from tests.validation.tiny_plans import one_process, two_processes
 from validation.execution.groups import GroupPool
 from validation.execution.launch import Worker
 from validation.execution.operator_call import Slots, storage_key
@@ -64,6 +65,31 @@ def alive_after_forward(of: Problem, plan: Plan) -> int:
         held.append(tracer.live_bytes - before)
         del state
     return held[0]
+
+
+LEAVING_NOTHING = (
+    "gpt, full recomputation, zb-h1", "gpt dp2, ZeRO-3, split backward", "gpt pp2, zb-h1", "bert pp2, zb-h1",
+    "swin tp2, shifted windows", "xlnet tp2",
+)
+CASES = {case.name: (count, case) for count, made in ((1, one_process), (2, two_processes)) for case in made()}
+
+
+@pytest.mark.parametrize("name", LEAVING_NOTHING)
+def test_an_iteration_leaves_no_tensors_to_the_garbage_collector(name: str) -> None:
+    count, case = CASES[name]
+    for rank in range(count):
+        with fake_processes(rank, count) as backend, FakeTensorMode(), StorageTracer() as tracer:
+            worker = Worker(rank, count, GroupPool(rank=rank, world_size=count, backend=backend), torch.device("cpu"))
+            executor = PlanExecutor(case.plan.canonical(case.problem.workload), case.problem, worker)
+            gc.collect()
+            gc.disable()
+            try:
+                executor.run_iteration(0)
+                left = tracer.live_bytes
+            finally:
+                gc.enable()
+            gc.collect()
+            assert left == tracer.live_bytes, f"rank {rank}"
 
 
 def test_gathered_parameters_are_let_go_after_forward() -> None:

@@ -15,11 +15,15 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from validation.kinds.operator_context import Forward
+from validation.kinds.shared_tensors import shared
 
 Fetch = Callable[[], torch.Tensor]
 """Returns a tensor that was let go after forward and is there again."""
 
-_EMPTY: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+@shared
+def _empty(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, device=device, dtype=dtype)
 
 
 def enter(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,10 +33,7 @@ def enter(tensor: torch.Tensor) -> torch.Tensor:
     """
     leaf = tensor.detach().requires_grad_()
     view = leaf.view_as(leaf)
-    key = tensor.device, tensor.dtype
-    if key not in _EMPTY:
-        _EMPTY[key] = torch.empty(0, device=tensor.device, dtype=tensor.dtype)
-    leaf.data = _EMPTY[key]
+    leaf.data = _empty(tensor.device, tensor.dtype)
     return view
 
 
@@ -119,6 +120,8 @@ class Call:
 
     def release(self) -> None:
         """Let go of what was kept for backward outside the graph."""
+        for parting in self.partings or ():
+            parting.release()
         self.gradients = self.partings = None
         if self.slots is not None:
             self.slots.release(*self.own_slots)
@@ -146,6 +149,8 @@ class Call:
             self.partings = find_partings(self.outputs, edges, self.parameters)
         grad: Any = torch.autograd.grad  # its annotation knows no edges
         found = grad(self.outputs, wanted, gradients, retain_graph=keeps, allow_unused=True)
+        if self.partings:
+            self.outputs = ()  # what the nodes above the partings have saved is not needed again
         of_edges = iter(found[: len(edges)])
         of_inputs = [None if edge is None or not inputs else next(of_edges) for edge in self.inputs]
         return of_inputs, list(found[len(edges) :]) if weights else [None] * len(self.parameters)
@@ -162,6 +167,10 @@ class Call:
         return found
 
 
+Reached = dict[Any, tuple[bool, frozenset[int]]]
+"""By node, whether it leads to an input, and to which parameters."""
+
+
 @dataclass
 class Parting:
     """A node of the graph behind which the gradients of inputs and of weights part.
@@ -170,15 +179,23 @@ class Parting:
         node: Of autograd.
         parameters: Numbers of the parameters whose gradients leave it.
         gradients: What reached it in the first half, by output.
+        hook: What keeps them.
     """
 
     node: Any
     parameters: list[int]
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    hook: Any = None
 
     def keep(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Keep what reaches the node; a hook of it."""
         self.gradients = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+
+    def release(self) -> None:
+        """Let go of node and gradients: node, hook and parting hold each other until the garbage collector comes."""
+        self.hook.remove()
+        self.node = self.hook = None
+        self.gradients = {}
 
 
 def find_partings(
@@ -187,18 +204,9 @@ def find_partings(
     """Return where inputs and parameters part, with hooks that keep what arrives; None if a parameter is reached
     otherwise, and the second half must start at the outputs."""
     goals = [x.node if isinstance(x, GradientEdge) else get_gradient_edge(x).node for x in parameters]
-    ends = {edge.node for edge in inputs}
-    reached: dict[Any, tuple[bool, frozenset[int]]] = {}
-
-    def visit(node: Any) -> tuple[bool, frozenset[int]]:
-        if node not in reached:
-            below = [visit(child) for child, _ in node.next_functions if child is not None]
-            own = frozenset(number for number, goal in enumerate(goals) if goal is node)
-            reached[node] = node in ends or any(to for to, _ in below), own.union(*(numbers for _, numbers in below))
-        return reached[node]
-
+    reached: Reached = {}
     for edge in outputs:
-        visit(edge.node)
+        _reach(edge.node, {edge.node for edge in inputs}, goals, reached)
     partings = []
     for node, (to_inputs, _) in reached.items():
         children = [reached[child] for child, _ in node.next_functions if child is not None]
@@ -209,8 +217,20 @@ def find_partings(
     if numbers != list(range(len(parameters))):
         return None
     for parting in partings:
-        parting.node.register_prehook(parting.keep)
+        parting.hook = parting.node.register_prehook(parting.keep)
     return partings
+
+
+def _reach(node: Any, ends: set[Any], goals: Sequence[Any], reached: Reached) -> tuple[bool, frozenset[int]]:
+    """Return what is behind a node, and note it for all nodes there.
+
+    No closure: one that calls itself would hold the graph until the garbage collector comes.
+    """
+    if node not in reached:
+        below = [_reach(child, ends, goals, reached) for child, _ in node.next_functions if child is not None]
+        own = frozenset(number for number, goal in enumerate(goals) if goal is node)
+        reached[node] = node in ends or any(to for to, _ in below), own.union(*(numbers for _, numbers in below))
+    return reached[node]
 
 
 def call(

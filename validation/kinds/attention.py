@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from validation.kinds.operator_context import Forward, OperatorContext, Tensors, builds, unpacked
+from validation.kinds.shared_tensors import shared
 from workloads.kinds.attributes import flag, integer
 from workloads.kinds.base import Attributes
 
@@ -51,7 +51,7 @@ def build_attention_score(context: OperatorContext) -> Forward:
     return forward
 
 
-@lru_cache(maxsize=32)
+@shared
 def _window_mask(side: int, window: int, shift: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return what is added to scores ``(side^2, window)`` in window order: nothing passes the image's old border."""
     width = math.isqrt(window)
@@ -64,7 +64,7 @@ def _window_mask(side: int, window: int, shift: int, dtype: torch.dtype, device:
     return torch.zeros(apart.shape, dtype=dtype, device=device).masked_fill_(apart, float("-inf"))
 
 
-@lru_cache(maxsize=32)
+@shared
 def _window_buckets(window: int, device: torch.device) -> torch.Tensor:
     """Return the bucket of each pair of tokens of a window: rows apart, columns apart (Liu et al. 2021)."""
     width = math.isqrt(window)
@@ -74,7 +74,7 @@ def _window_buckets(window: int, device: torch.device) -> torch.Tensor:
     return pairs.reshape(window, window)
 
 
-@lru_cache(maxsize=32)
+@shared
 def _mask(queries: int, keys: int, causal: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return what is added to scores: 0, or minus infinity where attention must not look."""
     mask = torch.zeros(queries, keys, dtype=dtype, device=device)
@@ -84,7 +84,7 @@ def _mask(queries: int, keys: int, causal: bool, dtype: torch.dtype, device: tor
     return mask
 
 
-@lru_cache(maxsize=32)
+@shared
 def _buckets(queries: int, keys: int, count: int, causal: bool, device: torch.device) -> torch.Tensor:
     """Return the bucket of each relative position: half exact, half logarithmic up to 128 (Raffel et al. 2020)."""
     relative = torch.arange(keys, device=device)[None, :] - torch.arange(queries, device=device)[:, None]
@@ -177,7 +177,7 @@ def build_flash_attention(context: OperatorContext) -> Forward:
     return forward
 
 
-@lru_cache(maxsize=32)
+@shared
 def _rotations(tokens: int, repeats: int, dim: int, device: torch.device) -> torch.Tensor:
     """Return complex factors ``(S, R + 2, D / 2)``; values are not turned."""
     frequency = 10000.0 ** (-torch.arange(0, dim, 2, device=device) / dim)

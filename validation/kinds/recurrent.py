@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from validation.kinds.operator_context import Forward, OperatorContext, Tensors, builds, unpacked
+from validation.kinds.shared_tensors import shared
 from workloads.kinds.attributes import flag, integer
 
 
@@ -44,7 +43,7 @@ def build_concat(context: OperatorContext) -> Forward:
     return lambda inputs, parameters: (torch.cat(list(inputs), dim=-1),)
 
 
-@lru_cache(maxsize=32)
+@shared
 def _sinusoid(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the encodings of distances ``tokens - 1`` down to ``1 - tokens``: ``(2 S - 1, hidden)``."""
     distances = torch.arange(tokens - 1, -tokens, -1, dtype=torch.float32, device=device)
@@ -53,7 +52,7 @@ def _sinusoid(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device
     return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :hidden].to(dtype)
 
 
-@lru_cache(maxsize=32)
+@shared
 def _distance_index(tokens: int, device: torch.device) -> torch.Tensor:
     """Return which row of the sinusoid belongs to query i and key j: that of distance i - j."""
     places = torch.arange(tokens, device=device)
