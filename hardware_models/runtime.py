@@ -203,9 +203,11 @@ class ImplementationFile(FileModel):
     elementary: bool = False
     loss_keeps_logits: bool = False
     loss_clones_logits: bool = False
+    loss_subtracts_anew: bool = False
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
     loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
     fused_rotary: bool = True
+    fused_softmax_longest: Annotated[int, Field(ge=17, le=2**20)] | None = None
 
 
 class RuntimeFile(FileModel):

@@ -48,9 +48,7 @@ def _source_features(attributes: Attributes) -> tuple[int, int]:
     return (queries, pairs) if flag(attributes, "cross") else (queries + pairs, queries + pairs)
 
 
-def _check_sources(
-    kind: str, attributes: Attributes, shapes: Sequence[Shape], features: Sequence[int]
-) -> None:
+def _check_sources(kind: str, attributes: Attributes, shapes: Sequence[Shape], features: Sequence[int]) -> None:
     for shape, wanted in zip(shapes, features, strict=True):
         require_rank(kind, shape, 3, "(samples, tokens, packed features)")
         if shape[2] != wanted:
@@ -71,6 +69,8 @@ def _transposes(local: Local, *elements: int) -> list[Kernel]:
     if not local.implementation.elementary:
         return []
     return [kernel for count in elements for kernel in elementary.chain((elementary.MAP,), count * local.element_bytes)]
+
+
 def _products(attributes: Attributes, scores: Shape) -> tuple[int, int, int]:
     """Return the batch, rows and columns of the products that make scores ``(B, A, Sq, Sk)``, by window."""
     samples, heads, queries, keys = scores
@@ -130,6 +130,10 @@ class AttentionScore(_ByHead):
         return []
 
 
+SHORTEST_FUSED = 17
+"""Keys from which on Megatron's fused softmax runs (``fused_softmax.py``, ``is_kernel_available``)."""
+
+
 @register
 class Softmax(_ByHead):
     """Scale, mask and softmax of scores ``(B, A, Sq, Sk)``.
@@ -168,9 +172,11 @@ class Softmax(_ByHead):
 
     @staticmethod
     def _is_fused(local: Local) -> bool:
-        samples, heads = local.outputs[0][:2]
+        samples, heads, queries, keys = local.outputs[0]
         choice = local.implementation
-        return choice.fused_softmax and samples * heads % choice.fused_softmax_multiple == 0
+        longest = choice.fused_softmax_longest
+        fits = longest is None or (SHORTEST_FUSED <= keys <= longest and queries % 4 == keys % 4 == 0)
+        return choice.fused_softmax and fits and samples * heads % choice.fused_softmax_multiple == 0
 
     def num_calls(self, phase: str, local: Local) -> int:
         # Unfused, every cast, the scale and the mask are operations of their own, with a node each in backward

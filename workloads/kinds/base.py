@@ -45,6 +45,8 @@ class Implementation:
             1.13); else it is a kernel of its own.
         fused_softmax_multiple: The fused softmax kernel works only where samples x local heads is a multiple
             of this (4 in Megatron-LM 2021, ``fused_softmax.py``); elsewhere the unfused one runs.
+        fused_softmax_longest: And with more than 16 and at most so many keys, queries and keys in fours (the same
+            file); None is any.
         fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
         flash_generation: 1 for the Triton port of the flash attention of 2022, 2 for FlashAttention-2.
@@ -56,8 +58,11 @@ class Implementation:
         loss_keeps_logits: The logits outlive the loss, as an output of the model.
         loss_clones_logits: Megatron's chain works on a copy of the logits and exponentiates into a new tensor, while
             the logits themselves wait as the stage's output (Megatron-LM before its 2.0).
+        loss_subtracts_anew: Megatron's chain subtracts the maximum into a new tensor, beside the logits as the product
+            left them and as they were cast (its core of 2023); else in place, in the cast ones.
         loss_temporaries: Tensors of the size of the logits, in ``logits_dtype``, that torch's loss makes besides in
-            backward: the gradient of the log-softmax and of the logits.
+            backward: the gradient of the log-softmax, set to zero and filled, and of the logits. 1 is a loss whose
+            gradient is one kernel.
         loss_metrics: Cross entropies of the logits, in fp32 and forward alone, that a trainer takes besides the loss
             after each microbatch (timed as part of its backward pass; what they make is gone before the next).
     """
@@ -71,6 +76,7 @@ class Implementation:
     logits_dtype: str = "fp32"
     bias_in_matmul: bool = False
     fused_softmax_multiple: int = 1
+    fused_softmax_longest: int | None = None
     fused_loss: bool = False
     flash_causal_skip: bool = True
     flash_generation: int = 2
@@ -78,6 +84,7 @@ class Implementation:
     elementary: bool = False
     loss_keeps_logits: bool = False
     loss_clones_logits: bool = False
+    loss_subtracts_anew: bool = False
     loss_temporaries: int = 2
     loss_metrics: int = 0
 

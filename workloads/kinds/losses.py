@@ -112,8 +112,15 @@ class LanguageModelLoss(Kind):
                 MemoryBound(high, high),
             ]
         if phase == BACKWARD_INPUT:
-            # Softmax minus one-hot, times the incoming gradient, in place; cast back; product.
+            # Softmax minus one-hot, times the incoming gradient; cast back; product.
             found = [MemoryBound(row, row, "gather"), MemoryBound(high, high)]
+            if local.implementation.fused_loss and local.implementation.loss_temporaries > 1:
+                # Torch: the gradient of the log-softmax is set to zero and one entry a row written, then read again.
+                found = [
+                    MemoryBound(0.0, high),
+                    MemoryBound(row, row, "gather"),
+                    MemoryBound(2 * high, high, "reduction"),
+                ]
             if casts:
                 found.append(MemoryBound(high, low))
             found.append(Matmul(m=rows, n=hidden, k=vocab, role="data_gradient"))
@@ -146,7 +153,9 @@ class LanguageModelLoss(Kind):
         choice = local.implementation
         low, high = (self._logits(local), "activation"), (self._logits(local), choice.logits_dtype)
         if not choice.fused_loss:
-            # Megatron works in place, in what it keeps; or in a copy, when the narrow logits are gone.
+            # Megatron works in place, in what it keeps; or in a copy, when the narrow logits are gone, or beside both.
+            if choice.loss_subtracts_anew and phase == FORWARD:
+                return low, high
             return (high,) if choice.loss_clones_logits and phase == FORWARD else (low,)
         if phase == BACKWARD_INPUT:
             return (high,) * choice.loss_temporaries
@@ -176,9 +185,7 @@ class ClassifierLoss(Kind):
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         if inputs[0][-1] != integer(attributes, "hidden"):
-            raise ValueError(
-                f"classifier_loss has hidden={attributes['hidden']}, got an input of {inputs[0]}"
-            )
+            raise ValueError(f"classifier_loss has hidden={attributes['hidden']}, got an input of {inputs[0]}")
         return ((inputs[0][0],),)
 
     def parameters(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Parameter, ...]:
