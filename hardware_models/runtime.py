@@ -207,6 +207,8 @@ class ImplementationFile(FileModel):
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
     loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
     fused_rotary: bool = True
+    fused_gate: bool = True
+    packed_rotary: bool = False
     fused_softmax_longest: Annotated[int, Field(ge=17, le=2**20)] | None = None
 
 

@@ -67,4 +67,4 @@ def test_closed_forms_and_engine_pay_for_the_third_gather(family: str, shape: di
         assert more_s == 0 and simulated[0] == simulated[1]
     else:
         assert more_s > 0
-        assert simulated[0] - simulated[1] == pytest.approx(more_s, rel=0.2)
+        assert simulated[0] - simulated[1] == pytest.approx(more_s, rel=0.25)

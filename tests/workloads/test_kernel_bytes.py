@@ -76,3 +76,64 @@ def test_xlnet_drops_inside_its_mlp() -> None:
     roles = [op.role for op in build_workload("xlnet-36").operators]
     assert roles.count("mlp_dropout") == 36
     assert roles.index("mlp_dropout") == roles.index("mlp_activation") + 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "heads", "keys", "longest", "fused"),
+    [
+        (1, 4, 2048, 2048, True),
+        (1, 4, 4096, 2048, False),
+        (1, 4, 4096, 4096, True),
+        (1, 4, 8192, 4096, False),
+        (4, 16, 197, 4096, False),
+        (4, 16, 16, 4096, False),
+        (4, 16, 20, 4096, True),
+        (1, 2, 2048, 2048, False),
+        (1, 4, 8192, None, True),
+        (1, 4, 197, None, True),
+    ],
+)
+def test_megatrons_fused_softmax_takes_what_its_kernels_take(
+    samples: int, heads: int, keys: int, longest: int | None, fused: bool
+) -> None:
+    """17 to 2,048 (by 2023 4,096) keys, queries and keys in fours, samples x heads too (``is_kernel_available``)."""
+    how = Implementation(dtype="bf16", fused_softmax_multiple=4, fused_softmax_longest=longest)
+    scores = (samples, heads, keys, keys)
+    local = localize(kind_named("softmax"), {"heads": heads}, [scores], [], how)
+    assert (len(kind_named("softmax").kernels(FORWARD, local)) == 1) == fused
+
+
+@pytest.mark.parametrize(
+    ("how", "forward", "backward"),
+    [
+        (Implementation(dtype="bf16", loss_subtracts_anew=True), 2 + 4, 2),
+        (Implementation(dtype="bf16"), 2, 2),
+        (Implementation(dtype="bf16", fused_loss=True), 2 + 4, 4 + 4),
+    ],
+    ids=["Megatron's core", "in place", "torch"],
+)
+def test_what_a_loss_works_in_beside_the_softmax_that_it_keeps(
+    how: Implementation, forward: int, backward: int
+) -> None:
+    """Bytes a logit, as torch's profiler counts the same lines on a CPU."""
+    vocab, hidden = 64, 16
+    local = localize(
+        kind_named("lm_loss"),
+        {"vocab": vocab, "hidden": hidden},
+        [(SAMPLES, TOKENS, hidden), (SAMPLES, TOKENS)],
+        [],
+        how,
+    )
+    logits = SAMPLES * TOKENS * vocab
+    assert workspace_bytes(kind_named("lm_loss"), FORWARD, local) == forward * logits
+    assert workspace_bytes(kind_named("lm_loss"), BACKWARD_INPUT, local) == backward * logits
+
+
+def test_torchs_loss_writes_zeros_before_it_has_a_gradient() -> None:
+    """Zeros, then the gradient and the log-softmax read and a gradient written, then cast; entries of rows."""
+    vocab, hidden = 4096, 16
+    shapes = [(SAMPLES, TOKENS, hidden), (SAMPLES, TOKENS)]
+    how = Implementation(dtype="bf16", fused_loss=True)
+    logits = SAMPLES * TOKENS * vocab
+    found = moved("lm_loss", {"vocab": vocab, "hidden": hidden}, shapes, BACKWARD_INPUT, how)
+    assert found == pytest.approx(logits * (4 + 3 * 4 + 4 + 2), rel=1e-3)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hardware_models.runtime import load_runtime
 from tests.workloads.graphs import EAGER_FP32, MEGATRON, layer_saved, local_operator
 from workloads import build_workload
 from workloads.kinds.base import Implementation
@@ -84,6 +85,20 @@ def test_sequence_parallelism_divides_all_but_the_inputs_of_column_splits(ways: 
     assert features == divided + 2 * 2 * s * h * (1 - 1 / ways)
 
 
+@pytest.mark.parametrize("ways", [1, 4])
+def test_a_llama_layer_of_megatrons_core_keeps_what_its_torch_code_keeps(ways: int) -> None:
+    """Inputs of two norms and of both column splits, q, k and v packed, q and k rotated, what goes into the row splits.
+
+    s h (4 x 2 + (6 + 4 + 2) / t) + s f (4 + 2 + 2) / t + 2 a s^2 / t, the SiLU's result among them; counted with
+    saved-tensor hooks on the layer of hetu-galvatron 0.0.2 (model/transformer.py).
+    """
+    s, h, a, f = 4096, 4096, 32, 11008
+    features, _ = layer_saved(
+        build_workload("llama2-7b"), 3, load_runtime("megatron-lm-2023").implementation, ways=ways
+    )
+    assert features == s * h * (8 + 12 / ways) + s * f * 8 / ways + 2 * a * s * s / ways
+
+
 def test_flash_attention_keeps_no_scores() -> None:
     """Without the 5 a s^2: qkv, output and one fp32 number per head and query remain."""
     s, h, a = 2048, 2048, 32
@@ -117,8 +132,6 @@ def test_what_tensorflow_keeps_of_a_bert_layer() -> None:
     4 s h (4.5 + 12) becomes 4 s h (4 + 2 (masks) + 2 (norms) + 12 + 8 (GELU)).
     """
     h, a, s = 1024, 16, 512
-    chains = Implementation(
-        dtype="fp32", fused_softmax=False, fused_bias_activation=False, elementary=True
-    )
+    chains = Implementation(dtype="fp32", fused_softmax=False, fused_bias_activation=False, elementary=True)
     features, _ = layer_saved(build_workload("bert-large"), 2, chains)
     assert features == 4 * s * h * (4 + 2 + 2 + 12 + 8) + 12 * a * s * s

@@ -105,14 +105,18 @@ class SwiGLU(_Elementwise):
             raise ValueError(f"swiglu needs an even number of features (gate and up), got {inputs[0]}")
         return ((*inputs[0][:-1], inputs[0][-1] // 2),)
 
+    @staticmethod
+    def _is_fused(local: Local) -> bool:
+        return local.implementation.fused_bias_activation and local.implementation.fused_gate
+
     def saved(self, local: Local) -> tuple[Saved, ...]:
-        if local.implementation.fused_bias_activation:
+        if self._is_fused(local):
             return (Saved("input:0"),)
         return Saved("input:0"), Saved("silu", local.outputs[0])
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         half = size_bytes(local, local.outputs)
-        fused = local.implementation.fused_bias_activation
+        fused = self._is_fused(local)
         if phase == FORWARD:
             if fused:
                 return [MemoryBound(2 * half, half)]

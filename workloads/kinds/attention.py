@@ -346,7 +346,11 @@ class FlashAttentionOperator(_ByHead):
 
 @register
 class Rotary(_ByHead):
-    """Rotary position embedding of the queries and keys in a packed tensor; keeps nothing but tables."""
+    """Rotary position embedding of the queries and keys in a packed tensor; keeps nothing but tables.
+
+    Where the packed tensor outlives it (``Implementation.packed_rotary``), what it made is counted here, and the packed
+    tensor stands for its output.
+    """
 
     name = "rotary"
     input_placements = (HEADS_IN_FEATURES,)
@@ -357,7 +361,11 @@ class Rotary(_ByHead):
         return (inputs[0],)
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
-        return ()
+        if not local.implementation.packed_rotary:
+            return ()
+        heads, kv_heads = integer(local.attributes, "heads"), _key_value_heads(local.attributes)
+        *tokens, packed = local.outputs[0]
+        return (Saved("rotated", (*tokens, packed * (heads + kv_heads) // (heads + 2 * kv_heads))),)
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if phase == BACKWARD_WEIGHT:

@@ -38,6 +38,8 @@ class Implementation:
         fused_bias_activation: Bias and activation in one kernel.
         fused_bias_dropout: Bias, dropout and residual add in one kernel; else three.
         fused_rotary: Rotary positions in one pass over queries and keys; else in plain operations.
+        fused_gate: SwiGLU in one kernel where bias and activation are; else it is a SiLU, which is kept, and a product.
+        packed_rotary: Rotated queries and keys are new tensors beside the packed one, which the values keep alive.
         fused_norm: RMS norm in one kernel that keeps its input and statistics; else several passes, and the
             normalised tensor is kept too. (Layer norm is one kernel in every framework.)
         logits_dtype: Type in which the loss is computed.
@@ -73,6 +75,8 @@ class Implementation:
     fused_bias_dropout: bool = True
     fused_norm: bool = True
     fused_rotary: bool = True
+    fused_gate: bool = True
+    packed_rotary: bool = False
     logits_dtype: str = "fp32"
     bias_in_matmul: bool = False
     fused_softmax_multiple: int = 1
