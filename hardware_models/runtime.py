@@ -206,6 +206,7 @@ class ImplementationFile(FileModel):
     loss_subtracts_anew: bool = False
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
     loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
+    autocast: bool = False
     fused_rotary: bool = True
     fused_gate: bool = True
     packed_rotary: bool = False

@@ -38,13 +38,14 @@ from workloads.kernels import Kernel, MemoryBound
 from workloads.kinds.base import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    DTYPE_BYTES,
     FORWARD,
     Kind,
     Local,
     Shape,
     Split,
 )
-from workloads.local import dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
+from workloads.local import cast_weights, dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
 from workloads.local import saved_tensors as local_saved_tensors
 
 MOST_NAMED = 4
@@ -197,8 +198,13 @@ class CostTables:
         stated = kind.stated_time_s(phase, local)
         if stated is None:
             work = kind.kernels(phase, local)
+            wide, cast = (
+                float(cast_weights(kind, local) * size) for size in (DTYPE_BYTES["fp32"], local.element_bytes)
+            )
+            if phase == FORWARD and cast:
+                work = [MemoryBound(wide, cast), *work]
             if phase == BACKWARD_WEIGHT:
-                work = [*work, *self._additions(kind, local)]
+                work = [*work, *([MemoryBound(cast, wide)] if cast else []), *self._additions(kind, local)]
             forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
             dispatch_s = (forward_s if phase == FORWARD else backward_s) * self._host_factor(gpu_type)
             return self.launched(work, gpu_type, dispatch_s, kind.num_calls(phase, local) if dispatch_s else 0)
@@ -216,7 +222,8 @@ class CostTables:
         runtime = self.problem.runtime
         if not runtime.adds_gradients:
             return []
-        kept, new = runtime.gradient_accumulation_bytes, local.element_bytes
+        kept = runtime.gradient_accumulation_bytes
+        new = DTYPE_BYTES["fp32"] if local.implementation.autocast else local.element_bytes
         counts = [float(prod(shape)) for shape in self._apart(kind, local)]
         return [MemoryBound(count * (kept + new), count * kept) for count in counts]
 

@@ -12,7 +12,17 @@ from functools import lru_cache
 from math import prod
 
 from workloads.kernels import Kernel, MemoryBound
-from workloads.kinds.base import DTYPE_BYTES, PHASES, Attributes, Implementation, Kind, Local, Shape, Split
+from workloads.kinds.base import (
+    BACKWARD_WEIGHT,
+    DTYPE_BYTES,
+    PHASES,
+    Attributes,
+    Implementation,
+    Kind,
+    Local,
+    Shape,
+    Split,
+)
 from workloads.operators import Workload
 from workloads.placements import Placement, Shard
 
@@ -79,9 +89,7 @@ def splits_of(kind: Kind, attributes: Attributes) -> Mapping[str, Split]:
 
 
 @lru_cache(maxsize=4096)
-def _splits_cached(
-    kind: Kind, items: tuple[tuple[str, int | float | bool | str], ...]
-) -> Mapping[str, Split]:
+def _splits_cached(kind: Kind, items: tuple[tuple[str, int | float | bool | str], ...]) -> Mapping[str, Split]:
     return kind.splits(dict(items))
 
 
@@ -91,8 +99,7 @@ def table_entry(kind: Kind, table: Mapping[str, Split], split: str, operator: st
         return table[split]
     except KeyError:
         raise ValueError(
-            f"operator {operator!r} (kind {kind.name}) cannot be split by {split!r}; "
-            f"use one of {', '.join(table)}"
+            f"operator {operator!r} (kind {kind.name}) cannot be split by {split!r}; use one of {', '.join(table)}"
         ) from None
 
 
@@ -142,8 +149,7 @@ def cut(shape: Shape, placement: Placement, size: int, what: str = "tensor") -> 
     if shape[dim] % size:
         name = "samples" if dim == 0 and "parameter" not in what else f"dimension {dim}"
         raise ValueError(
-            f"{what}: {name} must be divisible by {size}, got {shape[dim]}; "
-            f"try {_largest_divisor(shape[dim], size)}"
+            f"{what}: {name} must be divisible by {size}, got {shape[dim]}; try {_largest_divisor(shape[dim], size)}"
         )
     return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
 
@@ -169,9 +175,20 @@ def output_bytes(kind: Kind, local: Local) -> tuple[int, ...]:
     )
 
 
+def cast_weights(kind: Kind, local: Local) -> int:
+    """Return how many elements of weights a pass casts for its products (``Implementation.autocast``)."""
+    if not local.implementation.autocast or all(
+        isinstance(kernel, MemoryBound) for kernel in kind.kernels(BACKWARD_WEIGHT, local)
+    ):
+        return 0
+    return sum(prod(shape) for shape in local.parameters if len(shape) > 1)
+
+
 def saved_tensors(kind: Kind, local: Local) -> tuple[SavedTensor, ...]:
     """Return what forward keeps, in bytes; references say whose tensor it is, so that it is counted once."""
     found = []
+    if cast := cast_weights(kind, local):
+        found.append(SavedTensor("cast weights", None, cast * local.element_bytes))
     for saved in kind.saved(local):
         side, _, index = saved.ref.partition(":")
         if not index:
@@ -190,10 +207,7 @@ def saved_bytes(kind: Kind, local: Local) -> int:
 
 def workspace_bytes(kind: Kind, phase: str, local: Local) -> int:
     """Return bytes of buffers that live only during ``phase``."""
-    return sum(
-        prod(shape) * dtype_bytes(dtype, local.implementation)
-        for shape, dtype in kind.workspace(phase, local)
-    )
+    return sum(prod(shape) * dtype_bytes(dtype, local.implementation) for shape, dtype in kind.workspace(phase, local))
 
 
 def matmul_flop(kernels: Sequence[Kernel]) -> float:
@@ -263,9 +277,7 @@ def check_workload(workload: Workload, implementation: Implementation) -> None:
 def _check_operator(workload: Workload, index: int, implementation: Implementation) -> None:
     op = workload.operators[index]
     kind = op.definition
-    local = localize(
-        kind, op.attributes, workload.input_shapes(index, 1), (), implementation, operator=op.name
-    )
+    local = localize(kind, op.attributes, workload.input_shapes(index, 1), (), implementation, operator=op.name)
     wanted = tuple((1, *workload.tensors[name]) for name in op.outputs)
     if local.outputs != wanted:
         raise ValueError(f"operator {op.name!r} makes {local.outputs}, the graph says {wanted}")

@@ -93,7 +93,7 @@ def test_tensor_parallel_groups_over_nodes_share_their_cards() -> None:
     ("cluster", "sizes", "tolerance"),
     [
         ("p3.8xlarge:2x4", (2, 4), 1e-9),
-        ("v100-32g-dgx1:2x8", (4, 4), 1e-4),  # in the quick protocol NVLink rules, and pairs have one link or two
+        ("v100-32g-dgx1:2x8", (4, 4), 1e-3),  # in the quick protocol NVLink rules, and pairs have one link or two
         ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", (4, 4), 1e-9),
         ("rtx3090-pcie:2x8", (4, 3), 0.04),  # unlike: groups with one, two and three ranks on a node
     ],

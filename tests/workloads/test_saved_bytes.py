@@ -1,5 +1,7 @@
 """Saved activation bytes against the published formulas, to the byte."""
 
+from dataclasses import replace
+
 import pytest
 
 from hardware_models.runtime import load_runtime
@@ -97,6 +99,15 @@ def test_a_llama_layer_of_megatrons_core_keeps_what_its_torch_code_keeps(ways: i
         build_workload("llama2-7b"), 3, load_runtime("megatron-lm-2023").implementation, ways=ways
     )
     assert features == s * h * (8 + 12 / ways) + s * f * 8 / ways + 2 * a * s * s / ways
+
+
+def test_a_gpt_layer_under_autocast_keeps_fp32_residuals_and_the_weights_it_cast() -> None:
+    """Norms keep 4 s h instead of 2, products 2 bytes a weight; the rest is as in bf16 throughout (torch 2.13.0)."""
+    s, h = 2048, 2048
+    workload, autocast = build_workload("gpt3-1.3b", attention="flash"), load_runtime("pytorch-ddp").implementation
+    features, _ = layer_saved(workload, 3, autocast)
+    throughout, _ = layer_saved(workload, 3, replace(autocast, autocast=False))
+    assert features - throughout == 2 * 2 * s * h + 2 * 12 * h * h
 
 
 def test_flash_attention_keeps_no_scores() -> None:

@@ -218,7 +218,8 @@ class DropoutAdd(Add):
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size, mask = size_bytes(local, local.outputs), float(prod(local.outputs[0]))
         drops = real(local.attributes, "probability") > 0
-        add = MemoryBound(2 * size, size)
+        residual = size / local.element_bytes * local.implementation.residual_bytes
+        add = MemoryBound((size if phase == FORWARD else residual) + residual, residual)
         if drops and local.implementation.elementary:
             dropout = _elementary_dropout(phase, size)
             return [*dropout, add] if dropout else []

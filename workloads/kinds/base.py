@@ -34,6 +34,8 @@ class Implementation:
 
     Attributes:
         dtype: Type of activations and of weights in the matmuls ("fp16", "bf16", "fp32", "tf32").
+        autocast: Weights of products are cast from fp32 for each pass and kept cast until their gradient, which is cast
+            back; norms and a transformer's residuals are in fp32 (``torch.autocast``).
         fused_softmax: Scale, mask and softmax in one kernel; else three, computed and kept in fp32.
         fused_bias_activation: Bias and activation in one kernel.
         fused_bias_dropout: Bias, dropout and residual add in one kernel; else three.
@@ -70,6 +72,7 @@ class Implementation:
     """
 
     dtype: str = "fp16"
+    autocast: bool = False
     fused_softmax: bool = True
     fused_bias_activation: bool = True
     fused_bias_dropout: bool = True
@@ -101,6 +104,11 @@ class Implementation:
     def activation_bytes(self) -> int:
         """Bytes of one activation element."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of one element of what a transformer's blocks add up and its norms read."""
+        return DTYPE_BYTES["fp32"] if self.autocast else self.activation_bytes
 
     @property
     def logits_bytes(self) -> int:

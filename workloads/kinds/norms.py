@@ -40,9 +40,7 @@ class _Norm(Kind):
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         require_rank(self.name, inputs[0], 3, "(samples, tokens, features)")
         if inputs[0][-1] != integer(attributes, "hidden"):
-            raise ValueError(
-                f"{self.name} has hidden={attributes['hidden']}, got an input of shape {inputs[0]}"
-            )
+            raise ValueError(f"{self.name} has hidden={attributes['hidden']}, got an input of shape {inputs[0]}")
         return (inputs[0],)
 
     def parameters(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Parameter, ...]:
@@ -55,7 +53,7 @@ class _Norm(Kind):
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
         kept = (
-            Saved("input:0"),
+            Saved("wide", local.inputs[0], "fp32") if local.implementation.autocast else Saved("input:0"),
             Saved("statistics", (self.num_statistics, *local.inputs[0][:-1]), "fp32"),
         )
         if local.implementation.elementary:
@@ -68,6 +66,8 @@ class _Norm(Kind):
         size = size_bytes(local, local.inputs)
         statistics = float(DTYPE_BYTES["fp32"] * self.num_statistics * prod(local.inputs[0][:-1]))
         fused = self._is_fused(local)
+        if local.implementation.autocast and fused:
+            return self._cast(phase, size, statistics, local)
         if local.implementation.elementary:
             passes = {FORWARD: elementary.NORM_FORWARD, BACKWARD_INPUT: elementary.NORM_BACKWARD}
             return elementary.chain(passes.get(phase, ()), size)
@@ -92,6 +92,17 @@ class _Norm(Kind):
             MemoryBound(2 * size + statistics, weights, "reduction"),
             MemoryBound(weights, weights, "reduction"),
         ]
+
+    @staticmethod
+    def _cast(phase: str, size: float, statistics: float, local: Local) -> list[Kernel]:
+        """Return the kernels on fp32 residuals, with the casts before and after the product that reads the result."""
+        wide = size / local.element_bytes * DTYPE_BYTES["fp32"]
+        weights = float(DTYPE_BYTES["fp32"] * sum(prod(shape) for shape in local.parameters))
+        if phase == FORWARD:
+            return [MemoryBound(wide, wide + statistics, "reduction"), MemoryBound(wide, size)]
+        if phase == BACKWARD_INPUT:
+            return [MemoryBound(size, wide), MemoryBound(4 * wide + statistics, wide, "reduction")]
+        return [MemoryBound(2 * wide + statistics, weights, "reduction"), MemoryBound(weights, weights, "reduction")]
 
 
 @register
