@@ -180,6 +180,17 @@ class Runtime:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
+    def waiting_gradient_share(self) -> float:
+        """How wide ZeRO-2 and 3 keep whole gradients until their unit is reduced, as a share of what is reduced.
+
+        Below 1 where they stay as the products made them until they are copied into what is reduced (FSDP2 with
+        ``reduce_dtype``, torch 2.13.0, ``_fsdp_collectives.py``).
+        """
+        if not self.sharded_gradient_copies:
+            return 1.0
+        return min(1.0, self.implementation.activation_bytes / self.gradient_accumulation_bytes)
+
+    @property
     def outside_allocator_bytes(self) -> int:
         """Device memory that the caching allocator never sees."""
         return self.context_bytes + self.communication_buffer_bytes

@@ -35,6 +35,8 @@ def describe_plan(plan: Plan) -> str:
         words.append(f"pp {num_ranks} (tp x dp {shapes})")
     if not words:
         words.append("1 device")
+    if not plan.reshard_after_forward and any(zero == 3 for _, _, zero in degrees):
+        words.append("parameters stay gathered")
     if any(_is_mixed(stage) for stage in plan.stages):
         words.append("mixed by operator")
     if len(plan.stages) > num_ranks:

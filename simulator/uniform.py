@@ -36,7 +36,8 @@ def uniform_plan(
         tp, pp, dp: Degrees; their product must not exceed the cluster.
         microbatch: Samples per replica and microbatch.
         recompute: ``none``, ``selective`` (the attention core of each layer) or ``full`` (each layer).
-        zero: ZeRO level over the data-parallel axis.
+        zero: ZeRO level over the data-parallel axis. 2 under a runtime that wraps layers in FSDP is 3 whose parameters
+            stay gathered, as FSDP has it (SHARD_GRAD_OP, ``reshard_after_forward=False``).
         sequence_parallel: Split norms and dropouts along the sequence over the tensor axis.
         schedule: Pipeline schedule.
         chunks: Virtual stages per device: above 1 with ``interleaved``, which with one is 1F1B; else 1.
@@ -84,7 +85,9 @@ def uniform_plan(
         raise ValueError(
             "schedule interleaved needs chunks (stages per device) above 1, got 1; give 2 or more, or schedule 1f1b"
         )
-    sharding = (Axis("batch", dp, zero), Axis("tensor_sequence" if sequence_parallel else "tensor", tp))
+    stays_gathered = zero == 2 and problem.runtime.keeps_root_gathered
+    tensor_split = "tensor_sequence" if sequence_parallel else "tensor"
+    sharding = (Axis("batch", dp, 3 if stays_gathered else zero), Axis(tensor_split, tp))
     stages = []
     for position, (start, stop) in enumerate(even_layer_cuts(problem.workload, pp * chunks)):
         rank = position % pp
@@ -106,6 +109,7 @@ def uniform_plan(
             problem.runtime.overlap_gradient_sync if overlap_gradient_sync is None else overlap_gradient_sync
         ),
         last_microbatch_size=left or None,
+        reshard_after_forward=not stays_gathered,
     )
 
 

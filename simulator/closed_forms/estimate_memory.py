@@ -16,6 +16,7 @@ from math import prod
 import numpy as np
 
 from simulator.closed_forms.interleaved_memory import interleaved_peak_bytes
+from simulator.closed_forms.unscattered import unscattered_bytes
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
@@ -241,7 +242,8 @@ def _whole_for_a_while(view: StageView) -> tuple[float, float, float]:
     parameter_bytes = runtime.gathered_parameter_bytes if plan.reshard_after_forward else 0
     gradient_bytes = runtime.gradient_accumulation_bytes if reduces_in_backward(plan) else 0
     lowest = next((elements for in_root, _, elements in found if not in_root and elements), 0.0)
-    return (root + pair) * parameter_bytes, (above + largest) * gradient_bytes, (outer + lowest) * gradient_bytes
+    most, end = unscattered_bytes(above, largest, outer, lowest, runtime.waiting_gradient_share)
+    return (root + pair) * parameter_bytes, most * gradient_bytes, end * gradient_bytes
 
 
 def _root_and_pair(units: Sequence[tuple[bool, float]], *, pairs: bool) -> tuple[float, float, float]:

@@ -287,6 +287,7 @@ class FastEstimator:
             runtime.keeps_gathered_inputs,
             runtime.keeps_stage_outputs,
             runtime.prefetches_gathers,
+            runtime.waiting_gradient_share,
             peak_bytes,
             capacity_bytes,
             fits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms import interleaved_memory
+from simulator.closed_forms import interleaved_memory, unscattered
 from simulator.closed_forms.interleaved_memory import FLIGHT, interleaved_peak_bytes
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.fast import activations, arrays, memory, states
@@ -32,7 +32,7 @@ from simulator.fast.states import hold_states
 _interleaved_peak_bytes = compiled(interleaved_peak_bytes)
 
 
-@compiled_with(activations, arrays, memory, states, interleaved_memory)
+@compiled_with(activations, arrays, memory, states, interleaved_memory, unscattered)
 def estimate_peaks(
     shape: Structure,
     savings: Savings,
@@ -44,6 +44,7 @@ def estimate_peaks(
     keeps_gathered: bool,
     keeps_outputs: bool,
     prefetches: bool,
+    waiting: float,
     peak_bytes: Floats,
     capacity_bytes: Floats,
     fits: NDArray[np.bool_],
@@ -55,6 +56,7 @@ def estimate_peaks(
         chosen, states, run_tables: From ``estimate_times``.
         keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
         prefetches: ZeRO-3 holds a layer and the next one.
+        waiting: ``Runtime.waiting_gradient_share``.
         peak_bytes, capacity_bytes: Results, per stage.
         fits: Result, per plan.
     """
@@ -62,7 +64,7 @@ def estimate_peaks(
     hold_activations(
         shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, held
     )  # fmt: skip
-    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, held)
+    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, waiting, held)
     most_stages = 0
     for plan in chosen:
         most_stages = max(most_stages, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from simulator.closed_forms.unscattered import unscattered_bytes
 from simulator.compiled_cache import inlined
 from simulator.fast.arrays import DONE, Floats, Ints, PlanColumns, Structure
 from simulator.fast.memory import (
@@ -77,12 +78,13 @@ def hold_states(
     states: Ints,
     run_tables: Ints,
     prefetches: bool,
+    waiting: float,
     held: Floats,
 ) -> None:
     """Fill the columns of states for the stages of the chosen plans whose state is DONE, and add to LAST_BYTES.
 
     Args:
-        shape, tables, plans, chosen, states, run_tables, prefetches: See ``peaks.estimate_peaks``.
+        shape, tables, plans, chosen, states, run_tables, prefetches, waiting: See ``peaks.estimate_peaks``.
         held: float64[S, HELD]. Result.
     """
     num_tied = len(shape.tied)
@@ -147,8 +149,10 @@ def hold_states(
             if unsharded > 0 and sharded:
                 _add_zero(shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, True, whole[1])
             row = held[stage]
-            row[GATHERED_BYTES], row[UNSHARDED_BYTES] = whole[0, 0] + whole[0, 2], whole[1, 1] + whole[1, 2]
-            row[LAST_BYTES] += whole[1, 0] + whole[1, 3]
+            row[GATHERED_BYTES] = whole[0, 0] + whole[0, 2]
+            most, end = unscattered_bytes(whole[1, 1], whole[1, 2], whole[1, 0], whole[1, 3], waiting)
+            row[UNSHARDED_BYTES] = most
+            row[LAST_BYTES] += end
             row[STATES_BYTES], row[ANEW_BYTES], row[STEP_BYTES] = own_states + anew, anew, step
             row[REFRESHED_BYTES] = refreshed + refreshed_most
             first = stop

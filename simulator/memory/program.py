@@ -64,6 +64,10 @@ class StageMemory:
         self._units = view.costs.gather_units
         self._gathers = self._gathered_units() if reshards else {}
         self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
+        wait = runtime.waiting_gradient_share
+        self._waiting = self._waiting_gradients(wait) if sharded_gradients and wait < 1 else {}
+        self._open: int | None = None  # the unit whose gradients wait
+        self._travelling: int | None = None  # the unit whose gradients are being scattered
         self._root = {
             self._units[index]
             for index in view.operators
@@ -221,6 +225,10 @@ class StageMemory:
                 self._release(name, events)
         if with_weights:
             self._unshard(-1, -1, events)
+            if self._waiting:
+                for each in (self._open, *sorted(self._root)):
+                    self._scatter(each, events)
+                self._open = self._travelling = None
             for each in self._unsharded:
                 events.free(f"unit {each}/unsharded")
         if with_inputs:
@@ -286,6 +294,8 @@ class StageMemory:
                 if name not in self.workload.input_names:
                     events.allocate(f"{name}/gradient", size, GRADIENT)
         events.free(f"{op.name}/workspace backward")
+        if with_weights and index in self._waiting:
+            events.allocate(f"{op.name}/waiting", self._waiting[index], UNSHARDED)
         if cost.parameters and not with_weights:
             return
         for position, _ in self._gathered[index]:
@@ -322,12 +332,39 @@ class StageMemory:
                     found[unit] = found.get(unit, 0.0) + group.num_elements * runtime.gradient_accumulation_bytes
         return found
 
+    def _waiting_gradients(self, wait: float) -> dict[int, float]:
+        """Return the bytes of each operator's whole gradients until its unit is scattered; see ``_scatter``."""
+        accumulated = self.view.costs.problem.runtime.gradient_accumulation_bytes
+        found: dict[int, float] = {}
+        for group in parameter_groups(self.view):
+            if group.zero >= 2 and group.num_shards > 1:
+                for index in group.users:
+                    found[index] = found.get(index, 0.0) + group.num_elements * accumulated * wait
+        return found
+
+    def _scatter(self, unit: int | None, events: Pass) -> None:
+        """Copy a unit's gradients into what is scattered of it; what was of the unit before has been by then."""
+        if unit is None or unit not in self._unsharded:
+            return
+        if self._travelling is not None:
+            events.free(f"unit {self._travelling}/unsharded")
+        self._travelling = None if unit in self._root else unit
+        events.allocate(f"unit {unit}/unsharded", self._unsharded[unit], UNSHARDED)
+        for index in self._waiting:
+            if self._units[index] == unit:
+                events.free(f"{self.workload.operators[index].name}/waiting")
+
     def _unshard(self, layer: int, unit: int, events: Pass) -> None:
         """Make room for a unit's gradients; those of the unit but one above have been scattered by then."""
         for made, size in self._anew.items():
             if made > layer or (made == layer and unit not in self._unsharded):
                 events.allocate(f"layer {made}/gradients", size, GRADIENTS, lasting=True)
         if unit not in self._unsharded:
+            return
+        if self._waiting:
+            if unit != self._open:
+                self._scatter(self._open, events)
+                self._open = None if unit in self._root else unit
             return
         above = sorted(each for each in self._unsharded if each > unit and each not in self._root)
         for each in above[1:]:

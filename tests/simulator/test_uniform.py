@@ -40,3 +40,13 @@ def test_a_batch_below_one_whole_microbatch_is_refused_with_what_would_fit() -> 
     with pytest.raises(ValueError, match=r"got batch 3 and 1 \* 4 = 4; try microbatch 3 or a larger batch"):
         uniform_plan(problem, dp=1, microbatch=4, smaller_last=True)
     assert uniform_plan(problem, dp=1, microbatch=3, smaller_last=True).num_microbatches == 1
+
+
+@pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp"])
+def test_zero_2_is_what_fsdp_has_under_that_name(runtime: str) -> None:
+    """Parameters gathered once an iteration, gradients scattered layer by layer."""
+    problem = small_problem("gpt", runtime=runtime, cluster="a100-80g-dgx:1x4")
+    plan = uniform_plan(problem, dp=4, zero=2)
+    assert plan == replace(uniform_plan(problem, dp=4, zero=3), reshard_after_forward=False)
+    bucketed = small_problem("gpt", runtime="megatron-deepspeed")
+    assert uniform_plan(bucketed, dp=4, zero=2).reshard_after_forward

@@ -1,0 +1,44 @@
+"""Whole gradients of FSDP2 before they are scattered: in the type of the products, then copied into what is reduced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.fidelity import Fidelity
+from simulator.problem import ProblemSpec
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from workloads import build_workload
+
+LAYER = 12 * 2048 * 2048 + 13 * 2048
+"""Elements of a layer of GPT 1.3B."""
+
+
+def peak(**changes: object) -> tuple[float, dict[str, int]]:
+    """Return the peak of GPT 1.3B with a head of no size to speak of, and what it is made of."""
+    problem = ProblemSpec("gpt3-1.3b", "a100-80g-dgx:1x8", "pytorch-fsdp2", 16).load()
+    workload = build_workload("gpt3-1.3b", attention="flash", overrides={"vocab": 128})
+    problem = replace(problem, workload=workload, runtime=replace(problem.runtime, **changes))
+    plan = uniform_plan(problem, dp=8, zero=3, recompute="full")
+    found = simulate(plan, problem, fidelity=Fidelity().without("allocator")).memory[0]
+    return found.peak_allocated_bytes, dict(found.consumers)
+
+
+def test_a_layer_waits_in_bf16_beside_what_travels_of_the_one_before() -> None:
+    """torch 2.13.0, ``_fsdp_collectives.py``: one input of a reduce-scatter in fp32, and the next layer's gradients."""
+    _, held = peak()
+    assert held["unsharded gradients"] == pytest.approx((4 + 2) * LAYER, rel=0.005)
+
+
+def test_without_a_copy_two_layers_are_there_as_they_are_reduced() -> None:
+    _, held = peak(sharded_gradient_copies=0)
+    assert held["unsharded gradients"] == pytest.approx((4 + 4) * LAYER, rel=0.005)
+
+
+def test_the_heads_gradient_is_not_there_while_its_loss_works() -> None:
+    problem = ProblemSpec("gpt3-1.3b", "h100-dgx:1x8", "pytorch-fsdp2", 16).load()
+    plan = uniform_plan(problem, dp=8, microbatch=2, zero=3)
+    held = dict(simulate(plan, problem, fidelity=Fidelity().without("allocator")).memory[0].consumers)
+    assert "unsharded gradients" not in held and held["workspace"] == 2 * 4 * 2 * 2048 * 51200
