@@ -20,6 +20,7 @@ from experiments.interrupts import one_interrupt
 from experiments.judged import first_that_fits
 from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
+from searchers.checked_search import checked_search
 from searchers.registry import raised, searcher_class, searcher_named
 from simulator.compiled_cache import load_compiler
 from simulator.fidelity import Fidelity
@@ -189,7 +190,8 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
     started_s = time.perf_counter()
     try:
         with one_interrupt():  # else it would be kept as the searcher's mistake
-            found = searcher_named(name, objective=inputs.objective).search(problem, inputs.budget, inputs.seed)
+            searcher = searcher_named(name, objective=inputs.objective)
+            found = checked_search(searcher, problem, inputs.budget, inputs.seed)
     except NoFeasiblePlan as error:
         return _without_plan(name, error, started_s)
     except ValueError as error:  # the searcher does not apply to this problem; others may

@@ -237,7 +237,7 @@ def messages() -> Console:
 
 def print_json(value: Any) -> None:
     """Print JSON."""
-    print(json.dumps(value, indent=2, default=str))
+    print(json.dumps(value, indent=2, default=str, allow_nan=False))
 
 
 def print_lines(text: str) -> None:

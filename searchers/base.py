@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import isfinite
 from typing import ClassVar
 
 import numpy as np
@@ -278,6 +279,11 @@ class Ledger:
         assert not self.clock.all_evaluated, "ask ledger.spent before each evaluation"
         score = self.searcher.score(plan, self.problem)
         self.clock.evaluations += 1
+        if score.fits and not isfinite(score.objective):
+            raise ValueError(
+                f"{self.searcher.name} must score plans that fit by a finite number, got {score.objective} for "
+                f"{describe_plan(plan)}"
+            )
         if not score.fits:
             self.count("out_of_memory")
             excess = score.peak_bytes - score.capacity_bytes

@@ -82,7 +82,16 @@ def searcher_named(name: str, **options: Any) -> Searcher:
     >>> searcher_named("megatron-grid").name
     'megatron-grid'
     """
-    return searcher_class(name)(**options)
+    made = searcher_class(name)
+    try:
+        return made(**options)
+    except TypeError as error:
+        if not is_file(name):
+            raise
+        raise ValueError(
+            f"searcher {name} must be made with keyword arguments alone, none of them required; it raised "
+            f"{raised(error, name)}"
+        ) from error
 
 
 def _plugins() -> dict[str, EntryPoint]:

@@ -1,10 +1,10 @@
 """Models given as a Hugging Face ``config.json``; the ``transformers`` package is not needed.
 
 Read: gpt2, gpt_neox, llama, mistral, qwen2, bert, roberta, vit and t5. Keys that do not change shapes are
-ignored, absent keys take the defaults of ``transformers``. Vocabularies are not padded, as there, unless
-``vocab_multiple`` is added to the file: splits of the vocabulary may need it. The sequence length is the longest
-the model has positions for: override ``seq_len`` to train on shorter ones. Attention is counted in full where a
-model has a sliding window.
+ignored, absent keys take the defaults of ``transformers``, but for the sizes of llama, mistral and qwen2.
+Vocabularies are not padded, as there, unless ``vocab_multiple`` is added to the file: splits of the vocabulary may
+need it. The sequence length is the longest the model has positions for, unless ``seq_len`` (of T5
+``decoder_seq_len`` too) is added. Attention is counted in full where a model has a sliding window.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class _Config:
             raise DataFileError(self._source, f"{key}: is required of a {self.model_type} model, but missing")
         return default
 
+    def is_null(self, key: str) -> bool:
+        """Return whether ``key`` is there without a value."""
+        return key in self._mapping and self._mapping[key] is None
+
     def dropout(self, key: str, default: float) -> Any:
         """Return a probability; ``0`` and ``0.0`` mean the same."""
         value = self.get(key, default)
@@ -67,6 +71,7 @@ def _gpt2(config: _Config) -> dict[str, Any]:
         "hidden": config.get("n_embd", 768),
         "heads": config.get("n_head", 12),
         "seq_len": config.get("n_positions", 1024),
+        "num_positions": config.get("n_positions", 1024),
         "vocab": config.get("vocab_size", 50257),
         "ffn": config.get("n_inner", None),
         "dropout": config.dropout("resid_pdrop", 0.1),
@@ -94,13 +99,15 @@ def _gpt_neox(config: _Config) -> dict[str, Any]:
 
 def _llama(config: _Config) -> dict[str, Any]:
     config.refuse("mlp_bias", True, "biases in the MLP are not supported")
-    default_kv_heads = {"mistral": 8, "qwen2": 32}.get(str(config.model_type))  # llama: as many as heads
+    # Null is as many as heads for all of them; so is an absent key of llama.
+    absent_kv_heads = {"mistral": 8, "qwen2": 32}.get(str(config.model_type))
+    kv_heads = None if config.is_null("num_key_value_heads") else config.get("num_key_value_heads", absent_kv_heads)
     return {
         "family": "llama",
         "layers": config.get("num_hidden_layers"),
         "hidden": config.get("hidden_size"),
         "heads": config.get("num_attention_heads"),
-        "kv_heads": config.get("num_key_value_heads", default_kv_heads),
+        "kv_heads": kv_heads,
         "head_dim": config.get("head_dim", None),
         "ffn": config.get("intermediate_size"),
         "seq_len": config.get("max_position_embeddings"),
@@ -211,6 +218,9 @@ def spec_from_config(mapping: Mapping[str, Any], source: str) -> ModelSpec:
     spec = FAMILIES[fields["family"]].spec
     if "vocab_multiple" in spec.model_fields:
         fields["vocab_multiple"] = config.get("vocab_multiple", 1)
+    for added in ("seq_len", "decoder_seq_len"):
+        if added in fields:
+            fields[added] = config.get(added, fields[added])
     return validated(spec, {key: value for key, value in fields.items() if value is not None}, source)
 
 

@@ -63,6 +63,7 @@ def search(
     from experiments.judged import first_that_fits
     from experiments.progress import simulation_progress
     from searchers.budget import Budget
+    from searchers.checked_search import checked_search
     from searchers.plan_words import describe_plan
     from searchers.registry import file_and_class, is_file, raised, searcher_named
     from simulator.fidelity import Fidelity
@@ -85,7 +86,7 @@ def search(
     with messages().status(f"{searcher} searches, at most {limit} ..."):
         try:
             with one_interrupt():
-                found = chosen.search(problem, limit, seed)
+                found = checked_search(chosen, problem, limit, seed)
         except KeyboardInterrupt:
             if chosen.ledger is None or chosen.ledger.best_objective == float("inf"):
                 messages().print("interrupted; no plan that fits had been found")

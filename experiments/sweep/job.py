@@ -168,6 +168,7 @@ def _problem(spec: ProblemSpec, digests: tuple[tuple[str, str], ...]) -> Problem
 
 def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> Outcome:
     from searchers.base import NoFeasiblePlan, cost_tables
+    from searchers.checked_search import checked_search
     from searchers.registry import searcher_named
     from simulator.compiled_cache import load_compiler
     from simulator.problem import ProblemSpec
@@ -179,7 +180,7 @@ def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> O
     searcher = searcher_named(run.searcher, objective=run.objective, **json.loads(run.options))
     began_s = time.perf_counter()
     try:
-        found = searcher.search(problem, run.budget, run.seed)
+        found = checked_search(searcher, problem, run.budget, run.seed)
     except NoFeasiblePlan as error:
         return _without_plan("no plan", error, began_s, run)
     except ValueError as error:

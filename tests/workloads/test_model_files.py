@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.workloads.graphs import MEGATRON
 from workloads import build_workload
+from workloads.huggingface import spec_from_config
 from workloads.local import check_workload
 
 CONFIGS: dict[str, tuple[dict[str, object], int]] = {
@@ -68,6 +70,28 @@ def test_a_vocabulary_that_tensor_parallelism_splits_is_padded_on_request(tmp_pa
         path.write_text(json.dumps({"model_type": "gpt2", "vocab_size": 50257, "vocab_multiple": multiple}))
         sizes.append(build_workload(str(path)).num_parameters)
     assert sizes[1] - sizes[0] == 47 * 768
+
+
+def spec(**config: object) -> Any:
+    return spec_from_config(config, "config.json")
+
+
+def test_a_sequence_length_beside_the_models_keys_is_what_it_trains_on() -> None:
+    short = spec(model_type="gpt2", seq_len=256)
+    assert (short.seq_len, short.num_positions) == (256, 1024)
+    assert spec(model_type="bert", seq_len=128).num_positions == 512
+    both = spec(model_type="t5", seq_len=1024, decoder_seq_len=114)
+    assert (both.seq_len, both.decoder_seq_len) == (1024, 114)
+    with pytest.raises(ValueError, match="num_positions=1024 must be at least seq_len=2048"):
+        spec(model_type="gpt2", seq_len=2048)
+
+
+@pytest.mark.parametrize(("family", "absent"), [("llama", None), ("mistral", 8), ("qwen2", 32)])
+def test_key_value_heads_that_are_null_are_as_many_as_heads(family: str, absent: int | None) -> None:
+    """transformers: a null is ``num_attention_heads``; only an absent key is the class's default."""
+    sizes = dict(num_hidden_layers=2, hidden_size=1024, num_attention_heads=64, intermediate_size=64, vocab_size=64)
+    assert spec(model_type=family, max_position_embeddings=8, num_key_value_heads=None, **sizes).kv_heads is None
+    assert spec(model_type=family, max_position_embeddings=8, **sizes).kv_heads == absent
 
 
 @pytest.mark.parametrize(
