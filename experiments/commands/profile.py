@@ -71,6 +71,13 @@ def profile_machine_file(
     spec = ProblemSpec(model, cluster, runtime, max(sizes))
     problem = spec.load()
     everyone = problem.num_devices
+    measured = {gpu_type for gpu_type in problem.hardware.cluster.gpu_types if (device == "cpu") != ("cpu" in gpu_type)}
+    if measured:
+        raise ValueError(
+            f"what is measured on {device} must not be kept as {', '.join(sorted(measured))}; measure on the machine "
+            "itself, with --device cuda for GPUs, and processes of a CPU as --cluster local-cpu:1xN or of a GPU type "
+            "with cpu in its name"
+        )
     default = tuple(sorted({2, everyone})) if everyone > 1 else ()
     options = ProfileOptions(
         microbatch_sizes=sizes,

@@ -16,11 +16,13 @@ from typing import Any
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from searchers.aceso.configuration import Configuration, StageChoice, runs_of, to_plan
+from searchers.aceso.tables import PARTITIONS
 from simulator.plan import Plan
 from simulator.problem import Problem
 
 MAX_RUN = 100_000
 TENSOR_KEYS = ("model_parallel_size_of_each_op", "tensor_parallel_size_of_each_op")
+BATCH_KEYS = ("global_batch", "global_batch_size")
 PUBLIC_KEYS = ("micro_batch_size", TENSOR_KEYS[0], "data_parallel_size_of_each_op")
 
 
@@ -48,7 +50,12 @@ def import_plan(path: str | Path, problem: Problem) -> Plan:
         raise DataFileError(
             path, f"the plan must have the {len(problem.workload)} operators of {problem.workload.name}, got {total}"
         )
-    if not isinstance(microbatch, int) or microbatch < 1 or problem.global_batch % microbatch:
+    own_batch = next((content[key] for key in BATCH_KEYS if key in content), problem.global_batch)
+    if own_batch != problem.global_batch:
+        raise DataFileError(
+            path, f"the file's batch is {own_batch!r}, which must be the batch, got {problem.global_batch}"
+        )
+    if type(microbatch) is not int or microbatch < 1 or problem.global_batch % microbatch:
         raise DataFileError(
             path, f"the microbatch must divide the global batch {problem.global_batch}, got {microbatch!r}"
         )
@@ -97,6 +104,10 @@ def _check_lengths(columns: Mapping[str, Sequence[int]], number: int, path: str 
         raise DataFileError(path, f"stage {number}: all lists must have one entry per operator, got {lengths}")
     if not all(type(value) is int and value >= 0 for values in columns.values() for value in values):
         raise DataFileError(path, f"stage {number}: entries must be whole numbers from 0 on")
+    if any(value >= len(PARTITIONS) for value in columns["algo"]):
+        raise DataFileError(
+            path, f"stage {number}: algo must be a number below {len(PARTITIONS)}, got {max(columns['algo'])}"
+        )
 
 
 def decoded(text: str, path: str | Path) -> list[int]:

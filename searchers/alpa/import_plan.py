@@ -54,7 +54,11 @@ class StatedPlan(FileModel):
         num_microbatches: Of an iteration.
     """
 
-    layers: Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeValidator(_in_full)]
+    layers: Annotated[
+        tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)], ...],
+        Field(min_length=1),
+        BeforeValidator(_in_full),
+    ]
     submesh: tuple[Mesh, ...]
     logical: tuple[Mesh, ...]
     force_dp: tuple[Literal[0, 1], ...] = ()

@@ -61,13 +61,18 @@ class _Reader:
         parts, batch = self._whole("chunks"), self._whole("global_bsz")
         cut = chunked(batch, parts, self.size) if batch % parts else Cut(parts, batch // parts)
         if self.problem.global_batch != batch:
-            self._refuse(f"the global batch must be {batch}, got {self.problem.global_batch}")
+            self._refuse(
+                f"the file's global_bsz is {batch}, which must be the batch, got {self.problem.global_batch}; "
+                f"try -b {batch}"
+            )
         kind = self.content.get("pipeline_type", "gpipe")
         if kind not in SCHEDULES:
             self._refuse(f"pipeline_type must be one of {', '.join(SCHEDULES)}, got {kind!r}")
         division = self._partition()
         shardings = [self._sharding(number) for number in range(len(self.layers))]
         flags = self._numbers("checkpoint", default=0)
+        if max(flags) > 1:
+            self._refuse(f"checkpoint must be 0 or 1 for each layer, got {max(flags)}")
         stages = []
         for number, layers in enumerate(split(self.layers, division)):
             start = number * self.size

@@ -191,6 +191,13 @@ def _decoded(text: str) -> list[int]:
      "at most 100000 entries"),
     ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x3", "dp": "1x3", "algo": "0x3", "recompute": "0x3"}]}',
      "must have the 29 operators"),
+    ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x29", "dp": "1x29", "algo": "9x29", "recompute": "0x29"}]}',
+     "algo must be a number below 2, got 9"),
+    ('{"aggregate_micro_batch": true, "stages": [{"tp": "1x29", "dp": "1x29", "algo": "0x29", "recompute": "0x29"}]}',
+     "the microbatch must divide the global batch 4, got True"),
+    ('{"aggregate_micro_batch": 1, "global_batch": 7, "stages": '
+     '[{"tp": "1x29", "dp": "1x29", "algo": "0x29", "recompute": "0x29"}]}',
+     "the file's batch is 7, which must be the batch, got 4"),
 ])  # fmt: skip
 def test_a_wrong_plan_file_is_refused_with_the_reason(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "plan.json"

@@ -48,6 +48,8 @@ def test_stages_and_groups_of_each_are_the_same_plan_as_the_groups_listed(tmp_pa
         ("0x3", "as in \"16x1\", got '0x3'"),
         ("999999x999999", "as in \"16x1\", got '999999x999999'"),
         (5, "layers: must be a list, got 5"),
+        ([], "layers: "),
+        ([[], [0, 1, 2, 3, 4, 5, 6, 7]], "layers.0: "),
         ([0, 1], "layers.0: must be a list, got 0"),
         ([[0, 1], [2, "a"]], "layers.1.1: must be a valid integer, got 'a'"),
         ([[1, 0, 2, 3], [4, 5, 6, 7]], "stages must hold the groups of layers 0 to 7 in order"),
