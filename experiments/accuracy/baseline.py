@@ -19,6 +19,9 @@ from experiments.accuracy.run import GroupReport
 
 FILE = Path(__file__).parent.parent / "accuracy_data" / "baseline.json"
 DIGITS = 5
+FEW = 3
+"""Of fewer cases than this an error that shrinks says nothing: predictions that moved by `MOVED` must be accepted."""
+MOVED = 0.01
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 
@@ -31,6 +34,7 @@ class GroupBaseline(FileModel):
     time_median_absolute: Number | None = None
     time_bias: Number | None = None
     memory_mean_absolute: Number | None = None
+    memory_bias: Number | None = None
     memory_agreement: Number | None = None
     num_wrong_fits: Annotated[int, Field(ge=0)] = 0
     rank_correlation: Number | None = None
@@ -76,6 +80,7 @@ def figures_of(report: GroupReport) -> GroupBaseline | None:
         time_median_absolute=_rounded(report.time.median_absolute) if report.time else None,
         time_bias=_rounded(report.time.bias) if report.time else None,
         memory_mean_absolute=_rounded(report.memory.mean_absolute) if report.memory else None,
+        memory_bias=_rounded(report.memory.bias) if report.memory else None,
         memory_agreement=_rounded(report.fits_agreement) if report.fits_agreement is not None else None,
         num_wrong_fits=report.num_wrong_fits,
         rank_correlation=_rounded(report.rank.correlation) if report.rank else None,
@@ -132,6 +137,15 @@ def _worsened(group: Group, accepted: GroupBaseline, current: GroupBaseline) -> 
             messages.append(
                 f"mean absolute error of {word} {_percent(now)}, accepted {_percent(before)} "
                 f"with a tolerance of {_percent(group.tolerance)}"
+            )
+    for word, before, now in (
+        ("time", accepted.time_bias, current.time_bias),
+        ("memory", accepted.memory_bias, current.memory_bias),
+    ):
+        if accepted.num_run < FEW and before is not None and now is not None and abs(now - before) > MOVED:
+            messages.append(
+                f"{word} moved from {_percent(before)} to {_percent(now)} off, and of so few cases none says which is "
+                "better; --accept it if it is meant"
             )
     for word, before, now in (
         ("agreement on out of memory", accepted.memory_agreement, current.memory_agreement),

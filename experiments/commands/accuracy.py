@@ -128,7 +128,7 @@ def accuracy(
         messages().print(f"[bold red]{each.group}[/]: {each.message}", soft_wrap=True)
     for report in reports:
         if any(each.group == report.name for each in found):
-            for line in _where_to_look(report, outcomes):
+            for line in _where_to_look(report, outcomes, data):
                 messages().print(f"  {line}", markup=False, soft_wrap=True)
     if found:
         raise typer.Exit(1)
@@ -136,7 +136,7 @@ def accuracy(
         messages().print("no group is worse than accepted")
 
 
-def _where_to_look(report: GroupReport, outcomes: Sequence[Outcome]) -> list[str]:
+def _where_to_look(report: GroupReport, outcomes: Sequence[Outcome], folder: Path | None) -> list[str]:
     """Return what shows where a group that fails the gate is off: its worst cases, and the command for more."""
     if report.time is None:
         return []
@@ -144,10 +144,11 @@ def _where_to_look(report: GroupReport, outcomes: Sequence[Outcome]) -> list[str
     features = dict.fromkeys(
         name for each in outcomes if report.name in each.case.groups for name in each.case.features
     )
+    data = f" --data {folder}" if folder is not None else ""
     by = f" --by {','.join(list(features)[:2])}" if features else ""
     return [
         f"furthest off in time: {', '.join(f'{row} {error:+.1%}' for row, error in worst)}",
-        f"where: windtunnel accuracy --group {report.name}{by} --cases",
+        f"where: windtunnel accuracy --group {report.name}{by} --cases{data}",
     ]
 
 

@@ -231,6 +231,16 @@ def test_an_improvement_passes(baseline: gate.Baseline) -> None:
     assert gate.findings([report(0.01)], baseline, with_data=False) == []
 
 
+@pytest.mark.parametrize(("error", "count", "moved"), [(0.03, 1, True), (0.045, 1, False), (0.03, 3, False)])
+def test_of_a_case_or_two_an_error_that_shrinks_is_no_improvement_yet(
+    tmp_path: Path, error: float, count: int, moved: bool
+) -> None:
+    path = tmp_path / "baseline.json"
+    _, accepted = gate.accept([report(count=count)], "first", path=path)
+    found = gate.findings([report(error, count=count)], accepted, with_data=False)
+    assert [each.message.startswith("time moved from 5.00 % to 3.00 % off") for each in found] == [True] * moved
+
+
 def test_a_group_that_lost_its_cases_fails(baseline: gate.Baseline) -> None:
     other = report(name="dapple-table5")
     messages = [found.message for found in gate.findings([report(count=0), other], baseline, with_data=False)]
