@@ -18,6 +18,8 @@ from simulator.problem import Problem, ProblemSpec
 
 BACKWARD = 2.0
 """Backward over forward time, as Galvatron's cost model has it."""
+IMPLAUSIBLE = 3.0
+"""By what factor layer times may differ from the shipped model's before that is said."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,20 @@ def calibrate_layers(
     )
     if rows:
         fits.append(FitRecord(f"operators of {operators.model}", "fitted", len(times)))
-    notes = [
-        f"layer times must be above 0 and below the whole model's, got others for {', '.join(impossible)}, which are "
-        "left out: runs of more layers must take longer, by as much for each"
-    ]
+    notes = []
+    ratio = float(np.median([point.measured / point.predicted for point in points])) if points else 1.0
+    if not 1 / IMPLAUSIBLE < ratio < IMPLAUSIBLE:
+        notes.append(
+            f"layer times are {ratio:.3g} times those of the shipped model of {model}: they must be in milliseconds, "
+            "of this model, on this GPU"
+        )
+    if impossible:
+        notes.append(
+            f"layer times must be above 0 and below the whole model's, got others for {', '.join(impossible)}, which "
+            "are left out: runs of more layers must take longer, by as much for each"
+        )
     return LayerCalibration(
-        operators if rows else None, tuple(fits), (*points, *memory), tuple(notes if impossible else [])
+        operators if rows else None, tuple(fits), (*points, *memory), tuple(notes)
     )
 
 

@@ -57,13 +57,17 @@ def show(outcome: Outcome) -> None:
 
 def all_notes(outcome: Outcome) -> list[str]:
     """Return the remarks, and which fits some measured point is far from."""
-    far = [fit for fit in outcome.calibration.fits if fit.how == "fitted" and (fit.worst or 0.0) > DOUBTED]
+    notes = list(outcome.notes)
+    fitted = [fit for fit in outcome.calibration.fits if fit.how == "fitted"]
+    if lone := [fit.what for fit in fitted if fit.num_points == 1 and fit.constants]:
+        notes.append(f"a single point says nothing about other sizes: {', '.join(lone)} should have more")
+    far = [fit for fit in fitted if (fit.worst or 0.0) > DOUBTED]
     if not far:
-        return list(outcome.notes)
+        return notes
     worst = max(far, key=lambda fit: fit.worst or 0.0)
     words = f"{worst.what} ({_percent(worst.worst)})" + (f" and {len(far) - 1} more" if len(far) > 1 else "")
     return [
-        *outcome.notes,
+        *notes,
         f"a fit's worst residual should be below {DOUBTED:.0%}, got {words}: --plot shows where; measure again what "
         "scatters, and do not rely on these constants there",
     ]

@@ -13,6 +13,7 @@ from hardware_models.calibration.communication_fit import CommunicationParts, co
 from hardware_models.calibration.kernel_calibration import fit_curves, num_of_another, overlap_slowdowns
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.calibration_file import load_calibration
+from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import Row
 from hardware_models.gpus import GpuType, load_gpu
 from hardware_models.group_shapes import GroupShape, shape_from_slots
@@ -120,6 +121,10 @@ def nccl_tests(files: Sequence[Path], *, preset: str | None, collective: str | N
     rows = [row for log in logs for row in log.table_rows()]
     notes = [] if len(devices) < 2 else [f"the logs are of different GPUs: {', '.join(devices)}"]
     parts = communication_parts(rows, source[:1900], preset)
+    if preset is not None:
+        family = parse_cluster(f"{preset}:1x1").gpu_types[0].partition("-")[0]
+        if others := [device for device in devices if family.lower() not in device.lower()]:
+            notes.append(f"the logs are of {', '.join(others)}, and {preset} has {family.upper()}: check --cluster")
     return with_communication(Calibration(source=source[:1900]), parts, preset, [], [], notes)
 
 

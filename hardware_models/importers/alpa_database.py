@@ -112,6 +112,8 @@ def read_alpa_table(path: str | Path) -> list[Row]:
             raise DataFileError(path, f"a row must have a mesh like 2x8 and no empty cell, got {str(row)[:200]}")
         kind = row["collective"].replace("-", "_")
         size = row["bytes"] / (row["group_size"] if kind == "all_to_all" else 1)
+        if row["seconds"] <= 0:
+            raise DataFileError(path, f"seconds must be above 0, got {row['seconds']:g}")
         if size > 0:
             at_once = max(1, row["num_groups"] * row["nodes_per_group"] // nodes)
             stride = None if row["gpus_per_node_in_group"] == 1 else row["stride"]
@@ -120,6 +122,8 @@ def read_alpa_table(path: str | Path) -> list[Row]:
             except ValueError as error:
                 raise DataFileError(path, str(error)) from None
             rows.append((kind, shape, size, row["seconds"]))
+    if not rows:
+        raise DataFileError(path, "the table must hold at least one collective of a size above 0, got none")
     return merged(rows)
 
 

@@ -177,8 +177,40 @@ def test_layer_times_that_cannot_be_are_said(calibrate: Any, tmp_path: Path, tim
     content = {f"layernum[{n}]_bsz8_seq2048": time for n, time in zip((2, 4), times, strict=True)}
     (tmp_path / "t.json").write_text(json.dumps(content))
     words = ("-c", "a100-40g-dgx", "-m", "gpt3-1.3b", "-r", "megatron-lm-2021")
-    (_, note) = calibrate("galvatron", tmp_path / "t.json", *words)["notes"]
-    assert note.startswith(f"layer times must be above 0 and below the whole model's, got others for {left_out} at 8")
+    notes = calibrate("galvatron", tmp_path / "t.json", *words)["notes"]
+    said = f"layer times must be above 0 and below the whole model's, got others for {left_out} at 8"
+    assert [note.startswith(said) for note in notes].count(True) == 1
+
+
+@pytest.mark.parametrize(("scale", "is_said"), [(1.0, False), (1e-3, True), (1e3, True)])
+def test_layer_times_in_another_unit_are_said(calibrate: Any, tmp_path: Path, scale: float, is_said: bool) -> None:
+    content = {f"layernum[{n}]_bsz{b}_seq512": scale * (5.0 + n * (0.5 + 4.4 * b)) for n in (2, 4) for b in (1, 8)}
+    (tmp_path / "layers.json").write_text(json.dumps(content))
+    found = calibrate("galvatron", tmp_path / "layers.json", "-c", "titan-rtx-pcie", "-m", "bert-huge-32")
+    assert any("they must be in milliseconds, of this model" in note for note in found["notes"]) == is_said
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("", "must hold at least one collective of a size above 0, got none"),
+        ("1x8,all-reduce,8,1,1,1,8,f16,1024,-1\n", "seconds must be above 0, got -1"),
+    ],
+)
+def test_a_table_of_alpa_without_a_measurement_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, message: str
+) -> None:
+    columns = "mesh,collective,group_size,stride,num_groups,nodes_per_group,gpus_per_node_in_group,dtype,bytes,seconds"
+    (tmp_path / "t.csv").write_text(f"{columns}\n{row}")
+    code, _, err = run(capsys, "calibrate", "alpa", tmp_path / "t.csv", "-c", "p3.16xlarge", "-o", tmp_path / "c.json")
+    assert code == 2 and message in err.replace("\n", " ")
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_logs_of_another_gpu_than_the_clusters_are_said(calibrate: Any, tmp_path: Path) -> None:
+    logs = nccl_logs(tmp_path)
+    notes = [calibrate("nccl-tests", *logs, "-c", preset)["notes"] for preset in ("a100-80g-dgx", "v100-32g-dgx1")]
+    assert [any("check --cluster" in note for note in each) for each in notes] == [False, True]
 
 
 def test_bandwidths_beyond_any_link_are_said(calibrate: Any, tmp_path: Path) -> None:
