@@ -59,6 +59,10 @@ def plot_throughput(table: pd.DataFrame, path: Path, *, title: str) -> None:
     _save(figure, path)
 
 
+CROWDED = 1e3
+"""From this ratio of times on, ticks at decades alone."""
+
+
 def _draw_speed(axes: Axes, place: int, row: Mapping[str, Any], fastest: float, largest: float) -> None:
     fits = row["status"] == "ok"
     value = row["samples_per_s"]
@@ -66,7 +70,7 @@ def _draw_speed(axes: Axes, place: int, row: Mapping[str, Any], fastest: float, 
     axes.barh(place, value, height=0.62, color=color, edgecolor=TOO_MUCH if not fits else color, hatch=None)
     label = f"{three_digits(value)}/s   {format_s(row['iteration_time_s'])}   MFU {row['mfu']:.0%}"
     if not fits:
-        label = f"out of memory ({three_digits(value)}/s if it fitted)"
+        label = f"out of memory (else {three_digits(value)}/s)"
     bold = "bold" if fits and value == fastest else "normal"
     _write(axes, value + 0.012 * largest, place - 0.13, label, color=INK, size=10, fontweight=bold)
     on_bar = "white" if fits and value == fastest else INK
@@ -120,7 +124,8 @@ def plot_convergence(
         axes.plot(times_ms[-1], best[-1], "o", color=color, markersize=6)
         labels.append((best[-1], f"{searcher}  {three_digits(best[-1])} s, {evaluations_words(entries[-1][1])}", color))
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < CROWDED * low else (1.0,)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())  # else the minor ticks of a short range are written over each other
     axes.set_xlabel("search time, ms")

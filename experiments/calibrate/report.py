@@ -16,6 +16,8 @@ from hardware_models.calibration.outcome import Outcome, Point
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
+MARKERS = ("o", "^", "s")
+"""Of series that share a colour."""
 LINEAR_PERCENT = 10
 """Errors up to here are drawn to scale."""
 MAX_ROWS = 60
@@ -147,8 +149,10 @@ def _draw(left: Any, right: Any, points: list[Point], unit: str) -> None:
         predicted = np.array([point.predicted for point in own])
         colour = COLOURS[number % len(COLOURS)]
         name = f"{group} ({len(own)})"
-        left.scatter(measured, predicted, s=14, color=colour, alpha=0.6, linewidths=0, label=name)
-        right.scatter(measured, 100 * (predicted / measured - 1), s=14, color=colour, alpha=0.6, linewidths=0)
+        marker = MARKERS[number // len(COLOURS) % len(MARKERS)]
+        left.scatter(measured, predicted, s=14, color=colour, marker=marker, alpha=0.6, linewidths=0, label=name)
+        errors = 100 * (predicted / measured - 1)
+        right.scatter(measured, errors, s=14, color=colour, marker=marker, alpha=0.6, linewidths=0)
     words = {"s": "seconds", "B": "bytes", "x": "factor"}
     for axes in (left, right):
         axes.set_xscale("log")

@@ -103,7 +103,8 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, axis: str, places: dict[Any, floa
     at = rows[axis].map(lambda value: places[_key(value)])
     ran = rows["status"] == "ok"
     medians = rows["samples_per_s"][ran].groupby(at[ran]).median().sort_index()
-    axes.plot(medians.index, medians, color=color, linewidth=2.2, marker="o", markersize=6, label=label)
+    width = 2.2 if all(isinstance(value, int | float) for value in places) else 0.0  # names have no order
+    axes.plot(medians.index, medians, color=color, linewidth=width, marker="o", markersize=6, label=label)
     if bool((at[ran].value_counts() > 1).any()):
         axes.plot(at[ran], rows["samples_per_s"][ran], "o", color=color, markersize=3.5, alpha=0.45)
     axes.plot(at[~ran], [0.0] * int((~ran).sum()), "x", color=color, markersize=7, clip_on=False)

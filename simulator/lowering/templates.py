@@ -54,7 +54,6 @@ class TemplateBuilder:
         shift = view.operators[0] - program.first
         apart = self.placement.host_is_behind(self.fidelity)
         segments = {c: self.placement.segments(program, c, apart=apart) for c in self.placement.classes}
-        workload = view.costs.problem.workload
         tails: dict[int, list[int]] = {c: [] for c in self.placement.classes}
         positions: dict[int, list[int]] = {}
         waited: set[int] = set()
@@ -81,7 +80,7 @@ class TemplateBuilder:
                 tails[c] = [wait]
         opened: set[int] = set()
         for position, item in enumerate(items):
-            name = workload.operators[item.operator + shift].name if item.operator >= 0 else label
+            name = self._name(item, shift) or label
             tasks = []
             if item.collective is None:
                 for c in self.placement.classes:
@@ -127,6 +126,15 @@ class TemplateBuilder:
         for channel_class, channel in sends:
             self._add_send(template, channel_class, channel, outgoing, label)
         return template
+
+    def _name(self, item: Item, shift: int) -> str:
+        """Return the operator that an item is of, or the first and the last of several; empty where it is of none."""
+        operators = self.placement.view.costs.problem.workload.operators
+        if item.operator < 0:
+            return ""
+        ends = item.operator, item.parts[-1][0] if item.parts else item.operator
+        first, last = (operators[end + shift].name for end in ends)
+        return first if first == last else f"{first} to {last}"
 
     def _between(self, before_s: float, segment: Segment, after_s: float) -> Segment:
         """Return the computation of an item between what the host does before and after it."""

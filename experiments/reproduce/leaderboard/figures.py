@@ -57,10 +57,15 @@ def mean_times(ranking: pd.DataFrame) -> Figure:
     low, high = shown["low"].to_numpy(dtype=float), shown["high"].to_numpy(dtype=float)
     axes.errorbar(centre, range(len(shown)), xerr=[centre - low, high - centre], fmt="o", color="#0072B2", capsize=3)
     for position, (solved, problems) in enumerate(zip(shown["solved"], shown["problems"], strict=True)):
-        axes.annotate(f" {solved}/{problems}", (high[position], position), fontsize=7, va="center")
+        axes.annotate(f"  {solved}/{problems}", (high[position], position), fontsize=7, va="center")
     axes.set_yticks(range(len(shown)), shown["searcher"], fontsize=8)
     axes.axvline(1.0, color="0.6", linewidth=0.8)
     axes.margins(x=0.12)  # room for the counts
+    axes.set_xscale("log")
+    axes.set_xticks([1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(0.95, 1.25 * float(high.max()))
     axes.set_xlabel("iteration time / best known, geometric mean over problems solved, 95 % interval")
     figure.tight_layout()
     return figure
@@ -80,8 +85,8 @@ def convergence(histories: Mapping[str, Sequence[History]], unit: str) -> Figure
     styles = ["-", "--", ":", "-."]
     for number, (searcher, runs) in enumerate(histories.items()):
         curve = np.median([best_so_far(run, grid) for run in runs], axis=0)
-        axes.plot(grid, np.where(np.isfinite(curve), curve, np.nan), styles[number // 10 % 4], label=searcher,
-                  linewidth=1.2)  # fmt: skip
+        axes.step(grid, np.where(np.isfinite(curve), curve, np.nan), styles[number // 10 % 4], where="post",
+                  label=searcher, linewidth=1.2)  # fmt: skip
     axes.set_xscale("log")
     axes.set_xlabel(unit)
     axes.set_yscale("log")
