@@ -46,6 +46,8 @@ def import_plan(
 ) -> None:
     """Read a plan in the format of the system that found it, and write it as a plan file.
 
+    Aceso's JSON, Galvatron's strategy files, and Alpa's plans as its benchmark files state them (docs/alpa-and-mpe.md).
+
     Example: windtunnel import-plan aceso plan.json -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024 -o plan.yaml
     """
     from searchers.plan_words import describe_plan

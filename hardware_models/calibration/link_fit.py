@@ -24,6 +24,10 @@ Sample = tuple[str, GroupShape, float, float]
 MAX_POINTS = 6
 """Of a series: more sizes say the same, and every residual prices all groups that ran at once."""
 
+LEAST_BYTES = 1024.0
+"""Where there are larger ones: a few elements are no measurement of the network. Alpa's take 35 us on four nodes and on
+one, where the next size takes four times that."""
+
 OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -118,6 +122,7 @@ def _thinned(rows: Iterable[Sample]) -> list[Sample]:
     found = []
     for points in series.values():
         points.sort(key=lambda row: row[2])
+        points = [row for row in points if row[2] >= LEAST_BYTES] or points
         chosen = sorted({round(place) for place in np.linspace(0, len(points) - 1, MAX_POINTS)})
         found += [points[place] for place in chosen]
     return found
