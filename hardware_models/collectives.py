@@ -299,6 +299,10 @@ def _across(
                 seconds /= node.links.efficiency[kind]
             by_links.append((node.links, seconds))
             loads.update(inside)
+        elif node.links.kind == "host":  # its lane takes all that leaves the node
+            by_cards = max(by_cards, leaving / node.links.point_to_point_bytes_per_s)
+            port = min(leaving / node.links.point_to_point_bytes_per_s, leaving / node.links.link_bytes_per_s)
+            loads |= {f"node{index}/lane/{slot}/{way}": port for slot in members for way in ("out", "in")}
         nics = sorted({nic for slot in members for nic in node.nics_of(slot)})
         seconds = leaving / (len(nics) * node.network.nic_bytes_per_s)
         by_cards = max(by_cards, seconds / node.network.efficiency[kind])
