@@ -164,12 +164,14 @@ def plan(
     if output is None:
         document = plan_document(spec, built, fingerprint=problem.workload.fingerprint)
         print_lines(dump_yaml(document))
+    tokens = problem.workload.tokens_per_sample
+    samples = f"{global_batch} sample{'' if global_batch == 1 else 's'}" + (f" of {tokens:,} tokens" if tokens else "")
     fits = "fits" if found.fits else "does NOT fit"
     if found.host_binds:
         fits += ", the host takes longer than this"
     words = (
         f"{describe_plan(built)}, {gpus_words(tp, pp, dp, problem.num_devices)}: "
-        f"about {format_s(found.iteration_time_s)} for {global_batch} sample{'' if global_batch == 1 else 's'}, "
+        f"about {format_s(found.iteration_time_s)} for {samples}, "
         f"peak {format_bytes(max(found.peak_bytes))}, {fits} (estimate; windtunnel simulate knows better)"
     )
     if output is not None:
