@@ -44,3 +44,17 @@ def one_interrupt() -> Iterator[None]:
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise
+
+
+@contextmanager
+def terminate_means_interrupt() -> Iterator[None]:
+    """Take SIGTERM, which Slurm sends when a job's time is over, as Ctrl-C: what was found is kept."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

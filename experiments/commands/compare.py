@@ -28,7 +28,7 @@ from experiments.console import (
     problem_spec,
     table,
 )
-from experiments.interrupts import INTERRUPTED, one_interrupt
+from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +81,7 @@ def compare_searchers(
     )
     limit = Budget.parse(budget)
     try:
-        with one_interrupt(), searchers_progress(names) as listener:
+        with terminate_means_interrupt(), one_interrupt(), searchers_progress(names) as listener:
             found = compare(
                 spec,
                 names,

@@ -25,7 +25,7 @@ from experiments.console import (
     print_lines,
     table,
 )
-from experiments.interrupts import INTERRUPTED, one_interrupt
+from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
 
 if TYPE_CHECKING:
     from experiments.accuracy.run import GroupReport, Outcome
@@ -138,7 +138,7 @@ def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | N
 
     outcomes: list[Outcome] = []
     try:
-        with one_interrupt(), counted_progress("runs") as advance:
+        with terminate_means_interrupt(), one_interrupt(), counted_progress("runs") as advance:
             for number, case in enumerate(cases):
                 advance(number, len(cases), case.row_id)
                 outcomes.append(run_case(case, fidelity=fidelity))

@@ -26,7 +26,7 @@ from experiments.console import (
     problem_spec,
     table,
 )
-from experiments.interrupts import INTERRUPTED, one_interrupt
+from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
 
 if TYPE_CHECKING:
     from experiments.judged import Judged
@@ -85,7 +85,7 @@ def search(
     is_interrupted = False
     with messages().status(f"{searcher} searches, at most {limit} ..."):
         try:
-            with one_interrupt():
+            with terminate_means_interrupt(), one_interrupt():
                 found = checked_search(chosen, problem, limit, seed)
         except KeyboardInterrupt:
             if chosen.ledger is None or chosen.ledger.best_objective == float("inf"):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from experiments.console import AsJson, console, messages, print_lines, table
-from experiments.interrupts import INTERRUPTED
+from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +69,7 @@ def sweep_spec(
         )
     if found.pending:
         try:
-            with _terminate_means_interrupt(), closing(open_workers(jobs, scheduler)) as workers:
+            with terminate_means_interrupt(), closing(open_workers(jobs, scheduler)) as workers:
                 _announce(found, f"on {workers.name}", workers.crowded)
                 with sweep_progress() as listener:
                     found.run(workers, listener)
@@ -90,20 +88,6 @@ def sweep_spec(
         print_lines(json_of(results))
         return
     _show(found, results)
-
-
-@contextmanager
-def _terminate_means_interrupt() -> Iterator[None]:
-    """Take SIGTERM, which Slurm sends when a job's time is over, as Ctrl-C."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _announce(found: Sweep, where: str, crowded: int) -> None:

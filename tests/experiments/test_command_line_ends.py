@@ -224,6 +224,33 @@ def test_a_searcher_file_that_exits_is_told(tmp_path: Path, capsys: pytest.Captu
     assert code == 2 and "it raised SystemExit: 3" in error
 
 
+TERMINATED = """
+import os, signal
+from searchers.base import CandidateSearcher
+from simulator.uniform import uniform_plan
+
+
+class Mine(CandidateSearcher):
+    name, paper = "mine", "none"
+
+    def candidates(self, problem, random, ledger):
+        yield uniform_plan(problem)
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_search_that_is_terminated_keeps_what_it_had_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Slurm ends a job whose time is over."""
+    before = signal.getsignal(signal.SIGTERM)
+    (tmp_path / "mine.py").write_text(TERMINATED)
+    code, _, error = run(capsys, "search", *PROBLEM, "-s", tmp_path / "mine.py:Mine", "-o", tmp_path / "plan.yaml")
+    assert code == 130 and "what had been found is simulated" in error
+    assert (tmp_path / "plan.yaml").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 SLOW_TO_LOAD = """
 import time
 print("loading", flush=True)
