@@ -18,3 +18,20 @@ def saved_tensors(workload: Workload, index: int, cost: OperatorCost) -> list[tu
         else:
             named.append((f"{op.name}/{ref}", size))
     return named
+
+
+def needed_for_weights(workload: Workload, index: int, cost: OperatorCost) -> tuple[float, float]:
+    """Return bytes of what the second half of a split backward pass needs of an operator with parameters.
+
+    Returns:
+        Of what it saved, and of gradients: those of its outputs, or where backward parts late the one at its product,
+        which stands for what it saved privately.
+    """
+    late = workload.operators[index].definition.parts_late
+    saved = {name: size for name, size in saved_tensors(workload, index, cost) if not (late and is_private(name))}
+    return sum(saved.values()), sum(cost.output_bytes) + (cost.workspace_weight_bytes if late else 0.0)
+
+
+def is_private(name: str) -> bool:
+    """Return whether a saved tensor is neither input nor output of its operator."""
+    return "/" in name

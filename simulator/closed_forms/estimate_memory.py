@@ -25,7 +25,7 @@ from simulator.memory.model_states import reduces_in_backward, static_bytes
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan, Sharding, batch_replicas
 from simulator.problem import Problem
-from simulator.saved import saved_tensors
+from simulator.saved import needed_for_weights, saved_tensors
 from workloads.operators import Operator
 
 
@@ -77,8 +77,8 @@ def held_bytes(view: StageView) -> HeldBytes:
     for index in view.operators:
         if problem.workload.parameters(index):
             cost = view.cost(index)
-            weighted += sum(dict(saved_tensors(problem.workload, index, cost)).values())
-            to_multiply += sum(cost.output_bytes)
+            saved, gradients = needed_for_weights(problem.workload, index, cost)
+            weighted, to_multiply = weighted + saved, to_multiply + gradients
     gathered, unsharded, last = _whole_for_a_while(view)
     refreshed = [refreshed_bytes(group, problem) for group in parameter_groups(view)]
     return HeldBytes(

@@ -36,6 +36,7 @@ from simulator.lowering.synchronisation import ParameterGroup, is_copied, is_gat
 from simulator.memory.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from simulator.problem import Problem
+from simulator.saved import needed_for_weights
 
 Floats = NDArray[np.float64]
 
@@ -121,6 +122,7 @@ class Holdings:
         assert all(name in saved for name in names if name in op.inputs), "all strategies save these inputs, or none"
         private = sum(size for name, size in saved.items() if "/" in name)
         has_parameters = bool(problem.workload.parameters(index))
+        weighted, to_multiply = needed_for_weights(problem.workload, index, cost) if has_parameters else (0.0, 0.0)
         gathered, unsharded = zero_elements(sharding, cost)
         elements = np.zeros(MAX_FAMILIES)
         states = np.zeros(NUM_STATES)
@@ -155,8 +157,8 @@ class Holdings:
             made=list(cost.output_bytes),
             read=list(cost.input_bytes),
             private=private,
-            weighted=sum(saved.values()) if has_parameters else 0.0,
-            to_multiply=sum(cost.output_bytes) if has_parameters else 0.0,
+            weighted=weighted,
+            to_multiply=to_multiply,
             working=working_bytes(op, cost, problem),
             gathered=gathered * problem.runtime.gathered_parameter_bytes,
             unsharded=unsharded * problem.runtime.gradient_accumulation_bytes,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from simulator.costs import saved_tensors
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import parameter_groups, units_gathered_for
@@ -31,6 +30,7 @@ from simulator.memory.events import (
     Pass,
 )
 from simulator.operator_cost import OperatorCost
+from simulator.saved import is_private, saved_tensors
 from workloads.operators import Operator
 
 
@@ -249,12 +249,16 @@ class StageMemory:
         """
         found: dict[int, list[str]] = {}
         for name, users in self._users.items():
-            weighted = [index for index in users if self.cost_of(index).parameters]
+            weighted = [index for index in users if self.cost_of(index).parameters and not self._is_parted(name, index)]
             if with_inputs and (with_weights or not weighted):
                 found.setdefault(min(users, default=-1), []).append(name)
             elif with_weights and not with_inputs and weighted:
                 found.setdefault(min(weighted), []).append(name)
         return found
+
+    def _is_parted(self, name: str, index: int) -> bool:
+        """Return whether the second half of an operator's backward has a gradient instead of this tensor of its own."""
+        return is_private(name) and self.workload.operators[index].definition.parts_late
 
     def _all_users(self) -> dict[str, list[int]]:
         """Return, per instance of a tensor that outlives a pass, the operators whose backward pass needs it."""
@@ -284,6 +288,9 @@ class StageMemory:
         self, index: int, op: Operator, cost: OperatorCost, events: Pass, with_inputs: bool, with_weights: bool
     ) -> None:
         temporary = cost.backward_temporary_bytes(self._gradient_bytes, inputs=with_inputs, weights=with_weights)
+        parted = f"{op.name}/gradient at its product"
+        if with_weights and not with_inputs:
+            events.free(parted)
         if with_weights and cost.parameters:
             self._unshard(op.layer, self._units[index], events)
         events.allocate(f"{op.name}/workspace backward", temporary, WORKSPACE)
@@ -294,6 +301,8 @@ class StageMemory:
                 if name not in self.workload.input_names:
                     events.allocate(f"{name}/gradient", size, GRADIENT)
         events.free(f"{op.name}/workspace backward")
+        if not with_weights and cost.parameters and op.definition.parts_late:
+            events.allocate(parted, cost.workspace_weight_bytes, GRADIENT)
         if with_weights and index in self._waiting:
             events.allocate(f"{op.name}/waiting", self._waiting[index], UNSHARDED)
         if cost.parameters and not with_weights:

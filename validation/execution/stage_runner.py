@@ -20,7 +20,7 @@ from validation.execution.stage_inputs import StageInputs
 from validation.execution.stage_parameters import Held, LayerGathers, StageParameters
 from validation.execution.wiring import GRAPH, ShareKey, StageWiring, internal_axes
 from validation.kinds.operator_context import DTYPES, OperatorContext, RunState, make_context
-from validation.kinds.torch_kinds import SHARED_BACKWARD, build
+from validation.kinds.torch_kinds import build
 from validation.measurement import OperatorTimes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
@@ -246,7 +246,7 @@ class StageRunner:
                 self.gradients.make_room(parameter)
         with self._timed(phase, index):
             of_inputs, of_parameters = record.backward(
-                of_outputs, inputs=inputs, weights=weights, shares=op.kind in SHARED_BACKWARD
+                of_outputs, inputs=inputs, weights=weights, shares=op.definition.parts_late
             )
         if inputs and not weights and held:
             record.gradients = of_outputs

@@ -11,7 +11,6 @@ from validation.kinds.operator_context import BUILDERS, Forward, OperatorContext
 __all__ = [
     "BUILDERS",
     "NOT_EXECUTABLE",
-    "SHARED_BACKWARD",
     "attention",
     "build",
     "dense",
@@ -24,9 +23,6 @@ __all__ = [
 ]
 
 NOT_EXECUTABLE = {"opaque": "it is a row of somebody's profile: times and sizes without a definition"}
-
-SHARED_BACKWARD = ("lm_loss", "classifier_loss", "pooler")
-"""Kinds with work before the gradients of inputs and weights part: the halves of a split backward share it."""
 
 
 def build(context: OperatorContext) -> Forward:

@@ -180,6 +180,7 @@ class Pooler(Kind):
     """
 
     name = "pooler"
+    parts_late = True
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         require_rank(self.name, inputs[0], 3, "(samples, tokens, features)")

@@ -40,6 +40,7 @@ class LanguageModelLoss(Kind):
     """
 
     name = "lm_loss"
+    parts_late = True
     num_inputs = 2
 
     def input_dtype(self, index: int) -> str:
@@ -175,6 +176,7 @@ class ClassifierLoss(Kind):
     """
 
     name = "classifier_loss"
+    parts_late = True
     num_inputs = 2
 
     def input_dtype(self, index: int) -> str:
