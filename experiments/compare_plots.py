@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BEST, REST, TOO_MUCH = "#1565c0", "#90b8de", "#c62828"
+CROWDED = 1e3
+"""From this ratio of times on, ticks at decades alone."""
 LINES = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
 
 
@@ -57,10 +59,6 @@ def plot_throughput(table: pd.DataFrame, path: Path, *, title: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(6))
     figure.suptitle(title, x=0.02, ha="left", fontsize=14, fontweight="bold", color=INK)
     _save(figure, path)
-
-
-CROWDED = 1e3
-"""From this ratio of times on, ticks at decades alone."""
 
 
 def _draw_speed(axes: Axes, place: int, row: Mapping[str, Any], fastest: float, largest: float) -> None:

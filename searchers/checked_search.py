@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 
-from searchers.base import RankedPlan, Searcher, SearchResult
+import numpy as np
+
+from searchers.base import HistoryEntry, RankedPlan, Searcher, SearchResult
 from searchers.budget import Budget
+from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
 
@@ -45,19 +49,29 @@ def _check(found: object, name: str, problem: Problem) -> None:
     if not found.plans:
         raise UnfitResultError(f"{name} must return at least one plan or raise NoFeasiblePlan, got none")
     for rank, ranked in enumerate(found.plans, start=1):
-        if not isinstance(ranked, RankedPlan):
-            raise UnfitResultError(f"{name} must return RankedPlans, got {type(ranked).__name__} as plan {rank}")
-        if not math.isfinite(ranked.objective):
+        if not isinstance(ranked, RankedPlan) or not isinstance(ranked.plan, Plan):
+            kind = f"a {type(ranked.plan).__name__} in one" if isinstance(ranked, RankedPlan) else type(ranked).__name__
+            raise UnfitResultError(f"{name} must return RankedPlans of plans, got {kind} as plan {rank}")
+        if not _is_finite(ranked.objective):
             raise UnfitResultError(f"{name} must give finite objectives, got {ranked.objective} for plan {rank}")
         try:
             validate(ranked.plan, problem)
         except ValueError as error:
             raise UnfitResultError(f"{name} must return legal plans; of plan {rank}, {error}") from error
+    if not isinstance(found.history, tuple) or not all(isinstance(entry, HistoryEntry) for entry in found.history):
+        raise UnfitResultError(f"{name} must return a history of HistoryEntry, got {found.history!r:.100}")
     for entry in found.history:
-        if not math.isfinite(entry.best_objective):
+        if not _is_finite(entry.best_objective):
             raise UnfitResultError(f"{name} must give finite objectives, got {entry.best_objective} in its history")
+    if not isinstance(found.counters, Mapping) or not _is_finite(found.wall_s):
+        raise UnfitResultError(f"{name} must return counters by name and finite seconds, got {found.counters!r:.100}")
     for counter, count in found.counters.items():
-        if not isinstance(count, (int, float)) or not math.isfinite(count):
+        if not _is_finite(count):
             raise UnfitResultError(f"{name} must count in finite numbers, got {count!r} for {counter!r}")
     if "evaluations" not in found.counters:
         raise UnfitResultError(f"{name} must count its evaluations, got counters {sorted(found.counters)}")
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether a value is a finite number, Python's or NumPy's."""
+    return isinstance(value, (int, float, np.number)) and math.isfinite(value)

@@ -110,7 +110,7 @@ def _llama(config: _Config) -> dict[str, Any]:
         "kv_heads": kv_heads,
         "head_dim": config.get("head_dim", None),
         "ffn": config.get("intermediate_size"),
-        "seq_len": config.get("max_position_embeddings"),
+        "seq_len": config.get("seq_len", None) or config.get("max_position_embeddings"),
         "vocab": config.get("vocab_size"),
         "qkv_bias": config.get("attention_bias", config.model_type == "qwen2"),
         "output_bias": config.get("attention_bias", False),

@@ -20,7 +20,7 @@ from experiments.accuracy.run import GroupReport
 FILE = Path(__file__).parent.parent / "accuracy_data" / "baseline.json"
 DIGITS = 5
 FEW = 3
-"""Of fewer cases than this an error that shrinks says nothing: predictions that moved by `MOVED` must be accepted."""
+"""Of fewer cases than this an error that shrinks says nothing: a mean that moved by `MOVED` must be accepted."""
 MOVED = 0.01
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]

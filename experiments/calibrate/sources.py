@@ -123,7 +123,7 @@ def nccl_tests(files: Sequence[Path], *, preset: str | None, collective: str | N
     parts = communication_parts(rows, source[:1900], preset)
     if preset is not None:
         family = parse_cluster(f"{preset}:1x1").gpu_types[0].partition("-")[0]
-        if others := [device for device in devices if family.lower() not in device.lower()]:
+        if others := [device for device in devices if family.lower() not in device.lower().replace(" ", "")]:
             notes.append(f"the logs are of {', '.join(others)}, and {preset} has {family.upper()}: check --cluster")
     return with_communication(Calibration(source=source[:1900]), parts, preset, [], [], notes)
 

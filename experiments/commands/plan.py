@@ -138,7 +138,8 @@ def plan(
         smaller_last=smaller_last,
     )
     validate(built, problem)
-    if overlap_gradient_sync and zero < 3 and problem.runtime.gradient_bucket_bytes is None:
+    by_unit = any(axis.zero == 3 for stage in built.stages for _, axes in stage.shardings for axis in axes)
+    if overlap_gradient_sync and not by_unit and problem.runtime.gradient_bucket_bytes is None:
         messages().print(
             f"--overlap-gradient-sync changes nothing here: {problem.runtime.name} reduces all gradients at once, when "
             "the last is there (gradient_bucket_bytes: null); megatron-deepspeed and pytorch-ddp have buckets",

@@ -112,9 +112,9 @@ def read_alpa_table(path: str | Path) -> list[Row]:
             raise DataFileError(path, f"a row must have a mesh like 2x8 and no empty cell, got {str(row)[:200]}")
         kind = row["collective"].replace("-", "_")
         size = row["bytes"] / (row["group_size"] if kind == "all_to_all" else 1)
-        if row["seconds"] <= 0:
-            raise DataFileError(path, f"seconds must be above 0, got {row['seconds']:g}")
         if size > 0:
+            if row["seconds"] <= 0:
+                raise DataFileError(path, f"seconds must be above 0, got {row['seconds']:g}")
             at_once = max(1, row["num_groups"] * row["nodes_per_group"] // nodes)
             stride = None if row["gpus_per_node_in_group"] == 1 else row["stride"]
             try:

@@ -11,7 +11,7 @@ def unscattered_bytes(above: float, pair: float, root: float, lowest: float, wai
 
     Args:
         above: The part of the root that comes before all other units, in bytes as it is reduced.
-        pair: The largest two neighbouring units.
+        pair: The largest two neighbouring units, taken for equal.
         root: All of the root, which is reduced last.
         lowest: The last unit before that.
         wait: How wide gradients are until their unit is reduced, as a share of that: below 1 they are copied into what

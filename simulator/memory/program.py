@@ -7,7 +7,7 @@ again during the backward pass of the segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
@@ -63,9 +63,10 @@ class StageMemory:
         self._keeps_outputs = runtime.keeps_stage_outputs
         self._units = view.costs.gather_units
         self._gathers = self._gathered_units() if reshards else {}
-        self._unsharded = self._unsharded_gradients() if sharded_gradients else {}
-        wait = runtime.waiting_gradient_share
-        self._waiting = self._waiting_gradients(wait) if sharded_gradients and wait < 1 else {}
+        scattered, wait = runtime.gradient_accumulation_bytes, runtime.waiting_gradient_share
+        self._unsharded = self._whole_gradients(self._units, scattered) if sharded_gradients else {}
+        every = range(len(self.workload))
+        self._waiting = self._whole_gradients(every, scattered * wait) if sharded_gradients and wait < 1 else {}
         self._open: int | None = None  # the unit whose gradients wait
         self._travelling: int | None = None  # the unit whose gradients are being scattered
         self._root = {
@@ -330,25 +331,13 @@ class StageMemory:
                 found[unit] = found.get(unit, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
         return dict(sorted(found.items()))
 
-    def _unsharded_gradients(self) -> dict[int, float]:
-        """Return the bytes of each unit's gradients before they are scattered."""
-        runtime = self.view.costs.problem.runtime
+    def _whole_gradients(self, key: Sequence[int], bytes_each: float) -> dict[int, float]:
+        """Return the bytes of whole gradients that are scattered, by what each operator has in ``key``."""
         found: dict[int, float] = {}
         for group in parameter_groups(self.view):
             if group.zero >= 2 and group.num_shards > 1:
                 for index in group.users:
-                    unit = self._units[index]
-                    found[unit] = found.get(unit, 0.0) + group.num_elements * runtime.gradient_accumulation_bytes
-        return found
-
-    def _waiting_gradients(self, wait: float) -> dict[int, float]:
-        """Return the bytes of each operator's whole gradients until its unit is scattered; see ``_scatter``."""
-        accumulated = self.view.costs.problem.runtime.gradient_accumulation_bytes
-        found: dict[int, float] = {}
-        for group in parameter_groups(self.view):
-            if group.zero >= 2 and group.num_shards > 1:
-                for index in group.users:
-                    found[index] = found.get(index, 0.0) + group.num_elements * accumulated * wait
+                    found[key[index]] = found.get(key[index], 0.0) + group.num_elements * bytes_each
         return found
 
     def _scatter(self, unit: int | None, events: Pass) -> None:

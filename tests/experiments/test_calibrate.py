@@ -210,7 +210,10 @@ def test_a_table_of_alpa_without_a_measurement_is_refused(
 def test_logs_of_another_gpu_than_the_clusters_are_said(calibrate: Any, tmp_path: Path) -> None:
     logs = nccl_logs(tmp_path)
     notes = [calibrate("nccl-tests", *logs, "-c", preset)["notes"] for preset in ("a100-80g-dgx", "v100-32g-dgx1")]
-    assert [any("check --cluster" in note for note in each) for each in notes] == [False, True]
+    assert [any(note.startswith("the logs are of") for note in each) for each in notes] == [False, True]
+    logs[0].write_text(logs[0].read_text().replace("NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 3090"))
+    found = calibrate("nccl-tests", logs[0], "-c", "rtx3090-pcie")["notes"]
+    assert not any(note.startswith("the logs are of") for note in found)
 
 
 def test_bandwidths_beyond_any_link_are_said(calibrate: Any, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def with_a_microbatch_too_many(found: SearchResult) -> SearchResult:
     [
         (lambda found: None, r"must return a SearchResult \(ledger.result\(\) makes one\), got NoneType"),
         (lambda found: replace(found, plans=()), "must return at least one plan or raise NoFeasiblePlan, got none"),
-        (lambda found: replace(found, plans=(found.best,)), "must return RankedPlans, got Plan as plan 1"),
+        (lambda found: replace(found, plans=(found.best,)), "must return RankedPlans of plans, got Plan as plan 1"),
         (
             lambda found: replace(found, plans=(RankedPlan(found.best, float("nan")),)),
             "must give finite objectives, got nan for plan 1",
@@ -62,6 +62,17 @@ def with_a_microbatch_too_many(found: SearchResult) -> SearchResult:
             "must count in finite numbers, got inf for 'evaluations'",
         ),
         (lambda found: replace(found, counters={}), "must count its evaluations"),
+        (
+            lambda found: replace(found, plans=(RankedPlan(None, 1.0),)),
+            "must return RankedPlans of plans, got a NoneType in",
+        ),
+        (
+            lambda found: replace(found, plans=(RankedPlan(found.best, "1"),)),
+            "must give finite objectives, got 1 for plan 1",
+        ),
+        (lambda found: replace(found, history=None), "must return a history of HistoryEntry, got None"),
+        (lambda found: replace(found, counters=None), "must return counters by name"),
+        (lambda found: replace(found, wall_s=float("nan")), "must return counters by name and finite seconds"),
         (leave, r"must return plans, but it left by sys.exit\(0\)"),
     ],
 )

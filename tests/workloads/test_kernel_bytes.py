@@ -87,7 +87,7 @@ def test_xlnet_drops_inside_its_mlp() -> None:
         (1, 4, 8192, 4096, False),
         (4, 16, 197, 4096, False),
         (4, 16, 16, 4096, False),
-        (4, 16, 20, 4096, True),
+        (4, 16, 132, 4096, True),
         (1, 2, 2048, 2048, False),
         (1, 4, 8192, None, True),
         (1, 4, 197, None, True),

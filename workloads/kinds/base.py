@@ -50,7 +50,7 @@ class Implementation:
         fused_softmax_multiple: The fused softmax kernel works only where samples x local heads is a multiple
             of this (4 in Megatron-LM 2021, ``fused_softmax.py``); elsewhere the unfused one runs.
         fused_softmax_longest: And with more than 16 and at most so many keys, queries and keys in fours (the same
-            file); None is any.
+            file; that short rows go by eights is not followed); None is any.
         fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
         flash_generation: 1 for the Triton port of the flash attention of 2022, 2 for FlashAttention-2.
