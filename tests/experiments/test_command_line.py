@@ -357,5 +357,5 @@ def test_a_small_plan_is_told_in_units_that_suit_it(tmp_path: Path, capsys: pyte
     code, out, error = run(capsys, "plan", *options)
     assert code == 0, error
     words = " ".join(out.split())
-    assert " ms for 1 sample, peak " in words and " MiB, fits" in words
+    assert " ms for 1 sample of 32 tokens, peak " in words and " MiB, fits" in words
     assert "tokens/s per GPU (1 GPU)" in run(capsys, "simulate", path)[1]
