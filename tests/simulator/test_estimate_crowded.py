@@ -101,7 +101,10 @@ def test_tensor_parallel_groups_over_nodes_share_their_cards() -> None:
 def test_groups_at_once_take_what_the_engine_says(cluster, sizes, tolerance, kind, num_bytes) -> None:
     hardware = HardwareModel.from_name(cluster)
     every = groups(sizes, (0,))
-    expected_s = run_together_s([hardware.collective(kind, num_bytes, members) for members in every])
+    costs = [hardware.collective(kind, num_bytes, members) for members in every]
+    if len({(cost.latency_s, cost.work_s, tuple(sorted(share for _, share in cost.shares))) for cost in costs}) == 1:
+        tolerance = 1e-9  # the rule is exact for groups that are alike, whatever the machine
+    expected_s = run_together_s(costs)
     unlike = unlike_groups(hardware.cluster, every)
     found_s = max(hardware.crowded_collective_s(kind, num_bytes, group) for group in unlike)
     assert found_s == pytest.approx(expected_s, rel=tolerance)
