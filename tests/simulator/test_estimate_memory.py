@@ -92,7 +92,8 @@ def test_peaks_under_zero_are_those_of_the_simulator(zero, microbatches, runtime
         plan = uniform_plan(found.problem, zero=zero, recompute=recompute, **shape)  # type: ignore[arg-type]
         for error in errors(plan, found):
             # The head's gradients are not there yet while its loss works, which the estimate does not know.
-            assert -BELOW < error < (0.32 if runtime == "pytorch-fsdp2" else ABOVE)
+            is_head = (runtime, zero, recompute) == ("pytorch-fsdp2", 3, "full")
+            assert -BELOW < error < (0.32 if is_head else ABOVE)
 
 
 @pytest.mark.parametrize(("keeps", "batch_first"), [(False, True), (True, True), (False, False)])

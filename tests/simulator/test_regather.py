@@ -67,5 +67,5 @@ def test_closed_forms_and_engine_pay_for_the_third_gather(family: str, shape: di
         assert more_s == 0 and simulated[0] == simulated[1]
     else:
         assert more_s > 0
-        # The estimate hides a gather behind a pass, the simulator behind what runs just then: the head's loss, or not.
-        assert simulated[0] - simulated[1] == pytest.approx(more_s, rel=0.25)
+        # On one stage exactly; over two the estimate is up to a quarter of the difference off.
+        assert simulated[0] - simulated[1] == pytest.approx(more_s, rel=0.25 if "pp" in shape else 1e-9)
