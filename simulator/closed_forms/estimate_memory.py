@@ -9,9 +9,9 @@ Gradients that the first backward pass makes are not there yet while all microba
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +20,12 @@ from simulator.closed_forms.unscattered import unscattered_bytes
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import ParameterGroup, parameter_groups, units_gathered_for
+from simulator.lowering.synchronisation import (
+    ParameterGroup,
+    parameter_groups,
+    units_gathered_for,
+    whole_gradients_begin,
+)
 from simulator.memory.model_states import reduces_in_backward, static_bytes
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan, Sharding, batch_replicas
@@ -38,11 +43,9 @@ class HeldBytes:
         anew: Of that, gradients that the first backward pass makes.
         kept: One microbatch between its forward and its backward pass.
         working: What is there besides ``kept`` while a microbatch's backward pass needs most.
-        gathered: Parameters that ZeRO-3 has gathered: the root, and two units (``gather_units``), or one where none is
-            prefetched.
-        unsharded: Gradients that are not scattered yet: of two units and the root above them.
-        last: What the end of a backward pass needs: unsharded gradients of a layer and all of the root, and what the
-            stage's first operator works in, or its first segment takes.
+        gathered: Parameters of the root that ZeRO-3 has gathered.
+        last: What the end of a backward pass needs: gathered units, unscattered gradients, and what the stage's first
+            operator works in, or its first segment takes.
         for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
         beyond_kept: Of that, what is not ``kept``.
         step: What the optimizer step works in.
@@ -54,7 +57,6 @@ class HeldBytes:
     kept: float
     working: float
     gathered: float
-    unsharded: float
     last: float
     for_weights: float
     beyond_kept: float
@@ -72,23 +74,22 @@ def held_bytes(view: StageView) -> HeldBytes:
         reshards=plan.reshard_after_forward,
     )
     anew = sum(static.gradients_anew.values())
-    kept, again, peak, lowest = _activations(view)
+    whole = whole_for_a_while(view)
+    kept, again, peak, lowest = _activations(view, whole)
     weighted = to_multiply = 0.0
     for index in view.operators:
         if problem.workload.parameters(index):
             cost = view.cost(index)
             saved, gradients = needed_for_weights(problem.workload, index, cost)
             weighted, to_multiply = weighted + saved, to_multiply + gradients
-    gathered, unsharded, last = _whole_for_a_while(view)
     refreshed = [refreshed_bytes(group, problem) for group in parameter_groups(view)]
     return HeldBytes(
         states=float(sum(static.parameters) + sum(static.gradients) + anew + sum(static.optimizer)),
         anew=float(anew),
         kept=kept,
         working=peak - kept,
-        gathered=gathered,
-        unsharded=unsharded,
-        last=last + lowest,
+        gathered=whole.root,
+        last=max(lowest, whole.end),
         for_weights=min(weighted, kept + again) + to_multiply,
         beyond_kept=min(weighted, again) + to_multiply,
         step=float(sum(static.step_workspace)),
@@ -125,31 +126,39 @@ def saved_bytes(made: float, read: float, *, regathers: bool) -> tuple[float, fl
     return min(made, read), 0.0 if regathers or read <= made else read
 
 
-def _activations(view: StageView) -> tuple[float, float, float, float]:
+def _activations(view: StageView, whole: Whole) -> tuple[float, float, float, float]:
     """Return bytes kept, made again by all segments, the most that one microbatch takes, and needs of the first.
 
     A segment needs all that its operators read from outside, saved by one of them or not. What comes from another stage
     is there anyway (``_ends``).
+
+    Args:
+        view: The stage.
+        whole: What ZeRO has whole besides. Where that changes a stretch ends; a segment stays one, with what counts at
+            its start.
     """
     runtime, workload = view.costs.problem.runtime, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept: dict[str, float] = {}
     inside: dict[str, float] = {}
-    again = most = working = 0.0
-    lowest = working_bytes(workload.operators[view.operators[0]], view.cost(view.operators[0]), view.costs.problem)
+    again = most = working = beside_bytes = stretch_bytes = 0.0
+    first = view.operators[0]
+    lowest = working_bytes(workload.operators[first], view.cost(first), view.costs.problem) + whole.first
     for place, index in enumerate(view.operators):
+        beside_bytes = whole.beside.get(index, beside_bytes)
+        stretch_bytes = max(stretch_bytes, beside_bytes)
         op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
         for name, size in dict(saved_tensors(workload, index, cost)).items():
             producer = workload.producer.get(name)
-            whole = 0.0
+            gathered = 0.0
             source = None if "/" in name else _source(view, name)
             if source is not None:
                 sharding, made, in_shards = source
                 alike = batch_degree(sharding) == batch_degree(view.shardings[index])
                 regathers = in_shards and alike and not runtime.keeps_gathered_inputs
-                size, whole = saved_bytes(made, size, regathers=regathers)
+                size, gathered = saved_bytes(made, size, regathers=regathers)
             if segment is None:
-                kept[name] = size + whole
+                kept[name] = size + gathered
             elif producer is not None and segment_of.get(producer) != segment and "/" not in name:
                 kept[name] = size
             else:
@@ -161,12 +170,12 @@ def _activations(view: StageView) -> tuple[float, float, float, float]:
                     kept[name] = min(_made_bytes(view, name), read)
         working = max(working, working_bytes(op, cost, view.costs.problem))
         following = view.operators[place + 1] if place + 1 < len(view.operators) else None
-        if following is None or segment_of.get(following) != segment:
-            most = max(most, sum(kept.values()) + sum(inside.values()) + working)
+        if following is None or segment_of.get(following) != segment or (segment is None and following in whole.beside):
+            most = max(most, sum(kept.values()) + sum(inside.values()) + working + stretch_bytes)
             if segment == 0:
-                lowest = max(lowest, sum(inside.values()) + working)
+                lowest = max(lowest, sum(inside.values()) + working + stretch_bytes)
             again += sum(inside.values())
-            inside, working = {}, 0.0
+            inside, working, stretch_bytes = {}, 0.0, 0.0
     ends = sum(_ends(view, kept))
     return sum(kept.values()) + ends, again, most + ends, lowest
 
@@ -209,59 +218,80 @@ def _ends(view: StageView, kept: Container[str]) -> Iterator[float]:
             yield arrival.arriving_bytes(view.cost(arrival.reader[0]))
 
 
-def zero_elements(sharding: Sharding, cost: OperatorCost) -> tuple[float, float]:
-    """Return elements of an operator that ZeRO-3 gathers, and gradients that ZeRO-2 or 3 scatters."""
-    axes = [axis for axis in sharding if axis.split == "batch" and axis.zero > 0]
-    level = max((axis.zero for axis in axes), default=0)
-    elements = float(cost.num_parameter_elements) if prod(axis.size for axis in axes) > 1 else 0.0
-    return elements if level == 3 else 0.0, elements if level >= 2 else 0.0
+@dataclass(frozen=True)
+class Whole:
+    """What ZeRO has whole for a while, in bytes.
+
+    Attributes:
+        root: Parameters of the root that are gathered, from a forward pass to the end of its backward pass.
+        beside: All else in the backward pass, by the operator from which on it counts, never more than before: in
+            layers below the first to be scattered; in that one or what of the root is above it; and before any whole
+            gradient is made.
+        first: All else while the stage's first operator works.
+        end: All else when that is through.
+    """
+
+    root: float
+    beside: dict[int, float]
+    first: float
+    end: float
 
 
-def _whole_for_a_while(view: StageView) -> tuple[float, float, float]:
-    """Return bytes of gathered parameters, and of unsharded gradients at the most and at the end of a backward pass."""
-    runtime, operators, plan = view.costs.problem.runtime, view.costs.problem.workload.operators, view.plan
-    units: dict[int, tuple[float, float]] = {}
-    roots = set()
-    for index in view.operators:
-        unit = view.costs.gather_units[index]
-        gathered, unsharded = units.get(unit, (0.0, 0.0))
-        _, to_scatter = zero_elements(view.shardings[index], view.cost(index))
-        units[unit] = gathered, unsharded + to_scatter
-        if operators[index].layer in view.costs.root_layers:
-            roots.add(unit)
+def whole_for_a_while(view: StageView) -> Whole:
+    """Return what ZeRO has whole on one device of a stage."""
+    costs, plan, root_layers = view.costs, view.plan, view.costs.root_layers
+    runtime, operators = costs.problem.runtime, costs.problem.workload.operators
+    units = {index: costs.gather_units[index] for index in view.operators}
+    gathered, scattered = dict.fromkeys(units.values(), 0.0), dict.fromkeys(units.values(), 0.0)
+    made_at = dict.fromkeys(units, 0.0)
     for group in parameter_groups(view):
         for unit in units_gathered_for(view, group):
-            gathered, unsharded = units[unit]
-            units[unit] = gathered + group.num_elements, unsharded
-    found = [(unit in roots, *units[unit]) for unit in sorted(units)]
-    ahead = runtime.prefetches_gathers
-    (root, _, pair), (outer, above, largest) = (
-        _root_and_pair([(in_root, elements[way]) for in_root, *elements in found], pairs=pairs)
-        for way, pairs in enumerate((ahead, True))
-    )
+            gathered[unit] += group.num_elements
+        for index in whole_gradients_begin(view, group):
+            made_at[index] += group.num_elements
+    for index, elements in made_at.items():
+        scattered[units[index]] += elements
+    roots = {unit for index, unit in units.items() if operators[index].layer in root_layers}
+    wait = runtime.waiting_gradient_share
     parameter_bytes = runtime.gathered_parameter_bytes if plan.reshard_after_forward else 0
     gradient_bytes = runtime.gradient_accumulation_bytes if reduces_in_backward(plan) else 0
-    lowest = next((elements for in_root, _, elements in found if not in_root and elements), 0.0)
-    most, end = unscattered_bytes(above, largest, outer, lowest, runtime.waiting_gradient_share)
-    return (root + pair) * parameter_bytes, most * gradient_bytes, end * gradient_bytes
+    root, pair = _root_and_pair(gathered, roots, 1.0, 1.0 if runtime.prefetches_gathers else 0.0)
+    outer, waiting = _root_and_pair(scattered, roots, wait, wait)
+    layers = [unit for unit in sorted(scattered) if unit not in roots and scattered[unit]]
+    pair_bytes, layers_bytes = pair * parameter_bytes, pair * parameter_bytes + waiting * gradient_bytes
+    root_above = sum(made_at[index] for index in units if layers and units[index] > layers[-1])
+    beside = {}
+    if layers and layers_bytes > 0:
+        made = max(index for index in units if made_at[index])
+        bare = made if wait < 1 else made + 1  # What waits begins to when it is made.
+        above = next(index for index in units if units[index] >= layers[-1] + (root_above > 0))
+        if root_above:
+            own_bytes = root_above * wait * gradient_bytes
+            beside = {view.operators[0]: own_bytes + layers_bytes, above: own_bytes, bare: 0.0}
+        else:
+            own_bytes = scattered[layers[-1]] * wait * gradient_bytes
+            beside = {view.operators[0]: layers_bytes, above: own_bytes + pair_bytes, bare: pair_bytes}
+    first, end = unscattered_bytes(outer, root_above, scattered[layers[0]] if layers else 0.0, wait)
+    pair_bytes = 0.0 if units[view.operators[0]] in roots else pair_bytes
+    return Whole(root * parameter_bytes, beside, first * gradient_bytes + pair_bytes, end * gradient_bytes + pair_bytes)
 
 
-def _root_and_pair(units: Sequence[tuple[bool, float]], *, pairs: bool) -> tuple[float, float, float]:
-    """Return the sum of all of the root, of the root above the first other unit, and the most of two neighbours.
+def _root_and_pair(
+    units: Mapping[int, float], roots: Container[int], alone: float, share: float
+) -> tuple[float, float]:
+    """Return the sum of the root, and the most of one other unit and of two neighbours.
 
     Args:
-        units: Whether a unit is of the root, and its size; those without anything are no neighbours.
-        pairs: Two neighbours are there at once; else the largest counts.
+        units: Sizes by unit; those without anything are no neighbours.
+        roots: Units of the root.
+        alone: How much of one unit counts, as a share.
+        share: Likewise of the lower neighbour of a unit that counts whole.
     """
-    root = above = before = most = 0.0
-    for in_root, size in units:
-        if in_root:
-            root += size
-            above += size if before else 0.0
-        elif size:
-            most = max(most, before + size if pairs else size)
-            before = size
-    return root, above, most
+    others = [units[unit] for unit in sorted(units) if unit not in roots and units[unit]]
+    most = max((alone * size for size in others), default=0.0)
+    for lower, upper in pairwise(others):
+        most = max(most, upper + share * lower)
+    return sum(size for unit, size in units.items() if unit in roots), most
 
 
 def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBytes]) -> tuple[float, ...]:
@@ -280,10 +310,7 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
         states = sum(held[stage].states for stage in own)
         gathered = max(held[stage].gathered for stage in own)
         if plan.schedule == "interleaved":
-            chunks = [
-                (held[i].kept, last_held[i].kept, held[i].working + held[i].unsharded, held[i].last, held[i].anew)
-                for i in own
-            ]
+            chunks = [(held[i].kept, last_held[i].kept, held[i].working, held[i].last, held[i].anew) for i in own]
             beyond = interleaved_peak_bytes(np.array(chunks), rank, num_ranks, plan.num_microbatches)
             peaks[rank] = states + max(beyond + gathered, in_step)
             continue
@@ -292,7 +319,7 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
         if holds_all:
             kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
         before = states - sum(held[stage].anew for stage in own) if holds_all else states
-        most = max(held[stage].working for stage in own) + max(held[stage].unsharded for stage in own)
+        most = max(held[stage].working for stage in own)
         if plan.schedule == "zb-h1":
             most += max(held[stage].beyond_kept for stage in own)
         last = max(held[stage].last for stage in own)

@@ -1,4 +1,4 @@
-"""Closed form of gradients that ZeRO-2 and 3 have not scattered yet, and how wide they wait for that."""
+"""Closed form of gradients that ZeRO-2 and 3 have not scattered yet when a backward pass ends."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from simulator.compiled_cache import also_compiled
 
 
 @also_compiled
-def unscattered_bytes(above: float, pair: float, root: float, lowest: float, wait: float) -> tuple[float, float]:
-    """Return the most that waits during a backward pass, and at its end.
+def unscattered_bytes(root: float, above: float, lowest: float, wait: float) -> tuple[float, float]:
+    """Return what is there beside the needs of a stage's first operator, and the most when that is through.
 
     Args:
-        above: The part of the root that comes before all other units, in bytes as it is reduced.
-        pair: The largest two neighbouring units, taken for equal.
-        root: All of the root, which is reduced last.
-        lowest: The last unit before that.
-        wait: How wide gradients are until their unit is reduced, as a share of that: below 1 they are copied into what
-            is reduced, beside which the unit before is still there.
+        root: All of the root, which is reduced last, in bytes as it is reduced.
+        above: What of that is above all other units.
+        lowest: The last unit before the root.
+        wait: How wide gradients are until their unit is reduced, as a share of that: below 1 they wait from when they
+            are made, and are then copied into what is reduced, beside which the unit before is still there.
 
-    >>> unscattered_bytes(4.0, 8.0, 6.0, 3.0, 1.0), unscattered_bytes(4.0, 8.0, 6.0, 3.0, 0.5)
-    ((12.0, 9.0), (8.0, 9.0))
+    >>> [unscattered_bytes(*each) for each in ((6.0, 4.0, 3.0, 1.0), (6.0, 4.0, 3.0, 0.5), (4.0, 4.0, 8.0, 0.5))]
+    [(9.0, 9.0), (5.0, 9.0), (10.0, 14.0)]
     """
-    end = root * wait + lowest
-    if wait < 1.0:
-        end = max(end, root * (1.0 + wait), lowest * (1.0 + wait))
-    return above * wait + pair * (1.0 + wait) / 2.0, end
+    if wait == 1.0:
+        return root + lowest, root + lowest
+    return above * wait + lowest, max(root * wait + lowest, above * wait + lowest * (1.0 + wait), root * (1.0 + wait))

@@ -7,8 +7,12 @@ import numpy as np
 from simulator.compiled_cache import inlined
 from simulator.fast.arrays import DONE, NEVER, Floats, Ints, PlanColumns, Structure
 from simulator.fast.memory import (
+    ABOVE_BYTES,
     AGAIN,
+    BARE_BYTES,
+    BELOW_BYTES,
     BEYOND_BYTES,
+    FIRST_BYTES,
     FOR_WEIGHTS_BYTES,
     KEPT,
     KEPT_BYTES,
@@ -16,6 +20,7 @@ from simulator.fast.memory import (
     OWN,
     SHARD,
     TO_MULTIPLY,
+    UNSHARDED,
     WEIGHTED,
     WHOLE,
     WORKING,
@@ -88,6 +93,39 @@ def _value(
 
 
 @inlined
+def _borders(
+    shape: Structure,
+    tables: MemoryTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    begin: int,
+    end: int,
+    first: int,
+    waiting: float,
+) -> tuple[int, int]:
+    """Return from which operators of a stage on what is whole changes; see ``ABOVE_BYTES`` and ``BARE_BYTES``.
+
+    Args:
+        shape, tables, plans, run_tables, waiting: See ``peaks.estimate_peaks``.
+        begin, end: Runs of the stage.
+        first: Its first operator.
+    """
+    stop, run = plans.run_stops[end - 1], end - 1
+    made = -1
+    for index in range(stop - 1, first - 1, -1):
+        while run > begin and plans.run_stops[run - 1] > index:
+            run -= 1
+        sums = tables.sums[run_tables[run]]
+        if sums[index + 1, UNSHARDED] > sums[index, UNSHARDED]:
+            unit, in_root = shape.unit_of[index], made >= 0
+            made = max(made, index)
+            if shape.gathers_of[shape.layer_of[index]] != 1:
+                above = min(stop, shape.unit_stop[unit]) if in_root else max(first, shape.unit_first[unit])
+                return above, made if waiting < 1.0 else made + 1
+    return stop, stop
+
+
+@inlined
 def hold_activations(
     shape: Structure,
     savings: Savings,
@@ -98,21 +136,22 @@ def hold_activations(
     run_tables: Ints,
     keeps_gathered: bool,
     keeps_outputs: bool,
+    waiting: float,
     held: Floats,
 ) -> None:
     """Fill the columns of activations for the stages of the chosen plans whose state is DONE.
 
     Args:
-        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs: See
-            ``peaks.estimate_peaks``.
-        held: float64[S, HELD]. Result.
+        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waiting:
+            See ``peaks.estimate_peaks``.
+        held: float64[S, HELD]. Result; has what ``hold_states`` fills.
     """
     most_pieces = 0
     for plan in chosen:
         for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
             runs = plans.run_offsets[stage + 1] - plans.run_offsets[stage]
             segments = plans.segment_offsets[stage + 1] - plans.segment_offsets[stage]
-            most_pieces = max(most_pieces, runs + 2 * segments + 1)
+            most_pieces = max(most_pieces, runs + 2 * segments + 3)
     piece_first = np.empty(most_pieces, np.int64)
     piece_run = np.empty(most_pieces, np.int64)
     piece_segment = np.empty(most_pieces, np.int64)  # First operator of the segment; -1 for none.
@@ -134,7 +173,10 @@ def hold_activations(
             weighted, to_multiply = 0.0, 0.0
             num_pieces = 0
             run = begin
-            lowest = maxima[run_tables[begin], WORKING, 0, first]
+            lowest = maxima[run_tables[begin], WORKING, 0, first] + held[stage, FIRST_BYTES]
+            above = bare = stop
+            if held[stage, BELOW_BYTES] > 0.0:
+                above, bare = _borders(shape, tables, plans, run_tables, begin, end, first, waiting)
             segment, last_segment = plans.segment_offsets[stage], plans.segment_offsets[stage + 1]
             start = first
             while start < stop:
@@ -148,6 +190,10 @@ def hold_activations(
                         ends = min(ends, plans.segment_stops[segment])
                     else:
                         ends = min(ends, plans.segment_firsts[segment])
+                begun = segment_first if segment_first >= 0 else start
+                border = above if start < above else bare if start < bare else stop
+                if segment_first < 0:
+                    ends = min(ends, border)
                 table = run_tables[run]
                 piece_first[num_pieces] = start
                 piece_run[num_pieces] = run
@@ -251,10 +297,11 @@ def hold_activations(
                             read_in[tensor] = stage
                             read_unsaved[tensor] = min(made_bytes[made_by, tensor], tables.read_bytes[read_by, reading])
                             kept += read_unsaved[tensor]
-                if ends in (stop, following):
-                    most = max(most, kept + inside + working)
+                if ends in (stop, following) or (ends == border and not in_segment):
+                    beside = BELOW_BYTES if begun < above else ABOVE_BYTES if begun < bare else BARE_BYTES
+                    most = max(most, kept + inside + working + held[stage, beside])
                     if in_segment and segment == plans.segment_offsets[stage]:
-                        lowest = max(lowest, inside + working)
+                        lowest = max(lowest, inside + working + held[stage, beside])
                     again += inside
                     inside, working = 0.0, 0.0
                     segment += in_segment
@@ -297,7 +344,8 @@ def hold_activations(
             kept += ends_bytes
             most += ends_bytes
             row = held[stage]
-            row[KEPT_BYTES], row[WORKING_BYTES], row[LAST_BYTES] = kept, most - kept, lowest
+            row[KEPT_BYTES], row[WORKING_BYTES] = kept, most - kept
+            row[LAST_BYTES] = max(row[LAST_BYTES], lowest)
             row[FOR_WEIGHTS_BYTES] = min(weighted, kept + again) + to_multiply
             row[BEYOND_BYTES] = min(weighted, again) + to_multiply
             first = stop

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms.estimate_memory import refreshed_bytes, working_bytes, zero_elements
+from simulator.closed_forms.estimate_memory import refreshed_bytes, working_bytes
 from simulator.closed_forms.overlap_time import filled_buckets
 from simulator.closed_forms.stage_overlap import bucket_elements, is_large, num_gradient_copies
 from simulator.costs import CostTables
@@ -32,7 +32,14 @@ from simulator.fast.structure import Ints, saved_by, saved_names
 from simulator.lowering.mesh import parameter_layout
 from simulator.lowering.program import StageView
 from simulator.lowering.step import StepWork, work_of
-from simulator.lowering.synchronisation import ParameterGroup, is_copied, is_gathered, parameter_groups, tied_shards
+from simulator.lowering.synchronisation import (
+    ParameterGroup,
+    is_copied,
+    is_gathered,
+    parameter_groups,
+    tied_shards,
+    whole_gradients_begin,
+)
 from simulator.memory.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from simulator.problem import Problem
@@ -123,7 +130,7 @@ class Holdings:
         private = sum(size for name, size in saved.items() if "/" in name)
         has_parameters = bool(problem.workload.parameters(index))
         weighted, to_multiply = needed_for_weights(problem.workload, index, cost) if has_parameters else (0.0, 0.0)
-        gathered, unsharded = zero_elements(sharding, cost)
+        gathered = unsharded = 0.0
         elements = np.zeros(MAX_FAMILIES)
         states = np.zeros(NUM_STATES)
         largest = 0.0
@@ -136,8 +143,9 @@ class Holdings:
             family = self._family(view, group, family_of, families)
             own_states = _states(group, problem)
             largest = max(largest, own_states.pop())
-            is_tied = group.tie is not None and is_gathered(group)
-            own_states.append(group.num_elements * problem.runtime.gathered_parameter_bytes if is_tied else 0.0)
+            to_gather, to_scatter = _zero_bytes(view, group)
+            gathered, unsharded = gathered + to_gather, unsharded + to_scatter
+            own_states += (to_gather, to_scatter) if group.tie is not None else (0.0, 0.0)
             own_work = work_of([group], problem.runtime)
             if group.tie is None:
                 states += own_states
@@ -160,8 +168,8 @@ class Holdings:
             weighted=weighted,
             to_multiply=to_multiply,
             working=working_bytes(op, cost, problem),
-            gathered=gathered * problem.runtime.gathered_parameter_bytes,
-            unsharded=unsharded * problem.runtime.gradient_accumulation_bytes,
+            gathered=gathered,
+            unsharded=unsharded,
             states=states,
             largest=largest,
             elements=elements,
@@ -231,6 +239,14 @@ class Holdings:
             elif group.zero in (1, 2):
                 row[REFRESH], row[REFRESH_CHANNEL] = key_number, gathered
         return number
+
+
+def _zero_bytes(view: StageView, group: ParameterGroup) -> tuple[float, float]:
+    """Return what ZeRO-3 gathers of a parameter, and the whole gradient that ZeRO-2 or 3 scatters."""
+    runtime = view.costs.problem.runtime
+    to_gather = group.num_elements * runtime.gathered_parameter_bytes if is_gathered(group) else 0.0
+    begins = whole_gradients_begin(view, group)
+    return float(to_gather), float(len(begins) * group.num_elements * runtime.gradient_accumulation_bytes)
 
 
 def _states(group: ParameterGroup, problem: Problem) -> list[float]:

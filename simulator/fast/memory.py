@@ -12,17 +12,20 @@ from simulator.fast.arrays import Floats, Ints
 # gathers and scatters; model states but for gradients made anew by (gradients sharded, parameters resharded), those
 # gradients by sharded, what the optimizer step works in, and what refreshing takes but for its largest tensor.
 KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, STATES = range(7)
-ANEW, STEP, REFRESHED, TIED, NUM_STATES = 4, 6, 7, 8, 9
+ANEW, STEP, REFRESHED, TIED_GATHERED, TIED_SCATTERED, NUM_STATES = 4, 6, 7, 8, 9, 10
 MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
 OWN, SHARD, WHOLE = range(3)
 WORKING, LARGEST = range(2)
 
-# Columns of what a stage holds; see ``HeldBytes``. The first five are of activations.
+# Columns of what a stage holds; see ``HeldBytes``. The first five are of activations. Before a backward pass has made a
+# whole gradient that ZeRO scatters, BARE_BYTES of what it has whole count, in the first unit with one, or what of the
+# root is above it, ABOVE_BYTES, and in those below BELOW_BYTES; FIRST_BYTES do in the stage's first operator.
 KEPT_BYTES, WORKING_BYTES, FOR_WEIGHTS_BYTES, BEYOND_BYTES, LAST_BYTES = range(5)
-GATHERED_BYTES, UNSHARDED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(5, 11)
-HELD = 11
+BELOW_BYTES, ABOVE_BYTES, BARE_BYTES = range(5, 8)
+FIRST_BYTES, GATHERED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(8, 14)
+HELD = 14
 
 
 class Savings(NamedTuple):
@@ -62,7 +65,7 @@ class MemoryTables(NamedTuple):
         replicas: int64[tables]. Product of the batch axes.
         maxima: float64[tables, 2, levels, N]. Range maxima of what operators work in and of tensors that are
             refreshed: row k covers 2^k operators.
-        tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters; TIED is gathered.
+        tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, and what ZeRO gathers and scatters.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].
     """

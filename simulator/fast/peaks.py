@@ -22,7 +22,6 @@ from simulator.fast.memory import (
     REFRESHED_BYTES,
     STATES_BYTES,
     STEP_BYTES,
-    UNSHARDED_BYTES,
     WORKING_BYTES,
     MemoryTables,
     Savings,
@@ -61,10 +60,10 @@ def estimate_peaks(
         fits: Result, per plan.
     """
     held = np.empty((len(plans.placements), HELD))
-    hold_activations(
-        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, held
-    )  # fmt: skip
     hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, waiting, held)
+    hold_activations(
+        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waiting, held
+    )  # fmt: skip
     most_stages = 0
     for plan in chosen:
         most_stages = max(most_stages, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
@@ -88,7 +87,7 @@ def estimate_peaks(
             if not is_first:
                 continue
             own_states, anew, kept, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
-            step, refreshed, gathered, unsharded, beyond, later = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+            step, refreshed, gathered, beyond, later = 0.0, 0.0, 0.0, 0.0, 0.0
             holds_all = True
             for other in range(stage, high):
                 if plans.placements[other] != plans.placements[stage]:
@@ -108,18 +107,15 @@ def estimate_peaks(
                 anew += row[ANEW_BYTES]
                 step += row[STEP_BYTES]
                 refreshed, beyond = max(refreshed, row[REFRESHED_BYTES]), max(beyond, row[BEYOND_BYTES])
-                gathered, unsharded = max(gathered, row[GATHERED_BYTES]), max(unsharded, row[UNSHARDED_BYTES])
-                later = max(later, row[LAST_BYTES])
+                gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES])
                 if schedule == INTERLEAVED:
                     flight[count, interleaved_memory.KEPT] = row[KEPT_BYTES]
                     flight[count, interleaved_memory.LAST_KEPT] = row[KEPT_BYTES]
-                    flight[count, interleaved_memory.WORKING] = row[WORKING_BYTES] + row[UNSHARDED_BYTES]
+                    flight[count, interleaved_memory.WORKING] = row[WORKING_BYTES]
                     flight[count, interleaved_memory.LAST] = row[LAST_BYTES]
                     flight[count, interleaved_memory.ANEW] = row[ANEW_BYTES]
                     count += 1
-            most = working + unsharded
-            if schedule == ZB_H1:
-                most += beyond
+            most = working + beyond if schedule == ZB_H1 else working
             if m > 1:
                 later = max(later, most)
             if schedule == INTERLEAVED:

@@ -8,8 +8,12 @@ from simulator.closed_forms.unscattered import unscattered_bytes
 from simulator.compiled_cache import inlined
 from simulator.fast.arrays import DONE, Floats, Ints, PlanColumns, Structure
 from simulator.fast.memory import (
+    ABOVE_BYTES,
     ANEW,
     ANEW_BYTES,
+    BARE_BYTES,
+    BELOW_BYTES,
+    FIRST_BYTES,
     GATHERED,
     GATHERED_BYTES,
     LARGEST,
@@ -20,12 +24,17 @@ from simulator.fast.memory import (
     STATES_BYTES,
     STEP,
     STEP_BYTES,
-    TIED,
+    TIED_GATHERED,
+    TIED_SCATTERED,
     UNSHARDED,
-    UNSHARDED_BYTES,
     MemoryTables,
     longest,
 )
+
+# Columns of what ZeRO has whole of a stage: the root; of it what is above all other units; of those the most of one or
+# of two neighbours, the lowest, and the highest.
+ROOT, ABOVE, PAIR, LOWEST, HIGHEST = range(5)
+FOUND = 5
 
 
 @inlined
@@ -38,13 +47,11 @@ def _add_zero(
     first: int,
     stop: int,
     column: int,
-    pairs: bool,
+    alone: float,
+    share: float,
     found: Floats,
 ) -> None:
-    """Fill sum of the root, of the root above the first other unit, most of two neighbours, and lowest other unit.
-
-    Of one, not two, without ``pairs``.
-    """
+    """Fill what ``found`` has columns for; ``alone`` and ``share`` as in ``estimate_memory``."""
     before, run = 0.0, begin
     found[:] = 0.0
     for unit in range(shape.unit_of[first], shape.unit_of[stop - 1] + 1):
@@ -59,14 +66,17 @@ def _add_zero(
             size += sums[upto, column] - sums[place, column]
             place = upto
         if shape.gathers_of[layer] == 1:
-            found[0] += size
+            found[ROOT] += size
             if before > 0:
-                found[1] += size
+                found[ABOVE] += size
         elif size > 0:
-            found[2] = max(found[2], before + size if pairs else size)
+            found[ABOVE] = 0.0
+            found[PAIR] = max(found[PAIR], alone * size)
+            if before > 0:
+                found[PAIR] = max(found[PAIR], size + share * before)
             if before == 0:
-                found[3] = size
-            before = size
+                found[LOWEST] = size
+            before = found[HIGHEST] = size
 
 
 @inlined
@@ -81,7 +91,7 @@ def hold_states(
     waiting: float,
     held: Floats,
 ) -> None:
-    """Fill the columns of states for the stages of the chosen plans whose state is DONE, and add to LAST_BYTES.
+    """Fill the columns of states for the stages of the chosen plans whose state is DONE; of LAST_BYTES not activations.
 
     Args:
         shape, tables, plans, chosen, states, run_tables, prefetches, waiting: See ``peaks.estimate_peaks``.
@@ -89,7 +99,8 @@ def hold_states(
     """
     num_tied = len(shape.tied)
     tied_bytes, all_sums = tables.tied_bytes, tables.sums
-    whole = np.zeros((2, 4))  # By what is gathered and what is scattered; see ``_add_zero``.
+    ahead = 1.0 if prefetches else 0.0
+    whole = np.zeros((2, FOUND))  # By what is gathered and what is scattered; see ``_add_zero``.
     for plan in chosen:
         if states[plan] != DONE:
             continue
@@ -100,8 +111,8 @@ def hold_states(
         for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop = plans.run_stops[end - 1]
-            own_states, anew, step, refreshed, refreshed_most, twice = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-            gathered, unsharded = 0.0, 0.0
+            own_states, anew, step, refreshed, refreshed_most = 0.0, 0.0, 0.0, 0.0, 0.0
+            gathered, unsharded, gathered_twice, scattered_twice = 0.0, 0.0, 0.0, 0.0
             start = first
             for run in range(begin, end):
                 table, upto = run_tables[run], plans.run_stops[run]
@@ -135,7 +146,8 @@ def hold_states(
                                 seen = True
                                 stays = stays or (in_root and shape.gathers_of[shape.layer_of[user]] == 1)
                     if stays:
-                        twice += tied_bytes[run_tables[run], place, TIED]
+                        gathered_twice += tied_bytes[run_tables[run], place, TIED_GATHERED]
+                        scattered_twice += tied_bytes[run_tables[run], place, TIED_SCATTERED]
                     if not seen:
                         table = run_tables[run]
                         own_states += tied_bytes[table, place, column - STATES]
@@ -144,15 +156,25 @@ def hold_states(
                         refreshed += tied_bytes[table, place, REFRESHED]
             whole[:] = 0.0
             if gathered > 0 and plans.reshards[plan] != 0:
-                _add_zero(shape, tables, plans, run_tables, begin, first, stop, GATHERED, prefetches, whole[0])
-                whole[0, 0] -= twice
-            if unsharded > 0 and sharded:
-                _add_zero(shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, True, whole[1])
+                _add_zero(shape, tables, plans, run_tables, begin, first, stop, GATHERED, 1.0, ahead, whole[0])
+                whole[0, ROOT] -= gathered_twice
+            if unsharded > 0:
+                _add_zero(shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, waiting, waiting, whole[1])
+                whole[1, ROOT] -= scattered_twice
             row = held[stage]
-            row[GATHERED_BYTES] = whole[0, 0] + whole[0, 2]
-            most, end = unscattered_bytes(whole[1, 1], whole[1, 2], whole[1, 0], whole[1, 3], waiting)
-            row[UNSHARDED_BYTES] = most
-            row[LAST_BYTES] += end
+            pair, in_root = whole[0, PAIR], whole[1, ABOVE] > 0.0
+            if not sharded:
+                whole[1] = 0.0
+            row[GATHERED_BYTES] = whole[0, ROOT]
+            first_bytes, end_bytes = unscattered_bytes(whole[1, ROOT], whole[1, ABOVE], whole[1, LOWEST], waiting)
+            gathers = pair if shape.gathers_of[shape.layer_of[first]] != 1 else 0.0
+            row[FIRST_BYTES], row[LAST_BYTES] = first_bytes + gathers, end_bytes + gathers
+            row[BELOW_BYTES] = whole[1, PAIR] + pair
+            if in_root:
+                row[BARE_BYTES], row[ABOVE_BYTES] = 0.0, whole[1, ABOVE] * waiting
+                row[BELOW_BYTES] += row[ABOVE_BYTES]
+            else:
+                row[BARE_BYTES], row[ABOVE_BYTES] = pair, whole[1, HIGHEST] * waiting + pair
             row[STATES_BYTES], row[ANEW_BYTES], row[STEP_BYTES] = own_states + anew, anew, step
             row[REFRESHED_BYTES] = refreshed + refreshed_most
             first = stop

@@ -247,6 +247,18 @@ def units_gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
     return list(dict.fromkeys(units[user] for user in group.users if operators[user].layer in layers))
 
 
+def whole_gradients_begin(view: StageView, group: ParameterGroup) -> list[int]:
+    """Return the operators whose backward pass begins a whole gradient of a parameter that ZeRO-2 or 3 scatters.
+
+    All that use it, but the last alone of those in the root unit, which is reduced once all its gradients are summed.
+    """
+    if group.zero < 2 or group.num_shards == 1:
+        return []
+    operators, root = view.costs.problem.workload.operators, view.costs.root_layers
+    later = [user for user in group.users if operators[user].layer in root]
+    return [user for user in group.users if user not in later[:-1]]
+
+
 def gather_collectives(view: StageView) -> dict[int, list[MeshCollective]]:
     """Return, per layer, the all-gathers that ZeRO-3 needs before the layer can run."""
     wanted = ((layer, group) for group in parameter_groups(view) for layer in gathered_for(view, group))

@@ -7,13 +7,11 @@ again during the backward pass of the segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
-from simulator.lowering.synchronisation import parameter_groups, units_gathered_for
 from simulator.memory.events import (
-    GATHERED,
     GATHERED_INPUT,
     GRADIENT,
     GRADIENTS,
@@ -24,11 +22,11 @@ from simulator.memory.events import (
     SEGMENT,
     STAGE_OUTPUT,
     TEMPORARY,
-    UNSHARDED,
     WORKSPACE,
     Events,
     Pass,
 )
+from simulator.memory.whole_units import WholeUnits
 from simulator.operator_cost import OperatorCost
 from simulator.saved import is_private, saved_tensors
 from workloads.operators import Operator
@@ -62,18 +60,7 @@ class StageMemory:
         self._gradient_bytes = runtime.implementation.activation_bytes
         self._keeps_outputs = runtime.keeps_stage_outputs
         self._units = view.costs.gather_units
-        self._gathers = self._gathered_units() if reshards else {}
-        scattered, wait = runtime.gradient_accumulation_bytes, runtime.waiting_gradient_share
-        self._unsharded = self._whole_gradients(self._units, scattered) if sharded_gradients else {}
-        every = range(len(self.workload))
-        self._waiting = self._whole_gradients(every, scattered * wait) if sharded_gradients and wait < 1 else {}
-        self._open: int | None = None  # the unit whose gradients wait
-        self._travelling: int | None = None  # the unit whose gradients are being scattered
-        self._root = {
-            self._units[index]
-            for index in view.operators
-            if self.workload.operators[index].layer in view.costs.root_layers
-        }
+        self._whole = WholeUnits(view, reshards=reshards, sharded_gradients=sharded_gradients)
         self._anew = gradients_anew or {}
         self._own = set(view.operators)
         self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
@@ -150,7 +137,7 @@ class StageMemory:
             op = self.workload.operators[index]
             cost = self.cost_of(index)
             if not recomputing and self._units[index] != unit:
-                self._gather(unit, self._units[index], events)
+                self._whole.gather(unit, self._units[index], events)
                 unit = self._units[index]
             in_segment = not recomputing and index in self._segment_of
             for position, item in self._gathered[index]:
@@ -182,7 +169,7 @@ class StageMemory:
                 if not left.get(name):
                     self._free_if_done(name, inside, events, recomputing)
         if not recomputing:
-            self._gather(unit, None, events)
+            self._whole.gather(unit, None, events)
 
     def _free_if_done(self, name: str, inside: set[int], events: Pass, recomputing: bool) -> None:
         producer = self.workload.producer.get(name)
@@ -215,7 +202,7 @@ class StageMemory:
             op = self.workload.operators[index]
             cost = self.cost_of(index)
             if with_inputs and self._units[index] != unit:
-                self._gather(unit, self._units[index], events)
+                self._whole.gather(unit, self._units[index], events)
                 unit = self._units[index]
             if with_inputs and index in segment_ends:
                 start, stop = segment_ends[index]
@@ -225,17 +212,11 @@ class StageMemory:
             for name in releases.get(index, ()):
                 self._release(name, events)
         if with_weights:
-            self._unshard(-1, -1, events)
-            if self._waiting:
-                for each in (self._open, *sorted(self._root)):
-                    self._scatter(each, events)
-                self._open = self._travelling = None
-            for each in self._unsharded:
-                events.free(f"unit {each}/unsharded")
+            self._make_anew(-1, -1, events)
+            self._whole.scatter_rest(events)
         if with_inputs:
-            self._gather(unit, None, events)
-            for each in self._root:
-                events.free(f"unit {each}/gathered")
+            self._whole.gather(unit, None, events)
+            self._whole.free_root(events)
             for name in self.view.arrivals:
                 events.free(f"{name}/gradient")
             for name in releases.get(-1, ()):
@@ -293,7 +274,8 @@ class StageMemory:
         if with_weights and not with_inputs:
             events.free(parted)
         if with_weights and cost.parameters:
-            self._unshard(op.layer, self._units[index], events)
+            self._make_anew(op.layer, self._units[index], events)
+            self._whole.enter(self._units[index], events)
         events.allocate(f"{op.name}/workspace backward", temporary, WORKSPACE)
         for position, item in self._gathered[index]:
             events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
@@ -304,8 +286,8 @@ class StageMemory:
         events.free(f"{op.name}/workspace backward")
         if not with_weights and cost.parameters and op.definition.parts_late:
             events.allocate(parted, cost.workspace_weight_bytes, GRADIENT)
-        if with_weights and index in self._waiting:
-            events.allocate(f"{op.name}/waiting", self._waiting[index], UNSHARDED)
+        if with_weights:
+            self._whole.wait(index, events)
         if cost.parameters and not with_weights:
             return
         for position, _ in self._gathered[index]:
@@ -320,80 +302,13 @@ class StageMemory:
         op = self.workload.operators[producer]
         return self.cost_of(producer).output_bytes[op.outputs.index(tensor)]
 
-    # ZeRO
+    def _make_anew(self, layer: int, unit: int, events: Pass) -> None:
+        """Make gradients that no pass has made before, of all layers behind one, and of that one unless they are whole.
 
-    def _gathered_units(self) -> dict[int, float]:
-        """Return the bytes that each unit gathers."""
-        runtime = self.view.costs.problem.runtime
-        found: dict[int, float] = {}
-        for group in parameter_groups(self.view):
-            for unit in units_gathered_for(self.view, group):
-                found[unit] = found.get(unit, 0.0) + group.num_elements * runtime.gathered_parameter_bytes
-        return dict(sorted(found.items()))
-
-    def _whole_gradients(self, key: Sequence[int], bytes_each: float) -> dict[int, float]:
-        """Return the bytes of whole gradients that are scattered, by what each operator has in ``key``."""
-        found: dict[int, float] = {}
-        for group in parameter_groups(self.view):
-            if group.zero >= 2 and group.num_shards > 1:
-                for index in group.users:
-                    found[key[index]] = found.get(key[index], 0.0) + group.num_elements * bytes_each
-        return found
-
-    def _scatter(self, unit: int | None, events: Pass) -> None:
-        """Copy a unit's gradients into what is scattered of it; what was of the unit before has been by then."""
-        if unit is None or unit not in self._unsharded:
-            return
-        if self._travelling is not None:
-            events.free(f"unit {self._travelling}/unsharded")
-        self._travelling = None if unit in self._root else unit
-        events.allocate(f"unit {unit}/unsharded", self._unsharded[unit], UNSHARDED)
-        for index in self._waiting:
-            if self._units[index] == unit:
-                events.free(f"{self.workload.operators[index].name}/waiting")
-
-    def _unshard(self, layer: int, unit: int, events: Pass) -> None:
-        """Make room for a unit's gradients; those of the unit but one above have been scattered by then."""
-        for made, size in self._anew.items():
-            if made > layer or (made == layer and unit not in self._unsharded):
-                events.allocate(f"layer {made}/gradients", size, GRADIENTS, lasting=True)
-        if unit not in self._unsharded:
-            return
-        if self._waiting:
-            if unit != self._open:
-                self._scatter(self._open, events)
-                self._open = None if unit in self._root else unit
-            return
-        above = sorted(each for each in self._unsharded if each > unit and each not in self._root)
-        for each in above[1:]:
-            events.free(f"unit {each}/unsharded")
-        events.allocate(f"unit {unit}/unsharded", self._unsharded[unit], UNSHARDED)
-
-    def _gather(self, leaving: int | None, entering: int | None, events: Pass) -> None:
-        """Free the gathered parameters of a unit; hold those of the next, and of the one after where it is prefetched.
-
-        Those of the root are gathered first and stay from a forward pass to the end of its backward pass, once
-        for all microbatches in flight.
+        Args:
+            layer, unit: Whose backward pass begins; below all at its end.
+            events: Of the pass.
         """
-        if not self._gathers:
-            return
-        for unit in self._root if leaving is None else ():
-            events.allocate(f"unit {unit}/gathered", self._gathers.get(unit, 0.0), GATHERED, lasting=True)
-        units = [unit for unit in self._gathers if unit not in self._root]
-        if leaving in units:
-            events.free(f"unit {leaving}/gathered")
-        if entering is None:
-            for unit in units:
-                events.free(f"unit {unit}/gathered")
-            return
-        if entering in units:
-            events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
-            if not self.view.costs.problem.runtime.prefetches_gathers:
-                return
-            position = units.index(entering)
-            step = -1 if leaving is not None and leaving > entering else 1
-            if leaving is None and position == len(units) - 1:
-                step = -1
-            after = position + step
-            if 0 <= after < len(units):
-                events.allocate(f"unit {units[after]}/gathered", self._gathers[units[after]], GATHERED)
+        for made, size in self._anew.items():
+            if made > layer or (made == layer and not self._whole.scatters(unit)):
+                events.allocate(f"layer {made}/gradients", size, GRADIENTS, lasting=True)

@@ -19,8 +19,9 @@ from workloads.registry import build_workload
 BELOW = 0.03
 """What the estimate may be below the simulated peak of a stage, as a share: gradients that wait for a second reader."""
 ABOVE = 0.27
-"""What it may be above it: needs of one stretch that are not there at once. Most where FSDP's root rules, as in these
-eight layers with a large vocabulary: layers are neither gathered nor unsharded while the loss works."""
+"""What it may be above it: needs of one stretch that are not there at once."""
+ABOVE_ZERO = 0.19
+"""What it may be above it under ZeRO-2 and 3, where what is whole counts by place."""
 
 
 @lru_cache
@@ -91,9 +92,7 @@ def test_peaks_under_zero_are_those_of_the_simulator(zero, microbatches, runtime
     for shape in (dict(dp=8), dict(dp=4, tp=2)):
         plan = uniform_plan(found.problem, zero=zero, recompute=recompute, **shape)  # type: ignore[arg-type]
         for error in errors(plan, found):
-            # The head's gradients are not there yet while its loss works, which the estimate does not know.
-            is_head = (runtime, zero, recompute) == ("pytorch-fsdp2", 3, "full")
-            assert -BELOW < error < (0.32 if is_head else ABOVE)
+            assert -0.015 < error < (ABOVE_ZERO if zero >= 2 else ABOVE)
 
 
 @pytest.mark.parametrize(("keeps", "batch_first"), [(False, True), (True, True), (False, False)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from simulator.closed_forms.estimate import estimate
-from simulator.closed_forms.estimate_memory import held_bytes
+from simulator.closed_forms.estimate_memory import whole_for_a_while
 from simulator.costs import CostTables
 from simulator.engines.engine_compiled import run_compiled
 from simulator.engines.engine_simpy import run_simpy
@@ -163,8 +163,8 @@ def test_what_is_whole_at_once_fills_a_bucket_of_gradients(family: str) -> None:
     assert list(costs.gather_units) == sorted(costs.gather_units)
     (view,) = stage_views(validate(sharded(problem), problem), costs)
     neighbours = [2 * (first + second) for first, second in pairwise(filter(None, own))]  # fp16
-    held = held_bytes(view)
-    assert held.gathered == held.unsharded == max(neighbours)
+    whole = whole_for_a_while(view)
+    assert (whole.root, whole.beside[0]) == (0, 2 * max(neighbours)), "parameters and gradients"
     assert FastEstimator(problem).estimate(sharded(problem)).peak_bytes == pytest.approx(
         estimate(sharded(problem), problem).peak_bytes, rel=1e-11
     )
@@ -183,7 +183,7 @@ def test_a_layer_of_530b_is_never_whole() -> None:
     plan = uniform_plan(problem, dp=640, zero=3, microbatch=4, recompute="full")
     (view,) = stage_views(validate(plan, problem), CostTables(problem))
     h = 20480
-    assert held_bytes(view).gathered == 2 * ((4 * h * h + 4 * h) + (4 * h * h + h))
+    assert whole_for_a_while(view).beside[0] == 2 * 2 * ((4 * h * h + 4 * h) + (4 * h * h + h))
 
 
 def test_merged_tasks_of_a_launch_bound_run_that_waits_end_a_little_earlier() -> None:
