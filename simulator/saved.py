@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from simulator.operator_cost import OperatorCost
+from workloads.local import CAST_WEIGHTS
 from workloads.operators import Workload
 
 
@@ -24,12 +25,21 @@ def needed_for_weights(workload: Workload, index: int, cost: OperatorCost) -> tu
     """Return bytes of what the second half of a split backward pass needs of an operator with parameters.
 
     Returns:
-        Of what it saved, and of gradients: those of its outputs, or where backward parts late the one at its product,
-        which stands for what it saved privately.
+        Of what it saved, and of gradients: those of its outputs, and where backward parts late the one at its product.
     """
     late = workload.operators[index].definition.parts_late
-    saved = {name: size for name, size in saved_tensors(workload, index, cost) if not (late and is_private(name))}
-    return sum(saved.values()), sum(cost.output_bytes) + (cost.workspace_weight_bytes if late else 0.0)
+    named = dict(saved_tensors(workload, index, cost))
+    saved = sum(size for name, size in named.items() if not ends_at_parting(workload, index, name))
+    return saved, sum(cost.output_bytes) + (cost.workspace_weight_bytes if late else 0.0)
+
+
+def ends_at_parting(workload: Workload, index: int, name: str) -> bool:
+    """Return whether the second half of a split backward pass has a gradient instead of what an operator saved.
+
+    So it is with what backward parts late needs before its product; copies of weights are the product's own.
+    """
+    late = workload.operators[index].definition.parts_late
+    return late and is_private(name) and not name.endswith(f"/{CAST_WEIGHTS}")
 
 
 def is_private(name: str) -> bool:

@@ -26,6 +26,9 @@ from workloads.kinds.base import (
 from workloads.operators import Workload
 from workloads.placements import Placement, Shard
 
+CAST_WEIGHTS = "cast weights"
+"""What a product under autocast saves of its own: its weights in the type it is done in."""
+
 Axis = tuple[str, int]
 """A mesh axis as an operator sees it: the split it means there, and its size."""
 
@@ -188,7 +191,7 @@ def saved_tensors(kind: Kind, local: Local) -> tuple[SavedTensor, ...]:
     """Return what forward keeps, in bytes; references say whose tensor it is, so that it is counted once."""
     found = []
     if cast := cast_weights(kind, local):
-        found.append(SavedTensor("cast weights", None, cast * local.element_bytes))
+        found.append(SavedTensor(CAST_WEIGHTS, None, cast * local.element_bytes))
     for saved in kind.saved(local):
         side, _, index = saved.ref.partition(":")
         if not index:

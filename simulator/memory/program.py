@@ -28,7 +28,7 @@ from simulator.memory.events import (
 )
 from simulator.memory.whole_units import WholeUnits
 from simulator.operator_cost import OperatorCost
-from simulator.saved import is_private, saved_tensors
+from simulator.saved import ends_at_parting, saved_tensors
 from workloads.operators import Operator
 
 
@@ -231,16 +231,16 @@ class StageMemory:
         """
         found: dict[int, list[str]] = {}
         for name, users in self._users.items():
-            weighted = [index for index in users if self.cost_of(index).parameters and not self._is_parted(name, index)]
+            weighted = [
+                index
+                for index in users
+                if self.cost_of(index).parameters and not ends_at_parting(self.workload, index, name)
+            ]
             if with_inputs and (with_weights or not weighted):
                 found.setdefault(min(users, default=-1), []).append(name)
             elif with_weights and not with_inputs and weighted:
                 found.setdefault(min(weighted), []).append(name)
         return found
-
-    def _is_parted(self, name: str, index: int) -> bool:
-        """Return whether the second half of an operator's backward has a gradient instead of this tensor of its own."""
-        return is_private(name) and self.workload.operators[index].definition.parts_late
 
     def _all_users(self) -> dict[str, list[int]]:
         """Return, per instance of a tensor that outlives a pass, the operators whose backward pass needs it."""

@@ -237,7 +237,8 @@ class Kind(ABC):
     has_dropout_state: ClassVar[bool] = False
     parts_late: ClassVar[bool] = False
     """Backward comes to the product that has the weights only after work of its own (a loss before its projection): the
-    second half of a split backward needs the gradient there, and not what that work was done from."""
+    second half of a split backward needs the gradient there (``workspace`` of BACKWARD_WEIGHT), and not what that work
+    was done from."""
 
     def arity(self, attributes: Attributes) -> int:
         """Return how many inputs an operator with these attributes has."""

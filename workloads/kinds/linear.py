@@ -193,6 +193,9 @@ class Pooler(Kind):
     def splits(self, attributes: Attributes) -> Mapping[str, Split]:
         return SplitTable(num_inputs=1, num_outputs=1, num_parameters=2).build()
 
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        return () if phase == FORWARD else ((local.outputs[0], "activation"),)
+
     def saved(self, local: Local) -> tuple[Saved, ...]:
         # The linear keeps a view of the first token, hence the whole input.
         return Saved("input:0"), Saved("output:0")

@@ -199,12 +199,15 @@ class ClassifierLoss(Kind):
         return SplitTable(2, 1, 1 + flag(attributes, "bias", True)).build()
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
-        logits = (local.inputs[0][0], local.parameters[0][0])
-        return (
-            Saved("input:0"),
-            Saved("input:1"),
-            Saved("log_softmax", logits, local.implementation.logits_dtype),
-        )
+        log_softmax = Saved("log_softmax", self._logits(local), local.implementation.logits_dtype)
+        return Saved("input:0"), Saved("input:1"), log_softmax
+
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        return () if phase == FORWARD else ((self._logits(local), "activation"),)
+
+    @staticmethod
+    def _logits(local: Local) -> Shape:
+        return local.inputs[0][0], local.parameters[0][0]
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         samples, (classes, hidden) = local.inputs[0][0], local.parameters[0]
