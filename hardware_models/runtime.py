@@ -113,6 +113,12 @@ class Runtime:
             of its backward pass, as one unit; their gradients are reduced as one.
         optimizer_kernels: ``fused`` over all tensors; or plain operations, over lists of tensors (``foreach``) or
             ``per_tensor``.
+        adam_operations: How many plain operations Adam is, and how many elements they read and write of a parameter, in
+            four bytes each. Torch's single-tensor form: mul and add on the first moment (2 + 3), mul and addcmul on the
+            second (2 + 3), sqrt, division by the bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv
+            on the parameter (4). AdamW over lists has as many: one lerp on the first moment (3), the decay of the
+            parameter (2).
+        scatters_under_zero1: ZeRO-1 sums gradients to a shard on each rank; else every rank has them whole.
         flattens_sharded: What ZeRO-3 shards of a layer is one flat tensor to the optimizer (torch's first FSDP,
             FairScale).
         gradient_clipping: The global gradient norm is computed each step.
@@ -156,6 +162,8 @@ class Runtime:
     gradient_clipping: bool
     loss_scaling: bool
     sources: Mapping[str, str]
+    adam_operations: tuple[int, int] = (8, 20)
+    scatters_under_zero1: bool = True
     gradient_pass_bytes: tuple[float, float] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
@@ -260,6 +268,8 @@ class RuntimeFile(FileModel):
     gradient_clipping: bool
     loss_scaling: bool
     sources: Mapping[str, Text]
+    adam_operations: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=5)]] = (8, 20)
+    scatters_under_zero1: bool = True
     gradient_pass_bytes: tuple[NonNegative, NonNegative] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True

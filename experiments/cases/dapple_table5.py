@@ -10,14 +10,10 @@ from datafiles.tables import load_table
 from experiments.cases.case import PRINTED, Case, Measured, Skipped, problem_of, uniform
 from simulator.plan import Plan
 from simulator.problem import Problem
-from workloads.models.bert import BertSpec
 
 GROUPS = ("dapple-table5",)
 SOURCE = "DAPPLE (PPoPP 2021), Table 5"
 MICROBATCH = 2
-
-MODEL = BertSpec(name="bert-48-384", layers=48, hidden=1024, heads=16, seq_len=384, vocab_multiple=1)
-"""384 tokens: DAPPLE's released profile of BERT-48 has a layer output of 2 x 384 x 1024 floats."""
 
 
 def cases(data: Path | None) -> Iterator[Case | Skipped]:
@@ -33,7 +29,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
             row_id=f"dapple_table5.csv#{row['row']}",
             groups=GROUPS,
             problem=problem_of(
-                model=MODEL,
+                model="bert-48",
                 cluster="v100-1gpu-25g:2x1",
                 runtime="dapple-tensorflow",
                 global_batch=MICROBATCH * count,

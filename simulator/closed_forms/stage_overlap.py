@@ -54,15 +54,15 @@ def bucket_elements(runtime: Runtime) -> float:
     return float("inf") if num_bytes is None else num_bytes / runtime.gradient_accumulation_bytes
 
 
-def num_gradient_copies(runtime: Runtime, zero: int) -> tuple[int, int]:
+def num_gradient_copies(runtime: Runtime, *, scattered: bool) -> tuple[int, int]:
     """Return how often gradients that are copied are gone over before they are reduced, and afterwards."""
-    return (runtime.sharded_gradient_copies, 0) if zero else (1, 1)
+    return (runtime.sharded_gradient_copies, 0) if scattered else (1, 1)
 
 
-def copied_bytes(runtime: Runtime, zero: int) -> float:
+def copied_bytes(runtime: Runtime, *, scattered: bool) -> float:
     """Return the bytes that are read and written for each gradient that is copied once."""
     sums = runtime.gradient_accumulation_bytes
-    return sums + (min(runtime.implementation.activation_bytes, sums) if zero else sums)
+    return sums + (min(runtime.implementation.activation_bytes, sums) if scattered else sums)
 
 
 def is_large(runtime: Runtime, num_elements: int) -> bool:
@@ -84,7 +84,7 @@ def sending_rules(view: StageView) -> SendingRules:
         overlaps=plan.overlap_gradient_sync and not plan.rotates,
         every=plan.gradient_reduction == "every",
         waits=runtime.copies_gradients
-        and any(group.reduced_axes and not group.zero for group in parameter_groups(view)),
+        and any(group.reduced_axes and not group.scattered for group in parameter_groups(view)),
     )
 
 
@@ -235,8 +235,8 @@ def _gradient_copies(view: StageView) -> tuple[float, float, float]:
     before_bytes, back_bytes, before, back = 0.0, 0.0, 0, 0
     for group in parameter_groups(view):
         if is_copied(view, group):
-            own = times_reduced(view, group) * group.num_elements * copied_bytes(runtime, group.zero)
-            times, times_back = num_gradient_copies(runtime, group.zero)
+            own = times_reduced(view, group) * group.num_elements * copied_bytes(runtime, scattered=group.scattered)
+            times, times_back = num_gradient_copies(runtime, scattered=group.scattered)
             before_bytes, back_bytes = before_bytes + times * own, back_bytes + times_back * own
             before, back = max(before, times), max(back, times_back)
     if not before:

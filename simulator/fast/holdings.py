@@ -37,6 +37,7 @@ from simulator.lowering.synchronisation import (
     is_copied,
     is_gathered,
     parameter_groups,
+    split_reduction,
     tied_shards,
     whole_gradients_begin,
 )
@@ -223,14 +224,13 @@ class Holdings:
             unlike = self.costs.unlike_groups(view.stage.devices, group.sizes, axes)
             return self.channels.number(collective, unlike) if len(unlike[0].members) > 1 else -1
 
-        scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
-        rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)
-        row[REDUCTION] = self._keys((group.sizes, group.reduced_axes, group.sharded_axes))
+        scattered, rest = split_reduction(group)
+        row[REDUCTION] = self._keys((group.sizes, group.reduced_axes, group.sharded_axes, group.scattered))
         row[SCATTER_DEGREE] = prod(group.sizes[axis] for axis in scattered)
         row[SCATTER] = channel("reduce_scatter", scattered) if scattered else -1
         row[REST] = channel("all_reduce", rest) if rest else -1
         copies = is_copied(view, group)
-        row[COPIES] = num_gradient_copies(self.problem.runtime, group.zero)[0] if copies else 0
+        row[COPIES] = num_gradient_copies(self.problem.runtime, scattered=group.scattered)[0] if copies else 0
         if group.num_shards > 1:
             gathered = channel("all_gather", group.sharded_axes)
             key_number = self._keys((group.sizes, group.sharded_axes))

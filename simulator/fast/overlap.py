@@ -52,8 +52,8 @@ def beside_rules(runtime: Runtime) -> BesideRules:
         copies_gathered=runtime.copies_gathered,
         gathered_bytes=runtime.gathered_parameter_bytes,
         gradient_bytes=runtime.gradient_accumulation_bytes,
-        whole_copied_bytes=copied_bytes(runtime, 0),
-        sharded_copied_bytes=copied_bytes(runtime, 3),
+        whole_copied_bytes=copied_bytes(runtime, scattered=False),
+        sharded_copied_bytes=copied_bytes(runtime, scattered=True),
     )
 
 

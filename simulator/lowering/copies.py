@@ -41,7 +41,7 @@ def gradient_copy(view: StageView, operator: int, gpu_type: str) -> Segment:
     made = costs.problem.runtime.implementation.activation_bytes
     total = EMPTY
     for group in copied_groups(view)[operator]:
-        read = min(made, sums) if group.zero else sums
+        read = min(made, sums) if group.scattered else sums
         kernel = MemoryBound(float(group.num_elements * read), float(group.num_elements * sums))
         total = total.then(costs.launched([kernel], gpu_type))
     return total

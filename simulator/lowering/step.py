@@ -12,12 +12,6 @@ from simulator.lowering.synchronisation import ParameterGroup, is_gathered, para
 from simulator.lowering.view import StageView
 from workloads.kernels import MemoryBound
 
-PLAIN_ADAM_KERNELS = 8
-PLAIN_ADAM_ACCESSES = 20
-"""Kernels and element accesses of Adam written in plain tensor operations (torch.optim, single-tensor form):
-mul and add on the first moment (2 + 3 accesses), mul and addcmul on the second (2 + 3), sqrt, division by the
-bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv on the parameter (4). AdamW over lists has as
-many: one lerp on the first moment (3), the decay of the parameter (2)."""
 OPTIMIZER_STATE_BYTES = 4
 LIST_TENSORS, LIST_ELEMENTS = 48, 320 * 65536
 """What one launch over lists takes in: tensors of an operation on three lists, and chunks of 65,536 elements
@@ -87,7 +81,7 @@ def adam_bytes(runtime: Runtime) -> float:
     """
     if runtime.optimizer_kernels == "fused":
         return runtime.gradient_accumulation_bytes + 2 * runtime.optimizer_bytes + 2 * runtime.parameter_bytes
-    return PLAIN_ADAM_ACCESSES * OPTIMIZER_STATE_BYTES
+    return runtime.adam_operations[1] * OPTIMIZER_STATE_BYTES
 
 
 def adam_launches(runtime: Runtime) -> AdamLaunches:
@@ -95,8 +89,9 @@ def adam_launches(runtime: Runtime) -> AdamLaunches:
     if runtime.optimizer_kernels == "fused":
         return AdamLaunches(1, inf, inf)
     if runtime.optimizer_kernels == "per_tensor":
-        return AdamLaunches(PLAIN_ADAM_KERNELS, 1.0, inf)
-    return AdamLaunches(PLAIN_ADAM_KERNELS, float(LIST_TENSORS), float(LIST_ELEMENTS * _touched_bytes(runtime)))
+        return AdamLaunches(runtime.adam_operations[0], 1.0, inf)
+    bytes_each = float(LIST_ELEMENTS * _touched_bytes(runtime))
+    return AdamLaunches(runtime.adam_operations[0], float(LIST_TENSORS), bytes_each)
 
 
 def num_launches(launches: AdamLaunches, num_stepped: float, touched_bytes: float) -> float:

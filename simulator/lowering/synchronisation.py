@@ -56,6 +56,7 @@ class ParameterGroup:
         reduced_axes: Axes over which gradients are partial sums.
         zero: Largest ZeRO level of those axes.
         sharded_axes: Axes over which ZeRO shards.
+        scattered: The gradient is summed to a shard each; else whole, as without ZeRO.
         num_elements: Local elements before ZeRO.
         tie: Tie key or None.
         users: Operators of the stage that hold the parameter in this layout; more than one only where it is tied.
@@ -67,6 +68,7 @@ class ParameterGroup:
     reduced_axes: tuple[int, ...]
     zero: int
     sharded_axes: tuple[int, ...]
+    scattered: bool
     num_elements: int
     tie: str | None
     users: tuple[int, ...]
@@ -124,15 +126,32 @@ def _parameter_groups(view: StageView) -> list[ParameterGroup]:
                 axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
             )
             sharded = tuple(axis for axis in batch_axes if sharding[axis].zero > 0)
-            leads = number == 0 and index in view.costs.leading_operators
-            found.append(ParameterGroup(index, sizes, reduced, zero, sharded, elements, parameter.tie, (index,), leads))
+            found.append(
+                ParameterGroup(
+                    operator=index,
+                    sizes=sizes,
+                    reduced_axes=reduced,
+                    zero=zero,
+                    sharded_axes=sharded,
+                    scattered=zero > 0 and (zero > 1 or view.costs.problem.runtime.scatters_under_zero1),
+                    num_elements=elements,
+                    tie=parameter.tie,
+                    users=(index,),
+                    leads_layer=number == 0 and index in view.costs.leading_operators,
+                )
+            )
     return found
+
+
+def split_reduction(group: ParameterGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the axes over which a gradient is scattered, and those over which what is left is all-reduced."""
+    scattered = tuple(axis for axis in group.reduced_axes if group.scattered and axis in group.sharded_axes)
+    return scattered, tuple(axis for axis in group.reduced_axes if axis not in scattered)
 
 
 def _reductions(group: ParameterGroup, num_bytes: float) -> tuple[MeshCollective, ...]:
     """Return what reduces ``num_bytes`` of gradients: scatter over sharded axes, then all-reduce the rest."""
-    scattered = tuple(axis for axis in group.reduced_axes if axis in group.sharded_axes)
-    rest = tuple(axis for axis in group.reduced_axes if axis not in group.sharded_axes)
+    scattered, rest = split_reduction(group)
     found = []
     if scattered:
         found.append(MeshCollective("reduce_scatter", group.sizes, scattered, num_bytes))
@@ -169,7 +188,8 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
             continue
         # Sharded parameters are reduced by the unit they are gathered in: a layer, or the root.
         unit = workload.operators[group.operator].layer if group.zero == 3 and not merged else -1
-        key = (group.sizes, group.reduced_axes, group.sharded_axes, ROOT if unit in view.costs.root_layers else unit)
+        place = ROOT if unit in view.costs.root_layers else unit
+        key = (group.sizes, group.reduced_axes, group.sharded_axes, group.scattered, place)
         members, so_far = open_groups.get(key, ([], 0.0))
         members.append(position)
         total = so_far + times_reduced(view, group) * group.num_elements * runtime.gradient_accumulation_bytes
@@ -185,7 +205,7 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
         listed = last.zero == 3 and runtime.parameter_calls_above is not None
         bucket = GradientBucket(tuple(members), last.operator, _reductions(last, total), listed=listed)
         if number in copied:
-            whole = not last.zero
+            whole = not last.scattered
             passes = 1 if whole else runtime.sharded_gradient_copies
             bucket = replace(bucket, copied=tuple(copied[number]), passes=passes, copied_back=whole)
         buckets.append(bucket)
@@ -200,7 +220,7 @@ def times_reduced(view: StageView, group: ParameterGroup) -> int:
 
 def tied_shards(view: StageView, group: ParameterGroup) -> int:
     """Return of how many shards of a tied weight's gradient the holders of the weight add up one."""
-    whole = view.costs.problem.runtime.reduces_ties_whole and group.zero == 1
+    whole = not group.scattered or (view.costs.problem.runtime.reduces_ties_whole and group.zero == 1)
     return 1 if whole else group.num_shards
 
 
@@ -218,8 +238,10 @@ def _copied(view: StageView, buckets: Sequence[Sequence[ParameterGroup]]) -> dic
 def is_copied(view: StageView, group: ParameterGroup) -> bool:
     """Return whether the runtime copies a parameter's gradient before data parallelism reduces it."""
     runtime, sharding = view.costs.problem.runtime, view.shardings[group.operator]
-    wanted = {0: runtime.copies_gradients, 3: runtime.sharded_gradient_copies}.get(group.zero)
-    return bool(wanted) and any(sharding[axis].split == "batch" for axis in group.reduced_axes)
+    wanted = runtime.copies_gradients and not group.scattered
+    if group.zero == 3:
+        wanted = runtime.sharded_gradient_copies > 0
+    return wanted and any(sharding[axis].split == "batch" for axis in group.reduced_axes)
 
 
 def is_gathered(group: ParameterGroup) -> bool:

@@ -117,14 +117,14 @@ def test_the_next_forward_pass_waits_for_the_buckets_of_the_last_backward_pass()
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_sharded_gradients_are_gone_over_before_they_are_scattered(times: int) -> None:
-    """Two microbatches that both reduce; where no gather is waited for, nothing of it hides."""
+    """Two microbatches that both reduce; where no gather is waited for and gradients are added, nothing of it hides."""
     with_s, without_s = (
         simulate(plan, problem, fidelity=ALONE.without("parameter-gather")).iteration_time_s
         for copies in (times, 0)
-        for problem in [with_copies(False, sharded_gradient_copies=copies)]
+        for problem in [with_copies(False, sharded_gradient_copies=copies, adds_gradients=True)]
         for plan in [uniform_plan(problem, dp=8, microbatch=1, zero=3)]
     )
-    problem = with_copies(False, sharded_gradient_copies=times)
+    problem = with_copies(False, sharded_gradient_copies=times, adds_gradients=True)
     (view,) = stage_views(
         uniform_plan(problem, dp=8, microbatch=1, zero=3).canonical(problem.workload), CostTables(problem)
     )
@@ -133,9 +133,25 @@ def test_sharded_gradients_are_gone_over_before_they_are_scattered(times: int) -
     assert with_s - without_s == pytest.approx(2 * times * once, rel=1e-6)
 
 
-@pytest.mark.parametrize("shape", [dict(tp=8), dict(dp=8, zero=3), dict(dp=8, zero=1)])
+@pytest.mark.parametrize("shape", [dict(tp=8), dict(dp=8, zero=3), dict(dp=8, zero=2)])
 def test_what_is_sharded_or_not_replicated_is_not_copied(shape: dict) -> None:
     assert difference_s(uniform_plan(with_copies(True), microbatch=2, **shape)) == 0
+
+
+def test_the_optimizer_of_ddp_may_be_sharded_and_gradients_are_reduced_as_without() -> None:
+    """ZeroRedundancyOptimizer (torch 2.13.0) steps a part and broadcasts it; the reducer knows nothing of it."""
+    problem = with_copies(True)
+    reductions, copies = [], []
+    for zero in (0, 1):
+        plan = uniform_plan(problem, dp=8, microbatch=2, zero=zero).canonical(problem.workload)
+        (view,) = stage_views(plan, CostTables(problem))
+        buckets = gradient_buckets(view, merged=False)
+        reductions.append([[(item.collective, item.num_bytes) for item in each.collectives] for each in buckets])
+        copies.append([(each.copied, each.passes, each.copied_back) for each in buckets])
+    assert reductions[0] == reductions[1] and {name for each in reductions[1] for name, _ in each} == {"all_reduce"}
+    assert copies[0] == copies[1]
+    scatters = replace(problem, runtime=replace(problem.runtime, scatters_under_zero1=True))
+    assert difference_s(uniform_plan(scatters, dp=8, microbatch=2, zero=1), scatters_under_zero1=True) == 0
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_stages_that_share_a_weight_reduce_it_whole_where_the_runtime_does(zero:
     """Before ZeRO-1 scatters gradients, as Megatron-LM and DeepSpeed: two stages of four, pair by pair."""
     times, expected = [], []
     for whole, parts in zip((False, True), shards, strict=True):
-        problem = problem_with("gpt", reduces_ties_whole=whole)
+        problem = problem_with("gpt", reduces_ties_whole=whole, scatters_under_zero1=True)
         plan = uniform_plan(problem, pp=2, dp=4, zero=zero)
         views = stage_views(plan.canonical(problem.workload), CostTables(problem))
         tied = next(group for group in parameter_groups(views[0]) if group.tie)

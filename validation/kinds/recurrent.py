@@ -75,8 +75,8 @@ def build_relative_score(context: OperatorContext) -> Forward:
             return bias.view(heads, 1, dim)
 
         scores = (queries + by_head(content_bias)) @ keys.transpose(-1, -2)
-        encodings = _sinusoid(tokens, hidden, queries.dtype, queries.device) @ position.T
-        places = encodings.view(-1, heads, dim).permute(1, 2, 0)
+        encodings = _sinusoid(tokens, hidden, queries.dtype, queries.device).expand(samples, -1, -1) @ position.T
+        places = encodings.view(samples, -1, heads, dim).permute(0, 2, 3, 1)
         far = (queries + by_head(position_bias)) @ places
         index = _distance_index(tokens, queries.device).expand(samples, heads, tokens, tokens)
         scores = scores + far.gather(-1, index)

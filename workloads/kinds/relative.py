@@ -29,11 +29,13 @@ class RelativeScore(Kind):
     """Scores of packed queries, keys and values ``(B, S, 3 A D) -> (B, A, S, S)``.
 
     ``(q + u) . k + (q + v) . (W r) + (q + w) . s``: content, relative position r (a fixed sinusoid, shifted) and
-    whether two tokens are in the same segment. Heads can be split.
+    whether two tokens are in the same segment. Heads can be split. Positions are projected for each sample anew, as the
+    authors' code has it, though they are alike.
 
     Attributes of the operator: ``heads`` (A), ``head_dim`` (D), ``hidden`` (of the sinusoid).
 
-    Source: Dai et al., ACL 2019, Section 3.3; Yang et al., NeurIPS 2019, Section 2.5.
+    Source: Dai et al., ACL 2019, Section 3.3; Yang et al., NeurIPS 2019, Section 2.5; transformers 4.40.0,
+    modeling_xlnet.py (``relative_positional_encoding``, ``rel_attn_core``).
     """
 
     name = "relative_score"
@@ -72,7 +74,7 @@ class RelativeScore(Kind):
         return (
             Saved("input:0"),
             Saved("queries", (3, samples, tokens, width)),
-            Saved("positions", (2 * tokens - 1, width)),
+            Saved("positions", (samples, 2 * tokens - 1, width)),
         )
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
@@ -84,7 +86,7 @@ class RelativeScore(Kind):
         if phase == FORWARD:
             return [
                 *[MemoryBound(queries, queries)] * 3,
-                Matmul(m=far, n=heads * dim, k=hidden),
+                Matmul(m=samples * far, n=heads * dim, k=hidden),
                 Matmul(m=tokens, n=tokens, k=dim, batch=batch),
                 Matmul(m=tokens, n=far, k=dim, batch=batch),
                 Matmul(m=tokens, n=SEGMENTS, k=dim, batch=batch),
@@ -101,7 +103,7 @@ class RelativeScore(Kind):
             ]
         return [
             Matmul(m=far, n=dim, k=tokens, batch=batch, role="weight_gradient"),
-            Matmul(m=heads * dim, n=hidden, k=far, role="weight_gradient"),
+            Matmul(m=heads * dim, n=hidden, k=samples * far, role="weight_gradient"),
             *[MemoryBound(queries, 0.0, "reduction")] * 3,
             MemoryBound(scores, 0.0, "reduction"),
         ]

@@ -1,4 +1,4 @@
-"""BERT: encoder-only, norms after the residual sums, masked-word head and next-sentence head."""
+"""BERT: encoder-only, norms after the residual sums, a masked-word or span head, and a next-sentence head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class BertSpec(TextSpec):
         ffn: Width inside the MLP; four times ``hidden`` if not given.
         num_positions: Rows of the position table; the larger of 512 and ``seq_len`` if not given.
         segments: Rows of the segment table.
-        next_sentence: Pooler and next-sentence loss beside the masked-word loss.
+        next_sentence: Pooler and next-sentence loss beside that of the head.
+        head: ``words`` predicts masked words, tied to the embedding; ``span`` where an answer begins and ends, as for
+            SQuAD, by two classes a token.
         dropout, attention_dropout: Probabilities.
     """
 
@@ -31,6 +33,7 @@ class BertSpec(TextSpec):
     vocab: Width = 30522
     segments: Count = 2
     next_sentence: bool = True
+    head: Literal["words", "span"] = "words"
 
 
 def build(spec: BertSpec, attention: str) -> Workload:
@@ -68,12 +71,15 @@ def build(spec: BertSpec, attention: str) -> Workload:
             [pooled, sentence_labels],
             {"hidden": spec.hidden, "classes": 2},
         )
-    transform = {"in": spec.hidden, "out": spec.hidden, "bias": True, "defer_bias": True}
-    x = graph.add("lm_linear", "linear", [x], transform, sequence="sequence")
-    x = graph.add("lm_activation", "gelu", [x], {}, sequence="sequence")
-    x = blocks.add_norm("final_norm", x)
-    head = {"vocab": vocab, "hidden": spec.hidden, "bias": True}
-    loss = graph.add("lm_loss", "lm_loss", [x, labels], head, tensor="vocab", ties=ties)
+    if spec.head == "span":
+        loss = graph.add("span_loss", "lm_loss", [x, labels], {"vocab": 2, "hidden": spec.hidden, "bias": True})
+    else:
+        transform = {"in": spec.hidden, "out": spec.hidden, "bias": True, "defer_bias": True}
+        x = graph.add("lm_linear", "linear", [x], transform, sequence="sequence")
+        x = graph.add("lm_activation", "gelu", [x], {}, sequence="sequence")
+        x = blocks.add_norm("final_norm", x)
+        head = {"vocab": vocab, "hidden": spec.hidden, "bias": True}
+        loss = graph.add("lm_loss", "lm_loss", [x, labels], head, tensor="vocab", ties=ties)
     if sentence_loss is not None:
         graph.add("total_loss", "loss_sum", [loss, sentence_loss], {})
     return graph.build()
@@ -87,8 +93,9 @@ def _presets() -> dict[str, BertSpec]:
     found = [
         # Devlin et al. 2019.
         _spec("bert-large", 24, 1024, 16),
-        # DAPPLE (PPoPP 2021), Table 2: BERT-48, 640 M parameters: BERT-Large's width, twice its depth.
-        _spec("bert-48", 48, 1024, 16),
+        # DAPPLE (PPoPP 2021), Table 1: BERT-48, 640 M parameters: BERT-Large's width, twice its depth.
+        # Its runs are of SQuAD 2.0 (Section 6.1); 384 tokens as in its released profile, which ends in the pooler.
+        _spec("bert-48", 48, 1024, 16, seq_len=384, vocab_multiple=1, next_sentence=False, head="span"),
         # Galvatron (VLDB 2023), Table I, and its released scripts.
         _spec("bert-huge-32", 32, 1280, 16),
         _spec("bert-huge-48", 48, 1280, 16),

@@ -17,7 +17,9 @@ class XLNetSpec(ModelSpec):
     Attributes:
         layers, hidden, heads: Transformer layers, width, attention heads.
         seq_len: Tokens per sample.
-        vocab: Tokens known; embedding and output layer are tied.
+        vocab: Tokens known.
+        head: ``words`` predicts words, tied to the embedding; ``span`` where an answer begins and ends, as for SQuAD,
+            by two classes a token.
         ffn: Width inside the MLP; four times ``hidden`` if not given.
         dropout: Behind attention and MLP.
         attention_dropout: Of attention probabilities.
@@ -34,6 +36,7 @@ class XLNetSpec(ModelSpec):
     ffn: Width | None = None
     dropout: Probability = 0.1
     attention_dropout: Probability = 0.1
+    head: Literal["words", "span"] = "words"
 
     @model_validator(mode="after")
     def _check(self) -> XLNetSpec:
@@ -93,8 +96,11 @@ def build(spec: XLNetSpec, attention: str) -> Workload:
         x = graph.add("post_mlp_dropout", "dropout_add", [y, x], residual, sequence="sequence")
         x = graph.add("norm_2", "layer_norm", [x], norm, sequence="sequence")
     graph.layer("head")
-    head = {"vocab": spec.vocab, "hidden": hidden, "bias": True}
-    graph.add("lm_loss", "lm_loss", [x, labels], head, tensor="vocab", ties=ties)
+    if spec.head == "span":
+        graph.add("span_loss", "lm_loss", [x, labels], {"vocab": 2, "hidden": hidden, "bias": True})
+    else:
+        head = {"vocab": spec.vocab, "hidden": hidden, "bias": True}
+        graph.add("lm_loss", "lm_loss", [x, labels], head, tensor="vocab", ties=ties)
     return graph.build()
 
 
@@ -103,7 +109,7 @@ PRESETS = {
     for spec in (
         # Yang et al., NeurIPS 2019, Section 3.1.
         XLNetSpec(name="xlnet-large", layers=24, hidden=1024, heads=16),
-        # DAPPLE (PPoPP 2021), Table 1: 36 layers of that width.
-        XLNetSpec(name="xlnet-36", layers=36, hidden=1024, heads=16),
+        # DAPPLE (PPoPP 2021), Table 1: 36 layers of that width; its runs are of SQuAD 2.0 (Section 6.1).
+        XLNetSpec(name="xlnet-36", layers=36, hidden=1024, heads=16, head="span"),
     )
 }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.cases.case import problem_of
-from experiments.cases.dapple_table5 import MICROBATCH, MODEL
+from experiments.cases.dapple_table5 import MICROBATCH
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.legends import legend_beside
 from simulator.simulate import simulate
@@ -27,9 +25,11 @@ def run(context: Context) -> Report:
     for count in (2, shown, 8):
         for schedule in ("gpipe", "1f1b"):
             problem = problem_of(
-                model=MODEL, cluster="v100-1gpu-25g:2x1", runtime="dapple-tensorflow", global_batch=MICROBATCH * count
+                model="bert-48",
+                cluster="v100-1gpu-25g:2x1",
+                runtime="dapple-tensorflow",
+                global_batch=MICROBATCH * count,
             )()
-            problem = replace(problem, hardware=problem.hardware, memory_limit_bytes=None)
             plan = uniform_plan(problem, pp=2, microbatch=MICROBATCH, schedule=schedule)
             result = simulate(plan, problem, engine="compiled")
             first = min(result.memory, key=lambda memory: int(result.graph.device_stage[memory.device]))
