@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.cases.case import hardware
 from experiments.reproduce.experiment import Context
+from hardware_models.gpus import load_gpu
 from hardware_models.runtime import Runtime, load_runtime
 from searchers.base import cost_tables
 from searchers.dapple.baselines import data_parallel
@@ -27,6 +28,8 @@ CLUSTERS = {"A": "p3.16xlarge:2x8", "B": "v100-1gpu-25g:16x1", "C": "v100-1gpu-1
 STATE_BYTES = 16
 """Per parameter, "since we applied Adam" (Table 7)."""
 
+PLANNED_BYTES = 16_000_000_000
+"""A GPU's memory in the released planner."""
 BUCKET_BYTES = 64 * 2**20
 """Of overlapped data parallelism: the default fusion buffer of Horovod, which the paper cites for it."""
 
@@ -108,6 +111,14 @@ def problem_of_profile(profile: LayerProfile, cluster: str, global_batch: int, o
 
 
 @lru_cache(maxsize=1)
+def planned_runtime() -> Runtime:
+    """Return DAPPLE's runtime with the memory that its released planner counts on, more than TensorFlow leaves it."""
+    runtime = load_runtime("dapple-tensorflow")
+    outside = load_gpu("v100-sxm2-16gb").memory_bytes - PLANNED_BYTES
+    return replace(runtime, context_bytes=outside - runtime.communication_buffer_bytes)
+
+
+@lru_cache(maxsize=1)
 def overlapping_runtime() -> Runtime:
     """Return DAPPLE's runtime with gradient buckets."""
     return replace(load_runtime("dapple-tensorflow"), gradient_bucket_bytes=BUCKET_BYTES, overlap_gradient_sync=True)
@@ -155,13 +166,28 @@ class Setting:
 
 
 def setting(
-    context: Context, name: str, cluster: str, global_batch: int | None = None, microbatch: int | None = None
+    context: Context,
+    name: str,
+    cluster: str,
+    global_batch: int | None = None,
+    microbatch: int | None = None,
+    *,
+    as_released: bool = False,
 ) -> Setting:
-    """Return a benchmark on a cluster string, or on configuration A, B or C."""
+    """Return a benchmark on a cluster string, or on configuration A, B or C.
+
+    Args:
+        context: Where the data are.
+        name: Of the benchmark.
+        cluster: A cluster string or A, B or C.
+        global_batch, microbatch: Samples; the benchmark's own if None.
+        as_released: The planner counts on the memory that the released one does.
+    """
     benchmark = BENCHMARKS[name]
     batch = global_batch or benchmark.global_batch
     problem = problem_of_profile(profile_of(context, name), CLUSTERS.get(cluster, cluster), batch)
-    planner = make_planner(problem, 1, options=PlannerOptions(executable=False))
+    seen = replace(problem, runtime=planned_runtime()) if as_released else problem
+    planner = make_planner(seen, 1, options=PlannerOptions(executable=False))
     return Setting(problem, planner, min(microbatch or benchmark.batch, batch))
 
 
