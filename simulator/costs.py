@@ -45,7 +45,15 @@ from workloads.kinds.base import (
     Shape,
     Split,
 )
-from workloads.local import cast_weights, dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
+from workloads.local import (
+    cast_weights,
+    dtype_bytes,
+    input_bytes,
+    localize,
+    matmul_flop,
+    output_bytes,
+    workspace_bytes,
+)
 from workloads.local import saved_tensors as local_saved_tensors
 
 MOST_NAMED = 4
@@ -186,9 +194,7 @@ class CostTables:
             workspace_forward_bytes=float(workspace_bytes(kind, FORWARD, local)),
             workspace_backward_bytes=float(workspace_bytes(kind, BACKWARD_INPUT, local)),
             workspace_weight_bytes=float(workspace_bytes(kind, BACKWARD_WEIGHT, local)),
-            matmul_flop=sum(
-                kernel.flop for kernel in kind.kernels(FORWARD, local) if not isinstance(kernel, MemoryBound)
-            ),
+            matmul_flop=matmul_flop(kind.kernels(FORWARD, local)),
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
         )
