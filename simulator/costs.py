@@ -31,7 +31,6 @@ from simulator.operator_table import OperatorTable, operator_table
 from simulator.plan import Sharding
 from simulator.problem import Problem
 from simulator.profiled_costs import with_profile
-from simulator.saved import saved_tensors as saved_tensors
 from simulator.segments import EMPTY, Segment
 from simulator.uniform import repeated_layers
 from workloads.kernels import Kernel, MemoryBound
@@ -52,9 +51,9 @@ from workloads.local import (
     localize,
     matmul_flop,
     output_bytes,
+    saved_tensors,
     workspace_bytes,
 )
-from workloads.local import saved_tensors as local_saved_tensors
 
 MOST_NAMED = 4
 """Runtimes that a refusal of a dtype names."""
@@ -178,7 +177,7 @@ class CostTables:
             operator=op.name,
         )
         segments = {phase: self._phase(kind, phase, local, gpu_type) for phase in _PHASES}
-        saved = tuple((item.ref, float(item.size_bytes)) for item in local_saved_tensors(kind, local))
+        saved = tuple((item.ref, float(item.size_bytes)) for item in saved_tensors(kind, local))
         cost = OperatorCost(
             forward=segments[FORWARD],
             backward_input=segments[BACKWARD_INPUT],
