@@ -22,6 +22,7 @@ from datafiles.schema import validated
 from datafiles.tables import load_table
 from datafiles.values import resolve_scalar
 from experiments.cases.case import Case, Measured, cluster_string, hardware
+from experiments.run_rates import METRICS, iteration_s, published_flop
 from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
 from hardware_models.gpus import gpu_names
@@ -35,7 +36,6 @@ from simulator.validate import validate
 from workloads.model_file import spec_from_mapping
 from workloads.models.families import FAMILIES
 from workloads.models.fields import ModelSpec
-from workloads.models.gpt import GPTSpec
 from workloads.registry import build_from_spec, build_workload, model_spec
 
 PLAN = "plan"
@@ -46,14 +46,6 @@ ALIASES = {"seq": "seq_len", "vpp": "chunks", "virtual_stages": "chunks", "seqpa
 SECONDS, OUT_OF_MEMORY = "iteration_time_s", "out_of_memory"
 ROUNDING = 0.01
 """What two figures of one run may differ by: their digits."""
-METRICS = ("iteration_time", "tokens_per_s", "samples_per_s", "tflops_per_gpu")
-"""What ``value`` may be, named by the column ``metric``; an iteration time in ``unit`` s or ms."""
-UNITS = {
-    "tokens_per_s": ("tokens/s of all GPUs", r"tok(en)?s?(/s|/sec| ?per s)"),
-    "samples_per_s": ("samples/s of all GPUs", r"(sample|seq(uence)?|im(a)?g(e)?)s?(/s|/sec| ?per s)"),
-    "tflops_per_gpu": ("TFLOP/s of one GPU", r"tflops?(/s|/sec)?(/(gpu|device))?"),
-}
-"""What a rate is counted in, and what tables write for it; without a ``unit`` it is taken to be that."""
 MEASURED = (SECONDS, OUT_OF_MEMORY, "metric", "value", "unit")
 _PROBLEM = ("model", "family", "cluster", "runtime", "gpus", "gpus_per_node", "global_batch", "sequence_parallel")
 CHECKED = ("gpu", "dtype")
@@ -299,53 +291,22 @@ class _Row:
         if value is not None and (seconds is None or "metric" in self.cells):
             if "metric" not in self.cells:
                 raise MissingColumnError(f"a run with a value must have a metric, one of {', '.join(METRICS)}")
-            said = self._seconds(self.cells["metric"], value, problem, plan)
+            metric, unit = self.cells["metric"], self.cells.get("unit")
+            said = iteration_s(metric, value, unit, problem, plan, lambda: self._flop(plan.global_batch))
             if seconds is not None and abs(said - seconds) > ROUNDING * seconds:
                 raise ValueError(
-                    f"{SECONDS} and value must say the same, got {seconds:g} s and {said:g} s by "
-                    f"{self.cells['metric']}; keep one of them"
+                    f"{SECONDS} and value must say the same, got {seconds:g} s and {said:g} s by {metric}; "
+                    "keep one of them"
                 )
             seconds = said if seconds is None else seconds
         return Measured(iteration_time_s=seconds, out_of_memory=out_of_memory)
 
-    def _seconds(self, metric: str, value: float, problem: Problem, plan: Plan) -> float:
-        """Return the iteration time that a value of a metric says."""
-        if metric == "iteration_time":
-            unit = self.cells.get("unit", "s")
-            if unit not in ("s", "ms"):
-                raise ValueError(f"unit of an iteration time must be s or ms, got {unit!r}")
-            return value / 1e3 if unit == "ms" else value
-        if metric in UNITS and "unit" in self.cells:
-            words, known = UNITS[metric]
-            if not re.fullmatch(known, self.cells["unit"].lower()):
-                raise ValueError(f"unit of {metric} must be {words}, got {self.cells['unit']!r}")
-        samples = plan.global_batch
-        if metric == "samples_per_s":
-            return samples / value
-        if metric == "tokens_per_s":
-            return samples * problem.workload.tokens_per_sample / value
-        if metric == "tflops_per_gpu":
-            dtype = problem.runtime.implementation.dtype
-            peak = max(node.gpu.peak(dtype) for node in problem.hardware.cluster.nodes) / 1e12
-            if value > peak:
-                raise ValueError(f"tflops_per_gpu must be at most the GPU's peak of {peak:g} in {dtype}, got {value:g}")
-            return self._flop(problem, samples) / (len(plan.devices) * value * 1e12)
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
-
-    def _flop(self, problem: Problem, samples: int) -> float:
-        """Return the FLOP that a published rate counts.
-
-        Source:
-            Narayanan et al., SC 2021, Equation 3, with full recomputation; Korthikanti et al. 2022, Equation 7, else.
-        """
+    def _flop(self, samples: int) -> float:
+        """Return the FLOP of an iteration that a published rate counts."""
         if PLAN in self.cells:
             raise ValueError("tflops_per_gpu is counted from columns, which a plan file has not; give iteration_time_s")
         spec = self._model_spec(self._shape())
-        if not isinstance(spec, GPTSpec):
-            raise ValueError("tflops_per_gpu has a published formula for GPT alone; give iteration_time_s")
-        passes = 4 if self.cells.get("recompute") == "full" else 3
-        layers = 24.0 * passes * spec.layers * spec.hidden**2 * (1 + spec.seq_len / (6 * spec.hidden))
-        return samples * spec.seq_len * (layers + 6.0 * spec.hidden * spec.vocab)
+        return published_flop(spec, samples, recompute=self.cells.get("recompute") == "full")
 
     # Cells
 

@@ -31,7 +31,6 @@ from simulator.operator_table import OperatorTable, operator_table
 from simulator.plan import Sharding
 from simulator.problem import Problem
 from simulator.profiled_costs import with_profile
-from simulator.saved import saved_tensors as saved_tensors
 from simulator.segments import EMPTY, Segment
 from simulator.uniform import repeated_layers
 from workloads.kernels import Kernel, MemoryBound
@@ -45,8 +44,16 @@ from workloads.kinds.base import (
     Shape,
     Split,
 )
-from workloads.local import cast_weights, dtype_bytes, input_bytes, localize, output_bytes, workspace_bytes
-from workloads.local import saved_tensors as local_saved_tensors
+from workloads.local import (
+    cast_weights,
+    dtype_bytes,
+    input_bytes,
+    localize,
+    matmul_flop,
+    output_bytes,
+    saved_tensors,
+    workspace_bytes,
+)
 
 MOST_NAMED = 4
 """Runtimes that a refusal of a dtype names."""
@@ -170,7 +177,7 @@ class CostTables:
             operator=op.name,
         )
         segments = {phase: self._phase(kind, phase, local, gpu_type) for phase in _PHASES}
-        saved = tuple((item.ref, float(item.size_bytes)) for item in local_saved_tensors(kind, local))
+        saved = tuple((item.ref, float(item.size_bytes)) for item in saved_tensors(kind, local))
         cost = OperatorCost(
             forward=segments[FORWARD],
             backward_input=segments[BACKWARD_INPUT],
@@ -186,9 +193,7 @@ class CostTables:
             workspace_forward_bytes=float(workspace_bytes(kind, FORWARD, local)),
             workspace_backward_bytes=float(workspace_bytes(kind, BACKWARD_INPUT, local)),
             workspace_weight_bytes=float(workspace_bytes(kind, BACKWARD_WEIGHT, local)),
-            matmul_flop=sum(
-                kernel.flop for kernel in kind.kernels(FORWARD, local) if not isinstance(kernel, MemoryBound)
-            ),
+            matmul_flop=matmul_flop(kind.kernels(FORWARD, local)),
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
         )

@@ -43,5 +43,5 @@ def ends_at_parting(workload: Workload, index: int, name: str) -> bool:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a saved tensor is neither input nor output of its operator."""
+    """Return whether a saved tensor is neither input nor output of its operator, by the slash in its name."""
     return "/" in name

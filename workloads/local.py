@@ -218,11 +218,6 @@ def matmul_flop(kernels: Sequence[Kernel]) -> float:
     return sum(kernel.flop for kernel in kernels if not isinstance(kernel, MemoryBound))
 
 
-def phase_flop(kind: Kind, local: Local) -> dict[str, float]:
-    """Return matmul FLOPs per phase on one rank."""
-    return {phase: matmul_flop(kind.kernels(phase, local)) for phase in PHASES}
-
-
 def range_saved_bytes(workload: Workload, locals_by_operator: Mapping[int, Local]) -> dict[str, int]:
     """Return what a set of operators keeps for backward, each tensor once.
 

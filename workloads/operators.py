@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -146,16 +146,6 @@ class Workload:
                 ranges.append((start, index))
                 start = index
         return tuple(ranges)
-
-    def boundary_tensors(self, first: Sequence[int] | range, later: Sequence[int] | range) -> tuple[str, ...]:
-        """Return tensors made in operators ``first`` and read by operators ``later``, in order of making."""
-        readers = set(later)
-        return tuple(
-            tensor
-            for index in first
-            for tensor in self.operators[index].outputs
-            if any(reader in readers for reader in self.consumers.get(tensor, ()))
-        )
 
     @cached_property
     def fingerprint(self) -> str:

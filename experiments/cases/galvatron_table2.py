@@ -37,9 +37,10 @@ from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import plan_of_layers, to_plan
 from searchers.galvatron.searcher import variant_options
 from searchers.galvatron.strategies import SHARDED, TENSOR, Level, Strategy
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
 from simulator.plan import Plan
 from simulator.problem import Problem
+from simulator.saved import saved_tensors
 from simulator.uniform import repeated_layers
 
 GROUP = "galvatron-table2"

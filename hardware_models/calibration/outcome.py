@@ -9,8 +9,6 @@ import numpy as np
 
 from hardware_models.calibrated import Calibration, FitRecord
 
-HOW = ("fitted", "interpolated", "imported", "checked")
-
 
 @dataclass(frozen=True)
 class Point:

@@ -31,10 +31,11 @@ from searchers.aceso.arrays import (
 )
 from searchers.aceso.links import slowest_s
 from simulator.closed_forms.estimate_memory import saved_bytes, working_bytes
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, groups, parameter_layout
 from simulator.plan import Sharding, resolve
+from simulator.saved import is_private, saved_tensors
 from simulator.segments import Segment
 from workloads.kinds.base import FORWARD as FORWARD_PHASE
 from workloads.operators import Workload
@@ -203,7 +204,7 @@ def _fill_class(
     values[EXTRA_BACKWARD] = working_bytes(operator, cost, costs.problem)
     near, far = 0.0, 0.0
     own = dict(saved_tensors(workload, index, cost))
-    values[OWN] = sum(size for name, size in own.items() if "/" in name)
+    values[OWN] = sum(size for name, size in own.items() if is_private(name))
     near += values[OWN]
     for name, made in zip(workload.operators[index].outputs, cost.output_bytes, strict=True):
         # A tensor that any reader keeps stays, whoever made it, as it was made and, if gathered, as the reader sees it.

@@ -17,12 +17,13 @@ import numpy as np
 
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
 from simulator.lowering.crossing import is_sequence_parallel
 from simulator.lowering.edges import gathered_inputs, gathers_again, input_collectives
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, parameter_layout
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, Sharding, resolve
+from simulator.saved import is_private, saved_tensors
 from simulator.segments import Segment
 from workloads.kinds.base import FORWARD
 from workloads.placements import PARTIAL
@@ -197,7 +198,7 @@ class IntraOp:
             op = self.costs.problem.workload.operators[index]
             named = (*op.inputs, *op.outputs)
             self._keeps[index] = tuple(
-                name.rpartition("/")[2] if "/" in name else str(named.index(name))
+                name.rpartition("/")[2] if is_private(name) else str(named.index(name))
                 for name in saved_first(self.costs).get(index, ())
             )
         return self._keeps[index]

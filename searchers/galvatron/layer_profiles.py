@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from searchers.layers import blocks
 from simulator.closed_forms.estimate_memory import working_bytes
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
 from simulator.lowering.edges import input_collectives
 from simulator.plan import Axis, Sharding, resolve
+from simulator.saved import is_private, saved_tensors
 from simulator.uniform import repeated_layers
 from workloads.kinds.base import FORWARD
 from workloads.local import dtype_bytes
@@ -224,7 +225,9 @@ class LayerProfiles:
         entering = {name for name in saved if self._comes_from(name, layer) == "before"}
         borrowed = {name for name in saved if self._comes_from(name, layer) == "far"}
         kept = {name: value for name, value in saved.items() if name not in borrowed}
-        core_input = {name for name in kept if "/" not in name and not layer.core[0] <= workload.producer.get(name, -1)}
+        core_input = {
+            name for name in kept if not is_private(name) and workload.producer.get(name, -1) < layer.core[0]
+        }
         return LayerProfile(
             forward_s=times[0],
             backward_s=times[1],

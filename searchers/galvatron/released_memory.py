@@ -28,8 +28,8 @@ from typing import NamedTuple
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.released_profile import OUTSIDE_MIB
 from searchers.galvatron.strategies import Strategy
-from simulator.costs import saved_tensors
 from simulator.problem import Problem
+from simulator.saved import saved_tensors
 
 MIB = 1 << 20
 

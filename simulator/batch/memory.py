@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from simulator.batch.stages import ModelShape
 from simulator.compiled_cache import compiled
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
 from simulator.lowering.mesh import parameter_layout
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, resolve
+from simulator.saved import is_private, saved_tensors
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -137,7 +138,7 @@ def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu
         sharding = resolve((Axis("tensor", tp),), op)
         cost = costs.operator(index, sharding, samples, gpu_type)
         found.append(cost)
-        inside = [size for name, size in saved_tensors(workload, index, cost) if "/" in name]
+        inside = [size for name, size in saved_tensors(workload, index, cost) if is_private(name)]
         unread = [
             size for name, size in zip(op.outputs, cost.output_bytes, strict=True) if name not in workload.consumers
         ]

@@ -18,12 +18,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
 from simulator.lowering.crossing import Crossing, arriving
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
+from simulator.saved import is_private, saved_tensors
 from simulator.uniform import repeated_layers
 from workloads.kinds.base import BACKWARD_INPUT, FORWARD
 from workloads.local import dtype_bytes
@@ -97,7 +98,7 @@ def model_shape(problem: Problem, costs: CostTables) -> ModelShape:
     gpu_type = problem.gpu_types[0]
     for index in range(count):
         for name, _ in saved_tensors(workload, index, costs.operator(index, (), 1, gpu_type)):
-            if "/" in name:
+            if is_private(name):
                 first_saver[index] = -1
             elif name in workload.producer:
                 producer = workload.producer[name]

@@ -30,7 +30,7 @@ from simulator.memory.model_states import reduces_in_backward, static_bytes
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan, Sharding, batch_replicas
 from simulator.problem import Problem
-from simulator.saved import needed_for_weights, saved_tensors
+from simulator.saved import is_private, needed_for_weights, saved_tensors
 from workloads.operators import Operator
 
 
@@ -151,7 +151,7 @@ def _activations(view: StageView, whole: Whole) -> tuple[float, float, float, fl
         for name, size in dict(saved_tensors(workload, index, cost)).items():
             producer = workload.producer.get(name)
             gathered = 0.0
-            source = None if "/" in name else _source(view, name)
+            source = None if is_private(name) else _source(view, name)
             if source is not None:
                 sharding, made, in_shards = source
                 alike = batch_degree(sharding) == batch_degree(view.shardings[index])
@@ -159,7 +159,7 @@ def _activations(view: StageView, whole: Whole) -> tuple[float, float, float, fl
                 size, gathered = saved_bytes(made, size, regathers=regathers)
             if segment is None:
                 kept[name] = size + gathered
-            elif producer is not None and segment_of.get(producer) != segment and "/" not in name:
+            elif producer is not None and segment_of.get(producer) != segment and not is_private(name):
                 kept[name] = size
             else:
                 inside[name] = size

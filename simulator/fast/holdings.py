@@ -44,7 +44,7 @@ from simulator.lowering.synchronisation import (
 from simulator.memory.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from simulator.problem import Problem
-from simulator.saved import needed_for_weights
+from simulator.saved import is_private, needed_for_weights
 
 Floats = NDArray[np.float64]
 
@@ -126,9 +126,9 @@ class Holdings:
         saved = saved_by(self.costs, index, sharding, view.samples(index), view.gpu_type)
         names = saved_names(self.costs, index, view.gpu_type)
         op = problem.workload.operators[index]
-        assert all("/" in name or name in names for name in saved), "all that a strategy saves has a place"
+        assert all(is_private(name) or name in names for name in saved), "all that a strategy saves has a place"
         assert all(name in saved for name in names if name in op.inputs), "all strategies save these inputs, or none"
-        private = sum(size for name, size in saved.items() if "/" in name)
+        private = sum(size for name, size in saved.items() if is_private(name))
         has_parameters = bool(problem.workload.parameters(index))
         weighted, to_multiply = needed_for_weights(problem.workload, index, cost) if has_parameters else (0.0, 0.0)
         gathered = unsharded = 0.0

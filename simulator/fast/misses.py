@@ -10,8 +10,9 @@ import numpy as np
 from simulator.fast.arrays import BOUNDARY, NORM, ROW, TABLE, TIE, Ints, PlanColumns, Structure
 from simulator.fast.channels import Interner
 from simulator.fast.holdings import view_of
+from simulator.fast.layouts import Spent
 from simulator.fast.store import Store
-from simulator.fast.tables import Spent, TableBuilder, tied_channel
+from simulator.fast.tables import TableBuilder, tied_channel
 from simulator.lowering.step import norm_s
 from simulator.plan import Sharding
 
@@ -102,7 +103,7 @@ class MissingRows:
         return [
             tensor
             for tensor, strategy in zip(tensors, strategies, strict=True)
-            if self.builder.makes_in_shards(tensor, strategy)
+            if self.builder.layouts.makes_in_shards(tensor, strategy)
         ]
 
     def _boundary(self, columns: PlanColumns, stage: int, plan: int) -> list[float]:

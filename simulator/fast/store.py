@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.fast.arrays import FAMILY, HOST_COLUMNS, LINE, MAX_FAMILIES, STEP_COLUMNS, TIME_COLUMNS, TimeTables
+from simulator.fast.layouts import Spent
 from simulator.fast.memory import MEMORY_COLUMNS, NUM_STATES, MemoryTables
 from simulator.fast.step import step_rates
-from simulator.fast.tables import Spent, Table, TableBuilder
+from simulator.fast.tables import Table, TableBuilder
 
 Ints = NDArray[np.int64]
 

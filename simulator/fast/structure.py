@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.costs import CostTables, saved_tensors
+from simulator.costs import CostTables
 from simulator.fast.arrays import NEVER, Structure
 from simulator.fast.memory import Savings
 from simulator.plan import Sharding
 from simulator.problem import Problem
+from simulator.saved import is_private, saved_tensors
 from workloads.local import dtype_bytes
 
 Ints = NDArray[np.int64]
@@ -48,7 +49,7 @@ def saved_names(costs: CostTables, index: int, gpu_type: str) -> list[str]:
     so the names are those of as many samples as the fused kernel asks for.
     """
     samples = costs.problem.runtime.implementation.fused_softmax_multiple
-    return [name for name in saved_by(costs, index, (), samples, gpu_type) if "/" not in name]
+    return [name for name in saved_by(costs, index, (), samples, gpu_type) if not is_private(name)]
 
 
 def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, Names]:

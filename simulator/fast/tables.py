@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hardware_models.crowding import unlike_groups
 from simulator.closed_forms.estimate_memory import saved_bytes
-from simulator.closed_forms.stage_prices import beyond_host_s, collective_s, items_s, launches_s, transfers_s, weights_s
+from simulator.closed_forms.stage_prices import beyond_host_s, collective_s, transfers_s, weights_s
 from simulator.costs import CostTables
 from simulator.fast.arrays import (
     BACKWARD_HOST_S,
@@ -36,10 +35,13 @@ from simulator.fast.arrays import (
     TIME_COLUMNS,
     UNSUITED,
     WEIGHT_S,
+    Floats,
+    Ints,
     Structure,
 )
 from simulator.fast.channels import Channels, Interner, MeasuredSeriesError
 from simulator.fast.holdings import Holding, Holdings, view_of
+from simulator.fast.layouts import Layouts, Spent, spent
 from simulator.fast.memory import (
     AGAIN,
     GATHERED,
@@ -57,18 +59,11 @@ from simulator.fast.memory import (
     WORKING,
     Savings,
 )
-from simulator.fast.structure import Ints, Names
+from simulator.fast.structure import Names
 from simulator.fidelity import Fidelity
-from simulator.lowering.crossing import made_in_shards, num_parts, passing
-from simulator.lowering.mesh import mesh_sizes, settled
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.transfers import boundary, received_gathers
 from simulator.plan import Sharding, resolve
-from workloads.placements import Placement
-
-Floats = NDArray[np.float64]
-Spent = tuple[float, float]
-"""Seconds of the device, and what launching it takes a host that runs ahead."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +105,9 @@ class TableBuilder:
         self.names = names
         self.channels = channels
         self.waits_for_gathers = "gather" in costs.problem.runtime.host_waits
-        self._layouts = Interner()
-        self._holdings = Holdings(costs, channels, self._layouts)
+        numbers = Interner()
+        self.layouts = Layouts(costs, names, numbers)
+        self._holdings = Holdings(costs, channels, numbers)
 
     def row(
         self,
@@ -135,7 +131,7 @@ class TableBuilder:
         forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
         inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
         parts = [forward, backward, *(entering.get(position, []) for position in range(inputs))]
-        return [(items_s(view, items), launches_s(view, items)) for items in parts]
+        return [spent(view, items) for items in parts]
 
     # Whole tables
 
@@ -219,7 +215,7 @@ class TableBuilder:
             tied_work += found.tied_work
             holdings.append(found)
         made_bytes, read_bytes = self._sizes(holdings)
-        made, settling_s, in_shards = self._made_tensors(resolved, devices, microbatch_size)
+        made, settling_s, in_shards = self.layouts.made(resolved, devices, microbatch_size)
         saved = self._saved(holdings, made_bytes, in_shards)
         for kind, summed in ((WHOLE, KEPT), (SHARD, AGAIN)):
             less = np.concatenate([[0.0], saved[:-1, kind]])
@@ -228,8 +224,7 @@ class TableBuilder:
         np.cumsum(memory_sums, axis=0, out=memory_sums)
         np.cumsum(sums, axis=0, out=sums)
         self._add_gathers(sums, families)
-        read, parts = self._read_tensors(resolved)
-        passed = [self._layouts(_layout(passing(sharding), sharding)) for sharding in resolved]
+        read, parts = self.layouts.read(resolved)
         return Table(
             sums=sums,
             memory_sums=memory_sums,
@@ -243,7 +238,7 @@ class TableBuilder:
             maxima=np.stack([_range_maxima(row) for row in maxima]),
             made=made,
             read=read,
-            passed=np.array(passed, dtype=np.int64),
+            passed=self.layouts.passed(resolved),
             in_shards=in_shards,
             num_parts=parts,
             families=families,
@@ -298,66 +293,6 @@ class TableBuilder:
                 totals[int(structure.gathers_of[layer] == 1)] += known[key]
             sums[first + 1 : stop + 1, [GATHER_S, ROOT_S]] = totals
 
-    def _made_tensors(
-        self, resolved: Sequence[Sharding], devices: Sequence[int], microbatch_size: int
-    ) -> tuple[Ints, Floats, Ints]:
-        """Return, per tensor, the number of its layout, seconds of settling it, and whether it is made in shards."""
-        workload = self.problem.workload
-        found = []
-        known: dict[object, tuple[int, Spent, bool]] = {}
-        for name in self.names.tensors:
-            producer = workload.producer[name]
-            number = workload.operators[producer].outputs.index(name)
-            key = (workload.signatures[producer], number)
-            if key not in known:
-                try:
-                    known[key] = self._made(name, producer, number, resolved[producer], devices, microbatch_size)
-                except ValueError:
-                    known[key] = -1, (0.0, 0.0), False
-            found.append(known[key])
-        made, settling_s, in_shards = zip(*found, strict=True) if found else ((), (), ())
-        return np.array(made, dtype=np.int64), np.array(settling_s).reshape(-1, 2), np.array(in_shards, dtype=np.int64)
-
-    def _made(
-        self, name: str, producer: int, number: int, sharding: Sharding, devices: Sequence[int], microbatch_size: int
-    ) -> tuple[int, Spent, bool]:
-        placements = tuple(split.outputs[number] for split in self.costs.splits(producer, sharding))
-        view = view_of(self.costs, {producer: sharding}, devices, microbatch_size)
-        settling = ProgramBuilder(view, Fidelity()).output_settled(name)
-        settle_s = items_s(view, settling), launches_s(view, settling)
-        layout = self._layouts(_layout(settled(placements), sharding))
-        return layout, settle_s, made_in_shards(sharding, placements)
-
-    def makes_in_shards(self, tensor: int, strategy: Sharding) -> bool:
-        """Return whether a tensor is made in shards of the sequence under a strategy."""
-        workload, name = self.problem.workload, self.names.tensors[tensor]
-        producer = workload.producer[name]
-        maker = workload.operators[producer]
-        sharding = resolve(strategy, maker)
-        number = maker.outputs.index(name)
-        return made_in_shards(sharding, [split.outputs[number] for split in self.costs.splits(producer, sharding)])
-
-    def _read_tensors(self, resolved: Sequence[Sharding]) -> tuple[Ints, Ints]:
-        """Return, per reading, the number of its layout, and in how many shards of the sequence it would arrive."""
-        workload = self.problem.workload
-        found = []
-        known: dict[object, tuple[int, int]] = {}
-        for name in self.names.tensors:
-            for reader in workload.consumers[name]:
-                position = workload.operators[reader].inputs.index(name)
-                key = (workload.signatures[reader], position)
-                if key not in known:
-                    try:
-                        wanted = tuple(split.inputs[position] for split in self.costs.splits(reader, resolved[reader]))
-                    except ValueError:
-                        known[key] = -1, 1
-                    else:
-                        layout = self._layouts(_layout(wanted, resolved[reader]))
-                        known[key] = layout, num_parts(resolved[reader], wanted, workload.tensors[name])
-                found.append(known[key])
-        layouts, parts = zip(*found, strict=True) if found else ((), ())
-        return np.array(layouts, dtype=np.int64), np.array(parts, dtype=np.int64)
-
     # Boundaries
 
     def boundary(self, first: StageView, second: StageView, tensors: Iterable[int]) -> list[float]:
@@ -388,11 +323,6 @@ def tied_channel(costs: CostTables, channels: Channels, placements: Sequence[Seq
     groups = [tuple(dict.fromkeys(d for devices in placements for d in devices[rank::ranks])) for rank in range(ranks)]
     unlike = unlike_groups(costs.problem.hardware.cluster, (group for group in groups if len(group) > 1))
     return channels.number("all_reduce", unlike) + 1 if unlike else 0
-
-
-def _layout(placements: tuple[Placement, ...], sharding: Sharding) -> object:
-    """Return what the transfer of a tensor depends on, on one side."""
-    return mesh_sizes(sharding), placements, tuple(axis.split == "batch" for axis in sharding)
 
 
 def _range_maxima(values: Floats) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from simulator.costs import saved_tensors
+from simulator.saved import is_private, saved_tensors
 from workloads.operators import Operator
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:
     needed: set[str] = set()
     for index in operators:
         cost = view.cost(index)
-        needed |= {name for name, _ in saved_tensors(workload, index, cost) if name in inside or "/" in name}
+        needed |= {name for name, _ in saved_tensors(workload, index, cost) if name in inside or is_private(name)}
     while operators:
         op = workload.operators[operators[-1]]
         if any(name in needed for name in op.outputs) or any(name.startswith(f"{op.name}/") for name in needed):

@@ -86,11 +86,6 @@ class AllocatorResult:
     reserved_after_bytes: NDArray[np.int64] | None = None
 
     @property
-    def failed_at(self) -> int | None:
-        """Index of the event that did not fit, or None."""
-        return None if self.failure is None else self.failure.event
-
-    @property
     def fragmentation(self) -> float:
         """(reserved - allocated) / reserved at the peak of reserved; 0 if nothing was reserved."""
         if self.reserved_peak_bytes == 0:

@@ -28,7 +28,7 @@ from simulator.memory.events import (
 )
 from simulator.memory.whole_units import WholeUnits
 from simulator.operator_cost import OperatorCost
-from simulator.saved import ends_at_parting, saved_tensors
+from simulator.saved import ends_at_parting, is_private, saved_tensors
 from workloads.operators import Operator
 
 
@@ -154,7 +154,7 @@ class StageMemory:
                 events.allocate(self._instance(name, recomputing), size, category)
             if not in_segment:
                 for name, size in self._saves[index]:
-                    if "/" in name:
+                    if is_private(name):
                         category = LOGITS if op.kind == "lm_loss" else RECOMPUTED if recomputing else SAVED
                         events.allocate(name, size, category)
             events.free(f"{op.name}/workspace")
@@ -256,7 +256,7 @@ class StageMemory:
             for saver in savers:
                 segment = self._segment_of.get(saver)
                 producer = self.workload.producer.get(name)
-                if "/" in name:
+                if is_private(name):
                     users.setdefault(name, []).append(saver)
                 elif segment is not None and producer is not None and segment[0] <= producer < segment[1]:
                     users.setdefault(self._instance(name, True), []).append(saver)

@@ -66,5 +66,5 @@ def test_replay_speed(benchmark: Any, expandable: bool) -> None:
     settings = AllocatorSettings(expandable_segments=expandable)
     result = benchmark(replay, *events, 2**40, settings)
     benchmark.extra_info["events"] = len(events[0])
-    assert result.failed_at is None
+    assert result.failure is None
     assert result.requested_peak_bytes < result.allocated_peak_bytes < result.reserved_peak_bytes

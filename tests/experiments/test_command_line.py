@@ -12,6 +12,7 @@ import pytest
 
 from experiments.cli import app
 from experiments.sweep.values import DEFAULTS
+from simulator.plan_file import load_plan
 from tests.experiments.commands import run
 
 PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]
@@ -106,10 +107,14 @@ def test_json_is_json_and_effects_can_be_switched_off(
     assert less["switched_off"] == ["host", "tensor-parallel"]
 
 
-def test_a_plan_without_output_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = run(capsys, "plan", *PROBLEM, "--pp", 2)
+def test_a_plan_without_output_is_printed_as_it_would_be_written(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, error = run(capsys, "plan", *PROBLEM, "--tp", 2, "-b", 4)
     assert code == 0
-    assert out.startswith("problem:") or "stages:" in out
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(out)
+    assert load_plan(printed) == load_plan(plan_file)
     assert "GiB" in error
 
 

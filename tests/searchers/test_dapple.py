@@ -214,12 +214,12 @@ def test_memory_forbids_data_parallelism_and_recomputation_makes_room() -> None:
     planner = planner_of(large, "v100-1gpu-25g:4x1")
     found = planner.best(8, 8)
     assert found is not None and found.num_stages > 1
-    full = replace(planner, chain=replace(large, saved_bytes=np.linspace(0, 6e10, 7)))
-    assert full.best(8, 8) is None
+    full = replace(planner, chain=replace(large, saved_bytes=np.linspace(0, 2e10, 7)))
+    assert full.best(1, 64) is None
     again = full.best(1, 64, recompute=True)
-    assert again is None or again.recompute
-    smaller = replace(full, chain=replace(full.chain, saved_bytes=np.linspace(0, 1.2e10, 7)))
-    assert smaller.best(1, 64, recompute=True) is not None
+    assert again is not None and again.recompute
+    larger = replace(full, chain=replace(full.chain, saved_bytes=np.linspace(0, 6e10, 7)))
+    assert larger.best(1, 64, recompute=True) is None
 
 
 def test_uneven_cuts_beat_even_ones_on_the_minimum_example() -> None:

@@ -238,6 +238,7 @@ def test_no_pure_strategy_of_the_space_is_better_and_the_budget_is_kept(model: s
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("model", ["bert-huge-32", "t5-512-4-32"])
 def test_bmw_is_never_worse_than_base_with_the_same_options(model: str, checkpoint: bool) -> None:
+    num_compared = 0
     for memory_gb in (8, 16):
         bmw = Options(checkpoint=checkpoint)
         base = replace(bmw, partition="base")
@@ -246,17 +247,22 @@ def test_bmw_is_never_worse_than_base_with_the_same_options(model: str, checkpoi
             if plain is not None:
                 assert balanced is not None
                 assert balanced.iteration_time_s <= plain.iteration_time_s * (1 + 1e-12)
+                num_compared += 1
+    assert num_compared
 
 
 def test_more_memory_and_a_larger_space_never_hurt() -> None:
-    times = []
+    times, num_compared = [], 0
     for memory_gb in (8, 12, 16, 20):
         found = planner("bert-huge-32", memory_gb, Options()).best(32)
         assert found is not None
         times.append(found.iteration_time_s)
         plain = planner("bert-huge-32", memory_gb, Options(checkpoint=False)).best(32)
-        assert plain is None or found.iteration_time_s <= plain.iteration_time_s * 1.02
+        if plain is not None:
+            assert found.iteration_time_s <= plain.iteration_time_s * 1.02
+            num_compared += 1
     assert times == sorted(times, reverse=True)
+    assert num_compared
 
 
 def test_a_memory_balanced_1f1b_pipeline_gives_early_stages_fewer_layers() -> None:

@@ -107,6 +107,7 @@ def test_pure_plans_are_never_better_than_what_is_found(num_gpus: int) -> None:
     plans = list(planner.plans(16))
     found = planner.best(16)
     assert found is not None and found.fits and len({len(plan.stages) for plan in plans}) > 1
+    num_compared = 0
     for plan in plans:
         search = planner.degree_search(len(plan.stages))
         assert search is not None
@@ -117,7 +118,10 @@ def test_pure_plans_are_never_better_than_what_is_found(num_gpus: int) -> None:
                 16,
                 planner.cuts(16, len(plan.stages))[0],
             )
-            assert pure is None or not pure.fits or pure.iteration_time_s >= found.iteration_time_s * (1 - 1e-9)
+            if pure is not None and pure.fits:
+                assert pure.iteration_time_s >= found.iteration_time_s * (1 - 1e-9)
+                num_compared += 1
+    assert num_compared
 
 
 def shipped(name: str, model: str, memory_gb: int, batch: int) -> tuple[PipelinePlan, PipelinePlan]:

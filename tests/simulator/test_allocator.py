@@ -135,15 +135,15 @@ def test_unused_segments_are_released_when_a_new_one_does_not_fit() -> None:
     result = run(40 * MIB, 16 * MIB, "-0", 42 * MIB, capacity=64 * MIB)
     assert reserved_mib(result) == [40, 56, 56, 58]
     assert (result.num_segment_allocations, result.num_segment_releases, result.num_retries) == (3, 1, 1)
-    assert result.failed_at is None
+    assert result.failure is None
     assert (result.reserved_peak_bytes, result.reserved_peak_event) == (58 * MIB, 3)
 
 
 def test_segments_in_use_are_not_released_and_the_replay_ends_at_the_failure() -> None:
     result = run(6 * MIB, 6 * MIB, 2 * MIB, "-0", 30 * MIB, 512, capacity=48 * MIB)
-    assert result.failed_at == 4
     failure = result.failure
     assert failure is not None
+    assert failure.event == 4
     assert failure.tensor_id == 3
     assert failure.requested_bytes == 30 * MIB
     assert failure.allocated_bytes == 8 * MIB
@@ -155,10 +155,10 @@ def test_segments_in_use_are_not_released_and_the_replay_ends_at_the_failure() -
 
 
 def test_capacity_counts_whole_segments() -> None:
-    assert run(512, capacity=2 * MIB).failed_at is None
-    assert run(512, capacity=2 * MIB - 1).failed_at == 0
-    assert run(10 * MIB - 512, capacity=20 * MIB - 1).failed_at == 0
-    assert run(10 * MIB, capacity=10 * MIB).failed_at is None
+    assert run(512, capacity=2 * MIB).failure is None
+    assert run(512, capacity=2 * MIB - 1).failure.event == 0
+    assert run(10 * MIB - 512, capacity=20 * MIB - 1).failure.event == 0
+    assert run(10 * MIB, capacity=10 * MIB).failure is None
 
 
 def test_oversize_blocks_are_released_before_everything_else() -> None:
@@ -270,10 +270,10 @@ def test_fully_unused_pages_are_unmapped_when_memory_is_short() -> None:
 
 def test_an_expandable_segment_fails_when_its_pages_do_not_fit() -> None:
     result = run(30 * MIB, 25 * MIB, capacity=59 * MIB, **EXPANDABLE)
-    assert result.failed_at == 1
     assert result.failure is not None
+    assert result.failure.event == 1
     assert result.failure.largest_free_bytes == 10 * MIB
-    assert run(61 * MIB, capacity=60 * MIB, **EXPANDABLE).failed_at == 0
+    assert run(61 * MIB, capacity=60 * MIB, **EXPANDABLE).failure.event == 0
 
 
 # Garbage collection

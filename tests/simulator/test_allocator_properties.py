@@ -189,7 +189,7 @@ def test_a_replay_reports_what_the_allocator_does(
             allocator.free(addresses.pop(tensor))
         allocated.append(allocator.allocated_bytes)
         reserved.append(allocator.reserved_bytes)
-    assert result.failed_at == failed_at
+    assert (None if result.failure is None else result.failure.event) == failed_at
     assert result.allocated_after_bytes is not None and result.reserved_after_bytes is not None
     assert result.allocated_after_bytes.tolist()[:failed_at] == allocated[1:]
     assert result.reserved_after_bytes.tolist()[:failed_at] == reserved[1:]

@@ -15,13 +15,13 @@ from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.closed_forms.estimate_memory import held_bytes
-from simulator.costs import saved_tensors
 from simulator.fast.estimate import FastEstimator
 from simulator.lowering.lower import stage_views
 from simulator.lowering.view import StageView
 from simulator.memory.program import StageMemory
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
+from simulator.saved import saved_tensors
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import SMALL, small_problem

@@ -12,9 +12,6 @@ from experiments.reproduce.legends import legend_beside
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 
-SLOTS = 0.1
-"""Bubble times may differ by this share of one slot (a stage's forward and backward)."""
-
 
 def run(context: Context) -> Report:
     """Simulate BERT-48 on two stages with growing numbers of microbatches."""
