@@ -359,7 +359,7 @@ def test_groups_of_an_axis_share_a_card_as_the_protocol_that_they_take_loads_it(
 
 def test_plans_of_lower_budgets_come_after_those_that_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the allocator loses is in no estimate: here it takes the plans that fill memory to the last step."""
-    problem = titan("bert-huge-32", 64, 8)
+    problem = titan("vit-huge-32", 64, 8)
     times = []
     for shares in ((), LOWERED_BUDGETS):
         monkeypatch.setattr("searchers.galvatron.searcher.LOWERED_BUDGETS", shares)
