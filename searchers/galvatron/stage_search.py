@@ -108,20 +108,23 @@ class DegreeSearch:
                 plans.append(self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)))
                 if plans[-1] is not None and plans[-1].fits:
                     break
-        for strategy in () if self.options.paper else self.strategies:
-            choice = [[strategy] * len(stage) for stage in stages]
-            plans.append(self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)))
+        if not self.options.paper:
+            plans += self.pure(partition, batch, cut)
         fitting = [plan for plan in plans if plan is not None and plan.fits]
         return min(fitting, key=lambda plan: plan.iteration_time_s, default=None)
 
     def leanest(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         """Return the plan of one strategy that needs the least memory, whether it fits or not."""
+        return min(self.pure(partition, batch, cut), key=lambda plan: plan.peak_bytes, default=None)
+
+    def pure(self, partition: Partition, batch: int, cut: Cut) -> list[PipelinePlan]:
+        """Return the plans of one strategy throughout, whether they fit or not."""
         stages = split(self.layers, partition)
         plans = [
             self.assess(stages, choice, batch, self._own_cut(choice, batch, cut))
             for choice in ([[strategy] * len(stage) for stage in stages] for strategy in self.strategies)
         ]
-        return min((plan for plan in plans if plan), key=lambda plan: plan.peak_bytes, default=None)
+        return [plan for plan in plans if plan is not None]
 
     def cuts(self, batch: int, tensor: int) -> list[Cut]:
         """Return how the rule lets a batch be cut for plans whose largest tensor degree is ``tensor``."""
