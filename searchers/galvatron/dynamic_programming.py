@@ -8,7 +8,9 @@ keeps one strategy per memory state instead; `search_as_printed` does that, with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +61,11 @@ class LayerTable:
 
 
 def search(
-    table: LayerTable, budget_bytes: float, granularity_bytes: float, max_reserves: int | None = MAX_RESERVES
+    table: LayerTable,
+    budget_bytes: float,
+    granularity_bytes: float,
+    max_reserves: int | None = MAX_RESERVES,
+    reserves: Sequence[float] | None = None,
 ) -> Ints | None:
     """Return the cheapest strategy per layer whose peak is within the budget, or None.
 
@@ -72,31 +78,47 @@ def search(
         granularity_bytes: Memory step. What a layer needs beyond its cheapest-in-memory strategy is rounded up
             to it, so a coarse step wastes some memory and never breaks the budget.
         max_reserves: Levels of X at most, None for every distinct one.
+        reserves: The levels, where they are not the table's own.
     """
     best: Ints | None = None
     best_s = np.inf
-    for reserve in _reserves(table, max_reserves):
-        allowed = np.isfinite(table.cost_s) & (table.backward_bytes <= reserve)
-        if not allowed.any(axis=1).all():
-            continue
-        kept = np.where(allowed, table.kept_bytes, np.inf)
-        least = kept.min(axis=1)
-        left = budget_bytes - reserve - float(least.sum())
-        if left < 0:
-            continue
-        extra = np.where(allowed, kept - least[:, None], 0.0)
-        most = float(extra.max(axis=1).sum())
-        steps = int(min(left, most + len(least) * granularity_bytes) // granularity_bytes)
-        need = np.ceil(extra / granularity_bytes - 1e-9).astype(np.int64)
-        cost = np.where(allowed, table.cost_s, np.inf)
-        found, seconds = _solve(cost, need, table.layout, table.transition_s, steps)
-        if seconds < best_s:
-            best, best_s = found, seconds
+    for reserve in reserves_of([table], max_reserves) if reserves is None else reserves:
+        rounded = _rounded(table, budget_bytes, granularity_bytes, reserve)
+        if rounded is not None:
+            found, seconds = _solve(rounded.cost_s, rounded.need, table.layout, table.transition_s, rounded.steps)
+            if seconds < best_s:
+                best, best_s = found, seconds
     return best
 
 
-def _reserves(table: LayerTable, most: int | None) -> list[float]:
-    levels = np.unique(table.backward_bytes[np.isfinite(table.cost_s)])
+class _Rounded(NamedTuple):
+    """A table in steps of memory: what strategies cost and need beyond each layer's leanest, and how many are left."""
+
+    cost_s: Floats
+    need: Ints
+    steps: int
+
+
+def _rounded(table: LayerTable, budget_bytes: float, granularity_bytes: float, reserve: float) -> _Rounded | None:
+    """Return the table of the strategies that need at most ``reserve``, or None where nothing fits beside it."""
+    allowed = np.isfinite(table.cost_s) & (table.backward_bytes <= reserve)
+    if not allowed.any(axis=1).all():
+        return None
+    kept = np.where(allowed, table.kept_bytes, np.inf)
+    least = kept.min(axis=1)
+    left = budget_bytes - reserve - float(least.sum())
+    if left < 0:
+        return None
+    extra = np.where(allowed, kept - least[:, None], 0.0)
+    most = float(extra.max(axis=1).sum())
+    steps = int(min(left, most + len(least) * granularity_bytes) // granularity_bytes)
+    need = np.ceil(extra / granularity_bytes - 1e-9).astype(np.int64)
+    return _Rounded(np.where(allowed, table.cost_s, np.inf), need, steps)
+
+
+def reserves_of(tables: Sequence[LayerTable], most: int | None) -> list[float]:
+    """Return the levels of backward memory that are tried for the strategies of some tables, at most so many."""
+    levels = np.unique(np.concatenate([table.backward_bytes[np.isfinite(table.cost_s)] for table in tables]))
     if most is not None and len(levels) > most:
         places = np.unique(np.linspace(0, len(levels) - 1, most).round().astype(int))
         levels = levels[places]
@@ -157,6 +179,61 @@ def _solve(cost: Floats, need: Ints, layout: Ints, transition: Floats, steps: in
         e -= need[layer, strategy]
         last = came_from[layer, last, e]
     return found, best
+
+
+def bounds_s(
+    table: LayerTable, budget_bytes: float, granularity_bytes: float, reserves: Sequence[float], layer: int
+) -> Floats:
+    """Return the least seconds that `search` finds with each strategy of one layer: float64[S]."""
+    best = np.full(table.cost_s.shape[1], np.inf)
+    turned = table.transition_s[:layer:-1].transpose(0, 2, 1)  # behind the last layer there is nothing to move
+    turned = np.concatenate((np.zeros_like(turned[:1]), turned))
+    for reserve in reserves:
+        rounded = _rounded(table, budget_bytes, granularity_bytes, reserve)
+        if rounded is None:
+            continue
+        cost, need, steps = rounded
+        before = _arrived(cost[:layer], need[:layer], table.layout, table.transition_s[: layer + 1], steps)
+        after = _arrived(cost[:layer:-1], need[:layer:-1], table.layout, turned, steps)
+        for strategy in np.flatnonzero(np.isfinite(cost[layer]) & (need[layer] <= steps)):
+            lies, left = table.layout[strategy], steps + 1 - need[layer, strategy]
+            shared = before[lies, :left] + after[lies, :left][::-1]
+            best[strategy] = min(best[strategy], cost[layer, strategy] + float(shared.min()))
+    return best
+
+
+@compiled
+def _arrived(cost: Floats, need: Ints, layout: Ints, transition: Floats, steps: int) -> Floats:
+    """Return the least cost of some layers and of moving on from the last to each layout: float64[K, E + 1].
+
+    ``transition`` has one item more than there are layers: before each, and behind the last.
+    """
+    num_layers, num_strategies = cost.shape
+    num_layouts = transition.shape[1]
+    width = steps + 1
+    value = np.zeros((num_layouts, width))
+    arrived = np.zeros((num_layouts, width))
+    for layer in range(num_layers):
+        value[:] = np.inf
+        for strategy in range(num_strategies):
+            own = cost[layer, strategy]
+            if own == np.inf:
+                continue
+            memory = need[layer, strategy]
+            target = layout[strategy]
+            for e in range(memory, width):
+                seconds = arrived[target, e - memory] + own
+                if seconds < value[target, e]:
+                    value[target, e] = seconds
+        arrived[:] = np.inf
+        for target in range(num_layouts):
+            for source in range(num_layouts):
+                moved = transition[layer + 1, source, target]
+                for e in range(width):
+                    seconds = value[source, e] + moved
+                    if seconds < arrived[target, e]:
+                        arrived[target, e] = seconds
+    return arrived
 
 
 def search_as_printed(table: LayerTable, budget_bytes: float, granularity_bytes: float) -> Ints | None:

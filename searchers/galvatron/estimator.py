@@ -7,7 +7,7 @@ slower by the device's overlap factors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -63,6 +63,7 @@ class Estimator:
         time: ``tables`` or ``released``, see `searchers.galvatron.released_time`.
         schedule: ``gpipe`` or ``1f1b``.
         microbatches: Rule of `searchers.galvatron.microbatches`, which the release's times ask.
+        outside: How embedding and head are cut, see `searchers.galvatron.options.Options`.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Estimator:
         time: str = "tables",
         schedule: str = "gpipe",
         microbatches: str = "released",
+        outside: str = "layers",
     ) -> None:
         self.problem = problem
+        self.outside = outside
         self.profiles = profiles
         self.num_devices = num_devices
         self.num_stages = problem.num_devices // num_devices
@@ -126,7 +129,7 @@ class Estimator:
             strategy: On the stage's devices.
             samples: Samples of a microbatch over the whole stage.
             accumulates: More than one microbatch: sharded gradients stay whole until the last.
-            held_ties: Tied parameters that an earlier layer of the stage holds already.
+            held_ties: Tied parameters that an earlier layer of the stage holds already, laid out alike.
         """
         if samples % strategy.data:
             return None
@@ -199,6 +202,19 @@ class Estimator:
             output_bytes=profile.output_bytes,
         )
         return replace(cost, **self.released.layer(kind, strategy, samples)._asdict()) if self.released else cost
+
+    def tied_layouts(self, layer: Layer, strategy: Strategy) -> Mapping[str, Hashable]:
+        """Return how a layer lays its tied parameters out: layers of a stage that agree in this hold one once.
+
+        Where embedding and head are whole on every device they always agree.
+        """
+        try:
+            found = self.profiles.tied_layouts(layer.kind, strategy.tensor)
+        except ValueError:  # the degree does not divide this layer
+            return {}
+        if self.outside == "data":
+            return dict.fromkeys(found)
+        return {tie: (strategy.levels, layout) for tie, layout in found.items()}
 
     def _axis_s(
         self, collective: str, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...], kind: str

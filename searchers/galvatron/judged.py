@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.options import Options
-from searchers.galvatron.pipeline_plan import PipelinePlan
+from searchers.galvatron.pipeline_plan import ATTEMPTS, PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
 from simulator.costs import CostTables
@@ -15,10 +15,6 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
-
-ATTEMPTS = 5
-MARGIN = 0.99
-"""What the next budget is at most, times the last."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +72,7 @@ def judged_plan(
         if result.fits or options.memory == "released":
             return Judged(found, plan, result, attempt)
         reserved = max(memory.peak_reserved_bytes - memory.capacity_bytes for memory in result.memory)
-        whole = found.capacity_bytes
-        budget = min(whole * MARGIN, found.peak_bytes - max(0.0, float(reserved)))
+        budget = found.lowered_budget_bytes(float(reserved))
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,6 +14,7 @@ from searchers.layers import blocks
 from simulator.closed_forms.estimate_memory import working_bytes
 from simulator.costs import CostTables
 from simulator.lowering.edges import input_collectives
+from simulator.lowering.mesh import parameter_layout
 from simulator.plan import Axis, Sharding, resolve
 from simulator.saved import is_private, saved_tensors
 from simulator.uniform import repeated_layers
@@ -102,6 +103,7 @@ class LayerProfiles:
         self._collectives: dict[tuple[int, int], LayerCollectives] = {}
         self._parameters: dict[tuple[int, int], Mapping[str, int]] = {}
         self._core_parameters: dict[tuple[int, int], int] = {}
+        self._tied_layouts: dict[tuple[int, int], Mapping[str, Hashable]] = {}
         self._crossing: dict[int, float] = {}
 
     @cached_property
@@ -329,6 +331,20 @@ class LayerProfiles:
                         found[parameter.tie] = count
             self._parameters[key] = found
         return self._parameters[key]
+
+    def tied_layouts(self, kind: int, tensor: int) -> Mapping[str, Hashable]:
+        """Return how the tied parameters of a layer kind lie on tensor ranks, by tie key."""
+        key = (kind, tensor)
+        if key not in self._tied_layouts:
+            found: dict[str, Hashable] = {}
+            for index in range(*self.examples[kind].span):
+                sharding = self._sharding(tensor, index)
+                cost = self.costs.operator(index, sharding, 1, self.gpu_type)
+                for number, (parameter, _) in enumerate(cost.parameters):
+                    if parameter.tie is not None:
+                        found[parameter.tie] = parameter_layout(sharding, self.costs.splits(index, sharding), number)
+            self._tied_layouts[key] = found
+        return self._tied_layouts[key]
 
 
 def _neighbours(samples: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +30,20 @@ class LayerTables:
         self.paper = paper
         self.layouts = tuple(dict.fromkeys(strategy.layout for strategy in self.strategies))
         self._layout_of = np.array([self.layouts.index(strategy.layout) for strategy in self.strategies])
+        trees = list(dict.fromkeys(strategy.levels for strategy in self.strategies))
+        self.weights = np.array([trees.index(strategy.levels) for strategy in self.strategies])
         self._ties_of: dict[int, frozenset[str]] = {}
         self._rows: dict[object, list[LayerCost | None]] = {}
         self._moves: dict[object, NDArray[np.float64]] = {}
 
     def table(
-        self, groups: Sequence[tuple[Layer, ...]], held: float, cut: Cut, *, steps: bool = False
+        self,
+        groups: Sequence[tuple[Layer, ...]],
+        held: float,
+        cut: Cut,
+        ties: Sequence[frozenset[str]],
+        *,
+        steps: bool = False,
     ) -> LayerTable:
         """Return what the search of a stage works on.
 
@@ -43,6 +51,7 @@ class LayerTables:
             groups: Layers of the stage; those of a group share a strategy.
             held: Microbatches in flight.
             cut: Weighs a layer's step against its synchronisation.
+            ties: By group, the tied parameters that the stage holds already.
             steps: A layer keeps at least what the optimizer works in.
         """
         shape = (len(groups), len(self.strategies))
@@ -53,10 +62,9 @@ class LayerTables:
         several = cut.parts > 1
         released = self.estimator.released is not None
         timed = self.estimator.released_time
-        ties: frozenset[str] = frozenset()
-        for number, group in enumerate(groups):
-            row = self._row(group[0], cut.samples, several, ties)
-            last_row = row if cut.last is None else self._row(group[0], cut.last, several, ties)
+        for number, (group, known) in enumerate(zip(groups, ties, strict=True)):
+            row = self._row(group[0], cut.samples, several, known)
+            last_row = row if cut.last is None else self._row(group[0], cut.last, several, known)
             size = len(group)
             for place, (found, last) in enumerate(zip(row, last_row, strict=True)):
                 if found is not None and last is not None:
@@ -73,7 +81,6 @@ class LayerTables:
                     kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
                     backward[number, place] = found.backward_bytes * (held if released else 1)
                     forward[number, place] = 0.0 if released else size * found.forward_bytes
-            ties |= self.ties(group[0])
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
         if timed is not None:
             transition[1:] = self._released_transition(timed, cut.batch)
@@ -84,6 +91,39 @@ class LayerTables:
             if apart is not None:
                 transition[number] += self._transition(before, apart, several)
         return LayerTable(cost, kept, backward, forward, self._layout_of, transition)
+
+    def held_before(self, layers: Sequence[Layer]) -> list[frozenset[str]]:
+        """Return the tied parameters that layers of a stage hold before each of them."""
+        found = [frozenset[str]()]
+        for layer in layers[:-1]:
+            found.append(found[-1] | self.ties(layer))
+        return found
+
+    def keepers(self, layers: Sequence[Layer], least_bytes: float) -> Iterator[tuple[int, list[frozenset[str]]]]:
+        """Yield layers that later ones of their stage can share a tied parameter with, and what each of those shares.
+
+        Args:
+            layers: Of the stage.
+            least_bytes: Tied parameters whose states are smaller are left out (T5's relative positions, which every
+                layer holds).
+        """
+        profiles = self.estimator.profiles
+        state_bytes = self.estimator.problem.runtime.state_bytes_per_parameter
+        for number, layer in enumerate(layers[:-1]):
+            elements = profiles.parameters(layer.kind, 1)
+            large = frozenset(tie for tie in self.ties(layer) if elements[tie] * state_bytes >= least_bytes)
+            shared = [frozenset[str]()] * (number + 1)
+            shared += [self._agreeing(layer, other, large) for other in layers[number + 1 :]]
+            if any(shared):
+                yield number, shared
+
+    def _agreeing(self, first: Layer, second: Layer, ties: frozenset[str]) -> frozenset[str]:
+        """Return the ties that two layers lay out alike under every strategy that both can have."""
+        found = ties & self.ties(second)
+        for strategy in self.strategies if found else ():
+            own, other = (self.estimator.tied_layouts(layer, strategy) for layer in (first, second))
+            found = frozenset(tie for tie in found if not own or not other or own[tie] == other[tie])
+        return found
 
     def ties(self, layer: Layer) -> frozenset[str]:
         """Return the tied parameters that a layer holds."""

@@ -12,6 +12,11 @@ from searchers.galvatron.strategies import Strategy
 Partition = tuple[int, ...]
 """Layers of each stage."""
 
+ATTEMPTS = 5
+"""Budgets tried until a plan is let fit by whoever judges it."""
+MARGIN = 0.99
+"""What the next budget is at most, times the last."""
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -78,6 +83,10 @@ class PipelinePlan:
     def fits(self) -> bool:
         """Every stage is within the budget."""
         return self.peak_bytes <= self.capacity_bytes
+
+    def lowered_budget_bytes(self, excess_bytes: float) -> float:
+        """Return the budget to plan for next where this plan turned out to need so much more than there is."""
+        return min(MARGIN * self.capacity_bytes, self.peak_bytes - max(0.0, excess_bytes))
 
 
 def split(layers: Sequence[Layer], partition: Partition) -> list[tuple[Layer, ...]]:

@@ -83,10 +83,15 @@ class Planner:
         """Return the best plan of one batch size over pipeline degrees, microbatches and partitions."""
         return min(self.plans(batch), key=lambda plan: plan.iteration_time_s, default=None)
 
-    def plans(self, batch: int) -> Iterator[PipelinePlan]:
-        """Yield the plans that fit, one per pipeline degree, number of microbatches and partition tried."""
+    def plans(self, batch: int, only: int | None = None) -> Iterator[PipelinePlan]:
+        """Yield the plans that fit, one per pipeline degree, number of microbatches and partition tried.
+
+        Args:
+            batch: Samples.
+            only: The pipeline degree, None for all.
+        """
         for degree, search in self.searches.items():
-            for cut in self.cuts(batch, degree):
+            for cut in self.cuts(batch, degree) if only in (None, degree) else ():
                 if degree == 1:
                     partitions: Iterator[Partition] = iter([(len(search.layers),)])
                 elif self.options.partition == "base":
@@ -169,6 +174,16 @@ class Planner:
         ordered = iter(strategies)
         chosen = [[strategy for _, strategy in zip(stage, ordered, strict=False)] for stage in stages]
         return search.assess(stages, chosen, like.batch, like.cut)
+
+    def pure(self, batch: int, partitions: Iterable[Partition]) -> list[PipelinePlan]:
+        """Return the plans of one strategy throughout, with these partitions, that fit."""
+        found = [
+            plan
+            for partition in partitions
+            for cut in self.cuts(batch, len(partition))
+            for plan in self.searches[len(partition)].pure(partition, batch, cut)
+        ]
+        return [plan for plan in dict.fromkeys(found) if plan.fits]
 
     def leanest(self, batch: int) -> PipelinePlan | None:
         """Return the plan of one strategy that needs the least memory; it need not fit."""

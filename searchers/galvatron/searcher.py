@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
 
 from searchers.base import LOWERED_BUDGETS, Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
 from searchers.budget import Budget
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import SCHEDULES, Options
-from searchers.galvatron.pipeline_plan import PipelinePlan
+from searchers.galvatron.pipeline_plan import ATTEMPTS, PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
 from searchers.galvatron.strategies import DATA, TENSOR
@@ -23,6 +26,21 @@ BASE = Options(partition="base", schedule="gpipe", microbatches="table")
 def planner_for(problem: Problem, options: Options) -> Planner:
     """Return the planner of a problem, shared by search and scoring."""
     return Planner(problem, options, cost_tables(problem))
+
+
+class _Candidate(NamedTuple):
+    """A plan to evaluate; of equally fast ones the first found comes first.
+
+    Attributes:
+        iteration_time_s, plan: By the planner.
+        number: Of those found.
+        lowered: How often the budget was, before it was found; ``ATTEMPTS`` if it is not to be lowered.
+    """
+
+    iteration_time_s: float
+    number: int
+    plan: PipelinePlan
+    lowered: int
 
 
 class Galvatron(Searcher):
@@ -57,32 +75,72 @@ class Galvatron(Searcher):
                 break
         ledger.counters["partitions"] = planner.num_partitions
         ledger.counters["stage_searches"] = sum(each.num_searches for each in planner.searches.values())
-        found.sort(key=lambda plan: plan.iteration_time_s)
-        self._evaluate(ledger, problem, found)
-        for share in LOWERED_BUDGETS if found else ():
-            budget_bytes = share * found[0].capacity_bytes
-            if ledger.spent:
+        best = self._evaluate(ledger, planner, found)
+        for share in LOWERED_BUDGETS:
+            if best is None or ledger.spent:
                 break
-            if found[0].peak_bytes <= budget_bytes:
+            budget_bytes = share * found[0].capacity_bytes
+            if best.peak_bytes <= budget_bytes:
                 continue
-            lower = Planner(problem, self.options, budget_bytes=budget_bytes, profiles=planner.profiles)
-            best = lower.best(problem.global_batch)
-            self._evaluate(ledger, problem, [best] if best is not None else [])
+            lowered = self._under(planner, budget_bytes).best(problem.global_batch)
+            if lowered is not None:
+                self._score(ledger, to_plan(lowered, problem))
         if ledger.best_objective == float("inf") and not ledger.spent:
             leanest = planner.leanest(problem.global_batch)
             if leanest is None:
                 ledger.refuse(f"no strategy cuts {problem.global_batch} samples over {problem.num_devices} devices")
             else:
-                self._evaluate(ledger, problem, [leanest])
+                self._score(ledger, to_plan(leanest, problem))
         return ledger.result()
 
-    def _evaluate(self, ledger: Ledger, problem: Problem, found: list[PipelinePlan]) -> None:
+    def _evaluate(self, ledger: Ledger, planner: Planner, found: list[PipelinePlan]) -> PipelinePlan | None:
+        """Evaluate plans, the best first, until enough fit; return the first that does, else the best.
+
+        Eq. 2 leaves something out. As long as no plan fits, one that does not calls for those of its degree under a
+        budget lower by what was missing, and the first for all pure ones.
+        """
+        batch, numbers = ledger.problem.global_batch, count()
+        queue: list[_Candidate] = []
+
+        def add(plans: Iterable[PipelinePlan], lowered: int) -> None:
+            for plan in plans:
+                heappush(queue, _Candidate(plan.iteration_time_s, next(numbers), plan, lowered))
+
+        add(found, 0)
+        first = queue[0].plan if queue else None
+        scores: dict[Plan, Score | None] = {}
+        searched: set[tuple[int, int]] = set()
         fitting = 0
-        for plan in dict.fromkeys(to_plan(each, problem) for each in found):
-            if ledger.spent or fitting >= self.num_whole:
-                return
-            if ledger.is_legal(plan):
-                fitting += ledger.evaluate(plan).fits
+        while queue and fitting < self.num_whole and not ledger.spent:
+            _, _, own, lowered = heappop(queue)
+            plan = to_plan(own, ledger.problem)
+            known = plan in scores
+            if fitting and (known or lowered == ATTEMPTS):
+                continue
+            score = scores[plan] if known else self._score(ledger, plan)
+            scores[plan] = score
+            if score is None:
+                continue
+            if score.fits:
+                first = own if not fitting else first
+                fitting += 1
+            elif not fitting and lowered < ATTEMPTS:
+                if not searched and not self.options.paper:
+                    add(planner.pure(batch, dict.fromkeys(each.partition for each in found)), ATTEMPTS)
+                degree = len(own.stages)
+                if (degree, lowered) not in searched:
+                    searched.add((degree, lowered))
+                    budget = own.lowered_budget_bytes(score.peak_bytes - score.capacity_bytes)
+                    add(self._under(planner, budget).plans(batch, degree), lowered + 1)
+        return first
+
+    def _under(self, planner: Planner, budget_bytes: float) -> Planner:
+        return Planner(planner.problem, self.options, budget_bytes=budget_bytes, profiles=planner.profiles)
+
+    @staticmethod
+    def _score(ledger: Ledger, plan: Plan) -> Score | None:
+        """Return what the objective says of a plan, None if it is not legal."""
+        return ledger.evaluate(plan) if ledger.is_legal(plan) else None
 
     def paper_objective(self, plan: Plan, problem: Problem) -> Score:
         """Score by Eq. 9 and Eq. 2; plans that are not in Galvatron's words by the shared closed form.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.galvatron.dynamic_programming import search, search_as_printed
+from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
 from searchers.galvatron.estimator import (
     Estimator,
     LayerCost,
@@ -25,6 +25,7 @@ from searchers.galvatron.options import Options
 from searchers.galvatron.pipeline_plan import Partition, PipelinePlan, StagePlan, split
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import Strategy, strategies
+from searchers.galvatron.tied_weights import TiedTable, search_tied
 from simulator.problem import Problem
 
 FORWARD_SHARE = 1 / 3
@@ -74,6 +75,7 @@ class DegreeSearch:
             time=options.time,
             schedule=options.schedule,
             microbatches=options.microbatches,
+            outside=options.outside,
         )
         self.budget_bytes = self.estimator.capacity_bytes() if budget_bytes is None else budget_bytes
         self.strategies = strategies(
@@ -106,20 +108,23 @@ class DegreeSearch:
                 plans.append(self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)))
                 if plans[-1] is not None and plans[-1].fits:
                     break
-        for strategy in () if self.options.paper else self.strategies:
-            choice = [[strategy] * len(stage) for stage in stages]
-            plans.append(self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)))
+        if not self.options.paper:
+            plans += self.pure(partition, batch, cut)
         fitting = [plan for plan in plans if plan is not None and plan.fits]
         return min(fitting, key=lambda plan: plan.iteration_time_s, default=None)
 
     def leanest(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         """Return the plan of one strategy that needs the least memory, whether it fits or not."""
+        return min(self.pure(partition, batch, cut), key=lambda plan: plan.peak_bytes, default=None)
+
+    def pure(self, partition: Partition, batch: int, cut: Cut) -> list[PipelinePlan]:
+        """Return the plans of one strategy throughout, whether they fit or not."""
         stages = split(self.layers, partition)
         plans = [
             self.assess(stages, choice, batch, self._own_cut(choice, batch, cut))
             for choice in ([[strategy] * len(stage) for stage in stages] for strategy in self.strategies)
         ]
-        return min((plan for plan in plans if plan), key=lambda plan: plan.peak_bytes, default=None)
+        return [plan for plan in plans if plan is not None]
 
     def cuts(self, batch: int, tensor: int) -> list[Cut]:
         """Return how the rule lets a batch be cut for plans whose largest tensor degree is ``tensor``."""
@@ -266,13 +271,15 @@ class DegreeSearch:
         self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool
     ) -> list[LayerCost] | None:
         costs = []
-        held: frozenset[str] = frozenset()
+        held: set[tuple[str, Hashable]] = set()
         for layer, strategy in zip(layers, chosen, strict=True):
-            cost = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=held)
+            own = self.estimator.tied_layouts(layer, strategy).items()
+            ties = frozenset(tie for tie, layout in own if (tie, layout) in held) if own else frozenset()
+            cost = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=ties)
             if cost is None:
                 return None
             costs.append(cost)
-            held |= self.tables.ties(layer)
+            held.update(own)
         return costs
 
     @property
@@ -289,13 +296,36 @@ class DegreeSearch:
         if key not in self._found:
             self.num_searches += 1
             groups = self._groups(layers)
-            table = self.tables.table(groups, held, cut, steps=steps)
-            find = search_as_printed if self.options.paper else search
-            found = find(table, self.budget_bytes - outside, float(self.options.granularity_bytes))
+            found = self._found_for(groups, held, cut, self.budget_bytes - outside, steps=steps)
             if found is not None:
                 found = np.repeat(found, [len(group) for group in groups])
             self._found[key] = found
         return self._found[key]
+
+    def _found_for(
+        self, groups: Sequence[tuple[Layer, ...]], held: float, cut: Cut, budget_bytes: float, *, steps: bool
+    ) -> NDArray[np.int64] | None:
+        """Return a strategy number per group of layers."""
+        granularity = float(self.options.granularity_bytes)
+        layers = [group[0] for group in groups]
+
+        def table(ties: Sequence[frozenset[str]]) -> LayerTable:
+            return self.tables.table(groups, held, cut, ties, steps=steps)
+
+        if self.options.outside == "data":  # tied weights lie alike under every strategy
+            plain = table(self.tables.held_before(layers))
+        else:
+            plain = table([frozenset()] * len(groups))
+            if self.options.paper:
+                return search_as_printed(plain, budget_bytes, granularity)
+            tied = [
+                TiedTable(table(ties), plain, keeper, self.tables.weights)
+                for keeper, ties in self.tables.keepers(layers, granularity)
+            ]
+            if tied:
+                return search_tied(tied, budget_bytes, granularity)
+        find = search_as_printed if self.options.paper else search
+        return find(plain, budget_bytes, granularity)
 
     def _held(self, place: int, batch: int, cut: Cut) -> float:
         """Return the microbatches that a stage holds at once, the last one as the part it is of the others.

@@ -8,7 +8,7 @@ from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.galvatron.cells import Cell
 from searchers.alpa.searcher import Alpa
 from searchers.base import NoFeasiblePlan, RankedPlan, SearchResult, cost_tables
-from searchers.galvatron.judged import ATTEMPTS
+from searchers.galvatron.pipeline_plan import ATTEMPTS
 from searchers.galvatron.planner import SATURATED
 from searchers.plan_words import describe_plan
 from simulator.problem import Problem
