@@ -39,7 +39,6 @@ ENGINE_NAMES = ("auto", *ENGINES)
 COMPILED_FROM_TASKS = 50_000
 """From here on ``auto`` takes the compiled engine. Measured in fresh processes, GPT-3 6.7B in 8 and 16 stages, compiled
 against SimPy: 1.8 and 0.3 s for 826 tasks (it loads numba), 2.4 and 2.0 s for 36,130, 2.6 and 3.3 s for 72,226."""
-MAX_TASKS = 20_000_000
 
 
 def simulate(
@@ -67,7 +66,8 @@ def simulate(
             (breakdown, critical path, trace) is simulated when first asked for.
 
     Raises:
-        ValueError: If the plan is malformed (not if it does not fit: that is a result) or the engine unknown.
+        ValueError: If the plan is malformed (not if it does not fit: that is a result) or comes to more tasks than can
+            be simulated, or if the engine is unknown.
     """
     if engine not in ENGINE_NAMES:
         raise ValueError(f"engine must be one of {', '.join(ENGINE_NAMES)}, got {engine!r}")

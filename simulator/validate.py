@@ -278,7 +278,7 @@ def _check_schedule(plan: Plan, problem: Problem, problems: list[str]) -> None:
         if plan.warmup is not None and len(plan.warmup) != len(plan.stages):
             problems.append(f"warmup: one depth per stage ({len(plan.stages)}), got {len(plan.warmup)}")
             return
-        schedule.actions(
+        schedule.check(
             PipelineShape(len(plan.stages), plan.num_microbatches, plan.rank_of_stage, plan.warmup_in_force())
         )
     except ValueError as error:

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from simulator.batch.boundaries import Boundaries, Way
 from simulator.batch.memory import (
     BACKWARD_PEAK,
+    FIRST_BACKWARD_PEAK,
     FORWARD_PEAK,
+    GRADIENTS_ANEW,
     KEPT,
     MODEL_STATES,
     STEP_WORKSPACE,
@@ -101,7 +103,7 @@ class BatchEvaluator:
         self.use = tensor_use(self.costs, self.shape)
         self._bytes: dict[tuple[int, int, str], StageBytes] = {}
         self._bytes_of_table: list[tuple[int, int, str]] = []
-        self._packed_bytes: tuple[Floats, Floats, Floats, Ints] | None = None
+        self._packed_bytes: tuple[Floats, Floats, Floats, Floats, Ints] | None = None
         self._tables_of_stage: dict[int, Ints] = {}
 
     def evaluate(self, batch: PlanBatch) -> BatchResult:
@@ -173,8 +175,8 @@ class BatchEvaluator:
         gpu_type = types.pop()
         if (tp, samples, gpu_type) not in self._rows:
             builder = StageRowsBuilder(self.costs, self.shape, tp, samples, gpu_type)
-            self._rows[tp, samples, gpu_type] = builder.build()
-            self._bytes[tp, samples, gpu_type] = stage_bytes(self.costs, self.shape, tp, samples, gpu_type)
+            found = self._rows[tp, samples, gpu_type] = builder.build()
+            self._bytes[tp, samples, gpu_type] = stage_bytes(self.costs, self.shape, found, tp, samples, gpu_type)
             self._layouts.setdefault(tp > 1, builder.layouts)
         rows = self._rows[tp, samples, gpu_type]
         idle_s = self.problem.runtime.handover_s if self.fidelity.handover else 0.0
@@ -237,6 +239,7 @@ class BatchEvaluator:
                 np.stack([one.op_bytes for one in sizes]),
                 np.stack([one.made_bytes for one in sizes]),
                 np.stack([one.read_bytes for one in sizes]),
+                np.stack([one.gathered_bytes for one in sizes]),
                 np.stack([one.previous_tied for one in sizes]),
             )
         shape, use = self.shape, self.use
@@ -253,6 +256,9 @@ class BatchEvaluator:
             shape.readers,
             shape.crossing_offsets,
             shape.crossing,
+            shape.row_offsets,
+            shape.row_limits,
+            shape.layer_first,
             shape.segment_first,
             shape.segment_stop,
             use.output_offsets,
@@ -267,10 +273,15 @@ class BatchEvaluator:
             use.user_offsets,
             use.users,
         )
-        in_flight = np.minimum(batch.warmups, batch.num_microbatches[batch.plan_of_stage])
-        forward = (in_flight - 1) * found[:, KEPT] + found[:, FORWARD_PEAK]
-        backward = in_flight * found[:, KEPT] + found[:, BACKWARD_PEAK]
-        peaks: Floats = found[:, MODEL_STATES] + np.maximum(np.maximum(forward, backward), found[:, STEP_WORKSPACE])
+        count = batch.num_microbatches[batch.plan_of_stage]
+        in_flight, anew = np.minimum(batch.warmups, count), found[:, GRADIENTS_ANEW]
+        goes_on = count > in_flight  # Forward passes come after backward ones, which leave gradients.
+        forward = (in_flight - 1) * found[:, KEPT] + found[:, FORWARD_PEAK] + goes_on * anew
+        first_backward = in_flight * found[:, KEPT] + found[:, FIRST_BACKWARD_PEAK]
+        left = np.where(goes_on, in_flight, in_flight - 1)
+        later_backward = np.where(left > 0, left * found[:, KEPT] + found[:, BACKWARD_PEAK] + anew, 0.0)
+        step = found[:, STEP_WORKSPACE] + anew
+        peaks: Floats = found[:, MODEL_STATES] + np.max([forward, first_backward, later_backward, step], axis=0)
         return peaks
 
     def _capacities(self, batch: PlanBatch) -> Floats:

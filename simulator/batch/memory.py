@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.batch.stages import ModelShape
+from simulator.batch.pipeline import row_of
+from simulator.batch.stages import ModelShape, StageRows
 from simulator.compiled_cache import compiled
 from simulator.costs import CostTables
 from simulator.lowering.mesh import parameter_layout
@@ -29,10 +30,12 @@ BLOCK_BYTES = 512  # The caching allocator's rounding.
 
 # Columns of ``op_bytes``.
 FORWARD_WORKSPACE, BACKWARD_WORKSPACE, INSIDE, UNREAD, STATES, TIED_STATES, STEP, TIED_STEP = range(8)
+HAS_PARAMETERS, GRADIENTS, TIED_GRADIENTS = range(8, 11)  # (GRADIENTS: those that the first backward pass makes.)
+OP_BYTES = 11
 
 # Columns of the result.
-KEPT, FORWARD_PEAK, BACKWARD_PEAK, MODEL_STATES, STEP_WORKSPACE = range(5)
-MEMORY = 5
+KEPT, FORWARD_PEAK, BACKWARD_PEAK, MODEL_STATES, STEP_WORKSPACE, FIRST_BACKWARD_PEAK, GRADIENTS_ANEW = range(7)
+MEMORY = 7
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,13 @@ def _csr(rows: list[list[int]]) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Sizes under one tensor degree and number of samples, in whole blocks.
+    """Sizes under one tensor degree and number of samples, in whole blocks but for gradients made anew.
 
     Attributes:
-        op_bytes: float64[N, 8].
+        op_bytes: float64[N, OP_BYTES].
         made_bytes: float64[T]. Each tensor where it is made.
         read_bytes: float64[Q]. Each tensor where it is read.
+        gathered_bytes: float64[rows]. What ``StageRows.gathered`` lists.
         previous_tied: int64[N]. The last operator before with the same tied parameter in the same layout; -1
             for none.
     """
@@ -122,15 +126,20 @@ class StageBytes:
     op_bytes: Floats
     made_bytes: Floats
     read_bytes: Floats
+    gathered_bytes: Floats
     previous_tied: Ints
 
 
-def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu_type: str) -> StageBytes:
+def stage_bytes(
+    costs: CostTables, shape: ModelShape, rows: StageRows, tp: int, samples: int, gpu_type: str
+) -> StageBytes:
     """Return the sizes of everything that a stage allocates."""
     workload, runtime = costs.problem.workload, costs.problem.runtime
-    per_element = (runtime.parameter_bytes, runtime.gradient_bytes, runtime.optimizer_bytes)
+    # (Without ZeRO no gradients are scattered: a runtime that frees those frees none.)
+    anew_bytes = runtime.gradient_bytes if runtime.frees_gradients == "all" else 0.0
+    per_element = (runtime.parameter_bytes, runtime.gradient_bytes - anew_bytes, runtime.optimizer_bytes)
     per_gradient = runtime.implementation.activation_bytes
-    op_bytes = np.zeros((len(workload), 8))
+    op_bytes = np.zeros((len(workload), OP_BYTES))
     found: list[OperatorCost] = []
     previous_tied = np.full(len(workload), -1, dtype=np.int64)
     last_tied: dict[object, int] = {}
@@ -147,6 +156,7 @@ def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu
         row[BACKWARD_WORKSPACE] = _blocks(cost.backward_temporary_bytes(per_gradient, inputs=True, weights=True))
         row[INSIDE] = sum(_blocks(size) for size in inside)
         row[UNREAD] = sum(_blocks(size) for size in unread)
+        row[HAS_PARAMETERS] = bool(cost.parameters)
         for place, (parameter, elements) in enumerate(cost.parameters):
             tied = parameter.tie is not None
             if tied:
@@ -156,13 +166,15 @@ def stage_bytes(costs: CostTables, shape: ModelShape, tp: int, samples: int, gpu
                 last_tied[layout] = index
             row[TIED_STATES if tied else STATES] += sum(_blocks(elements * size) for size in per_element)
             row[TIED_STEP if tied else STEP] += _blocks(elements * runtime.optimizer_workspace_bytes)
+            row[TIED_GRADIENTS if tied else GRADIENTS] += int(elements * anew_bytes)
     made, read = [], []
     for name in shape.tensor_names:
         producer = workload.producer[name]
         made.append(_blocks(found[producer].output_bytes[workload.operators[producer].outputs.index(name)]))
         for reader in workload.consumers[name]:
             read.append(_blocks(found[reader].input_bytes[workload.operators[reader].inputs.index(name)]))
-    return StageBytes(op_bytes, np.array(made), np.array(read), previous_tied)
+    gathered = np.array([sum(_blocks(size) for size in sizes) for sizes in rows.gathered], dtype=np.float64)
+    return StageBytes(op_bytes, np.array(made), np.array(read), gathered, previous_tied)
 
 
 def _blocks(num_bytes: float) -> float:
@@ -188,12 +200,16 @@ def measure_memory(
     op_bytes: Floats,
     made_bytes: Floats,
     read_bytes: Floats,
+    gathered_bytes: Floats,
     previous_tied: Ints,
     producers: Ints,
     reader_offsets: Ints,
     readers: Ints,
     crossing_offsets: Ints,
     crossing: Ints,
+    row_offsets: Ints,
+    row_limits: Ints,
+    layer_first: Ints,
     segment_first: Ints,
     segment_stop: Ints,
     output_offsets: Ints,
@@ -212,13 +228,13 @@ def measure_memory(
 
     Args:
         firsts, stops: int64[S]. Operators ``[first, stop)`` of each stage.
-        tables: int64[S]. Row of ``op_bytes``, ``made_bytes`` and ``read_bytes``.
+        tables: int64[S]. Row of ``op_bytes`` and of the four after it.
         recompute: bool[S]. Repeated layers are recomputed.
         stops_early: Not beyond the last operator that saves anything, or makes what is saved.
         keeps_outputs: What leaves a stage is held until the backward pass.
-        op_bytes, made_bytes, read_bytes, previous_tied: [tables, ...].
+        op_bytes, made_bytes, read_bytes, gathered_bytes, previous_tied: [tables, ...].
         producers, reader_offsets, readers, crossing_offsets, crossing: Of the shape.
-        segment_first, segment_stop: Of the shape.
+        row_offsets, row_limits, layer_first, segment_first, segment_stop: Of the shape.
         output_offsets, outputs, input_offsets, inputs, readings: Of the use.
         saved_offsets, saved, saver_offsets, savers, user_offsets, users: Of the use.
     """
@@ -227,7 +243,7 @@ def measure_memory(
         first, stop = firsts[stage], stops[stage]
         sizes, made, read = op_bytes[tables[stage]], made_bytes[tables[stage]], read_bytes[tables[stage]]
         again = recompute[stage]
-        tied_before = previous_tied[tables[stage]]
+        gathered, tied_before = gathered_bytes[tables[stage]], previous_tied[tables[stage]]
         need_offsets, needs = (user_offsets, users) if again else (saver_offsets, savers)
 
         # Model states.
@@ -250,13 +266,16 @@ def measure_memory(
         peak = live
         for index in range(first, stop):
             in_segment = again and segment_stop[index] >= 0
-            live += sizes[index, FORWARD_WORKSPACE] + sizes[index, UNREAD]
+            whole = gathered[row_of(first, index, row_offsets, row_limits)]
+            live += whole + sizes[index, FORWARD_WORKSPACE] + sizes[index, UNREAD]
             for place in range(output_offsets[index], output_offsets[index + 1]):
                 live += made[outputs[place]]
             if not in_segment:
                 live += sizes[index, INSIDE]
             peak = max(peak, live)
             live -= sizes[index, FORWARD_WORKSPACE] + sizes[index, UNREAD]
+            if in_segment:
+                live -= whole
             for place in range(input_offsets[index], input_offsets[index + 1]):
                 tensor = inputs[place]
                 last = readers[reader_offsets[tensor + 1] - 1]
@@ -274,11 +293,11 @@ def measure_memory(
         kept, forward_peak = live, peak
 
         # Backward, from where forward left off.
-        live, peak = 0.0, 0.0
+        live, anew, begun = 0.0, 0.0, stop  # (The first such pass has made gradients of operators from ``begun`` on.)
         for place in range(crossing_offsets[stop], crossing_offsets[stop + 1]):
             if producers[crossing[place]] >= first:
                 live += made[crossing[place]]
-        peak = live
+        peak = first_peak = live
         for index in range(stop - 1, first - 1, -1):
             in_segment = again and segment_stop[index] >= 0
             low, high = max(segment_first[index], first), min(segment_stop[index], stop)
@@ -295,11 +314,12 @@ def measure_memory(
                         break
                     again_until -= 1
                 for once in range(low, again_until):
-                    live += sizes[once, FORWARD_WORKSPACE] + sizes[once, INSIDE] + sizes[once, UNREAD]
+                    whole = gathered[row_of(first, once, row_offsets, row_limits)]
+                    live += whole + sizes[once, FORWARD_WORKSPACE] + sizes[once, INSIDE] + sizes[once, UNREAD]
                     for place in range(output_offsets[once], output_offsets[once + 1]):
                         live += made[outputs[place]]
-                    peak = max(peak, live)
-                    live -= sizes[once, FORWARD_WORKSPACE] + sizes[once, UNREAD]
+                    peak, first_peak = max(peak, live), max(first_peak, live + anew)
+                    live -= whole + sizes[once, FORWARD_WORKSPACE] + sizes[once, UNREAD]
                     for place in range(input_offsets[once], input_offsets[once + 1]):
                         tensor = inputs[place]
                         following = readings[place] + 1
@@ -314,15 +334,25 @@ def measure_memory(
                         is_saved = saver < saver_offsets[tensor + 1] and savers[saver] < high
                         if readers[reader_offsets[tensor]] >= again_until and not is_saved:
                             live -= made[tensor]
+            while sizes[index, HAS_PARAMETERS] > 0 and begun > index:
+                of_layer, start = 0.0, max(layer_first[begun - 1], first)
+                for maker in range(start, begun):
+                    tied = sizes[maker, TIED_GRADIENTS] if tied_before[maker] < first else 0.0
+                    of_layer += sizes[maker, GRADIENTS] + tied
+                anew += np.ceil(of_layer / BLOCK_BYTES) * BLOCK_BYTES
+                begun = start
+            whole = gathered[row_of(first, index, row_offsets, row_limits)]
             live += sizes[index, BACKWARD_WORKSPACE]
+            if in_segment:
+                live += whole
             for place in range(input_offsets[index], input_offsets[index + 1]):
                 tensor = inputs[place]
                 following, end = readings[place] + 1, reader_offsets[tensor + 1]
                 leaves = producers[tensor] >= first and readers[end - 1] >= stop
                 if not leaves and (following == end or readers[following] >= stop):
                     live += read[readings[place]]
-            peak = max(peak, live)
-            live -= sizes[index, BACKWARD_WORKSPACE] + sizes[index, INSIDE]
+            peak, first_peak = max(peak, live), max(first_peak, live + anew)
+            live -= whole + sizes[index, BACKWARD_WORKSPACE] + sizes[index, INSIDE]
             for place in range(output_offsets[index], output_offsets[index + 1]):
                 tensor = outputs[place]
                 last = reader_offsets[tensor + 1] - 1
@@ -361,4 +391,6 @@ def measure_memory(
         result[stage, BACKWARD_PEAK] = peak
         result[stage, MODEL_STATES] = states
         result[stage, STEP_WORKSPACE] = step
+        result[stage, FIRST_BACKWARD_PEAK] = first_peak
+        result[stage, GRADIENTS_ANEW] = anew
     return result

@@ -49,7 +49,7 @@ def _communicate(found: Floats, seconds: float, count: int, computed: bool) -> N
 
 
 @compiled
-def _row(first: int, index: int, row_offsets: Ints, row_limits: Ints) -> int:
+def row_of(first: int, index: int, row_offsets: Ints, row_limits: Ints) -> int:
     row = int(row_offsets[index])
     while first > row_limits[row]:
         row += 1
@@ -76,7 +76,7 @@ def _forward(
     ``before`` is BEFORE_FORWARD, or BEFORE_AGAIN in recomputation.
     """
     for index in range(low, high):
-        row = _row(first, index, row_offsets, row_limits)
+        row = row_of(first, index, row_offsets, row_limits)
         _communicate(found, row_seconds[row, before], row_counts[row, before], computed)
         _compute(found, op_seconds[index, FORWARD_S])
         computed = True
@@ -157,7 +157,7 @@ def measure_passes(
                     row_offsets,
                     row_limits,
                 )
-            row = _row(first, index, row_offsets, row_limits)
+            row = row_of(first, index, row_offsets, row_limits)
             _compute(backward, seconds[index, BACKWARD_S])
             computed = True
             _communicate(backward, around_s[row, AFTER_BACKWARD], around[row, AFTER_BACKWARD], True)

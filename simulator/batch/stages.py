@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from simulator.costs import CostTables
 from simulator.lowering.crossing import Crossing, arriving
-from simulator.lowering.edges import input_collectives
+from simulator.lowering.edges import gathered_inputs, input_collectives
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
@@ -46,6 +46,7 @@ class ModelShape:
         row_offsets: int64[N + 1]. Rows of each operator.
         row_limits: int64[rows]. A row holds for ``first <= limit``; the next one from there on.
         row_examples: One ``first`` for which the row holds.
+        layer_first: int64[N]. First operator of the layer of each.
         segment_first, segment_stop: int64[N]. The repeated layer that full recomputation takes the operator
             with; NEVER, -1 where it is not recomputed.
         first_saver: int64[N]. First operator that saves something the operator makes (-1: itself, inside);
@@ -61,6 +62,7 @@ class ModelShape:
     row_offsets: Ints
     row_limits: Ints
     row_examples: Ints
+    layer_first: Ints
     segment_first: Ints
     segment_stop: Ints
     first_saver: Ints
@@ -90,6 +92,9 @@ def model_shape(problem: Problem, costs: CostTables) -> ModelShape:
         limits += [*sorted(thresholds), NEVER]
         examples += [*sorted(thresholds), index]
         offsets.append(len(limits))
+    layer_first = np.zeros(count, dtype=np.int64)
+    for first, stop in workload.layers:
+        layer_first[first:stop] = first
     segment_first = np.full(count, NEVER, dtype=np.int64)
     segment_stop = np.full(count, -1, dtype=np.int64)
     for first, stop in repeated_layers(workload):
@@ -124,6 +129,7 @@ def model_shape(problem: Problem, costs: CostTables) -> ModelShape:
         row_offsets=_ints(offsets),
         row_limits=_ints(limits),
         row_examples=_ints(examples),
+        layer_first=layer_first,
         segment_first=segment_first,
         segment_stop=segment_stop,
         first_saver=first_saver,
@@ -156,6 +162,7 @@ class StageRows:
         before_forward, before_again, after_backward: int64[rows, Q]. How often each collective occurs before the
             operator's forward, before it runs again in recomputation (what was reduced on its way into a segment
             stays reduced) and after its backward. Nothing is gathered again: that is for shards of the sequence.
+        gathered: For each of the rows, bytes of the inputs that forward gathers and backward needs whole.
         after_forward: int64[N, Q]. Inside the operator, after its forward.
         settling: int64[N, Q]. After the stage's forward, if nothing in the stage reads the output.
     """
@@ -166,8 +173,19 @@ class StageRows:
     before_forward: Ints
     before_again: Ints
     after_backward: Ints
+    gathered: tuple[tuple[float, ...], ...]
     after_forward: Ints
     settling: Ints
+
+
+@dataclass(frozen=True)
+class _Around:
+    """One row: numbers of the collectives before forward, again, and after backward, and bytes gathered."""
+
+    before_forward: list[int]
+    before_again: list[int]
+    after_backward: list[int]
+    gathered: tuple[float, ...]
 
 
 class StageRowsBuilder:
@@ -192,8 +210,8 @@ class StageRowsBuilder:
     def build(self) -> StageRows:
         """Return the rows."""
         count = len(self.workload)
-        found: dict[object, tuple[list[int], ...]] = {}
-        rows: list[tuple[list[int], ...]] = []
+        found: dict[object, _Around] = {}
+        rows: list[_Around] = []
         inside, settling = [], []
         for index in range(count):
             for row in range(self.shape.row_offsets[index], self.shape.row_offsets[index + 1]):
@@ -211,9 +229,10 @@ class StageRowsBuilder:
             forward_s=np.array([cost.forward.device_s for cost in costs], dtype=np.float64),
             backward_s=np.array([cost.backward.device_s for cost in costs], dtype=np.float64),
             collectives=tuple(self.numbers),
-            before_forward=self._matrix([row[0] for row in rows]),
-            before_again=self._matrix([row[1] for row in rows]),
-            after_backward=self._matrix([row[2] for row in rows]),
+            before_forward=self._matrix([row.before_forward for row in rows]),
+            before_again=self._matrix([row.before_again for row in rows]),
+            after_backward=self._matrix([row.after_backward for row in rows]),
+            gathered=tuple(row.gathered for row in rows),
             after_forward=self._matrix(inside),
             settling=self._matrix(settling),
         )
@@ -238,8 +257,8 @@ class StageRowsBuilder:
             key.append((made, outside, tuple(dict.fromkeys(readers)), tuple(readers[:1])))
         return tuple(key)
 
-    def _around(self, index: int, first: int) -> tuple[list[int], ...]:
-        """Return numbers of the collectives before forward, again, and after backward."""
+    def _around(self, index: int, first: int) -> _Around:
+        """Return the collectives between an operator and its inputs in a stage that begins with ``first``."""
         before_forward: list[int] = []
         before_again: list[int] = []
         after_backward = self._inside(index, BACKWARD_INPUT)
@@ -256,7 +275,8 @@ class StageRowsBuilder:
             reduced_before = item.collective in REDUCTIONS and owner < self.shape.segment_first[index]
             if phase == FORWARD and not reduced_before:
                 before_again.append(self._number(item))
-        return before_forward, before_again, after_backward
+        gathered = tuple(item.num_bytes for _, item in gathered_inputs(self._cost(index), collectives))
+        return _Around(before_forward, before_again, after_backward, gathered)
 
     def _arrivals(self, index: int, first: int) -> dict[str, Crossing]:
         """Return what an operator reads of earlier stages, as it arrives in one that begins with ``first``.

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.lowering.assemble import DeviceTraits, assemble
@@ -22,8 +20,9 @@ from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.rows import TaskRows, Template
 from simulator.lowering.symmetry import Partition, partition
 from simulator.lowering.synchronisation import parameter_groups
+from simulator.lowering.task_limit import check_num_tasks, with_few_microbatches
 from simulator.lowering.templates import Outgoing, TemplateBuilder
-from simulator.lowering.tiling import Block, Ids, Tiling
+from simulator.lowering.tiling import Ids, Tiling, laid_out
 from simulator.lowering.variants import Variant, VariantChoice
 from simulator.plan import Plan
 from simulator.schedules.actions import (
@@ -114,7 +113,15 @@ def pipeline_shape(plan: Plan, num_microbatches: int | None = None) -> PipelineS
 
 
 def lower(plan: Plan, costs: CostTables, fidelity: Fidelity) -> Lowered:
-    """Return the task graph of a valid, canonical plan."""
+    """Return the task graph of a valid, canonical plan.
+
+    Raises:
+        ValueError: If it has more tasks than fit (``task_limit``).
+    """
+    few = with_few_microbatches(plan)
+    if few is not plan:  # Orders of many take long, too.
+        num_tasks = _Lowering(few, costs, fidelity).num_tasks()
+        check_num_tasks(num_tasks * plan.num_microbatches // few.num_microbatches, plan)
     return _Lowering(plan, costs, fidelity).run()
 
 
@@ -147,20 +154,18 @@ class _Lowering:
         self.orders = schedule_named(plan.schedule).actions(pipeline_shape(plan))
         self.has_zero3 = [any(group.zero == 3 for group in parameter_groups(view)) for view in self.views]
         self.reduces_early = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
+        chosen = VariantChoice(plan, self.has_zero3, self.reduces_early, self.flows[0].num_turns)
+        self.variants = [chosen.of_order(order) for order in self.orders]
+
+    def num_tasks(self) -> int:
+        """Return how many tasks all passes come to."""
+        return self._tiling(self._bound()).num_tasks
 
     def run(self) -> Lowered:
-        chosen = VariantChoice(self.plan, self.has_zero3, self.reduces_early, self.flows[0].num_turns)
-        variants = [chosen.of_order(order) for order in self.orders]
-        programs: dict[tuple[int, Variant], Program] = {}
-        for order, found in zip(self.orders, variants, strict=True):
-            for action, variant in zip(order, found, strict=True):
-                if (action.stage, variant) not in programs:
-                    programs[action.stage, variant] = self._program(action.stage, variant)
-        # One microbatch or several makes a difference, how many does not.
-        alike = replace(self.plan, num_microbatches=min(self.plan.num_microbatches, 2))
-        key = (alike, self.fidelity, tuple(programs))
-        bound = self.costs.bound_plans.get(key, lambda: self._bound(programs))
-        tiling = self._tile(bound.templates, bound.number_of, variants, bound.placements)
+        bound = self._bound()
+        tiling = self._tiling(bound)
+        check_num_tasks(tiling.num_tasks, self.plan)
+        self._connect(tiling, bound.placements)
         graph = assemble(tiling, bound.columns, bound.epilogue, bound.entry, bound.partition, bound.traits)
         return Lowered(
             graph=graph,
@@ -172,11 +177,22 @@ class _Lowering:
             recorded_s=self._all_recorded(bound),
         )
 
+    def _bound(self) -> _Bound:
+        """Return the programs bound to representative devices, from those of a plan alike if there was one."""
+        programs: dict[tuple[int, Variant], Program] = {}
+        for order, found in zip(self.orders, self.variants, strict=True):
+            for action, variant in zip(order, found, strict=True):
+                if (action.stage, variant) not in programs:
+                    programs[action.stage, variant] = self._program(action.stage, variant)
+        # One microbatch or several makes a difference, how many does not.
+        alike = replace(self.plan, num_microbatches=min(self.plan.num_microbatches, 2))
+        key = (alike, self.fidelity, tuple(programs))
+        return self.costs.bound_plans.get(key, lambda: self._bound_anew(programs))
+
     def _flow(self, variant: Variant) -> Flow:
         return self.flows[-1 if variant.smaller else 0]
 
-    def _bound(self, programs: dict[tuple[int, Variant], Program]) -> _Bound:
-        """Return the programs bound to representative devices."""
+    def _bound_anew(self, programs: dict[tuple[int, Variant], Program]) -> _Bound:
         channels = self._channels(programs)
         placements = self._placements(channels)
         launch_s = {
@@ -306,34 +322,15 @@ class _Lowering:
             )
         return templates, number_of
 
-    def _tile(
-        self,
-        templates: list[Template],
-        number_of: dict[tuple[int, Variant], int],
-        variants: list[list[Variant]],
-        placements: Sequence[StagePlacement],
-    ) -> Tiling:
-        lengths = np.array([len(template.rows) for template in templates], dtype=np.int64)
-        blocks = []
-        start = 0
-        for order, found in zip(self.orders, variants, strict=True):
-            template = np.array(
-                [number_of[action.stage, variant] for action, variant in zip(order, found, strict=True)],
-                dtype=np.int64,
-            )
-            base = np.zeros(len(order) + 1, dtype=np.int64)
-            np.cumsum(lengths[template], out=base[1:])
-            blocks.append(
-                Block(
-                    template=template,
-                    base=base[:-1] + start,
-                    microbatch=np.array([action.microbatch for action in order], dtype=np.int64),
-                    kind=np.array([action.kind for action in order]),
-                    stage=np.array([action.stage for action in order], dtype=np.int64),
-                )
-            )
-            start += int(base[-1])
-        tiling = Tiling(templates=templates, blocks=blocks)
+    def _tiling(self, bound: _Bound) -> Tiling:
+        """Return the tasks of all actions, with nothing between them yet."""
+        numbers = [
+            [bound.number_of[action.stage, variant] for action, variant in zip(order, found, strict=True)]
+            for order, found in zip(self.orders, self.variants, strict=True)
+        ]
+        return Tiling(templates=bound.templates, blocks=laid_out(self.orders, numbers, bound.templates))
+
+    def _connect(self, tiling: Tiling, placements: Sequence[StagePlacement]) -> None:
         tiling.add_inner_edges()
         blocking = self.fidelity.transfers and self.problem.runtime.transfer_mode == "blocking"
         schedule = schedule_named(self.plan.schedule)
@@ -348,7 +345,6 @@ class _Lowering:
             tiling.add_received_edges((stage - 1, backward_kind), (stage, backward_kind), shared)
         tiling.order_streams()
         tiling.order_hosts()
-        return tiling
 
     def _traits(self, parts: Partition) -> DeviceTraits:
         """Return what the graph says of each representative."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.lowering.rows import StreamKey, Template
-from simulator.schedules.actions import BACKWARD, FORWARD
+from simulator.schedules.actions import BACKWARD, FORWARD, Action
 from simulator.taskgraph import COMMUNICATION, Csr
 
 Ids = NDArray[np.int64]
@@ -38,6 +38,36 @@ class Block:
         """No forward pass comes after a backward pass."""
         forwards = self.kind == FORWARD
         return bool(forwards[: int(forwards.sum())].all())
+
+
+def laid_out(
+    orders: Sequence[Sequence[Action]], numbers: Sequence[Sequence[int]], templates: Sequence[Template]
+) -> list[Block]:
+    """Return the blocks of all ranks, one after the other.
+
+    Args:
+        orders: Actions of each rank.
+        numbers: The template of each of them.
+        templates: All templates.
+    """
+    lengths = np.array([len(template.rows) for template in templates], dtype=np.int64)
+    blocks = []
+    start = 0
+    for order, own in zip(orders, numbers, strict=True):
+        template = np.array(own, dtype=np.int64)
+        base = np.zeros(len(order) + 1, dtype=np.int64)
+        np.cumsum(lengths[template], out=base[1:])
+        blocks.append(
+            Block(
+                template=template,
+                base=base[:-1] + start,
+                microbatch=np.array([action.microbatch for action in order], dtype=np.int64),
+                kind=np.array([action.kind for action in order]),
+                stage=np.array([action.stage for action in order], dtype=np.int64),
+            )
+        )
+        start += int(base[-1])
+    return blocks
 
 
 def ragged(offsets_of: Ids, rows: Sequence[Sequence[int]], template: Ids, base: Ids) -> tuple[Ids, Ids]:

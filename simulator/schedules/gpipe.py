@@ -23,6 +23,12 @@ from simulator.schedules.actions import BACKWARD, FORWARD, Action, PipelineShape
 from simulator.schedules.orders import check_no_warmup, check_shape
 
 
+def check(shape: PipelineShape) -> None:
+    """Raise ValueError for a shape that the schedule cannot run."""
+    check_shape(shape)
+    check_no_warmup(shape, "gpipe")
+
+
 def actions(shape: PipelineShape) -> list[list[Action]]:
     """Return the order of each rank.
 
@@ -32,8 +38,7 @@ def actions(shape: PipelineShape) -> list[list[Action]]:
     Raises:
         ValueError: If the shape is malformed.
     """
-    check_shape(shape)
-    check_no_warmup(shape, "gpipe")
+    check(shape)
     microbatches = range(shape.num_microbatches)
     orders = []
     for rank in range(max(shape.rank_of_stage) + 1):

@@ -22,15 +22,8 @@ from simulator.schedules.actions import BACKWARD, FORWARD, Action, PipelineShape
 from simulator.schedules.orders import check_no_warmup, check_shape
 
 
-def actions(shape: PipelineShape) -> list[list[Action]]:
-    """Return the order of each rank.
-
-    Args:
-        shape: v * p stages, stage s on rank s mod p; microbatches divisible by p; ``warmup`` None.
-
-    Raises:
-        ValueError: If the shape is malformed.
-    """
+def check(shape: PipelineShape) -> None:
+    """Raise ValueError for a shape that the schedule cannot run."""
     check_shape(shape)
     check_no_warmup(shape, "interleaved")
     num_ranks = max(shape.rank_of_stage) + 1
@@ -50,6 +43,19 @@ def actions(shape: PipelineShape) -> list[list[Action]]:
             f"interleaved must have microbatches divisible by its {num_ranks} ranks, got "
             f"{shape.num_microbatches}; try {-(-shape.num_microbatches // num_ranks) * num_ranks}"
         )
+
+
+def actions(shape: PipelineShape) -> list[list[Action]]:
+    """Return the order of each rank.
+
+    Args:
+        shape: v * p stages, stage s on rank s mod p; microbatches divisible by p; ``warmup`` None.
+
+    Raises:
+        ValueError: If the shape is malformed.
+    """
+    check(shape)
+    num_ranks = max(shape.rank_of_stage) + 1
     return [_actions_of_rank(shape, rank, num_ranks) for rank in range(num_ranks)]
 
 

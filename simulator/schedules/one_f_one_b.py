@@ -53,6 +53,13 @@ def warmup_p_b(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(min(2 * (num_stages - i) - 1, num_microbatches) for i in range(num_stages))
 
 
+def check(shape: PipelineShape) -> None:
+    """Raise ValueError for a shape that the schedule cannot run: also if a warm-up would wait for ever."""
+    check_one_stage_per_rank(shape, "1f1b")
+    if shape.warmup is not None:
+        _check_warmup(shape, shape.warmup)
+
+
 def actions(shape: PipelineShape) -> list[list[Action]]:
     """Return the order of each rank.
 
@@ -62,11 +69,10 @@ def actions(shape: PipelineShape) -> list[list[Action]]:
     Raises:
         ValueError: If the shape is malformed or a warm-up would wait for ever.
     """
-    check_one_stage_per_rank(shape, "1f1b")
+    check(shape)
     warmup = shape.warmup
     if warmup is None:
         warmup = warmup_p_a(shape.num_stages, shape.num_microbatches)
-    _check_warmup(shape, warmup)
     orders = []
     for stage, depth in enumerate(warmup):
         order = [Action(FORWARD, stage, microbatch) for microbatch in range(depth)]

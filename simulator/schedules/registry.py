@@ -16,7 +16,8 @@ class PipelineSchedule:
 
     Attributes:
         name: As in plans and on the command line.
-        actions: Gives the order of each rank for a shape; raises ValueError for a shape it cannot run.
+        check: Raises ValueError for a shape it cannot run.
+        actions: Gives the order of each rank for a shape, which it checks.
         splits_backward: Whether backwards come as input and weight gradients (I and W).
         exchanges_pairs: Whether a forward pass and the backward pass right after it exchange with the neighbours at
             once, after both, where passes wait for what they send. Megatron-LM's interleaved schedule does
@@ -25,6 +26,7 @@ class PipelineSchedule:
     """
 
     name: str
+    check: Callable[[PipelineShape], None]
     actions: Callable[[PipelineShape], list[list[Action]]]
     splits_backward: bool = False
     exchanges_pairs: bool = False
@@ -34,10 +36,10 @@ class PipelineSchedule:
 SCHEDULES: dict[str, PipelineSchedule] = {
     schedule.name: schedule
     for schedule in (
-        PipelineSchedule("gpipe", gpipe.actions),
-        PipelineSchedule("1f1b", one_f_one_b.actions, takes_warmup=True),
-        PipelineSchedule("interleaved", interleaved.actions, exchanges_pairs=True),
-        PipelineSchedule("zb-h1", zero_bubble.actions, splits_backward=True),
+        PipelineSchedule("gpipe", gpipe.check, gpipe.actions),
+        PipelineSchedule("1f1b", one_f_one_b.check, one_f_one_b.actions, takes_warmup=True),
+        PipelineSchedule("interleaved", interleaved.check, interleaved.actions, exchanges_pairs=True),
+        PipelineSchedule("zb-h1", zero_bubble.check, zero_bubble.actions, splits_backward=True),
     )
 }
 

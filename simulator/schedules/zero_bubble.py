@@ -25,6 +25,12 @@ from simulator.schedules.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from simulator.schedules.orders import check_no_warmup, check_one_stage_per_rank
 
 
+def check(shape: PipelineShape) -> None:
+    """Raise ValueError for a shape that the schedule cannot run."""
+    check_one_stage_per_rank(shape, "zb-h1")
+    check_no_warmup(shape, "zb-h1")
+
+
 def actions(shape: PipelineShape) -> list[list[Action]]:
     """Return the order of each rank.
 
@@ -34,8 +40,7 @@ def actions(shape: PipelineShape) -> list[list[Action]]:
     Raises:
         ValueError: If the shape is malformed.
     """
-    check_one_stage_per_rank(shape, "zb-h1")
-    check_no_warmup(shape, "zb-h1")
+    check(shape)
     num_microbatches = shape.num_microbatches
     orders = []
     for stage in range(shape.num_stages):

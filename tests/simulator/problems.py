@@ -19,7 +19,9 @@ SMALL = {
     "vit": ("vit-large", {"layers": 4}),
     "t5": ("t5-770m", {"layers": 2}),
 }
-"""One short model of every family."""
+"""One short model of every family that is made of layers alike."""
+SHORT = {**SMALL, "resnet": ("resnet-50", {"blocks": (1, 2, 1, 1)})}
+"""The same, and one of convolutions: their inputs are gathered where channels are split."""
 
 
 @lru_cache
@@ -31,7 +33,7 @@ def small_problem(
     global_batch: int = 16,
 ) -> Problem:
     """Return a short model of a family on a small cluster."""
-    name, overrides = SMALL[family]
+    name, overrides = SHORT[family]
     chosen = load_runtime(runtime)
     return Problem(
         workload=build_workload(name, attention=chosen.attention, overrides=overrides),
