@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.batch import pipeline
 from simulator.batch.pipeline import row_of
 from simulator.batch.stages import ModelShape, StageRows
-from simulator.compiled_cache import compiled
+from simulator.compiled_cache import compiled, compiled_with
 from simulator.costs import CostTables
 from simulator.lowering.mesh import parameter_layout
 from simulator.operator_cost import OperatorCost
@@ -189,7 +190,7 @@ def _lower_bound(items: Ints, low: int, high: int, value: int) -> int:
     return low
 
 
-@compiled
+@compiled_with(pipeline)
 def measure_memory(
     firsts: Ints,
     stops: Ints,
