@@ -1,4 +1,4 @@
-"""Ctrl-C: one kind of exception wherever it falls, and an end in a word before there is anything to keep.
+"""Ctrl-C and SIGTERM: one kind of exception wherever they fall, and an end in a word before there is anything to keep.
 
 Little is imported here: the command line takes hold of Ctrl-C with this module before it loads the rest.
 """

@@ -125,7 +125,10 @@ class Walk:
         neighbours: Per node, ``(other, table with this node's strategies as rows)``.
         memory: Per node, bytes of each strategy.
         chosen: Strategy of each node.
-        cost: Seconds of an iteration; over the memory, times how far over.
+        num_microbatches: Of an iteration.
+        capacity_bytes: Of the device with least memory.
+        seconds: Of one microbatch as chosen.
+        num_bytes: Of one device as chosen.
         scale_s: Temperature in seconds.
     """
 

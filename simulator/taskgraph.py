@@ -125,6 +125,7 @@ class Schedule:
     Attributes:
         start_s, end_s: float64[T]. Seconds from the start of the iteration.
         host_arrival_s: float64[T]. When the last of its hosts came to the task (its earliest launch).
+        statistics: What the engine counted: ``events`` and ``speed_changes``.
     """
 
     start_s: Floats

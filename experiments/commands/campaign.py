@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from experiments.console import console, messages, print_json, print_lines, table
-from experiments.interrupts import INTERRUPTED
+from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 
 if TYPE_CHECKING:
     from simulator.plan import Plan
@@ -103,7 +103,7 @@ def _run(
         + f"; about {left_s / 60:.1f} minutes. Results: {folder}"
     )
     try:
-        with campaign_progress(campaign.name) as listener:
+        with terminate_means_interrupt(), campaign_progress(campaign.name) as listener:
             run_campaign(campaign, work, folder, rounds=rounds, with_profiling=fresh, listener=listener)
     except KeyboardInterrupt:
         if not finished_rounds(campaign, work, folder, with_profiling=fresh):

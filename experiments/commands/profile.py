@@ -22,7 +22,7 @@ from experiments.console import (
     print_json,
     print_lines,
 )
-from experiments.interrupts import INTERRUPTED
+from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
 
 if TYPE_CHECKING:
     from validation.profiling.machine_profile import MachineProfile
@@ -55,7 +55,8 @@ def profile_machine_file(
 ) -> None:
     """Measure this machine with a model, inside the executor: operators, memory, collectives, overlap, launches.
 
-    It says first what it costs. An interrupt (Ctrl-C) loses the part at work; the same command goes on from there.
+    It says first what it costs. An interrupt (Ctrl-C, SIGTERM) loses the part at work; the same command goes on
+    from there.
 
     Example: windtunnel profile -m model.yaml -c local-cpu:1x2 --microbatches 1,2 -o machine.json
     """
@@ -106,7 +107,7 @@ def profile_machine_file(
     if journal.results:
         messages().print(f"going on from {partial}: {len(journal.results)} parts are there", markup=False)
     try:
-        with _progress(work) as listener:
+        with terminate_means_interrupt(), one_interrupt(), _progress(work) as listener:
             profile = run_profile(work, journal, listener)
     except WorkerError as error:
         raise ValueError(f"the machine was not measured: {error}\nfinished parts are in {partial}") from None

@@ -126,10 +126,14 @@ def aceso_rows(path: Path, database: str, preset: str) -> list[CollectiveRow]:
 
 
 class Predictor:
-    """Prices rows on clusters whose link constants may be replaced."""
+    """Prices rows on clusters whose link constants may be replaced.
+
+    Args:
+        clusters: By the names that rows have for them.
+        launch_per_rank_s: Of one rank where one process launches several.
+    """
 
     def __init__(self, clusters: dict[str, Cluster], launch_per_rank_s: float) -> None:
-        """Args: ``clusters`` by name; the launch of one rank where one process launches several."""
         self._clusters = clusters
         self._launch_per_rank_s = launch_per_rank_s
         self._bare = {name: _without_launch(cluster) for name, cluster in clusters.items()}

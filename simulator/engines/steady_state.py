@@ -117,16 +117,13 @@ def _unit(plan: Plan, costs: CostTables) -> int | None:
 
 @dataclass(frozen=True)
 class _Steady:
-    """The actions of a rank that may repeat themselves: positions ``[first, stop)``, ``step`` of them a period.
+    """The actions of a rank that may repeat themselves.
 
     Attributes:
         tasks: Ids of their tasks, ascending.
         counterparts: Ids of the same tasks one period earlier.
     """
 
-    first: int
-    stop: int
-    step: int
     tasks: Ids
     counterparts: Ids
 
@@ -279,7 +276,7 @@ class _Trace:
         for column in (self.graph.work_s, self.graph.latency_s, self.graph.host_s, self.graph.name):
             if not (column[tasks] == column[counterparts]).all():
                 return None
-        return _Steady(first, stop, step, tasks, counterparts)
+        return _Steady(tasks, counterparts)
 
 
 class _Host:

@@ -53,7 +53,6 @@ class Partition:
         channel_class: Channel index (in the given order) to class index.
         channel_examples: One channel index per class.
         shares: Per channel class and traffic: ``{resource class: share on one such resource}``.
-        num_resources: Resource classes.
         resource_names: One name per resource class.
     """
 

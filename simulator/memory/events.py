@@ -44,6 +44,9 @@ class Events:
     """Named tensors, their sizes and categories.
 
     Attributes:
+        names: Number of each tensor.
+        sizes: Bytes, by number.
+        categories: Index into ``CATEGORIES``, by number.
         lasting: Tensors that all microbatches share.
     """
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hardware_models.group_shapes import GroupShape  # noqa: E402
 from hardware_models.model import HardwareModel  # noqa: E402
 from hardware_models.runtime import load_runtime  # noqa: E402
 from simulator.problem import Problem, ProblemSpec  # noqa: E402
+from tests.experiments.commands import run  # noqa: E402
 from tests.validation.test_faults import workers_of  # noqa: E402
 from validation.execution.launch import Worker  # noqa: E402
 from validation.measurement import Measurement  # noqa: E402
@@ -121,12 +123,17 @@ def test_a_failed_write_keeps_the_old_parts(tmp_path: Path) -> None:
 # The runner, with measuring replaced
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 class Machine:
-    """Counts what is measured, and interrupts at a given call."""
+    """Counts what is measured, and interrupts at a given call, or does what else is given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         self.stop_at = -1
+        self.stop: Callable[[], None] = interrupt
         self.measured: list[str] = []
         self.times = lambda turn: 1.0
         self.turns: dict[str, int] = {}
@@ -144,7 +151,7 @@ class Machine:
     def _part(self, name: str, value: Any) -> Any:
         self.calls += 1
         if self.calls == self.stop_at:
-            raise KeyboardInterrupt
+            self.stop()
         self.measured.append(name)
         return value
 
@@ -192,6 +199,22 @@ def test_an_interrupt_anywhere_is_resumed_and_nothing_is_measured_twice(
         assert run_profile(work, resumed) == MIN_SAMPLES
         assert sorted(machine.measured) == expected, stop_at
         assert set(resumed.results) == set(whole.results)
+
+
+def test_a_profile_that_is_terminated_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Slurm ends a job whose time is over."""
+    before = signal.getsignal(signal.SIGTERM)
+    machine = Machine(monkeypatch)
+    machine.stop_at, machine.stop = 3, lambda: os.kill(os.getpid(), signal.SIGTERM)
+    model, output = tmp_path / "model.yaml", tmp_path / "machine.json"
+    model.write_text(MODEL)
+    code, _, error = run(capsys, "profile", "-m", model, "-c", "local-cpu:1x2", "-o", output)
+    assert code == 130 and "interrupted; 2 parts are in" in error
+    assert len(json.loads((tmp_path / "machine.json.partial").read_text())["results"]) == 2
+    assert not output.exists()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_rounds_go_on_while_times_are_unsteady_and_end_at_the_cap(
