@@ -273,13 +273,15 @@ class DegreeSearch:
         costs = []
         held: set[tuple[str, Hashable]] = set()
         for layer, strategy in zip(layers, chosen, strict=True):
-            own = self.estimator.tied_layouts(layer, strategy).items()
-            ties = frozenset(tie for tie, layout in own if (tie, layout) in held) if own else frozenset()
+            ties = frozenset[str]()
+            if self.tables.ties(layer):
+                own = self.estimator.tied_layouts(layer, strategy).items()
+                ties = frozenset(tie for tie, layout in own if (tie, layout) in held)
+                held.update(own)
             cost = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=ties)
             if cost is None:
                 return None
             costs.append(cost)
-            held.update(own)
         return costs
 
     @property

@@ -42,6 +42,7 @@ class PiperStage:
         tensor_degree, data_degree: t and d.
         implementations: Name of each layer's.
         load_s: Time per microbatch.
+        held_bytes: What it holds of a device's memory, microbatches in flight included.
     """
 
     layers: tuple[str, ...]
@@ -49,6 +50,7 @@ class PiperStage:
     data_degree: int
     implementations: tuple[str, ...]
     load_s: float
+    held_bytes: float
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class PiperPlan:
     def num_devices(self) -> int:
         """Devices in use."""
         return sum(stage.tensor_degree * stage.data_degree for stage in self.stages)
+
+    @property
+    def held_bytes(self) -> float:
+        """Of the fullest stage."""
+        return max(stage.held_bytes for stage in self.stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,16 +311,17 @@ def _read_back(
             chosen = held.argmax(axis=1).tolist()
         else:
             chosen = list(exact_choice(problem, own.tolist(), degree, in_flight)[1])
+        taken = [problem.implementations[layer][degree][option] for layer, option in zip(own, chosen, strict=True)]
         stages.append(
             PiperStage(
                 layers=tuple(problem.names[layer] for layer in own),
                 tensor_degree=degree,
                 data_degree=d,
-                implementations=tuple(
-                    problem.implementations[layer][degree][option].name
-                    for layer, option in zip(own, chosen, strict=True)
-                ),
+                implementations=tuple(option.name for option in taken),
                 load_s=float(load),
+                held_bytes=sum(
+                    option.memory_per_microbatch_bytes * in_flight + option.memory_bytes for option in taken
+                ),
             )
         )
         ideal, s, k = int(tables.to_ideal[pair]), s - d, k - degree * d

@@ -20,6 +20,8 @@ from simulator.plan import Axis, Plan, Stage, batch_replicas
 from simulator.problem import Problem
 
 VANILLA, RECOMPUTED = "vanilla", "activation recomp"
+LESS = 0.99
+"""Of what a plan that does not fit holds by Piper's account: the memory that the next one is searched in."""
 
 
 class Piper(Searcher):
@@ -74,17 +76,28 @@ class Piper(Searcher):
             if batch % size:
                 ledger.refuse(f"microbatch must divide the global batch {batch}, got {size}")
                 continue
-            stated = self.input(problem, size)
+            self._search_size(ledger, size)
+        return ledger.result()
+
+    def _search_size(self, ledger: Ledger, size: int) -> None:
+        """Evaluate the plan of a microbatch size; while it does not fit, the next one within less memory than it holds.
+
+        Piper's own account leaves out work space and fills the memory that it is told of.
+        """
+        problem = ledger.problem
+        stated = self.input(problem, size)
+        memory_bytes = stated.problem.memory_bytes
+        while True:
             try:
-                found = plan_piper(stated.problem, knapsack=self.knapsack)
+                found = plan_piper(replace(stated.problem, memory_bytes=memory_bytes), knapsack=self.knapsack)
             except ValueError as error:
                 ledger.refuse(error)
                 self._score_smallest(problem, stated, size, ledger)
-                continue
+                return
             plan = self.to_plan(problem, stated, found, size)
-            if not ledger.spent and ledger.is_legal(plan):
-                ledger.evaluate(plan)
-        return ledger.result()
+            if ledger.spent or not ledger.is_legal(plan) or ledger.evaluate(plan).fits or ledger.spent:
+                return
+            memory_bytes = LESS * min(found.held_bytes, memory_bytes)
 
     def paper_objective(self, plan: Plan, problem: Problem) -> Score:
         """Score by the load of the slowest stage, for all microbatches of an iteration."""

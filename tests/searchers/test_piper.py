@@ -16,6 +16,7 @@ from searchers.piper.searcher import Piper, load_s
 from simulator.problem import ProblemSpec
 from tests.hardware_models.data_folder import data_folder
 from tests.searchers.tiny import tiny_problem
+from workloads.registry import build_workload
 
 GIB = 2**30
 # Devices, memory in GiB, microbatches: objective that Piper's own program printed, its stages and devices.
@@ -200,3 +201,34 @@ def test_the_searcher_offers_tensor_degrees_and_recomputation_and_replicas_take_
     tight = tiny_problem(2, 8, 3_000_000_000)
     again = Piper(microbatch=1).search(tight)
     assert again.plans[0].objective >= Piper(microbatch=1).search(tiny_problem(2, 8)).plans[0].objective
+
+
+@pytest.mark.parametrize("knapsack", ["greedy", "exact"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plan_holds_what_it_just_fits_in(seed: int, knapsack: str) -> None:
+    problem = random_input(seed, branch=seed % 2 == 1)
+    try:
+        found = plan_piper(problem, knapsack=knapsack)
+    except ValueError:
+        return
+    assert found.held_bytes <= problem.memory_bytes
+    again = plan_piper(replace(problem, memory_bytes=found.held_bytes * (1 + 1e-9)), knapsack=knapsack)
+    assert again.objective_s == pytest.approx(found.objective_s)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "runtime", "batch", "limits"),
+    [
+        ("vit-large", {"layers": 4}, "dapple-tensorflow", 12, (793895210, 843250886, 1100000000)),
+        ("xlnet-large", {"layers": 2}, "megatron-deepspeed", 8, (1260541400, 1279973562)),
+    ],
+)
+def test_more_memory_never_loses_every_plan(
+    model: str, overrides: dict[str, int], runtime: str, batch: int, limits: tuple[int, ...]
+) -> None:
+    """Its one plan fills the memory by its own account: where it did not fit, those that need less were not tried."""
+    problem = ProblemSpec(model, "titan-rtx-pcie:1x4", runtime, batch).load()
+    attention = problem.runtime.attention
+    problem = replace(problem, workload=build_workload(model, attention=attention, overrides=overrides))
+    found = [Piper().search(replace(problem, memory_limit_bytes=limit)).plans[0].objective for limit in limits]
+    assert found == sorted(found, reverse=True)
