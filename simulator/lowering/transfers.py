@@ -157,13 +157,11 @@ def _boundary(
         receiver, _ = _layout(second, tensor, turn)
         parts = _num_parts(first, second, tensor)
         for source, target, share in _route(sender, receiver, parts):
-            key = (first.stage.devices[source], second.stage.devices[target])
-            forward[key] = forward.get(key, 0.0) + share * size
+            forward[source, target] = forward.get((source, target), 0.0) + share * size
         for source, target, share in _route(receiver, sender, parts):
-            key = (second.stage.devices[source], first.stage.devices[target])
-            backward[key] = backward.get(key, 0.0) + share * size
+            backward[source, target] = backward.get((source, target), 0.0) + share * size
     _add_mask(forward, first, second)
-    return _sorted(forward), _sorted(backward)
+    return _transfers(forward, first, second), _transfers(backward, second, first)
 
 
 def _add_mask(forward: dict[tuple[int, int], float], first: StageView, second: StageView) -> None:
@@ -182,8 +180,13 @@ def _add_mask(forward: dict[tuple[int, int], float], first: StageView, second: S
             forward[source, target] += mask
 
 
-def _sorted(found: dict[tuple[int, int], float]) -> list[Transfer]:
-    return [Transfer(source, target, size) for (source, target), size in sorted(found.items()) if source != target]
+def _transfers(found: dict[tuple[int, int], float], sender: StageView, receiver: StageView) -> list[Transfer]:
+    """Return what crosses between devices, in the order of the meshes: ids of devices decide nothing."""
+    pairs = (
+        (sender.stage.devices[source], receiver.stage.devices[target], size)
+        for (source, target), size in sorted(found.items())
+    )
+    return [Transfer(source, target, size) for source, target, size in pairs if source != target]
 
 
 def _num_parts(first: StageView, second: StageView, tensor: str) -> int:

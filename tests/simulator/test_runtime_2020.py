@@ -9,6 +9,7 @@ import pytest
 from simulator.costs import CostTables
 from simulator.lowering.lower import stage_views
 from simulator.lowering.transfers import boundary, crossing_tensors
+from simulator.plan import Axis
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -42,6 +43,21 @@ def test_every_receiver_gets_one_whole_mask_forward_and_none_backward(tp: int, s
     mask = 2 * 2048**2
     assert [now - then for now, then in zip(after[0], before[0], strict=True)] == [mask] * tp
     assert after[1] == before[1]
+
+
+@pytest.mark.parametrize("devices", [(0, 1), (1, 0), (3, 1)])
+def test_the_first_rank_of_several_senders_sends_the_mask(devices: tuple[int, int]) -> None:
+    """Two replicas send a half each to one; which of them comes first the mesh says, not the numbers of the devices."""
+    problem = with_mask(True, scatters=False)
+    both = uniform_plan(problem, dp=2, pp=2)
+    first, second = both.stages
+    axes = second.shardings[0][0], (Axis("batch", 1),)
+    stages = (replace(first, devices=devices), replace(second, devices=(2,), shardings=(axes,)))
+    plan = validate(replace(both, stages=stages), problem)
+    views = stage_views(plan, CostTables(problem))
+    forward, _ = boundary(views[0], views[1], crossing_tensors(views)[0])
+    by_source = {transfer.source: transfer.num_bytes for transfer in forward}
+    assert by_source[devices[0]] - by_source[devices[1]] == 2 * 2048**2
 
 
 def test_a_model_without_scores_sends_no_mask() -> None:
