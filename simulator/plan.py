@@ -160,7 +160,8 @@ class Plan:
         """Return the plan that every spelling of it shares.
 
         Split words are translated, axes of size 1 dropped, adjacent axes of the same split merged, equal
-        neighbouring runs joined, and a last microbatch that is like the others is not named.
+        neighbouring runs joined, a last microbatch that is like the others is not named, and parameters are freed
+        after each pass where ZeRO-3 gathers none.
         """
         stages = []
         for stage in self.stages:
@@ -175,7 +176,13 @@ class Plan:
                 )
             )
         last = None if self.last_microbatch_size == self.microbatch_size else self.last_microbatch_size
-        return Plan(**{**self.__dict__, "stages": tuple(stages), "last_microbatch_size": last})
+        gathers = any(axis.zero == 3 for stage in stages for _, sharding in stage.shardings for axis in sharding)
+        return replace(
+            self,
+            stages=tuple(stages),
+            last_microbatch_size=last,
+            reshard_after_forward=self.reshard_after_forward or not gathers,
+        )
 
     def canonical_hash(self, workload: Workload) -> str:
         """Return a hash that ignores spelling: plans that mean the same have the same."""

@@ -134,7 +134,8 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
         if sending.every:
             backward_host_s += host.reduced_s
         inline, end_s = inline_s(sent, sending)
-        waits_for_gathers = rules.waits_for_gathers and sending.reshards and sent.gathered_s > 0.0
+        gathers_and_waits = rules.waits_for_gathers and sent.gathered_s > 0.0
+        waits_for_gathers = gathers_and_waits and sending.reshards
         if waits_for_gathers:
             passed_s += host.forward_s
             returned_s += host.backward_s
@@ -149,7 +150,7 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
             passed_s, returned_s, forward_host_s, backward_host_s, work.pass_s, end_s, waits, apart, is_first, m
         )
         passed_s, returned_s, behind_s = longer_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, apart)
-        if rules.waits_for_gathers and not sending.reshards and gathering_s > 0.0:  # In the first forward pass alone.
+        if gathers_and_waits and not sending.reshards:  # In the first forward pass alone.
             first_s = host.forward_s + max(gathering_s, forward_host_s + work.forward_left_s)
             gathering_s = passed_s + max(0.0, first_s - max(passed_s, forward_host_s))
         host_ahead_s = ahead_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, m)

@@ -85,7 +85,8 @@ def write_trace(
     if max_events < 1:
         raise ValueError(f"max_events must be at least 1, got {max_events}")
     check_ending(path, ".json.gz", "trace")
-    content = _Content(result, (_ns(start_s), _ns(end_s)), hosts)
+    at_end = end_s >= result.iteration_time_s  # What happens at the very end, in no time, is of the iteration too.
+    content = _Content(result, (_ns(start_s), _ns(end_s) + at_end), hosts)
     complete = content.limit(max_events)
     window_s = (start_s, end_s if complete else content.window[1] * 1e-9)
     other = {

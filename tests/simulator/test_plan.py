@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from datafiles.errors import DataFileError
 from datafiles.loader import parse_mapping
 from datafiles.writer import dump_json, dump_yaml
+from simulator.fast.estimate import FastEstimator
 from simulator.plan import Axis, Plan, Stage, merge_ranges, plan_to_mapping, resolve, run_lengths
 from simulator.plan_file import load_plan, plan_document, plan_from_mapping, save_plan
 from simulator.problem import ProblemSpec
@@ -166,6 +167,17 @@ def test_every_spelling_of_a_plan_has_one_hash() -> None:
     for other in spellings:
         assert replace(plan, stages=(other,)).canonical_hash(problem.workload) == expected
     assert replace(plan, schedule="gpipe").canonical_hash(problem.workload) != expected
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_whether_parameters_stay_gathered_is_of_no_account_where_none_are(zero: int) -> None:
+    problem = small_problem("gpt", runtime="deepspeed-zero3-2021")
+    frees = uniform_plan(problem, dp=4, zero=zero)
+    stays = replace(frees, reshard_after_forward=False)
+    hashes = {plan.canonical_hash(problem.workload) for plan in (frees, stays)}
+    assert len(hashes) == (2 if zero == 3 else 1)
+    found = {FastEstimator(problem).estimate(plan).iteration_time_s for plan in (frees, stays)}
+    assert len(found) == (2 if zero == 3 else 1)
 
 
 def test_a_tensor_word_and_the_splits_it_stands_for_have_one_hash() -> None:

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from simulator.result import SimulationResult
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import chain_of_opaque, chain_problem
 from tests.simulator.results import pipeline_result
 
 
@@ -119,6 +122,20 @@ def test_the_same_result_gives_the_same_bytes(result: SimulationResult, tmp_path
     result.write_trace(tmp_path / "two.json.gz")
     assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json.gz", "two.json.gz"]
+
+
+def test_what_ends_the_iteration_in_no_time_is_shown(tmp_path: Path) -> None:
+    problem = chain_problem(chain_of_opaque(4, 1.0, 2.0), num_devices=4, global_batch=4)
+    result = simulate(uniform_plan(problem, pp=4), problem)
+    start_s, end_s = result.schedule.start_s, result.iteration_time_s
+    last = {int(task) for task in result.graph.streams.items if start_s[task] == end_s}
+    assert last, "a step without parameters"
+    for window in (None, (0.5 * end_s, end_s)):
+        result.write_trace(tmp_path / "trace.json.gz", window=window)
+        shown = {event["args"]["task"] for event in of_phase(read(tmp_path / "trace.json.gz"), "X")}
+        assert last <= shown
+    result.write_trace(tmp_path / "trace.json.gz", window=(0.0, 0.999 * end_s))
+    assert not last & {event["args"]["task"] for event in of_phase(read(tmp_path / "trace.json.gz"), "X")}
 
 
 def test_a_window_shows_what_overlaps_it(result: SimulationResult, tmp_path: Path) -> None:
