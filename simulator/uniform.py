@@ -36,8 +36,9 @@ def uniform_plan(
         tp, pp, dp: Degrees; their product must not exceed the cluster.
         microbatch: Samples per replica and microbatch.
         recompute: ``none``, ``selective`` (the attention core of each layer) or ``full`` (each layer).
-        zero: ZeRO level over the data-parallel axis. 2 under a runtime that wraps layers in FSDP is 3 whose parameters
-            stay gathered, as FSDP has it (SHARD_GRAD_OP, ``reshard_after_forward=False``).
+        zero: ZeRO level over the data-parallel axis. 2 under a runtime that keeps FSDP's root unit gathered
+            (``keeps_root_gathered``: ``pytorch-fsdp2``, ``composer-fsdp``) is 3 whose parameters stay gathered, as FSDP
+            has it (SHARD_GRAD_OP, ``reshard_after_forward=False``).
         sequence_parallel: Split norms and dropouts along the sequence over the tensor axis.
         schedule: Pipeline schedule.
         chunks: Virtual stages per device: above 1 with ``interleaved``, which with one is 1F1B; else 1.

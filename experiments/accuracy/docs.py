@@ -57,6 +57,8 @@ rows:
 - Of the constants that Galvatron's release has for memory outside the layers, those of BERT alone: its shipped plans
   come out with them, and printed batches of other models do not ([Galvatron](galvatron.md)).
 - Galvatron's variants without checkpointing cut batches by the formulas of 2022, and BMW by those of 2023.
+- That DAPPLE's BERT-48 has no word head: its paper says SQuAD, and Table 5's peaks, which agree, and times, which are
+  further off for it, were in view ([where runs are missed](residuals.md)).
 - Gathers of Wide-ResNet's channels are joined in three copies. Its smallest model's operators show it; it was looked
   for when the larger ones' runs came out 14 % too short ([model](model.md)).
 - Fits to whole iterations count runs far off less than squared ([calibration](calibration.md)).

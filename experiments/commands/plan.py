@@ -45,7 +45,14 @@ def plan(
     ] = None,
     microbatch: Annotated[int, typer.Option(help="Samples per replica.", rich_help_panel=PLAN)] = 1,
     recompute: Annotated[str, typer.Option(help="none, full or selective.", rich_help_panel=PLAN)] = "none",
-    zero: Annotated[int, typer.Option(help="ZeRO level, 0-3.", rich_help_panel=PLAN)] = 0,
+    zero: Annotated[
+        int,
+        typer.Option(
+            help="ZeRO level, 0-3. Under pytorch-fsdp2 and composer-fsdp (keeps_root_gathered) 2 is FSDP's: 3 whose "
+            "parameters stay gathered.",
+            rich_help_panel=PLAN,
+        ),
+    ] = 0,
     gradient_reduction: Annotated[
         str | None,
         typer.Option(

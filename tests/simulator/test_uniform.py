@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from hardware_models.runtime import load_runtime, runtime_names
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
@@ -40,6 +43,14 @@ def test_a_batch_below_one_whole_microbatch_is_refused_with_what_would_fit() -> 
     with pytest.raises(ValueError, match=r"got batch 3 and 1 \* 4 = 4; try microbatch 3 or a larger batch"):
         uniform_plan(problem, dp=1, microbatch=4, smaller_last=True)
     assert uniform_plan(problem, dp=1, microbatch=3, smaller_last=True).num_microbatches == 1
+
+
+def test_pages_name_the_runtimes_under_which_zero_2_is_fsdps() -> None:
+    found = {name for name in runtime_names() if load_runtime(name).keeps_root_gathered}
+    page = (Path(__file__).parents[2] / "docs" / "simplifications.md").read_text()
+    part = next(part for part in page.split("\n- ") if part.startswith("**Axes of ZeRO-2 under FSDP**"))
+    for text in (part, uniform_plan.__doc__ or ""):
+        assert {name for name in runtime_names() if name in re.findall(r"[a-z0-9-]+", text)} == found
 
 
 @pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp"])
