@@ -11,7 +11,8 @@ All loads are linear in bytes, so a ``Flow`` (seconds per byte on every resource
 Time = latency + work, for the quickest of the library's protocols and algorithms.
 
 Resources are called ``nodeN/nvlink/A-B`` (all links from GPU A to B), ``nodeN/nvswitch/G/out`` and ``/in``,
-``nodeN/lane/G/out`` and ``/in`` with ``nodeN/bridge`` (PCIe, shared memory), ``nodeN/pcie/G/out`` and ``/in`` with
+``nodeN/lane/G/out`` and ``/in`` with ``nodeN/bridge`` (PCIe, shared memory; what leaves the node takes the lane
+alone: transfers, and collectives of a lone GPU), ``nodeN/pcie/G/out`` and ``/in`` with
 ``nodeN/bridge`` (transfers and all-to-all between GPUs of a mesh that no link joins; rings that do not close take the
 lanes alone, since how many of their hops cross the host is not known), ``nodeN/nicK/out`` and ``/in``; G, A, B count
 inside the node.
@@ -170,13 +171,21 @@ def transfer_flow(cluster: Cluster, source: int, target: int) -> Flow:
         return Flow(work, tuple(loads.items()), protocol)
     other = cluster.nodes[b]
     rates, loads = [], {}
-    for index, there, nics, way in ((a, node, node.nics_of(slot_a), "out"), (b, other, other.nics_of(slot_b), "in")):
+    for index, there, slot, way in ((a, node, slot_a, "out"), (b, other, slot_b, "in")):
+        nics = there.nics_of(slot)
         rates.append(len(nics) * there.network.nominal_bytes_per_s * there.network.point_to_point_fraction)
         for nic in nics:
             loads[f"node{index}/nic{nic}/{way}"] = 1 / (len(nics) * there.network.nic_bytes_per_s)
+        if there.links.kind == "host":
+            loads[f"node{index}/lane/{slot}/{way}"] = _lane_s_per_byte(there.links)
     rate = min(rates)
     latency = max(node.network.point_to_point_latency_s, other.network.point_to_point_latency_s)
     return Flow(1 / rate, tuple(loads.items()), (FlowProtocol(latency, 1.0),))
+
+
+def _lane_s_per_byte(links: LinkType) -> float:
+    """Return what a byte that leaves or enters a node takes of a GPU's PCIe lane: at the quickest it is known to go."""
+    return 1 / max(links.point_to_point_bytes_per_s, links.link_bytes_per_s)
 
 
 def _by_node(cluster: Cluster, devices: Iterable[int]) -> dict[int, tuple[int, ...]]:
@@ -284,7 +293,7 @@ def _across(
     n = sum(len(members) for members in groups.values())
     loads: Loads = {}
     by_links: list[tuple[LinkType, float]] = []
-    by_cards = 0.0
+    outside_s = 0.0  # By cards, and by the lane of a GPU that is alone in its node.
     for index, members in groups.items():
         node = cluster.nodes[index]
         leaving = node_bytes
@@ -300,17 +309,17 @@ def _across(
             by_links.append((node.links, seconds))
             loads.update(inside)
         elif node.links.kind == "host":  # its lane takes all that leaves the node
-            by_cards = max(by_cards, leaving / node.links.point_to_point_bytes_per_s)
-            port = min(leaving / node.links.point_to_point_bytes_per_s, leaving / node.links.link_bytes_per_s)
+            outside_s = max(outside_s, leaving / node.links.point_to_point_bytes_per_s)
+            port = leaving * _lane_s_per_byte(node.links)
             loads |= {f"node{index}/lane/{slot}/{way}": port for slot in members for way in ("out", "in")}
         nics = sorted({nic for slot in members for nic in node.nics_of(slot)})
         seconds = leaving / (len(nics) * node.network.nic_bytes_per_s)
-        by_cards = max(by_cards, seconds / node.network.efficiency[kind])
+        outside_s = max(outside_s, seconds / node.network.efficiency[kind])
         if kind != "all_to_all" and not tree:
             seconds *= 1 + node.network.relay_load * (len(members) - 1)
         for nic in nics:
             loads[f"node{index}/nic{nic}/out"] = loads[f"node{index}/nic{nic}/in"] = seconds
-    work = max([by_cards, *(seconds for _, seconds in by_links)])
+    work = max([outside_s, *(seconds for _, seconds in by_links)])
     links = [(cluster.nodes[index].links, len(members)) for index, members in groups.items()]
     network = max((cluster.nodes[index].network for index in groups), key=_slowness)
     # A tree goes up from node to node; a part of a ring passes n - 1 times, at most once from each node to the next.
@@ -320,7 +329,7 @@ def _across(
     for protocol in network.protocols:
         own = [(_protocol_inside(each, protocol.name), seconds) for each, seconds in by_links]
         slowest = max(
-            [by_cards / protocol.bandwidth_fraction, *(seconds / each.bandwidth_fraction for each, seconds in own)]
+            [outside_s / protocol.bandwidth_fraction, *(seconds / each.bandwidth_fraction for each, seconds in own)]
         )
         launch_s = max([protocol.launch_s, *(each.launch_s for each, _ in own)])
         steps_s = hops * protocol.step_s + (_chain_s if tree else _inside_s)(links, protocol.name)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from datafiles.tables import load_table
 from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import CollectiveTable
-from hardware_models.crowding import CrowdedGroup
+from hardware_models.crowding import CrowdedGroup, together_s
 from hardware_models.model import HardwareModel
 from hardware_models.topology import pack_rings
 from tests.hardware_models.data_folder import data_folder
@@ -96,6 +96,18 @@ def test_a_lone_gpu_behind_pcie_is_no_quicker_than_its_lane() -> None:
     pairs = CrowdedGroup((0, 8), tuple((slot, slot + 8) for slot in range(1, 8)))
     together_s = titans.crowded_collective_s("all_reduce", 2**30, pairs)
     assert 8 * 2**30 / together_s == pytest.approx(9.7e9, rel=0.02)
+
+
+def test_what_leaves_a_node_by_one_pcie_lane_shares_it() -> None:
+    """Alone a transfer takes what the network gives; with another on its lane, or a collective, half of the lane."""
+    titans = HardwareModel(parse_cluster("titan-rtx-pcie:2x8"))
+    alone, *others = (titans.transfer(2**30, slot, 8) for slot in range(4))
+    assert alone.work_s == pytest.approx(2**30 / (0.41 * 12.5e9))
+    assert together_s([alone, *others]) - alone.latency_s == pytest.approx(4 * alone.work_s, rel=0.01)
+    ring = titans.collective("all_reduce", 2**30, (8, 12))
+    assert dict(alone.shares)["node1/lane/0/in"] + dict(ring.shares)["node1/lane/0/in"] > 1.3
+    rails = [titans.transfer(2**30, slot, 8 + slot) for slot in range(2)]
+    assert together_s(rails) < 1.06 * alone.alone_s, "lanes of their own, and together all of the card"
 
 
 def test_eight_nics_serve_eight_rails_apart() -> None:
