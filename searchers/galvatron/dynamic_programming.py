@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled_cache import compiled
+from simulator.compiled_cache import compiled, inlined
 
 Floats = NDArray[np.float64]
+Choices = NDArray[np.int16]
 Ints = NDArray[np.int64]
 
 MAX_RESERVES = 8
@@ -125,13 +126,59 @@ def reserves_of(tables: Sequence[LayerTable], most: int | None) -> list[float]:
     return [float(level) for level in levels]
 
 
+@inlined
+def _move(value: Floats, moved_s: Floats, arrived: Floats, came_from: Choices) -> None:
+    """Fill the least cost of arriving in each layout, and from which.
+
+    Args:
+        value: float64[K, E + 1]. Of ending in each, by memory spent.
+        moved_s: float64[K, K]. Of going from one to another.
+        arrived, came_from: [K, E + 1]. Results.
+    """
+    num_layouts, width = value.shape
+    for target in range(num_layouts):
+        for e in range(width):
+            arrived[target, e] = np.inf
+        for source in range(num_layouts):
+            moved = moved_s[source, target]
+            for e in range(width):
+                seconds = value[source, e] + moved
+                if seconds < arrived[target, e]:
+                    arrived[target, e] = seconds
+                    came_from[target, e] = source
+
+
+@inlined
+def _add_layer(cost: Floats, need: Ints, layout: Ints, arrived: Floats, value: Floats, chosen: Choices) -> None:
+    """Fill the least cost of ending a layer in each layout, and its strategy.
+
+    Args:
+        cost, need, layout: [S]. Of its strategies.
+        arrived: float64[K, E + 1]. Of what comes before, by memory spent.
+        value, chosen: [K, E + 1]. Results.
+    """
+    width = value.shape[1]
+    value[:] = np.inf
+    for strategy in range(len(cost)):
+        own = cost[strategy]
+        if own == np.inf:
+            continue
+        memory = need[strategy]
+        target = layout[strategy]
+        for e in range(memory, width):
+            seconds = arrived[target, e - memory] + own
+            if seconds < value[target, e]:
+                value[target, e] = seconds
+                chosen[target, e] = strategy
+
+
 @compiled
 def _solve(cost: Floats, need: Ints, layout: Ints, transition: Floats, steps: int) -> tuple[Ints, float]:
     """Return strategies and seconds of the optimum within ``steps`` units of memory.
 
     ``value[k, e]`` is the least cost of the layers so far that end in layout k and spend at most e.
     """
-    num_layers, num_strategies = cost.shape
+    num_layers = len(cost)
     num_layouts = transition.shape[1]
     width = steps + 1
     value = np.zeros((num_layouts, width))
@@ -139,31 +186,9 @@ def _solve(cost: Floats, need: Ints, layout: Ints, transition: Floats, steps: in
     chosen = np.zeros((num_layers, num_layouts, width), dtype=np.int16)
     came_from = np.zeros((num_layers, num_layouts, width), dtype=np.int16)
     for layer in range(num_layers):
-        if layer == 0:
-            arrived[:] = 0.0
-        else:
-            for target in range(num_layouts):
-                for e in range(width):
-                    arrived[target, e] = np.inf
-                for source in range(num_layouts):
-                    moved = transition[layer, source, target]
-                    for e in range(width):
-                        seconds = value[source, e] + moved
-                        if seconds < arrived[target, e]:
-                            arrived[target, e] = seconds
-                            came_from[layer, target, e] = source
-        value[:] = np.inf
-        for strategy in range(num_strategies):
-            own = cost[layer, strategy]
-            if own == np.inf:
-                continue
-            memory = need[layer, strategy]
-            target = layout[strategy]
-            for e in range(memory, width):
-                seconds = arrived[target, e - memory] + own
-                if seconds < value[target, e]:
-                    value[target, e] = seconds
-                    chosen[layer, target, e] = strategy
+        if layer > 0:
+            _move(value, transition[layer], arrived, came_from[layer])
+        _add_layer(cost[layer], need[layer], layout, arrived, value, chosen[layer])
     found = np.zeros(num_layers, dtype=np.int64)
     last = 0
     for target in range(num_layouts):
@@ -208,31 +233,12 @@ def _arrived(cost: Floats, need: Ints, layout: Ints, transition: Floats, steps: 
 
     ``transition`` has one item more than there are layers: before each, and behind the last.
     """
-    num_layers, num_strategies = cost.shape
-    num_layouts = transition.shape[1]
-    width = steps + 1
-    value = np.zeros((num_layouts, width))
-    arrived = np.zeros((num_layouts, width))
-    for layer in range(num_layers):
-        value[:] = np.inf
-        for strategy in range(num_strategies):
-            own = cost[layer, strategy]
-            if own == np.inf:
-                continue
-            memory = need[layer, strategy]
-            target = layout[strategy]
-            for e in range(memory, width):
-                seconds = arrived[target, e - memory] + own
-                if seconds < value[target, e]:
-                    value[target, e] = seconds
-        arrived[:] = np.inf
-        for target in range(num_layouts):
-            for source in range(num_layouts):
-                moved = transition[layer + 1, source, target]
-                for e in range(width):
-                    seconds = value[source, e] + moved
-                    if seconds < arrived[target, e]:
-                        arrived[target, e] = seconds
+    shape = (transition.shape[1], steps + 1)
+    value, arrived = np.zeros(shape), np.zeros(shape)
+    unread = np.zeros(shape, dtype=np.int16)  # Choices, which no bound needs.
+    for layer in range(len(cost)):
+        _add_layer(cost[layer], need[layer], layout, arrived, value, unread)
+        _move(value, transition[layer + 1], arrived, unread)
     return arrived
 
 

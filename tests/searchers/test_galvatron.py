@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hardware_models.model import HardwareModel
-from searchers.base import LOWERED_BUDGETS, NoFeasiblePlan
+from searchers.base import NoFeasiblePlan
 from searchers.degrees import compositions
 from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
@@ -23,19 +23,16 @@ from searchers.galvatron.partitions import filled_from_the_back, least_maximum, 
 from searchers.galvatron.pipeline_plan import PipelinePlan, split
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
-from searchers.galvatron.searcher import Galvatron, GalvatronBMW, assess
+from searchers.galvatron.searcher import GalvatronBMW, assess
 from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
-from searchers.registry import searcher_named
 from simulator.closed_forms.estimate import estimate
 from simulator.lowering.mesh import groups
-from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.searchers.galvatron_problems import bert, planner, profiles, titan
 from tests.searchers.tiny import tiny_problem
-from workloads.registry import build_workload
 
 GIB = 2**30
 
@@ -363,88 +360,6 @@ def test_groups_of_an_axis_share_a_card_as_the_protocol_that_they_take_loads_it(
     assert transfer_s(hardware, range(8), range(8, 16), 1e8) == pytest.approx(
         hardware.transfer(1e8, 0, 8).latency_s + 8 * each_s
     )
-
-
-def test_plans_of_lower_budgets_come_after_those_that_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the allocator loses is in no estimate: here it takes the plans that fill memory to the last step."""
-    problem = titan("vit-huge-32", 64, 8)
-    times = []
-    for shares in ((), LOWERED_BUDGETS):
-        monkeypatch.setattr("searchers.galvatron.searcher.LOWERED_BUDGETS", shares)
-        plans = searcher_named("galvatron-base").search(problem).plans
-        results = [simulate(each.plan, problem) for each in plans]
-        times.append(next(result.iteration_time_s for result in results if result.fits))
-    assert times[1] < 0.95 * times[0]
-
-
-@pytest.mark.parametrize("shift", [-1, 0, 1, 2])
-def test_every_lower_budget_that_the_best_plan_exceeds_is_searched(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = tiny_problem(2)
-    planner_of = Planner
-    best = planner_of(problem, GalvatronBMW.variant).best(problem.global_batch)
-    assert best is not None
-    share = best.peak_bytes / best.capacity_bytes
-    shares = tuple(share * (1 + 0.01 * (step - shift - 0.5)) for step in range(3))
-    budgets = []
-
-    def planner_under(*positional: object, **named: object) -> Planner:
-        budgets.append(named["budget_bytes"])
-        return planner_of(*positional, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("searchers.galvatron.searcher.LOWERED_BUDGETS", shares)
-    monkeypatch.setattr("searchers.galvatron.searcher.planner_for", lambda *both: planner_of(*both))
-    monkeypatch.setattr("searchers.galvatron.searcher.Planner", planner_under)
-    GalvatronBMW().search(problem)
-    assert budgets == [each * best.capacity_bytes for each in shares if each < share]
-
-
-SMALL: dict[str, tuple[str, dict[str, int]]] = {
-    "xlnet": ("xlnet-large", {"layers": 2}),
-    "gpt": ("gpt3-350m", {"layers": 3, "hidden": 512, "heads": 8, "seq_len": 512}),
-}
-
-
-def small(model: str, cluster: str, runtime: str, batch: int, memory_mib: float) -> Problem:
-    name, overrides = SMALL[model]
-    problem = ProblemSpec(name, cluster, runtime, batch, memory_limit_bytes=int(memory_mib * 2**20)).load()
-    attention = problem.runtime.attention
-    return replace(problem, workload=build_workload(name, attention=attention, overrides=overrides))
-
-
-@pytest.mark.parametrize(
-    ("searcher", "model", "cluster", "runtime", "batch", "limits_mib"),
-    [
-        ("galvatron", "xlnet", "p3.8xlarge:1x4", "megatron-lm-2021-fp32", 8, (1826.4, 2000, 2100, 2386.2)),
-        ("galvatron-base", "xlnet", "p3.8xlarge:1x4", "galvatron-v1", 12, (2447.1, 3215.8)),
-        ("galvatron-bmw", "gpt", "v100-32g-dgx1:1x4", "alpa", 4, (1138.6, 1352.5)),
-        ("galvatron-bmw-free", "gpt", "v100-32g-dgx1:1x4", "alpa", 4, (1177.1, 1416.9)),
-    ],
-)
-def test_more_memory_never_loses_a_plan_that_the_closed_form_lets_fit(
-    searcher: str, model: str, cluster: str, runtime: str, batch: int, limits_mib: Sequence[float]
-) -> None:
-    """Where Eq. 2 let a degree's plan fit and the closed form did not, the degree was lost: up to twice as slow."""
-    found = [
-        searcher_named(searcher).search(small(model, cluster, runtime, batch, limit)).plans[0].objective
-        for limit in limits_mib
-    ]
-    assert found == sorted(found, reverse=True)
-
-
-@pytest.mark.parametrize("limit_mib", [2100, 2386.2, 3000])
-@pytest.mark.parametrize("searcher", ["galvatron", "galvatron-base", "galvatron-bmw"])
-def test_no_pure_strategy_that_the_objective_lets_fit_is_better(searcher: str, limit_mib: float) -> None:
-    problem = small("xlnet", "p3.8xlarge:1x4", "megatron-lm-2021-fp32", 8, limit_mib)
-    own = searcher_named(searcher)
-    assert isinstance(own, Galvatron)
-    planner, pure = Planner(problem, own.options), []
-    for partition in {plan.partition for plan in planner.plans(8)}:
-        search = planner.searches[len(partition)]
-        for cut in search.rule_cuts(8):
-            pure += search.pure(partition, 8, cut)
-    scores = [own.score(to_plan(plan, problem), problem) for plan in pure if plan.fits]
-    best_s = min(score.objective for score in scores if score.fits)
-    assert own.search(problem).plans[0].objective <= best_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("keep", [0, -2])
