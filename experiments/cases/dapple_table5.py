@@ -10,10 +10,13 @@ from datafiles.tables import load_table
 from experiments.cases.case import PRINTED, Case, Measured, Skipped, problem_of, uniform
 from simulator.plan import Plan
 from simulator.problem import Problem
+from workloads.registry import model_spec
 
 GROUPS = ("dapple-table5",)
 SOURCE = "DAPPLE (PPoPP 2021), Table 5"
 MICROBATCH = 2
+MODEL = model_spec("bert-48").model_copy(update={"vocab_multiple": 1})
+"""Its vocabulary is not padded: nothing is split by tensors."""
 
 
 def cases(data: Path | None) -> Iterator[Case | Skipped]:
@@ -29,7 +32,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
             row_id=f"dapple_table5.csv#{row['row']}",
             groups=GROUPS,
             problem=problem_of(
-                model="bert-48",
+                model=MODEL,
                 cluster="v100-1gpu-25g:2x1",
                 runtime="dapple-tensorflow",
                 global_batch=MICROBATCH * count,

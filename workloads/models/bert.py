@@ -95,7 +95,7 @@ def _presets() -> dict[str, BertSpec]:
         _spec("bert-large", 24, 1024, 16),
         # DAPPLE (PPoPP 2021), Table 1: BERT-48, 640 M parameters: BERT-Large's width, twice its depth.
         # Its runs are of SQuAD 2.0 (Section 6.1); 384 tokens as in its released profile, which ends in the pooler.
-        _spec("bert-48", 48, 1024, 16, seq_len=384, vocab_multiple=1, next_sentence=False, head="span"),
+        _spec("bert-48", 48, 1024, 16, seq_len=384, next_sentence=False, head="span"),
         # Galvatron (VLDB 2023), Table I, and its released scripts.
         _spec("bert-huge-32", 32, 1280, 16),
         _spec("bert-huge-48", 48, 1280, 16),

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.cases.case import problem_of
-from experiments.cases.dapple_table5 import MICROBATCH
+from experiments.cases.dapple_table5 import MICROBATCH, MODEL
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.legends import legend_beside
 from simulator.simulate import simulate
@@ -22,7 +22,7 @@ def run(context: Context) -> Report:
     for count in (2, shown, 8):
         for schedule in ("gpipe", "1f1b"):
             problem = problem_of(
-                model="bert-48",
+                model=MODEL,
                 cluster="v100-1gpu-25g:2x1",
                 runtime="dapple-tensorflow",
                 global_batch=MICROBATCH * count,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import pandas as pd
 
 from experiments.cases.case import problem_of
+from experiments.cases.dapple_table5 import MODEL as BERT_48
 from experiments.reproduce.dapple.benchmarks import BENCHMARKS
 from experiments.reproduce.experiment import Context, Report, Verdict
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from workloads.layer_profile import load_layer_profile
+from workloads.models.fields import ModelSpec
 from workloads.registry import model_spec
 
 MEBI = 2**20 / 1e6
-WORKLOADS: dict[str, str | None] = {
+WORKLOADS: dict[str, ModelSpec | str | None] = {
     "ResNet-50": "resnet-50",
     "VGG-19": "vgg-19",
     "GNMT-16": "gnmt-16",
-    "BERT-48": "bert-48",
+    "BERT-48": BERT_48,
     "XLNet-36": "xlnet-36",
     "AmoebaNet-36": None,
 }
