@@ -47,6 +47,8 @@ class Runtime:
         gradient_accumulation_bytes: Bytes per element in which gradients of microbatches are summed and
             travel.
         adds_gradients: The gradient of each microbatch is added to a buffer by a kernel per parameter.
+        hands_over_gradients: But the first microbatch's are handed over as they are made (autograd, where an iteration
+            begins without gradients), and so are those that ZeRO scatters in each pass.
         adds_gradients_in_products: But those of matrices are added by the product that makes them: no kernel, and no
             tensor of their own.
         copies_gradients: Gradients of whole parameters are copied into buckets to be reduced, and back, each by a
@@ -169,6 +171,7 @@ class Runtime:
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
     overlaps_input_reductions: bool = False
+    hands_over_gradients: bool = False
     adds_gradients_in_products: bool = False
     copies_gradients: bool = False
     sharded_gradient_copies: int = 0
@@ -275,6 +278,7 @@ class RuntimeFile(FileModel):
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
     overlaps_input_reductions: bool = False
+    hands_over_gradients: bool = False
     adds_gradients_in_products: bool = False
     copies_gradients: bool = False
     sharded_gradient_copies: Annotated[int, Field(ge=0, le=8)] = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
@@ -182,6 +183,7 @@ class CostTables:
             forward=segments[FORWARD],
             backward_input=segments[BACKWARD_INPUT],
             backward_weight=segments[BACKWARD_WEIGHT],
+            backward_weight_alone=segments[BACKWARD_WEIGHT],
             input_bytes=tuple(float(size) for size in input_bytes(kind, local)),
             output_bytes=tuple(float(size) for size in output_bytes(kind, local)),
             saved=saved,
@@ -197,7 +199,11 @@ class CostTables:
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
         )
-        return with_profile(cost, self.problem, index, sharding, samples, gpu_type)
+        cost = with_profile(cost, self.problem, index, sharding, samples, gpu_type)
+        alone, added = cost.backward_weight, EMPTY
+        if runtime.hands_over_gradients:
+            added = self.launched(self._additions(kind, local), gpu_type)
+        return replace(cost, backward_weight=alone.then(added), backward_weight_alone=alone)
 
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
         stated = kind.stated_time_s(phase, local)
@@ -209,7 +215,8 @@ class CostTables:
             if phase == FORWARD and cast:
                 work = [MemoryBound(wide, cast), *work]
             if phase == BACKWARD_WEIGHT:
-                work = [*work, *([MemoryBound(cast, wide)] if cast else []), *self._additions(kind, local)]
+                added = [] if self.problem.runtime.hands_over_gradients else self._additions(kind, local)
+                work = [*work, *([MemoryBound(cast, wide)] if cast else []), *added]
             forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
             dispatch_s = (forward_s if phase == FORWARD else backward_s) * self._host_factor(gpu_type)
             return self.launched(work, gpu_type, dispatch_s, kind.num_calls(phase, local) if dispatch_s else 0)

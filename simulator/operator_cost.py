@@ -8,6 +8,9 @@ from simulator.lowering.mesh import REDUCTIONS, MeshCollective
 from simulator.segments import Segment
 from workloads.kinds.base import Parameter
 
+BACKWARD_WEIGHT_ALONE = "backward_weight_alone"
+"""The phase of that name of ``OperatorCost``."""
+
 
 @dataclass(frozen=True)
 class OperatorCost:
@@ -15,6 +18,7 @@ class OperatorCost:
 
     Attributes:
         forward, backward_input, backward_weight: Work of each phase.
+        backward_weight_alone: The weight phase of a pass whose gradients are added to none (``hands_over_gradients``).
         input_bytes, output_bytes: Local bytes of each input and output.
         saved: ``(reference, bytes)`` of what forward keeps; references name ``input:i``/``output:i``.
         parameters: ``(parameter, local elements)``.
@@ -30,6 +34,7 @@ class OperatorCost:
     forward: Segment
     backward_input: Segment
     backward_weight: Segment
+    backward_weight_alone: Segment
     input_bytes: tuple[float, ...]
     output_bytes: tuple[float, ...]
     saved: tuple[tuple[str, float], ...]

@@ -116,7 +116,7 @@ class BatchEvaluator:
         tables, equal_stage = self._stage_tables(batch)
         passes = self._passes(batch, np.arange(batch.num_stages), tables)
         # Ranks that meet in a collective in either pass end it together, and so are one.
-        tied = (passes[:, :, [NUM_FIRST, NUM_LATER]].sum(axis=2) > 0).all(axis=1)
+        tied = (passes[:, :2, [NUM_FIRST, NUM_LATER]].sum(axis=2) > 0).all(axis=1)
         unit_sizes = np.where(tied, batch.tp, 1)
         layouts = self._layouts.get(True) or self._layouts[False]
         forward_s, backward_s, keys = self._boundaries.times(batch, unit_sizes, layouts)
@@ -201,7 +201,7 @@ class BatchEvaluator:
         op_counts = [nothing, nothing, rows.after_forward.sum(axis=1), rows.settling.sum(axis=1)]
         row_counts = [rows.before_forward, rows.before_again, rows.after_backward]
         return (
-            np.concatenate([rows.forward_s[:, None], rows.backward_s[:, None], own], axis=1),
+            np.concatenate([rows.forward_s[:, None], rows.backward_s[:, None], own, rows.added_s[:, None]], axis=1),
             np.stack(op_counts, axis=1) * on,
             around,
             np.stack([found.sum(axis=1) for found in row_counts], axis=1) * on,

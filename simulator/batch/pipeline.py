@@ -7,6 +7,8 @@ ended; ranks that meet in a collective wait for each other there. So a pass is d
 - FIRST: collectives before the first computation;
 - LEAD: computation up to the next collective;
 - NUM_FIRST, NUM_LATER: how many collectives there are before, and after, the first computation.
+
+The first backward pass may add its gradients to none: then it is shorter.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ TOTAL, FIRST, LEAD, NUM_FIRST, NUM_LATER = range(5)
 PASS = 5
 
 # Columns of ``op_seconds``/``op_counts`` and of ``row_seconds``/``row_counts``.
-FORWARD_S, BACKWARD_S, AFTER_FORWARD, SETTLING = range(4)
+FORWARD_S, BACKWARD_S, AFTER_FORWARD, SETTLING, ADDED_S = range(5)
 BEFORE_FORWARD, BEFORE_AGAIN, AFTER_BACKWARD = range(3)
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing.
@@ -102,23 +104,23 @@ def measure_passes(
     first_saver: Ints,
     first_reader: Ints,
 ) -> Floats:
-    """Return forward and backward of stages: float64[S, 2, PASS].
+    """Return forward and backward of stages, and by what the first backward pass is less: float64[S, 3, PASS].
 
     Args:
         firsts, stops: int64[S]. Operators ``[first, stop)`` of each stage.
         tables: int64[S]. Which table (tensor degree, samples, place) holds for it.
         recompute: bool[S]. Repeated layers are recomputed.
         stops_early: The tail of a segment that nothing saved needs is not.
-        op_seconds, op_counts: [tables, N, 4].
+        op_seconds, op_counts: [tables, N, 5] and [tables, N, 4].
         row_seconds, row_counts: [tables, rows, 4].
         row_offsets, row_limits, segment_first, segment_stop, first_saver, first_reader: See ``ModelShape``.
     """
-    result = np.zeros((len(firsts), 2, PASS))
+    result = np.zeros((len(firsts), 3, PASS))
     for stage in range(len(firsts)):
         first, stop, table = firsts[stage], stops[stage], tables[stage]
         seconds, counts = op_seconds[table], op_counts[table]
         around_s, around = row_seconds[table], row_counts[table]
-        forward, backward = result[stage, 0], result[stage, 1]
+        forward, backward, less = result[stage, 0], result[stage, 1], result[stage, 2]
         _forward(
             forward,
             first,
@@ -159,6 +161,9 @@ def measure_passes(
                 )
             row = row_of(first, index, row_offsets, row_limits)
             _compute(backward, seconds[index, BACKWARD_S])
+            less[TOTAL] += seconds[index, ADDED_S]
+            if backward[NUM_LATER] == 0:
+                less[LEAD] = less[TOTAL]
             computed = True
             _communicate(backward, around_s[row, AFTER_BACKWARD], around[row, AFTER_BACKWARD], True)
     return result
@@ -254,7 +259,7 @@ def run_pipelines(
         blocking: A stage goes on only when what it sent has arrived.
         stage_units: int64[S + 1]. Units of each stage.
         group_sizes: int64[S]. Units that take part in one collective; neighbours.
-        passes: float64[U, 2, PASS].
+        passes: float64[U, 3, PASS]. As ``measure_passes`` has them.
         channel_offsets: int64[2 S + 1]. Channels from stage s forward (row 2 s) and backward (row 2 s + 1).
         channel_sources, channel_targets: Units, counted from the first of their stage.
         channel_seconds: Seconds of one transfer alone.
@@ -317,7 +322,10 @@ def run_pipelines(
                     size = group_sizes[row]
                     for group in range(first_unit, end_unit, size):
                         num_first = passes[base + group, way, NUM_FIRST]
-                        lead_s = passes[base + group, way, LEAD]
+                        lead_s, total_s = passes[base + group, way, LEAD], passes[base + group, way, TOTAL]
+                        if way == 1 and microbatch == 0:
+                            lead_s -= passes[base + group, 2, LEAD]
+                            total_s -= passes[base + group, 2, TOTAL]
                         for unit in range(group, group + size):
                             ends[unit] = max(ends[unit], received[way, unit * m + microbatch], held[unit])
                         if num_first > 0:
@@ -332,7 +340,7 @@ def run_pipelines(
                             begin = 0.0
                             for unit in range(group, group + size):
                                 begin = max(begin, ends[unit])
-                            begin += passes[base + group, way, TOTAL] - passes[base + group, way, FIRST] - lead_s
+                            begin += total_s - passes[base + group, way, FIRST] - lead_s
                             for unit in range(group, group + size):
                                 ends[unit] = begin
                         for unit in range(group, group + size):

@@ -158,6 +158,7 @@ class StageRows:
 
     Attributes:
         forward_s, backward_s: float64[N]. Computation.
+        added_s: float64[N]. Of ``backward_s``, what the first microbatch lacks.
         collectives: Distinct ``(collective, bytes)``, Q of them.
         before_forward, before_again, after_backward: int64[rows, Q]. How often each collective occurs before the
             operator's forward, before it runs again in recomputation (what was reduced on its way into a segment
@@ -169,6 +170,7 @@ class StageRows:
 
     forward_s: Floats
     backward_s: Floats
+    added_s: Floats
     collectives: tuple[tuple[str, float], ...]
     before_forward: Ints
     before_again: Ints
@@ -228,6 +230,10 @@ class StageRowsBuilder:
         return StageRows(
             forward_s=np.array([cost.forward.device_s for cost in costs], dtype=np.float64),
             backward_s=np.array([cost.backward.device_s for cost in costs], dtype=np.float64),
+            added_s=np.array(
+                [cost.backward_weight.device_s - cost.backward_weight_alone.device_s for cost in costs],
+                dtype=np.float64,
+            ),
             collectives=tuple(self.numbers),
             before_forward=self._matrix([row.before_forward for row in rows]),
             before_again=self._matrix([row.before_again for row in rows]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP, WEIGHT
+from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, LESS, ONCE, UP, WEIGHT
 
 
 def breadth_first_s(
@@ -28,7 +28,7 @@ def breadth_first_s(
         rank 0  F0 F1 f0 f1 .  .  .  b0 -- b1 -- B0 -- B1 --
         rank 1  .  F0 F1 f0 f1 b0 -- b1 -- B0 -- B1 --
 
-    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 6]] * 4)
+    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 7]] * 4)
     >>> breadth_first_s(drawn, drawn, np.arange(4), 4), breadth_first_s(drawn, drawn, np.array([0, 1, 0, 1]), 2)
     (21.0, 15.0)
     """
@@ -41,7 +41,8 @@ def breadth_first_s(
         for i in range(m):
             own_s = last_s[stage] if i == m - 1 else each_s[stage]
             lag_s = own_s[FORWARD_LAG] if is_forward else own_s[INPUT_LAG] if stage < num_stages - 1 else 0.0
-            free_s[rank] = max(free_s[rank], came_s[i] + lag_s) + (own_s[FORWARD] if is_forward else own_s[INPUT])
+            taken_s = own_s[FORWARD] if is_forward else own_s[INPUT] - (own_s[LESS] if i == 0 else 0.0)
+            free_s[rank] = max(free_s[rank], came_s[i] + lag_s) + taken_s
             came_s[i] = free_s[rank]
             sent_s = own_s[DOWN] if is_forward else own_s[UP]
             if sent_s > 0:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from simulator.closed_forms.breadth_first_time import breadth_first_s
 from simulator.closed_forms.estimate_memory import held_bytes, rank_peaks
 from simulator.closed_forms.interleaved_time import interleaved_s
+from simulator.closed_forms.passes_time import gradients_s
 from simulator.closed_forms.pipeline_time import one_f_one_b_s
 from simulator.closed_forms.stage_passes import stage_passes
 from simulator.closed_forms.stage_prices import (
@@ -239,6 +240,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         boundary(first, second, relayed) for first, second, relayed in zip(views, views[1:], crossing, strict=False)
     ]
     times, hosts, rows, all_passes = [], [], [], []
+    only_one = plan.num_microbatches == 1
     for view in views:
         builder = ProgramBuilder(view, Fidelity())
         before, after = view.position - 1, view.position + 1
@@ -246,7 +248,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         returned = received_gathers(view, views[after], crossing[view.position]) if after < len(views) else []
         gather = plan.reshard_after_forward
         forward = builder.forward(gather=gather, received=arrived)
-        backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned)
+        backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned, first=only_one)
         gathering = forward if gather else builder.forward(gather=True, received=arrived)
         up_s = transfers_s(costs, transfers[before][1]) if before >= 0 else 0.0
         down_s = transfers_s(costs, transfers[view.position][0]) if after < len(views) else 0.0
@@ -264,7 +266,11 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         hosts.append(host / view.num_turns)
         all_passes.append(found)
         row = _row(view, plan, time, forward_s, down_s, up_s, passes.inline, passes.reduced + behind_s)
-        rows.append([*row, found.forward_lag, found.backward_lag, 0.0])
+        less_s = 0.0
+        if costs.problem.runtime.hands_over_gradients and not only_one:
+            shorter = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned, first=True)
+            less_s = gradients_s(found) - gradients_s(stage_passes(view, forward, shorter, gathering))
+        rows.append([*row, found.forward_lag, found.backward_lag, 0.0, less_s])
     own_rows, own_times = np.array(rows), np.array(times)
     passed, updated = [], []
     norm_seconds = norm_s(costs, plan.devices)
@@ -317,7 +323,9 @@ def _row(
     costs, schedule = view.costs, plan.schedule
     pass_s = max(passes_s(costs, gpu_type, schedule) for gpu_type in view.gpu_types) / num_passes(schedule)
     forward_s += pass_s
-    weight_s = behind_s + (pass_s + weights_s(view) + inline_s if schedule == "zb-h1" else 0.0)
+    weight_s = behind_s
+    if schedule == "zb-h1":
+        weight_s += pass_s + weights_s(view, first=plan.num_microbatches == 1) + inline_s
     input_s = time_s - forward_s - weight_s - down_s - up_s
     if costs.problem.runtime.transfer_mode == "blocking" and schedule != "interleaved":
         return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]

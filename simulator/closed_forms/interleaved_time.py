@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP, WEIGHT
+from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, LESS, ONCE, UP, WEIGHT
 
 NEVER_S = np.inf
 
@@ -35,7 +35,7 @@ def interleaved_s(
 
     As drawn in ``simulator.schedules.interleaved``, and m (t_f + t_b) + (p - 1) (t_f + t_b) / v:
 
-    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 6]] * 4)
+    >>> drawn = np.array([[1.0, 2.0, *[0.0] * 7]] * 4)
     >>> interleaved_s(drawn, drawn, 2, 4, False), 4 * (2.0 + 4.0) + 1 * (2.0 + 4.0) / 2
     (27.0, 27.0)
     """
@@ -79,6 +79,8 @@ def interleaved_s(
                 else:
                     lag_s = own_s[INPUT_LAG] if stage + 1 < num_stages else 0.0
                     end_s = max(rank_free_s[rank], came_s + lag_s) + own_s[INPUT]
+                    if microbatch == 0:
+                        end_s -= own_s[LESS]
                 behind_s = 0.0 if is_forward else own_s[WEIGHT]
                 rank_free_s[rank] = end_s + behind_s
                 places[rank] += 1

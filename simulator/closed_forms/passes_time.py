@@ -89,6 +89,12 @@ class StagePasses(NamedTuple):
 
 
 @also_compiled
+def gradients_s(found: StagePasses) -> float:
+    """Return what a microbatch's gradients take in all, with what is behind them."""
+    return found.passes.backward + found.passes.reduced + found.behind
+
+
+@also_compiled
 def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingRules, rules: HostRules) -> StagePasses:
     """Return what the passes of a stage take.
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP, WEIGHT
+from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, LESS, ONCE, UP, WEIGHT
 
 
 def one_f_one_b_s(
@@ -54,7 +54,7 @@ def one_f_one_b_s(
 
     As drawn in ``simulator.schedules.one_f_one_b`` and in ``gpipe``:
 
-    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 6]] * 4), np.empty((4, 2))
+    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 7]] * 4), np.empty((4, 2))
     >>> one_f_one_b_s(equal, equal, np.array([4, 3, 2, 1]), 6, scratch)
     27.0
     >>> one_f_one_b_s(equal, equal, np.array([4, 4, 4, 4]), 4, scratch)
@@ -65,6 +65,7 @@ def one_f_one_b_s(
     warm_s, tail_s = scratch_s[:, 0], scratch_s[:, 1]
     # Of all passes and transfers up to a stage: what they take together, and the longest.
     down_s, up_s, longest_down_s, longest_up_s = each_s[0, FORWARD_LAG], 0.0, 0.0, 0.0
+    all_up_s = 0.0  # As ``(m - 1) * longest_up_s``, less what the first microbatch lacks until the second takes over.
     rounds_rule = False
     for stage in range(p):
         depth = depths[stage]
@@ -80,8 +81,10 @@ def one_f_one_b_s(
         up_s += each_s[stage, INPUT]
         longest_down_s = max(longest_down_s, each_s[stage, FORWARD])
         longest_up_s = max(longest_up_s, each_s[stage, INPUT] + each_s[stage, WEIGHT])
+        second_s = each_s[stage, INPUT] + each_s[stage, WEIGHT] + (m - 2) * longest_up_s
+        all_up_s = max(all_up_s, second_s) - each_s[stage, LESS]
         warm_s[stage] = down_s + (depth - 1) * longest_down_s
-        tail_s[stage] = up_s + (depth - 1) * longest_up_s
+        tail_s[stage] = up_s + (all_up_s if depth == m else (depth - 1) * longest_up_s)
 
     # The same with the last microbatch where that differs: up to some stage as the others, from there on as the last.
     down_s, last_down_s, longest_down_s, all_down_s = each_s[0, FORWARD_LAG], 0.0, 0.0, 0.0
@@ -108,6 +111,7 @@ def one_f_one_b_s(
         if depth == m:
             warm_s[stage] = last_down_s + all_down_s
         tail_s[stage] = up_s + (depth - 2) * longest_up_s + turn_up_s if depth > 1 else last_up_s
+        tail_s[stage] -= each_s[stage, LESS] if depth == m else 0.0
 
     found_s, start_s, finish_s = 0.0, 0.0, 0.0
     for stage in range(p - 1, -1, -1):
@@ -119,7 +123,7 @@ def one_f_one_b_s(
             after_s = last_s[stage, DOWN] + last_s[stage + 1, FORWARD_LAG] + finish_s
         if depth == m:
             found_s = max(found_s, warm_s[stage] + max(tail_s[stage], after_s), before_s + tail_s[stage])
-        start_s = max(warm_s[stage], before_s) + each_s[stage, INPUT]
+        start_s = max(warm_s[stage], before_s) + each_s[stage, INPUT] - each_s[stage, LESS]
         finish_s = last_s[stage, FORWARD] + max(tail_s[stage], after_s)
         turns = m - depth - 1  # Between B(0) and F(m - 1).
         if turns < 0:
@@ -138,6 +142,7 @@ def one_f_one_b_s(
                     rounds = turns // length
                     steady_s = rounds * round_s + (turns - rounds * length) * longest_s
                     found_s = max(found_s, start_s + behind_s + steady_s + finish_s)
+    # (With one microbatch nothing is less: LESS is 0.)
     # The last microbatch comes back through the stages one by one, and no stage ends later than that.
     end_s, longest_s = found_s, found_s + last_s[0, WEIGHT] + each_s[0, ONCE]
     for stage in range(1, p):

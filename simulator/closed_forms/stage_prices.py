@@ -15,11 +15,13 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.copies import COPIES
 from simulator.lowering.epilogue import tied_groups
 from simulator.lowering.handover import handover_s
-from simulator.lowering.items import Item
+from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
 from simulator.lowering.step import adam_launches, gradient_pass_s, num_launches, passes_gradients, step_work
+from simulator.lowering.synchronisation import handed_over
 from simulator.lowering.transfers import Transfer
+from simulator.operator_cost import BACKWARD_WEIGHT_ALONE
 from simulator.segments import Segment
 from workloads.kinds.base import BACKWARD_WEIGHT
 
@@ -27,9 +29,27 @@ ALL = Fidelity()
 """Closed forms have every effect."""
 
 
-def weights_s(view: StageView) -> float:
-    """Return the seconds of the weight gradients of a stage's operators."""
-    return items_s(view, [Item("backward weight", tuple((index, BACKWARD_WEIGHT) for index in view.operators))])
+def weights_s(view: StageView, *, first: bool) -> float:
+    """Return the seconds of the weight gradients of a stage's operators, in the first microbatch or a later one."""
+    return items_s(view, [_gradients(view, (BACKWARD_WEIGHT,), first=first)])
+
+
+def added_s(view: StageView) -> tuple[float, float]:
+    """Return what gradients take longer than the first microbatch's, and launching them a host that runs ahead."""
+    if not view.costs.problem.runtime.hands_over_gradients:
+        return 0.0, 0.0
+    later, first = ([_gradients(view, GRADIENTS, first=first)] for first in (False, True))
+    return items_s(view, later) - items_s(view, first), launches_s(view, later) - launches_s(view, first)
+
+
+def _gradients(view: StageView, phases: tuple[str, ...], *, first: bool) -> Item:
+    alone = handed_over(view, first=first)
+    parts = tuple(
+        (index, BACKWARD_WEIGHT_ALONE if index in alone and phase == BACKWARD_WEIGHT else phase)
+        for index in view.operators
+        for phase in phases
+    )
+    return Item("gradients", parts)
 
 
 def items_s(view: StageView, items: list[Item]) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, ONCE, UP, WEIGHT
+from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, LESS, ONCE, UP, WEIGHT
 
 
 def zero_bubble_s(each_s: NDArray[np.float64], last_s: NDArray[np.float64], num_microbatches: int) -> float:
@@ -27,7 +27,7 @@ def zero_bubble_s(each_s: NDArray[np.float64], last_s: NDArray[np.float64], num_
             and of the last.
         num_microbatches: At least one.
 
-    >>> equal = np.array([[1.0, 1.0, 1.0, *[0.0] * 5]] * 4)
+    >>> equal = np.array([[1.0, 1.0, 1.0, *[0.0] * 6]] * 4)
     >>> zero_bubble_s(equal, equal, 6)  # As drawn in simulator.schedules.zero_bubble.
     21.0
     """
@@ -50,6 +50,8 @@ def zero_bubble_s(each_s: NDArray[np.float64], last_s: NDArray[np.float64], num_
             up_free_s[stage] = returned_s = max(free_s[stage], up_free_s[stage]) + own_s[UP]
             if k >= stage:
                 free_s[stage] += (last_s if k - stage == m - 1 else each_s)[stage, WEIGHT]
+            if k == stage:
+                free_s[stage] -= each_s[stage, LESS]
             i = k + min(p - stage, m)
             if i < m:
                 own_s = last_s[stage] if i == m - 1 else each_s[stage]
@@ -57,4 +59,6 @@ def zero_bubble_s(each_s: NDArray[np.float64], last_s: NDArray[np.float64], num_
                 down_free_s[stage] = came_s[stage + 1] = max(free_s[stage], down_free_s[stage]) + own_s[DOWN]
     for stage in range(1, p):  # The weight gradients that it has kept back.
         free_s[stage] += (min(stage, m) - 1) * each_s[stage, WEIGHT] + last_s[stage, WEIGHT]
+        if stage >= m:
+            free_s[stage] -= each_s[stage, LESS]
     return float((free_s + each_s[:, ONCE]).max())

@@ -261,8 +261,8 @@ class _Trace:
         first = stop
         while first > step and order[first - 1] == _later(order[first - 1 - step], length):
             first -= 1
-        while first < stop and order[first].microbatch < length + 1:
-            first += 1  # A stage's first passes may differ from all others.
+        # A stage's first passes, of either kind, may differ from all others.
+        first = max((p + 1 for p in range(first, stop) if order[p].microbatch < length + 1), default=first)
         ends_alike = longer[stop + step :] == [_later(action, length) for action in order[stop:]]
         repeats = longer[stop : stop + step] == [_later(action, length) for action in order[stop - step : stop]]
         if first + step > stop or not ends_alike or not repeats:

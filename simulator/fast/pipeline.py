@@ -8,7 +8,7 @@ from simulator.closed_forms import breadth_first_time, interleaved_time, pipelin
 from simulator.closed_forms.breadth_first_time import breadth_first_s
 from simulator.closed_forms.interleaved_time import interleaved_s
 from simulator.closed_forms.pipeline_time import one_f_one_b_s
-from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, ONCE, UP, WEIGHT
+from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, LESS, ONCE, UP, WEIGHT
 from simulator.closed_forms.zero_bubble_time import zero_bubble_s
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.fast import arrays
@@ -106,7 +106,7 @@ def add_passes(
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
         if high - low == 1:
-            iteration_s[plan] += rows_s[low, FORWARD_LAG] + m * stage_s[low]
+            iteration_s[plan] += rows_s[low, FORWARD_LAG] + m * stage_s[low] - rows_s[low, LESS]
             iteration_s[plan] += once_s[REDUCED, low] + once_s[PASSED, low] + once_s[UPDATED, low]
             continue
         num_ranks = high - low

@@ -14,9 +14,12 @@ import numpy as np
 
 from hardware_models.crowding import unlike_groups
 from simulator.closed_forms.estimate_memory import saved_bytes
-from simulator.closed_forms.stage_prices import beyond_host_s, collective_s, transfers_s, weights_s
+from simulator.closed_forms.stage_prices import added_s, beyond_host_s, collective_s, transfers_s, weights_s
 from simulator.costs import CostTables
 from simulator.fast.arrays import (
+    ADDED_HOST_S,
+    ADDED_S,
+    ADDED_SCATTERED_S,
     BACKWARD_HOST_S,
     BACKWARD_S,
     BUCKETS,
@@ -62,6 +65,7 @@ from simulator.fast.memory import (
 from simulator.fast.structure import Names
 from simulator.fidelity import Fidelity
 from simulator.lowering.program import ProgramBuilder, StageView
+from simulator.lowering.synchronisation import scatters
 from simulator.lowering.transfers import boundary, received_gathers
 from simulator.plan import Sharding, resolve
 
@@ -179,6 +183,7 @@ class TableBuilder:
         maxima = np.zeros((2, count))
         own: dict[tuple[int, Sharding], Holding] = {}
         weights: dict[tuple[int, Sharding], float] = {}
+        added: dict[tuple[int, Sharding], tuple[float, float]] = {}
         beyond: dict[tuple[int, Sharding], tuple[float, ...]] = {}
         beyond_s = np.zeros((count if self.waits_for_gathers else 0, 4))
         tied_bytes, tied, tied_work = [], [], []
@@ -193,13 +198,16 @@ class TableBuilder:
                 except ValueError:
                     own[key] = self._holdings.nothing(index)
                 view = view_of(self.costs, {index: resolved[index]}, devices, microbatch_size)
-                weights[key] = 0.0 if own[key].unsuited else weights_s(view)
+                weights[key] = 0.0 if own[key].unsuited else weights_s(view, first=False)
+                added[key] = (0.0, 0.0) if own[key].unsuited else added_s(view)
                 if self.waits_for_gathers:
                     beyond[key] = (0.0,) * 4 if own[key].unsuited else beyond_host_s(view, index)
             found = own[key]
             if self.waits_for_gathers:
                 beyond_s[index] = beyond[key]
             sums[index + 1, WEIGHT_S], sums[index + 1, UNSUITED] = weights[key], found.unsuited
+            scattered = ADDED_SCATTERED_S - ADDED_S if scatters(resolved[index], self.problem.runtime) else 0
+            sums[index + 1, [ADDED_S + scattered, ADDED_HOST_S + scattered]] = added[key]
             has_private[index] = found.private > 0
             maxima[WORKING, index], maxima[LARGEST, index] = found.working, found.largest
             column = memory_sums[index + 1]

@@ -20,11 +20,13 @@ from simulator.closed_forms import (
     zero_bubble_time,
 )
 from simulator.closed_forms.overlap_time import SendingRules
-from simulator.closed_forms.passes_time import HostRules, PassWork, stage_passes_s
-from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, NUM_COLUMNS, UP, WEIGHT
+from simulator.closed_forms.passes_time import HostRules, PassWork, gradients_s, stage_passes_s
+from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, LESS, NUM_COLUMNS, UP, WEIGHT
 from simulator.compiled_cache import compiled_with, inlined
 from simulator.fast import arrays, boundaries, gathers, overlap, pipeline, prices, recompute, regather, runs, step, ties
 from simulator.fast.arrays import (
+    ADDED_S,
+    ADDED_SCATTERED_S,
     AHEAD,
     BACKWARD_HOST_S,
     BACKWARD_S,
@@ -78,7 +80,7 @@ from simulator.fast.step import add_steps, find_norm, refreshed_s
 from simulator.fast.ties import tied_elements, tied_s
 from simulator.lowering import step as lowering_step
 
-_stage_passes_s = inlined(stage_passes_s)
+_stage_passes_s, _gradients_s = inlined(stage_passes_s), inlined(gradients_s)
 _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 
 
@@ -162,6 +164,7 @@ def estimate_times(
     sum_elements = np.empty((3, MAX_PENDING), np.float64)
     num_sums = np.zeros(3, np.int64)
     copied = np.zeros(COPIED)
+    added_s = np.zeros(ELEMENTS - ADDED_S)
     gather_s = np.zeros(2)  # Of the root unit, and of the other layers, once.
     once_s = np.zeros((3, len(stage_s)))
     launched_s = np.zeros((len(stage_s), LAUNCHED))
@@ -171,6 +174,7 @@ def estimate_times(
     for plan in chosen:
         low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
         m, size = plans.num_microbatches[plan], plans.microbatch_size[plan]
+        only_one, every = m == 1, plans.reduces_every[plan] != 0
         state, first, first_s = DONE, 0, 0.0
         splits = plans.schedule[plan] == ZB_H1
         for stage in range(low, high):
@@ -200,6 +204,7 @@ def estimate_times(
             num_sums[:] = 0
             copied[:] = 0.0
             num_large, num_tensors = 0.0, 0.0
+            added_s[:] = 0.0
             start = first
             for run in range(begin, end):
                 table, ends = run_tables[run], plans.run_stops[run]
@@ -211,6 +216,8 @@ def estimate_times(
                 seconds += sums[ends, BACKWARD_S] - sums[start, BACKWARD_S]
                 forward_host_s += sums[ends, FORWARD_HOST_S] - sums[start, FORWARD_HOST_S]
                 backward_host_s += sums[ends, BACKWARD_HOST_S] - sums[start, BACKWARD_HOST_S]
+                for column in range(len(added_s)):
+                    added_s[column] += sums[ends, ADDED_S + column] - sums[start, ADDED_S + column]
                 num_buckets += sums[ends, BUCKETS] - sums[start, BUCKETS]
                 num_large += sums[ends, LARGE] - sums[start, LARGE]
                 num_tensors += sums[ends, TENSORS] - sums[start, TENSORS]
@@ -304,6 +311,17 @@ def estimate_times(
                         forward_s += tables.settling_s[run_tables[other], tensor, 0]
                         forward_host_s += tables.settling_s[run_tables[other], tensor, 1]
 
+            # Gradients that are added to none: all of a single microbatch, and scattered ones in each pass.
+            alone_s, less_s, less_host_s = 0.0, 0.0, 0.0
+            for column in range(0, len(added_s), 2):
+                if only_one or (every and column == ADDED_SCATTERED_S - ADDED_S):
+                    alone_s += added_s[column]
+                    backward_host_s -= added_s[column + 1]
+                else:
+                    less_s += added_s[column]
+                    less_host_s += added_s[column + 1]
+            seconds -= alone_s
+
             again_s, again_host_s, in_order = recomputed_s(
                 shape, tables, plans, run_tables, stage, first, stops_early, over_op, over_row, over_s, num_over
             )
@@ -314,7 +332,6 @@ def estimate_times(
             backward_host_s += again_host_s
 
             reshards, overlaps = plans.reshards[plan] != 0, plans.overlaps[plan] != 0
-            every = plans.reduces_every[plan] != 0
             sent, host, waits = stage_sent(
                 shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
                 copied, gather_s, is_sharded, every or overlaps, ties_by_use, num_buckets, num_large, num_tensors,
@@ -329,18 +346,22 @@ def estimate_times(
                     tables.beyond_host_s, shape.layer_of, plans.run_stops, run_tables, begin, first, stop
                 )
             apart = plans.schedule[plan] == GPIPE
-            found = _stage_passes_s(
-                PassWork(
-                    forward_s, seconds, forward_host_s, backward_host_s, pass_host_s, forward_left_s, backward_left_s
-                ),
-                sent,
-                host,
-                SendingRules(beside.prefetches and is_sharded, reshards, overlaps, every, waits),
-                HostRules(
-                    rules.runs_ahead, waits_to_receive, beside.waits_for_gathers, apart, high == low + 1,
-                    stage == low, m,
-                ),
+            work = PassWork(
+                forward_s, seconds, forward_host_s, backward_host_s, pass_host_s, forward_left_s, backward_left_s
             )
+            sending = SendingRules(beside.prefetches and is_sharded, reshards, overlaps, every, waits)
+            hosts = HostRules(
+                rules.runs_ahead, waits_to_receive, beside.waits_for_gathers, apart, high == low + 1, stage == low, m
+            )
+            found = _stage_passes_s(work, sent, host, sending, hosts)
+            rows_s[stage, LESS] = 0.0
+            if less_s > 0.0:
+                shorter = PassWork(
+                    forward_s, seconds - less_s, forward_host_s, backward_host_s - less_host_s, pass_host_s,
+                    forward_left_s, backward_left_s,
+                )
+                first_passes = _stage_passes_s(shorter, sent, host, sending, hosts)
+                rows_s[stage, LESS] = _gradients_s(found) - _gradients_s(first_passes)
             passes = found.passes
             launched_s[stage, AHEAD], launched_s[stage, LAUNCHING] = found.ahead, found.launching
             launched_s[stage, LAST], launched_s[stage, BEHIND] = found.last, passes.reduced
@@ -352,7 +373,8 @@ def estimate_times(
             rows_s[stage, DOWN], rows_s[stage, UP] = 0.0, 0.0
             rows_s[stage, FORWARD_LAG], rows_s[stage, INPUT_LAG] = found.forward_lag, found.backward_lag
             if splits:
-                rows_s[stage, WEIGHT] += pass_s + weights_s(tables, plans, run_tables, stage, first) + passes.inline
+                weight_s = weights_s(tables, plans, run_tables, stage, first) - alone_s
+                rows_s[stage, WEIGHT] += pass_s + weight_s + passes.inline
             first = stop
         if state >= 0 and first != num_operators:
             state = BAD_RUNS

@@ -16,6 +16,7 @@ from math import prod
 from simulator.fidelity import Fidelity
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.view import StageView
+from simulator.operator_cost import BACKWARD_WEIGHT_ALONE
 from simulator.segments import Segment
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT
 
@@ -94,10 +95,14 @@ class ItemList:
     view: StageView
     fidelity: Fidelity
     items: list[Item] = field(default_factory=list)
+    _handed_over: frozenset[int] = frozenset()  # Operators whose gradients the pass adds to none.
     _pending_after: tuple[int, ...] = ()  # What the next item waits for beside the chain.
 
     def _compute(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
-        parts = tuple((index, phase) for phase in phases)
+        alone = index in self._handed_over
+        parts = tuple(
+            (index, BACKWARD_WEIGHT_ALONE if alone and phase == BACKWARD_WEIGHT else phase) for phase in phases
+        )
         last = self.items[-1] if self.items else None
         if (
             self.fidelity.merge

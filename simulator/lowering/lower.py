@@ -154,7 +154,8 @@ class _Lowering:
         self.orders = schedule_named(plan.schedule).actions(pipeline_shape(plan))
         self.has_zero3 = [any(group.zero == 3 for group in parameter_groups(view)) for view in self.views]
         self.reduces_early = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
-        chosen = VariantChoice(plan, self.has_zero3, self.reduces_early, self.flows[0].num_turns)
+        hands_over = self.problem.runtime.hands_over_gradients
+        chosen = VariantChoice(plan, self.has_zero3, self.reduces_early, hands_over, self.flows[0].num_turns)
         self.variants = [chosen.of_order(order) for order in self.orders]
 
     def num_tasks(self) -> int:
@@ -227,14 +228,19 @@ class _Lowering:
         received = self._flow(variant).gathers_of_received(stage, variant)
         waits = variant.sync and not self.plan.overlap_gradient_sync
         gather = (variant.gather, self.plan.reshard_after_forward)
-        key = ("program", variant.kind, gather, variant.sync, waits, tuple(received), self.fidelity)
+        gradients = (self.plan.gradient_reduction, variant.sync, waits, variant.hands_over)
+        key = ("program", variant.kind, gather, gradients, tuple(received), self.fidelity)
         if key not in view.shared:
             builder = ProgramBuilder(view, self.fidelity)
             if variant.kind == FORWARD:
                 items = builder.forward(gather=variant.gather, received=received)
             else:
                 items = builder.backward(
-                    _PHASES[variant.kind], gather=variant.gather, sync=variant.sync, received=received
+                    _PHASES[variant.kind],
+                    gather=variant.gather,
+                    sync=variant.sync,
+                    received=received,
+                    first=variant.hands_over,
                 )
             view.shared[key] = Program(items, view.operators[0])
         program: Program = view.shared[key]

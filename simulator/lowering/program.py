@@ -10,7 +10,7 @@ from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.parameter_gathers import ParameterGathers
 from simulator.lowering.recompute import recomputed_operators
-from simulator.lowering.synchronisation import GradientBucket, gradient_buckets
+from simulator.lowering.synchronisation import GradientBucket, gradient_buckets, handed_over
 from simulator.lowering.view import StageView as StageView
 from simulator.operator_cost import OperatorCost
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -43,7 +43,13 @@ class ProgramBuilder(ParameterGathers):
         return [Item(cause="transfer", collective=item, operator=self.view.operators[0]) for item in wanted]
 
     def backward(
-        self, phases: tuple[str, ...], *, gather: bool, sync: bool, received: Sequence[MeshCollective] = ()
+        self,
+        phases: tuple[str, ...],
+        *,
+        gather: bool,
+        sync: bool,
+        received: Sequence[MeshCollective] = (),
+        first: bool = False,
     ) -> list[Item]:
         """Return the backward pass of one microbatch.
 
@@ -52,8 +58,10 @@ class ProgramBuilder(ParameterGathers):
             gather: Gather ZeRO-3 parameters before each layer.
             sync: Reduce gradients as they become complete; waited for, unless the plan overlaps them.
             received: Gathers that make whole what arrived in parts.
+            first: It is of the stage's first microbatch.
         """
         self.items = self._made_whole(received)
+        self._handed_over = handed_over(self.view, first=first)
         order = self.view.operators[::-1]
         gathers = self._gathers(order) if gather else {}
         for layer in self.view.costs.root_layers:

@@ -11,7 +11,9 @@ from simulator.lowering.mesh import MeshCollective, mesh_sizes, parameter_layout
 from workloads.placements import PARTIAL
 
 if TYPE_CHECKING:
+    from hardware_models.runtime import Runtime
     from simulator.lowering.program import StageView
+    from simulator.plan import Sharding
 
 
 ROOT = -2
@@ -80,6 +82,31 @@ class ParameterGroup:
         return prod(self.sizes[axis] for axis in self.sharded_axes)
 
 
+def scatters(sharding: Sharding, runtime: Runtime) -> bool:
+    """Return whether gradients of an operator so split are summed to a shard on each rank."""
+    zero = max((axis.zero for axis in sharding if axis.split == "batch"), default=0)
+    return zero > 1 or (zero == 1 and runtime.scatters_under_zero1)
+
+
+def handed_over(view: StageView, *, first: bool) -> frozenset[int]:
+    """Return the operators whose gradients a pass adds to none.
+
+    Args:
+        view: The stage.
+        first: The pass is of the first microbatch.
+    """
+    if not view.costs.problem.runtime.hands_over_gradients:
+        return frozenset()
+    key = ("handed over", first)
+    if key not in view.kept:
+        each = view.plan.gradient_reduction == "every"
+        view.kept[key] = frozenset(
+            user for group in parameter_groups(view) if first or (each and group.scattered) for user in group.users
+        )
+    found: frozenset[int] = view.kept[key]
+    return found
+
+
 def parameter_groups(view: StageView) -> Iterator[ParameterGroup]:
     """Yield every parameter of a stage; a tensor tied within the stage comes once for each of its layouts."""
     if "parameter groups" not in view.kept:
@@ -133,7 +160,7 @@ def _parameter_groups(view: StageView) -> list[ParameterGroup]:
                     reduced_axes=reduced,
                     zero=zero,
                     sharded_axes=sharded,
-                    scattered=zero > 0 and (zero > 1 or view.costs.problem.runtime.scatters_under_zero1),
+                    scattered=scatters(sharding, view.costs.problem.runtime),
                     num_elements=elements,
                     tie=parameter.tie,
                     users=(index,),

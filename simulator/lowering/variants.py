@@ -17,6 +17,7 @@ class Variant:
         kind: Phase letter.
         gather: ZeRO-3 parameters are gathered.
         sync: Gradients are reduced in it.
+        hands_over: It makes the stage's first gradients of an iteration, which are handed over.
         turn: Microbatch modulo the number of turns, where replicas take whole microbatches.
         smaller: It is the last microbatch, which has fewer samples.
     """
@@ -24,6 +25,7 @@ class Variant:
     kind: str
     gather: bool
     sync: bool
+    hands_over: bool = False
     turn: int = 0
     smaller: bool = False
 
@@ -36,36 +38,42 @@ class VariantChoice:
         plan: The plan.
         has_zero3: Per stage, whether it gathers parameters.
         reduces_early: Gradients are reduced within backward passes.
+        hands_over: The runtime hands over the first microbatch's gradients.
         num_turns: Microbatches after which the same replicas have their turn.
     """
 
     plan: Plan
     has_zero3: Sequence[bool]
     reduces_early: bool
+    hands_over: bool
     num_turns: int
 
     def of_order(self, order: Sequence[Action]) -> list[Variant]:
         """Return the variant of every action of a rank."""
         gradient_kind = BACKWARD_WEIGHT if any(action.kind == BACKWARD_WEIGHT for action in order) else BACKWARD
-        first: dict[int, int] = {}
+        first: dict[tuple[int, str, int], int] = {}
         last: dict[int, int] = {}
         for position, action in enumerate(order):
-            if action.kind == FORWARD:
-                first.setdefault(action.stage, position)
+            first.setdefault(self._pass(action), position)
             if action.kind == gradient_kind:
                 last[action.stage] = position
         return [
-            self._of(action, first.get(action.stage) == position, last.get(action.stage) == position)
+            self._of(action, first[self._pass(action)] == position, last.get(action.stage) == position)
             for position, action in enumerate(order)
         ]
 
+    def _pass(self, action: Action) -> tuple[int, str, int]:
+        """Return what an action is the first of: such passes of its stage, of gradients on the same replicas."""
+        return action.stage, action.kind, 0 if action.kind == FORWARD else action.microbatch % self.num_turns
+
     def _of(self, action: Action, first: bool, last: bool) -> Variant:
-        """Return the variant of an action, which may be its stage's first forward or last gradient pass."""
+        """Return the variant of an action, which may be the first of its kind or its stage's last gradient pass."""
         gather = self.has_zero3[action.stage] and (
             (action.kind == FORWARD and (self.plan.reshard_after_forward or first))
             or (action.kind in (BACKWARD, BACKWARD_INPUT) and self.plan.reshard_after_forward)
         )
         makes_gradients = action.kind in (BACKWARD, BACKWARD_WEIGHT)
         sync = self.reduces_early and makes_gradients and (last or self.plan.gradient_reduction == "every")
+        hands_over = self.hands_over and makes_gradients and first
         turn = action.microbatch % self.num_turns
-        return Variant(action.kind, gather, sync, turn, self.plan.is_smaller(action.microbatch))
+        return Variant(action.kind, gather, sync, hands_over, turn, self.plan.is_smaller(action.microbatch))

@@ -121,10 +121,10 @@ def test_sharded_gradients_are_gone_over_before_they_are_scattered(times: int) -
     with_s, without_s = (
         simulate(plan, problem, fidelity=ALONE.without("parameter-gather")).iteration_time_s
         for copies in (times, 0)
-        for problem in [with_copies(False, sharded_gradient_copies=copies, adds_gradients=True)]
+        for problem in [with_copies(False, sharded_gradient_copies=copies, hands_over_gradients=False)]
         for plan in [uniform_plan(problem, dp=8, microbatch=1, zero=3)]
     )
-    problem = with_copies(False, sharded_gradient_copies=times, adds_gradients=True)
+    problem = with_copies(False, sharded_gradient_copies=times, hands_over_gradients=False)
     (view,) = stage_views(
         uniform_plan(problem, dp=8, microbatch=1, zero=3).canonical(problem.workload), CostTables(problem)
     )
