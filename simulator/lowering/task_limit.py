@@ -29,5 +29,5 @@ def check_num_tasks(num_tasks: int, plan: Plan) -> None:
         raise ValueError(
             f"a plan that is simulated in full must come to at most {MAX_TASKS:,} tasks, got {num_tasks:,} for "
             f"{plan.num_microbatches:,} microbatches in {len(plan.stages)} stages; use fewer, larger microbatches, or "
-            "leave periods out (simulate with leave_out_periods=True)"
+            "leave out what repeats itself, as searches do (in Python, simulate with leave_out_periods=True)"
         )
