@@ -20,6 +20,7 @@ from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
+from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.searchers.aceso.problems import FOLDER, ideal_model, needs_profile, profiled_problem, shared_model
 from tests.searchers.tiny import tiny_problem
@@ -116,6 +117,15 @@ def test_the_dynamic_program_is_never_beaten_by_any_uniform_configuration_of_two
     assert start is not None
     for cut in range(1, model.num_operators):
         assert model.price(start.with_cuts([0, cut, model.num_operators])).iteration_s >= best * (1 - 1e-9)
+
+
+def test_the_dynamic_program_counts_the_synchronisation_of_gradients() -> None:
+    """Of two GPUs on one microbatch data parallelism is the fastest stage, and tensor parallelism the fastest plan."""
+    problem = tiny_problem(2, 2)
+    program = AcesoDynamicProgram()
+    best = program.search(problem).plans[0].objective
+    for degrees in ({"dp": 2, "microbatch": 1}, {"tp": 2, "microbatch": 2}):
+        assert best <= program.score(uniform_plan(problem, **degrees), problem).objective * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("kind", INITIALS)
