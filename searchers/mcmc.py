@@ -87,7 +87,9 @@ class FlexFlowMcmc(Searcher):
         per_element, _ = intra.state_bytes_per_element(sharded=False)
         for share in CAPACITY_STEPS:
             walk = Walk.start(graph, list(start), count, share * capacity, self.temperature, per_element)
-            if not self._walk_on(ledger, intra, walk, random) or ledger.spent:
+            # A walk more leaves the others the chance that they had without it.
+            chance = random if share == CAPACITY_STEPS[0] else random.spawn(1)[0]
+            if not self._walk_on(ledger, intra, walk, chance) or ledger.spent:
                 return
 
     def _walk_on(self, ledger: Ledger, intra: IntraOp, walk: Walk, random: np.random.Generator) -> bool:
