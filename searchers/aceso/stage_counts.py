@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,13 +121,22 @@ def _run(
     # Arrays mapped into memory are read-only, for which numba would compile everything once more.
     pool = Parallel(n_jobs=min(workers, len(work)), backend="multiprocessing", max_nbytes=None)
     found: list[StageCountSearch] = pool(
-        delayed(StageCountSearch.run)(search, model, limit) for search, limit in work if limit.evaluations != 0
+        delayed(_run_in_process)(search, model, limit) for search, limit in work if limit.evaluations != 0
     )
     places = [place for place, (_, limit) in enumerate(work) if limit.evaluations != 0]
     result = list(searches)
     for place, search in zip(places, found, strict=True):
         result[place] = search
     return result
+
+
+def _run_in_process(search: StageCountSearch, model: PerformanceModel, limit: Limits) -> StageCountSearch:
+    """Search in a process of a pool, which SIGTERM ends.
+
+    Where the command line takes it as Ctrl-C, joblib would take that as the end of this work, and wait for more.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return search.run(model, limit)
 
 
 def _is_feasible(search: StageCountSearch) -> bool:

@@ -198,7 +198,7 @@ class Dapple(Searcher):
         total, count = problem.num_devices, problem.global_batch // size
         planner = self.planner(problem, size, total if options.max_replicas == 1 else options.max_stages or 1)
         planner = replace(planner, options=options)
-        while True:
+        while not ledger.spent:
             ledger.count("tables")
             form = planner.best(size, count, recompute=recompute)
             if form is None:

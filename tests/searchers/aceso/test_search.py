@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from searchers.aceso import multihop
+from searchers.aceso import multihop, stage_counts
 from searchers.aceso.dynamic_program import AcesoDynamicProgram
 from searchers.aceso.import_plan import import_plan
 from searchers.aceso.initial import INITIALS, initial_configuration
@@ -258,3 +259,25 @@ def test_where_no_judged_plan_fits_those_that_leave_more_memory_are_judged(monke
     full = Aceso(judge=0).search(tight, Budget(evaluations=200)).best
     assert not losing(full, tight).fits
     assert losing(Aceso().search(tight, Budget(evaluations=200)).best, tight).fits
+
+
+class Waiting:
+    """A search that says what SIGTERM does where it runs."""
+
+    def run(self, model: object, limit: object) -> object:
+        return signal.getsignal(signal.SIGTERM)
+
+
+def test_sigterm_ends_the_processes_of_an_interrupted_search() -> None:
+    """The command line takes it as Ctrl-C, and so did processes forked from it: the pool waited for them for ever."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        found = stage_counts._run([Waiting()] * 2, None, [Limits(None, None)] * 2, 2)  # type: ignore[list-item, arg-type]
+        assert signal.getsignal(signal.SIGTERM) is interrupt
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found == [signal.SIG_DFL] * 2
