@@ -281,3 +281,20 @@ def test_sigterm_ends_the_processes_of_an_interrupted_search() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert found == [signal.SIG_DFL] * 2
+
+
+def test_what_an_interrupted_search_has_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = StageCountSearch._iterate
+
+    def interrupted(self: StageCountSearch) -> None:
+        if self.num_stages == 2:
+            raise KeyboardInterrupt
+        whole(self)
+
+    monkeypatch.setattr(StageCountSearch, "_iterate", interrupted)
+    searcher, problem = Aceso(), tiny_problem(2, 8)
+    with pytest.raises(KeyboardInterrupt):
+        searcher.search(problem, Budget(evaluations=60))
+    assert searcher.ledger is not None
+    kept = searcher.ledger.result()
+    assert kept.best == Aceso(stage_counts=(1,), judge=0).search(problem, Budget(evaluations=60)).best
