@@ -61,7 +61,11 @@ class Amp(CandidateSearcher):
                 continue
             for dp in divisors(devices // tp):
                 pp = devices // (tp * dp)
-                if pp > layers or problem.global_batch % dp:
+                if pp > layers:
+                    ledger.refuse(f"pp must be at most the {layers} layers of {problem.workload.name}, got {pp}")
+                    continue
+                if problem.global_batch % dp:
+                    ledger.refuse(f"global_batch must be a multiple of dp, got {problem.global_batch} with dp={dp}")
                     continue
                 for microbatch in divisors(problem.global_batch // dp):
                     if microbatch > self.max_microbatch:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
+from searchers.alpa.searcher import CAPACITY_STEPS
 from searchers.alpa.strategy_graph import StrategyGraph
 from searchers.base import Ledger, Objective, Searcher, SearchResult, cost_tables
 from searchers.budget import Budget
@@ -20,7 +21,7 @@ from simulator.plan import Plan, Stage, run_lengths
 from simulator.problem import Problem
 
 SCORE_EVERY = 5_000
-"""Steps after which the best of a walk is scored in full, if it improved."""
+"""Steps after which the best of a walk is scored in full, if it improved; so it is at the end."""
 
 
 class FlexFlowMcmc(Searcher):
@@ -84,21 +85,35 @@ class FlexFlowMcmc(Searcher):
         capacity = min(problem.capacity_bytes(device) for device in range(problem.num_devices))
         start = _most_batch(intra, len(problem.workload))
         per_element, _ = intra.state_bytes_per_element(sharded=False)
-        walk = Walk.start(graph, start, count, capacity, self.temperature, per_element)
+        for share in CAPACITY_STEPS:
+            walk = Walk.start(graph, list(start), count, share * capacity, self.temperature, per_element)
+            # A walk more leaves the others the chance that they had without it.
+            chance = random if share == CAPACITY_STEPS[0] else random.spawn(1)[0]
+            if not self._walk_on(ledger, intra, walk, chance) or ledger.spent:
+                return
+
+    def _walk_on(self, ledger: Ledger, intra: IntraOp, walk: Walk, random: np.random.Generator) -> bool:
+        """Walk to the end, score the best now and then, and return whether less memory may give what fits.
+
+        That is where the last scored does not fit, but does by the walk's own account.
+        """
         best, scored, chosen = walk.cost, walk.cost, list(walk.chosen)
-        self._score(ledger, intra, chosen)
+        fits = self._score(ledger, intra, chosen)
         for number in range(1, self.steps + 1):
             if ledger.spent:
-                return
+                return False
             walk.step(random)
             if walk.cost < best:
                 best, chosen = walk.cost, list(walk.chosen)
-            if number % SCORE_EVERY == 0 and best < scored:
+            if (number % SCORE_EVERY == 0 or number == self.steps) and best < scored:
                 scored = best
-                self._score(ledger, intra, chosen)
+                fits = self._score(ledger, intra, chosen)
         ledger.count("proposals", self.steps)
+        held = sum(float(table[choice]) for table, choice in zip(walk.memory, chosen, strict=True))
+        return not fits and held <= walk.capacity_bytes
 
-    def _score(self, ledger: Ledger, intra: IntraOp, chosen: list[int]) -> None:
+    def _score(self, ledger: Ledger, intra: IntraOp, chosen: list[int]) -> bool:
+        """Score an assignment, and return whether it fits."""
         problem = ledger.problem
         shardings = [intra.strategies(index)[choice] for index, choice in enumerate(chosen)]
         stage = Stage(
@@ -112,8 +127,7 @@ class FlexFlowMcmc(Searcher):
             num_microbatches=intra.num_microbatches,
             overlap_gradient_sync=problem.runtime.overlap_gradient_sync,
         )
-        if not ledger.spent and ledger.is_legal(plan):
-            ledger.evaluate(plan)
+        return not ledger.spent and ledger.is_legal(plan) and ledger.evaluate(plan).fits
 
 
 @dataclass

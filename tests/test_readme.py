@@ -68,6 +68,7 @@ def test_the_facade_names_what_it_promises() -> None:
 
 
 def test_the_searchers_of_the_guide_work(tmp_path: Path) -> None:
+    from searchers.base import NoFeasiblePlan
     from searchers.budget import Budget
     from searchers.registry import searcher_named
     from tests.searchers.tiny import tiny_problem
@@ -80,6 +81,8 @@ def test_the_searchers_of_the_guide_work(tmp_path: Path) -> None:
     assert found.counters["evaluations"] == 2
     climbed = searcher_named(f"{path}:HillClimber").search(tiny_problem(2), Budget(evaluations=10))
     assert climbed.counters["evaluations"] == 10 and climbed.counters["moves"] >= 1
+    with pytest.raises(NoFeasiblePlan, match="no legal plan"):
+        searcher_named(f"{path}:HillClimber").search(tiny_problem(8, 1), Budget(evaluations=10))
 
 
 def test_the_files_of_the_guide_to_ones_own_work(

@@ -34,7 +34,10 @@ class _Choice:
 
 @dataclass
 class _Suffix:
-    """Best pipelines of some stages on some GPUs for every first operator: arrays over operators."""
+    """Best pipelines of some stages on some GPUs for every first operator: arrays over operators.
+
+    The two terms of Equation 2: of all stages the largest ``(N - 1) t + sync``, and the sum of ``t``.
+    """
 
     slowest: NDArray[np.float64]
     summed: NDArray[np.float64]
@@ -45,8 +48,8 @@ class AcesoDynamicProgram(EquationSearcher):
     """Dynamic programming over stages, devices and uniform degrees per stage, on Aceso's performance model.
 
     From the last stage backwards: the best pipeline of k stages on g GPUs that starts at an operator, by
-    ``(N - 1) slowest + sum``, for every microbatch. The space is pruned as the paper does: borders at every n-th
-    operator, at most so many operators a stage, bounded degrees and microbatch.
+    ``max((N - 1) t + sync) + sum(t)``, for every microbatch. The space is pruned as the paper does: borders at every
+    n-th operator, at most so many operators a stage, bounded degrees and microbatch.
 
     Args:
         granularity: Borders lie at multiples of this many operators.
@@ -201,37 +204,37 @@ class _Program:
             if not len(stops):
                 continue
             links = (start > 0) | (stages > 1) << 1 | nodes
-            seconds = self._priced(start, stops, gpus, tp, stages, links)
-            slowest = np.maximum(rest.slowest[stops], seconds)
+            seconds, sync = self._priced(start, stops, gpus, tp, stages, links)
+            slowest = np.maximum(rest.slowest[stops], weight * seconds + sync)
             summed = rest.summed[stops] + seconds
-            best = int(np.argmin(weight * slowest + summed))
+            best = int(np.argmin(slowest + summed))
             if summed[best] >= IMPOSSIBLE_S:
                 continue
-            if weight * slowest[best] + summed[best] < weight * suffix.slowest[start] + suffix.summed[start]:
+            if slowest[best] + summed[best] < suffix.slowest[start] + suffix.summed[start]:
                 suffix.slowest[start], suffix.summed[start] = slowest[best], summed[best]
                 suffix.choice[start] = _Choice(gpus, tp, int(stops[best]))
         return True
 
     def _priced(
         self, start: int, stops: NDArray[np.int32], gpus: int, tp: int, in_flight: int, links: int
-    ) -> NDArray[np.float64]:
-        """Return seconds for each stop, each distinct stage priced once."""
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return seconds of a microbatch and of synchronisation for each stop, each distinct stage priced once."""
         key = (start, gpus, tp, in_flight, links)
-        memory = self.known.setdefault(key, np.full(self.model.num_operators + 1, np.nan))
-        missing = stops[np.isnan(memory[stops])]
+        known = self.known.setdefault(key, np.full((2, self.model.num_operators + 1), np.nan))
+        missing = stops[np.isnan(known[0, stops])]
         if len(missing):
             self.ledger.count("explored", len(missing))
             cell = self.model.space.cell(tp, self.microbatch // (gpus // tp))
-            seconds = np.zeros(len(missing))
+            seconds, sync = np.zeros(len(missing)), np.zeros(len(missing))
             copies = in_flight
             if self.model.compat == "paper":
                 copies = min(copies, self.model.problem.global_batch // self.microbatch)
             price_stops(
                 self.model.tables.arrays, np.full(int(missing[-1]) - start, cell, np.int32), start, missing, gpus,
-                copies, links, self.model.limit_bytes, self.model.order, seconds,
+                copies, links, self.model.limit_bytes, self.model.order, seconds, sync,
             )  # fmt: skip
-            memory[missing] = np.minimum(seconds, IMPOSSIBLE_S)
-        return memory[stops]
+            known[0, missing], known[1, missing] = np.minimum(seconds, IMPOSSIBLE_S), sync
+        return known[0, stops], known[1, stops]
 
     def _configuration(self, layers: list[dict[int, _Suffix]], stages: int) -> Configuration:
         """Follow the decisions from the first operator."""

@@ -15,6 +15,7 @@ from searchers.base import (
     GIB,
     LOWERED_BUDGETS,
     HistoryEntry,
+    Ledger,
     NoFeasiblePlan,
     Objective,
     RankedPlan,
@@ -135,10 +136,22 @@ class Aceso(EquationSearcher):
         left = budget
         if budget.seconds is not None:
             left = Budget(max(1e-9, budget.seconds - (time.perf_counter() - began)), budget.evaluations)
-        self.searches, rounds = search_stage_counts(
-            model, counts, self.options, left, seed=seed, workers=self._processes(budget), races=self.races
-        )
+        self.searches = [StageCountSearch(count, self.options, seed) for count in counts]
+        self.ledger = None
+        try:
+            rounds = search_stage_counts(
+                model, self.searches, left, workers=self._processes(budget), races=self.races
+            )
+        except KeyboardInterrupt:
+            self._keep(problem, seed)
+            raise
         return self._result(problem, rounds, began, seed, budget)
+
+    def _keep(self, problem: Problem, seed: int) -> None:
+        """Book what an interrupted search has found: of processes, what they had at the end of the last round."""
+        ledger = Ledger(self, problem, seed=seed)
+        for each in self._ranked(problem, None):
+            ledger.evaluate(each.plan)
 
     def _processes(self, budget: Budget) -> int:
         if self.workers is not None:

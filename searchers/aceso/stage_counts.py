@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from joblib import Parallel, delayed
 
 from searchers.aceso.initial import initial_configuration
 from searchers.aceso.model import PerformanceModel
-from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
+from searchers.aceso.multihop import Limits, StageCountSearch
 from searchers.budget import Budget
 
 MAX_STAGES = 16
@@ -39,30 +40,25 @@ def stage_counts_of(model: PerformanceModel, largest: int = MAX_STAGES) -> list[
 
 def search_stage_counts(
     model: PerformanceModel,
-    counts: Sequence[int],
-    options: SearchOptions,
+    searches: list[StageCountSearch],
     budget: Budget,
     *,
-    seed: int = 0,
     workers: int = 1,
     races: bool = True,
-) -> tuple[list[StageCountSearch], list[Round]]:
-    """Search every stage count and return the searches, with the state of all at the end of each round.
+) -> list[Round]:
+    """Continue the searches, one per stage count, in place, and return the state of all at the end of each round.
 
     With ``races``, the budget is spent in rounds; after each, the half of the stage counts with the slowest best
     configurations is dropped. Without, every stage count gets an equal share of the budget in one round.
 
     Args:
         model: Prices.
-        counts: Stage counts.
-        options: How each search goes.
+        searches: One per stage count; a search that went on in another process takes the place of the one before.
         budget: Over all stage counts: wall time, or evaluations.
-        seed: For random choices.
         workers: Processes.
         races: See above.
     """
     began = time.perf_counter()
-    searches = [StageCountSearch(count, options, seed) for count in counts]
     rounds: list[Round] = []
     active = list(range(len(searches)))
     number = max(1, ceil(log2(len(searches) + 1))) if races else 1
@@ -96,7 +92,7 @@ def search_stage_counts(
         order = sorted(active, key=lambda place: _standing(searches[place]))
         survivors = set(order[: max(1, ceil(len(order) * SURVIVORS))])
         active = [place for place in open_ones if place in survivors]
-    return searches, rounds
+    return rounds
 
 
 def _shares(
@@ -120,13 +116,22 @@ def _run(
     # Arrays mapped into memory are read-only, for which numba would compile everything once more.
     pool = Parallel(n_jobs=min(workers, len(work)), backend="multiprocessing", max_nbytes=None)
     found: list[StageCountSearch] = pool(
-        delayed(StageCountSearch.run)(search, model, limit) for search, limit in work if limit.evaluations != 0
+        delayed(_run_in_process)(search, model, limit) for search, limit in work if limit.evaluations != 0
     )
     places = [place for place, (_, limit) in enumerate(work) if limit.evaluations != 0]
     result = list(searches)
     for place, search in zip(places, found, strict=True):
         result[place] = search
     return result
+
+
+def _run_in_process(search: StageCountSearch, model: PerformanceModel, limit: Limits) -> StageCountSearch:
+    """Search in a process of a pool, which SIGTERM ends.
+
+    Where the command line takes it as Ctrl-C, joblib would take that as the end of this work, and wait for more.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return search.run(model, limit)
 
 
 def _is_feasible(search: StageCountSearch) -> bool:

@@ -260,8 +260,12 @@ def price_stops(
     limit: float,
     recompute: int,
     seconds: Floats,
+    sync: Floats,
 ) -> None:
-    """Write the microbatch seconds of the stages ``[start, stop)``, infinity where one does not fit."""
+    """Write the seconds of a microbatch and of synchronisation of the stages ``[start, stop)``.
+
+    The first is infinity where a stage does not fit.
+    """
     figures = np.zeros(NUM_FIGURES)
     flags = np.zeros(len(cells), np.uint8)
     for place in range(len(stops)):
@@ -270,3 +274,4 @@ def price_stops(
             arrays, cells[:size], start, stops[place], gpus, in_flight, links, limit, recompute, flags[:size], figures
         )
         seconds[place] = microbatch_time(figures) if figures[MEMORY] <= limit else np.inf
+        sync[place] = figures[TIME_SYNC]

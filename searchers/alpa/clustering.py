@@ -51,6 +51,11 @@ def cluster(
         tolerance = 2 * tolerance + 0.1
 
 
+def num_heavy(workload: Workload) -> int:
+    """Return how many operators are matmuls, as `cluster` counts them."""
+    return int(_work(workload)[1].sum())
+
+
 def _work(workload: Workload) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     found: dict[int, tuple[float, bool]] = {}
     for index, signature in enumerate(workload.signatures):

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.alpa.clustering import MIN_HEAVY, cluster
+from searchers.alpa.clustering import MIN_HEAVY, cluster, num_heavy
 from searchers.alpa.inter_op import NO_LIMIT, Pipeline, best_pipeline
 from searchers.alpa.intra_op import IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, SubmeshSpace, logical_meshes, submeshes
@@ -28,14 +28,16 @@ from simulator.uniform import repeated_layers
 CAPACITY_STEPS = (1.0, 0.9, 0.8)
 """Shares of the memory that the inner search is told of, in turn, while its plan does not fit: its own account of
 memory leaves out fragmentation and work space."""
+MAX_LAYERS = 16
+"""Layers that operators are clustered into where their number is not given."""
 
 
 class Alpa(Searcher):
     """Intra-operator optimum per stage and mesh, dynamic programming over stages.
 
     Args:
-        num_layers: Layers that operators are clustered into; None for one per repeated layer, 16 at most;
-            ``"model"`` for the model's own layers, embedding and head included.
+        num_layers: Layers that operators are clustered into; None for one per repeated layer, 16 at most, and as few
+            as have three matmuls each; ``"model"`` for the model's own layers, embedding and head included.
         min_microbatch, max_microbatch: Microbatches over a whole mesh, in samples; powers of two between.
         recompute: Rematerialisation: off, on, in the order tried.
         zero: Whole-model choice between replicated (0) and sharded (2) model states.
@@ -164,8 +166,11 @@ class Alpa(Searcher):
         """Return the operator ranges that count as layers."""
         if self.num_layers == "model":
             return problem.workload.layers
-        count = self.num_layers or min(16, len(repeated_layers(problem.workload)))
-        return cluster(problem.workload, count, min_heavy=MIN_HEAVY if self.num_layers is None else 1)
+        if self.num_layers is not None:
+            return cluster(problem.workload, self.num_layers, min_heavy=1)
+        heavy = num_heavy(problem.workload)
+        count = max(1, min(MAX_LAYERS, len(repeated_layers(problem.workload)), heavy // MIN_HEAVY))
+        return cluster(problem.workload, count, min_heavy=min(MIN_HEAVY, heavy))
 
     def meshes(self, problem: Problem) -> list[list[LogicalMesh]]:
         """Return the logical meshes per submesh."""

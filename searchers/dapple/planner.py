@@ -118,9 +118,7 @@ class Planner:
                 size = float(chain.boundary_bytes[low]) * plan.microbatch
                 transfer = self.communication.transfer_s(size, plan.devices[position - 1], devices)
                 found.append(ExpandedStage(transfer, transfer))
-            part = plan.microbatch / len(devices)
-            if self.options.whole_samples:
-                part = float(-(-plan.microbatch // len(devices)))
+            part = self._slice(plan.microbatch, len(devices))
             elements = float(chain.parameters[high] - chain.parameters[low]) - chain.tied_parameters(low, high)
             gradients = self.gradient_bytes * elements
             found.append(
@@ -131,6 +129,23 @@ class Planner:
                 )
             )
         return found
+
+    def held_bytes(self, plan: PipelinePlan) -> float:
+        """Return what the fullest stage holds, as memory is checked."""
+        chain, held = self.chain, []
+        for position, devices in enumerate(plan.devices):
+            low, high = plan.cuts[position], plan.cuts[position + 1]
+            part = self._slice(plan.microbatch, len(devices))
+            behind = plan.num_stages - position
+            in_flight = min(plan.num_microbatches, 2 * behind - 1 if self.options.warmup == "p_b" else behind)
+            states = self.state_bytes * float(chain.parameters[high] - chain.parameters[low])
+            saved = part * float(chain.saved_bytes[high] - chain.saved_bytes[low])
+            entering = in_flight * part * float(chain.boundary_bytes[low])
+            held.append(states + entering + (saved if plan.recompute else in_flight * saved))
+        return max(held)
+
+    def _slice(self, microbatch: int, replicas: int) -> float:
+        return float(-(-microbatch // replicas)) if self.options.whole_samples else microbatch / replicas
 
     def latency_s(self, plan: PipelinePlan) -> float:
         """Return L of a plan by the formula."""

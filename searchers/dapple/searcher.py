@@ -25,6 +25,8 @@ WARMUPS = ("p_a", "p_b", "acr")
 RECOMPUTE = ("never", "if-needed", "always")
 ACR_OF_P_B = 0.1
 """Activation communication ratio from which P_B is used: GNMT-16 has 0.10 and gains, BERT-48 0.06 and does not."""
+LESS = 0.01
+"""Of what a plan that does not fit holds by the planner's account: by so much less, at least, the next one holds."""
 
 
 class Dapple(Searcher):
@@ -104,6 +106,12 @@ class Dapple(Searcher):
                     found |= ledger.evaluate(plan).fits
             if found or ledger.spent:
                 break
+        if not ledger.clock.evaluations and not ledger.spent:
+            layers, most = len(layer_spans(problem, self.granularity)), self.microbatch or problem.global_batch
+            ledger.refuse(
+                f"no stages of {layers} layers that use all {problem.num_devices} devices, at most {most} of them "
+                "each, fit in memory"
+            )
         return ledger.result()
 
     def paper_objective(self, plan: Plan, problem: Problem) -> Score:
@@ -170,11 +178,7 @@ class Dapple(Searcher):
                 ledger.refuse(f"microbatch must divide the global batch {batch}, got {size}")
                 continue
             for options in self._spaces():
-                ledger.count("tables")
-                planner = self.planner(problem, size, total if options.max_replicas == 1 else options.max_stages or 1)
-                form = replace(planner, options=options).best(size, batch // size, recompute=recompute)
-                if form is not None and form.num_stages > 1:
-                    yield self.to_plan(problem, form)
+                yield from self._pipelines(problem, size, options, recompute, ledger)
         if total <= num_layers and (self.microbatch or 1) * total <= batch:
             # What needs least memory, so that a model too large for all is told how far it is from fitting.
             cuts = tuple(round(stage * num_layers / total) for stage in range(total + 1))
@@ -182,6 +186,31 @@ class Dapple(Searcher):
             straight = PipelinePlan(cuts, tuple((device,) for device in everything), size, batch // size, recompute)
             if batch % size == 0:
                 yield self.to_plan(problem, straight)
+
+    def _pipelines(
+        self, problem: Problem, size: int, options: PlannerOptions, recompute: bool, ledger: Ledger
+    ) -> Iterator[Plan]:
+        """Yield the planner's pipeline; while it does not fit, the one within less memory than it holds.
+
+        The planner's own account leaves out work space and, with P_B, microbatches; less are the bytes by which the
+        closed form exceeds the memory.
+        """
+        total, count = problem.num_devices, problem.global_batch // size
+        planner = self.planner(problem, size, total if options.max_replicas == 1 else options.max_stages or 1)
+        planner = replace(planner, options=options)
+        while not ledger.spent:
+            ledger.count("tables")
+            form = planner.best(size, count, recompute=recompute)
+            if form is None:
+                return
+            plan = self.to_plan(problem, form)
+            if form.num_stages > 1:  # One is data parallelism, which has had its turn.
+                yield plan
+            score = estimated(plan, problem)
+            if score.fits:
+                return
+            held = planner.held_bytes(form)
+            planner = replace(planner, capacity_bytes=held - max(score.peak_bytes - score.capacity_bytes, LESS * held))
 
     def _spaces(self) -> tuple[PlannerOptions, ...]:
         # The program keeps one prefix per state, so that special cases can be lost in the whole space: they are

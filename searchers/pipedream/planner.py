@@ -53,6 +53,7 @@ class PipeDreamOptions:
         data_parallel: ``released`` or ``paper``.
         transfers: Stage-to-stage transfers count.
         straight: No replication.
+        max_replicas: Replicas of a stage at most, over all levels; 0 for no limit.
         fewer_machines: A level may leave members idle.
         memory_bytes: What a GPU may stash (weights and outputs of the minibatches in flight, the optimizer's own
             rule); None for no check, its default.
@@ -61,6 +62,7 @@ class PipeDreamOptions:
     data_parallel: str = "released"
     transfers: bool = True
     straight: bool = False
+    max_replicas: int = 0
     fewer_machines: bool = False
     memory_bytes: float | None = None
 
@@ -112,7 +114,7 @@ def plan_pipeline(states: States, levels: Sequence[Level], options: PipeDreamOpt
         options: Choices.
 
     Raises:
-        ValueError: If no plan exists (memory).
+        ValueError: If no plan exists (memory, or too few states for the members with so few replicas each).
     """
     options = options or PipeDreamOptions()
     count = states.num_states
@@ -122,6 +124,8 @@ def plan_pipeline(states: States, levels: Sequence[Level], options: PipeDreamOpt
     times = base
     tables = []
     inner = 1
+    inside: Ints = np.ones(base.shape, dtype=np.int64)
+    most = options.max_replicas or int(np.prod([level.size for level in levels]))
     for position, level in enumerate(levels):
         tables.append(
             solve_level(
@@ -139,13 +143,23 @@ def plan_pipeline(states: States, levels: Sequence[Level], options: PipeDreamOpt
                 options.fewer_machines,
                 np.inf if options.memory_bytes is None else options.memory_bytes,
                 position == len(levels) - 1,
+                inside,
+                most,
             )
         )
-        times = tables[-1][0][:, :, level.size - 1]
+        times, inside = tables[-1][0][:, :, level.size - 1], tables[-1][4][:, :, level.size - 1]
         inner = level.size
     bottleneck = float(times[0, count - 1])
     if not np.isfinite(bottleneck):
-        raise ValueError("PipeDream finds no plan: no stage's weights and stashed outputs fit its memory option")
+        limits = []
+        if options.memory_bytes is not None:
+            limits.append("weights and stashed outputs must fit its memory option")
+        if options.straight or options.max_replicas:
+            limits.append(f"at most {1 if options.straight else options.max_replicas} of them may run one stage")
+        raise ValueError(
+            f"PipeDream finds no plan of {count} states that uses all {int(np.prod([each.size for each in levels]))} "
+            f"GPUs: {', '.join(limits)}"
+        )
     sizes = [level.size for level in levels]
     stages = _stages(tables, sizes, len(levels) - 1, 0, count - 1, sizes[-1], 0)
     return PipeDreamPlan(bottleneck, _data_parallel_s(states, levels, options), tuple(stages))
@@ -161,7 +175,7 @@ def _ranges(prefix: Floats) -> Floats:
 
 
 def _stages(
-    tables: Sequence[tuple[Floats, Ints, Ints, Ints]],
+    tables: Sequence[tuple[Floats, Ints, Ints, Ints, Ints]],
     sizes: Sequence[int],
     level: int,
     first: int,
@@ -170,7 +184,7 @@ def _stages(
     device: int,
 ) -> list[PipeDreamStage]:
     """Return the stages of states ``[first, last]`` on ``members`` members of a level, from GPU ``device`` on."""
-    _, splits, before, replicas = tables[level]
+    _, splits, before, replicas, _ = tables[level]
     split, used = int(splits[first, last, members - 1]), int(replicas[first, last, members - 1])
     per_member = int(np.prod(sizes[:level]))
     found: list[PipeDreamStage] = []

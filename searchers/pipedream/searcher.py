@@ -66,8 +66,12 @@ class PipeDream(Searcher):
         """Plan once, then choose the microbatch; nothing is random. Recompute whole stages if nothing else fits."""
         ledger = Ledger(self, problem, budget or Budget(), seed)
         graph, states = self._states(problem)
-        found = plan_pipeline(states, self.levels(problem), self.options)
         ledger.count("states", states.num_states)
+        try:
+            found = plan_pipeline(states, self.levels(problem), self._executable(problem))
+        except ValueError as error:
+            ledger.refuse(error)
+            return ledger.result()
         sizes = divisors(problem.global_batch) if self.microbatch is None else [self.microbatch]
         for recompute in (False, True):
             fastest: tuple[float, Plan] | None = None
@@ -167,6 +171,15 @@ class PipeDream(Searcher):
             overlap_gradient_sync=False,
             replica_assignment="round_robin" if rotates else "slice",
         )
+
+    def _executable(self, problem: Problem) -> PipeDreamOptions:
+        """Return the options with no more replicas than there are samples, or microbatches that they take in turn."""
+        batch = problem.global_batch
+        if self.replica_assignment == "slice":
+            most = self.microbatch or batch
+        else:
+            most = max(1, batch // (self.microbatch or 1))
+        return replace(self.options, max_replicas=min(self.options.max_replicas or most, most))
 
     def _states(self, problem: Problem) -> tuple[LayerGraph, States]:
         return _problem_states(problem, self.granularity, self.profile_samples)

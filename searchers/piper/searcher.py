@@ -218,11 +218,12 @@ def _input(
             node = graph.profile.nodes[layer]
             entering = sum(graph.edge_bytes[before, name] for before in node.predecessors)
             elements, saved = float(found.parameter_elements[layer]), float(found.saved_bytes[layer])
+            again = max(0.0, saved - entering)  # One microbatch holds the same either way, as in Piper's own inputs.
             forward, total = float(found.forward_s[layer]), float(found.forward_s[layer] + found.backward_s[layer])
             weights = elements * runtime.gradient_accumulation_bytes
             implementations[layer][degree] = (
                 Implementation(VANILLA, total, weights, saved, elements * state, {}, {}),
-                Implementation(RECOMPUTED, total + forward, weights, entering, elements * state + saved, {}, {}),
+                Implementation(RECOMPUTED, total + forward, weights, entering, elements * state + again, {}, {}),
             )
             assert names[layer] == name
     edges = tuple(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from searchers.amp import Amp, crossing_s, formula_s, layer_costs
 from searchers.amp_cuts import best_cuts
-from searchers.base import cost_tables
+from searchers.base import NoFeasiblePlan, cost_tables
 from searchers.budget import Budget
 from searchers.layers import blocks
 from simulator.plan import Axis
@@ -114,3 +114,9 @@ def test_on_a_mixed_cluster_each_type_has_the_collectives_of_its_own_links(order
     assert t4s.sum() > 4 * v100s.sum()  # what staging each byte in host memory costs beside NVLink
     mixed = layers_s("+".join(parts[number] for number in order))
     np.testing.assert_allclose(mixed, (v100s + t4s) / 2, rtol=1e-12)
+
+
+def test_a_problem_without_a_mix_of_degrees_says_what_stands_against_it() -> None:
+    problem = ProblemSpec("gpt3-350m", "v100-1gpu-25g:32x1", "megatron-lm-2021", 1).load()
+    with pytest.raises(NoFeasiblePlan, match="pp must be at most the 24 layers of gpt3-350m, got 32"):
+        Amp().search(problem)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from datafiles.writer import dump_yaml
 from hardware_models.model import HardwareModel
+from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
 from searchers.dapple.baselines import data_parallel
 from searchers.dapple.chain import Chain
@@ -23,9 +24,13 @@ from searchers.dapple.placement import devices_between, place, reachable
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
 from searchers.dapple.replay import replay_s
 from searchers.dapple.searcher import Dapple
+from simulator.problem import ProblemSpec
 from simulator.schedules.one_f_one_b import warmup_p_b
+from tests.searchers.tiny import tiny_problem
 from tests.simulator.problems import chain_of_opaque, chain_problem
 from tests.simulator.replays import REPLAYS
+from workloads.models.llama import LlamaSpec
+from workloads.registry import build_from_spec
 
 
 @pytest.mark.parametrize("half_duplex", [False, True])
@@ -297,3 +302,20 @@ def test_a_transfer_uses_all_cards_of_a_gpu(cards: int, tmp_path: Path) -> None:
     hardware = HardwareModel.from_name(f"{path}:2x2")
     found_s = CommunicationCosts(hardware).transfer_s(1e9, (0,), (2,))
     assert found_s == pytest.approx(hardware.transfer(1e9, 0, 2).alone_s, rel=1e-9)
+
+
+def test_where_the_planners_pipeline_does_not_fit_it_plans_again_within_less_memory() -> None:
+    """Its own account leaves out work space: with more memory it chose what did not fit, and lost what had."""
+    spec = ProblemSpec("gpt3-350m", "rtx3090-pcie:1x2", "megatron-deepspeed-2020", 7)
+    shape = LlamaSpec(name="few", layers=3, hidden=2048, heads=4, ffn=6144, seq_len=256, vocab=8000)
+    problem = replace(spec.load(), workload=build_from_spec(shape), spec=None)
+    found = [
+        Dapple(recompute="never").search(replace(problem, memory_limit_bytes=limit)).plans[0].objective
+        for limit in range(5_400_000_000, 6_400_000_000, 100_000_000)
+    ]
+    assert found == pytest.approx(sorted(found, reverse=True))
+
+
+def test_a_problem_without_pipelines_says_why() -> None:
+    with pytest.raises(NoFeasiblePlan, match="4 layers that use all 8 devices, at most 1 of them each"):
+        Dapple().search(tiny_problem(8, 1))

@@ -35,3 +35,16 @@ def test_same_seed_gives_the_same_plans() -> None:
     assert [ranked.plan for ranked in found.plans] == [ranked.plan for ranked in again.plans]
     other = FlexFlowMcmc(steps=300).search(tiny_problem(2, 4), Budget(evaluations=30), seed=2)
     assert other.counters["proposals"] == found.counters["proposals"] > 0
+
+
+def test_what_the_last_steps_find_is_scored() -> None:
+    """Whatever their number: the best of a walk was scored at every five-thousandth only."""
+    found = FlexFlowMcmc(steps=300).search(tiny_problem(2, 4), seed=1)
+    walks = found.counters["proposals"] / 300
+    assert found.counters["evaluations"] > walks, "each begins with one"
+
+
+def test_where_the_best_of_a_walk_does_not_fit_it_walks_again_within_less_memory() -> None:
+    """Its own account of memory leaves out work space."""
+    found = FlexFlowMcmc(steps=5_000).search(tiny_problem(2, 4, 1_337_000_000), seed=1)
+    assert found.counters["out_of_memory"] > 0, "what it found first"

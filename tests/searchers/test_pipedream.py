@@ -23,6 +23,7 @@ from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.hardware_models.data_folder import data_folder
+from tests.searchers.tiny import tiny_problem
 from tests.simulator.problems import chain_of_opaque, chain_problem
 from workloads.layer_profile import LayerNode, LayerProfile, load_layer_profile
 
@@ -107,21 +108,24 @@ def random_profile(random: np.random.Generator, layers: int) -> LayerProfile:
     return LayerProfile("random", 1, tuple(nodes))
 
 
+def partitions(num_layers: int, gpus: int) -> Iterator[list[PipeDreamStage]]:
+    """Yield every way to cut layers and deal all GPUs to the stages."""
+    for stages in range(1, min(num_layers, gpus) + 1):
+        for cuts in itertools.combinations(range(1, num_layers), stages - 1):
+            for shares in itertools.combinations(range(1, gpus), stages - 1):
+                layers, members = itertools.pairwise((0, *cuts, num_layers)), itertools.pairwise((0, *shares, gpus))
+                yield [
+                    PipeDreamStage(a - 1, b - 1, tuple(range(c, d)))
+                    for (a, b), (c, d) in zip(layers, members, strict=True)
+                ]
+
+
 @pytest.mark.parametrize("rule", ["released", "paper"])
 @pytest.mark.parametrize("seed", range(5))
 def test_on_one_level_it_is_as_good_as_every_partition(seed: int, rule: str) -> None:
     states = antichain_states(random_profile(np.random.default_rng(seed), 6))
     levels, options, gpus = [Level(5, 3e9)], PipeDreamOptions(data_parallel=rule), 5
-    best = float("inf")
-    for stages in range(1, gpus + 1):
-        for cuts in itertools.combinations(range(1, 6), stages - 1):
-            for shares in itertools.combinations(range(1, gpus), stages - 1):
-                layers, members = itertools.pairwise((0, *cuts, 6)), itertools.pairwise((0, *shares, gpus))
-                plan = [
-                    PipeDreamStage(a - 1, b - 1, tuple(range(c, d)))
-                    for (a, b), (c, d) in zip(layers, members, strict=True)
-                ]
-                best = min(best, bottleneck_s(states, levels, plan, options))
+    best = min(bottleneck_s(states, levels, plan, options) for plan in partitions(6, gpus))
     assert plan_pipeline(states, levels, options).bottleneck_s == pytest.approx(best, rel=1e-9)
 
 
@@ -186,3 +190,40 @@ def test_pipers_tensor_degrees_cost_what_they_do_on_the_slowest_node_wherever_it
         for problem in mixed_problems()
     ]
     assert objectives == pytest.approx([objectives[-1]] * 3, rel=0.05)  # the V100 server has a slower card
+
+
+@pytest.mark.parametrize("replica_assignment", ["slice", "round_robin"])
+@pytest.mark.parametrize(("devices", "batch"), [(4, 1), (8, 2), (8, 3)])
+def test_a_stage_has_no_more_replicas_than_there_are_samples(devices: int, batch: int, replica_assignment: str) -> None:
+    """Its objective knows no samples, so it would replicate a stage on GPUs that nothing is left for."""
+    found = PipeDream(replica_assignment=replica_assignment).search(tiny_problem(devices, batch))
+    replicas = [len(stage.devices) for stage in found.best.stages]
+    assert max(replicas) <= batch
+    assert sum(replicas) == devices
+
+
+@pytest.mark.parametrize("rule", ["released", "paper"])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_a_limit_of_replicas_it_is_as_good_as_every_partition_that_keeps_it(seed: int, rule: str) -> None:
+    states = antichain_states(random_profile(np.random.default_rng(seed), 6))
+    levels, gpus = [Level(5, 3e9)], 5
+    for most in range(1, gpus + 1):
+        options = PipeDreamOptions(data_parallel=rule, max_replicas=most)
+        best = min(
+            bottleneck_s(states, levels, plan, options)
+            for plan in partitions(6, gpus)
+            if max(len(stage.devices) for stage in plan) <= most
+        )
+        assert plan_pipeline(states, levels, options).bottleneck_s == pytest.approx(best, rel=1e-9)
+
+
+def test_a_limit_of_replicas_holds_over_all_levels() -> None:
+    states = antichain_states(random_profile(np.random.default_rng(0), 8))
+    levels = [Level(2, 3e9), Level(3, 1e9)]
+    for most in range(1, 7):
+        found = plan_pipeline(states, levels, PipeDreamOptions(max_replicas=most))
+        assert max(len(stage.devices) for stage in found.stages) <= most
+    with pytest.raises(ValueError, match="3 states that uses all 6 GPUs: at most 1 of them may run one stage"):
+        plan_pipeline(
+            antichain_states(random_profile(np.random.default_rng(0), 3)), levels, PipeDreamOptions(max_replicas=1)
+        )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from searchers.aceso import multihop
+from searchers.aceso import multihop, stage_counts
 from searchers.aceso.dynamic_program import AcesoDynamicProgram
 from searchers.aceso.import_plan import import_plan
 from searchers.aceso.initial import INITIALS, initial_configuration
@@ -20,6 +21,7 @@ from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
+from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.searchers.aceso.problems import FOLDER, ideal_model, needs_profile, profiled_problem, shared_model
 from tests.searchers.tiny import tiny_problem
@@ -116,6 +118,15 @@ def test_the_dynamic_program_is_never_beaten_by_any_uniform_configuration_of_two
     assert start is not None
     for cut in range(1, model.num_operators):
         assert model.price(start.with_cuts([0, cut, model.num_operators])).iteration_s >= best * (1 - 1e-9)
+
+
+def test_the_dynamic_program_counts_the_synchronisation_of_gradients() -> None:
+    """Of two GPUs on one microbatch data parallelism is the fastest stage, and tensor parallelism the fastest plan."""
+    problem = tiny_problem(2, 2)
+    program = AcesoDynamicProgram()
+    best = program.search(problem).plans[0].objective
+    for degrees in ({"dp": 2, "microbatch": 1}, {"tp": 2, "microbatch": 2}):
+        assert best <= program.score(uniform_plan(problem, **degrees), problem).objective * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("kind", INITIALS)
@@ -248,3 +259,42 @@ def test_where_no_judged_plan_fits_those_that_leave_more_memory_are_judged(monke
     full = Aceso(judge=0).search(tight, Budget(evaluations=200)).best
     assert not losing(full, tight).fits
     assert losing(Aceso().search(tight, Budget(evaluations=200)).best, tight).fits
+
+
+class Waiting:
+    """A search that says what SIGTERM does where it runs."""
+
+    def run(self, model: object, limit: object) -> object:
+        return signal.getsignal(signal.SIGTERM)
+
+
+def test_sigterm_ends_the_processes_of_an_interrupted_search() -> None:
+    """The command line takes it as Ctrl-C, and so did processes forked from it: the pool waited for them for ever."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        found = stage_counts._run([Waiting()] * 2, None, [Limits(None, None)] * 2, 2)  # type: ignore[list-item, arg-type]
+        assert signal.getsignal(signal.SIGTERM) is interrupt
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found == [signal.SIG_DFL] * 2
+
+
+def test_what_an_interrupted_search_has_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = StageCountSearch._iterate
+
+    def interrupted(self: StageCountSearch) -> None:
+        if self.num_stages == 2:
+            raise KeyboardInterrupt
+        whole(self)
+
+    monkeypatch.setattr(StageCountSearch, "_iterate", interrupted)
+    searcher, problem = Aceso(), tiny_problem(2, 8)
+    with pytest.raises(KeyboardInterrupt):
+        searcher.search(problem, Budget(evaluations=60))
+    assert searcher.ledger is not None
+    kept = searcher.ledger.result()
+    assert kept.best == Aceso(stage_counts=(1,), judge=0).search(problem, Budget(evaluations=60)).best

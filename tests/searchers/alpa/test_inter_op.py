@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware_models.cluster import parse_cluster
-from searchers.alpa.clustering import cluster
+from searchers.alpa.clustering import MIN_HEAVY, cluster, num_heavy
 from searchers.alpa.import_plan import import_plan
 from searchers.alpa.inter_op import best_pipeline
 from searchers.alpa.meshes import Submesh, all_logical_meshes, logical_meshes, submeshes
@@ -19,6 +20,7 @@ from searchers.alpa.oracle import StageCost
 from searchers.alpa.searcher import Alpa
 from searchers.alpa.stage_table import max_successors, placed
 from simulator.problem import ProblemSpec
+from simulator.uniform import repeated_layers
 from simulator.validate import validate
 from tests.searchers.tiny import tiny_problem
 from workloads.registry import build_workload
@@ -126,6 +128,16 @@ def test_clustering_balances_flops_and_cuts_where_little_crosses() -> None:
 def test_clustering_refuses_more_layers_than_there_are_matmuls() -> None:
     with pytest.raises(ValueError, match="num_layers must be 1 to"):
         cluster(build_workload("gpt3-350m"), 1000)
+
+
+@pytest.mark.parametrize(("model", "overrides"), [("gpt3-350m", {"layers": 1}), ("gnmt-16", {})])
+def test_a_model_of_few_matmuls_is_clustered_into_as_many_layers_as_they_suffice_for(model, overrides) -> None:
+    """Nobody asked for a number of layers: a block that occurs once, and LSTMs, have too few for one layer each."""
+    problem = replace(tiny_problem(2, 4), workload=build_workload(model, overrides=overrides))
+    heavy = num_heavy(problem.workload)
+    assert len(Alpa().layers(problem)) == heavy // MIN_HEAVY < len(repeated_layers(problem.workload))
+    with pytest.raises(ValueError, match=f"num_layers must be 1 to {heavy} "):
+        Alpa(num_layers=heavy + 1).layers(problem)
 
 
 def test_the_three_solvers_find_plans_and_the_exact_two_agree() -> None:
