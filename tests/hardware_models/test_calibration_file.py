@@ -80,11 +80,13 @@ def test_a_calibration_of_other_hardware_is_refused() -> None:
 
 
 def test_a_profile_of_operators_alone_still_loads_through_a_problem(tmp_path: Path) -> None:
-    OPERATORS.save(tmp_path / "operators.yaml")
+    row = replace(ROW, output_bytes=2.0 * 2048 * 8192, parameter_bytes=2.0 * (2048 + 1) * 8192)  # as the model's own
+    operators = replace(OPERATORS, rows=(row,))
+    operators.save(tmp_path / "operators.yaml")
     spec = ProblemSpec(
         "gpt3-1.3b", "v100-32g-dgx1:1x4", "megatron-lm-2021", 8, profile=str(tmp_path / "operators.yaml")
     )
-    assert spec.load().hardware.operator_profile == OPERATORS
+    assert spec.load().hardware.operator_profile == operators
 
 
 def test_a_machine_profile_of_an_earlier_version_still_loads(tmp_path: Path) -> None:
