@@ -8,7 +8,7 @@ from math import prod
 from hardware_models.calibrated import Calibration
 from hardware_models.profile import OperatorProfile, ProfileRow
 from hardware_models.runtime import Runtime
-from workloads.local import DTYPE_BYTES
+from workloads.kinds.base import DTYPE_BYTES
 from workloads.operators import Workload
 
 WEIGHT_BYTES = (2, 4)
