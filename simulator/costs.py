@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import numpy as np
@@ -164,6 +164,10 @@ class CostTables:
         return self._operators[key]
 
     def _compute(self, index: int, sharding: Sharding, samples: int, gpu_type: str) -> OperatorCost:
+        modelled_at = partial(self._modelled, index, sharding, gpu_type)
+        return with_profile(modelled_at, self.problem, index, sharding, samples, gpu_type)
+
+    def _modelled(self, index: int, sharding: Sharding, gpu_type: str, samples: int) -> OperatorCost:
         workload, runtime = self.problem.workload, self.problem.runtime
         op = workload.operators[index]
         kind = op.definition
@@ -178,7 +182,7 @@ class CostTables:
         )
         segments = {phase: self._phase(kind, phase, local, gpu_type) for phase in _PHASES}
         saved = tuple((item.ref, float(item.size_bytes)) for item in saved_tensors(kind, local))
-        cost = OperatorCost(
+        return OperatorCost(
             forward=segments[FORWARD],
             backward_input=segments[BACKWARD_INPUT],
             backward_weight=segments[BACKWARD_WEIGHT],
@@ -197,7 +201,6 @@ class CostTables:
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
         )
-        return with_profile(cost, self.problem, index, sharding, samples, gpu_type)
 
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
         stated = kind.stated_time_s(phase, local)

@@ -91,4 +91,4 @@ def _ratio(row: ProfileRow, outputs: Iterable[int], dtype: str) -> float:
 
 def _some(names: Iterable[str]) -> str:
     few = list(dict.fromkeys(names))
-    return ", ".join(few[:3]) + (", ..." if len(few) > 3 else "")
+    return ", ".join(few[:3]) + (", ..." if len(few) > 3 else "") if few else "none"
