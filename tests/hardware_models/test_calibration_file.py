@@ -79,6 +79,15 @@ def test_a_calibration_of_other_hardware_is_refused() -> None:
         Calibration(source="none").hardware(parse_cluster("a100-80g-dgx:1x8"))
 
 
+def test_a_table_of_no_collectives_is_refused(tmp_path: Path) -> None:
+    save_calibration(full(), tmp_path / "c.json")
+    mapping = json.loads((tmp_path / "c.json").read_text())
+    mapping["collectives"]["rows"] = []
+    (tmp_path / "c.json").write_text(json.dumps(mapping))
+    with pytest.raises(ValueError, match=r"c\.json: collectives\.rows must hold at least one"):
+        load_calibration(tmp_path / "c.json")
+
+
 def test_a_profile_of_operators_alone_still_loads_through_a_problem(tmp_path: Path) -> None:
     row = replace(ROW, output_bytes=2.0 * 2048 * 8192, parameter_bytes=2.0 * (2048 + 1) * 8192)  # as the model's own
     operators = replace(OPERATORS, rows=(row,))

@@ -13,6 +13,7 @@ from hardware_models.calibrated import Calibration
 from hardware_models.calibration_file import save_calibration
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.importers.galvatron import GalvatronFile, LayerTime
+from hardware_models.profile import OperatorProfile
 from simulator.problem import Problem, ProblemSpec
 
 CLUSTER = "a100-80g-dgx:1x4"
@@ -59,6 +60,10 @@ def test_a_profile_that_nothing_would_use_is_refused(tmp_path: Path) -> None:
         load(model(tmp_path), profile(tmp_path), "megatron-lm-2021-fp32")
     with pytest.raises(ValueError, match=r"must be of operators of resnet-50 \(\w+.*\), got norm_1, attention_qkv"):
         load("resnet-50", profile(tmp_path))
+    nothing = Calibration(source="x", operators=OperatorProfile("x", "a100-sxm4-80gb", "fp16", (), "x"))
+    save_calibration(nothing, tmp_path / "empty.json")
+    with pytest.raises(ValueError, match=r"must be of operators of resnet-50 .*, got none;"):
+        load("resnet-50", str(tmp_path / "empty.json"))
 
 
 def test_operators_of_another_format_may_come_beside_collectives(tmp_path: Path) -> None:
