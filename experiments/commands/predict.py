@@ -142,8 +142,8 @@ def predict(
     before = {row_id(runs, number): error for number, error in earlier.items() if row_id(runs, number) in errors}
     failed = worse(before, errors) if before else []
     if baseline is not None and not failed:
-        others = len(errors) - len(before)
-        new = f"; {others} measured runs are not in it as they are now" if others else ""
+        num_new = len(errors) - len(before)
+        new = f"; {num_new} measured runs are not in it as they are now" if num_new else ""
         messages().print(f"not worse than {baseline}{new}", markup=False, soft_wrap=True)
     if largest is not None and report.time is not None and report.time.mean_absolute > largest:
         furthest = sorted(errors.items(), key=lambda item: -abs(item[1]))[:FEW]

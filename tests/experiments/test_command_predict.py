@@ -74,7 +74,7 @@ def test_predictions_that_got_worse_than_a_baseline_fail_and_name_the_runs(
 def test_a_baseline_is_what_predict_wrote_of_these_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = runs.parent / "other.csv"
     other.write_text("model,time_error\nanother,0.1\n")
-    for baseline, words in ((runs, "with a column time_error"), (other, "measured rows of"), (runs.parent, "cannot be read")):
+    for baseline, words in ((runs, "a column time_error"), (other, "measured rows of"), (runs.parent, "cannot be read")):
         code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline)
         assert code == 2 and words in err.replace("\n", " ")
     code, _, err = run(capsys, "predict", runs, *ON, "--baseline", other, "-o", other)
