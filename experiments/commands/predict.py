@@ -150,8 +150,9 @@ def predict(
         failed.append(f"mean absolute error {report.time.mean_absolute:.1%}, allowed {largest:.1%}")
         failed.append(f"furthest off: {', '.join(f'{run} {error:+.1%}' for run, error in furthest)}")
     if failed:
-        if not features:
-            failed.append(f"where: --by {','.join(known[:2])} tabulates the error by columns of {runs}")
+        differing = [name for name in known if len({case.features.get(name) for case in cases}) > 1]
+        if differing and not features:
+            failed.append(f"where: --by {','.join(differing[:2])} tabulates the error by columns of {runs}")
         for line in failed:
             messages().print(f"[bold red]{line}[/]", soft_wrap=True)
         raise typer.Exit(1)

@@ -64,7 +64,7 @@ def test_predictions_that_got_worse_than_a_baseline_fail_and_name_the_runs(
     code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline, "--without", "host")
     assert code == 1
     assert "mean absolute error of 2 runs 1.5% in the baseline, " in err
-    assert "moved most: runs.csv#" in err and "where: --by model,layers" in err
+    assert "moved most: runs.csv#" in err and "where: --by tp,pp tabulates" in err
     head, first, *others = runs.read_text().splitlines()
     runs.write_text("\n".join([head, *others, first.replace("16,0.", "16,1."), ""]))  # another time: another run
     code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline)
@@ -74,7 +74,8 @@ def test_predictions_that_got_worse_than_a_baseline_fail_and_name_the_runs(
 def test_a_baseline_is_what_predict_wrote_of_these_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = runs.parent / "other.csv"
     other.write_text("model,time_error\nanother,0.1\n")
-    for baseline, words in ((runs, "a column time_error"), (other, "measured rows of"), (runs.parent, "cannot be read")):
+    wrong = ((runs, "with a column time_error"), (other, "measured rows of"), (runs.parent, "cannot be read"))
+    for baseline, words in wrong:
         code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline)
         assert code == 2 and words in err.replace("\n", " ")
     code, _, err = run(capsys, "predict", runs, *ON, "--baseline", other, "-o", other)
