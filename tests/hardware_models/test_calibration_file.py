@@ -79,6 +79,15 @@ def test_a_calibration_of_other_hardware_is_refused() -> None:
         Calibration(source="none").hardware(parse_cluster("a100-80g-dgx:1x8"))
 
 
+def test_a_row_that_is_there_twice_is_refused_with_its_file(tmp_path: Path) -> None:
+    OPERATORS.save(tmp_path / "o.json")
+    mapping = json.loads((tmp_path / "o.json").read_text())
+    mapping["rows"] *= 2
+    (tmp_path / "o.json").write_text(json.dumps(mapping))
+    with pytest.raises(ValueError, match=r"o\.json: profile of gpt: each .* must appear once"):
+        load_calibration(tmp_path / "o.json")
+
+
 def test_a_table_of_no_collectives_is_refused(tmp_path: Path) -> None:
     save_calibration(full(), tmp_path / "c.json")
     mapping = json.loads((tmp_path / "c.json").read_text())
