@@ -192,6 +192,8 @@ def plot(result: CampaignResult) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from experiments.accuracy.plots import scale_by_log
+
     ran = [each for each in result.outcomes if not each.out_of_memory]
     figure = Figure(figsize=(6.4, 6.0), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -208,10 +210,7 @@ def plot(result: CampaignResult) -> bytes:
                 times[own, 0], times[own, 1], "o", markersize=5, alpha=0.75, markeredgewidth=0, label=unit,
                 color=COLORS[number % len(COLORS)],
             )  # fmt: skip
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlim(low, high)
-        axes.set_ylim(low, high)
+        scale_by_log(axes, low, high)
         axes.legend(frameon=False, fontsize=8, loc="upper left")
     axes.set_xlabel("measured iteration time (ms)", color=INK)
     axes.set_ylabel("predicted iteration time (ms)", color=INK)

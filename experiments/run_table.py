@@ -23,19 +23,22 @@ from datafiles.tables import load_table
 from datafiles.values import resolve_scalar
 from experiments.cases.case import Case, Measured, cluster_string, hardware
 from experiments.run_rates import METRICS, iteration_s, published_flop
+from hardware_models.calibrated import Calibration
 from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
 from hardware_models.gpus import gpu_names
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime import Runtime, load_runtime
 from simulator.plan import Plan
 from simulator.plan_file import load_plan
 from simulator.problem import Problem, ProblemSpec
+from simulator.profile_check import check_profile
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from workloads.model_file import spec_from_mapping
 from workloads.models.families import FAMILIES
 from workloads.models.fields import ModelSpec
+from workloads.operators import Workload
 from workloads.registry import build_from_spec, build_workload, model_spec
 
 PLAN = "plan"
@@ -217,11 +220,18 @@ class _Row:
             spec = ProblemSpec(model, self._cluster(), named, batch, profile=self.common.profile)
         return Problem(
             workload=workload,
-            hardware=_hardware(self._cluster(), self.common.profile),
+            hardware=self._hardware(workload, runtime),
             runtime=runtime,
             global_batch=batch,
             spec=spec,
         )
+
+    def _hardware(self, workload: Workload, runtime: Runtime) -> HardwareModel:
+        if self.common.profile is None:
+            return hardware(self._cluster())
+        calibration, calibrated = _calibrated(self._cluster(), self.common.profile)
+        check_profile(calibration, calibrated.operator_profile, workload, runtime)
+        return calibrated
 
     def _shape(self) -> dict[str, Any]:
         return {name: resolve_scalar(text) for name, text in self.cells.items() if name in _SHAPES}
@@ -363,6 +373,7 @@ def _family(gpu: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _hardware(cluster: str, profile: str | None) -> HardwareModel:
-    return load_calibration(profile).hardware(parse_cluster(cluster)) if profile else hardware(cluster)
+def _calibrated(cluster: str, profile: str) -> tuple[Calibration, HardwareModel]:
+    calibration = load_calibration(profile)
+    return calibration, calibration.hardware(parse_cluster(cluster))
 

@@ -160,6 +160,8 @@ def _pipeline(operator_factor: float, pass_overhead_s: float, fitted_on: str) ->
 def _table(part: _Collectives, source: str) -> CollectiveTable:
     if part.columns != COLUMNS:
         raise DataFileError(source, f"collectives.columns must be {', '.join(COLUMNS)}, got {', '.join(part.columns)}")
+    if not part.rows:
+        raise DataFileError(source, "collectives.rows must hold at least one row, got none; leave collectives out")
     rows = []
     for number, (kind, size, num_nodes, stride, at_once, num_bytes, seconds) in enumerate(part.rows, start=1):
         if kind not in (*COLLECTIVES, *TRANSFERS):

@@ -22,7 +22,7 @@ TRANSFERS = ("transfer_intra_node", "transfer_inter_node")
 Points = tuple[tuple[float, float], ...]
 """``(bytes, seconds)`` of ascending size."""
 
-Origin = Literal["measured", "interpolated"]
+Origin = Literal["measured", "interpolated", "modelled"]
 
 
 class Asked(NamedTuple):
@@ -49,13 +49,26 @@ class Found:
 
     Attributes:
         seconds: While ``shape.groups_per_node`` groups ran at once.
-        origin: ``"measured"``, or ``"interpolated"`` between (or above) measured sizes.
+        origin: ``"measured"``; ``"interpolated"`` between measured sizes or above; ``"modelled"`` below, where it
+            is the link model's but for a factor.
         shape: As it was measured.
+        num_bytes: Size that ``seconds`` are of: the one asked for, or the nearest measured one where that lies outside.
     """
 
     seconds: float
     origin: Origin
     shape: GroupShape
+    num_bytes: float
+
+    def extended(self, num_bytes: float, growth: float) -> Found:
+        """Return the answer for a size outside the measured ones.
+
+        Args:
+            num_bytes: Size asked for.
+            growth: Its time over that of ``self.num_bytes``, both by the link model.
+        """
+        origin: Origin = "modelled" if num_bytes < self.num_bytes else "interpolated"
+        return Found(self.seconds * growth, origin, self.shape, num_bytes)
 
     def replace(self, modelled: Communication, crowding: float) -> Communication:
         """Return the modelled cost with its time replaced by what the group takes alone.
@@ -121,9 +134,8 @@ class CollectiveTable:
             any_stride: Strides do not matter: all pairs of the node are joined alike.
 
         Returns:
-            None where the table says nothing: another group, or a size below the smallest, whose time is only an
-            upper bound. Between sizes time is linear in bytes, as a latency and a bandwidth between neighbours
-            would have it; above the largest size its bandwidth holds.
+            None where the table says nothing of the group. Between sizes time is linear in bytes, as a latency and a
+            bandwidth between neighbours would have it; outside them it is that of the nearest, for ``extended``.
         """
         wanted = _shape(kind, group)
         found = [
@@ -136,13 +148,16 @@ class CollectiveTable:
         if not found:
             return None
         shape = min(found, key=lambda each: each[:-1])[-1]
-        answer = interpolated(self.series[kind, shape], num_bytes)
-        return Found(*answer, shape) if answer is not None else None
+        points = self.series[kind, shape]
+        nearest = min(max(num_bytes, points[0][0]), points[-1][0])
+        answer = interpolated(points, nearest)
+        assert answer is not None, "the nearest size is not below the smallest"
+        return Found(*answer, shape, nearest)
 
     def lookup(self, kind: str, group_size: int, num_bytes: float) -> tuple[float, Origin] | None:
-        """Return ``(seconds, origin)`` for a group in one node as measured, or None (see :meth:`find`)."""
+        """Return ``(seconds, origin)`` for a group in one node as measured; None outside that (see :meth:`find`)."""
         found = self.find(kind, group_size, num_bytes, any_stride=True)
-        return (found.seconds, found.origin) if found is not None else None
+        return (found.seconds, found.origin) if found is not None and found.num_bytes == num_bytes else None
 
 
 def _shape(kind: str, group: int | GroupShape) -> GroupShape:

@@ -201,18 +201,26 @@ class HardwareModel:
         flows = self.flows(kind, group)
         if num_bytes == 0:
             return NOTHING
-        modelled = min((flow.price(num_bytes) for flow in flows), key=lambda cost: cost.alone_s)
-        return self._refined(kind, num_bytes, group, modelled) if self.collective_table is not None else modelled
+        return self._refined(kind, num_bytes, group, flows)
 
-    def _refined(self, kind: str, num_bytes: float, group: tuple[int, ...], modelled: Communication) -> Communication:
-        """Return the measured cost of a collective, if there is one; of a joined gather, the gather's with copies."""
-        assert self.collective_table is not None
+    def _refined(self, kind: str, num_bytes: float, group: tuple[int, ...], flows: Sequence[Flow]) -> Communication:
+        """Return the cost of a collective: measured, if it was; of a joined gather, the gather's with copies.
+
+        Outside the measured sizes it is that of the nearest, times the growth that the link model has from there.
+        """
+        modelled = _quickest(flows, num_bytes)
+        if self.collective_table is None:
+            return modelled
         asked = self.asked_of_table(kind, group)
         if asked is None:
             return modelled
         found = self.collective_table.find(asked.kind, asked.shape, num_bytes, any_stride=asked.any_stride)
         if found is None:
             return modelled
+        if found.num_bytes != num_bytes:
+            own = self.flows(asked.kind, group)
+            there = _quickest(own, found.num_bytes)
+            found = found.extended(num_bytes, _quickest(own, num_bytes).alone_s / there.alone_s)
         found = replace(found, seconds=found.seconds + num_bytes * asked.added_s_per_byte)
         return found.replace(modelled, self._crowding(kind, num_bytes, asked.nodes, found.shape))
 
@@ -225,7 +233,7 @@ class HardwareModel:
         for group in groups_at_once(whole, nodes, shape):
             is_transfer = kind in TRANSFERS
             flows = (transfer_flow(whole, *group),) if is_transfer else collective_flows(whole, kind, group)
-            for name, share in min((flow.price(num_bytes) for flow in flows), key=lambda cost: cost.alone_s).shares:
+            for name, share in _quickest(flows, num_bytes).shares:
                 loads[name] = loads.get(name, 0.0) + share
         return max([1.0, *loads.values()])
 
@@ -234,15 +242,22 @@ class HardwareModel:
         a, b = self.cluster.node_of(source), self.cluster.node_of(destination)
         if source == destination or num_bytes == 0:
             return NOTHING
-        modelled = transfer_flow(self.cluster, source, destination).price(num_bytes)
+        flow = transfer_flow(self.cluster, source, destination)
+        modelled = flow.price(num_bytes)
         if self.collective_table is None or not self.is_tabled((a, b)):
             return modelled
         kind = "transfer_intra_node" if a == b else "transfer_inter_node"
         found = self.collective_table.find(kind, 2, num_bytes, any_stride=True)
         if found is None:
             return modelled
+        if found.num_bytes != num_bytes:
+            found = found.extended(num_bytes, modelled.alone_s / flow.price(found.num_bytes).alone_s)
         nodes = (a,) if a == b else (a, b)
         return found.replace(modelled, self._crowding(kind, num_bytes, nodes, found.shape))
+
+
+def _quickest(flows: Sequence[Flow], num_bytes: float) -> Communication:
+    return min((flow.price(num_bytes) for flow in flows), key=lambda cost: cost.alone_s)
 
 
 def _check_size(num_bytes: float) -> None:

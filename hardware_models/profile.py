@@ -66,10 +66,13 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class ProfileLookup:
-    """An answer of the table: the row, and whether it was ``"measured"`` or ``"interpolated"``."""
+    """An answer of the table: the row, and whether it was ``"measured"`` or ``"interpolated"``.
+
+    Also ``"modelled"``: the nearest row, grown as the model has it.
+    """
 
     row: ProfileRow
-    source: Literal["measured", "interpolated"]
+    source: Literal["measured", "interpolated", "modelled"]
 
 
 INTERPOLATED = (
@@ -147,6 +150,11 @@ class OperatorProfile:
             values[name] = getattr(low, name) * (1 - part) + getattr(high, name) * part
         values["samples"] = samples
         return ProfileLookup(ProfileRow(**values), "interpolated")
+
+    def nearest(self, role: str, samples: int, tensor_size: int, split: str = "default") -> ProfileRow | None:
+        """Return the measured row of the nearest number of samples; None where the role, degree or split is unknown."""
+        series = self._series.get((role, tensor_size, split))
+        return series[min(series, key=lambda count: abs(count - samples))] if series else None
 
     def save(self, path: str | Path) -> None:
         """Write the profile in the native format (``.yaml`` or ``.json``)."""

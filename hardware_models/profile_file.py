@@ -86,14 +86,17 @@ def profile_from_mapping(mapping: Mapping[str, Any], source: str) -> OperatorPro
         values = {name: _typed(name, cell, number, source)
                   for name, cell in zip(file.columns, cells, strict=True)}  # fmt: skip
         rows.append(_row(values, source, number))
-    return OperatorProfile(
-        model=file.model,
-        gpu_type=file.gpu_type,
-        dtype=file.dtype,
-        rows=tuple(rows),
-        source=file.source,
-        kernels_only=file.kernels_only,
-    )
+    try:
+        return OperatorProfile(
+            model=file.model,
+            gpu_type=file.gpu_type,
+            dtype=file.dtype,
+            rows=tuple(rows),
+            source=file.source,
+            kernels_only=file.kernels_only,
+        )
+    except ValueError as error:  # a row that is there twice
+        raise DataFileError(source, str(error)) from None
 
 
 def _row(values: dict[str, Any], source: str, number: int) -> ProfileRow:

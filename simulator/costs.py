@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+<<<<<<< HEAD
 from dataclasses import replace
 from functools import cached_property
+=======
+from functools import cached_property, partial
+>>>>>>> audit-calibration
 from math import prod
 
 import numpy as np
@@ -165,6 +169,10 @@ class CostTables:
         return self._operators[key]
 
     def _compute(self, index: int, sharding: Sharding, samples: int, gpu_type: str) -> OperatorCost:
+        modelled_at = partial(self._modelled, index, sharding, gpu_type)
+        return with_profile(modelled_at, self.problem, index, sharding, samples, gpu_type)
+
+    def _modelled(self, index: int, sharding: Sharding, gpu_type: str, samples: int) -> OperatorCost:
         workload, runtime = self.problem.workload, self.problem.runtime
         op = workload.operators[index]
         kind = op.definition
@@ -179,7 +187,7 @@ class CostTables:
         )
         segments = {phase: self._phase(kind, phase, local, gpu_type) for phase in _PHASES}
         saved = tuple((item.ref, float(item.size_bytes)) for item in saved_tensors(kind, local))
-        cost = OperatorCost(
+        return OperatorCost(
             forward=segments[FORWARD],
             backward_input=segments[BACKWARD_INPUT],
             backward_weight=segments[BACKWARD_WEIGHT],
@@ -199,11 +207,14 @@ class CostTables:
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
         )
+<<<<<<< HEAD
         cost = with_profile(cost, self.problem, index, sharding, samples, gpu_type)
         alone, added = cost.backward_weight, EMPTY
         if runtime.hands_over_gradients:
             added = self.launched(self._additions(kind, local), gpu_type)
         return replace(cost, backward_weight=alone.then(added), backward_weight_alone=alone)
+=======
+>>>>>>> audit-calibration
 
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
         stated = kind.stated_time_s(phase, local)

@@ -12,6 +12,7 @@ from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Runtime, load_runtime
 from simulator.problem_files import files_of, with_files
+from simulator.profile_check import check_profile
 from workloads.operators import Workload
 from workloads.registry import build_workload
 
@@ -52,9 +53,14 @@ class ProblemSpec:
         with_files(self)
         runtime = load_runtime(self.runtime)
         cluster = parse_cluster(self.cluster)
-        hardware = load_calibration(self.profile).hardware(cluster) if self.profile else HardwareModel(cluster)
+        workload = build_workload(self.model, attention=runtime.attention)
+        hardware = HardwareModel(cluster)
+        if self.profile:
+            calibration = load_calibration(self.profile)
+            hardware = calibration.hardware(cluster)
+            check_profile(calibration, hardware.operator_profile, workload, runtime)
         problem = Problem(
-            workload=build_workload(self.model, attention=runtime.attention),
+            workload=workload,
             hardware=hardware,
             runtime=runtime,
             global_batch=self.global_batch,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
+from hardware_models.profile import OperatorProfile, ProfileLookup
 from hardware_models.profile import Split as SplitWord
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Sharding
@@ -13,9 +16,27 @@ from workloads.operators import Operator
 
 
 def with_profile(
-    cost: OperatorCost, problem: Problem, index: int, sharding: Sharding, samples: int, gpu_type: str
+    modelled_at: Callable[[int], OperatorCost],
+    problem: Problem,
+    index: int,
+    sharding: Sharding,
+    samples: int,
+    gpu_type: str,
 ) -> OperatorCost:
-    """Return a cost with the durations of the problem's profile, where that has a row for the operator so split."""
+    """Return a cost with the durations of the problem's profile, where that has rows for the operator so split.
+
+    Outside the numbers of samples that it has, durations are those of the nearest, times what the model grows by from
+    there.
+
+    Args:
+        modelled_at: Returns what the model says of the operator at a number of samples.
+        problem: With the profile.
+        index: Operator.
+        sharding: Canonical sharding.
+        samples: Samples that one rank works on.
+        gpu_type: Device type.
+    """
+    cost = modelled_at(samples)
     profile = problem.hardware.operator_profile
     dtype = problem.runtime.implementation.dtype
     if profile is None or profile.gpu_type != gpu_type or profile.dtype != dtype:
@@ -24,7 +45,9 @@ def with_profile(
     measured_as = profiled_as(op, sharding)
     if measured_as is None:
         return cost
-    found = profile.lookup(op.role, samples, *measured_as)
+    found = profile.lookup(op.role, samples, *measured_as) or _extended(
+        profile, op.role, samples, *measured_as, cost, modelled_at
+    )
     if found is None:
         return cost
     modelled = cost.backward.device_s
@@ -39,6 +62,35 @@ def with_profile(
             "includes_collectives": found.row.includes_collectives,
         }
     )
+
+
+def _extended(
+    profile: OperatorProfile,
+    role: str,
+    samples: int,
+    tensor_size: int,
+    split: SplitWord,
+    cost: OperatorCost,
+    modelled_at: Callable[[int], OperatorCost],
+) -> ProfileLookup | None:
+    nearest = profile.nearest(role, samples, tensor_size, split)
+    if nearest is None:
+        return None
+    there = modelled_at(nearest.samples)
+
+    def alone_s(segment: Segment) -> float:
+        return segment.device_s if profile.kernels_only else max(segment.device_s, segment.host_s)
+
+    def grown(seconds: float, here: Segment, there: Segment) -> float:
+        return seconds * alone_s(here) / alone_s(there) if alone_s(there) > 0 else seconds
+
+    row = replace(
+        nearest,
+        samples=samples,
+        forward_s=grown(nearest.forward_s, cost.forward, there.forward),
+        backward_s=grown(nearest.backward_s, cost.backward, there.backward),
+    )
+    return ProfileLookup(row, "modelled")
 
 
 def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | None:
@@ -60,5 +112,5 @@ def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | Non
 def _measured(modelled: Segment, seconds: float, source: str, kernels_only: bool) -> Segment:
     """Return a segment with a measured duration; launch time is kept, at most the duration where that contains it."""
     host_s = modelled.host_s if kernels_only else min(modelled.host_s, seconds)
-    recorded = (seconds, 0.0, 0.0) if source == "measured" else (0.0, seconds, 0.0)
-    return Segment(seconds, host_s, seconds, 0.0, recorded)
+    recorded = {"measured": (seconds, 0.0, 0.0), "interpolated": (0.0, seconds, 0.0), "modelled": (0.0, 0.0, seconds)}
+    return Segment(seconds, host_s, seconds, 0.0, recorded[source])

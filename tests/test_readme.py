@@ -109,7 +109,7 @@ def test_the_table_of_the_guide_to_ones_own_runs(
     (tmp_path / "runs.csv").write_text(content)
     monkeypatch.chdir(tmp_path)
     lines = [line for page, line in COMMANDS if page == "your-own-runs.md"]
-    assert len(lines) == 2
+    assert len(lines) == 4
     for line in lines:
         code, out, error = run(capsys, *shlex.split(line)[1:])
         assert code == 0 and ("2 measured runs" in out or "calibrate" in line), error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,9 +14,14 @@ from experiments.accuracy.errors import ErrorReport
 from experiments.accuracy.groups import groups as known_groups
 from experiments.accuracy.run import GroupReport, Outcome
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
 BAND = 0.10
+NARROW = 5.0
+"""Below this ratio of its ends a scale has every digit written, so that there are several."""
 COLOR_FEATURES = ("strategy", "tp", "tokens", "method", "system", "recompute", "model")
 """The first of these that takes between two and eight values colours the points."""
 
@@ -26,6 +32,22 @@ def plot_group(report: GroupReport, outcomes: Sequence[Outcome], path: Path) -> 
     return plot_outcomes(known_groups()[report.name].title.strip(), report.time, own, path)
 
 
+def scale_by_log(axes: Axes, low: float, high: float) -> None:
+    """Give both axes one logarithmic scale, written in plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    written = (1.0, 2.0, 5.0) if high > NARROW * low else tuple(map(float, range(1, 10)))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=written, numticks=20))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.set_aspect("equal")
+
+
 def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Outcome], path: Path) -> bool:
     """Draw iteration times on log axes, with the diagonal and a band of ten percent.
 
@@ -34,7 +56,6 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     timed = [each for each in outcomes if each.case.measured.iteration_time_s is not None]
     if not timed or errors is None:
@@ -62,15 +83,7 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
             markeredgewidth=0,
             label=f"{feature} {label}" if feature else None,
         )
-    for scale in (axes.set_xscale, axes.set_yscale):
-        scale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=20))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
-    axes.set_xlim(low, high)
-    axes.set_ylim(low, high)
-    axes.set_aspect("equal")
+    scale_by_log(axes, low, high)
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

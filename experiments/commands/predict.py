@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 40
 """A longer table is shown by its runs that are furthest off (all go into ``--output``)."""
 FURTHEST = 10
+FEW = 3
+"""Runs that are named where a limit is not met."""
 COLUMNS = (
     "predicted_iteration_time_s",
     "measured_iteration_time_s",
@@ -54,6 +56,13 @@ def predict(
     limit: Annotated[
         str | None,
         typer.Option(help="Exit with 1 if the mean absolute error is more than this, such as 10%.", show_default=False),
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV of an earlier --output: exit with 1 if the mean absolute error of its runs has grown.",
+            show_default=False,
+        ),
     ] = None,
     skip_refused: Annotated[
         bool, typer.Option("--skip-refused", help="Leave out, and list, rows that cannot be run.")
@@ -77,8 +86,9 @@ def predict(
     from experiments.accuracy.run import report_of
     from experiments.calibrate.measured_run import doubt
     from experiments.commands.validate import parse_share
+    from experiments.run_baseline import earlier_errors, worse
     from experiments.run_files import files_of_runs
-    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes, rows_twice
+    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes, row_id, rows_twice
     from simulator.fidelity import Fidelity
 
     largest = parse_share(limit) if limit is not None else None
@@ -92,10 +102,12 @@ def predict(
         if name not in known:
             raise ValueError(f"--by must name columns of {runs}, {', '.join(known)}; got {name!r}")
     timed = any(case.measured.iteration_time_s is not None for case in cases)
-    for option, given in (("--limit", largest), ("--plot", plot), ("--by", features)):
+    for option, given in (("--limit", largest), ("--baseline", baseline), ("--plot", plot), ("--by", features)):
         if given and not timed:
             raise ValueError(f"{option} needs measured times, and no row of {runs} has one")
-    all_writable(output, read=files_of_runs(runs, common), pictures=[plot])
+    inputs = [*files_of_runs(runs, common), *([baseline] if baseline is not None else [])]
+    all_writable(output, read=inputs, pictures=[plot])
+    earlier = earlier_errors(baseline, runs, COLUMNS) if baseline is not None else {}
     outcomes = _simulated(cases, fidelity, runs, output)
     report = report_of(runs.stem, outcomes)
     if plot is not None:
@@ -126,8 +138,23 @@ def predict(
     for path in (output, plot):
         if path is not None and not as_json:
             messages().print(f"written: {path}", markup=False)
+    errors = {each.case.row_id: each.time_error for each in outcomes if each.time_error is not None}
+    before = {row_id(runs, number): error for number, error in earlier.items() if row_id(runs, number) in errors}
+    failed = worse(before, errors) if before else []
+    if baseline is not None and not failed:
+        num_new = len(errors) - len(before)
+        new = f"; {num_new} measured runs are not in it as they are now" if num_new else ""
+        messages().print(f"not worse than {baseline}{new}", markup=False, soft_wrap=True)
     if largest is not None and report.time is not None and report.time.mean_absolute > largest:
-        messages().print(f"[bold red]mean absolute error {report.time.mean_absolute:.1%}, allowed {largest:.1%}[/]")
+        furthest = sorted(errors.items(), key=lambda item: -abs(item[1]))[:FEW]
+        failed.append(f"mean absolute error {report.time.mean_absolute:.1%}, allowed {largest:.1%}")
+        failed.append(f"furthest off: {', '.join(f'{run} {error:+.1%}' for run, error in furthest)}")
+    if failed:
+        differing = [name for name in known if len({case.features.get(name) for case in cases}) > 1]
+        if differing and not features:
+            failed.append(f"where: --by {','.join(differing[:2])} tabulates the error by columns of {runs}")
+        for line in failed:
+            messages().print(f"[bold red]{line}[/]", soft_wrap=True)
         raise typer.Exit(1)
 
 

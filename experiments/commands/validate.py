@@ -85,7 +85,8 @@ def validate_file(
 
     largest = parse_share(limit) if limit is not None else None
     all_writable(write_cases, read=[Path(target)])
-    if is_campaign(target):
+    is_word = not (Path(target).suffix or Path(target).exists())  # no file was meant
+    if is_word or is_campaign(target):
         campaign = load_campaign(target, cluster=cluster)
         validate_campaign(
             campaign, profile=profile, limit=largest, rounds=rounds, output=output, dry_run=dry_run,

@@ -89,9 +89,9 @@ def remainders(folder: Path) -> Iterator[Remainder]:
                     measured[degree] = row.forward_s if FORWARD in phases else row.backward_s
                 reduced = prod(local.outputs[0]) if FORWARD in phases else prod(local.inputs[0])
                 for degree in DEGREES:
-                    alone = reductions.find("all_reduce", degree, float(reduced * ELEMENT_BYTES))
+                    alone = reductions.lookup("all_reduce", degree, float(reduced * ELEMENT_BYTES))
                     assert alone is not None, "Aceso measured all-reduces among 2, 4 and 8"
-                    left_s = measured[degree] - products[degree] * measured[1] / products[1] - alone.seconds
+                    left_s = measured[degree] - products[degree] * measured[1] / products[1] - alone[0]
                     yield Remainder(size, degree, samples, op.role, left_s)
 
 

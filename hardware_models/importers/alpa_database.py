@@ -106,21 +106,24 @@ def read_alpa_table(path: str | Path) -> list[Row]:
     """
     integers = ("group_size", "stride", "num_groups", "nodes_per_group", "gpus_per_node_in_group")
     rows: list[Row] = []
-    for row in load_table(path, floats=("bytes", "seconds"), integers=integers):
+    for number, row in enumerate(load_table(path, floats=("bytes", "seconds"), integers=integers), start=1):
         nodes = int(row["mesh"].partition("x")[0]) if row["mesh"].partition("x")[0].isdecimal() else 0
         if nodes < 1 or any(row[name] is None for name in (*integers, "bytes", "seconds")):
-            raise DataFileError(path, f"a row must have a mesh like 2x8 and no empty cell, got {str(row)[:200]}")
+            raise DataFileError(path, f"row {number} must have a mesh like 2x8 and no empty cell, got {str(row)[:200]}")
         kind = row["collective"].replace("-", "_")
+        if kind not in COLLECTIVES.values():
+            known = ", ".join(COLLECTIVES.values())
+            raise DataFileError(path, f"row {number}: collective must be one of {known}, got {row['collective']!r:.60}")
         size = row["bytes"] / (row["group_size"] if kind == "all_to_all" else 1)
         if size > 0:
             if row["seconds"] <= 0:
-                raise DataFileError(path, f"seconds must be above 0, got {row['seconds']:g}")
+                raise DataFileError(path, f"row {number}: seconds must be above 0, got {row['seconds']:g}")
             at_once = max(1, row["num_groups"] * row["nodes_per_group"] // nodes)
             stride = None if row["gpus_per_node_in_group"] == 1 else row["stride"]
             try:
                 shape = GroupShape(row["group_size"], row["nodes_per_group"], stride, at_once)
             except ValueError as error:
-                raise DataFileError(path, str(error)) from None
+                raise DataFileError(path, f"row {number}: {error}") from None
             rows.append((kind, shape, size, row["seconds"]))
     if not rows:
         raise DataFileError(path, "the table must hold at least one collective of a size above 0, got none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -17,7 +18,7 @@ _PROBES = (1e3, 1e6, 1e9)
 
 
 _ANY_SIZE = 1e18
-"""Bytes above what any table measures: it answers for every group that it has a series of."""
+"""Bytes above what any table measures or any plan sends."""
 
 
 Line = tuple[float, float, float, float]
@@ -47,7 +48,7 @@ class Channels:
 
     Attributes:
         lines: Per channel, what ``price_s`` says of them.
-        points: Per channel, bytes and seconds, ascending.
+        points: Per channel, bytes and seconds, ascending; the corners outside what was measured are among them.
         goes_on: Per channel, whether the next one belongs to it.
         hosts_s: Per channel, as ``TimeTables.channel_hosts_s`` has them; the same for those that belong together.
     """
@@ -125,8 +126,35 @@ class Channels:
                 f"collectives must have been measured one group at a time, got {collective} over {found.shape} "
                 f"({table.source}); use estimate for plans that need it"
             )
-        points = table.series[asked.kind, found.shape]
+        points = self._beyond(asked.kind, members, table.series[asked.kind, found.shape])
         return tuple((size, seconds + size * asked.added_s_per_byte) for size, seconds in points)
+
+    def _beyond(self, kind: str, members: tuple[int, ...], points: Points) -> Points:
+        """Return measured points with those that hold outside them: the nearest, growing as the link model does.
+
+        That is the quickest of straight lines, so that its corners say all of it.
+        """
+        lines = [
+            (protocol.latency_s + flow.fill_bytes * flow.s_per_byte(protocol), flow.s_per_byte(protocol))
+            for flow in self.problem.hardware.flows(kind, members)
+            for protocol in flow.protocols
+        ]
+        corners = {
+            (other_s - start_s) / (slope - other)
+            for (start_s, slope), (other_s, other) in combinations(lines, 2)
+            if slope != other
+        }
+
+        def modelled_s(size: float) -> float:
+            return min(start_s + size * slope for start_s, slope in lines)
+
+        (first, first_s), (last, last_s) = points[0], points[-1]
+        below, above = first_s / modelled_s(first), last_s / modelled_s(last)
+        return (
+            *((size, below * modelled_s(size)) for size in sorted({0.0, *corners}) if 0 <= size < first),
+            *points,
+            *((size, above * modelled_s(size)) for size in sorted({_ANY_SIZE, *corners}) if last < size <= _ANY_SIZE),
+        )
 
     def price_s(self, channel: int, num_bytes: float) -> float:
         """Return the seconds of a collective of that size."""

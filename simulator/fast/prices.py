@@ -30,12 +30,10 @@ def _price(
         if option_s < alone_s:
             alone_s, best = option_s, option
     latency_s = lines[best, LATENCY_S]
-    if point < point_end and num_bytes >= points[point, 0]:
-        while point < point_end and points[point, 0] < num_bytes:
+    if point < point_end:
+        while points[point, 0] < num_bytes:
             point += 1
-        if point == point_end:
-            alone_s = points[point - 1, 1] * num_bytes / points[point - 1, 0]
-        elif points[point, 0] == num_bytes:
+        if points[point, 0] == num_bytes:
             alone_s = points[point, 1]
         else:
             part = (num_bytes - points[point - 1, 0]) / (points[point, 0] - points[point - 1, 0])
@@ -52,8 +50,7 @@ def price_s(lines: Floats, points: Floats, num_bytes: float) -> float:
 
     Args:
         lines: float64[., LINE]. See its columns.
-        points: float64[., 2]. Bytes and seconds alone, ascending; below the first the lines hold, above the last its
-            bandwidth.
+        points: float64[., 2]. Bytes and seconds alone, ascending from no bytes to more than are sent; or none.
         num_bytes: Its size.
     """
     return float(_price(lines, 0, len(lines), points, 0, len(points), num_bytes))

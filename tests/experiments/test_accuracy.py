@@ -14,7 +14,7 @@ from experiments.accuracy.calibration_rows import calibration_rows, named_rows
 from experiments.accuracy.docs import write_docs
 from experiments.accuracy.errors import DISTINGUISHABLE, ErrorReport, rank_report
 from experiments.accuracy.groups import groups
-from experiments.accuracy.plots import plot_group
+from experiments.accuracy.plots import plot_group, scale_by_log
 from experiments.accuracy.run import GroupReport, check_cases, group_reports, residuals_by, run_case, run_cases
 from experiments.cases import alpa, galvatron_table2, megatron_sc21, vtrain
 from experiments.cases.case import Case, Measured, Skipped, problem_of, uniform
@@ -375,3 +375,14 @@ def test_the_page_names_every_group_and_its_peers(tmp_path: Path) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("No measured run above is on")]
     named = line.split(": ")[1].split(".")[0].split(", ")
     assert set(named) == set(gpu_names()) - set(outcomes[0].case.problem().gpu_types)
+
+
+@pytest.mark.parametrize(("low", "high"), [(53.0, 139.0), (0.03, 0.35), (1.0, 4000.0)])
+def test_a_scale_is_written_in_plain_numbers_several_of_them(low: float, high: float) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    scale_by_log(axes, low, high)
+    ticks = [place for place in axes.xaxis.get_majorticklocs() if low <= place <= high]
+    assert len(ticks) >= 3
+    assert [float(text) for text in axes.xaxis.get_major_formatter().format_ticks(ticks)] == pytest.approx(ticks)

@@ -48,6 +48,40 @@ def test_json_has_what_the_table_has(runs: Path, capsys: pytest.CaptureFixture[s
     assert found["report"]["num_runs"] == 3 and found["report"]["num_timed"] == 2
 
 
+def test_predictions_that_got_worse_than_a_baseline_fail_and_name_the_runs(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(run(capsys, "predict", runs, *ON, "--json")[1])["runs"]
+    text = runs.read_text()
+    for old, each, error in zip(("0.02", "0.04"), found, (1.01, 0.98), strict=False):
+        text = text.replace(f",{old},", f",{each['predicted_iteration_time_s'] / error:.9f},")
+    runs.write_text(text)
+    baseline, later = runs.parent / "baseline.csv", runs.parent / "later.csv"
+    assert run(capsys, "predict", runs, *ON, "-o", baseline)[0] == 0
+    code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline, "-o", later)
+    assert code == 0 and f"not worse than {baseline}" in err
+    assert later.read_bytes() == baseline.read_bytes()
+    code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline, "--without", "host")
+    assert code == 1
+    assert "mean absolute error of 2 runs 1.5% in the baseline, " in err
+    assert "moved most: runs.csv#" in err and "where: --by tp,pp tabulates" in err
+    head, first, *others = runs.read_text().splitlines()
+    runs.write_text("\n".join([head, *others, first.replace("16,0.", "16,1."), ""]))  # another time: another run
+    code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline)
+    assert code == 0 and "1 measured runs are not in it as they are now" in err
+
+
+def test_a_baseline_is_what_predict_wrote_of_these_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = runs.parent / "other.csv"
+    other.write_text("model,time_error\nanother,0.1\n")
+    wrong = ((runs, "with a column time_error"), (other, "measured rows of"), (runs.parent, "cannot be read"))
+    for baseline, words in wrong:
+        code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline)
+        assert code == 2 and words in err.replace("\n", " ")
+    code, _, err = run(capsys, "predict", runs, *ON, "--baseline", other, "-o", other)
+    assert code == 2 and "which is an input too" in err
+
+
 def test_times_in_a_wrong_unit_are_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "times must be in seconds" not in run(capsys, "predict", runs, *ON)[2]
     runs.write_text(runs.read_text().replace("0.02", "20").replace("0.04", "40"))

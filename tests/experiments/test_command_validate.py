@@ -39,6 +39,13 @@ def test_a_limit_is_a_positive_share(text: str) -> None:
         parse_share(text)
 
 
+def test_a_misspelt_campaign_is_answered_with_the_nearest() -> None:
+    pytest.importorskip("torch")
+    done = windtunnel("validate", "cpu-glo")
+    assert done.returncode == 2
+    assert "got 'cpu-glo'; did you mean 'cpu-gloo'?" in done.stderr
+
+
 @pytest.mark.measured
 def test_a_machine_is_profiled_and_a_plan_validated(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -97,6 +97,16 @@ def test_runs_left_out_choose_the_level_that_the_truth_has() -> None:
     assert choose(given, [Prior({name: 0.2}, 0.01) for name in LEVELS]).widths == {"block": 0.2}
 
 
+def test_a_prior_under_which_a_part_takes_no_time_is_chosen_only_where_no_other_has_factors() -> None:
+    below_zero = np.where(np.arange(len(PARTS)) == 0, -1.1, 0.1)
+    given = sums(4 * len(PARTS), below_zero)
+    wide, narrow, none = (Prior({"part": width}, noise=0.01) for width in (1.0, 0.003, 0.0))
+    assert min(given.estimate(wide, PARTS).values()) < 0 < min(given.estimate(narrow, PARTS).values())
+    assert np.abs(given.left_out(wide)).mean() < np.abs(given.left_out(narrow)).mean()
+    assert choose(given, [none, wide, narrow]) is narrow
+    assert choose(given, [none, wide]) is wide  # and what infers from it says what is wrong
+
+
 def test_priors_are_few_named_and_checked() -> None:
     assert len(list(priors())) == 3 ** len(LEVELS)
     with pytest.raises(ValueError, match="levels of a prior must be among block"):

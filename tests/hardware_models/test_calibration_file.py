@@ -79,12 +79,32 @@ def test_a_calibration_of_other_hardware_is_refused() -> None:
         Calibration(source="none").hardware(parse_cluster("a100-80g-dgx:1x8"))
 
 
+def test_a_row_that_is_there_twice_is_refused_with_its_file(tmp_path: Path) -> None:
+    OPERATORS.save(tmp_path / "o.json")
+    mapping = json.loads((tmp_path / "o.json").read_text())
+    mapping["rows"] *= 2
+    (tmp_path / "o.json").write_text(json.dumps(mapping))
+    with pytest.raises(ValueError, match=r"o\.json: profile of gpt: each .* must appear once"):
+        load_calibration(tmp_path / "o.json")
+
+
+def test_a_table_of_no_collectives_is_refused(tmp_path: Path) -> None:
+    save_calibration(full(), tmp_path / "c.json")
+    mapping = json.loads((tmp_path / "c.json").read_text())
+    mapping["collectives"]["rows"] = []
+    (tmp_path / "c.json").write_text(json.dumps(mapping))
+    with pytest.raises(ValueError, match=r"c\.json: collectives\.rows must hold at least one"):
+        load_calibration(tmp_path / "c.json")
+
+
 def test_a_profile_of_operators_alone_still_loads_through_a_problem(tmp_path: Path) -> None:
-    OPERATORS.save(tmp_path / "operators.yaml")
+    row = replace(ROW, output_bytes=2.0 * 2048 * 8192, parameter_bytes=2.0 * (2048 + 1) * 8192)  # as the model's own
+    operators = replace(OPERATORS, rows=(row,))
+    operators.save(tmp_path / "operators.yaml")
     spec = ProblemSpec(
         "gpt3-1.3b", "v100-32g-dgx1:1x4", "megatron-lm-2021", 8, profile=str(tmp_path / "operators.yaml")
     )
-    assert spec.load().hardware.operator_profile == OPERATORS
+    assert spec.load().hardware.operator_profile == operators
 
 
 def test_a_machine_profile_of_an_earlier_version_still_loads(tmp_path: Path) -> None:

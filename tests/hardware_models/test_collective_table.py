@@ -37,6 +37,29 @@ def test_a_measured_size_is_answered_as_measured(points: dict[int, float]) -> No
         assert table.lookup("all_gather", 4, size) == (seconds, "measured")
 
 
+@pytest.mark.parametrize("speed", [0.3, 3.0])  # of the machine, over the shipped model's
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "joined_all_gather"])
+def test_outside_the_measured_sizes_time_grows_from_the_nearest_as_the_link_model_has_it(
+    kind: str, speed: float
+) -> None:
+    """A machine that is the model's, only slower or quicker, is found again from two sizes; nothing jumps there."""
+    shipped = HardwareModel(parse_cluster("a100-80g-dgx:1x8"))
+    measured = "all_gather" if kind == "joined_all_gather" else kind
+    rows = [
+        (measured, 4, size, shipped.collective(measured, size, range(4)).alone_s / speed) for size in (2.0**20, 2.0**24)
+    ]
+    model = HardwareModel(shipped.cluster, collective_table=CollectiveTable.from_rows(rows, "test"))
+    for size in (64.0, 2.0**14, 2.0**20 - 1, 2.0**24 + 1, 2.0**30):
+        modelled, found = (each.collective(measured, size, range(4)).alone_s for each in (shipped, model))
+        copies = model.collective(kind, size, range(4)).alone_s - found
+        assert found == pytest.approx(modelled / speed)
+        assert copies == pytest.approx(shipped.collective(kind, size, range(4)).alone_s - modelled)
+    sends = [("transfer_intra_node", 2, 2.0**20, shipped.transfer(2.0**20, 0, 1).alone_s / speed)]
+    model = HardwareModel(shipped.cluster, collective_table=CollectiveTable.from_rows(sends, "test"))
+    for size in (64.0, 2.0**30):
+        assert model.transfer(size, 0, 1).alone_s == pytest.approx(shipped.transfer(size, 0, 1).alone_s / speed)
+
+
 def test_shapes_are_told_apart_on_a_mesh_and_not_on_a_switch() -> None:
     rows = [("all_reduce", GroupShape(4, 1, 1), 1024.0, 1e-3), ("all_reduce", GroupShape(4, 1, 2), 1024.0, 2e-3)]
     mesh = HardwareModel(parse_cluster("v100-32g-dgx1:1x8"), collective_table=CollectiveTable.from_rows(rows, "t"))

@@ -183,6 +183,22 @@ def test_any_file_ends_in_success_or_a_clear_error(tmp_path_factory: pytest.Temp
         read_alpa_pickle(path)
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("1x8,allreduce,2,1,1,1,2,f16,1024,1e-5", "row 2: collective must be one of all_reduce, .*, got 'allreduce'"),
+        ("1x8,all-reduce,2,1,1,1,2,f16,1024,0", "row 2: seconds must be above 0, got 0"),
+        ("1x8,all-reduce,1,1,1,1,2,f16,1024,1e-5", "row 2: a group must have at least 2 ranks"),
+        ("x,all-reduce,2,1,1,1,2,f16,1024,1e-5", "row 2 must have a mesh like 2x8"),
+    ],
+)
+def test_a_wrong_row_of_a_table_is_refused_by_its_number(tmp_path: Path, row: str, words: str) -> None:
+    head = "mesh,collective,group_size,stride,num_groups,nodes_per_group,gpus_per_node_in_group,dtype,bytes,seconds"
+    (tmp_path / "t.csv").write_text(f"{head}\n1x8,all-reduce,2,1,1,1,2,f16,1024,1e-5\n{row}\n")
+    with pytest.raises(ValueError, match=words):
+        read_alpa_table(tmp_path / "t.csv")
+
+
 @pytest.mark.parametrize("name", ["collectives_p3_16xlarge_osdi22.csv", "collectives_a100_8gpu.csv"])
 def test_a_measured_table_is_right_at_sizes_that_were_left_out(name: str) -> None:
     table = CollectiveTable.from_rows(read_alpa_table(data_folder("alpa_v100") / name), name)

@@ -112,6 +112,36 @@ def test_a_profile_row_that_contains_its_collective_is_not_charged_for_it_again(
     assert not any(".mlp_linear_2" in name or ".attention_qkv" in name for name in names)
 
 
+@pytest.mark.parametrize("kernels_only", [True, False])
+def test_outside_profiled_samples_an_operator_grows_from_the_nearest_as_the_model_has_it(kernels_only: bool) -> None:
+    """A machine that takes thrice the model's time is found again from two and four samples."""
+    problem = small_problem("gpt", global_batch=16)
+    costs, gpu_type = CostTables(problem), problem.gpu_types[0]
+    index = next(number for number, op in enumerate(problem.workload.operators) if op.role == "mlp_linear_1")
+
+    def alone_s(segment: Segment) -> float:
+        return segment.device_s if kernels_only else max(segment.device_s, segment.host_s)
+
+    rows = []
+    for samples in (2, 4):
+        cost = costs.operator(index, (), samples, gpu_type)
+        rows.append(
+            ProfileRow(
+                role="mlp_linear_1", samples=samples, tensor_size=1, split="default",
+                forward_s=3 * alone_s(cost.forward), backward_s=3 * alone_s(cost.backward), saved_bytes=0.0,
+                forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0,
+                parameter_bytes=0.0, includes_collectives=False, num_groups=1, source="test",
+            )
+        )  # fmt: skip
+    profile = OperatorProfile("gpt", gpu_type, "fp16", tuple(rows), "test", kernels_only=kernels_only)
+    profiled = CostTables(replace(problem, hardware=replace(problem.hardware, operator_profile=profile)))
+    for samples in (1, 8, 16):
+        modelled, found = (each.operator(index, (), samples, gpu_type) for each in (costs, profiled))
+        assert found.forward.device_s == pytest.approx(3 * alone_s(modelled.forward))
+        assert found.backward.device_s == pytest.approx(3 * alone_s(modelled.backward))
+        assert found.forward.recorded == (0.0, 0.0, found.forward.device_s)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_measured_share_of_a_stage_on_unlike_gpus_is_that_of_all_of_them(order: tuple[int, int]) -> None:
     """Two V100s with a profile of every operator and two T4s without, as replicas of one stage."""
