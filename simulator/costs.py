@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-<<<<<<< HEAD
-from dataclasses import replace
-from functools import cached_property
-=======
 from functools import cached_property, partial
->>>>>>> audit-calibration
 from math import prod
 
 import numpy as np
@@ -187,11 +182,12 @@ class CostTables:
         )
         segments = {phase: self._phase(kind, phase, local, gpu_type) for phase in _PHASES}
         saved = tuple((item.ref, float(item.size_bytes)) for item in saved_tensors(kind, local))
+        additions = self._additions(kind, local) if runtime.hands_over_gradients else []
         return OperatorCost(
             forward=segments[FORWARD],
             backward_input=segments[BACKWARD_INPUT],
-            backward_weight=segments[BACKWARD_WEIGHT],
             backward_weight_alone=segments[BACKWARD_WEIGHT],
+            later_additions=self.launched(additions, gpu_type),
             input_bytes=tuple(float(size) for size in input_bytes(kind, local)),
             output_bytes=tuple(float(size) for size in output_bytes(kind, local)),
             saved=saved,
@@ -207,14 +203,6 @@ class CostTables:
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
         )
-<<<<<<< HEAD
-        cost = with_profile(cost, self.problem, index, sharding, samples, gpu_type)
-        alone, added = cost.backward_weight, EMPTY
-        if runtime.hands_over_gradients:
-            added = self.launched(self._additions(kind, local), gpu_type)
-        return replace(cost, backward_weight=alone.then(added), backward_weight_alone=alone)
-=======
->>>>>>> audit-calibration
 
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:
         stated = kind.stated_time_s(phase, local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective
 from simulator.segments import Segment
@@ -17,8 +18,9 @@ class OperatorCost:
     """One operator on one rank for one microbatch.
 
     Attributes:
-        forward, backward_input, backward_weight: Work of each phase.
-        backward_weight_alone: The weight phase of a pass whose gradients are added to none (``hands_over_gradients``).
+        forward, backward_input: Work of each phase.
+        backward_weight_alone: The weight phase of a pass whose gradients are added to none.
+        later_additions: What others have besides (``Runtime.hands_over_gradients``).
         input_bytes, output_bytes: Local bytes of each input and output.
         saved: ``(reference, bytes)`` of what forward keeps; references name ``input:i``/``output:i``.
         parameters: ``(parameter, local elements)``.
@@ -33,8 +35,8 @@ class OperatorCost:
 
     forward: Segment
     backward_input: Segment
-    backward_weight: Segment
     backward_weight_alone: Segment
+    later_additions: Segment
     input_bytes: tuple[float, ...]
     output_bytes: tuple[float, ...]
     saved: tuple[tuple[str, float], ...]
@@ -47,10 +49,20 @@ class OperatorCost:
     internal: tuple[tuple[str, MeshCollective], ...]
     includes_collectives: bool
 
+    @cached_property
+    def backward_weight(self) -> Segment:
+        """The weight phase of any pass but the first."""
+        return self.backward_weight_alone.then(self.later_additions)
+
     @property
     def backward(self) -> Segment:
         """Both gradients."""
         return self.backward_input.then(self.backward_weight)
+
+    @property
+    def backward_alone(self) -> Segment:
+        """Both gradients, added to none."""
+        return self.backward_input.then(self.backward_weight_alone)
 
     def backward_temporary_bytes(self, bytes_per_element: int, *, inputs: bool, weights: bool) -> float:
         """Return what lives only while gradients are made, beside input gradients.

@@ -50,17 +50,15 @@ def with_profile(
     )
     if found is None:
         return cost
-    modelled = cost.backward.device_s
-    share = cost.backward_weight.device_s / modelled if modelled > 0 else 0.0
+    modelled = cost.backward_alone.device_s
+    share = cost.backward_weight_alone.device_s / modelled if modelled > 0 else 0.0
     measured = partial(_measured, source=found.source, kernels_only=profile.kernels_only)
-    return OperatorCost(
-        **{
-            **{name: getattr(cost, name) for name in OperatorCost.__dataclass_fields__},
-            "forward": measured(cost.forward, found.row.forward_s),
-            "backward_input": measured(cost.backward_input, found.row.backward_s * (1 - share)),
-            "backward_weight": measured(cost.backward_weight, found.row.backward_s * share),
-            "includes_collectives": found.row.includes_collectives,
-        }
+    return replace(
+        cost,
+        forward=measured(cost.forward, found.row.forward_s),
+        backward_input=measured(cost.backward_input, found.row.backward_s * (1 - share)),
+        backward_weight_alone=measured(cost.backward_weight_alone, found.row.backward_s * share),
+        includes_collectives=found.row.includes_collectives,
     )
 
 
@@ -88,7 +86,7 @@ def _extended(
         nearest,
         samples=samples,
         forward_s=grown(nearest.forward_s, cost.forward, there.forward),
-        backward_s=grown(nearest.backward_s, cost.backward, there.backward),
+        backward_s=grown(nearest.backward_s, cost.backward_alone, there.backward_alone),
     )
     return ProfileLookup(row, "modelled")
 

@@ -230,10 +230,7 @@ class StageRowsBuilder:
         return StageRows(
             forward_s=np.array([cost.forward.device_s for cost in costs], dtype=np.float64),
             backward_s=np.array([cost.backward.device_s for cost in costs], dtype=np.float64),
-            added_s=np.array(
-                [cost.backward_weight.device_s - cost.backward_weight_alone.device_s for cost in costs],
-                dtype=np.float64,
-            ),
+            added_s=np.array([cost.later_additions.device_s for cost in costs], dtype=np.float64),
             collectives=tuple(self.numbers),
             before_forward=self._matrix([row.before_forward for row in rows]),
             before_again=self._matrix([row.before_again for row in rows]),
