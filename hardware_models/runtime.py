@@ -225,6 +225,7 @@ class ImplementationFile(FileModel):
     loss_subtracts_anew: bool = False
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
     loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
+    keeps_score_buffer: bool = False
     autocast: bool = False
     fused_rotary: bool = True
     fused_gate: bool = True

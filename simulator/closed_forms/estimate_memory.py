@@ -50,6 +50,7 @@ class HeldBytes:
         beyond_kept: Of that, what is not ``kept``.
         step: What the optimizer step works in.
         refreshed: What gathering its results takes.
+        buffer: What its operators share and never give back; stages of one device do so too.
     """
 
     states: float
@@ -62,6 +63,7 @@ class HeldBytes:
     beyond_kept: float
     step: float
     refreshed: float
+    buffer: float
 
 
 def held_bytes(view: StageView) -> HeldBytes:
@@ -94,6 +96,7 @@ def held_bytes(view: StageView) -> HeldBytes:
         beyond_kept=min(weighted, again) + to_multiply,
         step=float(sum(static.step_workspace)),
         refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),
+        buffer=max(view.cost(index).lasting_buffer_bytes for index in view.operators),
     )
 
 
@@ -307,7 +310,7 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
     for rank in range(num_ranks):
         own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
         in_step = max(sum(held[stage].step for stage in own), max(held[stage].refreshed for stage in own))
-        states = sum(held[stage].states for stage in own)
+        states = sum(held[stage].states for stage in own) + max(held[stage].buffer for stage in own)
         gathered = max(held[stage].gathered for stage in own)
         if plan.schedule == "interleaved":
             chunks = [(held[i].kept, last_held[i].kept, held[i].working, held[i].last, held[i].anew) for i in own]

@@ -84,6 +84,7 @@ class Holding:
     unsharded: float
     states: Floats
     largest: float
+    buffer: float
     elements: Floats
     work: Floats
     buckets: float
@@ -173,6 +174,7 @@ class Holdings:
             unsharded=unsharded,
             states=states,
             largest=largest,
+            buffer=cost.lasting_buffer_bytes,
             elements=elements,
             work=work,
             buckets=buckets,
@@ -199,6 +201,7 @@ class Holdings:
             unsharded=0.0,
             states=np.zeros(NUM_STATES),
             largest=0.0,
+            buffer=0.0,
             elements=np.zeros(MAX_FAMILIES),
             work=np.zeros(STEP_COLUMNS),
             buckets=0.0,

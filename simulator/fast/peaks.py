@@ -14,6 +14,7 @@ from simulator.fast.arrays import DONE, GPIPE, INTERLEAVED, ZB_H1, Floats, Ints,
 from simulator.fast.memory import (
     ANEW_BYTES,
     BEYOND_BYTES,
+    BUFFER_BYTES,
     FOR_WEIGHTS_BYTES,
     GATHERED_BYTES,
     HELD,
@@ -87,7 +88,7 @@ def estimate_peaks(
             if not is_first:
                 continue
             own_states, anew, kept, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
-            step, refreshed, gathered, beyond, later = 0.0, 0.0, 0.0, 0.0, 0.0
+            step, refreshed, gathered, beyond, later, buffer = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
             holds_all = True
             for other in range(stage, high):
                 if plans.placements[other] != plans.placements[stage]:
@@ -108,6 +109,7 @@ def estimate_peaks(
                 step += row[STEP_BYTES]
                 refreshed, beyond = max(refreshed, row[REFRESHED_BYTES]), max(beyond, row[BEYOND_BYTES])
                 gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES])
+                buffer = max(buffer, row[BUFFER_BYTES])
                 if schedule == INTERLEAVED:
                     flight[count, interleaved_memory.KEPT] = row[KEPT_BYTES]
                     flight[count, interleaved_memory.LAST_KEPT] = row[KEPT_BYTES]
@@ -122,6 +124,6 @@ def estimate_peaks(
                 in_passes = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
             else:
                 in_passes = max(kept + most - (anew if holds_all else 0.0), kept - most_kept + later)
-            peak_bytes[stage] = own_states + max(in_passes + gathered, step, refreshed)
+            peak_bytes[stage] = own_states + buffer + max(in_passes + gathered, step, refreshed)
             capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
             fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]

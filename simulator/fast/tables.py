@@ -44,9 +44,11 @@ from simulator.fast.holdings import Holding, Holdings, view_of
 from simulator.fast.layouts import Layouts, Spent, spent
 from simulator.fast.memory import (
     AGAIN,
+    BUFFER,
     GATHERED,
     KEPT,
     LARGEST,
+    MAXIMA,
     MEMORY_COLUMNS,
     NUM_STATES,
     OWN,
@@ -176,7 +178,7 @@ class TableBuilder:
         families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
         family_of: dict[object, int] = {}
         has_private = np.zeros(count, dtype=np.int64)
-        maxima = np.zeros((2, count))
+        maxima = np.zeros((MAXIMA, count))
         own: dict[tuple[int, Sharding], Holding] = {}
         weights: dict[tuple[int, Sharding], float] = {}
         beyond: dict[tuple[int, Sharding], tuple[float, ...]] = {}
@@ -201,7 +203,7 @@ class TableBuilder:
                 beyond_s[index] = beyond[key]
             sums[index + 1, WEIGHT_S], sums[index + 1, UNSUITED] = weights[key], found.unsuited
             has_private[index] = found.private > 0
-            maxima[WORKING, index], maxima[LARGEST, index] = found.working, found.largest
+            maxima[[WORKING, LARGEST, BUFFER], index] = found.working, found.largest, found.buffer
             column = memory_sums[index + 1]
             column[KEPT] = column[AGAIN] = found.private
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply

@@ -297,6 +297,10 @@ class StageMemory:
 
     # Sizes
 
+    def lasting_buffer_bytes(self) -> int:
+        """Return the bytes of the buffer that the stage's operators share and never give back."""
+        return int(max(self.cost_of(index).lasting_buffer_bytes for index in self.view.operators))
+
     def _output_bytes(self, tensor: str) -> float:
         producer = self.workload.producer[tensor]
         op = self.workload.operators[producer]

@@ -115,6 +115,9 @@ class AttentionScore(_ByHead):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         return Saved("input:0"), Saved("input:1")
 
+    def lasting_buffer(self, local: Local) -> tuple[tuple[Shape, str], ...]:
+        return ((local.outputs[0], "activation"),) if local.implementation.keeps_score_buffer else ()
+
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         batch, queries, keys = _products(local.attributes, local.outputs[0])
         dim = integer(local.attributes, "head_dim")
