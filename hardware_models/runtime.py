@@ -118,6 +118,8 @@ class Runtime:
             second (2 + 3), sqrt, division by the bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv
             on the parameter (4). AdamW over lists has as many: one lerp on the first moment (3), the decay of the
             parameter (2).
+        reduces_to_owners: ZeRO levels under which gradients are summed to a shard on each rank by one reduce to each
+            owner after the other (``links.OWNER_REDUCE``), not by a reduce-scatter.
         scatters_under_zero1: ZeRO-1 sums gradients to a shard on each rank; else every rank has them whole.
         flattens_sharded: What ZeRO-3 shards of a layer is one flat tensor to the optimizer (torch's first FSDP,
             FairScale).
@@ -164,6 +166,7 @@ class Runtime:
     sources: Mapping[str, str]
     adam_operations: tuple[int, int] = (8, 20)
     scatters_under_zero1: bool = True
+    reduces_to_owners: tuple[int, ...] = ()
     gradient_pass_bytes: tuple[float, float] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
@@ -271,6 +274,7 @@ class RuntimeFile(FileModel):
     sources: Mapping[str, Text]
     adam_operations: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=5)]] = (8, 20)
     scatters_under_zero1: bool = True
+    reduces_to_owners: tuple[Literal[1, 2, 3], ...] = ()
     gradient_pass_bytes: tuple[NonNegative, NonNegative] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True

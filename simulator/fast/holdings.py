@@ -37,6 +37,7 @@ from simulator.lowering.synchronisation import (
     is_copied,
     is_gathered,
     parameter_groups,
+    scattering_collective,
     split_reduction,
     tied_shards,
     whole_gradients_begin,
@@ -230,7 +231,7 @@ class Holdings:
         scattered, rest = split_reduction(group)
         row[REDUCTION] = self._keys((group.sizes, group.reduced_axes, group.sharded_axes, group.scattered))
         row[SCATTER_DEGREE] = prod(group.sizes[axis] for axis in scattered)
-        row[SCATTER] = channel("reduce_scatter", scattered) if scattered else -1
+        row[SCATTER] = channel(scattering_collective(group, self.problem.runtime), scattered) if scattered else -1
         row[REST] = channel("all_reduce", rest) if rest else -1
         copies = is_copied(view, group)
         row[COPIES] = num_gradient_copies(self.problem.runtime, scattered=group.scattered)[0] if copies else 0

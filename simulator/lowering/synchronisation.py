@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from hardware_models.links import OWNER_REDUCE
+from hardware_models.runtime import Runtime
 from simulator.lowering.mesh import MeshCollective, mesh_sizes, parameter_layout
 from workloads.placements import PARTIAL
 
@@ -149,12 +151,17 @@ def split_reduction(group: ParameterGroup) -> tuple[tuple[int, ...], tuple[int, 
     return scattered, tuple(axis for axis in group.reduced_axes if axis not in scattered)
 
 
-def _reductions(group: ParameterGroup, num_bytes: float) -> tuple[MeshCollective, ...]:
+def scattering_collective(group: ParameterGroup, runtime: Runtime) -> str:
+    """Return the collective that sums a gradient to a shard on each rank."""
+    return OWNER_REDUCE if group.zero in runtime.reduces_to_owners else "reduce_scatter"
+
+
+def _reductions(group: ParameterGroup, runtime: Runtime, num_bytes: float) -> tuple[MeshCollective, ...]:
     """Return what reduces ``num_bytes`` of gradients: scatter over sharded axes, then all-reduce the rest."""
     scattered, rest = split_reduction(group)
     found = []
     if scattered:
-        found.append(MeshCollective("reduce_scatter", group.sizes, scattered, num_bytes))
+        found.append(MeshCollective(scattering_collective(group, runtime), group.sizes, scattered, num_bytes))
         num_bytes /= prod(group.sizes[axis] for axis in scattered)
     if rest:
         found.append(MeshCollective("all_reduce", group.sizes, rest, num_bytes))
@@ -203,7 +210,7 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     for number, (members, total) in enumerate(filled):
         last = everything[members[-1]]
         listed = last.zero == 3 and runtime.parameter_calls_above is not None
-        bucket = GradientBucket(tuple(members), last.operator, _reductions(last, total), listed=listed)
+        bucket = GradientBucket(tuple(members), last.operator, _reductions(last, runtime, total), listed=listed)
         if number in copied:
             whole = not last.scattered
             passes = 1 if whole else runtime.sharded_gradient_copies
