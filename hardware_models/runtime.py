@@ -120,6 +120,8 @@ class Runtime:
             parameter (2).
         reduces_to_owners: ZeRO levels under which gradients are summed to a shard on each rank by one reduce to each
             owner after the other (``links.OWNER_REDUCE``), not by a reduce-scatter.
+        fills_bucket: ZeRO levels under which gradients are written, as they are made, into a buffer of
+            ``gradient_bucket_bytes`` that each backward pass makes, whatever there is to fill it; no others are whole.
         scatters_under_zero1: ZeRO-1 sums gradients to a shard on each rank; else every rank has them whole.
         flattens_sharded: What ZeRO-3 shards of a layer is one flat tensor to the optimizer (torch's first FSDP,
             FairScale).
@@ -167,6 +169,7 @@ class Runtime:
     adam_operations: tuple[int, int] = (8, 20)
     scatters_under_zero1: bool = True
     reduces_to_owners: tuple[int, ...] = ()
+    fills_bucket: tuple[int, ...] = ()
     gradient_pass_bytes: tuple[float, float] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
@@ -275,6 +278,7 @@ class RuntimeFile(FileModel):
     adam_operations: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=5)]] = (8, 20)
     scatters_under_zero1: bool = True
     reduces_to_owners: tuple[Literal[1, 2, 3], ...] = ()
+    fills_bucket: tuple[Literal[2, 3], ...] = ()
     gradient_pass_bytes: tuple[NonNegative, NonNegative] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True

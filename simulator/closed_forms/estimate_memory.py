@@ -22,6 +22,7 @@ from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import (
     ParameterGroup,
+    bucket_buffer_bytes,
     parameter_groups,
     units_gathered_for,
     whole_gradients_begin,
@@ -78,6 +79,7 @@ def held_bytes(view: StageView) -> HeldBytes:
     anew = sum(static.gradients_anew.values())
     whole = whole_for_a_while(view)
     kept, again, peak, lowest = _activations(view, whole)
+    bucket = bucket_buffer_bytes(parameter_groups(view), problem.runtime) if reduces_in_backward(plan) else 0.0
     weighted = to_multiply = 0.0
     for index in view.operators:
         if problem.workload.parameters(index):
@@ -89,9 +91,9 @@ def held_bytes(view: StageView) -> HeldBytes:
         states=float(sum(static.parameters) + sum(static.gradients) + anew + sum(static.optimizer)),
         anew=float(anew),
         kept=kept,
-        working=peak - kept,
+        working=peak - kept + bucket,
         gathered=whole.root,
-        last=max(lowest, whole.end),
+        last=max(lowest, whole.end) + bucket,
         for_weights=min(weighted, kept + again) + to_multiply,
         beyond_kept=min(weighted, again) + to_multiply,
         step=float(sum(static.step_workspace)),

@@ -34,6 +34,7 @@ from simulator.lowering.program import StageView
 from simulator.lowering.step import StepWork, work_of
 from simulator.lowering.synchronisation import (
     ParameterGroup,
+    bucket_buffer_bytes,
     is_copied,
     is_gathered,
     parameter_groups,
@@ -86,6 +87,7 @@ class Holding:
     states: Floats
     largest: float
     buffer: float
+    bucket: float
     elements: Floats
     work: Floats
     buckets: float
@@ -176,6 +178,7 @@ class Holdings:
             states=states,
             largest=largest,
             buffer=cost.lasting_buffer_bytes,
+            bucket=bucket_buffer_bytes(parameter_groups(view), problem.runtime),
             elements=elements,
             work=work,
             buckets=buckets,
@@ -203,6 +206,7 @@ class Holdings:
             states=np.zeros(NUM_STATES),
             largest=0.0,
             buffer=0.0,
+            bucket=0.0,
             elements=np.zeros(MAX_FAMILIES),
             work=np.zeros(STEP_COLUMNS),
             buckets=0.0,

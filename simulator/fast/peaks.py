@@ -14,6 +14,7 @@ from simulator.fast.arrays import DONE, GPIPE, INTERLEAVED, ZB_H1, Floats, Ints,
 from simulator.fast.memory import (
     ANEW_BYTES,
     BEYOND_BYTES,
+    BUCKET_BYTES,
     BUFFER_BYTES,
     FOR_WEIGHTS_BYTES,
     GATHERED_BYTES,
@@ -103,18 +104,19 @@ def estimate_peaks(
                 kept += in_flight * row[KEPT_BYTES]
                 if schedule == ZB_H1:
                     kept += (min(m, num_stages) - in_flight) * row[FOR_WEIGHTS_BYTES]
-                most_kept, working = max(most_kept, row[KEPT_BYTES]), max(working, row[WORKING_BYTES])
+                most_kept = max(most_kept, row[KEPT_BYTES])
+                working = max(working, row[WORKING_BYTES] + row[BUCKET_BYTES])
                 own_states += row[STATES_BYTES]
                 anew += row[ANEW_BYTES]
                 step += row[STEP_BYTES]
                 refreshed, beyond = max(refreshed, row[REFRESHED_BYTES]), max(beyond, row[BEYOND_BYTES])
-                gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES])
+                gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES] + row[BUCKET_BYTES])
                 buffer = max(buffer, row[BUFFER_BYTES])
                 if schedule == INTERLEAVED:
                     flight[count, interleaved_memory.KEPT] = row[KEPT_BYTES]
                     flight[count, interleaved_memory.LAST_KEPT] = row[KEPT_BYTES]
-                    flight[count, interleaved_memory.WORKING] = row[WORKING_BYTES]
-                    flight[count, interleaved_memory.LAST] = row[LAST_BYTES]
+                    flight[count, interleaved_memory.WORKING] = row[WORKING_BYTES] + row[BUCKET_BYTES]
+                    flight[count, interleaved_memory.LAST] = row[LAST_BYTES] + row[BUCKET_BYTES]
                     flight[count, interleaved_memory.ANEW] = row[ANEW_BYTES]
                     count += 1
             most = working + beyond if schedule == ZB_H1 else working

@@ -44,6 +44,7 @@ from simulator.fast.holdings import Holding, Holdings, view_of
 from simulator.fast.layouts import Layouts, Spent, spent
 from simulator.fast.memory import (
     AGAIN,
+    BUCKET,
     BUFFER,
     GATHERED,
     KEPT,
@@ -203,7 +204,8 @@ class TableBuilder:
                 beyond_s[index] = beyond[key]
             sums[index + 1, WEIGHT_S], sums[index + 1, UNSUITED] = weights[key], found.unsuited
             has_private[index] = found.private > 0
-            maxima[[WORKING, LARGEST, BUFFER], index] = found.working, found.largest, found.buffer
+            maxima[[WORKING, LARGEST], index] = found.working, found.largest
+            maxima[[BUFFER, BUCKET], index] = found.buffer, found.bucket
             column = memory_sums[index + 1]
             column[KEPT] = column[AGAIN] = found.private
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply

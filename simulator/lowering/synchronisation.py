@@ -276,12 +276,19 @@ def units_gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
     return list(dict.fromkeys(units[user] for user in group.users if operators[user].layer in layers))
 
 
+def bucket_buffer_bytes(groups: Iterable[ParameterGroup], runtime: Runtime) -> float:
+    """Return the bytes of the buffer that a backward pass fills with gradients of these parameters; 0 for none."""
+    fills = any(group.num_shards > 1 and group.zero in runtime.fills_bucket for group in groups)
+    return float(runtime.gradient_bucket_bytes or 0) if fills else 0.0
+
+
 def whole_gradients_begin(view: StageView, group: ParameterGroup) -> list[int]:
     """Return the operators whose backward pass begins a whole gradient of a parameter that ZeRO-2 or 3 scatters.
 
     All that use it, but the last alone of those in the root unit, which is reduced once all its gradients are summed.
+    None where it goes into a buffer (``bucket_buffer_bytes``).
     """
-    if group.zero < 2 or group.num_shards == 1:
+    if group.zero < 2 or group.num_shards == 1 or bucket_buffer_bytes([group], view.costs.problem.runtime):
         return []
     operators, root = view.costs.problem.workload.operators, view.costs.root_layers
     later = [user for user in group.users if operators[user].layer in root]

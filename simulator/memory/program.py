@@ -195,6 +195,8 @@ class StageMemory:
         if with_inputs:
             for name in self.view.leaving:
                 events.allocate(f"{name}/gradient", self._output_bytes(name), GRADIENT)
+        if with_weights:
+            self._whole.begin(events)
         segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
         releases = self._releases(with_inputs, with_weights)
         unit = None

@@ -373,3 +373,22 @@ def test_a_kept_score_buffer_is_there_once_on_each_device(degrees: dict[str, obj
     estimates = [FastEstimator(each).estimate(plan).peak_bytes for each in (problem, without)]
     assert estimates[0] == estimate(plan, problem).peak_bytes
     assert {own - other for own, other in zip(*estimates, strict=True)} == {buffer}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_deepspeeds_bucket_of_gradients_is_there_in_every_backward_pass(recompute: str) -> None:
+    """1 GB in place of the whole gradients of two layers, or of the layer and the head that the peak has."""
+    problem = small_problem(runtime="megatron-deepspeed", global_batch=32)
+    without = replace(problem, runtime=replace(problem.runtime, fills_bucket=()))
+    smaller = replace(problem, runtime=replace(problem.runtime, gradient_bucket_bytes=600_000_000))
+    plan = uniform_plan(problem, dp=4, zero=2, microbatch=4, recompute=recompute)
+    peaks = [simulate(plan, each).memory[0] for each in (problem, smaller, without)]
+    assert all("backward" in each.peak_where for each in peaks)
+    whole, less, other = (each.peak_allocated_bytes for each in peaks)
+    assert whole - less == 400_000_000 // 512 * 512
+    assert whole > other
+    bucket, unsharded = (live_of(each, "unsharded gradients") for each in (peaks[0], peaks[2]))
+    assert bucket == -(-1_000_000_000 // 512) * 512 > unsharded
+    estimates = [FastEstimator(each).estimate(plan).peak_bytes for each in (problem, smaller)]
+    assert estimates[0] == estimate(plan, problem).peak_bytes
+    assert estimates[0][0] - estimates[1][0] == 400_000_000
