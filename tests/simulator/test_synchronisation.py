@@ -100,14 +100,13 @@ def test_shards_of_gradients_are_summed_over_replicas_once_they_are_scattered() 
             assert schedule.start_s[then] >= schedule.end_s[first]
 
 
-@pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("cluster", ["a100-80g-dgx-100g:2x4", "v100-1gpu-25g:8x1"])
-def test_reduces_to_owners_move_what_a_reduce_scatter_spares(cluster: str, zero: int) -> None:
+def test_reduces_to_owners_move_what_a_reduce_scatter_spares(cluster: str) -> None:
     """DeepSpeed sums each rank's part by a reduce of its own: n/(n - 1) of a reduce-scatter's time, double for two."""
     problem = small_problem("gpt", cluster=cluster, runtime="megatron-deepspeed")
     scattering = replace(problem, runtime=replace(problem.runtime, reduces_to_owners=()))
     dp = len(problem.hardware.cluster.nodes)
-    plan = uniform_plan(problem, tp=problem.num_devices // dp, dp=dp, zero=zero, overlap_gradient_sync=False)
+    plan = uniform_plan(problem, tp=problem.num_devices // dp, dp=dp, zero=2, overlap_gradient_sync=False)
 
     def work_s(each: Problem) -> float:
         graph = simulate(plan, each).graph
@@ -126,3 +125,13 @@ def test_reduces_to_owners_move_what_a_reduce_scatter_spares(cluster: str, zero:
     )
     assert fast == pytest.approx(closed, rel=1e-9)
     assert closed == pytest.approx(simulated, rel=1e-6)
+
+
+@pytest.mark.parametrize(("zero", "collective"), [(1, "all_reduce"), (2, "owner_reduce")])
+@pytest.mark.parametrize("runtime", ["megatron-deepspeed", "megatron-deepspeed-timed"])
+def test_deepspeed_all_reduces_under_zero_1_and_reduces_to_owners_under_2(runtime, zero, collective) -> None:
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime=runtime)
+    plan = uniform_plan(problem, dp=4, zero=zero)
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    found = {item.collective for bucket in gradient_buckets(view, merged=True) for item in bucket.collectives}
+    assert found == {collective}
