@@ -51,8 +51,8 @@ class Runtime:
             tensor of their own.
         copies_gradients: Gradients of whole parameters are copied into buckets to be reduced, and back, each by a
             kernel; a pass ends when all are back. Whether memory holds both is in ``gradient_bytes``.
-        sharded_gradient_copies: How often ZeRO-3 goes over a unit's whole gradients before it scatters them: to write
-            them into one tensor, to divide them.
+        sharded_gradient_copies: How often ZeRO-3, and what fills a bucket (``fills_bucket``), goes over whole gradients
+            before it scatters them: to write them into one tensor, to divide them.
         parameter_calls_above: ZeRO-3 gathers and scatters each parameter by a call of its own, with the latency and the
             host's time of one; those of at most so many elements stay gathered and take none to gather. None where a
             call is for a layer.

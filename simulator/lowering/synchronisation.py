@@ -246,7 +246,7 @@ def is_copied(view: StageView, group: ParameterGroup) -> bool:
     """Return whether the runtime copies a parameter's gradient before data parallelism reduces it."""
     runtime, sharding = view.costs.problem.runtime, view.shardings[group.operator]
     wanted = runtime.copies_gradients and not group.scattered
-    if group.zero == 3:
+    if group.zero == 3 or group.zero in runtime.fills_bucket:
         wanted = runtime.sharded_gradient_copies > 0
     return wanted and any(sharding[axis].split == "batch" for axis in group.reduced_axes)
 
