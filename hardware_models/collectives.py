@@ -33,6 +33,7 @@ from hardware_models.links import (
     COLLECTIVES,
     JOINED_GATHER,
     JOINING_COPIES,
+    OWNER_REDUCE,
     LinkType,
     NetworkType,
     Protocol,
@@ -117,6 +118,8 @@ def collective_flows(cluster: Cluster, kind: str, devices: tuple[int, ...]) -> t
         copies = joining_s_per_byte(cluster, devices)
         gathers = collective_flows(cluster, "all_gather", devices)
         return tuple(replace(flow, copied_s_per_byte=copies) for flow in gathers)
+    if kind == OWNER_REDUCE:
+        return collective_flows(cluster, "broadcast", devices)
     if kind not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {kind!r}")
     if len(set(devices)) != len(devices) or len(devices) < 2:

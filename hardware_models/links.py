@@ -22,6 +22,10 @@ list and joins its entries: what ranks hold does not lie in one piece, so the re
 
 GATHERS = ("all_gather", JOINED_GATHER)
 
+OWNER_REDUCE = "owner_reduce"
+"""What reduce_scatter leaves, by one reduce to each owner of a part after the other. A part's reduce takes it once over
+every link of a chain, as a broadcast does the other way: all parts together take as long as a broadcast of them."""
+
 JOINING_COPIES = 3
 """Aceso's Wide-ResNet 0.5B gathers channels behind each convolution of the default split. Its forward rows are longer
 than those that do not gather by 2.6 to 3.2 times reading and writing the output on one GPU (outputs over 100 MB), and

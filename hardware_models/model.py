@@ -13,7 +13,7 @@ from hardware_models.compute import kernel_time_s
 from hardware_models.crowding import CrowdedGroup, slowdowns
 from hardware_models.gpus import GpuType
 from hardware_models.group_shapes import GroupShape, full_nodes, groups_at_once, shape_of, slots_by_node
-from hardware_models.links import JOINED_GATHER
+from hardware_models.links import JOINED_GATHER, OWNER_REDUCE
 from hardware_models.profile import OperatorProfile
 from workloads.kernels import Kernel
 
@@ -126,7 +126,8 @@ class HardwareModel:
         Args:
             kind: ``all_reduce`` (bytes = buffer on every rank), ``all_gather`` (the gathered result),
                 ``reduce_scatter`` (input on every rank), ``all_to_all`` (what each rank holds in total),
-                ``broadcast`` (the message) or ``joined_all_gather`` (as all_gather, with the copies that join it).
+                ``broadcast`` (the message), ``joined_all_gather`` (as all_gather, with the copies that join it) or
+                ``owner_reduce`` (as reduce_scatter, by a reduce to each owner).
             num_bytes: Size in bytes, as above, >= 0.
             devices: Ranks; their order does not matter.
 
@@ -186,7 +187,7 @@ class HardwareModel:
             return None
         joined = kind == JOINED_GATHER
         return Asked(
-            kind="all_gather" if joined else kind,
+            kind={JOINED_GATHER: "all_gather", OWNER_REDUCE: "broadcast"}.get(kind, kind),
             shape=shape,
             nodes=nodes,
             any_stride=all(self.cluster.nodes[node].links.kind != "mesh" for node in nodes),

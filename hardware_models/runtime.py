@@ -53,8 +53,8 @@ class Runtime:
             tensor of their own.
         copies_gradients: Gradients of whole parameters are copied into buckets to be reduced, and back, each by a
             kernel; a pass ends when all are back. Whether memory holds both is in ``gradient_bytes``.
-        sharded_gradient_copies: How often ZeRO-3 goes over a unit's whole gradients before it scatters them: to write
-            them into one tensor, to divide them.
+        sharded_gradient_copies: How often ZeRO-3, and what fills a bucket (``fills_bucket``), goes over whole gradients
+            before it scatters them: to write them into one tensor, to divide them.
         parameter_calls_above: ZeRO-3 gathers and scatters each parameter by a call of its own, with the latency and the
             host's time of one; those of at most so many elements stay gathered and take none to gather. None where a
             call is for a layer.
@@ -120,6 +120,10 @@ class Runtime:
             second (2 + 3), sqrt, division by the bias correction and add of epsilon on a temporary (2 + 2 + 2), addcdiv
             on the parameter (4). AdamW over lists has as many: one lerp on the first moment (3), the decay of the
             parameter (2).
+        reduces_to_owners: ZeRO levels under which gradients are summed to a shard on each rank by one reduce to each
+            owner after the other (``links.OWNER_REDUCE``), not by a reduce-scatter.
+        fills_bucket: ZeRO levels under which gradients are written, as they are made, into a buffer of
+            ``gradient_bucket_bytes`` that each backward pass makes, whatever there is to fill it; no others are whole.
         scatters_under_zero1: ZeRO-1 sums gradients to a shard on each rank; else every rank has them whole.
         flattens_sharded: What ZeRO-3 shards of a layer is one flat tensor to the optimizer (torch's first FSDP,
             FairScale).
@@ -166,6 +170,8 @@ class Runtime:
     sources: Mapping[str, str]
     adam_operations: tuple[int, int] = (8, 20)
     scatters_under_zero1: bool = True
+    reduces_to_owners: tuple[int, ...] = ()
+    fills_bucket: tuple[int, ...] = ()
     gradient_pass_bytes: tuple[float, float] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
@@ -228,6 +234,7 @@ class ImplementationFile(FileModel):
     loss_subtracts_anew: bool = False
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
     loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
+    keeps_score_buffer: bool = False
     autocast: bool = False
     fused_rotary: bool = True
     fused_gate: bool = True
@@ -273,6 +280,8 @@ class RuntimeFile(FileModel):
     sources: Mapping[str, Text]
     adam_operations: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=5)]] = (8, 20)
     scatters_under_zero1: bool = True
+    reduces_to_owners: tuple[Literal[1, 2, 3], ...] = ()
+    fills_bucket: tuple[Literal[2, 3], ...] = ()
     gradient_pass_bytes: tuple[NonNegative, NonNegative] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True

@@ -28,6 +28,7 @@ class OperatorCost:
         workspace_forward_bytes, workspace_backward_bytes: Live only during the forward pass, and while input
             gradients are made.
         workspace_weight_bytes: Live only while weight gradients are made.
+        lasting_buffer_bytes: Never given back; operators of one device share the largest.
         matmul_flop: FLOPs of matmuls, forward only.
         internal: Collectives inside the operator, per phase.
         includes_collectives: The durations were measured with the operator's own collectives in them.
@@ -45,6 +46,7 @@ class OperatorCost:
     workspace_forward_bytes: float
     workspace_backward_bytes: float
     workspace_weight_bytes: float
+    lasting_buffer_bytes: float
     matmul_flop: float
     internal: tuple[tuple[str, MeshCollective], ...]
     includes_collectives: bool

@@ -6,7 +6,7 @@ answers for the local shapes. Nothing is typed in per split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -210,7 +210,16 @@ def saved_bytes(kind: Kind, local: Local) -> int:
 
 def workspace_bytes(kind: Kind, phase: str, local: Local) -> int:
     """Return bytes of buffers that live only during ``phase``."""
-    return sum(prod(shape) * dtype_bytes(dtype, local.implementation) for shape, dtype in kind.workspace(phase, local))
+    return _all_bytes(kind.workspace(phase, local), local)
+
+
+def lasting_buffer_bytes(kind: Kind, local: Local) -> int:
+    """Return bytes of buffers that are never given back."""
+    return _all_bytes(kind.lasting_buffer(local), local)
+
+
+def _all_bytes(tensors: Iterable[tuple[Shape, str]], local: Local) -> int:
+    return sum(prod(shape) * dtype_bytes(dtype, local.implementation) for shape, dtype in tensors)
 
 
 def matmul_flop(kernels: Sequence[Kernel]) -> float:

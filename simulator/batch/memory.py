@@ -31,8 +31,9 @@ BLOCK_BYTES = 512  # The caching allocator's rounding.
 
 # Columns of ``op_bytes``.
 FORWARD_WORKSPACE, BACKWARD_WORKSPACE, INSIDE, UNREAD, STATES, TIED_STATES, STEP, TIED_STEP = range(8)
-HAS_PARAMETERS, GRADIENTS, TIED_GRADIENTS = range(8, 11)  # (GRADIENTS: those that the first backward pass makes.)
-OP_BYTES = 11
+# (GRADIENTS: those that the first backward pass makes.)
+HAS_PARAMETERS, GRADIENTS, TIED_GRADIENTS, BUFFER = range(8, 12)
+OP_BYTES = 12
 
 # Columns of the result.
 KEPT, FORWARD_PEAK, BACKWARD_PEAK, MODEL_STATES, STEP_WORKSPACE, FIRST_BACKWARD_PEAK, GRADIENTS_ANEW = range(7)
@@ -158,6 +159,7 @@ def stage_bytes(
         row[INSIDE] = sum(_blocks(size) for size in inside)
         row[UNREAD] = sum(_blocks(size) for size in unread)
         row[HAS_PARAMETERS] = bool(cost.parameters)
+        row[BUFFER] = _blocks(cost.lasting_buffer_bytes)
         for place, (parameter, elements) in enumerate(cost.parameters):
             tied = parameter.tie is not None
             if tied:
@@ -248,8 +250,9 @@ def measure_memory(
         need_offsets, needs = (user_offsets, users) if again else (saver_offsets, savers)
 
         # Model states.
-        states, step = 0.0, 0.0
+        states, step, buffer = 0.0, 0.0, 0.0
         for index in range(first, stop):
+            buffer = max(buffer, sizes[index, BUFFER])
             states += sizes[index, STATES]
             step += sizes[index, STEP]
             if tied_before[index] < first:
@@ -390,7 +393,7 @@ def measure_memory(
         result[stage, KEPT] = kept
         result[stage, FORWARD_PEAK] = forward_peak
         result[stage, BACKWARD_PEAK] = peak
-        result[stage, MODEL_STATES] = states
+        result[stage, MODEL_STATES] = states + buffer
         result[stage, STEP_WORKSPACE] = step
         result[stage, FIRST_BACKWARD_PEAK] = first_peak
         result[stage, GRADIENTS_ANEW] = anew

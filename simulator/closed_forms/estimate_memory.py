@@ -22,6 +22,7 @@ from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import (
     ParameterGroup,
+    bucket_buffer_bytes,
     parameter_groups,
     units_gathered_for,
     whole_gradients_begin,
@@ -50,6 +51,7 @@ class HeldBytes:
         beyond_kept: Of that, what is not ``kept``.
         step: What the optimizer step works in.
         refreshed: What gathering its results takes.
+        buffer: What its operators share and never give back; stages of one device do so too.
     """
 
     states: float
@@ -62,6 +64,7 @@ class HeldBytes:
     beyond_kept: float
     step: float
     refreshed: float
+    buffer: float
 
 
 def held_bytes(view: StageView) -> HeldBytes:
@@ -76,6 +79,7 @@ def held_bytes(view: StageView) -> HeldBytes:
     anew = sum(static.gradients_anew.values())
     whole = whole_for_a_while(view)
     kept, again, peak, lowest = _activations(view, whole)
+    bucket = bucket_buffer_bytes(parameter_groups(view), problem.runtime) if reduces_in_backward(plan) else 0.0
     weighted = to_multiply = 0.0
     for index in view.operators:
         if problem.workload.parameters(index):
@@ -87,13 +91,14 @@ def held_bytes(view: StageView) -> HeldBytes:
         states=float(sum(static.parameters) + sum(static.gradients) + anew + sum(static.optimizer)),
         anew=float(anew),
         kept=kept,
-        working=peak - kept,
+        working=peak - kept + bucket,
         gathered=whole.root,
-        last=max(lowest, whole.end),
+        last=max(lowest, whole.end) + bucket,
         for_weights=min(weighted, kept + again) + to_multiply,
         beyond_kept=min(weighted, again) + to_multiply,
         step=float(sum(static.step_workspace)),
         refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),
+        buffer=max(view.cost(index).lasting_buffer_bytes for index in view.operators),
     )
 
 
@@ -307,7 +312,7 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
     for rank in range(num_ranks):
         own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
         in_step = max(sum(held[stage].step for stage in own), max(held[stage].refreshed for stage in own))
-        states = sum(held[stage].states for stage in own)
+        states = sum(held[stage].states for stage in own) + max(held[stage].buffer for stage in own)
         gathered = max(held[stage].gathered for stage in own)
         if plan.schedule == "interleaved":
             chunks = [(held[i].kept, last_held[i].kept, held[i].working, held[i].last, held[i].anew) for i in own]

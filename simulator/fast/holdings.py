@@ -34,9 +34,11 @@ from simulator.lowering.program import StageView
 from simulator.lowering.step import StepWork, work_of
 from simulator.lowering.synchronisation import (
     ParameterGroup,
+    bucket_buffer_bytes,
     is_copied,
     is_gathered,
     parameter_groups,
+    scattering_collective,
     split_reduction,
     tied_shards,
     whole_gradients_begin,
@@ -84,6 +86,8 @@ class Holding:
     unsharded: float
     states: Floats
     largest: float
+    buffer: float
+    bucket: float
     elements: Floats
     work: Floats
     buckets: float
@@ -173,6 +177,8 @@ class Holdings:
             unsharded=unsharded,
             states=states,
             largest=largest,
+            buffer=cost.lasting_buffer_bytes,
+            bucket=bucket_buffer_bytes(parameter_groups(view), problem.runtime),
             elements=elements,
             work=work,
             buckets=buckets,
@@ -199,6 +205,8 @@ class Holdings:
             unsharded=0.0,
             states=np.zeros(NUM_STATES),
             largest=0.0,
+            buffer=0.0,
+            bucket=0.0,
             elements=np.zeros(MAX_FAMILIES),
             work=np.zeros(STEP_COLUMNS),
             buckets=0.0,
@@ -227,7 +235,7 @@ class Holdings:
         scattered, rest = split_reduction(group)
         row[REDUCTION] = self._keys((group.sizes, group.reduced_axes, group.sharded_axes, group.scattered))
         row[SCATTER_DEGREE] = prod(group.sizes[axis] for axis in scattered)
-        row[SCATTER] = channel("reduce_scatter", scattered) if scattered else -1
+        row[SCATTER] = channel(scattering_collective(group, self.problem.runtime), scattered) if scattered else -1
         row[REST] = channel("all_reduce", rest) if rest else -1
         copies = is_copied(view, group)
         row[COPIES] = num_gradient_copies(self.problem.runtime, scattered=group.scattered)[0] if copies else 0

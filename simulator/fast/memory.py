@@ -17,7 +17,8 @@ MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
 OWN, SHARD, WHOLE = range(3)
-WORKING, LARGEST = range(2)
+WORKING, LARGEST, BUFFER, BUCKET = range(4)
+MAXIMA = 4
 
 # Columns of what a stage holds; see ``HeldBytes``. The first five are of activations. Before a backward pass has made a
 # whole gradient that ZeRO scatters, BARE_BYTES of what it has whole count, in the first unit with one, or what of the
@@ -25,7 +26,8 @@ WORKING, LARGEST = range(2)
 KEPT_BYTES, WORKING_BYTES, FOR_WEIGHTS_BYTES, BEYOND_BYTES, LAST_BYTES = range(5)
 BELOW_BYTES, ABOVE_BYTES, BARE_BYTES = range(5, 8)
 FIRST_BYTES, GATHERED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(8, 14)
-HELD = 14
+BUFFER_BYTES, BUCKET_BYTES = 14, 15
+HELD = 16
 
 
 class Savings(NamedTuple):
@@ -63,8 +65,9 @@ class MemoryTables(NamedTuple):
         in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
         num_parts: int64[tables, readings]. In how many of them it arrives where this reading is a stage's first.
         replicas: int64[tables]. Product of the batch axes.
-        maxima: float64[tables, 2, levels, N]. Range maxima of what operators work in and of tensors that are
-            refreshed: row k covers 2^k operators.
+        maxima: float64[tables, MAXIMA, levels, N]. Range maxima of what operators work in, of tensors that are
+            refreshed, of buffers that are never given back, and of those that a backward pass fills with gradients: row
+            k covers 2^k operators.
         tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, and what ZeRO gathers and scatters.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].

@@ -189,7 +189,7 @@ def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats
     """
     times = family[COPIES]
     if times > 0:
-        whole = family[GATHER] < 0
+        whole = family[GATHER] < 0 and family[SCATTER] < 0
         num_bytes = elements * (rules.whole_copied_bytes if whole else rules.sharded_copied_bytes)
         copied[NUM_BYTES] += times * num_bytes
         copied[TIMES] = max(copied[TIMES], times)

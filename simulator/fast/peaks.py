@@ -14,6 +14,8 @@ from simulator.fast.arrays import DONE, GPIPE, INTERLEAVED, ZB_H1, Floats, Ints,
 from simulator.fast.memory import (
     ANEW_BYTES,
     BEYOND_BYTES,
+    BUCKET_BYTES,
+    BUFFER_BYTES,
     FOR_WEIGHTS_BYTES,
     GATHERED_BYTES,
     HELD,
@@ -87,7 +89,7 @@ def estimate_peaks(
             if not is_first:
                 continue
             own_states, anew, kept, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
-            step, refreshed, gathered, beyond, later = 0.0, 0.0, 0.0, 0.0, 0.0
+            step, refreshed, gathered, beyond, later, buffer = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
             holds_all = True
             for other in range(stage, high):
                 if plans.placements[other] != plans.placements[stage]:
@@ -102,17 +104,19 @@ def estimate_peaks(
                 kept += in_flight * row[KEPT_BYTES]
                 if schedule == ZB_H1:
                     kept += (min(m, num_stages) - in_flight) * row[FOR_WEIGHTS_BYTES]
-                most_kept, working = max(most_kept, row[KEPT_BYTES]), max(working, row[WORKING_BYTES])
+                most_kept = max(most_kept, row[KEPT_BYTES])
+                working = max(working, row[WORKING_BYTES] + row[BUCKET_BYTES])
                 own_states += row[STATES_BYTES]
                 anew += row[ANEW_BYTES]
                 step += row[STEP_BYTES]
                 refreshed, beyond = max(refreshed, row[REFRESHED_BYTES]), max(beyond, row[BEYOND_BYTES])
-                gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES])
+                gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES] + row[BUCKET_BYTES])
+                buffer = max(buffer, row[BUFFER_BYTES])
                 if schedule == INTERLEAVED:
                     flight[count, interleaved_memory.KEPT] = row[KEPT_BYTES]
                     flight[count, interleaved_memory.LAST_KEPT] = row[KEPT_BYTES]
-                    flight[count, interleaved_memory.WORKING] = row[WORKING_BYTES]
-                    flight[count, interleaved_memory.LAST] = row[LAST_BYTES]
+                    flight[count, interleaved_memory.WORKING] = row[WORKING_BYTES] + row[BUCKET_BYTES]
+                    flight[count, interleaved_memory.LAST] = row[LAST_BYTES] + row[BUCKET_BYTES]
                     flight[count, interleaved_memory.ANEW] = row[ANEW_BYTES]
                     count += 1
             most = working + beyond if schedule == ZB_H1 else working
@@ -122,6 +126,6 @@ def estimate_peaks(
                 in_passes = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
             else:
                 in_passes = max(kept + most - (anew if holds_all else 0.0), kept - most_kept + later)
-            peak_bytes[stage] = own_states + max(in_passes + gathered, step, refreshed)
+            peak_bytes[stage] = own_states + buffer + max(in_passes + gathered, step, refreshed)
             capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
             fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]

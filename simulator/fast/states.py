@@ -13,6 +13,10 @@ from simulator.fast.memory import (
     ANEW_BYTES,
     BARE_BYTES,
     BELOW_BYTES,
+    BUCKET,
+    BUCKET_BYTES,
+    BUFFER,
+    BUFFER_BYTES,
     FIRST_BYTES,
     GATHERED,
     GATHERED_BYTES,
@@ -112,6 +116,7 @@ def hold_states(
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop = plans.run_stops[end - 1]
             own_states, anew, step, refreshed, refreshed_most = 0.0, 0.0, 0.0, 0.0, 0.0
+            buffer, bucket = 0.0, 0.0
             gathered, unsharded, gathered_twice, scattered_twice = 0.0, 0.0, 0.0, 0.0
             start = first
             for run in range(begin, end):
@@ -122,6 +127,8 @@ def hold_states(
                 step += all_sums[table, upto, STATES + STEP] - all_sums[table, start, STATES + STEP]
                 gathered += all_sums[table, upto, GATHERED] - all_sums[table, start, GATHERED]
                 unsharded += all_sums[table, upto, UNSHARDED] - all_sums[table, start, UNSHARDED]
+                buffer = max(buffer, longest(tables.maxima, table, BUFFER, start, upto))
+                bucket = max(bucket, longest(tables.maxima, table, BUCKET, start, upto))
                 chunks = all_sums[table, upto, STATES + REFRESHED] - all_sums[table, start, STATES + REFRESHED]
                 if chunks > 0:
                     refreshed += chunks
@@ -176,5 +183,6 @@ def hold_states(
             else:
                 row[BARE_BYTES], row[ABOVE_BYTES] = pair, whole[1, HIGHEST] * waiting + pair
             row[STATES_BYTES], row[ANEW_BYTES], row[STEP_BYTES] = own_states + anew, anew, step
-            row[REFRESHED_BYTES] = refreshed + refreshed_most
+            row[REFRESHED_BYTES], row[BUFFER_BYTES] = refreshed + refreshed_most, buffer
+            row[BUCKET_BYTES] = bucket if sharded else 0.0
             first = stop

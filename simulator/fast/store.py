@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from simulator.fast.arrays import FAMILY, HOST_COLUMNS, LINE, MAX_FAMILIES, STEP_COLUMNS, TIME_COLUMNS, TimeTables
 from simulator.fast.layouts import Spent
-from simulator.fast.memory import MEMORY_COLUMNS, NUM_STATES, MemoryTables
+from simulator.fast.memory import MAXIMA, MEMORY_COLUMNS, NUM_STATES, MemoryTables
 from simulator.fast.step import step_rates
 from simulator.fast.tables import Table, TableBuilder
 
@@ -72,7 +72,7 @@ class Store:
             in_shards=np.zeros((0, len(shape.producers)), dtype=np.int64),
             num_parts=np.zeros((0, len(shape.readers)), dtype=np.int64),
             replicas=none,
-            maxima=np.zeros((0, 2, levels, count)),
+            maxima=np.zeros((0, MAXIMA, levels, count)),
             tied_bytes=np.zeros((0, tied, NUM_STATES)),
             tied_layouts=np.zeros((0, tied), dtype=np.int64),
             capacity_bytes=np.zeros(0),

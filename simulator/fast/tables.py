@@ -47,9 +47,12 @@ from simulator.fast.holdings import Holding, Holdings, view_of
 from simulator.fast.layouts import Layouts, Spent, spent
 from simulator.fast.memory import (
     AGAIN,
+    BUCKET,
+    BUFFER,
     GATHERED,
     KEPT,
     LARGEST,
+    MAXIMA,
     MEMORY_COLUMNS,
     NUM_STATES,
     OWN,
@@ -180,7 +183,7 @@ class TableBuilder:
         families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
         family_of: dict[object, int] = {}
         has_private = np.zeros(count, dtype=np.int64)
-        maxima = np.zeros((2, count))
+        maxima = np.zeros((MAXIMA, count))
         own: dict[tuple[int, Sharding], Holding] = {}
         weights: dict[tuple[int, Sharding], float] = {}
         added: dict[tuple[int, Sharding], tuple[float, float]] = {}
@@ -209,7 +212,8 @@ class TableBuilder:
             scattered = ADDED_SCATTERED_S - ADDED_S if scatters(resolved[index], self.problem.runtime) else 0
             sums[index + 1, [ADDED_S + scattered, ADDED_HOST_S + scattered]] = added[key]
             has_private[index] = found.private > 0
-            maxima[WORKING, index], maxima[LARGEST, index] = found.working, found.largest
+            maxima[[WORKING, LARGEST], index] = found.working, found.largest
+            maxima[[BUFFER, BUCKET], index] = found.buffer, found.bucket
             column = memory_sums[index + 1]
             column[KEPT] = column[AGAIN] = found.private
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply

@@ -74,7 +74,8 @@ class MeshCollective:
     """One collective over some axes of a mesh.
 
     Attributes:
-        collective: ``all_reduce``, ``all_gather`` (or ``joined_all_gather``), ``reduce_scatter`` or ``all_to_all``.
+        collective: ``all_reduce``, ``all_gather`` (or ``joined_all_gather``), ``reduce_scatter`` (of gradients also
+            ``owner_reduce``) or ``all_to_all``.
         sizes: The mesh.
         axes: Axes of the mesh that a group spans.
         num_bytes: As ``HardwareModel.collective`` counts: the buffer (all_reduce), the gathered result

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from hardware_models.links import OWNER_REDUCE
+from hardware_models.runtime import Runtime
 from simulator.lowering.mesh import MeshCollective, mesh_sizes, parameter_layout
 from workloads.placements import PARTIAL
 
@@ -176,12 +178,17 @@ def split_reduction(group: ParameterGroup) -> tuple[tuple[int, ...], tuple[int, 
     return scattered, tuple(axis for axis in group.reduced_axes if axis not in scattered)
 
 
-def _reductions(group: ParameterGroup, num_bytes: float) -> tuple[MeshCollective, ...]:
+def scattering_collective(group: ParameterGroup, runtime: Runtime) -> str:
+    """Return the collective that sums a gradient to a shard on each rank."""
+    return OWNER_REDUCE if group.zero in runtime.reduces_to_owners else "reduce_scatter"
+
+
+def _reductions(group: ParameterGroup, runtime: Runtime, num_bytes: float) -> tuple[MeshCollective, ...]:
     """Return what reduces ``num_bytes`` of gradients: scatter over sharded axes, then all-reduce the rest."""
     scattered, rest = split_reduction(group)
     found = []
     if scattered:
-        found.append(MeshCollective("reduce_scatter", group.sizes, scattered, num_bytes))
+        found.append(MeshCollective(scattering_collective(group, runtime), group.sizes, scattered, num_bytes))
         num_bytes /= prod(group.sizes[axis] for axis in scattered)
     if rest:
         found.append(MeshCollective("all_reduce", group.sizes, rest, num_bytes))
@@ -230,7 +237,7 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     for number, (members, total) in enumerate(filled):
         last = everything[members[-1]]
         listed = last.zero == 3 and runtime.parameter_calls_above is not None
-        bucket = GradientBucket(tuple(members), last.operator, _reductions(last, total), listed=listed)
+        bucket = GradientBucket(tuple(members), last.operator, _reductions(last, runtime, total), listed=listed)
         if number in copied:
             whole = not last.scattered
             passes = 1 if whole else runtime.sharded_gradient_copies
@@ -266,7 +273,7 @@ def is_copied(view: StageView, group: ParameterGroup) -> bool:
     """Return whether the runtime copies a parameter's gradient before data parallelism reduces it."""
     runtime, sharding = view.costs.problem.runtime, view.shardings[group.operator]
     wanted = runtime.copies_gradients and not group.scattered
-    if group.zero == 3:
+    if group.zero == 3 or group.zero in runtime.fills_bucket:
         wanted = runtime.sharded_gradient_copies > 0
     return wanted and any(sharding[axis].split == "batch" for axis in group.reduced_axes)
 
@@ -296,12 +303,19 @@ def units_gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
     return list(dict.fromkeys(units[user] for user in group.users if operators[user].layer in layers))
 
 
+def bucket_buffer_bytes(groups: Iterable[ParameterGroup], runtime: Runtime) -> float:
+    """Return the bytes of the buffer that a backward pass fills with gradients of these parameters; 0 for none."""
+    fills = any(group.num_shards > 1 and group.zero in runtime.fills_bucket for group in groups)
+    return float(runtime.gradient_bucket_bytes or 0) if fills else 0.0
+
+
 def whole_gradients_begin(view: StageView, group: ParameterGroup) -> list[int]:
     """Return the operators whose backward pass begins a whole gradient of a parameter that ZeRO-2 or 3 scatters.
 
     All that use it, but the last alone of those in the root unit, which is reduced once all its gradients are summed.
+    None where it goes into a buffer (``bucket_buffer_bytes``).
     """
-    if group.zero < 2 or group.num_shards == 1:
+    if group.zero < 2 or group.num_shards == 1 or bucket_buffer_bytes([group], view.costs.problem.runtime):
         return []
     operators, root = view.costs.problem.workload.operators, view.costs.root_layers
     later = [user for user in group.users if operators[user].layer in root]

@@ -15,7 +15,7 @@ from simulator.lowering.lower import Lowered, pipeline_shape
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.memory.allocator import AllocatorResult, replay, replay_compiled
-from simulator.memory.events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
+from simulator.memory.events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS, WORKSPACE
 from simulator.memory.model_states import StaticBytes, reduces_in_backward, static_bytes
 from simulator.memory.program import StageMemory
 from simulator.memory.stream import EventStream, PassEvents, StagePasses
@@ -113,7 +113,7 @@ def _representative(
     programs: dict[int, StagePasses] = {}
     smaller: dict[int, StagePasses] = {}
     workspace: list[int] = []
-    refreshed = 0
+    refreshed = buffer = 0
     for placement, last_placement in zip(placements, last_placements, strict=True):
         view = placement.view
         static_key = ("static bytes", plan.reshard_after_forward, sharded)
@@ -135,6 +135,8 @@ def _representative(
         stream.add_static(static.optimizer, OPTIMIZER_STATES)
         workspace += static.step_workspace
         refreshed = max(refreshed, static.refreshed)
+        buffer = max(buffer, programs[view.position].lasting_buffer)
+    stream.add_static([buffer], WORKSPACE)
     stream.add_actions(programs, order, labels, smaller, plan.num_microbatches - 1)
     stream.add_step(workspace, float(schedule_end(labels)))
     stream.add_step([refreshed], float(schedule_end(labels)))
@@ -245,6 +247,7 @@ def _stage_passes_anew(
             for kind, (tensors, is_alloc) in lists.items()
         },
         lasting=outliving,
+        lasting_buffer=program.lasting_buffer_bytes(),
     )
 
 

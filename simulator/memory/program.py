@@ -195,6 +195,8 @@ class StageMemory:
         if with_inputs:
             for name in self.view.leaving:
                 events.allocate(f"{name}/gradient", self._output_bytes(name), GRADIENT)
+        if with_weights:
+            self._whole.begin(events)
         segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
         releases = self._releases(with_inputs, with_weights)
         unit = None
@@ -296,6 +298,10 @@ class StageMemory:
             events.free(f"{name}/gradient")
 
     # Sizes
+
+    def lasting_buffer_bytes(self) -> int:
+        """Return the bytes of the buffer that the stage's operators share and never give back."""
+        return int(max(self.cost_of(index).lasting_buffer_bytes for index in self.view.operators))
 
     def _output_bytes(self, tensor: str) -> float:
         producer = self.workload.producer[tensor]

@@ -22,11 +22,13 @@ class StagePasses:
         num_tensors: Of one microbatch.
         passes: By kind of action.
         lasting: int64, ascending. Tensors that all microbatches share, in the order their stage makes them.
+        lasting_buffer: Bytes of the buffer that its operators share and never give back.
     """
 
     num_tensors: int
     passes: dict[str, PassEvents]
     lasting: NDArray[np.int64]
+    lasting_buffer: int = 0
 
     def counterpart(self, tensors: NDArray[np.int64], other: StagePasses) -> NDArray[np.int64]:
         """Return one's own numbers for the lasting tensors of a microbatch of another size; any for the rest."""

@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import parameter_groups, units_gathered_for, whole_gradients_begin
+from simulator.lowering.synchronisation import (
+    bucket_buffer_bytes,
+    parameter_groups,
+    units_gathered_for,
+    whole_gradients_begin,
+)
 from simulator.memory.events import GATHERED, UNSHARDED, Pass
 
 
@@ -34,6 +39,7 @@ class WholeUnits:
         self._unsharded = self._gradients(self._unit_of, scattered) if sharded_gradients else {}
         every = range(len(operators))
         self._waiting = self._gradients(every, scattered * wait) if sharded_gradients and wait < 1 else {}
+        self._bucket = bucket_buffer_bytes(parameter_groups(view), runtime) if sharded_gradients else 0.0
         self._open: int | None = None  # the unit whose gradients wait
         self._travelling: int | None = None  # the unit whose gradients are being scattered
 
@@ -97,6 +103,10 @@ class WholeUnits:
 
     # Gradients
 
+    def begin(self, events: Pass) -> None:
+        """Make the buffer that gradients of a backward pass are written into."""
+        events.allocate("gradient bucket", self._bucket, UNSHARDED)
+
     def scatters(self, unit: int) -> bool:
         """Return whether a unit has whole gradients that are scattered."""
         return unit in self._unsharded
@@ -128,6 +138,7 @@ class WholeUnits:
             self._open = self._travelling = None
         for unit in self._unsharded:
             events.free(f"unit {unit}/unsharded")
+        events.free("gradient bucket")
 
     def _scatter_open(self, events: Pass) -> None:
         if self._open is not None:

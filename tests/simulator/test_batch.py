@@ -175,6 +175,16 @@ def test_peaks_know_gathered_inputs_and_gradients_made_anew(family, runtime, rec
     assert set(BatchEvaluator(problem).evaluate(batch).peak_bytes) == peaks
 
 
+def test_peaks_know_a_buffer_that_is_never_given_back() -> None:
+    """The runtime that has one is refused for its collectives, so another one is given it."""
+    problem = whole_problem("gpt", cluster="a100-80g-dgx:1x4", runtime="galvatron-v1-bf16", global_batch=8)
+    choice = replace(problem.runtime.implementation, keeps_score_buffer=True)
+    problem = replace(problem, runtime=replace(problem.runtime, implementation=choice))
+    plan = uniform_plan(problem, tp=2, pp=2, microbatch=2)
+    peaks = [one.peak_allocated_bytes for one in simulate(plan, problem).memory]
+    assert list(BatchEvaluator(problem).evaluate(PlanBatch.from_plans([plan], problem)).peak_bytes) == peaks
+
+
 def test_equal_stages_take_what_the_closed_form_of_1f1b_says() -> None:
     problem = whole_chain(chain_of_opaque(4, 1.0, 2.0), num_devices=4, global_batch=8)
     found = BatchEvaluator(problem, fidelity=Fidelity.ideal())

@@ -133,6 +133,19 @@ def test_sharded_gradients_are_gone_over_before_they_are_scattered(times: int) -
     assert with_s - without_s == pytest.approx(2 * times * once, rel=1e-6)
 
 
+def test_gradients_that_fill_a_bucket_are_written_into_it_and_divided() -> None:
+    """DeepSpeed's ZeRO-2: two passes of two bytes in and two out for each gradient, in both microbatches."""
+    problem = small_problem("gpt", runtime="megatron-deepspeed", cluster="a100-80g-dgx:1x8")
+    without = replace(problem, runtime=replace(problem.runtime, sharded_gradient_copies=0))
+    plan = uniform_plan(problem, dp=8, microbatch=1, zero=2)
+    with_s, without_s = (simulate(plan, each, fidelity=ALONE).iteration_time_s for each in (problem, without))
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    kernels = [MemoryBound(2.0 * group.num_elements, 2.0 * group.num_elements) for group in parameter_groups(view)]
+    once = sum(problem.hardware.kernel_time_s(view.gpu_type, kernel, "fp16") for kernel in kernels)
+    assert plan.num_microbatches == 2
+    assert with_s - without_s == pytest.approx(2 * 2 * once, rel=1e-6)
+
+
 @pytest.mark.parametrize("shape", [dict(tp=8), dict(dp=8, zero=3), dict(dp=8, zero=2)])
 def test_what_is_sharded_or_not_replicated_is_not_copied(shape: dict) -> None:
     assert difference_s(uniform_plan(with_copies(True), microbatch=2, **shape)) == 0

@@ -9,7 +9,9 @@ from math import prod
 import numpy as np
 import pytest
 
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.memory.device_memory import memory_microbatches
@@ -346,3 +348,47 @@ def test_gradients_that_are_made_anew_are_not_there_before_the_first_backward_pa
     assert before.live_bytes[before.times_s == 0.0][0] > 0
     assert after.peak_allocated_bytes < before.peak_allocated_bytes
     assert after.live_bytes[-1] == pytest.approx(before.live_bytes[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"tp": 2, "pp": 2, "microbatch": 2},
+        {"tp": 4, "microbatch": 4, "recompute": "full", "sequence_parallel": True},
+        {"pp": 2, "dp": 2, "zero": 1, "microbatch": 2, "schedule": "interleaved", "chunks": 2},
+    ],
+    ids=str,
+)
+def test_a_kept_score_buffer_is_there_once_on_each_device(degrees: dict[str, object]) -> None:
+    """Two bytes a head and pair of tokens, 2 b a s^2 / t, beside all else: in the simulator and its estimates."""
+    problem = small_problem(runtime="megatron-lm-2023", cluster="a100-80g-dgx:1x4")
+    choice = replace(problem.runtime.implementation, keeps_score_buffer=False)
+    without = replace(problem, runtime=replace(problem.runtime, implementation=choice))
+    plan = uniform_plan(problem, **degrees)  # type: ignore[arg-type]
+    samples = plan.microbatch_size // int(degrees.get("dp", 1))  # type: ignore[call-overload]
+    heads, tokens = 16 // int(degrees.get("tp", 1)), 2048  # type: ignore[call-overload]
+    buffer = 2 * samples * heads * tokens**2
+    pairs = zip(simulate(plan, problem).memory, simulate(plan, without).memory, strict=True)
+    assert {own.peak_allocated_bytes - other.peak_allocated_bytes for own, other in pairs} == {buffer}
+    estimates = [FastEstimator(each).estimate(plan).peak_bytes for each in (problem, without)]
+    assert estimates[0] == estimate(plan, problem).peak_bytes
+    assert {own - other for own, other in zip(*estimates, strict=True)} == {buffer}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_deepspeeds_bucket_of_gradients_is_there_in_every_backward_pass(recompute: str) -> None:
+    """1 GB in place of the whole gradients of two layers, or of the layer and the head that the peak has."""
+    problem = small_problem(runtime="megatron-deepspeed", global_batch=32)
+    without = replace(problem, runtime=replace(problem.runtime, fills_bucket=()))
+    smaller = replace(problem, runtime=replace(problem.runtime, gradient_bucket_bytes=600_000_000))
+    plan = uniform_plan(problem, dp=4, zero=2, microbatch=4, recompute=recompute)
+    peaks = [simulate(plan, each).memory[0] for each in (problem, smaller, without)]
+    assert all("backward" in each.peak_where for each in peaks)
+    whole, less, other = (each.peak_allocated_bytes for each in peaks)
+    assert whole - less == 400_000_000 // 512 * 512
+    assert whole > other
+    bucket, unsharded = (live_of(each, "unsharded gradients") for each in (peaks[0], peaks[2]))
+    assert bucket == -(-1_000_000_000 // 512) * 512 > unsharded
+    estimates = [FastEstimator(each).estimate(plan).peak_bytes for each in (problem, smaller)]
+    assert estimates[0] == estimate(plan, problem).peak_bytes
+    assert estimates[0][0] - estimates[1][0] == 400_000_000

@@ -7,11 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
 from simulator.plan import Axis
+from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.taskgraph import COMPUTATION
 from simulator.uniform import uniform_plan
@@ -95,3 +98,40 @@ def test_shards_of_gradients_are_summed_over_replicas_once_they_are_scattered() 
     for unit in scattered:
         for first, then in zip(tasks["reduce_scatter", unit], tasks["all_reduce", unit], strict=True):
             assert schedule.start_s[then] >= schedule.end_s[first]
+
+
+@pytest.mark.parametrize("cluster", ["a100-80g-dgx-100g:2x4", "v100-1gpu-25g:8x1"])
+def test_reduces_to_owners_move_what_a_reduce_scatter_spares(cluster: str) -> None:
+    """DeepSpeed sums each rank's part by a reduce of its own: n/(n - 1) of a reduce-scatter's time, double for two."""
+    problem = small_problem("gpt", cluster=cluster, runtime="megatron-deepspeed")
+    scattering = replace(problem, runtime=replace(problem.runtime, reduces_to_owners=()))
+    dp = len(problem.hardware.cluster.nodes)
+    plan = uniform_plan(problem, tp=problem.num_devices // dp, dp=dp, zero=2, overlap_gradient_sync=False)
+
+    def work_s(each: Problem) -> float:
+        graph = simulate(plan, each).graph
+        return float(graph.work_s[np.array(graph.causes)[graph.cause] == "gradient sync"].sum())
+
+    own, other = work_s(problem), work_s(scattering)
+    assert own > 0
+    assert own == pytest.approx(other * dp / (dp - 1), rel=1e-6)
+    simulated, closed, fast = (
+        run(problem).iteration_time_s - run(scattering).iteration_time_s
+        for run in (
+            lambda each: simulate(plan, each),
+            lambda each: estimate(plan, each),
+            lambda each: FastEstimator(each).estimate(plan),
+        )
+    )
+    assert fast == pytest.approx(closed, rel=1e-9)
+    assert closed == pytest.approx(simulated, rel=1e-6)
+
+
+@pytest.mark.parametrize(("zero", "collective"), [(1, "all_reduce"), (2, "owner_reduce")])
+@pytest.mark.parametrize("runtime", ["megatron-deepspeed", "megatron-deepspeed-timed"])
+def test_deepspeed_all_reduces_under_zero_1_and_reduces_to_owners_under_2(runtime, zero, collective) -> None:
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime=runtime)
+    plan = uniform_plan(problem, dp=4, zero=zero)
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    found = {item.collective for bucket in gradient_buckets(view, merged=True) for item in bucket.collectives}
+    assert found == {collective}

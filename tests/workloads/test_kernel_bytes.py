@@ -36,6 +36,16 @@ def test_rotary_positions_go_over_queries_and_keys(heads: int, kv_heads: int, fu
     assert moved("rotary", attributes, shapes, BACKWARD_WEIGHT, how) == 0
 
 
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD_INPUT])
+def test_keys_and_values_are_repeated_for_eight_heads_and_their_gradients_added(phase: str) -> None:
+    """Two tensors of two heads each become two of eight, or the other way; two bytes an element."""
+    attributes: Attributes = {"heads": 8, "kv_heads": 2, "head_dim": DIM}
+    shapes = [(SAMPLES, TOKENS, (8 + 2 * 2) * DIM)]
+    how = Implementation(dtype="bf16")
+    apart = moved("rotary", {**attributes, "repeats": True}, shapes, phase, how)
+    assert apart - moved("rotary", attributes, shapes, phase, how) == 2 * 2 * SAMPLES * TOKENS * (2 + 8) * DIM
+
+
 @pytest.mark.parametrize(("kv_heads", "expanded"), [(8, 0), (2, 2)])
 def test_flash_attention_adds_gradients_up_in_fp32(kv_heads: int, expanded: int) -> None:
     """One fp32 tensor of the queries' size; grouped keys and values have gradients for every query head first."""

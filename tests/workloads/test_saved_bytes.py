@@ -101,6 +101,23 @@ def test_a_llama_layer_of_megatrons_core_keeps_what_its_torch_code_keeps(ways: i
     assert features == s * h * (8 + 12 / ways) + s * f * 8 / ways + 2 * a * s * s / ways
 
 
+@pytest.mark.parametrize("runtime", ["megatron-lm-2023", "windtunnel-executor"])
+@pytest.mark.parametrize("ways", [1, 8])
+def test_grouped_keys_and_values_are_kept_for_every_query_head(runtime: str, ways: int) -> None:
+    """Queries, keys and values of all heads, 3 x 2 s h / t, where the packed tensor has (64 + 2 x 8) / 64 of 2 s h.
+
+    Megatron's core copies all three out of it (``reshape``, ``repeat_interleave``), torch as ``matmul`` broadcasts;
+    fused attention reads the packed one.
+    """
+    s, h, f, a = 4096, 8192, 28672, 64
+    how = replace(load_runtime(runtime).implementation, fused_norm=True, fused_softmax=True, fused_gate=False)
+    features, _ = layer_saved(build_workload("llama2-70b"), 3, how, ways=ways)
+    assert features == s * h * (8 + 8 / ways) + s * f * 8 / ways + 2 * a * s * s / ways
+    fused = replace(how, packed_rotary=False)
+    features, _ = layer_saved(build_workload("llama2-70b", attention="flash"), 3, fused, ways=ways)
+    assert features == s * h * (8 + (2 * 80 / 64 + 2) / ways) + s * f * 8 / ways + 4 * a * s / ways
+
+
 def test_a_gpt_layer_under_autocast_keeps_fp32_residuals_and_the_weights_it_cast() -> None:
     """Norms keep 4 s h instead of 2, products 2 bytes a weight; the rest is as in bf16 throughout (torch 2.13.0)."""
     s, h = 2048, 2048

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hardware_models.links import OWNER_REDUCE
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import gradient_buckets
@@ -186,7 +187,7 @@ class Gradients:
             if work is not None:
                 work.wait()
             group = self.groups.along("reduce", collective.sizes, collective.axes)
-            if collective.collective == "reduce_scatter":
+            if collective.collective in ("reduce_scatter", OWNER_REDUCE):  # the same shards are left
                 current, work = group.reduce_scatter(current, wait=wait)
             else:
                 work = group.all_reduce(current, wait=wait)

@@ -193,10 +193,16 @@ def build_rotary(context: OperatorContext) -> Forward:
     attributes = context.local.attributes
     repeats, dim = _repeats(attributes), integer(attributes, "head_dim")
     table = _rotations(context.local.inputs[0][1], repeats, dim, context.device).unsqueeze(1)
+    expands = flag(attributes, "repeats")
 
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         packed = unpacked(inputs[0].float(), -1, (-1, repeats + 2, dim // 2, 2))
         turned = torch.view_as_real(torch.view_as_complex(packed) * table)
-        return (turned.flatten(2).to(inputs[0].dtype),)
+        made = turned.flatten(2).to(inputs[0].dtype)
+        if expands:  # to (B, S, G, R, 3, D): each query head with keys and values of its own
+            groups = unpacked(made, -1, (-1, repeats + 2, dim))
+            queries, keys, values = torch.split(groups, [repeats, 1, 1], dim=3)
+            made = torch.stack([queries, keys.expand_as(queries), values.expand_as(queries)], dim=4).flatten(2)
+        return (made,)
 
     return forward

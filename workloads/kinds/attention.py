@@ -115,6 +115,9 @@ class AttentionScore(_ByHead):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         return Saved("input:0"), Saved("input:1")
 
+    def lasting_buffer(self, local: Local) -> tuple[tuple[Shape, str], ...]:
+        return ((local.outputs[0], "activation"),) if local.implementation.keeps_score_buffer else ()
+
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         batch, queries, keys = _products(local.attributes, local.outputs[0])
         dim = integer(local.attributes, "head_dim")
@@ -350,6 +353,11 @@ class Rotary(_ByHead):
 
     Where the packed tensor outlives it (``Implementation.packed_rotary``), what it made is counted here, and the packed
     tensor stands for its output.
+
+    ``repeats`` (default false): it also repeats keys and values for each query head of their group, since batched
+    products read them one by one: output ``(B, S, 3 A D)``, nothing packed outlives it. So do Megatron-LM (core 0.3.0,
+    transformer/attention.py: ``repeat_interleave``, ahead of what selective recomputation runs again), Hugging Face
+    (``repeat_kv``) and torch's ``matmul`` itself where it broadcasts; fused attention reads groups as they are.
     """
 
     name = "rotary"
@@ -358,10 +366,12 @@ class Rotary(_ByHead):
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         _check_sources(self.name, attributes, inputs, _source_features(attributes)[:1])
-        return (inputs[0],)
+        if not flag(attributes, "repeats"):
+            return (inputs[0],)
+        return ((*inputs[0][:2], 3 * integer(attributes, "heads") * integer(attributes, "head_dim")),)
 
     def saved(self, local: Local) -> tuple[Saved, ...]:
-        if not local.implementation.packed_rotary:
+        if not local.implementation.packed_rotary or flag(local.attributes, "repeats"):
             return ()
         heads, kv_heads = integer(local.attributes, "heads"), _key_value_heads(local.attributes)
         *tokens, packed = local.outputs[0]
@@ -372,11 +382,27 @@ class Rotary(_ByHead):
             return []
         heads, kv_heads = integer(local.attributes, "heads"), _key_value_heads(local.attributes)
         size = size_bytes(local, local.inputs) * (heads + kv_heads) / (heads + 2 * kv_heads)
+        repeats = self._repeats(phase, size, local)
         if local.implementation.fused_rotary:
-            return [MemoryBound(size, size)]
+            return [MemoryBound(size, size), *repeats]
         # Queries, then keys: to fp32, times a complex number for each pair, and back; gradients alike.
-        found: list[Kernel] = []
+        found: list[Kernel] = repeats
         for part in (size * heads / (heads + kv_heads), size * kv_heads / (heads + kv_heads)):
             wide = part / local.element_bytes * DTYPE_BYTES["fp32"]
             found += [MemoryBound(part, wide), MemoryBound(wide, wide), MemoryBound(wide, part)]
         return found
+
+    @staticmethod
+    def _repeats(phase: str, size: float, local: Local) -> list[Kernel]:
+        """Return the copies of keys and of values for every query head, or the sums of their gradients.
+
+        Args:
+            phase: Forward, or of input gradients.
+            size: Bytes of queries and keys together.
+            local: The operator.
+        """
+        if not flag(local.attributes, "repeats"):
+            return []
+        heads, kv_heads = integer(local.attributes, "heads"), _key_value_heads(local.attributes)
+        many, few = (size * count / (heads + kv_heads) for count in (heads, kv_heads))
+        return [MemoryBound(few, many) if phase == FORWARD else MemoryBound(many, few, "reduction")] * 2

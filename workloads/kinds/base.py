@@ -69,6 +69,8 @@ class Implementation:
             gradient is one kernel.
         loss_metrics: Cross entropies of the logits, in fp32 and forward alone, that a trainer takes besides the loss
             after each microbatch (timed as part of its backward pass; what they make is gone before the next).
+        keeps_score_buffer: Products of queries and keys are given a buffer as large as their result to add to, times
+            nothing; all of a device share the largest, which is never given back.
     """
 
     dtype: str = "fp16"
@@ -94,6 +96,7 @@ class Implementation:
     loss_subtracts_anew: bool = False
     loss_temporaries: int = 2
     loss_metrics: int = 0
+    keeps_score_buffer: bool = False
 
     @property
     def mask_dtype(self) -> str:
@@ -294,6 +297,10 @@ class Kind(ABC):
 
     def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
         """Return (shape, dtype) of buffers that live only during the phase, besides outputs and gradients."""
+        return ()
+
+    def lasting_buffer(self, local: Local) -> tuple[tuple[Shape, str], ...]:
+        """Return (shape, dtype) of buffers that are never given back; operators of one device share the largest."""
         return ()
 
 

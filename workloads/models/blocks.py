@@ -12,6 +12,10 @@ from workloads.kinds.base import Attributes
 from workloads.models.fields import TransformerSpec, head_dim_of
 
 ATTENTIONS = ("plain", "flash")
+SOFTMAX_OF = {
+    "cross": "softmax_cross", "self_causal": "softmax_causal", "self_causal_repeated": "softmax_causal"
+}  # fmt: skip
+"""Attributes of the softmax by those of the attention around it; ``softmax`` for others."""
 
 
 def check_attention(attention: str) -> None:
@@ -107,6 +111,10 @@ class Blocks:
             },
             "self": {**attention, "causal": False},
             "self_causal": {**attention, "causal": True},
+            "self_repeats": {**attention, "causal": False, "repeats": True},
+            "self_causal_repeats": {**attention, "causal": True, "repeats": True},
+            "self_repeated": {**attention, "kv_heads": self.heads, "causal": False},
+            "self_causal_repeated": {**attention, "kv_heads": self.heads, "causal": True},
             "cross": {**attention, "causal": False, "cross": True},
             "softmax": softmax,
             "softmax_causal": {**softmax, "causal": True},
@@ -155,10 +163,13 @@ class Blocks:
             tie: Tie key of the relative position bias, if the model has one.
         """
         qkv = self._add_column("attention_qkv", "qkv", x)
+        which = "self_causal" if causal else "self"
         if self.rotary:
-            attributes = self._attributes["self_causal" if causal else "self"]
+            repeats = self.attention == "plain" and self.kv_heads < self.heads
+            attributes = self._attributes[f"{which}_repeats" if repeats else which]
             qkv = self.graph.add(f"{self.prefix}attention_rotary", "rotary", [qkv], attributes, tensor="head")
-        return self._add_attention("attention", qkv, qkv, "self_causal" if causal else "self", tie)
+            which = f"{which}_repeated" if repeats else which
+        return self._add_attention("attention", qkv, qkv, which, tie)
 
     def add_cross_attention(self, x: str, memory: str) -> str:
         """Add attention of ``x`` to ``memory`` (an encoder's output)."""
@@ -195,7 +206,7 @@ class Blocks:
                 f"{prefix}_score", "attention_score", [query, key], attributes[which], tensor="head"
             )
             ties: Mapping[str, str] = {"relative_bias": tie} if tie and self.position_buckets else {}
-            softmax = attributes[{"cross": "softmax_cross", "self_causal": "softmax_causal"}.get(which, "softmax")]
+            softmax = attributes[SOFTMAX_OF.get(which, "softmax")]
             scores = graph.add(f"{prefix}_softmax", "softmax", [scores], softmax, tensor="head", ties=ties)
             if self.attention_dropout > 0:
                 scores = graph.add(
