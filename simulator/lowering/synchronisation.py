@@ -13,7 +13,6 @@ from simulator.lowering.mesh import MeshCollective, mesh_sizes, parameter_layout
 from workloads.placements import PARTIAL
 
 if TYPE_CHECKING:
-    from hardware_models.runtime import Runtime
     from simulator.lowering.program import StageView
     from simulator.plan import Sharding
 
