@@ -170,7 +170,8 @@ class Aceso(EquationSearcher):
         evaluations = sum(search.evaluations for search in self.searches)
         counters = {**self._counters(), "evaluations": evaluations, "rounds": len(rounds)}
         end_s = None if budget.seconds is None else began + budget.seconds
-        ranked = self._ranked(problem, end_s)
+        found = (self._ranked(problem, end_s, share) for share in (1.0, *LOWERED_BUDGETS))
+        ranked = next((plans for plans in found if plans), [])
         if not ranked:
             raise self._nothing(problem, evaluations)
         if self.judge:

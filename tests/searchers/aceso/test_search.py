@@ -16,7 +16,7 @@ from searchers.aceso.initial import INITIALS, initial_configuration
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
 from searchers.aceso.searcher import Aceso
-from searchers.base import estimated
+from searchers.base import LOWERED_BUDGETS, NoFeasiblePlan, estimated
 from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
 from simulator.plan import Plan
@@ -266,6 +266,23 @@ class Waiting:
 
     def run(self, model: object, limit: object) -> object:
         return signal.getsignal(signal.SIGTERM)
+
+
+def test_where_the_closed_form_refuses_the_best_those_that_leave_more_memory_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+    top = StageCountSearch.top
+
+    def remembering(self: StageCountSearch, number: int, share: float = 1.0) -> object:
+        asked.append(share)
+        return top(self, number, share)
+
+    monkeypatch.setattr(StageCountSearch, "top", remembering)
+    monkeypatch.setattr("searchers.aceso.searcher.estimated", lambda *_: SimpleNamespace(fits=False))
+    with pytest.raises(NoFeasiblePlan):
+        Aceso(workers=1).search(tiny_problem())
+    assert set(asked) == {1.0, *LOWERED_BUDGETS}
 
 
 def test_sigterm_ends_the_processes_of_an_interrupted_search() -> None:
