@@ -102,7 +102,10 @@ class Piper(Searcher):
             memory_bytes = LESS * min(found.held_bytes, memory_bytes)
 
     def paper_objective(self, plan: Plan, problem: Problem) -> Score:
-        """Score by the load of the slowest stage, for all microbatches of an iteration."""
+        """Score by the load of the slowest stage, for all microbatches of an iteration.
+
+        A pipeline of more stages than microbatches never fills: each stage has its turn all the same.
+        """
         stated = self.input(problem, plan.microbatch_size)
         owner = {index: name for name, span in stated.graph.spans.items() for index in range(*span)}
         slowest = 0.0
@@ -115,7 +118,7 @@ class Piper(Searcher):
             if any(degree not in stated.problem.implementations[place] for place in range(len(stated.graph.spans))):
                 raise ValueError(f"Piper's tensor degrees stay inside a node and divide the model, got {degree}")
             slowest = max(slowest, load_s(stated.problem, chosen, degree, data))
-        return replace(estimated(plan, problem), objective=slowest * plan.num_microbatches)
+        return replace(estimated(plan, problem), objective=slowest * max(plan.num_microbatches, len(plan.stages)))
 
     def input(self, problem: Problem, microbatch: int) -> StatedInput:
         """Return the problem as Piper states it, from the shared cost tables."""

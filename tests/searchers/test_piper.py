@@ -289,3 +289,19 @@ def test_the_embedding_that_t5s_decoder_and_head_share_is_held_once_a_stage() ->
     assert stated.tied_weight_bytes(embedding.layers[1:], 1) == embedding.weight_bytes
     by_use = replace(problem, runtime=replace(problem.runtime, reduces_ties_by_use=True))
     assert all(tie.weight_bytes == 0.0 for tie in Piper().input(by_use, 1).problem.ties)
+
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_more_memory_never_costs_a_problem_of_fewer_microbatches_than_devices(batch: int) -> None:
+    """Where nothing fits it falls back on a stage for each device, more than it plans for so few microbatches."""
+    problem = ProblemSpec("bert-large", "v100-1gpu-25g:4x1", "megatron-lm-2021", batch).load()
+    workload = build_workload("bert-large", attention=problem.runtime.attention, overrides={"layers": 4})
+    base = problem.runtime.outside_allocator_bytes
+    found = [
+        Piper(microbatch=1).search(replace(problem, workload=workload, spec=None, memory_limit_bytes=base + limit))
+        for limit in range(1_000_000_000, 3_000_000_000, 250_000_000)
+    ]
+    assert len(found[0].best.stages) == 4 > batch
+    objectives = [each.plans[0].objective for each in found]
+    assert objectives == sorted(objectives, reverse=True)
