@@ -145,6 +145,7 @@ def plan(
     twice: bool,
     corrected_pivot: bool,
     corrected_ending: bool,
+    one_stage: bool,
     max_stages: int,
     bound: float,
 ) -> tuple[float, int, int, Floats, Ints, Ints, Ints]:
@@ -168,6 +169,7 @@ def plan(
         capacity: Bytes per GPU.
         twice: Warm-up P_B: 2(S - i) - 1 microbatches in flight instead of S - i.
         corrected_pivot, corrected_ending: Rules.
+        one_stage: The plan of one stage competes; else it is only where all others begin.
         max_stages: Stages at most.
         bound: An upper bound of the optimum known beforehand; infinity for none.
 
@@ -199,7 +201,7 @@ def plan(
     # The plan of one stage.
     part = _slice(microbatch, total, whole)
     memory = state_bytes[n] + part * (saved[n] + kept[n])
-    if total <= most:
+    if one_stage and total <= most:
         f[0], b[0] = forward[n] * part, backward[n] * part
         a[0] = rest_line[0, 0] + rest_line[0, 1] * gradient_bytes[n] if total > 1 else 0.0
         values[0, 0] = latency(f, b, a, 1, microbatches, corrected_pivot, corrected_ending)

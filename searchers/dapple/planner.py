@@ -30,6 +30,7 @@ class PlannerOptions:
         executable: No more replicas than samples in a microbatch; else slices below one sample count too.
         check_memory: Stages must fit their GPUs' memory.
         warmup: Microbatches in flight that memory is checked for: ``p_a`` or ``p_b``.
+        one_stage: Data parallelism, a pipeline of one stage, competes with the others.
         max_stages: Stages at most; 0 for no limit.
         max_replicas: Replicas of a stage at most; 0 for no limit, 1 for straight pipelines.
     """
@@ -42,6 +43,7 @@ class PlannerOptions:
     executable: bool = True
     check_memory: bool = True
     warmup: str = "p_a"
+    one_stage: bool = True
     max_stages: int = 0
     max_replicas: int = 0
 
@@ -199,6 +201,7 @@ class Planner:
             options.warmup == "p_b",
             options.pivot == "corrected",
             options.ending == "corrected",
+            options.one_stage,
             options.max_stages or total,
             bound_s,
         )

@@ -204,8 +204,7 @@ class Dapple(Searcher):
             if form is None:
                 return
             plan = self.to_plan(problem, form)
-            if form.num_stages > 1:  # One is data parallelism, which has had its turn.
-                yield plan
+            yield plan
             score = estimated(plan, problem)
             if score.fits:
                 return
@@ -214,9 +213,11 @@ class Dapple(Searcher):
 
     def _spaces(self) -> tuple[PlannerOptions, ...]:
         # The program keeps one prefix per state, so that special cases can be lost in the whole space: they are
-        # planned for on their own too.
-        special = replace(self.options, max_stages=2), replace(self.options, max_replicas=1)
-        return (self.options, *special) if self.space == "full" else special
+        # planned for on their own too. One stage is data parallelism, which is judged on its own: here its layers would
+        # be profiled at other samples than a pipeline's, and where each launch counts it would hide better pipelines.
+        pipelines = replace(self.options, one_stage=False)
+        special = replace(pipelines, max_stages=2), replace(pipelines, max_replicas=1)
+        return (pipelines, *special) if self.space == "full" else special
 
 
 def communication_ratio(planner: Planner, form: PipelinePlan) -> float:

@@ -90,7 +90,7 @@ def stage_times(
     fixed: Floats,
     counts: Ints,
     most: int,
-    memory: float,
+    memory: Floats,
 ) -> Floats:
     """Return the time of every stage for 1 to ``most`` microbatches in flight: float64[stages, most + 1].
 
@@ -98,8 +98,9 @@ def stage_times(
         from_ideal, to_ideal: int64[stages]. Nested down-sets; a stage is the difference.
         kinds_held: int64[num_ideals, kinds]. How many layers of each kind a down-set has; equal layers are of one.
         examples: int64[kinds]. One layer of each kind.
-        times, per_microbatch, fixed, counts, memory: As in `choose_implementations`.
+        times, per_microbatch, fixed, counts: As in `choose_implementations`.
         most: Microbatches in flight at most.
+        memory: float64[stages]. Bytes.
     """
     num_stages = len(from_ideal)
     found = np.full((num_stages, most + 1), np.inf)
@@ -107,7 +108,7 @@ def stage_times(
         numbers = kinds_held[to_ideal[stage]] - kinds_held[from_ideal[stage]]
         for in_flight in range(1, most + 1):
             found[stage, in_flight], _ = choose_implementations(
-                examples, numbers, times, per_microbatch, fixed, counts, in_flight, memory
+                examples, numbers, times, per_microbatch, fixed, counts, in_flight, memory[stage]
             )
             if found[stage, in_flight] == np.inf:
                 break

@@ -8,7 +8,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,22 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """A weight that several layers use, and hold alike: a stage has it once. Not in Piper's files.
+
+    Attributes:
+        degree: Tensor degree at which they do.
+        layers: The layer of each use, by its id.
+        weight_bytes, memory_bytes: Of the weight, as each of the layers counts them.
+    """
+
+    degree: int
+    layers: tuple[str, ...]
+    weight_bytes: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
 class PiperInput:
     """A problem of Piper's.
 
@@ -67,6 +83,7 @@ class PiperInput:
         memory_bytes: Per device.
         bandwidth_bytes_per_s: Between any two devices.
         num_microbatches: N: microbatches in a batch.
+        ties: Weights that layers share.
     """
 
     names: tuple[str, ...]
@@ -76,10 +93,19 @@ class PiperInput:
     memory_bytes: float
     bandwidth_bytes_per_s: float
     num_microbatches: int
+    ties: tuple[Tie, ...] = ()
 
     def ideals(self) -> list[int]:
         """Return all down-sets; see `down_sets`."""
         return down_sets(self.names, tuple((edge.source, edge.target) for edge in self.edges))
+
+    def tied_weight_bytes(self, layers: Collection[str], degree: int) -> float:
+        """Return weights that layers of one stage count again, as another of them has the same."""
+        return sum(
+            tie.weight_bytes * max(0, sum(name in layers for name in tie.layers) - 1)
+            for tie in self.ties
+            if tie.degree == degree
+        )
 
 
 def down_sets(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> list[int]:

@@ -5,7 +5,8 @@ The objective is the time per microbatch in steady state, the load of the slowes
     sum of p / d  +  [2 * (bytes over cut edges) / d + 4 (d - 1) w / (d N)] / bandwidth
 
 with no bubble, no warm-up and no overlap. A stage keeps a*y + b bytes per layer, y = ceil(sum of the data degrees
-of this and all later stages / d) microbatches being in flight.
+of this and all later stages / d) microbatches being in flight. A weight that layers of a stage share is held and
+reduced once: what the others count again depends on the stage and its tensor degree alone, so it is exact.
 
 The outer dynamic program over (down-set, devices, sum of data degrees) is exact. The inner choice is a knapsack:
 ``greedy`` (the fastest everywhere if that fits, else the cheapest exchanges, as Piper's heuristic) or ``exact``.
@@ -16,7 +17,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.piper.compiled_planner import Floats, Ints, choose_implementations, fill, stage_times
-from searchers.piper.model import Implementation, PiperInput, down_sets
+from searchers.piper.model import Implementation, PiperInput, Tie, down_sets
 
 KNAPSACKS = ("greedy", "exact")
 IDEALS_AT_ONCE = 512
@@ -121,6 +122,7 @@ class _Tables:
         self.from_ideal, self.to_ideal = structure.from_ideal, structure.to_ideal
         self.first_pair = structure.first_pair
         self.held = structure.held
+        self.memory_bytes = {degree: self._memory_bytes(degree) for degree in self.degrees}
 
     def layers(self, pair: int) -> Ints:
         """Return the layers of a stage, ascending."""
@@ -140,13 +142,29 @@ class _Tables:
         return arrays[0], arrays[1], arrays[2], counts
 
     def weight_bytes(self, degree: int) -> Floats:
-        """Return weights of every stage: float64[pairs]."""
+        """Return weights of every stage, shared ones once: float64[pairs]."""
         options = [self._first(layer, degree) for layer in range(len(self.problem.names))]
         known = self.held @ np.array([option.weight_bytes if option else 0.0 for option in options])
         without = self.held @ np.array([option is None for option in options], dtype=np.int64)
         found: Floats = known[self.to_ideal] - known[self.from_ideal]
+        for tie, again in self._counted_again(degree):
+            found -= tie.weight_bytes * again
         found[without[self.to_ideal] > without[self.from_ideal]] = np.inf
         return found
+
+    def _memory_bytes(self, degree: int) -> Floats:
+        """Return a device's memory and what layers of a stage count again of shared weights: float64[pairs]."""
+        found = np.full(len(self.from_ideal), self.problem.memory_bytes)
+        for tie, again in self._counted_again(degree):
+            found += tie.memory_bytes * again
+        return found
+
+    def _counted_again(self, degree: int) -> Iterator[tuple[Tie, Floats]]:
+        """Yield shared weights, and how often every stage counts each besides the first time: float64[pairs]."""
+        for tie in self.problem.ties:
+            if tie.degree == degree:
+                uses = self.held @ np.array([tie.layers.count(name) for name in self.problem.names], dtype=float)
+                yield tie, np.maximum(uses[self.to_ideal] - uses[self.from_ideal] - 1.0, 0.0)
 
     def cut_bytes(self, degree: int) -> Floats:
         """Return bytes over the cut edges of every stage, collectives of the tensor degree included.
@@ -239,6 +257,7 @@ def plan_piper(problem: PiperInput, *, knapsack: str = "greedy") -> PiperPlan:
 
 
 def _times(tables: _Tables, degree: int, most: int, knapsack: str) -> Floats:
+    memory = tables.memory_bytes[degree]
     if knapsack == "greedy":
         options = tables.options(degree)
         rows = np.hstack([*options[:3], options[3][:, np.newaxis]])
@@ -250,18 +269,18 @@ def _times(tables: _Tables, degree: int, most: int, knapsack: str) -> Floats:
             examples,
             *options,
             most,
-            tables.problem.memory_bytes,
+            memory,
         )
     found = np.full((len(tables.from_ideal), most + 1), np.inf)
     for pair in range(len(found)):
         own = tables.layers(pair)
         for in_flight in range(1, most + 1):
-            found[pair, in_flight] = exact_choice(tables.problem, own.tolist(), degree, in_flight)[0]
+            found[pair, in_flight] = exact_choice(tables.problem, own.tolist(), degree, in_flight, memory[pair])[0]
     return found
 
 
 def exact_choice(
-    problem: PiperInput, layers: Sequence[int], degree: int, in_flight: int
+    problem: PiperInput, layers: Sequence[int], degree: int, in_flight: int, memory_bytes: float
 ) -> tuple[float, tuple[int, ...]]:
     """Return the least time of a stage that fits, and the choice per layer; infinite if nothing fits.
 
@@ -280,7 +299,7 @@ def exact_choice(
         ]
         frontier = []
         for time, memory, chosen in sorted(grown):
-            if memory <= problem.memory_bytes and (not frontier or memory < frontier[-1][1]):
+            if memory <= memory_bytes and (not frontier or memory < frontier[-1][1]):
                 frontier.append((time, memory, chosen))
     return (frontier[0][0], frontier[0][2]) if frontier else (float("inf"), ())
 
@@ -303,14 +322,14 @@ def _read_back(
         pair, choice, load = _step(tables, value, choices, times, extra, ideal, s, k, wanted)
         degree, d, _ = choices[choice]
         own = tables.layers(pair)
-        in_flight = ceil(s / d)
+        in_flight, memory_bytes = ceil(s / d), float(tables.memory_bytes[degree][pair])
         if knapsack == "greedy":
             one_each = np.ones(len(own), dtype=np.int64)
             options = tables.options(degree)
-            _, held = choose_implementations(own, one_each, *options, in_flight, problem.memory_bytes)
+            _, held = choose_implementations(own, one_each, *options, in_flight, memory_bytes)
             chosen = held.argmax(axis=1).tolist()
         else:
-            chosen = list(exact_choice(problem, own.tolist(), degree, in_flight)[1])
+            chosen = list(exact_choice(problem, own.tolist(), degree, in_flight, memory_bytes)[1])
         taken = [problem.implementations[layer][degree][option] for layer, option in zip(own, chosen, strict=True)]
         stages.append(
             PiperStage(
@@ -319,9 +338,9 @@ def _read_back(
                 data_degree=d,
                 implementations=tuple(option.name for option in taken),
                 load_s=float(load),
-                held_bytes=sum(
-                    option.memory_per_microbatch_bytes * in_flight + option.memory_bytes for option in taken
-                ),
+                held_bytes=problem.memory_bytes
+                - memory_bytes
+                + sum(option.memory_per_microbatch_bytes * in_flight + option.memory_bytes for option in taken),
             )
         )
         ideal, s, k = int(tables.to_ideal[pair]), s - d, k - degree * d

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -14,9 +15,10 @@ from searchers.degrees import divisors
 from searchers.layer_graph import LayerGraph, layer_graph
 from searchers.layers import LayerTables
 from searchers.pipedream.searcher import bus_bytes_per_s
-from searchers.piper.model import Edge, Implementation, PiperInput
+from searchers.piper.model import Edge, Implementation, PiperInput, Tie
 from searchers.piper.planner import KNAPSACKS, PiperPlan, plan_piper
-from simulator.plan import Axis, Plan, Stage, batch_replicas
+from simulator.lowering.mesh import parameter_layout
+from simulator.plan import Axis, Plan, Sharding, Stage, batch_replicas, resolve
 from simulator.problem import Problem
 
 VANILLA, RECOMPUTED = "vanilla", "activation recomp"
@@ -100,7 +102,10 @@ class Piper(Searcher):
             memory_bytes = LESS * min(found.held_bytes, memory_bytes)
 
     def paper_objective(self, plan: Plan, problem: Problem) -> Score:
-        """Score by the load of the slowest stage, for all microbatches of an iteration."""
+        """Score by the load of the slowest stage, for all microbatches of an iteration.
+
+        A pipeline of more stages than microbatches never fills: each stage has its turn all the same.
+        """
         stated = self.input(problem, plan.microbatch_size)
         owner = {index: name for name, span in stated.graph.spans.items() for index in range(*span)}
         slowest = 0.0
@@ -113,7 +118,7 @@ class Piper(Searcher):
             if any(degree not in stated.problem.implementations[place] for place in range(len(stated.graph.spans))):
                 raise ValueError(f"Piper's tensor degrees stay inside a node and divide the model, got {degree}")
             slowest = max(slowest, load_s(stated.problem, chosen, degree, data))
-        return replace(estimated(plan, problem), objective=slowest * plan.num_microbatches)
+        return replace(estimated(plan, problem), objective=slowest * max(plan.num_microbatches, len(plan.stages)))
 
     def input(self, problem: Problem, microbatch: int) -> StatedInput:
         """Return the problem as Piper states it, from the shared cost tables."""
@@ -193,6 +198,7 @@ def load_s(problem: PiperInput, chosen: dict[str, str], tensor: int, data: int) 
         option = next(each for each in problem.implementations[number[name]][tensor] if each.name == implementation)
         time += option.time_s
         weights += option.weight_bytes
+    weights -= problem.tied_weight_bytes(chosen, tensor)
     cut = sum(edge.num_bytes for edge in problem.edges if (edge.source in chosen) != (edge.target in chosen))
     sent = 2 * cut / data + 4 * (data - 1) * weights / (data * problem.num_microbatches)
     return time / data + sent / problem.bandwidth_bytes_per_s
@@ -207,6 +213,7 @@ def _input(
     names = tuple(node.name for node in graph.profile.nodes)
     tables = LayerTables(costs, tuple(graph.spans.values()))
     implementations: list[dict[int, tuple[Implementation, ...]]] = [{} for _ in names]
+    ties: list[Tie] = []
     for degree in degrees:
         sharding = (Axis("tensor", degree),) if degree > 1 else ()
         try:
@@ -226,6 +233,7 @@ def _input(
                 Implementation(RECOMPUTED, total + forward, weights, entering, elements * state + again, {}, {}),
             )
             assert names[layer] == name
+        ties += _ties(problem, graph, degree, sharding)
     edges = tuple(
         Edge(before, node.name, graph.edge_bytes[before, node.name])
         for node in graph.profile.nodes
@@ -242,6 +250,29 @@ def _input(
             memory_bytes=float(min(problem.capacity_bytes(device) for device in everything)),
             bandwidth_bytes_per_s=rate,
             num_microbatches=problem.global_batch // microbatch,
+            ties=tuple(ties),
         ),
         graph,
     )
+
+
+def _ties(problem: Problem, graph: LayerGraph, degree: int, sharding: Sharding) -> list[Tie]:
+    """Return the weights that layers share where they lay them out alike."""
+    costs, runtime = cost_tables(problem), problem.runtime
+    layers: dict[tuple[str, Hashable], list[str]] = {}
+    elements: dict[tuple[str, Hashable], int] = {}
+    for name, span in graph.spans.items():
+        for index in range(*span):
+            own = resolve(sharding, problem.workload.operators[index])
+            cost = costs.operator(index, own, 1, problem.gpu_types[0])
+            for number, (parameter, count) in enumerate(cost.parameters):
+                if parameter.tie is not None:
+                    key = parameter.tie, parameter_layout(own, costs.splits(index, own), number)
+                    layers.setdefault(key, []).append(name)
+                    elements[key] = count
+    gradient_bytes = 0.0 if runtime.reduces_ties_by_use else float(runtime.gradient_accumulation_bytes)
+    return [
+        Tie(degree, tuple(own), elements[key] * gradient_bytes, elements[key] * runtime.state_bytes_per_parameter)
+        for key, own in layers.items()
+        if len(own) > 1
+    ]

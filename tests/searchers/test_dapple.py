@@ -29,6 +29,7 @@ from simulator.schedules.one_f_one_b import warmup_p_b
 from tests.searchers.tiny import tiny_problem
 from tests.simulator.problems import chain_of_opaque, chain_problem
 from tests.simulator.replays import REPLAYS
+from workloads.models.gpt import GPTSpec
 from workloads.models.llama import LlamaSpec
 from workloads.registry import build_from_spec
 
@@ -319,3 +320,24 @@ def test_where_the_planners_pipeline_does_not_fit_it_plans_again_within_less_mem
 def test_a_problem_without_pipelines_says_why() -> None:
     with pytest.raises(NoFeasiblePlan, match="4 layers that use all 8 devices, at most 1 of them each"):
         Dapple().search(tiny_problem(8, 1))
+
+
+@pytest.mark.parametrize("space", ["reported", "full"])
+def test_one_stage_hides_no_pipeline_that_its_formula_prefers(space: str) -> None:
+    """Layers that launches bound take as long at two samples as at four, so per sample twice as long.
+
+    One stage was profiled in the pipelines' search at as many samples as they are, two in the mean, and seemed better.
+    """
+    spec = ProblemSpec("gpt3-350m", "v100-32g-dgx1:1x3", "megatron-lm-2021", 6)
+    shape = GPTSpec(name="small", layers=2, hidden=256, heads=8, seq_len=64, vocab=1000)
+    problem = replace(spec.load(), workload=build_from_spec(shape), spec=None)
+    searcher, layers = Dapple(space=space), problem.workload.layers
+    pipelines = [
+        searcher.to_plan(problem, PipelinePlan((0, cut, len(layers)), devices, 6, 1))
+        for cut in range(1, len(layers))
+        for devices in (((0,), (1, 2)), ((0, 1), (2,)))
+    ]
+    found = searcher.search(problem).plans[0]
+    best = min(searcher.paper_objective(plan, problem).objective for plan in pipelines)
+    assert found.objective <= best * (1 + 1e-9)
+    assert len(found.plan.stages) == 2

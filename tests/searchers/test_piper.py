@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from searchers.piper.compiled_planner import choose_implementations
-from searchers.piper.model import Edge, Implementation, PiperInput, load_piper_input, piper_input
+from searchers.piper.model import Edge, Implementation, PiperInput, Tie, load_piper_input, piper_input
 from searchers.piper.planner import plan_piper
 from searchers.piper.searcher import Piper, load_s
 from simulator.problem import ProblemSpec
@@ -130,6 +130,11 @@ def _best_load(problem: PiperInput, names: list[str], t: int, d: int, in_flight:
             memory += option.memory_per_microbatch_bytes * in_flight + option.memory_bytes
             sync += sum(size for other, size in option.sync_forward_bytes.items() if other not in chosen)
             sync += sum(size for other, size in option.sync_backward_bytes.items() if other not in chosen)
+        memory -= sum(
+            tie.memory_bytes * (sum(name in chosen for name in tie.layers) - 1)
+            for tie in problem.ties
+            if tie.degree == t and any(name in chosen for name in tie.layers)
+        )
         if memory <= problem.memory_bytes:
             extra = 2 * sync / d / problem.bandwidth_bytes_per_s
             best = min(best, load_s(problem, chosen, t, d) + extra)
@@ -144,6 +149,32 @@ def test_on_small_graphs_it_is_as_good_as_exhaustive_search(seed: int, branch: b
     assert plan_piper(problem, knapsack="exact").objective_s == pytest.approx(best, rel=1e-9)
     greedy = plan_piper(problem).objective_s
     assert best * (1 - 1e-9) <= greedy <= best * 1.25
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_shared_weights_are_held_and_reduced_once_a_stage_as_in_exhaustive_search(seed: int, branch: bool) -> None:
+    """Three layers share one weight, with tensor degree 2 only two of them, as T5's embeddings and head may."""
+    problem = random_input(seed, branch=branch)
+    ties = (Tie(1, ("a", "b", "d"), 1e7, 2e7), Tie(2, ("a", "d"), 5e6, 1e7))
+    heavy = tuple(
+        {
+            degree: tuple(
+                replace(each, weight_bytes=each.weight_bytes + tied, memory_bytes=each.memory_bytes + 2 * tied)
+                for each in options
+            )
+            for degree, options in own.items()
+            for tied in (0.0 if name == "c" else 1e7 / degree,)
+        }
+        for name, own in zip(problem.names, problem.implementations, strict=True)
+    )
+    problem = replace(problem, implementations=heavy, memory_bytes=6.5e7, ties=ties)
+    best = best_of_all(problem)
+    found = plan_piper(problem, knapsack="exact")
+    assert found.objective_s == pytest.approx(best, rel=1e-9)
+    assert found.held_bytes <= problem.memory_bytes
+    assert found.objective_s <= plan_piper(replace(problem, ties=()), knapsack="exact").objective_s * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= plan_piper(problem).objective_s <= best * 1.25
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -243,3 +274,34 @@ def test_one_microbatch_in_flight_holds_the_same_recomputed_or_not() -> None:
             for vanilla, recomputed in implementations.values():
                 held = [each.memory_per_microbatch_bytes + each.memory_bytes for each in (vanilla, recomputed)]
                 assert held[0] == pytest.approx(held[1], rel=apart)
+
+
+def test_the_embedding_that_t5s_decoder_and_head_share_is_held_once_a_stage() -> None:
+    """The second of two stages holds it for two layers: counted for each, no plan fitted."""
+    problem = ProblemSpec("t5-large-32", "v100-1gpu-25g:2x1", "megatron-lm-2021", 2).load()
+    problem = replace(problem, memory_limit_bytes=problem.runtime.outside_allocator_bytes + 5_500_000_000)
+    assert len(Piper().search(problem).best.stages) == 2
+    stated = Piper().input(problem, 1).problem
+    (embedding,) = (tie for tie in stated.ties if len(tie.layers) == 3)
+    elements = next(np.prod(each.shape) for each in problem.workload.parameters(0) if each.tie is not None)
+    assert embedding.memory_bytes == elements * problem.runtime.state_bytes_per_parameter
+    assert embedding.weight_bytes == elements * problem.runtime.gradient_accumulation_bytes
+    assert stated.tied_weight_bytes(embedding.layers[1:], 1) == embedding.weight_bytes
+    by_use = replace(problem, runtime=replace(problem.runtime, reduces_ties_by_use=True))
+    assert all(tie.weight_bytes == 0.0 for tie in Piper().input(by_use, 1).problem.ties)
+
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_more_memory_never_costs_a_problem_of_fewer_microbatches_than_devices(batch: int) -> None:
+    """Where nothing fits it falls back on a stage for each device, more than it plans for so few microbatches."""
+    problem = ProblemSpec("bert-large", "v100-1gpu-25g:4x1", "megatron-lm-2021", batch).load()
+    workload = build_workload("bert-large", attention=problem.runtime.attention, overrides={"layers": 4})
+    base = problem.runtime.outside_allocator_bytes
+    found = [
+        Piper(microbatch=1).search(replace(problem, workload=workload, spec=None, memory_limit_bytes=base + limit))
+        for limit in range(1_000_000_000, 3_000_000_000, 250_000_000)
+    ]
+    assert len(found[0].best.stages) == 4 > batch
+    objectives = [each.plans[0].objective for each in found]
+    assert objectives == sorted(objectives, reverse=True)
