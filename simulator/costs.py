@@ -204,6 +204,7 @@ class CostTables:
             matmul_flop=matmul_flop(kind.kernels(FORWARD, local)),
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
+            has_waited=False,
         )
 
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:

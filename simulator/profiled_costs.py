@@ -64,6 +64,7 @@ def with_profile(
         backward_input=measured(cost.backward_input, found.row.backward_s * (1 - share)),
         backward_weight_alone=measured(cost.backward_weight_alone, found.row.backward_s * share),
         includes_collectives=found.row.includes_collectives,
+        has_waited=not profile.kernels_only,
     )
 
 
