@@ -29,6 +29,7 @@ from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
 from hardware_models.gpus import gpu_names
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Runtime, load_runtime
+from simulator.measured_times import check_times
 from simulator.plan import Plan
 from simulator.plan_file import load_plan
 from simulator.problem import Problem, ProblemSpec
@@ -218,13 +219,16 @@ class _Row:
             model = self._file("model", self.common.model)
             workload = build_workload(model, attention=runtime.attention)
             spec = ProblemSpec(model, self._cluster(), named, batch, profile=self.common.profile)
-        return Problem(
+        problem = Problem(
             workload=workload,
             hardware=self._hardware(workload, runtime),
             runtime=runtime,
             global_batch=batch,
             spec=spec,
         )
+        if self.common.profile is not None:
+            check_times(problem, hardware(self._cluster()), self.common.profile)
+        return problem
 
     def _hardware(self, workload: Workload, runtime: Runtime) -> HardwareModel:
         if self.common.profile is None:

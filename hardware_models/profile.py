@@ -156,6 +156,22 @@ class OperatorProfile:
         series = self._series.get((role, tensor_size, split))
         return series[min(series, key=lambda count: abs(count - samples))] if series else None
 
+    def nearest_degree(self, role: str, tensor_size: int, split: Split = "default") -> tuple[int, Split] | None:
+        """Return the nearest degree and split with rows of a role that hold no collectives.
+
+        Of the same split, else of the default one; the largest degree that is not above, else the smallest above.
+        """
+        for word in dict.fromkeys((split, SPLITS[0])):
+            sizes = [
+                size
+                for (name, size, own), series in self._series.items()
+                if (name, own) == (role, word) and not any(row.includes_collectives for row in series.values())
+            ]
+            below = max((size for size in sizes if size <= tensor_size), default=None)
+            if sizes:
+                return below or min(sizes), word
+        return None
+
     def save(self, path: str | Path) -> None:
         """Write the profile in the native format (``.yaml`` or ``.json``)."""
         from hardware_models.profile_file import save_profile

@@ -165,10 +165,10 @@ class CostTables:
         return self._operators[key]
 
     def _compute(self, index: int, sharding: Sharding, samples: int, gpu_type: str) -> OperatorCost:
-        modelled_at = partial(self._modelled, index, sharding, gpu_type)
+        modelled_at = partial(self._modelled, index, gpu_type)
         return with_profile(modelled_at, self.problem, index, sharding, samples, gpu_type)
 
-    def _modelled(self, index: int, sharding: Sharding, gpu_type: str, samples: int) -> OperatorCost:
+    def _modelled(self, index: int, gpu_type: str, sharding: Sharding, samples: int) -> OperatorCost:
         workload, runtime = self.problem.workload, self.problem.runtime
         op = workload.operators[index]
         kind = op.definition
@@ -204,6 +204,7 @@ class CostTables:
             matmul_flop=matmul_flop(kind.kernels(FORWARD, local)),
             internal=tuple(self._internal(kind, local, sharding)),
             includes_collectives=False,
+            has_waited=False,
         )
 
     def _phase(self, kind: Kind, phase: str, local: Local, gpu_type: str) -> Segment:

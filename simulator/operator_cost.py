@@ -32,6 +32,7 @@ class OperatorCost:
         matmul_flop: FLOPs of matmuls, forward only.
         internal: Collectives inside the operator, per phase.
         includes_collectives: The durations were measured with the operator's own collectives in them.
+        has_waited: They are of the operator measured by itself, host and all, or grown from such.
     """
 
     forward: Segment
@@ -50,6 +51,7 @@ class OperatorCost:
     matmul_flop: float
     internal: tuple[tuple[str, MeshCollective], ...]
     includes_collectives: bool
+    has_waited: bool
 
     @cached_property
     def backward_weight(self) -> Segment:

@@ -11,6 +11,7 @@ from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Runtime, load_runtime
+from simulator.measured_times import check_times
 from simulator.problem_files import files_of, with_files
 from simulator.profile_check import check_profile
 from workloads.operators import Workload
@@ -54,7 +55,7 @@ class ProblemSpec:
         runtime = load_runtime(self.runtime)
         cluster = parse_cluster(self.cluster)
         workload = build_workload(self.model, attention=runtime.attention)
-        hardware = HardwareModel(cluster)
+        hardware = shipped = HardwareModel(cluster)
         if self.profile:
             calibration = load_calibration(self.profile)
             hardware = calibration.hardware(cluster)
@@ -67,6 +68,8 @@ class ProblemSpec:
             memory_limit_bytes=self.memory_limit_bytes,
             spec=self,
         )
+        if self.profile:
+            check_times(problem, shipped, self.profile)
         _check_memory_limit(problem)
         return problem
 

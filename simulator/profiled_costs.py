@@ -6,37 +6,40 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from hardware_models.profile import OperatorProfile, ProfileLookup
+from hardware_models.profile import OperatorProfile, ProfileLookup, ProfileRow
 from hardware_models.profile import Split as SplitWord
 from simulator.operator_cost import OperatorCost
-from simulator.plan import Sharding
+from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
 from simulator.segments import Segment
 from workloads.operators import Operator
 
+Modelled = Callable[[Sharding, int], OperatorCost]
+"""What the model says of an operator, so split, with so many samples a rank."""
+
 
 def with_profile(
-    modelled_at: Callable[[int], OperatorCost],
+    modelled_at: Modelled,
     problem: Problem,
     index: int,
     sharding: Sharding,
     samples: int,
     gpu_type: str,
 ) -> OperatorCost:
-    """Return a cost with the durations of the problem's profile, where that has rows for the operator so split.
+    """Return a cost with the durations of the problem's profile, where that has rows for the operator.
 
-    Outside the numbers of samples that it has, durations are those of the nearest, times what the model grows by from
-    there.
+    Outside the numbers of samples and the tensor-parallel degrees that it has, durations are those of the nearest,
+    times what the model grows by from there.
 
     Args:
-        modelled_at: Returns what the model says of the operator at a number of samples.
+        modelled_at: Returns what the model says of the operator.
         problem: With the profile.
         index: Operator.
         sharding: Canonical sharding.
         samples: Samples that one rank works on.
         gpu_type: Device type.
     """
-    cost = modelled_at(samples)
+    cost = modelled_at(sharding, samples)
     profile = problem.hardware.operator_profile
     dtype = problem.runtime.implementation.dtype
     if profile is None or profile.gpu_type != gpu_type or profile.dtype != dtype:
@@ -45,9 +48,11 @@ def with_profile(
     measured_as = profiled_as(op, sharding)
     if measured_as is None:
         return cost
-    found = profile.lookup(op.role, samples, *measured_as) or _extended(
-        profile, op.role, samples, *measured_as, cost, modelled_at
-    )
+    found = profile.lookup(op.role, samples, *measured_as)
+    nearest = None if found else _nearest(profile, op.role, samples, *measured_as)
+    if nearest is not None:
+        there = modelled_at(_split_as(op, sharding, nearest.tensor_size, nearest.split), nearest.samples)
+        found = ProfileLookup(_grown(nearest, there, cost, kernels_only=profile.kernels_only), "modelled")
     if found is None:
         return cost
     modelled = cost.backward_alone.device_s
@@ -59,36 +64,54 @@ def with_profile(
         backward_input=measured(cost.backward_input, found.row.backward_s * (1 - share)),
         backward_weight_alone=measured(cost.backward_weight_alone, found.row.backward_s * share),
         includes_collectives=found.row.includes_collectives,
+        has_waited=not profile.kernels_only,
     )
 
 
-def _extended(
-    profile: OperatorProfile,
-    role: str,
-    samples: int,
-    tensor_size: int,
-    split: SplitWord,
-    cost: OperatorCost,
-    modelled_at: Callable[[int], OperatorCost],
-) -> ProfileLookup | None:
+def _nearest(
+    profile: OperatorProfile, role: str, samples: int, tensor_size: int, split: SplitWord
+) -> ProfileRow | None:
+    """Return the row that one the profile does not have is grown from; None where none can be.
+
+    Of its degree and split, at the nearest number of samples; else of the nearest degree that was measured without its
+    collectives, interpolated between its samples: a collective takes other times over other groups.
+    """
     nearest = profile.nearest(role, samples, tensor_size, split)
-    if nearest is None:
+    if nearest is not None:
+        return nearest
+    place = profile.nearest_degree(role, tensor_size, split)
+    if place is None:
         return None
-    there = modelled_at(nearest.samples)
+    found = profile.lookup(role, samples, *place)
+    return found.row if found is not None else profile.nearest(role, samples, *place)
+
+
+def _grown(row: ProfileRow, there: OperatorCost, here: OperatorCost, *, kernels_only: bool) -> ProfileRow:
+    """Return a row with what the model says of its operator here over what it says where the row was measured.
+
+    The model's own time where it says nothing there.
+    """
 
     def alone_s(segment: Segment) -> float:
-        return segment.device_s if profile.kernels_only else max(segment.device_s, segment.host_s)
+        return segment.device_s if kernels_only else max(segment.device_s, segment.host_s)
 
-    def grown(seconds: float, here: Segment, there: Segment) -> float:
-        return seconds * alone_s(here) / alone_s(there) if alone_s(there) > 0 else seconds
+    def grown(seconds: float, there: Segment, here: Segment) -> float:
+        return seconds / alone_s(there) * alone_s(here) if alone_s(there) > 0 else alone_s(here)
 
-    row = replace(
-        nearest,
-        samples=samples,
-        forward_s=grown(nearest.forward_s, cost.forward, there.forward),
-        backward_s=grown(nearest.backward_s, cost.backward_alone, there.backward_alone),
+    return replace(
+        row,
+        forward_s=grown(row.forward_s, there.forward, here.forward),
+        backward_s=grown(row.backward_s, there.backward_alone, here.backward_alone),
     )
-    return ProfileLookup(row, "modelled")
+
+
+def _split_as(op: Operator, sharding: Sharding, tensor_size: int, split: SplitWord) -> Sharding:
+    """Return a canonical sharding with tensor parallelism of another row of a profile (see `profiled_as`)."""
+    if profiled_as(op, sharding) == (tensor_size, split):
+        return sharding
+    word = op.tensor_split if split == "default" else op.alternative_split
+    batch = tuple(axis for axis in sharding if axis.split == "batch")
+    return resolve((*batch, Axis(word, tensor_size)), op)
 
 
 def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | None:

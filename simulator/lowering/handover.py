@@ -12,7 +12,7 @@ def handover_s(view: StageView, item: Item, fidelity: Fidelity, shift: int = 0) 
 
     A host that runs ahead has launched long since what comes behind. One that never does launches it meanwhile: the
     operator that waits takes the longer of its kernels and its host time, and its kernels begin so much later. Measured
-    apart, it has waited in its own time.
+    apart, it has waited in its own time, and so has one whose time is grown from such.
 
     Args:
         view: The stage.
@@ -24,19 +24,14 @@ def handover_s(view: StageView, item: Item, fidelity: Fidelity, shift: int = 0) 
     idle_s = problem.runtime.handover_s if fidelity.handover and item.hands_over else 0.0
     if not idle_s or item.held < 0 or problem.runtime.host_runs_ahead:
         return idle_s
-    profile = problem.hardware.operator_profile
-    has_waited = profile is not None and not profile.kernels_only
-    return max(_excess_s(view, item, idle_s, gpu_type, fidelity, shift, has_waited) for gpu_type in view.gpu_types)
+    return max(_excess_s(view, item, idle_s, gpu_type, fidelity, shift) for gpu_type in view.gpu_types)
 
 
-def _excess_s(
-    view: StageView, item: Item, idle_s: float, gpu_type: str, fidelity: Fidelity, shift: int, has_waited: bool
-) -> float:
+def _excess_s(view: StageView, item: Item, idle_s: float, gpu_type: str, fidelity: Fidelity, shift: int) -> float:
     """Return by how much longer the operator that waits takes on one type of device."""
     cost = view.cost_on(item.held + shift, gpu_type)
-    waiting = cost.backward if item.holds_backward else cost.forward
-    *measured, modelled_s = waiting.recorded
-    if has_waited and any(measured) and not modelled_s:
+    if cost.has_waited:
         return 0.0
+    waiting = cost.backward if item.holds_backward else cost.forward
     host_s = waiting.host_s if fidelity.host else 0.0
     return max(waiting.device_s + idle_s, host_s) - max(waiting.device_s, host_s)

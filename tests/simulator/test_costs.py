@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardware_models.profile import OperatorProfile, ProfileRow
+from hardware_models.profile import OperatorProfile, ProfileRow, Split
 from hardware_models.runtime import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.plan import Axis, Plan, Sharding, Stage, resolve
+from simulator.problem import Problem
 from simulator.segments import EMPTY, Segment
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -140,6 +142,75 @@ def test_outside_profiled_samples_an_operator_grows_from_the_nearest_as_the_mode
         assert found.forward.device_s == pytest.approx(3 * alone_s(modelled.forward))
         assert found.backward.device_s == pytest.approx(3 * alone_s(modelled.backward))
         assert found.forward.recorded == (0.0, 0.0, found.forward.device_s)
+
+
+def _slow_profile(rows: Iterable[tuple[str, int, int, Split]], factor: float, *, inside: Iterable[int] = ()) -> Problem:
+    """Return a problem whose profile has rows ``(role, samples, degree, split)`` at ``factor`` times the model.
+
+    Args:
+        rows: To have.
+        factor: On the model's time of both passes.
+        inside: Degrees whose rows say that they hold collectives.
+    """
+    problem = small_problem("gpt", global_batch=16)
+    costs, gpu_type, found = CostTables(problem), problem.gpu_types[0], []
+    roles = [op.role for op in problem.workload.operators]
+    for role, samples, size, split in rows:
+        index = roles.index(role)
+        axis = Axis("tensor" if split == "default" else "tensor_alternative", size)
+        cost = costs.operator(index, resolve((axis,), problem.workload.operators[index]), samples, gpu_type)
+        found.append(
+            ProfileRow(
+                role=role, samples=samples, tensor_size=size, split=split, forward_s=factor * cost.forward.device_s,
+                backward_s=factor * cost.backward.device_s, saved_bytes=0.0, forward_workspace_bytes=0.0,
+                backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0, parameter_bytes=0.0,
+                includes_collectives=size in inside, num_groups=1, source="test",
+            )
+        )  # fmt: skip
+    profile = OperatorProfile("gpt", gpu_type, "fp16", tuple(found), "test", kernels_only=True)
+    return replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
+
+
+@pytest.mark.parametrize("role", ["norm_1", "mlp_linear_1", "mlp_linear_2", "attention_score"])
+@pytest.mark.parametrize("profiled", [1, 4])
+@pytest.mark.parametrize("split", ["default", "alternative"])
+def test_at_degrees_without_rows_an_operator_grows_from_the_nearest_as_the_model_has_it(
+    role: str, profiled: int, split: Split
+) -> None:
+    """A machine that takes thrice the model's time is found again from another degree, and from the default split."""
+    problem = _slow_profile([(role, 2, profiled, "default"), (role, 4, profiled, "default")], 3.0)
+    bare = CostTables(replace(problem, hardware=replace(problem.hardware, operator_profile=None)))
+    roles = [op.role for op in problem.workload.operators]
+    axes = (Axis("batch", 2), Axis("tensor" if split == "default" else "tensor_alternative", 2))
+    sharding = resolve(axes, problem.workload.operators[roles.index(role)])
+    for samples in (1, 2, 4, 8):
+        modelled, found = (
+            each.operator(roles.index(role), sharding, samples, problem.gpu_types[0])
+            for each in (bare, CostTables(problem))
+        )
+        assert found.forward.device_s == pytest.approx(3 * modelled.forward.device_s)
+        assert found.backward.device_s == pytest.approx(3 * modelled.backward.device_s)
+        assert found.forward.recorded == (0.0, 0.0, found.forward.device_s)
+        assert not found.includes_collectives
+
+
+def test_degrees_without_rows_take_the_largest_below_that_holds_no_collectives() -> None:
+    places: tuple[tuple[int, Split], ...] = ((1, "default"), (4, "default"), (2, "alternative"))
+    rows = [("mlp_linear_2", 2, size, split) for size, split in places]
+    profile = _slow_profile(rows, 1.0, inside=(4,)).hardware.operator_profile
+    assert profile is not None
+    assert profile.nearest_degree("mlp_linear_2", 8) == (1, "default")
+    assert profile.nearest_degree("mlp_linear_2", 4, "alternative") == (2, "alternative")
+    assert profile.nearest_degree("mlp_linear_2", 1, "alternative") == (2, "alternative")
+    assert profile.nearest_degree("mlp_linear_1", 2) is None
+    default = _slow_profile([("mlp_linear_2", 2, 2, "default")], 1.0).hardware.operator_profile
+    assert default is not None
+    assert default.nearest_degree("mlp_linear_2", 2, "alternative") == (2, "default")
+    problem = _slow_profile(rows[1:2], 3.0, inside=(4,))
+    index = [op.role for op in problem.workload.operators].index("mlp_linear_2")
+    bare = CostTables(replace(problem, hardware=replace(problem.hardware, operator_profile=None)))
+    modelled, found = (each.operator(index, (), 2, problem.gpu_types[0]) for each in (bare, CostTables(problem)))
+    assert found.forward == modelled.forward
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

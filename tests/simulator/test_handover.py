@@ -125,6 +125,20 @@ def test_kernels_of_a_profile_wait_as_those_of_the_model() -> None:
     assert profile_s == pytest.approx(model_s, rel=1e-9)
 
 
+@pytest.mark.parametrize(("microbatch", "tp"), [(2, 8), (4, 8), (2, 1)])
+def test_operators_measured_apart_have_waited_and_so_have_those_that_grow_from_them(microbatch: int, tp: int) -> None:
+    """From other numbers of samples and other degrees. Collectives between layers and inside operators are left."""
+    problem, without = (problem_with(handover_s, "megatron-deepspeed-timed") for handover_s in (HANDOVER_S, 0.0))
+    measured = uniform_plan(without, tp=tp, dp=8 // tp, microbatch=microbatch)
+    profiled = corrected(without, measured, "x", dict.fromkeys(parts_of(without, measured, "x"), 1.0), "x").hardware
+    assert profiled.operator_profile is not None and not profiled.operator_profile.kernels_only
+    plan = uniform_plan(problem, tp=8, microbatch=2)
+    added_s = seconds(plan, replace(problem, hardware=profiled), Fidelity()) - seconds(
+        plan, replace(without, hardware=profiled), Fidelity()
+    )
+    assert added_s == pytest.approx(plan.num_microbatches * (EMBEDDING + HEAD - 1) * HANDOVER_S, rel=1e-6)
+
+
 def test_runtimes_have_what_the_fit_makes_of_published_operators() -> None:
     found = sorted(each.seconds for each in remainders(data_folder("aceso_v100")) if each.is_fitted)
     assert len(found) == 32

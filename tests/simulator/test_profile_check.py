@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.calibrate.layers import calibrate_layers
+from experiments.run_table import Common, load_runs
 from hardware_models.calibrated import Calibration
-from hardware_models.calibration_file import save_calibration
+from hardware_models.calibration_file import load_calibration, save_calibration
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.importers.galvatron import GalvatronFile, LayerTime
+from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile
 from simulator.problem import Problem, ProblemSpec
 
@@ -70,3 +74,61 @@ def test_operators_of_another_format_may_come_beside_collectives(tmp_path: Path)
     table = CollectiveTable.from_rows([("all_reduce", 2, 1024.0, 1e-5)], "test")
     found = load(model(tmp_path), profile(tmp_path, collectives=table), "megatron-lm-2021-fp32")
     assert found.hardware.collective_table == table
+
+
+def changed(folder: Path, seconds: Callable[[float], float], size: int = 1) -> str:
+    """Write the profile with other times, as if it were of another tensor-parallel degree."""
+    path = profile(folder)
+    found = load_calibration(path)
+    assert found.operators is not None
+    rows = tuple(
+        replace(row, tensor_size=size, forward_s=seconds(row.forward_s), backward_s=seconds(row.backward_s))
+        for row in found.operators.rows
+    )
+    save_calibration(replace(found, operators=replace(found.operators, rows=rows)), path)
+    return path
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("unit", [1e3, 1e6])
+def test_operators_in_other_units_are_refused(tmp_path: Path, unit: float, size: int) -> None:
+    path = changed(tmp_path, lambda seconds: unit * seconds, size)
+    with pytest.raises(ValueError, match=rf"^{path}: times of operators must be seconds, got .* convert them"):
+        load(model(tmp_path), path)
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_operators_of_a_machine_several_times_quicker_or_slower_are_not(tmp_path: Path, factor: float) -> None:
+    assert load(model(tmp_path), changed(tmp_path, lambda seconds: factor * seconds)).hardware.operator_profile
+
+
+def test_operators_that_take_no_time_are_refused(tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda seconds: 0.0)
+    with pytest.raises(ValueError, match=rf"^{path}: times of operators with work must be above 0 s, got 0 for \w+ wi"):
+        load(model(tmp_path), path)
+
+
+def test_collectives_in_other_units_are_refused(tmp_path: Path) -> None:
+    """Also where the links that come with them are fitted to them."""
+    hardware, sizes = HardwareModel.from_name(CLUSTER), (2.0**16, 2.0**20, 2.0**26)
+    for unit, refused in ((1.0, False), (1e3, True), (1e6, True)):
+        seconds = ((size, unit * hardware.collective("all_reduce", size, (0, 1)).alone_s) for size in sizes)
+        table = CollectiveTable.from_rows([("all_reduce", 2, size, each) for size, each in seconds], "test")
+        links = hardware.cluster.nodes[0].links
+        slow = links.model_copy(update={"link_bytes_per_s": links.link_bytes_per_s / unit})
+        path = profile(tmp_path, collectives=table, links={"a100-80g-dgx": slow})
+        if refused:
+            with pytest.raises(ValueError, match=rf"^{path}: times of collectives must be seconds, got .*; convert"):
+                load(model(tmp_path), path)
+        else:
+            assert load(model(tmp_path), path).hardware.collective_table == table
+
+
+def test_a_table_of_runs_refuses_times_in_other_units(tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda seconds: 1e3 * seconds)
+    table = tmp_path / "runs.csv"
+    table.write_text("tp,dp,pp,microbatch_size,global_batch,iteration_time_s\n1,4,1,1,8,1.0\n")
+    common = Common(model=model(tmp_path), cluster=CLUSTER, runtime="megatron-lm-2021", profile=path)
+    with pytest.raises(ValueError, match="times of operators must be seconds"):
+        for case in load_runs(table, common):
+            case.problem()
