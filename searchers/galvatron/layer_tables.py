@@ -112,6 +112,8 @@ class LayerTables:
         for number, layer in enumerate(layers[:-1]):
             elements = profiles.parameters(layer.kind, 1)
             large = frozenset(tie for tie in self.ties(layer) if elements[tie] * state_bytes >= least_bytes)
+            if not large:
+                continue
             shared = [frozenset[str]()] * (number + 1)
             shared += [self._agreeing(layer, other, large) for other in layers[number + 1 :]]
             if any(shared):

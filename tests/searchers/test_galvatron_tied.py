@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from searchers.galvatron.dynamic_programming import LayerTable, reserves_of, search
+from searchers.galvatron.layer_profiles import Layer
+from searchers.galvatron.layer_tables import LayerTables
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.planner import Planner
@@ -128,3 +130,20 @@ def test_a_stage_holds_embedding_and_head_once_for_each_of_their_layouts(
     simulated = simulate(to_plan(found, problem), problem, engine="compiled")
     assert found.peak_bytes == pytest.approx(simulated.peak_allocated_bytes, rel=0.03)
     assert found.iteration_time_s == pytest.approx(simulated.iteration_time_s, rel=0.05)
+
+
+def test_layers_without_tied_weights_are_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stays linear in layers: a word embedding is looked for in each layer behind it, nothing else is."""
+    problem = ProblemSpec("bert-huge-32", "titan-rtx-pcie:1x8", "galvatron-v1", 8).load()
+    search = Planner(problem, Options()).searches[1]
+    compared = []
+    agreeing = LayerTables._agreeing
+
+    def counted(self: LayerTables, first: Layer, second: Layer, ties: frozenset[str]) -> frozenset[str]:
+        compared.append(first)
+        return agreeing(self, first, second, ties)
+
+    monkeypatch.setattr(LayerTables, "_agreeing", counted)
+    found = list(search.tables.keepers(search.layers, 1e6))
+    assert [number for number, _ in found] == [0]
+    assert len(compared) == len(search.layers) - 1
