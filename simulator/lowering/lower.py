@@ -58,8 +58,8 @@ class Lowered:
         last_placements: The same with the samples of the last microbatch.
         orders: Actions of each pipeline rank.
         action_start_task: Per rank, the first task id of each action.
-        recorded_s: Seconds of device work by origin (measured, interpolated, modelled) on all devices, one microbatch
-            of each stage, or all of them where the last is smaller.
+        recorded_s: Seconds of operators' device work by origin (measured, interpolated, modelled) on all devices, one
+            microbatch of each stage, or all of them where the last is smaller; gradients added to none.
     """
 
     graph: TaskGraph
@@ -390,7 +390,7 @@ class _Lowering:
                     cost = self.costs.operator(
                         index, placement.view.shardings[index], placement.samples(index, c), placement.gpu_type[c]
                     )
-                    for segment in (cost.forward, cost.backward_input, cost.backward_weight):
+                    for segment in (cost.forward, cost.backward_alone):
                         for origin in range(3):
                             totals[origin] += segment.recorded[origin] * alike[kind]
         return totals[0], totals[1], totals[2]
