@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 FAR_OFF = 100.0
 """Times over the model's, or below them, that no machine explains. In the median over their rows, the profiles behind
 the accuracy groups are at 0.76 to 1.4 and their collectives at 1.2 to 3.1; milliseconds are at a thousand."""
+MOST_ROWS = 64
+"""Rows of a table of collectives that are looked at, spread over it: a median needs no more of thousands."""
 
 
 def check_times(problem: Problem, shipped: HardwareModel, file: str) -> None:
@@ -78,7 +80,8 @@ def _collectives(hardware: HardwareModel, shipped: HardwareModel) -> Iterator[fl
         return
     whole = full_nodes(hardware.cluster)
     measured, modelled = replace(hardware, cluster=whole), replace(shipped, cluster=full_nodes(shipped.cluster))
-    for kind, shape, num_bytes, _ in hardware.collective_table.rows():
+    rows = list(hardware.collective_table.rows())
+    for kind, shape, num_bytes, _ in rows[:: -(-len(rows) // MOST_ROWS)]:
         if shape.num_nodes > len(whole.nodes):
             continue
         for group in groups_at_once(whole, range(shape.num_nodes), replace(shape, groups_per_node=1)):

@@ -175,8 +175,7 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
     deviations = np.array([abs(factor - 1) for factor in inferred.factors.values()])
     notes: tuple[str, ...] = (
         f"widths of the prior: {widths} (noise {inferred.prior.noise:g}); factors are off 1 by {deviations.mean():.1%}",
-        "tensor-parallel degrees that no run has keep the model's times; microbatches outside the range have those of "
-        "the nearest",
+        "tensor-parallel degrees that no run has, and microbatches outside the range, have the factors of the nearest",
     )
     notes += _far(factors)
     if not known:

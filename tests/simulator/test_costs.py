@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardware_models.profile import OperatorProfile, ProfileRow, Split
 from hardware_models.runtime import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
-from simulator.plan import Axis, Plan, Sharding, Stage, resolve
-from simulator.problem import Problem
+from simulator.plan import Axis, resolve
 from simulator.segments import EMPTY, Segment
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -90,197 +86,6 @@ def test_a_cut_between_layers_sends_one_hidden_state_and_inside_attention_the_sc
     roles = [op.role for op in problem.workload.operators]
     score = roles.index("attention_score", start)
     assert table.boundary_bytes[score] == pytest.approx(state + 16 * 2048 * 2048 * 2 + 2048 * 1024 * 2, rel=0.3)
-
-
-def test_a_profile_row_that_contains_its_collective_is_not_charged_for_it_again() -> None:
-    problem = small_problem("gpt", global_batch=4)
-    rows = []
-    for op in problem.workload.operators[1:14]:
-        rows.append(
-            ProfileRow(
-                role=op.role, samples=1, tensor_size=2, split="default", forward_s=1.0, backward_s=2.0, saved_bytes=0.0,
-                forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0,
-                parameter_bytes=0.0, includes_collectives=True, num_groups=1, source="test",
-            )
-        )  # fmt: skip
-    profile = OperatorProfile("gpt", problem.gpu_types[0], "fp16", tuple(rows), "test")
-    measured = replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
-    plan = uniform_plan(measured, tp=2)
-    result = simulate(plan, measured, fidelity=Fidelity().without("optimizer", "host", "gradient-sync"))
-    layers, microbatches = 4, 4
-    assert result.iteration_time_s == pytest.approx(layers * 13 * 3.0 * microbatches, rel=0.02)
-    assert 0.9 < result.duration_sources["measured"] < 1.0
-    names = [result.graph.names[i] for i in np.unique(result.graph.name[result.graph.kind == 1])]
-    assert not any(".mlp_linear_2" in name or ".attention_qkv" in name for name in names)
-
-
-@pytest.mark.parametrize("kernels_only", [True, False])
-def test_outside_profiled_samples_an_operator_grows_from_the_nearest_as_the_model_has_it(kernels_only: bool) -> None:
-    """A machine that takes thrice the model's time is found again from two and four samples."""
-    problem = small_problem("gpt", global_batch=16)
-    costs, gpu_type = CostTables(problem), problem.gpu_types[0]
-    index = next(number for number, op in enumerate(problem.workload.operators) if op.role == "mlp_linear_1")
-
-    def alone_s(segment: Segment) -> float:
-        return segment.device_s if kernels_only else max(segment.device_s, segment.host_s)
-
-    rows = []
-    for samples in (2, 4):
-        cost = costs.operator(index, (), samples, gpu_type)
-        rows.append(
-            ProfileRow(
-                role="mlp_linear_1", samples=samples, tensor_size=1, split="default",
-                forward_s=3 * alone_s(cost.forward), backward_s=3 * alone_s(cost.backward), saved_bytes=0.0,
-                forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0,
-                parameter_bytes=0.0, includes_collectives=False, num_groups=1, source="test",
-            )
-        )  # fmt: skip
-    profile = OperatorProfile("gpt", gpu_type, "fp16", tuple(rows), "test", kernels_only=kernels_only)
-    profiled = CostTables(replace(problem, hardware=replace(problem.hardware, operator_profile=profile)))
-    for samples in (1, 8, 16):
-        modelled, found = (each.operator(index, (), samples, gpu_type) for each in (costs, profiled))
-        assert found.forward.device_s == pytest.approx(3 * alone_s(modelled.forward))
-        assert found.backward.device_s == pytest.approx(3 * alone_s(modelled.backward))
-        assert found.forward.recorded == (0.0, 0.0, found.forward.device_s)
-
-
-def _slow_profile(rows: Iterable[tuple[str, int, int, Split]], factor: float, *, inside: Iterable[int] = ()) -> Problem:
-    """Return a problem whose profile has rows ``(role, samples, degree, split)`` at ``factor`` times the model.
-
-    Args:
-        rows: To have.
-        factor: On the model's time of both passes.
-        inside: Degrees whose rows say that they hold collectives.
-    """
-    problem = small_problem("gpt", global_batch=16)
-    costs, gpu_type, found = CostTables(problem), problem.gpu_types[0], []
-    roles = [op.role for op in problem.workload.operators]
-    for role, samples, size, split in rows:
-        index = roles.index(role)
-        axis = Axis("tensor" if split == "default" else "tensor_alternative", size)
-        cost = costs.operator(index, resolve((axis,), problem.workload.operators[index]), samples, gpu_type)
-        found.append(
-            ProfileRow(
-                role=role, samples=samples, tensor_size=size, split=split, forward_s=factor * cost.forward.device_s,
-                backward_s=factor * cost.backward.device_s, saved_bytes=0.0, forward_workspace_bytes=0.0,
-                backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0, parameter_bytes=0.0,
-                includes_collectives=size in inside, num_groups=1, source="test",
-            )
-        )  # fmt: skip
-    profile = OperatorProfile("gpt", gpu_type, "fp16", tuple(found), "test", kernels_only=True)
-    return replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
-
-
-@pytest.mark.parametrize("role", ["norm_1", "mlp_linear_1", "mlp_linear_2", "attention_score"])
-@pytest.mark.parametrize("profiled", [1, 4])
-@pytest.mark.parametrize("split", ["default", "alternative"])
-def test_at_degrees_without_rows_an_operator_grows_from_the_nearest_as_the_model_has_it(
-    role: str, profiled: int, split: Split
-) -> None:
-    """A machine that takes thrice the model's time is found again from another degree, and from the default split."""
-    problem = _slow_profile([(role, 2, profiled, "default"), (role, 4, profiled, "default")], 3.0)
-    bare = CostTables(replace(problem, hardware=replace(problem.hardware, operator_profile=None)))
-    roles = [op.role for op in problem.workload.operators]
-    axes = (Axis("batch", 2), Axis("tensor" if split == "default" else "tensor_alternative", 2))
-    sharding = resolve(axes, problem.workload.operators[roles.index(role)])
-    for samples in (1, 2, 4, 8):
-        modelled, found = (
-            each.operator(roles.index(role), sharding, samples, problem.gpu_types[0])
-            for each in (bare, CostTables(problem))
-        )
-        assert found.forward.device_s == pytest.approx(3 * modelled.forward.device_s)
-        assert found.backward.device_s == pytest.approx(3 * modelled.backward.device_s)
-        assert found.forward.recorded == (0.0, 0.0, found.forward.device_s)
-        assert not found.includes_collectives
-
-
-def test_degrees_without_rows_take_the_largest_below_that_holds_no_collectives() -> None:
-    places: tuple[tuple[int, Split], ...] = ((1, "default"), (4, "default"), (2, "alternative"))
-    rows = [("mlp_linear_2", 2, size, split) for size, split in places]
-    profile = _slow_profile(rows, 1.0, inside=(4,)).hardware.operator_profile
-    assert profile is not None
-    assert profile.nearest_degree("mlp_linear_2", 8) == (1, "default")
-    assert profile.nearest_degree("mlp_linear_2", 4, "alternative") == (2, "alternative")
-    assert profile.nearest_degree("mlp_linear_2", 1, "alternative") == (2, "alternative")
-    assert profile.nearest_degree("mlp_linear_1", 2) is None
-    default = _slow_profile([("mlp_linear_2", 2, 2, "default")], 1.0).hardware.operator_profile
-    assert default is not None
-    assert default.nearest_degree("mlp_linear_2", 2, "alternative") == (2, "default")
-    problem = _slow_profile(rows[1:2], 3.0, inside=(4,))
-    index = [op.role for op in problem.workload.operators].index("mlp_linear_2")
-    bare = CostTables(replace(problem, hardware=replace(problem.hardware, operator_profile=None)))
-    modelled, found = (each.operator(index, (), 2, problem.gpu_types[0]) for each in (bare, CostTables(problem)))
-    assert found.forward == modelled.forward
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_the_measured_share_of_a_stage_on_unlike_gpus_is_that_of_all_of_them(order: tuple[int, int]) -> None:
-    """Two V100s with a profile of every operator and two T4s without, as replicas of one stage."""
-    parts = ("v100-32g-dgx1:1x2", "g4dn.12xlarge:1x2")
-    problem = small_problem("gpt", cluster="+".join(parts[number] for number in order), global_batch=4)
-    plan = uniform_plan(problem, dp=4)
-    costs, axes = CostTables(problem), (Axis("batch", 4),)
-    seconds = {
-        gpu_type: [
-            sum(sum(part.recorded) for part in (cost.forward, cost.backward))
-            for cost in (costs.operator(index, axes, 1, gpu_type) for index in range(len(problem.workload)))
-        ]
-        for gpu_type in set(problem.gpu_types)
-    }
-    rows, seen = [], set()
-    for index, op in enumerate(problem.workload.operators):
-        if op.role not in seen:
-            seen.add(op.role)
-            cost = costs.operator(index, axes, 1, "v100-sxm2-32gb")
-            rows.append(
-                ProfileRow(
-                    role=op.role, samples=1, tensor_size=1, split="default", forward_s=cost.forward.device_s,
-                    backward_s=cost.backward.device_s, saved_bytes=0.0, forward_workspace_bytes=0.0,
-                    backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0, parameter_bytes=0.0,
-                    includes_collectives=False, num_groups=1, source="test",
-                )
-            )  # fmt: skip
-    profile = OperatorProfile("gpt", "v100-sxm2-32gb", "fp16", tuple(rows), "test", kernels_only=True)
-    profiled = replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
-    found = simulate(plan, profiled).duration_sources
-    measured, modelled = sum(seconds["v100-sxm2-32gb"]), sum(seconds["t4-16gb"])
-    assert found["measured"] == pytest.approx(measured / (measured + modelled), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ((Axis("batch", 2), Axis("tensor", 2)), (Axis("tensor", 4),)),
-        ((Axis("tensor", 4),), (Axis("batch", 2), Axis("tensor", 2))),
-        ((Axis("batch", 4),), (Axis("tensor", 4),)),
-    ],
-)
-def test_what_lays_samples_out_for_another_mesh_is_in_no_profile_row(first: Sharding, second: Sharding) -> None:
-    """A row with its collectives has those of its own tensor-parallel ranks; neighbours of it know nothing of it."""
-    problem = small_problem("gpt", global_batch=4)
-    axes = {word for sharding in (first, second) for word in sharding if word.split == "tensor"}
-    rows = [
-        ProfileRow(
-            role=op.role, samples=samples, tensor_size=axis.size, split="default", forward_s=1.0, backward_s=2.0,
-            saved_bytes=0.0, forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0,
-            output_bytes=0.0, parameter_bytes=0.0, includes_collectives=True, num_groups=1, source="test",
-        )
-        for op in problem.workload.operators[1:14]
-        for axis in axes
-        for samples in (1, 2, 4)
-    ]  # fmt: skip
-    profile = OperatorProfile("gpt", problem.gpu_types[0], "fp16", tuple(rows), "test")
-    measured = replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
-    count, half = len(problem.workload), problem.workload.layers[2][1]
-    plan = Plan((Stage(((0, count),), (0, 1, 2, 3), ((half, first), (count - half, second))),), 4, 1)
-    found = []
-    for own in (problem, measured):
-        graph = simulate(plan, own).graph
-        causes = np.array(graph.causes)[graph.cause]
-        moved = np.flatnonzero(causes == "resharding")
-        found.append(sorted((graph.names[graph.name[task]], float(graph.work_s[task])) for task in moved))
-    assert found[0] == found[1]
-    assert found[0]
 
 
 @pytest.mark.parametrize(
@@ -380,37 +185,6 @@ def test_each_metric_of_training_is_a_cross_entropy_forward_in_fp32() -> None:
     expected = 2 * sum(with_metrics.hardware.kernel_time_s(gpu, kernel, "bf16") for kernel in kernels)
     assert more.backward_input.device_s - less.backward_input.device_s == pytest.approx(expected)
     assert (more.forward, more.backward_weight, more.saved) == (less.forward, less.backward_weight, less.saved)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_collectives_in_the_rows_of_one_gpu_type_are_charged_on_the_other(order: tuple[int, int]) -> None:
-    """Replicas of two V100s, whose profile holds their all-reduces, and of two T4s, which have none and are slower."""
-    parts = ("v100-32g-dgx1:1x2", "g4dn.12xlarge:1x2")
-    problem = small_problem("gpt", cluster="+".join(parts[number] for number in order), global_batch=4)
-    plan = uniform_plan(problem, tp=2, dp=2)
-    rows = [
-        ProfileRow(
-            role=op.role, samples=1, tensor_size=2, split="default", forward_s=1e-4, backward_s=2e-4, saved_bytes=0.0,
-            forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0,
-            parameter_bytes=0.0, includes_collectives=True, num_groups=1, source="test",
-        )
-        for op in problem.workload.operators[1:14]
-    ]  # fmt: skip
-    profile = OperatorProfile("gpt", "v100-sxm2-32gb", "fp16", tuple(rows), "test", kernels_only=True)
-    profiled = replace(problem, hardware=replace(problem.hardware, operator_profile=profile))
-    found = simulate(plan, profiled)
-    slowest = simulate(plan, small_problem("gpt", cluster="g4dn.12xlarge:2x2", global_batch=4))
-    assert found.iteration_time_s == pytest.approx(slowest.iteration_time_s, rel=1e-3)
-    graph = found.graph
-    reduced = dict.fromkeys(problem.gpu_types, 0)
-    for number, device in enumerate(graph.stream_device):
-        if graph.stream_names[number].startswith("tensor"):
-            gpu_type = problem.gpu_types[graph.device_members[device][0]]
-            tasks = graph.streams.items[graph.streams.offsets[number] : graph.streams.offsets[number + 1]]
-            reduced[gpu_type] += len(tasks)
-    # Both reduce for the embedding and the loss, which no row is of. T4s alone do for layers: two microbatches, four
-    # layers, two all-reduces in either pass.
-    assert reduced["t4-16gb"] - reduced["v100-sxm2-32gb"] == 2 * 4 * 4
 
 
 def test_a_dtype_that_the_gpu_lacks_is_answered_with_runtimes_that_fit() -> None:
