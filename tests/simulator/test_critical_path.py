@@ -23,40 +23,40 @@ from simulator.taskgraph import COMMUNICATION, COMPUTATION, OTHER, Schedule, Tas
 from tests.simulator.graphs import GraphBuilder
 from tests.simulator.results import pipeline_graph, result_of, with_causes
 
+FACTORS = st.sampled_from([1.0, 1.25, 1.7])
+SECONDS = st.sampled_from([0.0, 0.1, 0.25, 0.3, 1.0])
+LATENCIES = st.sampled_from([0.0, 0.0, 0.05])
+SHARES = st.dictionaries(st.integers(0, 1), st.sampled_from([0.5, 0.8, 1.0]), max_size=2)
+KINDS = st.sampled_from([COMPUTATION, COMMUNICATION, OTHER])
+CAUSES = st.sampled_from(["forward", "backward", "recompute", "tensor parallel", "transfer", "gradient sync"])
+
 
 @st.composite
 def graphs(draw: st.DrawFn) -> TaskGraph:
     """Draw graphs with several devices, hosts, waits, shares and slowdowns."""
     num_devices = draw(st.integers(1, 3))
-    factor = st.sampled_from([1.0, 1.25, 1.7])
-    builder = GraphBuilder(slowdowns=[(draw(factor), draw(factor)) for _ in range(num_devices)], num_resources=2)
+    builder = GraphBuilder(slowdowns=[(draw(FACTORS), draw(FACTORS)) for _ in range(num_devices)], num_resources=2)
     streams = [builder.stream(device) for device in range(num_devices) for _ in range(2)]
-    seconds = st.sampled_from([0.0, 0.1, 0.25, 0.3, 1.0])
+    some_streams = st.lists(st.sampled_from(streams), min_size=1, max_size=2, unique=True)
     num_tasks = draw(st.integers(1, 25))
     for task in range(num_tasks):
-        on = draw(st.lists(st.sampled_from(streams), min_size=1, max_size=2, unique=True))
+        on = draw(some_streams)
         devices = sorted({stream // 2 for stream in on})
-        work = draw(seconds)
+        work = draw(SECONDS)
         builder.add(
             work,
             streams=on,
             after=draw(st.lists(st.integers(0, task - 1), max_size=2, unique=True)) if task else [],
             hosts=devices if draw(st.booleans()) else [],
-            shares=draw(st.dictionaries(st.integers(0, 1), st.sampled_from([0.5, 0.8, 1.0]), max_size=2)),
-            latency_s=draw(st.sampled_from([0.0, 0.0, 0.05])),
-            host_s=draw(seconds),
-            bound_s=work + draw(seconds) if draw(st.booleans()) else 0.0,
-            kind=draw(st.sampled_from([COMPUTATION, COMMUNICATION, OTHER])),
+            shares=draw(SHARES),
+            latency_s=draw(LATENCIES),
+            host_s=draw(SECONDS),
+            bound_s=work + draw(SECONDS) if draw(st.booleans()) else 0.0,
+            kind=draw(KINDS),
             host_waits=draw(st.booleans()) and draw(st.booleans()),
             stage=devices[0],
         )
-    causes = draw(
-        st.lists(
-            st.sampled_from(["forward", "backward", "recompute", "tensor parallel", "transfer", "gradient sync"]),
-            min_size=num_tasks,
-            max_size=num_tasks,
-        )
-    )
+    causes = draw(st.lists(CAUSES, min_size=num_tasks, max_size=num_tasks))
     return with_causes(builder.build(), causes)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from validation.execution.groups import GroupPool
+from validation.execution.host_memory import keep_freed_memory
 
 _TCPStore: Any = vars(dist)["TCPStore"]  # torch does not export it for type checkers
 HOST = "127.0.0.1"
@@ -246,6 +247,8 @@ def _child(
         if device == "cuda":
             chosen = torch.device("cuda", rank)
             torch.cuda.set_device(chosen)
+        else:
+            keep_freed_memory()
         backend = None
         if world_size > 1:
             backend = backend_of(device)
@@ -300,6 +303,8 @@ def worker_from_environment(device: str, *, timeout_s: float = 600.0) -> Worker:
     if device == "cuda":
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(chosen)
+    else:
+        keep_freed_memory()
     backend = None
     if world_size > 1:
         backend = backend_of(device)
