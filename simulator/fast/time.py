@@ -23,10 +23,23 @@ from simulator.closed_forms.overlap_time import SendingRules
 from simulator.closed_forms.passes_time import HostRules, PassWork, gradients_s, stage_passes_s
 from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, LESS, NUM_COLUMNS, UP, WEIGHT
 from simulator.compiled_cache import compiled_with, inlined
-from simulator.fast import arrays, boundaries, gathers, overlap, pipeline, prices, recompute, regather, runs, step, ties
+from simulator.fast import (
+    additions,
+    arrays,
+    boundaries,
+    gathers,
+    overlap,
+    pipeline,
+    prices,
+    recompute,
+    regather,
+    runs,
+    step,
+    ties,
+)
+from simulator.fast.additions import handed_over_s
 from simulator.fast.arrays import (
     ADDED_S,
-    ADDED_SCATTERED_S,
     AHEAD,
     BACKWARD_HOST_S,
     BACKWARD_S,
@@ -85,6 +98,7 @@ _ROW_KEY = np.uint64(0xAEF17502108EF2D9)
 
 
 @compiled_with(
+    additions,
     arrays,
     prices,
     ties,
@@ -311,16 +325,9 @@ def estimate_times(
                         forward_s += tables.settling_s[run_tables[other], tensor, 0]
                         forward_host_s += tables.settling_s[run_tables[other], tensor, 1]
 
-            # Gradients that are added to none: all of a single microbatch, and scattered ones in each pass.
-            alone_s, less_s, less_host_s = 0.0, 0.0, 0.0
-            for column in range(0, len(added_s), 2):
-                if only_one or (every and column == ADDED_SCATTERED_S - ADDED_S):
-                    alone_s += added_s[column]
-                    backward_host_s -= added_s[column + 1]
-                else:
-                    less_s += added_s[column]
-                    less_host_s += added_s[column + 1]
+            alone_s, alone_host_s, less_s, less_host_s = handed_over_s(added_s, only_one, every)
             seconds -= alone_s
+            backward_host_s -= alone_host_s
 
             again_s, again_host_s, in_order = recomputed_s(
                 shape, tables, plans, run_tables, stage, first, stops_early, over_op, over_row, over_s, num_over
