@@ -114,15 +114,18 @@ def tables(draw: st.DrawFn) -> LayerTable:
 def exhaustive(table: LayerTable, budget: float, *, simple_peak: bool) -> float:
     """Return the least seconds over all strategies of all layers; infinity if none fits.
 
-    ``simple_peak``: what is kept plus the largest backward need, the bound that the search keeps; else Eq. 2.
+    ``simple_peak``: what is kept plus the largest backward need over what layers behind hold at least, the bound that
+    the search keeps; else Eq. 2.
     """
     layers, options = table.cost_s.shape
     best = np.inf
+    behind = [sum(table.forward_bytes[later].min() for later in range(layer + 1, layers)) for layer in range(layers)]
     for choice in itertools.product(range(options), repeat=layers):
         chosen = np.array(choice)
         rows = np.arange(layers)
         if simple_peak:
-            peak = table.kept_bytes[rows, chosen].sum() + table.backward_bytes[rows, chosen].max()
+            over = max(0.0, (table.backward_bytes[rows, chosen] - behind).max())
+            peak = table.kept_bytes[rows, chosen].sum() + over
         else:
             peak = table.peak_bytes(chosen)
         if peak <= budget:
@@ -142,6 +145,32 @@ def test_the_search_is_exact_and_within_the_budget(table: LayerTable, units: int
     assert table.total_s(found) == pytest.approx(wanted)
     assert table.peak_bytes(found) <= budget
     assert table.total_s(found) >= exhaustive(table, budget, simple_peak=False) - 1e-9
+
+
+def test_the_least_that_every_layer_can_do_with_is_set_aside_however_few_levels_are_tried() -> None:
+    """Eight levels are below what the second layer needs at least; only with exactly that do two layers fit."""
+    rungs = np.arange(1.0, 41.0)
+    backward = np.stack([rungs, np.where(rungs < 9, np.inf, rungs)])
+    cost = np.where(np.isfinite(backward), 50.0 - rungs, np.inf)
+    kept, forward = np.ones_like(cost), np.zeros_like(cost)
+    table = LayerTable(cost, kept, backward, forward, np.zeros(40, dtype=np.int64), np.zeros((2, 1, 1)))
+    for most in (1, 2, 8):
+        found = search(table, 11.0, 1.0, max_reserves=most)
+        assert found is not None and found.tolist() == [8, 8]
+
+
+def test_what_later_layers_hold_is_not_set_aside_for_an_earlier_one() -> None:
+    """One layer keeps nothing and needs 4 while the other's 4 are still to come: 4 are enough for both, not 8."""
+    table = LayerTable(
+        cost_s=np.ones((2, 1)),
+        kept_bytes=np.array([[0.0], [4.0]]),
+        backward_bytes=np.array([[4.0], [0.0]]),
+        forward_bytes=np.array([[0.0], [4.0]]),
+        layout=np.zeros(1, dtype=np.int64),
+        transition_s=np.zeros((2, 1, 1)),
+    )
+    assert table.peak_bytes(np.array([0, 0])) == 4.0
+    assert search(table, 4.0, 1.0) is not None
 
 
 @settings(max_examples=100, deadline=None)
