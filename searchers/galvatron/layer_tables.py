@@ -155,15 +155,17 @@ class LayerTables:
         if key not in self._moves:
             seconds = np.zeros((len(self.layouts),) * 2)
             row = self._row(layer, samples, accumulates, frozenset())
-            lying = {
+            left = {
                 strategy.layout: (cost, strategy)
                 for cost, strategy in zip(row, self.strategies, strict=True)
                 if cost is not None
             }
+            # The next layer may be cut in ways that this one cannot.
+            reached = {strategy.layout: strategy for strategy in self.strategies}
             for first, source in enumerate(self.layouts):
                 for second, target in enumerate(self.layouts):
-                    if first != second and source in lying and target in lying:
-                        cost, strategy = lying[source]
-                        seconds[first, second] = self.estimator.transition_s(cost, strategy, lying[target][1])
+                    if first != second and source in left:
+                        cost, strategy = left[source]
+                        seconds[first, second] = self.estimator.transition_s(cost, strategy, reached[target])
             self._moves[key] = seconds
         return self._moves[key]
