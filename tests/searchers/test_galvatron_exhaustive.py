@@ -53,9 +53,11 @@ def every_plan(planner: Planner, batch: int) -> Iterator[PipelinePlan]:
                 yield plan
 
 
-@pytest.mark.parametrize(("variant", "batch"), [("galvatron", 8)])
+@pytest.mark.parametrize(("variant", "batch"), [("galvatron", 8), ("galvatron-1f1b-bi", 24)])
 def test_no_plan_of_the_space_is_faster_at_any_budget(variant: str, batch: int) -> None:
-    """The least backward memory that fits was not tried: up to 15 % slower, or no plan."""
+    """Some were up to 15 % faster: the least backward memory that fits was not tried, and stages that are not the
+    slowest counted their steps once for each microbatch.
+    """
     planner = small_planner("bert", variant)
     known = list(every_plan(planner, batch))
     least = min(plan.peak_bytes for plan in known)
