@@ -19,11 +19,11 @@ from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
-from searchers.galvatron.partitions import filled_from_the_back, least_maximum, neighbours
+from searchers.galvatron.partitions import filled_from_the_back, least_maximum, least_maximum_within, neighbours
 from searchers.galvatron.pipeline_plan import PipelinePlan, split
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
-from searchers.galvatron.searcher import GalvatronBMW, assess
+from searchers.galvatron.searcher import GalvatronBMW, assess, variant_options
 from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy, decision_trees, strategies
 from simulator.closed_forms.estimate import estimate
@@ -224,6 +224,23 @@ def test_balanced_partitions_are_the_best_of_all(seed: int, num_stages: int, num
     assert heaviest(least_maximum(loads)) == pytest.approx(best)
 
 
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_stages=st.integers(1, 4), limit=st.floats(1, 12))
+def test_partitions_within_a_limit_are_the_best_of_all_that_are(seed: int, num_stages: int, limit: float) -> None:
+    loads, limited = np.random.default_rng(seed).uniform(0.1, 3, (2, num_stages, 6))
+
+    def heaviest(weights: NDArray[np.float64], partition: Sequence[int]) -> float:
+        cuts = np.cumsum([0, *partition])
+        return max(float(weights[stage, cuts[stage] : cuts[stage + 1]].sum()) for stage in range(num_stages))
+
+    within = [each for each in compositions(6, num_stages) if heaviest(limited, each) <= limit]
+    found = least_maximum_within(loads, limited, limit)
+    assert (found is None) == (not within)
+    if found is not None:
+        assert heaviest(limited, found) <= limit + 1e-9
+        assert heaviest(loads, found) == pytest.approx(min(heaviest(loads, each) for each in within))
+
+
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_filling_from_the_back_keeps_every_layer_and_stage(num_stages: int) -> None:
     found = filled_from_the_back([1.0] * 16 + [1.7] * 16, num_stages)
@@ -277,6 +294,16 @@ def test_bmw_is_never_worse_than_base_with_the_same_options(model: str, checkpoi
                 assert balanced.iteration_time_s <= plain.iteration_time_s * (1 + 1e-12)
                 num_compared += 1
     assert num_compared
+
+
+def test_the_walk_also_starts_from_the_quickest_partitions_within_less_memory() -> None:
+    """From the two ends and straight between them four stages were found, 14.8 samples/s for 16.2."""
+    own = planner("bert-huge-32", 12, variant_options("galvatron-1f1b-bi"))
+    partition = (3, 3, 4, 5, 5, 5, 5, 2)
+    known = [own.searches[8].plan(partition, 32, cut) for cut in own.cuts(32, 8)]
+    found = own.best(32)
+    assert found is not None
+    assert found.iteration_time_s <= min(plan.iteration_time_s for plan in known if plan is not None)
 
 
 def test_more_memory_and_a_larger_space_never_hurt() -> None:
