@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,6 +350,13 @@ def test_a_plan_in_other_words_has_no_assessment() -> None:
     problem = tiny_problem(2, 4)
     assert assess(uniform_plan(problem, dp=2, microbatch=1, zero=1), problem) is None
     assert assess(uniform_plan(problem, pp=2, microbatch=1, schedule="zb-h1"), problem) is None
+
+
+@pytest.mark.parametrize("words", [{"recompute": "selective"}, {"sequence_parallel": True}])
+def test_layers_that_are_cut_or_recomputed_in_part_have_no_assessment(words: dict[str, Any]) -> None:
+    """They were taken for plain tensor parallelism that keeps everything."""
+    assert assess(uniform_plan(bert(24, 16), tp=2, dp=4, **words), bert(24, 16)) is None
+    assert assess(uniform_plan(bert(24, 16), tp=2, dp=4, recompute="full"), bert(24, 16)) is not None
 
 
 @pytest.mark.parametrize(
