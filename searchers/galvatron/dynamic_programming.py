@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ Floats = NDArray[np.float64]
 Choices = NDArray[np.int16]
 Ints = NDArray[np.int64]
 
-MAX_RESERVES = 8
+MAX_RESERVES = 16
 """Levels of backward memory that are tried for one stage."""
 
 
@@ -44,6 +45,16 @@ class LayerTable:
     forward_bytes: Floats
     layout: Ints
     transition_s: Floats
+
+    @cached_property
+    def reserved_bytes(self) -> Floats:
+        """What each strategy needs set aside: of its backward need, what later layers surely hold is free by then.
+
+        float64[L, S].
+        """
+        least = np.where(np.isfinite(self.forward_bytes), self.forward_bytes, np.inf).min(axis=1)
+        later = np.append(least[:0:-1].cumsum()[::-1], 0.0)
+        return np.maximum(0.0, self.backward_bytes - np.where(np.isfinite(later), later, 0.0)[:, None])
 
     def peak_bytes(self, chosen: Ints) -> float:
         """Return Eq. 2 for a strategy per layer: what is kept, plus the largest backward need over what is held."""
@@ -72,6 +83,7 @@ def search(
 
     Backward memory is set aside: for each level X of it, strategies that need at most X share the rest. What
     is found obeys Eq. 2, which is never more than this bound; so does the best of all levels.
+    Of the need of a layer, what those behind it hold under their leanest strategies is not set aside.
 
     Args:
         table: Costs.
@@ -83,7 +95,7 @@ def search(
     """
     best: Ints | None = None
     best_s = np.inf
-    for reserve in reserves_of([table], max_reserves) if reserves is None else reserves:
+    for reserve in reserves_of([table], granularity_bytes, max_reserves) if reserves is None else reserves:
         rounded = _rounded(table, budget_bytes, granularity_bytes, reserve)
         if rounded is not None:
             found, seconds = _solve(rounded.cost_s, rounded.need, table.layout, table.transition_s, rounded.steps)
@@ -102,7 +114,7 @@ class _Rounded(NamedTuple):
 
 def _rounded(table: LayerTable, budget_bytes: float, granularity_bytes: float, reserve: float) -> _Rounded | None:
     """Return the table of the strategies that need at most ``reserve``, or None where nothing fits beside it."""
-    allowed = np.isfinite(table.cost_s) & (table.backward_bytes <= reserve)
+    allowed = np.isfinite(table.cost_s) & (table.reserved_bytes <= reserve)
     if not allowed.any(axis=1).all():
         return None
     kept = np.where(allowed, table.kept_bytes, np.inf)
@@ -117,9 +129,18 @@ def _rounded(table: LayerTable, budget_bytes: float, granularity_bytes: float, r
     return _Rounded(np.where(allowed, table.cost_s, np.inf), need, steps)
 
 
-def reserves_of(tables: Sequence[LayerTable], most: int | None) -> list[float]:
-    """Return the levels of backward memory that are tried for the strategies of some tables, at most so many."""
-    levels = np.unique(np.concatenate([table.backward_bytes[np.isfinite(table.cost_s)] for table in tables]))
+def reserves_of(tables: Sequence[LayerTable], granularity_bytes: float, most: int | None) -> list[float]:
+    """Return the levels of backward memory that are tried for the strategies of some tables, at most so many.
+
+    The least is what every layer can do with; of those in one step of memory the highest stands for all.
+    """
+    needs = [np.where(np.isfinite(table.cost_s), table.reserved_bytes, np.inf) for table in tables]
+    least = min(float(need.min(axis=1).max()) for need in needs)
+    if not np.isfinite(least):
+        return []
+    levels = np.unique(np.concatenate([need[(need >= least) & np.isfinite(need)] for need in needs]))
+    steps = np.ceil((levels - least) / granularity_bytes - 1e-9)
+    levels = levels[np.append(np.diff(steps) > 0, True)]
     if most is not None and len(levels) > most:
         places = np.unique(np.linspace(0, len(levels) - 1, most).round().astype(int))
         levels = levels[places]

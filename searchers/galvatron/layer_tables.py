@@ -44,6 +44,7 @@ class LayerTables:
         ties: Sequence[frozenset[str]],
         *,
         steps: bool = False,
+        once: bool = False,
     ) -> LayerTable:
         """Return what the search of a stage works on.
 
@@ -53,12 +54,13 @@ class LayerTables:
             cut: Weighs a layer's step against its synchronisation.
             ties: By group, the tied parameters that the stage holds already.
             steps: A layer keeps at least what the optimizer works in.
+            once: Steps count once here too.
         """
         shape = (len(groups), len(self.strategies))
         cost, kept, backward, forward = (np.full(shape, np.inf) for _ in range(4))
         # The last microbatch is counted apart where it is smaller, and its synchronisation with it.
-        weight = 1 if self.paper else cut.parts - (cut.last is not None)
-        apart = None if self.paper else cut.last
+        weight = 1 if self.paper or once else cut.parts - (cut.last is not None)
+        apart = None if self.paper or once else cut.last
         several = cut.parts > 1
         released = self.estimator.released is not None
         timed = self.estimator.released_time
@@ -155,15 +157,17 @@ class LayerTables:
         if key not in self._moves:
             seconds = np.zeros((len(self.layouts),) * 2)
             row = self._row(layer, samples, accumulates, frozenset())
-            lying = {
+            left = {
                 strategy.layout: (cost, strategy)
                 for cost, strategy in zip(row, self.strategies, strict=True)
                 if cost is not None
             }
+            # The next layer may be cut in ways that this one cannot.
+            reached = {strategy.layout: strategy for strategy in self.strategies}
             for first, source in enumerate(self.layouts):
                 for second, target in enumerate(self.layouts):
-                    if first != second and source in lying and target in lying:
-                        cost, strategy = lying[source]
-                        seconds[first, second] = self.estimator.transition_s(cost, strategy, lying[target][1])
+                    if first != second and source in left:
+                        cost, strategy = left[source]
+                        seconds[first, second] = self.estimator.transition_s(cost, strategy, reached[target])
             self._moves[key] = seconds
         return self._moves[key]

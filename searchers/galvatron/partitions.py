@@ -69,18 +69,36 @@ def least_maximum(loads: NDArray[np.float64]) -> Partition:
     >>> least_maximum(np.array([[2.0] * 6, [1.0] * 6]))
     (2, 4)
     """
+    found = least_maximum_within(loads, np.zeros_like(loads), 0.0)
+    assert found is not None, "nothing is above the limit"
+    return found
+
+
+def least_maximum_within(
+    loads: NDArray[np.float64], limited: NDArray[np.float64], limit: float
+) -> Partition | None:
+    """Return that partition among those without a stage above ``limit`` in another weight, None if there is none.
+
+    >>> ones = np.ones((2, 6))
+    >>> least_maximum_within(ones, np.array([[2.0] * 6, [1.0] * 6]), 4.0)
+    (2, 4)
+    """
     num_stages, num_layers = loads.shape
-    prefix = np.concatenate([np.zeros((num_stages, 1)), loads.cumsum(axis=1)], axis=1)
+    zero = np.zeros((num_stages, 1))
+    prefix, other = (np.concatenate([zero, weight.cumsum(axis=1)], axis=1) for weight in (loads, limited))
     heaviest = np.full((num_stages, num_layers + 1), np.inf)
     cut = np.zeros((num_stages, num_layers + 1), dtype=int)
-    heaviest[0] = prefix[0]
+    heaviest[0] = np.where(other[0] <= limit, prefix[0], np.inf)
     heaviest[0, 0] = np.inf
     for stage in range(1, num_stages):
         for stop in range(stage + 1, num_layers + 1):
             own = prefix[stage, stop] - prefix[stage, stage:stop]
+            own[other[stage, stop] - other[stage, stage:stop] > limit] = np.inf
             worst = np.maximum(heaviest[stage - 1, stage:stop], own)
             place = len(worst) - 1 - int(np.argmin(worst[::-1]))
             heaviest[stage, stop], cut[stage, stop] = worst[place], stage + place
+    if heaviest[-1, -1] == np.inf:
+        return None
     counts = []
     stop = num_layers
     for stage in range(num_stages - 1, 0, -1):
@@ -194,3 +212,27 @@ def between(first: Partition, last: Partition, count: int) -> Iterator[Partition
         found = tuple(int(size) for size in np.diff([0, *cuts, total]))
         if min(found) >= 1 and found not in (first, last):
             yield found
+
+
+def quickest_within_memory(
+    memory: NDArray[np.float64], seconds: NDArray[np.float64], first: Partition, last: Partition, count: int
+) -> Iterator[Partition]:
+    """Yield the most time-balanced partitions under limits of memory, evenly spaced between those of two partitions.
+
+    Args:
+        memory, seconds: What layers weigh, float64[num_stages, num_layers].
+        first, last: The memory- and the time-balanced partition.
+        count: Limits.
+    """
+    lightest, most = _heaviest(memory, first), _heaviest(memory, last)
+    for number in range(1, count + 1):
+        limit = lightest + (most - lightest) * number / (count + 1)
+        found = least_maximum_within(seconds, memory, limit)
+        if found is not None and found not in (first, last):
+            yield found
+
+
+def _heaviest(loads: NDArray[np.float64], partition: Partition) -> float:
+    """Return what the heaviest stage of a partition weighs."""
+    stops = np.cumsum(partition)
+    return max(float(row[stop - size : stop].sum()) for row, size, stop in zip(loads, partition, stops, strict=True))

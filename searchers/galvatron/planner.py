@@ -10,7 +10,15 @@ from itertools import chain
 from searchers.galvatron.layer_profiles import LayerProfiles
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
-from searchers.galvatron.partitions import base_partition, between, least_maximum, neighbours, weigh, with_outside
+from searchers.galvatron.partitions import (
+    base_partition,
+    between,
+    least_maximum,
+    neighbours,
+    quickest_within_memory,
+    weigh,
+    with_outside,
+)
 from searchers.galvatron.pipeline_plan import Partition, PipelinePlan, split
 from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import Strategy, pipeline_degrees
@@ -122,7 +130,8 @@ class Planner:
         weighed = weigh(search, cut)
         if weighed is None:
             return
-        by_memory, by_time = least_maximum(with_outside(search, cut, weighed[0])), least_maximum(weighed[1])
+        memory, seconds = with_outside(search, cut, weighed[0]), weighed[1]
+        by_memory, by_time = least_maximum(memory), least_maximum(seconds)
         if self.options.partition != "bi-objective":
             only = by_memory if self.options.partition == "memory" else by_time
             plan = self._plan(search, only, batch, cut)
@@ -133,6 +142,7 @@ class Planner:
         extra = deque([base_partition(search, cut), base_partition(search, cut, counts_outside=False)])
         if not self.options.paper:
             extra.extend((*between(by_memory, by_time, WAYPOINTS), by_time))
+            extra.extend(quickest_within_memory(memory, seconds, by_memory, by_time, WAYPOINTS))
         seen: set[Partition] = set()
         while queue or extra:
             walks = bool(queue)

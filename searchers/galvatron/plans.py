@@ -108,7 +108,8 @@ def spread(num_devices: int, cut: Cut, own: Sharding) -> Sharding:
 def from_plan(plan: Plan, layers: Sequence[Layer]) -> list[tuple[tuple[Layer, ...], tuple[Strategy, ...]]] | None:
     """Return layers and strategies of each stage, or None where a plan is not in these words.
 
-    Stages must hold whole layers on equally many devices, and a repeated layer must be cut one way throughout.
+    Stages must hold whole layers on equally many devices, and a repeated layer must be cut one way throughout, and
+    recomputed whole or not at all.
     """
     found = []
     for stage in plan.stages:
@@ -118,11 +119,14 @@ def from_plan(plan: Plan, layers: Sequence[Layer]) -> list[tuple[tuple[Layer, ..
         own = tuple(layer for layer in layers if start <= layer.span[0] and layer.span[1] <= stop)
         if not own or own[0].span[0] != start or own[-1].span[1] != stop:
             return None
+        if set(stage.recompute) - {layer.core for layer in own}:
+            return None
         shardings = list(stage.sharding_per_operator())
         chosen = []
         for layer in own:
-            levels = levels_of(shardings[layer.core[0] - start])
-            if levels is None:
+            of_core = shardings[layer.core[0] - start : layer.core[1] - start]
+            levels = levels_of(of_core[0])
+            if levels is None or any(sharding != of_core[0] for sharding in of_core):
                 return None
             chosen.append(Strategy(levels, layer.core in stage.recompute))
         found.append((own, tuple(chosen)))
@@ -141,7 +145,7 @@ def levels_of(sharding: Sharding) -> tuple[Level, ...] | None:
     for split, size, zero in sharding:
         if size == 1:
             continue
-        if split in ("replicate", "batch") and (split == "replicate" or zero not in (0, 3)):
+        if split not in ("tensor", "batch") or (split == "batch" and zero not in (0, 3)):
             return None
         kind = (SHARDED if zero == 3 else DATA) if split == "batch" else TENSOR
         if any(level.kind == kind for level in levels):

@@ -94,24 +94,50 @@ class DegreeSearch:
     def plan(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         """Return the best plan found with this partition, or None if nothing fits (Galvatron_Search).
 
-        Every stage is searched alone, its steps weighted by the microbatches; plans with one strategy for all
-        layers compete too, so that none of them is ever better. What is found is assessed, and returned, with the
-        microbatches that the rule gives it.
+        Every stage is searched alone; plans with one strategy for all layers compete too, so that none of them is
+        ever better. What is found is assessed, and returned, with the microbatches that the rule gives it.
         """
         stages = split(self.layers, partition)
         plans = []
         # What the optimizer works in is no part of Eq. 2: where it is too much, it counts as a state of each layer.
         for steps in (False, True) if self._has_workspace else (False,):
-            chosen = [self._search(stage, place, batch, cut, steps=steps) for place, stage in enumerate(stages)]
-            if all(found is not None for found in chosen):
-                choice = [[self.strategies[s] for s in found] for found in chosen if found is not None]
-                plans.append(self.assess(stages, choice, batch, self._own_cut(choice, batch, cut)))
-                if plans[-1] is not None and plans[-1].fits:
-                    break
+            plans += self._searched(stages, batch, cut, steps=steps)
+            if any(plan.fits for plan in plans):
+                break
         if not self.options.paper:
             plans += self.pure(partition, batch, cut)
         fitting = [plan for plan in plans if plan is not None and plan.fits]
         return min(fitting, key=lambda plan: plan.iteration_time_s, default=None)
+
+    def _searched(
+        self, stages: Sequence[tuple[Layer, ...]], batch: int, cut: Cut, *, steps: bool
+    ) -> list[PipelinePlan]:
+        """Return plans of stages that are searched one by one.
+
+        First every stage counts its step once for each microbatch. Only the slowest one delays all of them: the others
+        are searched again with steps that count once.
+        """
+        chosen = [self._search(stage, place, batch, cut, steps=steps) for place, stage in enumerate(stages)]
+        first = self._of_numbers(stages, chosen, batch, cut)
+        alike = cut.parts == 1 or len(stages) == 1 or self.estimator.released_time is not None
+        if first is None or alike or self.options.paper:
+            return [first] if first else []
+        slowest = max(range(len(stages)), key=lambda place: first.stages[place].step_s)
+        for place, stage in enumerate(stages):
+            if place != slowest:
+                chosen[place] = self._search(stage, place, batch, cut, steps=steps, once=True)
+        second = self._of_numbers(stages, chosen, batch, cut)
+        return [plan for plan in (first, second) if plan is not None]
+
+    def _of_numbers(
+        self, stages: Sequence[tuple[Layer, ...]], numbers: Sequence[NDArray[np.int64] | None], batch: int, cut: Cut
+    ) -> PipelinePlan | None:
+        """Return the plan of strategies by number, or None where a stage has none."""
+        found = [each for each in numbers if each is not None]
+        if len(found) < len(stages):
+            return None
+        chosen = [[self.strategies[number] for number in each] for each in found]
+        return self.assess(stages, chosen, batch, self._own_cut(chosen, batch, cut))
 
     def leanest(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         """Return the plan of one strategy that needs the least memory, whether it fits or not."""
@@ -289,30 +315,46 @@ class DegreeSearch:
         return self.estimator.released is None and self.estimator.problem.runtime.optimizer_workspace_bytes > 0
 
     def _search(
-        self, layers: tuple[Layer, ...], place: int, batch: int, cut: Cut, *, steps: bool
+        self, layers: tuple[Layer, ...], place: int, batch: int, cut: Cut, *, steps: bool, once: bool = False
     ) -> NDArray[np.int64] | None:
-        """Return a strategy number per layer; with ``steps`` there is room for the optimizer's work in any case."""
+        """Return a strategy number per layer.
+
+        Args:
+            layers: Of the stage.
+            place: Which of the stages it is.
+            batch: Samples.
+            cut: Microbatches.
+            steps: There is room for the optimizer's work in any case.
+            once: A step counts once, not once for each microbatch.
+        """
         held = self._held(place, batch, cut)
         outside = self.outside_bytes(place, cut, batch)
-        key = (tuple(layer.kind for layer in layers), held, outside, cut, steps)
+        key = (tuple(layer.kind for layer in layers), held, outside, cut, steps, once)
         if key not in self._found:
             self.num_searches += 1
             groups = self._groups(layers)
-            found = self._found_for(groups, held, cut, self.budget_bytes - outside, steps=steps)
+            found = self._found_for(groups, held, cut, self.budget_bytes - outside, steps=steps, once=once)
             if found is not None:
                 found = np.repeat(found, [len(group) for group in groups])
             self._found[key] = found
         return self._found[key]
 
     def _found_for(
-        self, groups: Sequence[tuple[Layer, ...]], held: float, cut: Cut, budget_bytes: float, *, steps: bool
+        self,
+        groups: Sequence[tuple[Layer, ...]],
+        held: float,
+        cut: Cut,
+        budget_bytes: float,
+        *,
+        steps: bool,
+        once: bool,
     ) -> NDArray[np.int64] | None:
         """Return a strategy number per group of layers."""
         granularity = float(self.options.granularity_bytes)
         layers = [group[0] for group in groups]
 
         def table(ties: Sequence[frozenset[str]]) -> LayerTable:
-            return self.tables.table(groups, held, cut, ties, steps=steps)
+            return self.tables.table(groups, held, cut, ties, steps=steps, once=once)
 
         if self.options.outside == "data":  # tied weights lie alike under every strategy
             plain = table(self.tables.held_before(layers))

@@ -62,7 +62,9 @@ def search_tied(
         tables: One for each layer that later ones can share a weight with, in order.
         budget_bytes, granularity_bytes, max_reserves: As of `search`.
     """
-    reserves = reserves_of([each for table in tables for each in (table.shared, table.alone)], max_reserves)
+    reserves = reserves_of(
+        [each for table in tables for each in (table.shared, table.alone)], granularity_bytes, max_reserves
+    )
     candidates = []
     for number, table in enumerate(tables):
         # What a row that depends on the layout is rounded up by can differ by a step.

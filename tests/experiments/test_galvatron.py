@@ -12,7 +12,7 @@ from experiments.calibrate.fitted_constants import fit_constants, moved
 from experiments.cases.galvatron_budget import STEP, within_budget
 from experiments.cases.galvatron_table2 import SEARCHED, Run, num_microbatches
 from experiments.reproduce.experiment import Context
-from experiments.reproduce.galvatron import EXPERIMENTS, fig4, table1
+from experiments.reproduce.galvatron import EXPERIMENTS, fig4, fig6, table1
 from experiments.reproduce.galvatron.agreement import ordered_pairs, summary, winners
 from experiments.reproduce.galvatron.calibration import GPIPE, errors, fitted_overlap
 from experiments.reproduce.galvatron.cells import TITLES, at_batch, fixed_cell, searched_cell
@@ -21,8 +21,11 @@ from experiments.reproduce.galvatron.machines import A100_RUNTIME, A100S_16
 from experiments.reproduce.galvatron.table2 import MEMORIES, MODELS, STRATEGIES, printed_cells
 from experiments.reproduce.galvatron.table5_calibration import FITTED, planned, printed_table5
 from experiments.strategy_trees import draw_trees, save_trees
+from searchers.galvatron.microbatches import Cut
+from searchers.galvatron.options import Options
 from searchers.registry import searcher_names
 from simulator.simulate import simulate
+from tests.searchers.galvatron_problems import planner
 
 VIT = Run(model="vit-huge-32", cluster="titan-rtx-pcie:1x8", memory_gb=8)
 
@@ -161,6 +164,23 @@ def test_table_1_and_figure_4_hold(tmp_path: Path) -> None:
     for module in (table1, fig4):
         report = module.run(context(tmp_path))
         assert all(verdict.holds for verdict in report.verdicts), [verdict.found for verdict in report.verdicts]
+
+
+def test_table_1_counts_layers_as_the_paper_does(tmp_path: Path) -> None:
+    """Embedding and head are no layers: BERT-Huge-32 had 34."""
+    models = table1.run(context(tmp_path)).tables["models"].set_index("model")["layers"]
+    assert models[["bert-huge-32", "t5-large-48", "swin-huge-48", "bert-xhuge", "galvatron-gpt3-15b"]].tolist() == [
+        32, 48, 48, 128, 48
+    ]  # fmt: skip
+
+
+def test_figure_6_draws_layers_of_one_size_and_strategy_as_one_run() -> None:
+    """Swin's layers with shifted windows are of another kind and of the same size: each was a run by itself."""
+    own = planner("swin-huge-32", 24, Options(checkpoint=False))
+    search = own.searches[1]
+    plan = search.assess([search.layers], [[search.strategies[0]] * 32], 8, Cut(1, 8))
+    assert plan is not None
+    assert [len(layers) for _, layers, _ in fig6.runs_of(plan, own.profiles)] == [1, 1, 1, 1, 1, 25, 1, 1]
 
 
 def test_trees_are_drawn(tmp_path: Path) -> None:

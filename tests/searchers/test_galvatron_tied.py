@@ -72,11 +72,11 @@ def exhaustive(tables: list[TiedTable], holders: tuple[int, ...], budget: float)
         kinds = [tables[0].weights[chosen[holder]] for holder in holders]
         again = {holder for number, holder in enumerate(holders) if kinds[number] in kinds[:number]}
         own = np.isin(rows, tuple(again))
-        cost, kept, backward = (
+        cost, kept, reserved = (
             np.where(own, getattr(shared, name)[rows, chosen], getattr(alone, name)[rows, chosen])
-            for name in ("cost_s", "kept_bytes", "backward_bytes")
+            for name in ("cost_s", "kept_bytes", "reserved_bytes")
         )
-        if kept.sum() + backward.max() <= budget:
+        if kept.sum() + reserved.max() <= budget:
             lies = alone.layout[chosen]
             best = min(best, float(cost.sum() + alone.transition_s[rows[1:], lies[:-1], lies[1:]].sum()))
     return best
@@ -106,11 +106,13 @@ def test_bounds_cut_off_nothing_that_would_be_better(
 ) -> None:
     """Also in coarse steps, where a row's rounding depends on what else it may choose."""
     tables, _ = tied
-    budget, levels = units * UNIT, reserves_of([each for table in tables for each in (table.shared, table.alone)], 8)
+    budget, levels = units * UNIT, reserves_of(
+        [each for table in tables for each in (table.shared, table.alone)], step * UNIT, 8
+    )
     under = [table.under(layout) for table in tables for layout in np.unique(table.weights)]
     each = [(own, search(own, budget, step * UNIT, reserves=levels)) for own in under]
     wanted = min((own.total_s(one) for own, one in each if one is not None), default=np.inf)
-    found = search_tied(tables, budget, step * UNIT)
+    found = search_tied(tables, budget, step * UNIT, 8)
     assert (found is None) == (wanted == np.inf)
     assert found is None or min(own.total_s(found) for own in under) == pytest.approx(wanted)
 

@@ -40,7 +40,7 @@ def run(context: Context) -> Report:
         if judged is None:
             continue
         plans[title] = (judged.found, own.profiles)
-        for stage, layers, strategy in runs_of(judged.found):
+        for stage, layers, strategy in runs_of(judged.found, own.profiles):
             rows.append(
                 {
                     "case": title,
@@ -65,11 +65,20 @@ def run(context: Context) -> Report:
     return Report({"plans": frame}, {"plans": draw(plans)}, [verdict])
 
 
-def runs_of(plan: PipelinePlan) -> Iterator[tuple[int, list[Layer], Strategy]]:
-    """Yield stage, layers and strategy of each run of layers that cost and are planned alike."""
+def size_of(layer: Layer, profiles: LayerProfiles) -> tuple[float, float]:
+    """Return the MiB of a layer's parameters, and of its activations for a sample."""
+    parameters = sum(profiles.parameters(layer.kind, 1).values())
+    return parameters * 4 / MIB, profiles.profile(layer.kind, 1, 1).saved_bytes / MIB
+
+
+def runs_of(plan: PipelinePlan, profiles: LayerProfiles) -> Iterator[tuple[int, list[Layer], Strategy]]:
+    """Yield stage, layers and strategy of each run of layers that are as large and planned alike.
+
+    Swin shifts the windows of every second layer, which its size does not show.
+    """
     for number, stage in enumerate(plan.stages):
         pairs = zip(stage.layers, stage.chosen, strict=True)
-        for (_, strategy), members in groupby(pairs, key=lambda pair: (pair[0].kind, pair[1])):
+        for (_, strategy), members in groupby(pairs, key=lambda pair: (size_of(pair[0], profiles), pair[1])):
             yield number + 1, [layer for layer, _ in members], strategy
 
 
@@ -80,11 +89,9 @@ def draw(plans: dict[str, tuple[PipelinePlan, LayerProfiles]]) -> Figure:
     figure, axes = new_figure(len(plans), 1, width=11.0, height=2.6)
     for place, (title, (plan, profiles)) in zip(axes, plans.items(), strict=True):
         x, tallest = 0.0, 0.0
-        strategies = list(dict.fromkeys(str(strategy) for _, _, strategy in runs_of(plan)))
-        for stage, layers, strategy in runs_of(plan):
-            kind = layers[0].kind
-            height = sum(profiles.parameters(kind, 1).values()) * 4 / MIB
-            width = profiles.profile(kind, 1, 1).saved_bytes / MIB
+        strategies = list(dict.fromkeys(str(strategy) for _, _, strategy in runs_of(plan, profiles)))
+        for stage, layers, strategy in runs_of(plan, profiles):
+            height, width = size_of(layers[0], profiles)
             colour = f"C{strategies.index(str(strategy))}"
             place.add_patch(Rectangle((x, 0), width, height, facecolor=colour, edgecolor="black"))
             if len(layers) > 1:

@@ -6,6 +6,7 @@ import pandas as pd
 
 from experiments.reproduce.experiment import Context, Report, Verdict
 from hardware_models.runtime import load_runtime
+from simulator.uniform import repeated_layers
 from workloads.local import localize, range_saved_bytes
 from workloads.operators import Workload
 from workloads.registry import build_workload
@@ -47,7 +48,7 @@ def run(context: Context) -> Report:
         rows.append(
             {
                 "model": model,
-                "layers": len(workload.layers),
+                "layers": len(repeated_layers(workload)),
                 "parameters_1e6": ours,
                 "paper_parameters_1e6": millions,
                 "parameters_difference": ours / millions - 1,
