@@ -49,6 +49,17 @@ def test_causal_attention_takes_half_of_full_attention() -> None:
     assert causal == pytest.approx(full / 2)
 
 
+@pytest.mark.parametrize(("backward", "measured"), [(False, 160.4 / 370.3), (True, 210.5 / 313.6)])
+def test_attention_of_few_heads_leaves_multiprocessors_idle(backward: bool, measured: float) -> None:
+    """4 heads of 4,096 tokens are 128 tiles of unequal length for 108 multiprocessors; 64 heads fill them.
+
+    Measured: gpu_efficiency/attention_a100.csv, rates of 4 and 64 query heads (SimuMax).
+    """
+    kernels = [FlashAttention(heads, 4096, 4096, 128, True, backward) for heads in (4, 64)]
+    few, many = (A100.kernel_time_s(A100_GPU, kernel, "bf16") for kernel in kernels)
+    assert (many / 64) / (few / 4) == pytest.approx(measured, rel=0.25)
+
+
 def test_a_convolution_never_moves_the_windows_of_its_pixels() -> None:
     """A 3x3 convolution of 64 channels reads each pixel nine times, but on the chip: 25.7 MB are moved, not 128."""
     kernel = Convolution(32, 64, 64, 56 * 56, 56 * 56, 3)
