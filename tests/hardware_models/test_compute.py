@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datafiles.tables import load_table
-from hardware_models.compute import is_misaligned
-from hardware_models.gpus import curves_of
+from hardware_models.compute import is_misaligned, kernel_time_s
+from hardware_models.gpus import curves_of, gpu_names, load_gpu
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
 from workloads.kernels import Convolution, FlashAttention, Matmul, MemoryBound
@@ -83,6 +83,14 @@ def test_h100_passes_over_memory_reach_what_a100_ones_do() -> None:
 def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:
     gpu = V100.gpu(GPU)
     assert V100.optimizer_step_s(GPU, 9e9) == pytest.approx(9e9 / (900e9 * gpu.optimizer_bandwidth_fraction))
+
+
+@pytest.mark.parametrize("name", [name for name in gpu_names() if "fp16" in load_gpu(name).peak_flop_per_s])
+def test_every_tensor_core_wants_aligned_rows(name: str) -> None:
+    """A vocabulary of 50,257 takes longer than one of 50,304: cuBLAS asks 16 bytes of all of them."""
+    gpu = load_gpu(name)
+    odd, padded = (kernel_time_s(gpu, Matmul(8192, vocab, 1024), "fp16") for vocab in (50257, 50304))
+    assert (odd > 2 * padded) == (gpu.curves != "cpu")
 
 
 @pytest.mark.parametrize(
