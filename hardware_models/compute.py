@@ -241,6 +241,8 @@ def attention_s(gpu: GpuType, curve: AttentionCurve, kernel: FlashAttention, dty
     limit, half_waves, length = curve.forward, curve.forward_half_waves, kernel.query_length
     if kernel.backward:
         limit, half_waves, length = curve.backward, curve.backward_half_waves, kernel.key_length
+    if not kernel.causal:
+        half_waves /= 2  # fitted on causal tiles, the last of which are twice as long as the mean; these are all alike
     waves = kernel.batch * ceil(length / ATTENTION_TILE) / gpu.num_multiprocessors
     efficiency = limit * kernel.key_length / (kernel.key_length + curve.half_length) * waves / (waves + half_waves)
     return kernel.flop / (gpu.peak(dtype) * efficiency) * FLASH_SLOWNESS[kernel.generation][kernel.backward]

@@ -66,7 +66,8 @@ class AttentionCurve(FileModel):
         forward, backward: Limits.
         half_length: Keys at which half the limit is reached.
         source: Where it comes from.
-        forward_half_waves, backward_half_waves: Waves at which half is reached; 0 where few heads were not measured.
+        forward_half_waves, backward_half_waves: Waves at which half is reached, half as many without a causal mask; 0
+            where few heads were not measured.
     """
 
     forward: Fraction

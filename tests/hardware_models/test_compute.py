@@ -44,9 +44,13 @@ def test_memory_bound_kernels_stay_below_the_bandwidth(pattern: str) -> None:
 
 
 def test_causal_attention_takes_half_of_full_attention() -> None:
-    full = A100.kernel_time_s(A100_GPU, FlashAttention(32, 4096, 4096, 128, causal=False), "bf16")
-    causal = A100.kernel_time_s(A100_GPU, FlashAttention(32, 4096, 4096, 128, causal=True), "bf16")
-    assert causal == pytest.approx(full / 2)
+    """And what its longest tiles leave idle, as much in seconds, which only few heads notice."""
+    for heads, rel in ((32, 0.07), (32_000, 1e-4)):
+        full, causal = (
+            A100.kernel_time_s(A100_GPU, FlashAttention(heads, 4096, 4096, 128, causal=causal), "bf16")
+            for causal in (False, True)
+        )
+        assert full / 2 < causal == pytest.approx(full / 2, rel=rel)
 
 
 @pytest.mark.parametrize(("backward", "measured"), [(False, 160.4 / 370.3), (True, 210.5 / 313.6)])
