@@ -351,16 +351,23 @@ def _protocol_inside(links: LinkType, name: str) -> Protocol:
     return next((each for each in links.protocols if each.name == name), links.protocols[0])
 
 
+def _step_s(links: LinkType, protocol: str) -> float:
+    """Return the seconds of a step inside a node of what goes over several."""
+    if links.step_over_nodes_s is not None:
+        return links.step_over_nodes_s
+    return _protocol_inside(links, protocol).step_s
+
+
 def _chain_s(nodes: Sequence[tuple[LinkType, int]], protocol: str) -> float:
     """Return the seconds of a tree's steps inside nodes: down the chain of each one's members, all at once."""
-    return max((count - 1) * _protocol_inside(links, protocol).step_s for links, count in nodes)
+    return max((count - 1) * _step_s(links, protocol) for links, count in nodes)
 
 
 def _inside_s(nodes: Sequence[tuple[LinkType, int]], protocol: str) -> float:
     """Return the seconds of a ring's steps inside nodes: all but the one that a part never needs, the quickest."""
     steps: Counter[float] = Counter()
     for links, count in nodes:
-        steps[_protocol_inside(links, protocol).step_s] += count - 1
+        steps[_step_s(links, protocol)] += count - 1
     left = +steps
     if left:
         left[min(left)] -= 1

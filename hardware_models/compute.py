@@ -232,8 +232,17 @@ FLASH_SLOWNESS = {1: (1.4, 2.0), 2: (1.0, 1.0)}
 those of the second generation."""
 
 
+ATTENTION_TILE = 128
+"""Queries of one head that a block of FlashAttention-2 works on forward, keys backward (Dao 2023, section 3.2)."""
+
+
 def attention_s(gpu: GpuType, curve: AttentionCurve, kernel: FlashAttention, dtype: str) -> float:
     """Return seconds of a fused attention kernel; its traffic never bounds it at training lengths."""
-    limit = curve.backward if kernel.backward else curve.forward
-    efficiency = limit * kernel.key_length / (kernel.key_length + curve.half_length)
+    limit, half_waves, length = curve.forward, curve.forward_half_waves, kernel.query_length
+    if kernel.backward:
+        limit, half_waves, length = curve.backward, curve.backward_half_waves, kernel.key_length
+    if not kernel.causal:
+        half_waves /= 2  # fitted on causal tiles, the last of which are twice as long as the mean; these are all alike
+    waves = kernel.batch * ceil(length / ATTENTION_TILE) / gpu.num_multiprocessors
+    efficiency = limit * kernel.key_length / (kernel.key_length + curve.half_length) * waves / (waves + half_waves)
     return kernel.flop / (gpu.peak(dtype) * efficiency) * FLASH_SLOWNESS[kernel.generation][kernel.backward]

@@ -57,12 +57,25 @@ class MemoryCurve(FileModel):
 
 
 class AttentionCurve(FileModel):
-    """Fused attention: share of the matmul peak, and the sequence length at which half is reached."""
+    """Fused attention: share of the matmul peak, and how short and few sequences fall short of it.
+
+    efficiency = limit * keys / (keys + half_length) * waves / (waves + half_waves), where a wave is a tile of queries
+    (backward: of keys) on each multiprocessor. Causal tiles are of unequal length, so the last ones leave much idle.
+
+    Attributes:
+        forward, backward: Limits.
+        half_length: Keys at which half the limit is reached.
+        source: Where it comes from.
+        forward_half_waves, backward_half_waves: Waves at which half is reached, half as many without a causal mask; 0
+            where few heads were not measured.
+    """
 
     forward: Fraction
     backward: Fraction
     half_length: NonNegative
     source: Text
+    forward_half_waves: NonNegative = 0.0
+    backward_half_waves: NonNegative = 0.0
 
 
 class EfficiencyCurves(FileModel):

@@ -66,6 +66,8 @@ class LinkType(FileModel):
         local_bytes_per_s: Rate at which a rank deals with its own n-th of the data, which crosses no link: copied
             (all-gather), added up (reduce-scatter). Collectives that are not named have no such cost.
         protocols: At least one.
+        step_over_nodes_s: Step of rings and trees that go on to other nodes, under every protocol; None: as inside a
+            node. Where the switch adds up itself, what takes as long for two GPUs as for eight is no ring's.
     """
 
     kind: Literal["mesh", "switch", "host"]
@@ -79,6 +81,7 @@ class LinkType(FileModel):
     protocols: tuple[Protocol, ...]
     source: Text
     local_bytes_per_s: Mapping[str, Positive] = {}
+    step_over_nodes_s: NonNegative | None = None
 
     @field_validator("efficiency")
     @classmethod

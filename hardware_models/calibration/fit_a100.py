@@ -1,8 +1,8 @@
 """Fit the A100's and H100's 16-bit curves to published kernel measurements.
 
 A100 rows used: ``gemm_a100.csv`` (SimuMax dense and LLMCompass), ``memory_bound_ops.csv`` (LLMCompass rows,
-PyTorch's kernels, that move more than 64 MB; Vidur's are vLLM's), ``attention_a100.csv`` (head size 128, 16
-heads or more). Report: all A100 rows of ``gemm_vidur_a100_h100.csv`` with 128 tokens or more.
+PyTorch's kernels, that move more than 64 MB; Vidur's are vLLM's), ``attention_a100.csv`` (head size 128, 4 to 64
+heads). Report: all A100 rows of ``gemm_vidur_a100_h100.csv`` with 128 tokens or more.
 H100 rows used: Vidur, models Llama-2-7b-hf and Llama-2-70b-hf, 128 tokens or more. Report: the other models.
 Its memory fractions are the A100's.
 
@@ -42,7 +42,12 @@ MEMORY = (
     Parameter("fraction.reduction", 0.7, 0.2, 1.0),
     Parameter("ramp_bytes", 2e6, 0.0, 4e6),
 )
-ATTENTION = (Parameter("attention.forward", 0.6, 0.2, 1.0), Parameter("attention.backward", 0.5, 0.2, 1.0))
+ATTENTION = (
+    Parameter("attention.forward", 0.6, 0.2, 1.0),
+    Parameter("attention.backward", 0.5, 0.2, 1.0),
+    Parameter("attention.forward_half_waves", 1.0, 0.0, 10.0),
+    Parameter("attention.backward_half_waves", 1.0, 0.0, 10.0),
+)
 MIN_TOKENS = 128
 CACHE_BYTES = 64e6
 """Passes over less may live in the level-2 cache (40 and 50 MB) from one repeat to the next."""
@@ -121,7 +126,7 @@ def _attention_rows(folder: Path) -> Iterator[KernelRow]:
         integers=("batch", "seq", "heads", "qk_dim", "v_dim"),
     )
     for number, row in enumerate(table):
-        if row["qk_dim"] == row["v_dim"] == 128 and row["heads"] >= 16:
+        if row["qk_dim"] == row["v_dim"] == 128:
             backward = row["phase"] == "sdp_bwd"
             kernel = FlashAttention(row["batch"] * row["heads"], row["seq"], row["seq"], 128, True, backward)
             # The source counts full scores; the kernel skips the masked half.

@@ -104,6 +104,8 @@ def build_curves(
         backward=values.get("attention.backward", base.attention.backward),
         half_length=values.get("attention.half_length", base.attention.half_length),
         source=source,
+        forward_half_waves=values.get("attention.forward_half_waves", base.attention.forward_half_waves),
+        backward_half_waves=values.get("attention.backward_half_waves", base.attention.backward_half_waves),
     )
     return EfficiencyCurves(matmul={**base.matmul, dtype: matmul}, memory=memory, attention=attention)
 

@@ -188,6 +188,35 @@ def test_three_thousand_gpus_are_priced_without_tables_of_pairs() -> None:
     assert cost.work_s == pytest.approx(2 * 3071 / 3072 * 1e9 / (8 * 25e9 * 0.85), rel=0.01)
 
 
+def test_a_ring_over_many_nodes_of_h100_passes_every_gpu() -> None:
+    """All that a small gather over 64 nodes has above one over 32: their rings' steps between nodes and inside them."""
+    small, large = (
+        HardwareModel(parse_cluster(f"h100-dgx:{nodes}x8")).collective("all_gather", 1.0, range(8 * nodes)).alone_s
+        for nodes in (32, 64)
+    )
+    node = parse_cluster("h100-dgx:1x8").nodes[0]
+    assert node.links.step_over_nodes_s is not None
+    step_s = min(protocol.step_s for protocol in node.network.protocols)
+    assert large - small == pytest.approx(32 * (step_s + 7 * node.links.step_over_nodes_s), rel=0.01)
+
+
+def test_measured_gathers_over_many_nodes_of_h100_are_met() -> None:
+    """SimAI's shares of the cards' nominal rate over 4 to 128 nodes; 36 % off if steps inside nodes are free."""
+    rates = load_table(
+        data_folder("gpu_efficiency") / "collective_busbw_ratio_simai.csv", floats=("busbw_ratio",), integers=("bytes",)
+    )
+    errors = []
+    for nodes in (4, 8, 16, 32, 64, 128):
+        hardware = HardwareModel(parse_cluster(f"h100-dgx:{nodes}x8"))
+        for row in rates:
+            if row["table"] == "nic_ratio" and row["scope"] == f"{nodes}node{8 * nodes}" and row["bytes"] <= 2**30:
+                seconds = hardware.collective("all_gather", row["bytes"], range(8 * nodes)).alone_s
+                bus = row["bytes"] * (1 - 1 / (8 * nodes)) / seconds
+                errors.append(row["busbw_ratio"] * 400e9 / bus - 1)
+    assert len(errors) == 42
+    assert sum(map(abs, errors)) / len(errors) < 0.2
+
+
 def test_alpas_measured_collectives_are_met_at_large_sizes() -> None:
     folder = data_folder("alpa_v100")
     names = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datafiles.tables import load_table
-from hardware_models.compute import is_misaligned
-from hardware_models.gpus import curves_of
+from hardware_models.compute import is_misaligned, kernel_time_s
+from hardware_models.gpus import curves_of, gpu_names, load_gpu
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
 from workloads.kernels import Convolution, FlashAttention, Matmul, MemoryBound
@@ -44,9 +44,24 @@ def test_memory_bound_kernels_stay_below_the_bandwidth(pattern: str) -> None:
 
 
 def test_causal_attention_takes_half_of_full_attention() -> None:
-    full = A100.kernel_time_s(A100_GPU, FlashAttention(32, 4096, 4096, 128, causal=False), "bf16")
-    causal = A100.kernel_time_s(A100_GPU, FlashAttention(32, 4096, 4096, 128, causal=True), "bf16")
-    assert causal == pytest.approx(full / 2)
+    """And what its longest tiles leave idle, as much in seconds, which only few heads notice."""
+    for heads, rel in ((32, 0.07), (32_000, 1e-4)):
+        full, causal = (
+            A100.kernel_time_s(A100_GPU, FlashAttention(heads, 4096, 4096, 128, causal=causal), "bf16")
+            for causal in (False, True)
+        )
+        assert full / 2 < causal == pytest.approx(full / 2, rel=rel)
+
+
+@pytest.mark.parametrize(("backward", "measured"), [(False, 160.4 / 370.3), (True, 210.5 / 313.6)])
+def test_attention_of_few_heads_leaves_multiprocessors_idle(backward: bool, measured: float) -> None:
+    """4 heads of 4,096 tokens are 128 tiles of unequal length for 108 multiprocessors; 64 heads fill them.
+
+    Measured: gpu_efficiency/attention_a100.csv, rates of 4 and 64 query heads (SimuMax).
+    """
+    kernels = [FlashAttention(heads, 4096, 4096, 128, True, backward) for heads in (4, 64)]
+    few, many = (A100.kernel_time_s(A100_GPU, kernel, "bf16") for kernel in kernels)
+    assert (many / 64) / (few / 4) == pytest.approx(measured, rel=0.25)
 
 
 def test_a_convolution_never_moves_the_windows_of_its_pixels() -> None:
@@ -72,6 +87,14 @@ def test_h100_passes_over_memory_reach_what_a100_ones_do() -> None:
 def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:
     gpu = V100.gpu(GPU)
     assert V100.optimizer_step_s(GPU, 9e9) == pytest.approx(9e9 / (900e9 * gpu.optimizer_bandwidth_fraction))
+
+
+@pytest.mark.parametrize("name", [name for name in gpu_names() if "fp16" in load_gpu(name).peak_flop_per_s])
+def test_every_tensor_core_wants_aligned_rows(name: str) -> None:
+    """A vocabulary of 50,257 takes longer than one of 50,304: cuBLAS asks 16 bytes of all of them."""
+    gpu = load_gpu(name)
+    odd, padded = (kernel_time_s(gpu, Matmul(8192, vocab, 1024), "fp16") for vocab in (50257, 50304))
+    assert (odd > 2 * padded) == (gpu.curves != "cpu")
 
 
 @pytest.mark.parametrize(
