@@ -33,7 +33,7 @@ from simulator.closed_forms.breadth_first_time import breadth_first_s
 from simulator.closed_forms.estimate_memory import held_bytes, rank_peaks
 from simulator.closed_forms.interleaved_time import interleaved_s
 from simulator.closed_forms.passes_time import gradients_s
-from simulator.closed_forms.pipeline_time import one_f_one_b_s
+from simulator.closed_forms.pipeline_time import SCRATCH, one_f_one_b_s
 from simulator.closed_forms.stage_passes import stage_passes
 from simulator.closed_forms.stage_prices import (
     collective_s,
@@ -167,7 +167,7 @@ def _filled_s(plan: Plan, turns: Sequence[int], stages: _StageTimes, last: _Stag
         return interleaved_s(stages.rows, last.rows, max(ranks) + 1, m, blocking)
     if plan.schedule == "gpipe" and max(ranks) + 1 < len(plan.stages):
         return breadth_first_s(stages.rows, last.rows, np.array(ranks), m)
-    depths, scratch_s = warmup_depths(plan), np.empty((len(plan.stages), 2))
+    depths, scratch_s = warmup_depths(plan), np.empty((len(plan.stages), SCRATCH))
     found_s = one_f_one_b_s(stages.rows, last.rows, depths, m, scratch_s, smaller)
     if smaller:
         others = stages.rows.copy()

@@ -17,6 +17,9 @@ A chain starts with microbatch 0, is on one stage for most of the time, and ends
 - *finish*, from the start of F(m - 1): the backwards left, at the pace of the slowest from there up; or microbatch
   m - 1 through the stages behind and back.
 
+Where transfers are slow the whole is at their pace: all forwards down to a stage and its finish, or its start and all
+backwards up from there.
+
 Every such chain is one of the schedule, so none is longer than the iteration; where transfers take no time of their
 own, nothing lies behind a backward and microbatches are equal, the longest is the iteration (tests; with a smaller last
 one it was up to 5 % longer). What each stage does behind its last backward is added as if that ended as late as it can:
@@ -32,6 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, INPUT_LAG, LESS, ONCE, UP, WEIGHT
+
+SCRATCH = 4
+"""Columns of what ``one_f_one_b_s`` works in."""
 
 
 def one_f_one_b_s(
@@ -49,20 +55,20 @@ def one_f_one_b_s(
             and of the last; INPUT the whole backward pass.
         depths: int64[stages]. Forwards of each stage before its first backward, as the schedule allows them.
         num_microbatches: At least one.
-        scratch_s: float64[stages, 2] at least, to work in: an allocation takes as long as the rest.
+        scratch_s: float64[stages, SCRATCH] at least, to work in: an allocation takes as long as the rest.
         smaller: Whether ``last_s`` differs from ``each_s``; then there are two microbatches at least.
 
     As drawn in ``simulator.schedules.one_f_one_b`` and in ``gpipe``:
 
-    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 7]] * 4), np.empty((4, 2))
+    >>> equal, scratch = np.array([[1.0, 2.0, *[0.0] * 7]] * 4), np.empty((4, SCRATCH))
     >>> one_f_one_b_s(equal, equal, np.array([4, 3, 2, 1]), 6, scratch)
     27.0
     >>> one_f_one_b_s(equal, equal, np.array([4, 4, 4, 4]), 4, scratch)
     21.0
     """
     p, m = len(each_s), num_microbatches
-    # To the end of the warm-up; from the start of as many last backwards.
-    warm_s, tail_s = scratch_s[:, 0], scratch_s[:, 1]
+    # To the end of the warm-up, and of all forwards; from the start of as many last backwards, and of all.
+    warm_s, tail_s, all_warm_s, all_tail_s = scratch_s[:, 0], scratch_s[:, 1], scratch_s[:, 2], scratch_s[:, 3]
     # Of all passes and transfers up to a stage: what they take together, and the longest.
     down_s, up_s, longest_down_s, longest_up_s = each_s[0, FORWARD_LAG], 0.0, 0.0, 0.0
     all_up_s = 0.0  # As ``(m - 1) * longest_up_s``, less what the first microbatch lacks until the second takes over.
@@ -84,7 +90,8 @@ def one_f_one_b_s(
         second_s = each_s[stage, INPUT] + each_s[stage, WEIGHT] + (m - 2) * longest_up_s
         all_up_s = max(all_up_s, second_s) - each_s[stage, LESS]
         warm_s[stage] = down_s + (depth - 1) * longest_down_s
-        tail_s[stage] = up_s + (all_up_s if depth == m else (depth - 1) * longest_up_s)
+        all_warm_s[stage], all_tail_s[stage] = down_s + (m - 1) * longest_down_s, up_s + all_up_s
+        tail_s[stage] = all_tail_s[stage] if depth == m else up_s + (depth - 1) * longest_up_s
 
     # The same with the last microbatch where that differs: up to some stage as the others, from there on as the last.
     down_s, last_down_s, longest_down_s, all_down_s = each_s[0, FORWARD_LAG], 0.0, 0.0, 0.0
@@ -108,10 +115,11 @@ def one_f_one_b_s(
             last_up_s += last_one_s + lag_s
             if one_s + behind_s > longest_up_s:
                 longest_up_s, turn_up_s = one_s + behind_s, own_up_s
-        if depth == m:
-            warm_s[stage] = last_down_s + all_down_s
+        all_warm_s[stage] = last_down_s + all_down_s
+        all_tail_s[stage] = up_s + (m - 2) * longest_up_s + turn_up_s - each_s[stage, LESS]
         tail_s[stage] = up_s + (depth - 2) * longest_up_s + turn_up_s if depth > 1 else last_up_s
-        tail_s[stage] -= each_s[stage, LESS] if depth == m else 0.0
+        if depth == m:
+            warm_s[stage], tail_s[stage] = all_warm_s[stage], all_tail_s[stage]
 
     found_s, start_s, finish_s = 0.0, 0.0, 0.0
     for stage in range(p - 1, -1, -1):
@@ -121,9 +129,10 @@ def one_f_one_b_s(
         if stage < p - 1:
             before_s = start_s + each_s[stage + 1, UP] + each_s[stage, INPUT_LAG]
             after_s = last_s[stage, DOWN] + last_s[stage + 1, FORWARD_LAG] + finish_s
-        if depth == m:
-            found_s = max(found_s, warm_s[stage] + max(tail_s[stage], after_s), before_s + tail_s[stage])
-        start_s = max(warm_s[stage], before_s) + each_s[stage, INPUT] - each_s[stage, LESS]
+        found_s = max(found_s, all_warm_s[stage] + max(tail_s[stage], after_s))
+        start_s = max(warm_s[stage], before_s)
+        found_s = max(found_s, start_s + all_tail_s[stage])
+        start_s += each_s[stage, INPUT] - each_s[stage, LESS]
         finish_s = last_s[stage, FORWARD] + max(tail_s[stage], after_s)
         turns = m - depth - 1  # Between B(0) and F(m - 1).
         if turns < 0:

@@ -7,7 +7,7 @@ import numpy as np
 from simulator.closed_forms import breadth_first_time, interleaved_time, pipeline_time, stage_rows, zero_bubble_time
 from simulator.closed_forms.breadth_first_time import breadth_first_s
 from simulator.closed_forms.interleaved_time import interleaved_s
-from simulator.closed_forms.pipeline_time import one_f_one_b_s
+from simulator.closed_forms.pipeline_time import SCRATCH, one_f_one_b_s
 from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, LESS, ONCE, UP, WEIGHT
 from simulator.closed_forms.zero_bubble_time import zero_bubble_s
 from simulator.compiled_cache import compiled, compiled_with
@@ -98,7 +98,7 @@ def add_passes(
     most = 0
     for plan in chosen:
         most = max(most, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
-    depths, scratch_s = np.empty(most, np.int64), np.empty((most, 2))
+    depths, scratch_s = np.empty(most, np.int64), np.empty((most, SCRATCH))
     ranks = np.empty(most, np.int64)
     for plan in chosen:
         if states[plan] != DONE:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from simulator.closed_forms.breadth_first_time import breadth_first_s
 from simulator.closed_forms.estimate import estimate
 from simulator.closed_forms.interleaved_time import interleaved_s
-from simulator.closed_forms.pipeline_time import one_f_one_b_s
+from simulator.closed_forms.pipeline_time import SCRATCH, one_f_one_b_s
 from simulator.closed_forms.stage_rows import INPUT, LESS, NUM_COLUMNS
 from simulator.closed_forms.zero_bubble_time import zero_bubble_s
 from simulator.engines.engine_compiled import run_compiled
@@ -36,7 +36,7 @@ def closed_s(rows: NDArray[np.float64], shape: PipelineShape, schedule: str) -> 
     if schedule == "interleaved":
         return interleaved_s(rows, rows, max(shape.rank_of_stage) + 1, m, False)
     depths = [m if schedule == "gpipe" else min(len(rows) - stage, m) for stage in range(len(rows))]
-    return one_f_one_b_s(rows, rows, np.array(depths), m, np.empty((len(rows), 2)))
+    return one_f_one_b_s(rows, rows, np.array(depths), m, np.empty((len(rows), SCRATCH)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from simulator.closed_forms.estimate import estimate
-from simulator.closed_forms.pipeline_time import one_f_one_b_s
+from simulator.closed_forms.pipeline_time import SCRATCH, one_f_one_b_s
 from simulator.closed_forms.stage_rows import FORWARD_LAG, INPUT_LAG, NUM_COLUMNS
 from simulator.engines.engine_compiled import run_compiled
 from simulator.fast.estimate import FastEstimator
@@ -36,7 +36,7 @@ def closed_s(times: Times, depths: tuple[int, ...], m: int, link_s: float = 0.0)
     rows = np.zeros((len(times), NUM_COLUMNS))
     rows[:, :2] = times
     rows[:-1, 3] = rows[1:, 4] = link_s
-    return one_f_one_b_s(rows, rows, np.array(depths), m, np.empty((len(times), 2)))
+    return one_f_one_b_s(rows, rows, np.array(depths), m, np.empty((len(times), SCRATCH)))
 
 
 def engine_s(times: Times, depths: tuple[int, ...], m: int, link_s: float = 0.0) -> float:
@@ -70,6 +70,8 @@ def test_pipelines_with_free_transfers_take_exactly_what_the_engine_says(case) -
 
 @settings(deadline=None, max_examples=200)
 @given(pipelines(), st.floats(0.01, 4.0))
+@example((np.array([[1.0, 1.0], [0.5, 0.5]]), (2, 1), 2), 3.0)  # the second transfer waits for the first
+@example((np.array([[0.1, 0.1], [0.5, 0.5]]), (9, 2), 24), 4.0)
 def test_pipelines_with_transfers_take_at_most_what_the_engine_says_and_little_less(  # type: ignore[no-untyped-def]
     case, link_s: float
 ) -> None:
@@ -83,7 +85,7 @@ def test_a_pass_that_begins_late_is_a_transfer_that_takes_so_long(depths: tuple[
     rows = np.zeros((4, NUM_COLUMNS))
     rows[:, :2] = times
     rows[1:, FORWARD_LAG] = rows[:-1, INPUT_LAG] = 0.4
-    found_s = one_f_one_b_s(rows, rows, np.array(depths), 9, np.empty((4, 2)))
+    found_s = one_f_one_b_s(rows, rows, np.array(depths), 9, np.empty((4, SCRATCH)))
     assert found_s == pytest.approx(engine_s(times, depths, 9, 0.4), rel=1e-12)
 
 
