@@ -19,6 +19,7 @@ from hardware_models.collectives import Flow, collective_flows
 from hardware_models.links import LinkType, NetworkType
 
 ALPA_P3, ALPA_A100 = "collectives_p3_16xlarge_osdi22.csv", "collectives_a100_8gpu.csv"
+SIMAI = "collective_busbw_ratio_simai.csv"
 ALPA_LOOP_S = 16e-6
 """Loop overhead in every Alpa row: 14 to 18 us by its data description, the rows of no bytes."""
 
@@ -29,6 +30,8 @@ KINDS = {
     "all-to-all": "all_to_all",
 }
 MIB = 2**20
+CARD_BYTES_PER_S = 50e9
+"""400 Gb/s."""
 Kind = TypeVar("Kind", LinkType, NetworkType)
 
 
@@ -99,6 +102,27 @@ def measured_rows(path: Path, gpu: str, source: str, preset: str) -> list[Collec
         and row["source"].startswith(source)
         and row["op"] == "all_reduce"
         and row["num_gpus"] == row["gpus_per_node"]
+    ]
+
+
+def simai_rows(path: Path, preset: str, num_nodes: Iterable[int]) -> list[CollectiveRow]:
+    """Return SimAI's shares of the cards' nominal rate (``nic_ratio``), up to 1 GiB, as gathers over whole nodes.
+
+    The table says neither the collective nor the cards; it is read as ring all-gathers of nodes with eight cards of
+    400 Gb/s.
+    """
+    scopes = {f"{nodes}node{8 * nodes}": nodes for nodes in num_nodes}
+    table = load_table(path, floats=("busbw_ratio",), integers=("bytes",))
+    return [
+        CollectiveRow(
+            cluster=f"{preset}:{nodes}x8",
+            kind="all_gather",
+            groups=(tuple(range(8 * nodes)),),
+            num_bytes=float(row["bytes"]),
+            seconds=row["bytes"] * (1 - 1 / (8 * nodes)) / (row["busbw_ratio"] * 8 * CARD_BYTES_PER_S),
+        )
+        for row in table
+        if row["table"] == "nic_ratio" and (nodes := scopes.get(row["scope"])) and row["bytes"] <= 2**30
     ]
 
 

@@ -3,7 +3,8 @@
 Rows used: Alpa's p3.16xlarge and A100 databases, f16, every even power of two from 16 KiB a rank; f32 and other sizes
 are reported. All-reduce, all-gather and reduce-scatter have most constants; all-to-alls of p3 inside a node, from
 64 MiB, two of their own. ``collectives_measured.csv``: vTrain V100 (2..8 GPUs without 5, which holds no ring) and A100
-(2..8), Vidur H100 DGX (1 MiB and more). ``check_collectives`` reports all other rows.
+(2..8), Vidur H100 DGX (1 MiB and more). ``check_collectives`` reports all other rows. H100s' steps over nodes:
+SimAI's rows of 4, 16 and 64 nodes; those of 8, 32 and 128 are reported by a test.
 
 Run: ``python -m hardware_models.calibration.fit_collectives --data DIR``
 """
@@ -23,12 +24,14 @@ from hardware_models.calibration.collective_rows import (
     ALPA_A100,
     ALPA_P3,
     MIB,
+    SIMAI,
     CollectiveRow,
     Predictor,
     alpa_rows,
     clusters_of,
     measured_rows,
     relative_errors,
+    simai_rows,
 )
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.links import LinkType, NetworkType, Protocol
@@ -93,7 +96,9 @@ H100 = (
     Constant("simple.step_s", 4e-6, 0.0, 40e-6),
     Constant("local.all_reduce", 1500e9, 100e9, 1e13),
 )
-
+OVER_NODES = (Constant("step_over_nodes_s", 3e-6, 0.0, 20e-6),)
+FITTED_NODES, REPORTED_NODES = (4, 16, 64), (8, 32, 128)
+"""Of SimAI's rows."""
 
 Build = Callable[[Sequence[CollectiveRow], Values], Predictor]
 
@@ -123,6 +128,11 @@ def main() -> None:
             _predictor,
         ),
         "h100-dgx": (H100, h100, _predictor),
+        "h100-dgx, over nodes": (
+            OVER_NODES,
+            simai_rows(data / "gpu_efficiency" / SIMAI, "h100-dgx", FITTED_NODES),
+            _over_nodes_predictor,
+        ),
         "p3.16xlarge, all-to-all": (MESH_ALL_TO_ALL, [row for row in p3 if _is_large(row)], _all_to_all_predictor),
     }
     for name, (constants, rows, build) in jobs.items():
@@ -193,6 +203,15 @@ def _all_to_all_predictor(rows: Sequence[CollectiveRow], values: Values) -> Pred
             update = {"efficiency": efficiency, "bridge_bytes_per_s": values["bridge_bytes_per_s"]}
             nodes.append(replace(node, links=node.links.model_copy(update=update)))
         clusters[name] = Cluster(name=name, nodes=tuple(nodes))
+    return Predictor(clusters, 0.0)
+
+
+def _over_nodes_predictor(rows: Sequence[CollectiveRow], values: Values) -> Predictor:
+    clusters = {}
+    for name in clusters_of(rows):
+        nodes = parse_cluster(name).nodes
+        links = nodes[0].links.model_copy(update=dict(values))
+        clusters[name] = Cluster(name=name, nodes=tuple(replace(node, links=links) for node in nodes))
     return Predictor(clusters, 0.0)
 
 

@@ -13,15 +13,14 @@ _MALLOPT = {
 """glibc's numbers of its settings (malloc.h), and ours: nothing is given back to the system."""
 
 
-def keep_freed_memory() -> bool:
-    """Let this process keep what it frees; return whether its C library can.
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, where its C library can.
 
     glibc returns large blocks to the system. The next iteration then gets them page by page, zeroed by the kernel
     as they are first written, inside whatever operator writes: seconds that follow from the order of frees, not from
     the plan, and that no device has whose allocator caches.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    taken = [mallopt(number, value) == 1 for number, value in _MALLOPT.values()]
-    return all(taken)
+    if platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
+        for number, value in _MALLOPT.values():
+            library.mallopt(number, value)
