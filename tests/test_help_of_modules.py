@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import FILES, ROOT
+from tests.test_imports import FLOORS, ROOT, files
 
 SCRIPTS = [
     path.relative_to(ROOT)
-    for path in (*FILES, *sorted((ROOT / "tests" / "benchmarks").glob("*.py")))
+    for folder in (*FLOORS, "tests/benchmarks")
+    for path in files(folder)
     if path.name != "__main__.py" and "\nif __name__ == " in path.read_text()
 ]
 WITHOUT_TORCH = """
