@@ -117,13 +117,21 @@ def uniform_plan(
 def repeated_layers(workload: Workload) -> list[tuple[int, int]]:
     """Return the operator ranges of the layers that repeat: all but those before the first and after the last.
 
-    A layer repeats if its operators' roles occur in another layer too; a workload without repeats gives all.
+    A layer repeats if its operators' roles occur in another layer too, or if it lies between such layers and has all
+    that one of them has (Swin's layers after a single patch merging); a workload without repeats gives all.
     """
     ranges = list(workload.layers)
     shapes = [tuple(workload.operators[index].role for index in range(*bounds)) for bounds in ranges]
     counts = Counter(shapes)
-    repeated = [bounds for bounds, shape in zip(ranges, shapes, strict=True) if counts[shape] > 1]
-    return repeated or ranges
+    found = [place for place, shape in enumerate(shapes) if counts[shape] > 1]
+    if not found:
+        return ranges
+    repeated = [Counter(shape) for shape in dict.fromkeys(shapes[place] for place in found)]
+    return [
+        ranges[place]
+        for place in range(found[0], found[-1] + 1)
+        if counts[shapes[place]] > 1 or any(Counter(shapes[place]) >= shape for shape in repeated)
+    ]
 
 
 def even_layer_cuts(workload: Workload, num_stages: int) -> list[tuple[int, int]]:

@@ -10,8 +10,9 @@ import pytest
 
 from hardware_models.runtime import load_runtime, runtime_names
 from simulator.simulate import simulate
-from simulator.uniform import uniform_plan
+from simulator.uniform import recompute_segments, repeated_layers, uniform_plan
 from tests.simulator.problems import small_problem
+from workloads import build_workload
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -61,3 +62,18 @@ def test_zero_2_is_what_fsdp_has_under_that_name(runtime: str) -> None:
     assert plan == replace(uniform_plan(problem, dp=4, zero=3), reshard_after_forward=False)
     bucketed = small_problem("gpt", runtime="megatron-deepspeed")
     assert uniform_plan(bucketed, dp=4, zero=2).reshard_after_forward
+
+
+@pytest.mark.parametrize("depths", [(2, 2), (2, 3, 2), (1, 4)])
+def test_a_layer_behind_a_patch_merging_repeats_whether_or_not_another_does(depths: tuple[int, ...]) -> None:
+    workload = build_workload("swin-huge-32", overrides={"depths": depths, "heads": (10, 20, 40)[: len(depths)]})
+    attention = [op.layer for op in workload.operators if op.role == "attention_score"]
+    assert [workload.operators[first].layer for first, _ in repeated_layers(workload)] == attention
+    assert len(attention) == sum(depths)
+    assert len(recompute_segments(workload, 0, len(workload), "full")) == sum(depths)
+
+
+def test_what_joins_an_encoder_to_a_decoder_does_not_repeat() -> None:
+    workload = build_workload("t5-large-32")
+    roles = [{op.role for op in workload.operators[slice(*bounds)]} for bounds in repeated_layers(workload)]
+    assert len(roles) == 32 and not any("decoder_embedding" in found for found in roles)
