@@ -104,7 +104,7 @@ class PlanExecutor:
             found |= set(parameter_group_keys(wiring.view, wiring.ranks))
             found |= gradient_group_keys(wiring.view, wiring.ranks)
         for boundary in self.boundaries:
-            found |= set(boundary.group_keys())
+            found |= boundary.group_keys()
         return found
 
     def _boundary(self, position: int, tensors: tuple[str, ...]) -> Boundary:
