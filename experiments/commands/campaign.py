@@ -50,6 +50,7 @@ def validate_campaign(
     from validation.campaigns.definition import campaign_names
     from validation.campaigns.run import missing_devices
     from validation.campaigns.work import campaign_work, estimated_s
+    from validation.profiling.machine_profile import other_gpu
 
     if write_cases is not None and campaign.name not in campaign_names():
         known = ", ".join(campaign_names())
@@ -67,6 +68,8 @@ def validate_campaign(
     if dry_run:
         show_plans(campaign, work, seconds, turns, as_json=as_json)
         return
+    if campaign.device == "cuda" and (words := other_gpu(campaign.report[0].problem)):
+        messages().print(f"note: {words}", markup=False)
     folder = output or Path("out") / f"validate-{campaign.name}"
     result = _run(campaign, work, folder, turns, seconds, profile)
     if result is None:

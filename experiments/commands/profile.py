@@ -63,7 +63,7 @@ def profile_machine_file(
     require_torch()
     from simulator.problem import ProblemSpec
     from validation.execution.launch import WorkerError
-    from validation.profiling.machine_profile import now, save_machine_profile
+    from validation.profiling.machine_profile import now, other_gpu, save_machine_profile
     from validation.profiling.profile_journal import Journal
     from validation.profiling.profile_run import ProfileOptions, profile_work, run_profile
 
@@ -99,6 +99,8 @@ def profile_machine_file(
         if as_json:
             print_json({"parts": len(work.parts), "plans": len(work.job_s), "least_s": least, "most_s": most})
         return
+    if device == "cuda" and (words := other_gpu(problem)):
+        messages().print(f"note: {words}", markup=False)
     partial = output.with_name(f"{output.name}.partial")
     all_writable(output, partial, read=spec.files)
     if restart:
