@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,27 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
+import torch.distributed as dist  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 from simulator.problem import Problem, ProblemSpec  # noqa: E402
+from simulator.uniform import uniform_plan  # noqa: E402
+from simulator.validate import validate  # noqa: E402
+from tests.validation.posing_gpu import Event, PosingGpu, posing_gpu, rank_on_posing_gpu  # noqa: E402
 from tests.validation.test_campaign_files import mapping  # noqa: E402
+from tests.validation.tiny import problem  # noqa: E402
 from validation.campaigns import run as campaign_run  # noqa: E402
 from validation.campaigns.definition import campaign_from_mapping  # noqa: E402
 from validation.campaigns.work import campaign_work  # noqa: E402
-from validation.execution.executor import Job, ran_out_of_memory  # noqa: E402
+from validation.execution.executor import Job, ran_out_of_memory, run_rank  # noqa: E402
+from validation.execution.groups import GroupPool  # noqa: E402
+from validation.execution.launch import Worker  # noqa: E402
+from validation.execution.memory_history import history_mapping  # noqa: E402
+from validation.execution.plan_executor import PlanExecutor  # noqa: E402
+from validation.execution.reference import run_reference  # noqa: E402
 from validation.measurement import Measurement  # noqa: E402
-from validation.profiling import profile_run  # noqa: E402
+from validation.memory_trace import StorageTracer, fake_processes  # noqa: E402
+from validation.profiling import communication_times, group_times, profile_run  # noqa: E402
 from validation.profiling.machine_profile import other_gpu  # noqa: E402
 from validation.profiling.profile_journal import Journal  # noqa: E402
 from validation.profiling.profile_run import ProfileOptions, profile_work, run_profile  # noqa: E402
@@ -102,3 +116,100 @@ def test_a_gpu_of_another_type_than_the_clusters_is_named(
     assert not other_gpu(on(cluster))
     words = other_gpu(on("a100-40g-dgx:1x1"))
     assert f"the cluster a100-40g-dgx:1x1 has a100-sxm4-40gb, but this machine {name} of" in words
+
+
+@pytest.mark.parametrize("attention", ["plain", "flash"])
+def test_a_run_takes_the_branches_of_a_gpu_and_computes_the_same(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = problem("gpt", attention=attention)
+    plan = validate(uniform_plan(of, microbatch=4, recompute="full"), of)
+    recorded: list[object] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": [], "device_traces": [[]]})
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    with posing_gpu() as device:
+        worker = Worker(0, 1, GroupPool(rank=0, world_size=1, backend=None), device)  # type: ignore[arg-type]
+        record = run_rank(worker, Job(plan, of, 2, 1, traced_iterations=1, records_memory=True))
+    assert record.losses == pytest.approx(run_reference(of, iterations=3).losses, rel=1e-5)
+    assert record.traced is not None and len(record.traced.actions) == 4
+    assert recorded == ["all", None] and record.memory_history == history_mapping({"segments": [], "device_traces": []})
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_the_time_of_an_iteration_is_without_reading_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = problem("gpt")
+    plan, read_s = validate(uniform_plan(of, microbatch=2), of), 0.02
+    reads: list[Event] = []
+
+    def slow(start: Event, end: Event) -> float:
+        reads.append(end)
+        time.sleep(read_s)
+        return 1e3 * (end.at_s - start.at_s)
+
+    monkeypatch.setattr(Event, "elapsed_time", slow)
+    with rank_on_posing_gpu(plan, of, 0) as executor:
+        began = time.perf_counter()
+        record = executor.run_iteration(0)
+        whole_s = time.perf_counter() - began
+    assert len(reads) >= 3 * len(record.actions)
+    assert record.iteration_s <= whole_s - len(reads) * read_s
+
+
+def test_no_parameter_lies_where_something_else_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator would keep the whole block for it, and reserve more than the plan needs."""
+    of = problem("gpt")
+    plan, tracer = validate(uniform_plan(of, microbatch=2), of), StorageTracer()
+    emptied: list[int] = []
+    with posing_gpu() as device, fake_processes(0, 1), FakeTensorMode(), tracer:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(tracer.events)))
+        worker = Worker(0, 1, GroupPool(rank=0, world_size=1, backend=None), device)  # type: ignore[arg-type]
+        (runner,) = PlanExecutor(plan, of, worker).runners.values()
+        parameters = {tracer.see(held.trained) for held in runner.parameters.held}
+    made = [number for number, event in enumerate(tracer.events) if event.storage in parameters]
+    assert len(made) == len(parameters) > 10
+    for number in made:
+        since = max(position for position in emptied if position <= number)
+        assert all(event.num_bytes > 0 for event in tracer.events[since:number])
+
+
+class SimulatedGpu:
+    """A host that launches and a GPU that works behind it, in seconds."""
+
+    LAUNCH_S, KERNEL_S, HERTZ = 40e-6, 12e-6, 2e9
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host_s = self.gpu_s = 0.0
+        gpu = self
+
+        class Mark:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at_s = 0.0
+
+            def record(self) -> None:
+                gpu.gpu_s = self.at_s = max(gpu.host_s, gpu.gpu_s)
+
+            def elapsed_time(self, end: Mark) -> float:
+                return 1e3 * (end.at_s - self.at_s)
+
+        monkeypatch.setattr(torch.cuda, "Event", Mark)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(cycles / self.HERTZ))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(self, "host_s", self.gpu_s))
+        monkeypatch.setattr(time, "perf_counter", lambda: self.host_s)
+
+    def launch(self, seconds: float) -> None:
+        """Let the host launch what takes the GPU so many seconds."""
+        self.host_s += self.LAUNCH_S
+        self.gpu_s = max(self.host_s, self.gpu_s) + seconds
+
+
+def test_a_collective_is_timed_on_the_gpu_and_not_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimulatedGpu(monkeypatch)
+    device: Any = PosingGpu("cpu")
+    worker = Worker(0, 1, GroupPool(rank=0, world_size=1, backend=None), device)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)
+    kernel = lambda: gpu.launch(gpu.KERNEL_S)  # noqa: E731
+    assert communication_times._median_s(kernel, 3, worker) == pytest.approx(gpu.KERNEL_S)
+    seconds, _ = group_times._seconds(kernel, worker, group_times.GroupRequest(2, (1024,), 3, 0.05))
+    assert seconds == pytest.approx(gpu.KERNEL_S)
