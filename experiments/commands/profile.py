@@ -102,7 +102,7 @@ def profile_machine_file(
             print_json({"parts": len(work.parts), "plans": len(work.job_s), "least_s": least, "most_s": most})
         return
     if device == "cuda" and (words := other_gpu(problem)):
-        messages().print(f"note: {words}", markup=False)
+        messages().print(f"note: {words}", markup=False, soft_wrap=True)
     partial = output.with_name(f"{output.name}.partial")
     all_writable(output, partial, read=spec.files)
     if restart:

@@ -13,9 +13,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
 import torch.distributed as dist  # noqa: E402
+import typer  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from experiments.commands import campaign as campaign_command  # noqa: E402
 from simulator.problem import Problem, ProblemSpec  # noqa: E402
+from simulator.simulate import simulate  # noqa: E402
 from simulator.uniform import uniform_plan  # noqa: E402
 from simulator.validate import validate  # noqa: E402
 from tests.validation.posing_gpu import Event, PosingGpu, posing_gpu, rank_on_posing_gpu  # noqa: E402
@@ -23,6 +26,7 @@ from tests.validation.test_campaign_files import mapping  # noqa: E402
 from tests.validation.tiny import problem  # noqa: E402
 from validation.campaigns import run as campaign_run  # noqa: E402
 from validation.campaigns.definition import campaign_from_mapping  # noqa: E402
+from validation.campaigns.plan_campaign import plan_campaign  # noqa: E402
 from validation.campaigns.work import campaign_work  # noqa: E402
 from validation.execution.executor import Job, ran_out_of_memory, run_rank  # noqa: E402
 from validation.execution.groups import GroupPool  # noqa: E402
@@ -116,6 +120,40 @@ def test_a_gpu_of_another_type_than_the_clusters_is_named(
     assert not other_gpu(on(cluster))
     words = other_gpu(on("a100-40g-dgx:1x1"))
     assert f"the cluster a100-40g-dgx:1x1 has a100-sxm4-40gb, but this machine {name} of" in words
+
+
+def test_notes_say_what_measured_and_predicted_do_not_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=81079 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(campaign_command, "_run", lambda *_: None)  # as if interrupted at once
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+    def notes(cluster: str) -> str:
+        with pytest.raises(typer.Exit):
+            campaign_command.validate_campaign(
+                campaign_from_mapping({**CAMPAIGN, "cluster": cluster}, "mine"),
+                profile=None, limit=None, rounds=1, output=None, dry_run=False, write_cases=None, as_json=False,
+            )  # fmt: skip
+        return capsys.readouterr().err
+
+    assert "note: PYTORCH_CUDA_ALLOC_CONF is set to expandable_segments:True: measured memory" in notes("h100-dgx:1x1")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert not notes("h100-dgx:1x1")
+    assert "note: the cluster h200-dgx:1x1 has h200-sxm5-141gb, but this machine NVIDIA H100" in notes("h200-dgx:1x1")
+
+
+def test_what_calibrates_a_plan_of_one_stage_needs_no_more_memory_than_the_plan() -> None:
+    spec = ProblemSpec("gpt3-350m", "h100-dgx:1x1", "windtunnel-executor", 16)
+    problem = spec.load()
+    campaign = plan_campaign(spec, uniform_plan(problem, microbatch=8), name="plan", device="cuda")
+    (calibration,), (report,) = campaign.calibration, campaign.report
+    peaks = [
+        simulate(each.plan, each.problem, engine="compiled").peak_allocated_bytes for each in (calibration, report)
+    ]
+    assert peaks[0] <= 1.01 * peaks[1]
 
 
 @pytest.mark.parametrize("attention", ["plain", "flash"])
