@@ -202,12 +202,14 @@ class IterationRecord:
         spans: Collectives, the optimizer step, and operators where they are timed.
         tail_s: From the last action's end to the end of the iteration.
         processor_s: Of the thread.
+        iteration_s: All of it, by the host's clock; on CUDA until the device was done.
     """
 
     actions: list[TimedAction]
     spans: list[TimedSpan]
     tail_s: float
     processor_s: float
+    iteration_s: float
 
     def device_time(self, device: int) -> DeviceTime:
         """Return where the time went."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from validation.campaigns.result import CampaignResult, PlanOutcome
     from validation.campaigns.run import Listener
     from validation.campaigns.work import UnitWork
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables from which PyTorch takes the settings of its caching allocator."""
 
 
 def validate_campaign(
@@ -50,6 +54,7 @@ def validate_campaign(
     from validation.campaigns.definition import campaign_names
     from validation.campaigns.run import missing_devices
     from validation.campaigns.work import campaign_work, estimated_s
+    from validation.profiling.machine_profile import other_gpu
 
     if write_cases is not None and campaign.name not in campaign_names():
         known = ", ".join(campaign_names())
@@ -67,6 +72,15 @@ def validate_campaign(
     if dry_run:
         show_plans(campaign, work, seconds, turns, as_json=as_json)
         return
+    if campaign.device == "cuda":
+        notes = [other_gpu(campaign.report[0].problem)]
+        notes += [
+            f"{name} is set to {os.environ[name]}: measured memory is with it, predicted is PyTorch's defaults'"
+            for name in ALLOCATOR_VARIABLES
+            if os.environ.get(name)
+        ]
+        for words in filter(None, notes):
+            messages().print(f"note: {words}", markup=False, soft_wrap=True)
     folder = output or Path("out") / f"validate-{campaign.name}"
     result = _run(campaign, work, folder, turns, seconds, profile)
     if result is None:

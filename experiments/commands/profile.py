@@ -63,7 +63,8 @@ def profile_machine_file(
     require_torch()
     from simulator.problem import ProblemSpec
     from validation.execution.launch import WorkerError
-    from validation.profiling.machine_profile import now, save_machine_profile
+    from validation.profiling.group_times import LARGE_SIZES, SIZES
+    from validation.profiling.machine_profile import now, other_gpu, save_machine_profile
     from validation.profiling.profile_journal import Journal
     from validation.profiling.profile_run import ProfileOptions, profile_work, run_profile
 
@@ -84,6 +85,7 @@ def profile_machine_file(
         microbatch_sizes=sizes,
         tensor_sizes=counts(tensor_degrees, "tensor-degrees"),
         group_sizes=counts(groups, "groups") if groups is not None else default,
+        message_sizes=(*SIZES, *LARGE_SIZES) if device == "cuda" else SIZES,
         max_rounds=rounds,
         skip=comma_separated(skip),
         spread=parse_share(spread),
@@ -99,6 +101,8 @@ def profile_machine_file(
         if as_json:
             print_json({"parts": len(work.parts), "plans": len(work.job_s), "least_s": least, "most_s": most})
         return
+    if device == "cuda" and (words := other_gpu(problem)):
+        messages().print(f"note: {words}", markup=False, soft_wrap=True)
     partial = output.with_name(f"{output.name}.partial")
     all_writable(output, partial, read=spec.files)
     if restart:

@@ -68,7 +68,7 @@ def test_where_a_devices_time_went_adds_up() -> None:
         TimedSpan(0, "collective", -1, "all_reduce", 3.1, 3.5),
         TimedSpan(0, "optimizer", -1, "step", 3.5, 3.9),
     ]
-    found = IterationRecord(actions, spans, 1.0, 3.2).device_time(7)
+    found = IterationRecord(actions, spans, 1.0, 3.2, 5.0).device_time(7)
     expected = DeviceTime(7, 2.5, 0.5, 0.1, 0.4, 0.4, 1.0, 3.2)
     assert asdict(found) == pytest.approx(asdict(expected))
 

@@ -55,9 +55,12 @@ def test_the_shipped_campaigns_are_as_large_as_promised() -> None:
     assert any("recompute" not in each.name for each in single)
 
 
-@pytest.mark.parametrize("name", ["cpu-gloo", "single-gpu", "multi-gpu"])
-def test_every_run_of_a_shipped_campaign_is_executable_and_said_to_fit(name: str) -> None:
-    campaign = load_campaign(name)
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [("cpu-gloo", None), ("single-gpu", None), ("single-gpu", "a100-80g-dgx:1x1"), ("multi-gpu", "h100-dgx:1x4")],
+)
+def test_every_run_of_a_shipped_campaign_is_executable_and_said_to_fit(name: str, cluster: str | None) -> None:
+    campaign = load_campaign(name, cluster=cluster)
     work = campaign_work(campaign)  # refuses what cannot be executed, and profiling runs that are report plans
     assert sum(len(unit.report) for unit in work) == len(campaign.report)
     runs = [job for unit in work for job in unit.jobs]

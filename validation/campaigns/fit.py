@@ -15,7 +15,7 @@ from simulator.problem import Problem
 from simulator.reports.breakdown import coalesce, device_tasks
 from simulator.simulate import simulate
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
-from validation.campaigns.run import RoundResult, fastest_round
+from validation.campaigns.run import RoundResult, check_profiling, fastest_round
 from validation.campaigns.work import SPLIT_SCHEDULES, UnitWork
 from validation.measurement import Measurement
 from validation.profiling.calibration import ENGINE, doubtful_factor, fit, fit_factor, fit_overhead_s, never_negative
@@ -160,7 +160,9 @@ def fit_campaign(
     """
     if not rounds:
         raise ValueError("a campaign must have at least one finished round to be fitted")
-    _check_profiling(work, rounds)
+    for unit in work:
+        for turn in rounds:
+            check_profiling(unit, turn.measured[unit.name])
     if statistic == "fastest":
         rounds = [fastest_round(rounds)]
     found = {unit.name: _fit_unit(unit, rounds) for unit in work}
@@ -171,17 +173,6 @@ def fit_campaign(
         if count:
             found[name] = replace(found[name], collective_overhead_s=max(0.0, excess_s / count))
     return found
-
-
-def _check_profiling(work: Sequence[UnitWork], rounds: Sequence[RoundResult]) -> None:
-    for unit in work:
-        for turn in rounds:
-            for job, measured in zip(unit.jobs[: unit.first_calibration], turn.measured[unit.name], strict=False):
-                if measured.out_of_memory:
-                    raise ValueError(
-                        f"profiling runs must fit into memory, but {unit.name} at {job.plan.microbatch_size} samples "
-                        "did not; give the campaign smaller microbatches"
-                    )
 
 
 def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:

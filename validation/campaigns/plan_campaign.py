@@ -12,6 +12,7 @@ from simulator.validate import validate
 from validation.campaigns.definition import Campaign, CampaignPlan, Options
 from validation.campaigns.work import sizes_of
 from validation.profiling.calibration import CALIBRATION_MICROBATCHES
+from validation.profiling.profiler import PROFILING_SCHEDULE
 
 OPTIONS = Options(rounds=5, iterations=3, warmup=1)
 
@@ -38,7 +39,7 @@ def plan_campaign(spec: ProblemSpec, plan: Plan, *, name: str, device: str = "cp
         description=f"The plan {name}",
         device=device,
         options=OPTIONS,
-        calibration=(_calibration_plan(reported),),
+        calibration=(_calibration_plan(reported, device),),
         report=(reported,),
         models={},
         runtimes={},
@@ -46,7 +47,7 @@ def plan_campaign(spec: ProblemSpec, plan: Plan, *, name: str, device: str = "cp
     )
 
 
-def _calibration_plan(reported: CampaignPlan) -> CampaignPlan:
+def _calibration_plan(reported: CampaignPlan, device: str) -> CampaignPlan:
     plan, problem = reported.plan, reported.problem
     samples = max(size for size, _ in sizes_of(plan, problem))
     stages = 2 if len(plan.stages) > 1 else 1
@@ -59,7 +60,7 @@ def _calibration_plan(reported: CampaignPlan) -> CampaignPlan:
             dp=replicas,
             microbatch=samples,
             zero=3 if replicas > 1 else 0,
-            schedule="gpipe",
+            schedule="gpipe" if stages > 1 else PROFILING_SCHEDULE[device],
             gradient_reduction=own.runtime.reduce_gradients,
         )
         words = f"{reported.name} calibration {microbatches}x{samples}"

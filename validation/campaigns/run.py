@@ -226,8 +226,24 @@ def _measure_communication(campaign: Campaign) -> dict[str, Any]:
     return {"rows": [list(row) for row in rows], "overlap": [list(each.to_mapping().values()) for each in overlap]}
 
 
+def check_profiling(unit: UnitWork, measured: Sequence[Measurement]) -> None:
+    """Refuse a unit whose operators could not be profiled: nothing would be predicted of it.
+
+    Raises:
+        ValueError: Names the run that had no memory.
+    """
+    for job, each in zip(unit.jobs[: unit.first_calibration], measured, strict=False):
+        if each.out_of_memory:
+            raise ValueError(
+                f"profiling runs must fit into memory, but {unit.name} at {job.plan.microbatch_size} samples "
+                "did not; give the campaign smaller microbatches"
+            )
+
+
 def _run_unit(campaign: Campaign, unit: UnitWork, folder: Path, number: int) -> dict[str, Any]:
-    measured = execute_rounds(unit.jobs, rounds=1, device=campaign.device, timeout_s=TIMEOUT_S)[0]
+    jobs = [replace(job, records_memory=job.records_memory and number == 1) for job in unit.jobs]
+    measured = execute_rounds(jobs, rounds=1, device=campaign.device, timeout_s=TIMEOUT_S)[0]
+    check_profiling(unit, measured)
     first_report = unit.first_report
     if number == 1:
         for position, each in enumerate(measured[first_report:]):

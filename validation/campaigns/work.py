@@ -22,9 +22,6 @@ LAUNCH_S = {"cpu": 8.0, "cuda": 25.0}
 BUILD_S = 0.5
 """To make a plan's parameters and groups: likewise."""
 
-PROFILING_SCHEDULE = {"cpu": "gpipe", "cuda": "1f1b"}
-"""On a GPU one microbatch at a time, so that what fits once fits."""
-
 SPLIT_SCHEDULES = ("zb-h1",)
 """Schedules that compute the gradients of inputs and of weights apart."""
 
@@ -112,20 +109,14 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
 
     reported = {each.plan.canonical_hash(problem.workload) for each in report}
 
-    def profiling_run(samples: int, degree: int, number: int, schedule: str) -> OperatorJob:
+    def profiling_run(samples: int, degree: int, number: int, schedule: str | None = None) -> OperatorJob:
         return operator_job(
             problem, samples, degree, copies=number, schedule=schedule, iterations=options.iterations, device=device,
             reported=reported,
         )  # fmt: skip
 
-    operators = [
-        profiling_run(samples, degree, copies(degree), PROFILING_SCHEDULE[device]) for samples, degree in sizes
-    ]
-    alone = [
-        profiling_run(run.samples, run.tensor_size, 1, PROFILING_SCHEDULE[device])
-        for run in operators
-        if run.copies > 1
-    ][:1]
+    operators = [profiling_run(samples, degree, copies(degree)) for samples, degree in sizes]
+    alone = [profiling_run(run.samples, run.tensor_size, 1) for run in operators if run.copies > 1][:1]
     split = {
         size
         for each in (*calibration, *report)

@@ -21,6 +21,7 @@ from workloads.kinds.base import Shape
 from workloads.local import dtype_bytes
 
 FORWARD_WAY, BACKWARD_WAY = 0, 1
+WAYS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,25 @@ class Boundary:
         sender, receiver = (self.first, self.second) if way == FORWARD_WAY else (self.second, self.first)
         return sender.ranks[piece.source], receiver.ranks[piece.target]
 
-    def group_keys(self) -> list[GroupKey]:
-        """Return the communicators that transfers need: one per direction."""
+    def lane(self, way: int, source: int, target: int) -> GroupKey:
+        """Return the communicator from one rank to another: of this boundary, one way, up or down the ranks.
+
+        NCCL ignores tags: what two ranks send each other over one communicator happens in order. Over a common one
+        each could wait with a send for the other's receive, which stands behind a send that waits as well.
+        """
         ranks = tuple(sorted({*self.first.ranks, *self.second.ranks}))
-        return [("forward", ranks), ("backward", ranks)]
+        return f"{WAYS[way]} {self.position} {'up' if source < target else 'down'}", ranks
+
+    def group_keys(self) -> set[GroupKey]:
+        """Return the communicators that transfers need."""
+        ends = {
+            (way, *self.ranks(way, piece))
+            for (way, _), routes in self.routes.items()
+            for found in routes
+            for piece in found.pieces
+        }
+        keys = {self.lane(way, source, target) for way, source, target in ends if source != target}
+        return keys | self.smaller[0].group_keys() if self.smaller is not None else keys
 
 
 def _numel(box: Box) -> int:
@@ -185,11 +201,8 @@ class Postman:
         self._expected: dict[tuple[int, int, int], dict[str, _Expected]] = {}
         self._local: dict[tuple[int, int, int, str, int], torch.Tensor] = {}
 
-    def _handle(self, position: int, way: int) -> Any:
-        if self.pool.backend is None:
-            return None
-        key = self.boundaries[position].group_keys()[way]
-        return self.pool.group(key[0], key[1]).handle
+    def _handle(self, position: int, way: int, source: int, target: int) -> Any:
+        return self.pool.group(*self.boundaries[position].lane(way, source, target)).handle
 
     def _tag(self, position: int, way: int, number: int, piece: int) -> int:
         """Tags tell tensors, boundaries and directions apart; microbatches keep their order."""
@@ -209,7 +222,8 @@ class Postman:
                     continue
                 part = part.contiguous()
                 tag = self._tag(position, way, number, piece.number)
-                work = dist.isend(part, target, group=self._handle(position, way), tag=tag)
+                group = self._handle(position, way, source, target)
+                work = dist.isend(part, target, group=group, tag=tag)
                 self._sent.append((work, part))
 
     def expect(self, position: int, way: int, microbatch: int) -> None:
@@ -234,7 +248,8 @@ class Postman:
                 is_all = len(mine) == 1 and box_shape(place) == tuple(whole.shape)
                 part = whole if is_all else whole.new_empty(box_shape(place))
                 tag = self._tag(position, way, number, piece.number)
-                work = dist.irecv(part, source, group=self._handle(position, way), tag=tag)
+                group = self._handle(position, way, source, self.pool.rank)
+                work = dist.irecv(part, source, group=group, tag=tag)
                 parts.append((work, part, place))
             arriving[found.tensor] = _Expected(whole, parts)
         self._expected[key] = arriving

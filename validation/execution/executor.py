@@ -17,7 +17,7 @@ from validation.execution.executable import check_executable
 from validation.execution.launch import Worker, backend_of, launch
 from validation.execution.memory_history import recorded_history, release_cuda_memory
 from validation.execution.plan_executor import PlanExecutor
-from validation.measurement import Clock, Measurement, RankRecord, combine
+from validation.measurement import Measurement, RankRecord, combine
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ def _run_rank(worker: Worker, job: Job) -> RankRecord:
     executor = PlanExecutor(job.plan, job.problem, worker, measure_operators=job.measure_operators)
     record = RankRecord(worker.rank, executor.device_id)
     on_cuda = worker.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.empty_cache()
     for iteration in range(job.warmup + job.iterations):
         if iteration == job.warmup:
             if on_cuda:
@@ -68,10 +70,8 @@ def _run_rank(worker: Worker, job: Job) -> RankRecord:
                 executor.times.drain()
         if worker.world_size > 1:
             dist.barrier()
-        clock = Clock(torch.device("cpu"))
-        start = clock.mark()
         done = executor.run_iteration(iteration)
-        record.iterations_s.append(clock.seconds(start, clock.mark()))
+        record.iterations_s.append(done.iteration_s)
         record.losses.append(executor.loss())
         if iteration >= job.warmup:
             record.actions.append(done.actions)

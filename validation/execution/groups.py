@@ -18,10 +18,8 @@ import torch.distributed as dist
 from simulator.lowering.mesh import MeshSizes, groups
 
 GroupKey = tuple[str, tuple[int, ...]]
-"""Role and global ranks in ascending order."""
-
-ROLES = ("tensor", "gather", "reduce", "forward", "backward")
-"""What has communicators of its own: activations, gathered parameters, gradients, transfers each way."""
+"""Role and global ranks in ascending order. What has communicators of its own: activations (``tensor``), gathered
+parameters (``gather``), gradients (``reduce``), and the lanes of transfers (``boundaries.Boundary.lane``)."""
 
 # Renamed in torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -196,8 +194,8 @@ class GroupPool:
 
     def prepare(self, wanted: Iterable[GroupKey]) -> None:
         """Make the communicators that are not there yet. All processes must call this with the same keys."""
-        for role, ranks in sorted(set(wanted), key=lambda key: (ROLES.index(key[0]), key[1])):
-            assert role in ROLES and list(ranks) == sorted(ranks), (role, ranks)
+        for role, ranks in sorted(set(wanted)):
+            assert list(ranks) == sorted(ranks), (role, ranks)
             if len(ranks) < 2 or (role, ranks) in self._handles:
                 continue
             self._handles[role, ranks] = dist.new_group(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from simulator.memory.allocator import AllocatorResult, replay
+from validation.kinds.shared_tensors import forget_shared
 
 FORMAT = "windtunnel-allocator-history-1"
 MAX_EVENTS = 200_000
@@ -133,7 +134,10 @@ def replay_history(history: Mapping[str, Any], capacity_bytes: int) -> Allocator
 def release_cuda_memory() -> None:
     """Give back what earlier runs of this process left in the allocator, so that peaks are this run's."""
     gc.collect()
+    forget_shared()
     torch.cuda.synchronize()
+    clear_workspaces: Any = torch._C._cuda_clearCublasWorkspaces
+    clear_workspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 

@@ -25,9 +25,10 @@ def parameter_key(workload: Workload, index: int, parameter: Parameter) -> str:
 
 def full_parameter(key: str, shape: Shape, *, is_gain: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the whole tensor called ``key``; equal keys give equal values on one sort of device."""
+    made = torch.empty(shape, dtype=dtype, device=device)  # first: not in a block that the others leave
     generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
     values = torch.randn(shape, generator=generator, device=device) * SPREAD
-    return (values + 1.0 if is_gain else values).to(dtype)
+    return made.copy_(values + 1.0 if is_gain else values)
 
 
 def initial_parameter(
@@ -92,5 +93,6 @@ def make_samples(spec: InputSpec, samples: Sequence[int] | range, dtype: torch.d
 
 
 def boxed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of a whole tensor that a rank holds, as a tensor of its own."""
-    return tensor[box].clone(memory_format=torch.contiguous_format)
+    """Return the part of a whole tensor that a rank holds, as a tensor that holds nothing else."""
+    part = tensor[box]
+    return tensor if part.shape == tensor.shape else part.clone(memory_format=torch.contiguous_format)

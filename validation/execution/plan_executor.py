@@ -53,7 +53,8 @@ class PlanExecutor:
     def __init__(self, plan: Plan, problem: Problem, worker: Worker, *, measure_operators: bool = False) -> None:
         self.plan, self.problem, self.worker = plan, problem, worker
         if worker.device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = problem.runtime.implementation.dtype == "tf32"
+            is_tf32 = problem.runtime.implementation.dtype == "tf32"
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_tf32
         self.clock = Clock(worker.device)
         self.times = OperatorTimes(self.clock) if measure_operators else None
         self.collective_times = CollectiveTimes(self.clock)
@@ -104,7 +105,7 @@ class PlanExecutor:
             found |= set(parameter_group_keys(wiring.view, wiring.ranks))
             found |= gradient_group_keys(wiring.view, wiring.ranks)
         for boundary in self.boundaries:
-            found |= set(boundary.group_keys())
+            found |= boundary.group_keys()
         return found
 
     def _boundary(self, position: int, tensors: tuple[str, ...]) -> Boundary:
@@ -176,7 +177,7 @@ class PlanExecutor:
         """Run one iteration and return when what happened."""
         self.run_state.iteration = iteration
         self.worker.pool.timer = self.collective_times.measure
-        processor_start_s = time.thread_time()
+        processor_start_s, start_s = time.thread_time(), time.perf_counter()
         for runner in self.runners.values():
             runner.gradients.begin()
             runner.loss_total.zero_()
@@ -199,6 +200,8 @@ class PlanExecutor:
         end = self.clock.mark()
         if self.worker.device.type == "cuda":
             torch.cuda.synchronize(self.worker.device)
+        # Before events are read, which takes time as well.
+        iteration_s, processor_s = time.perf_counter() - start_s, time.thread_time() - processor_start_s
         since = self.clock.seconds
         timed = [
             TimedAction(self.worker.rank, *action, since(start, ready), since(start, done), since(before, ready))
@@ -208,7 +211,7 @@ class PlanExecutor:
         if self.times is not None:
             spans += self.times.spans(self.worker.rank, start)
         tail_s = since(marks[-1][3], end) if marks else 0.0
-        return IterationRecord(timed, spans, tail_s, time.thread_time() - processor_start_s)
+        return IterationRecord(timed, spans, tail_s, processor_s, iteration_s)
 
     def _receive_queues(self) -> dict[tuple[int, int], list[Action]]:
         """Return, by boundary and direction, the actions that receive, in order."""

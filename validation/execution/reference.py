@@ -44,10 +44,13 @@ def terminal_tensors(workload: Workload) -> tuple[str, ...]:
     return tuple(found)
 
 
-def run_reference(problem: Problem, *, iterations: int = 1) -> Reference:
-    """Train for some iterations with the whole global batch at once, in this process on the CPU."""
+def run_reference(problem: Problem, *, iterations: int = 1, device: str = "cpu") -> Reference:
+    """Train for some iterations with the whole global batch at once, in this process.
+
+    Parameters depend on the sort of device, since its generator makes them: compare with runs on the same.
+    """
     workload, implementation = problem.workload, problem.runtime.implementation
-    device, dtype = torch.device("cpu"), DTYPES[problem.runtime.implementation.dtype]
+    place, dtype = torch.device(device), DTYPES[problem.runtime.implementation.dtype]
     parameters: dict[str, torch.Tensor] = {}
     of_operator: list[list[torch.Tensor]] = []
     calls = []
@@ -56,15 +59,15 @@ def run_reference(problem: Problem, *, iterations: int = 1) -> Reference:
     for index in range(len(workload)):
         own = []
         for number in range(len(workload.parameters(index))):
-            key, tensor = initial_parameter(workload, index, number, dtype=dtype, device=device)
+            key, tensor = initial_parameter(workload, index, number, dtype=dtype, device=place)
             own.append(parameters.setdefault(key, tensor.requires_grad_()))
         of_operator.append(own)
         context = make_context(
             workload, index, (), local_rank=0, samples=batch, local_samples=batch,
-            implementation=implementation, device=device, run=state,
+            implementation=implementation, device=place, run=state,
         )  # fmt: skip
         calls.append(build(context))
-    data = {name: make_samples(spec, range(batch), dtype) for name, spec in input_specs(workload).items()}
+    data = {name: make_samples(spec, range(batch), dtype).to(place) for name, spec in input_specs(workload).items()}
     optimizer = torch.optim.Adam(parameters.values())
     losses, gradients = [], {}
     for iteration in range(iterations):

@@ -192,6 +192,8 @@ class StageParameters:
 
     def _hold(self, placed: Placed, context: OperatorContext, device: torch.device, dtype: torch.dtype) -> Held:
         workload, group = self.view.costs.problem.workload, placed.group
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # or it would lie in what making the last one left, and hold it for good
         _, full = initial_parameter(workload, placed.operator, placed.number, dtype=dtype, device=device)
         box = context.parameter_boxes[placed.number]
         own, shape = boxed(full, box), box_shape(box)

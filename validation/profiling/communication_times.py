@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,8 @@ import torch.distributed as dist
 
 from validation.execution.groups import all_gather_flat, reduce_scatter_flat
 from validation.execution.launch import Worker, launch
+from validation.profiling.group_times import LARGE_SIZES
+from validation.profiling.stopwatch import seconds_of
 
 SIZES = (256, 4096, 65536, 524288, 4194304, 16777216)
 """Bytes."""
@@ -32,7 +33,7 @@ class _Request:
 def measure_communication(
     num_processes: int = 2,
     *,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | None = None,
     repeats: int = 9,
     device: str = "cpu",
     timeout_s: float = 300.0,
@@ -41,13 +42,15 @@ def measure_communication(
 
     Args:
         num_processes: At least 2.
-        sizes: Message sizes in bytes, multiples of 4.
+        sizes: Message sizes in bytes, multiples of 4; None for ``SIZES``, on CUDA with ``LARGE_SIZES``.
         repeats: Samples per size; the median counts.
         device: ``cpu`` (gloo) or ``cuda`` (nccl).
         timeout_s: Seconds until the processes are stopped.
     """
     if num_processes < 2:
         raise ValueError(f"communication needs at least 2 processes, got {num_processes}")
+    if sizes is None:
+        sizes = (*SIZES, *LARGE_SIZES) if device == "cuda" else SIZES
     request = _Request(tuple(sizes), repeats)
     rows: list[list[Row]] = launch(
         _measure, request, num_processes=num_processes, device=device, timeout_s=timeout_s, num_threads=1
@@ -99,10 +102,7 @@ def _median_s(work: Callable[[], None], repeats: int, worker: Worker) -> float:
     samples = []
     for attempt in range(repeats + 2):
         dist.barrier()
-        began = time.perf_counter()
-        work()
-        if worker.device.type == "cuda":
-            torch.cuda.synchronize(worker.device)
+        seconds = seconds_of(work, worker.device)
         if attempt >= 2:
-            samples.append(time.perf_counter() - began)
+            samples.append(seconds)
     return statistics.median(samples)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,13 @@ from hardware_models.group_shapes import GroupShape
 from validation.execution.groups import all_gather_flat, reduce_scatter_flat
 from validation.execution.launch import Worker, launch
 from validation.profiling.sampling import is_enough
+from validation.profiling.stopwatch import seconds_of
 
 SIZES = (1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216)
 """Bytes, as the collective counts them."""
+
+LARGE_SIZES = (1 << 26, 1 << 28, 1 << 30)
+"""On GPUs besides: the gradients of a stage are reduced at once, and a link reaches its rate with 100 MB and more."""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "transfer_intra_node")
 WARMUP = 2
@@ -143,14 +146,9 @@ def _seconds(work: Callable[[], None], worker: Worker, request: GroupRequest) ->
     The slowest rank's time is agreed on, so all ranks stop together.
     """
     samples: list[float] = []
-    on_cuda = worker.device.type == "cuda"
     while len(samples) < WARMUP or not is_enough(samples[WARMUP:], cap=request.cap, wanted=request.spread):
         dist.barrier()
-        began = time.perf_counter()
-        work()
-        if on_cuda:
-            torch.cuda.synchronize(worker.device)
-        taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=worker.device)
+        taken = torch.tensor([seconds_of(work, worker.device)], dtype=torch.float64, device=worker.device)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         samples.append(float(taken))
     return statistics.median(samples[WARMUP:]), len(samples) - WARMUP

@@ -18,6 +18,9 @@ from hardware_models.profile import OperatorProfile
 from simulator.plan import Plan
 from simulator.problem import Problem
 
+SAME_MEMORY = 0.1
+"""GPUs of one name are sold with 40 and 80 GB; of what a card has the driver shows some per cent less."""
+
 
 @dataclass(frozen=True)
 class MachineProfile:
@@ -154,6 +157,23 @@ def machine_name() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def other_gpu(problem: Problem) -> str:
+    """Return, in words, that this machine's first GPU is of another type than the problem's; nothing if it is of that.
+
+    What is not measured (what fits, the host, links) would be predicted for the other type.
+    """
+    gpu_type = problem.gpu_types[0]
+    here = torch.cuda.get_device_properties(0)
+    memory = here.total_memory / problem.hardware.gpu(gpu_type).memory_bytes
+    if gpu_type.split("-")[0] in here.name.lower().replace(" ", "") and abs(memory - 1) < SAME_MEMORY:
+        return ""
+    return (
+        f"the cluster {problem.hardware.cluster.name} has {gpu_type}, but this machine {here.name} of "
+        f"{here.total_memory / 2**30:.1f} GiB: what is not measured, such as what fits, is the other's; name this "
+        "machine's own with --cluster (windtunnel list clusters)"
+    )
 
 
 def _processor() -> str:

@@ -205,6 +205,7 @@ def run_profile(work: ProfileWork, journal: Journal, listener: Listener | None =
         listener: Told what comes next.
 
     Raises:
+        ValueError: If a plan runs out of memory.
         launch.WorkerError: If a process fails; finished parts stay in the journal.
     """
     tell = listener or (lambda words, done, total: None)
@@ -219,7 +220,14 @@ def run_profile(work: ProfileWork, journal: Journal, listener: Listener | None =
         for chunk in _chunks(work, journal, rounds):
             share = sum(work.job_s[number] for number in chunk)
             tell(f"round {rounds + 1}: {len(chunk)} plans", done, total)
-            turn = execute_rounds([work.jobs.jobs[number] for number in chunk], rounds=1, device=work.options.device)[0]
+            jobs = [work.jobs.jobs[number] for number in chunk]
+            turn = execute_rounds(jobs, rounds=1, device=work.options.device)[0]
+            for job, measured in zip(jobs, turn, strict=True):
+                if measured.out_of_memory:
+                    raise ValueError(
+                        f"what is profiled must fit into memory, but {job.plan.microbatch_size} samples did not; "
+                        "give smaller --microbatches"
+                    )
             journal.add(
                 {
                     _key(number, rounds): measurement_mapping(measured, with_trace=False)

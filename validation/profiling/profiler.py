@@ -27,6 +27,9 @@ from workloads.local import dtype_bytes
 MICROBATCHES = 4
 """Per iteration of a profiling run; the first finds caches cold from the optimizer step, and medians leave it out."""
 
+PROFILING_SCHEDULE = {"cpu": "gpipe", "cuda": "1f1b"}
+"""On a GPU one microbatch at a time, so that what fits once fits."""
+
 
 @dataclass(frozen=True)
 class OperatorJob:
@@ -50,7 +53,7 @@ def operator_job(
     tensor_size: int,
     *,
     copies: int = 1,
-    schedule: str = "gpipe",
+    schedule: str | None = None,
     iterations: int = 4,
     device: str = "cpu",
     reported: Container[str] = (),
@@ -61,13 +64,14 @@ def operator_job(
         problem: Model, cluster and runtime.
         samples, tensor_size: Per rank and microbatch, and ranks that an operator is split over.
         copies: Replicas that run at once.
-        schedule: Whose passes are timed.
+        schedule: Whose passes are timed; None for that of the device (``PROFILING_SCHEDULE``).
         iterations, device: As executed.
         reported: Hashes of plans that must not calibrate: a run that would be one of them has more microbatches.
 
     Raises:
         ValueError: If the executor cannot run it, or the cluster is too small for ``copies`` times ``tensor_size``.
     """
+    schedule = schedule or PROFILING_SCHEDULE[device]
     for microbatches in count(MICROBATCHES):
         own = replace(problem, global_batch=samples * copies * microbatches)
         plan = uniform_plan(own, tp=tensor_size, dp=copies, microbatch=samples, schedule=schedule)
