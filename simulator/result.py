@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simulator.fidelity import Fidelity
-from simulator.memory.usage import DeviceMemory
+from simulator.memory.usage import DeviceMemory, LiveBytes
 from simulator.reports.breakdown import breakdown_rows, bubble_share, members_text
 from simulator.reports.critical_path import CriticalPath, critical_path
 from simulator.run import LaterRun, Run
@@ -72,6 +72,10 @@ class SimulationResult:
     def schedule(self) -> Schedule:
         """When each task ran."""
         return self.run.schedule
+
+    def live_bytes(self, device: int) -> LiveBytes:
+        """Return what is live on a device over the iteration; ``memory`` has one entry per such device."""
+        return self.run.live_bytes(device)
 
     @property
     def samples_per_s(self) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from datafiles.writer import check_ending, write_bytes_atomically
-from simulator.memory.usage import DeviceMemory
+from simulator.memory.usage import DeviceMemory, LiveBytes
 from simulator.reports.figures import (
     BLUE,
     GREEN,
@@ -58,7 +58,7 @@ def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
     axes = figure.add_subplot()
     for memory, color in zip(_memories_to_draw(result), MEMORY_COLORS, strict=False):
         label = f"stage {result.graph.device_stage[memory.device]}"
-        times, low, high = _envelope(memory.times_s, memory.live_bytes, result.iteration_time_s)
+        times, low, high = _envelope(result.live_bytes(memory.device), result.iteration_time_s)
         high, low = high / BYTES_PER_GIB, low / BYTES_PER_GIB
         axes.plot(times, high, drawstyle="steps-post", linewidth=1.2, color=color, label=label)
         if (low < high).any():
@@ -105,14 +105,19 @@ def _memories_to_draw(result: SimulationResult) -> list[DeviceMemory]:
     return [memory for number, memory in enumerate(order) if number in chosen or memory is peak]
 
 
-def _envelope(times_s: Floats, live: Floats, end_s: float) -> tuple[Floats, Floats, Floats]:
+def _envelope(history: LiveBytes, end_s: float) -> tuple[Floats, Floats, Floats]:
     """Return times, smallest and largest live bytes: every step, or where they are too many, per column."""
-    times = np.maximum.accumulate(times_s) if len(times_s) else times_s
+    begin = max(0, int(np.searchsorted(history.times_s, 0.0, side="right")) - 1)  # what is there before is no step
+    times, live = history.times_s[begin:], history.live_bytes[begin:]
     last = live[-1:]
     if len(times) <= MEMORY_COLUMNS:
         steps = np.append(live, last)
         return np.append(times, np.full(len(last), end_s)), steps, steps
     column = np.minimum((times / end_s * MEMORY_COLUMNS).astype(np.int64), MEMORY_COLUMNS - 1)
+    edges = np.arange(MEMORY_COLUMNS) * end_s / MEMORY_COLUMNS
+    before = live[np.maximum(0, np.searchsorted(column, np.arange(MEMORY_COLUMNS)) - 1)]
+    low, high = before.copy(), before.copy()
     begins = np.flatnonzero(np.concatenate(([True], column[1:] != column[:-1])))
-    low, high = np.minimum.reduceat(live, begins), np.maximum.reduceat(live, begins)
-    return np.append(times[begins], end_s), np.append(low, last), np.append(high, last)
+    low[column[begins]] = np.minimum(before[column[begins]], np.minimum.reduceat(live, begins))
+    high[column[begins]] = np.maximum(before[column[begins]], np.maximum.reduceat(live, begins))
+    return np.append(edges, end_s), np.append(low, last), np.append(high, last)

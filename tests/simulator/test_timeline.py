@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulator.memory.usage import LiveBytes
 from simulator.reports.figures import BLUE, GREEN
 from simulator.reports.memory_plot import MEMORY_COLUMNS, _envelope
 from simulator.reports.timeline import NUM_COLUMNS, _Boxes, _legend, _lighten, _thin, readable_window
@@ -62,8 +63,8 @@ def test_memory_plot_with_few_and_many_steps_and_devices(tmp_path: Path) -> None
     small.plot_memory(tmp_path / "small.png", title="a plan")
     large = pipeline_result(num_stages=12, num_microbatches=2)
     times = np.linspace(0.0, large.iteration_time_s, 5 * MEMORY_COLUMNS)
-    memory = tuple(replace(m, times_s=times, live_bytes=1e9 + np.sin(times) * 1e8) for m in large.memory)
-    replace(large, memory=memory).plot_memory(tmp_path / "large.png")
+    history = LiveBytes(times, 1e9 + np.sin(times) * 1e8)
+    replace(large, run=replace(large.run, live_bytes=lambda device: history)).plot_memory(tmp_path / "large.png")
     replace(large, memory=()).plot_memory(tmp_path / "none.png")
     for name in ("small.png", "large.png", "none.png"):
         assert_png(tmp_path / name)
@@ -72,9 +73,19 @@ def test_memory_plot_with_few_and_many_steps_and_devices(tmp_path: Path) -> None
 def test_the_envelope_keeps_the_peak() -> None:
     live = np.zeros(10_000)
     live[4321] = 7.0
-    times, low, high = _envelope(np.linspace(0.0, 1.0, 10_000), live, 1.0)
+    times, low, high = _envelope(LiveBytes(np.linspace(0.0, 1.0, 10_000), live), 1.0)
     assert len(times) == len(low) == len(high) <= MEMORY_COLUMNS + 1
     assert high.max() == 7.0 and low.max() == 0.0
+
+
+def test_the_envelope_is_a_line_where_nothing_happens() -> None:
+    busy = np.linspace(0.4, 0.5, 10_000)
+    steps = np.where(np.arange(10_000) % 2, 5.0, 6.0)
+    history = LiveBytes(np.concatenate(([0.0, 0.0], busy)), np.concatenate(([1.0, 4.0], steps)))
+    times, low, high = _envelope(history, 1.0)
+    assert (low[times < 0.39] == 4.0).all() and (high[times < 0.39] == 4.0).all()
+    assert (low[times > 0.51] == steps[-1]).all() and (high[times > 0.51] == steps[-1]).all()
+    assert (low[1:-1] < high[1:-1]).any()
 
 
 def test_results_load_neither_matplotlib_nor_pandas_before_they_need_them() -> None:
