@@ -214,8 +214,8 @@ class SimulationResult:
         return [
             (
                 "memory",
-                f"OUT OF MEMORY on {failed} of {self.num_devices} GPUs, first of all stage {stage} "
-                f"(devices {members_text(members)})",
+                f"OUT OF MEMORY on {failed} of {self.num_devices} GPU{'' if self.num_devices == 1 else 's'}, first of all stage {stage} "
+                f"(GPU {members_text(members)})",
             ),
             (
                 "",

@@ -9,6 +9,7 @@ import numpy as np
 
 from datafiles.writer import check_ending, write_bytes_atomically
 from simulator.memory.usage import DeviceMemory, LiveBytes
+from simulator.reports.breakdown import members_text
 from simulator.reports.figures import (
     BLUE,
     GREEN,
@@ -54,10 +55,15 @@ def plot_memory(result: SimulationResult, path: str | Path, *, title: str | None
 
 
 def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
+    from matplotlib.patheffects import withStroke
+
     figure = new_figure(11.0, 5.0)
     axes = figure.add_subplot()
-    for memory, color in zip(_memories_to_draw(result), MEMORY_COLORS, strict=False):
-        label = f"stage {result.graph.device_stage[memory.device]}"
+    drawn = _memories_to_draw(result)
+    stages = [int(result.graph.device_stage[memory.device]) for memory in drawn]
+    for memory, stage, color in zip(drawn, stages, MEMORY_COLORS, strict=False):
+        members = members_text(result.graph.device_members[memory.device])
+        label = f"stage {stage}" if stages.count(stage) == 1 else f"stage {stage}, GPU {members}"
         times, low, high = _envelope(result.live_bytes(memory.device), result.iteration_time_s)
         high, low = high / BYTES_PER_GIB, low / BYTES_PER_GIB
         axes.plot(times, high, drawstyle="steps-post", linewidth=1.2, color=color, label=label)
@@ -68,7 +74,7 @@ def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
         axes.annotate(
             f"capacity {format_bytes(capacity)}", (1.0, capacity / BYTES_PER_GIB), (-4, 4),
             xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", va="bottom",
-            fontsize=9, color=VERMILION,
+            fontsize=9, color=VERMILION, path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )  # fmt: skip
     line = f"iteration {format_s(result.iteration_time_s)}"
     peak = result.peak_device

@@ -11,7 +11,17 @@ import pytest
 from simulator.memory.usage import LiveBytes
 from simulator.reports.figures import BLUE, GREEN
 from simulator.reports.memory_plot import MEMORY_COLUMNS, _envelope
-from simulator.reports.timeline import NUM_COLUMNS, _Boxes, _legend, _lighten, _thin, readable_window
+from simulator.reports.timeline import (
+    MAX_BOXES,
+    NUM_COLUMNS,
+    _Boxes,
+    _legend,
+    _lighten,
+    _strip_colors,
+    _thin,
+    _timeline_figure,
+    readable_window,
+)
 from simulator.result import SimulationResult
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
@@ -113,6 +123,25 @@ def test_a_picture_is_named_as_what_it_is(result: SimulationResult, tmp_path: Pa
         with pytest.raises(ValueError, match=r"a picture must be a file that ends in \.png, got .*; name it .*x\.png$"):
             write(tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+def line_of(result: SimulationResult) -> str:
+    figure = _timeline_figure(result, (0.0, result.iteration_time_s), None, MAX_BOXES)
+    return " ".join(title for axes in figure.axes for title in (axes.get_title(), axes.get_title(loc="left")))
+
+
+def test_the_timeline_says_that_a_plan_does_not_fit_and_which_rows_are_left_out() -> None:
+    assert "OUT OF MEMORY" not in line_of(pipeline_result()) and "rows" not in line_of(pipeline_result())
+    assert "OUT OF MEMORY" in line_of(pipeline_result(fits=False))
+    assert "(48 of 50 rows)" in line_of(pipeline_result(num_stages=50, num_microbatches=2))
+
+
+def test_communication_is_as_pale_as_it_is_short() -> None:
+    start = np.arange(10_000) * 1e-3
+    boxes = _Boxes(start, start + np.where(start < 5, 0.25e-3, 0.0), np.zeros(10_000, dtype=np.int32))
+    colors = _strip_colors(boxes, (0.0, 10.0), np.array([[1.0, 0.0, 0.2]]))
+    assert colors[:1190].mean(axis=0) == pytest.approx([1.0, 0.75, 0.8], abs=0.01)
+    assert (colors[1210:] == 1.0).all()
 
 
 def test_the_legend_has_the_paler_boxes_of_later_chunks() -> None:
