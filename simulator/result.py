@@ -206,6 +206,7 @@ class SimulationResult:
         members = self.graph.device_members[device.device]
         stage = int(self.graph.device_stage[device.device])
         failed = sum(len(self.graph.device_members[memory.device]) for memory in self.memory if not memory.fits)
+        gpus = "GPU" if self.num_devices == 1 else "GPUs"
         request = (
             f"; {format_bytes(device.failed_request_bytes)} could not be allocated"
             if device.failed_request_bytes is not None
@@ -214,7 +215,7 @@ class SimulationResult:
         return [
             (
                 "memory",
-                f"OUT OF MEMORY on {failed} of {self.num_devices} GPU{'' if self.num_devices == 1 else 's'}, first of all stage {stage} "
+                f"OUT OF MEMORY on {failed} of {self.num_devices} {gpus}, first of all stage {stage} "
                 f"(GPU {members_text(members)})",
             ),
             (

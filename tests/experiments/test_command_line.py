@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from functools import partialmethod
 from inspect import signature
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from experiments.cli import app
 from experiments.sweep.values import DEFAULTS
 from simulator.plan_file import load_plan
+from simulator.result import SimulationResult
 from tests.experiments.commands import run
 
 PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]
@@ -96,6 +99,16 @@ def test_a_plan_can_be_simulated(plan_file: Path, tmp_path: Path, capsys: pytest
     assert out.startswith("iteration time")
     assert trace.stat().st_size > 0
     assert timeline.stat().st_size > 0
+
+
+def test_a_trace_that_holds_a_part_says_so(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "trace.json.gz"
+    assert "the trace shows" not in run(capsys, "simulate", plan_file, "--trace", trace)[2]
+    monkeypatch.setattr(SimulationResult, "write_trace", partialmethod(SimulationResult.write_trace, max_events=200))
+    _, _, told = run(capsys, "simulate", plan_file, "--trace", trace)
+    assert re.search(r"the trace shows the first \S+ s: a larger", told)
 
 
 def test_json_is_json_and_effects_can_be_switched_off(
