@@ -174,8 +174,8 @@ class SimulationResult:
         lines = [] if self.fits else ["DOES NOT FIT: times are those it would take with memory enough"]
         lines += [
             f"iteration time  {format_s(self.iteration_time_s)}",
-            f"throughput      {self.samples_per_s:,.4g} samples/s, "
-            f"{self.tokens_per_s_per_device:,.0f} tokens/s per GPU "
+            f"throughput      {format_rate(self.samples_per_s)} samples/s"
+            f"{f', {self.tokens_per_s_per_device:,.0f} tokens/s per GPU' if self.tokens_per_sample else ''} "
             f"({self.num_devices} GPU{'' if self.num_devices == 1 else 's'})",
             f"MFU             {100 * self.mfu:.1f} % ({100 * self.hfu:.1f} % with recomputation)",
             *(f"{label:<16}{text}" for label, text in self._memory_lines()),
@@ -279,6 +279,15 @@ def format_s(seconds: float) -> str:
     value = seconds * factor
     decimals = 3 if abs(value) < 10 and unit == "s" else 2 if abs(value) < 100 else 1
     return f"{value:,.{decimals}f} {unit}"
+
+
+def format_rate(per_s: float) -> str:
+    """Return a rate with four digits, or all before the point where there are more.
+
+    >>> format_rate(8.02917), format_rate(11409.37)
+    ('8.029', '11,409')
+    """
+    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
 
 
 def _fullness(memory: DeviceMemory) -> float:

@@ -36,7 +36,7 @@ from simulator.reports.figures import (
     png,
     set_title,
 )
-from simulator.result import format_s
+from simulator.result import format_rate, format_s
 from simulator.taskgraph import COMMUNICATION, Floats, Ints
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     axes.set_xlabel("time (s)", color=TEXT)
     line = (
         f"iteration {format_s(result.iteration_time_s)},  bubble {100 * result.bubble_share:.1f} %,  "
-        f"{result.samples_per_s:,.4g} samples/s,  MFU {100 * result.mfu:.1f} %"
+        f"{format_rate(result.samples_per_s)} samples/s,  MFU {100 * result.mfu:.1f} %"
     )
     if not result.fits:
         line += ",  OUT OF MEMORY"
