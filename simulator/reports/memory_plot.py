@@ -11,15 +11,10 @@ from datafiles.writer import check_ending, write_bytes_atomically
 from simulator.memory.usage import DeviceMemory, LiveBytes
 from simulator.reports.breakdown import members_text
 from simulator.reports.figures import (
-    BLUE,
-    GREEN,
+    CYCLE,
     GRID,
-    ORANGE,
-    PURPLE,
-    SKY,
     TEXT,
     VERMILION,
-    YELLOW,
     clean_axes,
     new_figure,
     png,
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
 
     from simulator.result import SimulationResult
 
-MEMORY_COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#444444", YELLOW)
+MEMORY_COLORS = tuple(color for color in CYCLE if color != VERMILION)  # the capacity's
 
 MEMORY_COLUMNS = 800
 """Where there are more steps, each of so many columns shows the range of what lies in it."""
