@@ -214,7 +214,8 @@ def plot(result: CampaignResult) -> bytes:
         axes.legend(frameon=False, fontsize=8, loc="upper left")
     axes.set_xlabel("measured iteration time (ms)", color=INK)
     axes.set_ylabel("predicted iteration time (ms)", color=INK)
-    axes.set_title(f"{result.campaign.name}, {result.machine}", fontsize=10, color=INK, loc="left")
+    title = f"{result.campaign.name}, {result.machine} (band: {100 * BAND:.0f} %)"
+    axes.set_title(title, fontsize=10, color=INK, loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     stream = io.BytesIO()

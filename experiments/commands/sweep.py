@@ -122,10 +122,11 @@ def _show(found: Sweep, results: pd.DataFrame) -> None:
 
     folder = found.folder.path
     inputs = varying(results)
-    columns = [(name.replace("_", " "), "left") for name in inputs]
+    columns = [("#", "right"), *((name.replace("_", " "), "left") for name in inputs)]
     columns += [(name, "right") for name in ("s/iteration", "samples/s", "MFU", "GiB used/has")] + [("result", "left")]
     rows: list[dict[Any, Any]] = results.head(MAX_SHOWN).to_dict("records")
-    print_table(found.spec.title, columns, [_cells(row, inputs) for row in rows])
+    cells = [(str(number), *_cells(row, inputs)) for number, row in enumerate(rows, start=1)]
+    print_table(found.spec.title, columns, cells)
     if len(results) > MAX_SHOWN:
         console().print(f"... and {len(results) - MAX_SHOWN:,} more in {folder / 'table.csv'}", markup=False)
     failures = results[results["status"] == "failed"]
