@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
+from simulator.reports.figures import CYCLE
 
 if TYPE_CHECKING:
     from validation.campaigns.result import CampaignResult, PlanOutcome
 
 INK, MUTED = "#1f2933", "#7b8794"
-COLORS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
 BAND = 0.10
 
 
@@ -208,13 +208,14 @@ def plot(result: CampaignResult) -> bytes:
             own = np.array([each.plan.unit == unit for each in ran])
             axes.plot(
                 times[own, 0], times[own, 1], "o", markersize=5, alpha=0.75, markeredgewidth=0, label=unit,
-                color=COLORS[number % len(COLORS)],
+                color=CYCLE[number % len(CYCLE)],
             )  # fmt: skip
         scale_by_log(axes, low, high)
         axes.legend(frameon=False, fontsize=8, loc="upper left")
     axes.set_xlabel("measured iteration time (ms)", color=INK)
     axes.set_ylabel("predicted iteration time (ms)", color=INK)
-    axes.set_title(f"{result.campaign.name}, {result.machine}", fontsize=10, color=INK, loc="left")
+    title = f"{result.campaign.name}, {result.machine} (band: {100 * BAND:.0f} %)"
+    axes.set_title(title, fontsize=10, color=INK, loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     stream = io.BytesIO()

@@ -21,6 +21,8 @@ INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BEST, REST, TOO_MUCH = "#1565c0", "#90b8de", "#c62828"
 CROWDED = 1e3
 """From this ratio of times on, ticks at decades alone."""
+NARROW = 0.15
+"""Bars below this share of the capacity have their number behind them."""
 LINES = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
 
 
@@ -80,8 +82,11 @@ def _draw_memory(axes: Axes, place: int, row: Mapping[str, Any]) -> None:
     fits = row["status"] == "ok"
     axes.barh(place, peak, height=0.62, color=REST if fits else TOO_MUCH)
     axes.plot([capacity, capacity], [place - 0.38, place + 0.38], color=INK, linewidth=1.6)
-    left = min(peak, capacity) - 0.01 * capacity
-    _write(axes, left, place, f"{peak:.1f}", ha="right", color=INK if fits else "white", size=10)
+    edge, gap = min(peak, capacity), 0.01 * capacity
+    if edge < NARROW * capacity:
+        _write(axes, edge + gap, place, f"{peak:.1f}", ha="left", color=INK, size=10)
+    else:
+        _write(axes, edge - gap, place, f"{peak:.1f}", ha="right", color=INK if fits else "white", size=10)
 
 
 def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:

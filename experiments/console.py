@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import floor, log10
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
@@ -240,6 +241,15 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str, allow_nan=False))
 
 
+def short_number(value: float) -> str:
+    """Return a number with two decimals, or with three digits where these would be fewer.
+
+    >>> short_number(11409.37), short_number(6.178), short_number(0.005609)
+    ('11,409.37', '6.18', '0.00561')
+    """
+    return f"{value:,.2f}" if abs(value) >= 1 or value == 0 else f"{value:.{2 - floor(log10(abs(value)))}f}"
+
+
 def print_lines(text: str) -> None:
     """Print plain text as it is: no markup, no wrapping."""
     print(text)
@@ -274,8 +284,38 @@ def table(title: str | None, columns: Sequence[tuple[str, str]], rows: Iterable[
     return built
 
 
-WIDEST_CELL, BETWEEN = 40, 3
-"""Columns of text beyond the first are folded rather than left out; the second lies between columns."""
+def print_table(title: str | None, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; on a narrow console as several, one below the other, which all begin with the first column."""
+    rows, out = list(rows), console()
+    for positions in _side_by_side(columns, rows, out.width):
+        out.print(table(title, [columns[i] for i in positions], [[row[i] for i in positions] for row in rows]))
+        title = None
+
+
+def _side_by_side(
+    columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], width: int
+) -> Iterator[tuple[int, ...]]:
+    """Yield the positions of columns that stand side by side.
+
+    >>> list(_side_by_side([("plan", "left"), ("mean seconds", "right"), ("GiB", "right")], [("dp 8", "1.5", "9")], 18))
+    [(0, 1), (0, 2)]
+    """
+    widths = [
+        BETWEEN + (min(words, LEAST_TEXT) if position and justify != "right" else words)
+        for position, ((_, justify), words) in enumerate(zip(columns, _longest_words(columns, rows), strict=True))
+    ]
+    shown: tuple[int, ...] = (0,)
+    for position in range(1, len(columns)):
+        if len(shown) > 1 and sum(widths[i] for i in (*shown, position)) > width:
+            yield shown
+            shown = (0,)
+        shown += (position,)
+    yield shown
+
+
+LEAST_TEXT, WIDEST_CELL, BETWEEN = 24, 40, 3
+"""A column of text is folded to no less than the first; of those beyond the second as many stand side by side as if
+they were folded to it; the third lies between columns."""
 
 
 def num_that_fit(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], width: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simulator.fidelity import Fidelity
-from simulator.memory.usage import DeviceMemory
+from simulator.memory.usage import DeviceMemory, LiveBytes
 from simulator.reports.breakdown import breakdown_rows, bubble_share, members_text
 from simulator.reports.critical_path import CriticalPath, critical_path
 from simulator.run import LaterRun, Run
@@ -72,6 +72,10 @@ class SimulationResult:
     def schedule(self) -> Schedule:
         """When each task ran."""
         return self.run.schedule
+
+    def live_bytes(self, device: int) -> LiveBytes:
+        """Return what is live on a device over the iteration; ``memory`` has one entry per such device."""
+        return self.run.live_bytes(device)
 
     @property
     def samples_per_s(self) -> float:
@@ -170,8 +174,8 @@ class SimulationResult:
         lines = [] if self.fits else ["DOES NOT FIT: times are those it would take with memory enough"]
         lines += [
             f"iteration time  {format_s(self.iteration_time_s)}",
-            f"throughput      {self.samples_per_s:,.4g} samples/s, "
-            f"{self.tokens_per_s_per_device:,.0f} tokens/s per GPU "
+            f"throughput      {format_rate(self.samples_per_s)} samples/s"
+            f"{f', {self.tokens_per_s_per_device:,.0f} tokens/s per GPU' if self.tokens_per_sample else ''} "
             f"({self.num_devices} GPU{'' if self.num_devices == 1 else 's'})",
             f"MFU             {100 * self.mfu:.1f} % ({100 * self.hfu:.1f} % with recomputation)",
             *(f"{label:<16}{text}" for label, text in self._memory_lines()),
@@ -202,6 +206,7 @@ class SimulationResult:
         members = self.graph.device_members[device.device]
         stage = int(self.graph.device_stage[device.device])
         failed = sum(len(self.graph.device_members[memory.device]) for memory in self.memory if not memory.fits)
+        gpus = "GPU" if self.num_devices == 1 else "GPUs"
         request = (
             f"; {format_bytes(device.failed_request_bytes)} could not be allocated"
             if device.failed_request_bytes is not None
@@ -210,8 +215,8 @@ class SimulationResult:
         return [
             (
                 "memory",
-                f"OUT OF MEMORY on {failed} of {self.num_devices} GPUs, first of all stage {stage} "
-                f"(devices {members_text(members)})",
+                f"OUT OF MEMORY on {failed} of {self.num_devices} {gpus}, first of all stage {stage} "
+                f"(GPU {members_text(members)})",
             ),
             (
                 "",
@@ -274,6 +279,15 @@ def format_s(seconds: float) -> str:
     value = seconds * factor
     decimals = 3 if abs(value) < 10 and unit == "s" else 2 if abs(value) < 100 else 1
     return f"{value:,.{decimals}f} {unit}"
+
+
+def format_rate(per_s: float) -> str:
+    """Return a rate with four digits, or all before the point where there are more.
+
+    >>> format_rate(8.02917), format_rate(11409.37)
+    ('8.029', '11,409')
+    """
+    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
 
 
 def _fullness(memory: DeviceMemory) -> float:

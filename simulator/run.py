@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from simulator.memory.usage import LiveBytes
 from simulator.taskgraph import Schedule, TaskGraph
 
 
@@ -16,10 +17,12 @@ class Run:
     Attributes:
         graph: The tasks.
         schedule: When each ran.
+        live_bytes: Returns what is live on a representative device over the iteration.
     """
 
     graph: TaskGraph
     schedule: Schedule
+    live_bytes: Callable[[int], LiveBytes]
 
 
 class LaterRun:
@@ -45,3 +48,7 @@ class LaterRun:
     def schedule(self) -> Schedule:
         """When each runs."""
         return self._run.schedule
+
+    def live_bytes(self, device: int) -> LiveBytes:
+        """Return what is live on a representative device over the iteration."""
+        return self._run.live_bytes(device)

@@ -11,8 +11,8 @@ from simulator.engines.engine_simpy import run_simpy
 from simulator.engines.steady_state import shortened
 from simulator.fidelity import Fidelity
 from simulator.flops import model_and_hardware_flop
-from simulator.lowering.lower import lower
-from simulator.memory.device_memory import device_memory
+from simulator.lowering.lower import Lowered, lower
+from simulator.memory.device_memory import device_memory, live_bytes
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
@@ -86,7 +86,7 @@ def simulate(
         lowered = lower(canonical, costs, fidelity)
         schedule = _run_engine(engine, lowered.graph, progress)
         iteration_time_s = float(schedule.end_s.max())
-        run = Run(lowered.graph, schedule)
+        run = _run_of(canonical, lowered, schedule, costs)
     engine = _engine_for(engine, lowered.graph)
     memory = device_memory(canonical, lowered, schedule, costs, fidelity, compiled=engine == "compiled")
     model_flop, hardware_flop = model_and_hardware_flop(canonical, problem, costs)
@@ -113,8 +113,13 @@ def simulate(
 
 
 def _whole_run(plan: Plan, costs: CostTables, fidelity: Fidelity, engine: str) -> Run:
-    graph = lower(plan, costs, fidelity).graph
-    return Run(graph, _run_engine(engine, graph, None))
+    lowered = lower(plan, costs, fidelity)
+    return _run_of(plan, lowered, _run_engine(engine, lowered.graph, None), costs)
+
+
+def _run_of(plan: Plan, lowered: Lowered, schedule: Schedule, costs: CostTables) -> Run:
+    live = partial(live_bytes, plan=plan, lowered=lowered, schedule=schedule, costs=costs)
+    return Run(lowered.graph, schedule, live)
 
 
 def _run_engine(engine: str, graph: TaskGraph, progress: Progress | None) -> Schedule:

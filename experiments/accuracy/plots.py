@@ -13,12 +13,12 @@ from datafiles.writer import write_bytes_atomically
 from experiments.accuracy.errors import ErrorReport
 from experiments.accuracy.groups import groups as known_groups
 from experiments.accuracy.run import GroupReport, Outcome
+from simulator.reports.figures import CYCLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-COLORS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
 BAND = 0.10
 NARROW = 5.0
 """Below this ratio of its ends a scale has every digit written, so that there are several."""
@@ -79,7 +79,7 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
             "o",
             markersize=5 if len(timed) < 150 else 3,
             alpha=0.75,
-            color=COLORS[number % len(COLORS)],
+            color=CYCLE[number % len(CYCLE)],
             markeredgewidth=0,
             label=f"{feature} {label}" if feature else None,
         )
@@ -109,7 +109,7 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
 def _colouring(outcomes: Sequence[Outcome]) -> tuple[str | None, list[str]]:
     for feature in COLOR_FEATURES:
         labels = [str(each.case.features.get(feature, "-")) for each in outcomes]
-        if 1 < len(set(labels)) <= len(COLORS):
+        if 1 < len(set(labels)) <= len(CYCLE):
             return feature, labels
     return None, ["-"] * len(outcomes)
 

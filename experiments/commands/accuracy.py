@@ -12,9 +12,9 @@ from experiments.console import (
     AsJson,
     Without,
     comma_separated,
-    console,
     messages,
     print_json,
+    print_table,
     table,
     writable,
     writable_folder,
@@ -197,8 +197,7 @@ def _print(
                 percent(best),
             )
         )
-    out = console()
-    out.print(table(None, columns, rows))
+    print_table(None, columns, rows)
     if missed:
         for report in reports:
             target = known_groups()[report.name].target_time
@@ -212,7 +211,7 @@ def _print(
             ("case", "left"), ("features", "left"), ("measured s", "right"), ("predicted s", "right"),
             ("error", "right"), ("memory", "right"), ("fits", "left"),
         ]  # fmt: skip
-        out.print(table("cases", columns, [_case_row(outcome) for outcome in outcomes]))
+        print_table("cases", columns, [_case_row(outcome) for outcome in outcomes])
     run, skipped = len(outcomes), sum(report.num_skipped for report in reports)
     messages().print(f"{run} cases run, {skipped} rows skipped")
 
@@ -232,7 +231,7 @@ def print_residuals(
         heads, found = list(features), list(residuals_by(outcomes, features).items())
     columns = [*((name, "left") for name in heads), ("cases", "right"), ("error", "right"), ("bias", "right")]
     lines = [(*key, str(count), percent(mean), f"{100 * bias:+.1f} %") for key, (count, mean, bias) in found]
-    console().print(table(f"time error by feature{where}", columns, lines))
+    print_table(f"time error by feature{where}", columns, lines)
 
 
 def _case_row(outcome: Outcome) -> tuple[str, ...]:

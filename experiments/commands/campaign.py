@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from experiments.console import console, messages, print_json, print_lines, table
+from experiments.console import messages, print_json, print_lines, print_table
 from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rou
     columns = [("", "left"), ("run", "left"), ("devices", "right"), ("predicted (ms)", "right"),
                ("peak (GiB)", "right"), ("fits", "left")]  # fmt: skip
     title = f"{campaign.name} on {campaign.cluster}, modelled hardware; nothing is run"
-    console().print(table(title, columns, cells))
+    print_table(title, columns, cells)
     missing = missing_devices(campaign)
     print_lines(
         f"{len(rows)} runs a round, {rounds} rounds, about {seconds / 60:.1f} minutes"
@@ -225,7 +225,7 @@ def _report(result: CampaignResult, folder: Path, write_cases: Path | None, *, a
         )  # fmt: skip
     columns = [("plan", "left"), ("predicted (ms)", "right"), ("measured (ms)", "right"), ("error", "right"),
                ("spread", "right"), ("largest misses (ms)", "left")]  # fmt: skip
-    console().print(table(f"{result.campaign.name} on {result.machine}", columns, rows))
+    print_table(f"{result.campaign.name} on {result.machine}", columns, rows)
     if len(result.outcomes) == 1:
         _show_parts(result.outcomes[0])
     print_lines(headline(result))
@@ -245,4 +245,4 @@ def _show_parts(outcome: PlanOutcome) -> None:
         if predicted or measured
     ]
     columns = [("", "left"), ("predicted (ms)", "right"), ("measured (ms)", "right"), ("difference", "right")]
-    console().print(table(None, columns, cells))
+    print_table(None, columns, cells)

@@ -25,8 +25,9 @@ from experiments.console import (
     console,
     messages,
     print_lines,
+    print_table,
     problem_spec,
-    table,
+    short_number,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
 
@@ -116,7 +117,7 @@ def _show(found: pd.DataFrame, title: str) -> None:
         ("search s", "right"),
         ("plan", "left"),
     ]
-    console().print(table(title, columns, [_cells(row) for row in found.to_dict("records")]))
+    print_table(title, columns, [_cells(row) for row in found.to_dict("records")])
 
 
 def _cells(row: dict[Any, Any]) -> tuple[str, ...]:
@@ -130,9 +131,9 @@ def _cells(row: dict[Any, Any]) -> tuple[str, ...]:
         words = f"{words} ({row['reason']})"
     return (
         row["searcher"],
-        f"{row['iteration_time_s']:.2f}",
-        f"{row['samples_per_s']:.2f}",
-        f"{row['tokens_per_s_per_device']:,.0f}",
+        short_number(row["iteration_time_s"]),
+        short_number(row["samples_per_s"]),
+        f"{row['tokens_per_s_per_device']:,.0f}" if row["tokens_per_s_per_device"] else "-",
         f"{row['mfu']:.1%}",
         f"{row['peak_reserved_bytes'] / 2**30:.1f}/{row['capacity_bytes'] / 2**30:.1f}",
         search_s,

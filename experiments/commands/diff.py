@@ -13,11 +13,10 @@ from experiments.console import (
     Without,
     all_writable,
     comma_separated,
-    console,
     messages,
     print_json,
     print_lines,
-    table,
+    print_table,
 )
 
 if TYPE_CHECKING:
@@ -77,9 +76,9 @@ def _show_tables(times: pd.DataFrame, sizes: pd.DataFrame, names: tuple[str, str
         (cause, f"{a:.3f}", f"{b:.3f}", f"{change:+.3f}")
         for cause, a, b, change in times[["cause", "a_s", "b_s", "difference_s"]].itertuples(index=False)
     ]
-    console().print(table("seconds on the critical path", [("cause", "left"), *header], rows))
+    print_table("seconds on the critical path", [("cause", "left"), *header], rows)
     rows = [
         (cause, f"{a / GIB:.2f}", f"{b / GIB:.2f}", f"{change / GIB:+.2f}")
         for cause, a, b, change in sizes.itertuples(index=False)
     ]
-    console().print(table("GiB at the peak of the fullest GPU", [("consumer", "left"), *header], rows))
+    print_table("GiB at the peak of the fullest GPU", [("consumer", "left"), *header], rows)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datafiles.names import nearest
-from experiments.console import AsJson, all_writable, console, print_json, table
+from experiments.console import AsJson, all_writable, console, print_json, print_table
 
 if TYPE_CHECKING:
     from hardware_models.cluster import Node
@@ -62,11 +62,26 @@ def list_names(
         print_json([dict(zip(_COLUMNS[What(what)], row, strict=True)) for row in rows])
         return
     cells = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    console().print(table(None, [(column.replace("_", " "), "left") for column in _COLUMNS[What(what)]], cells))
+    print_table(None, [(_head(column), "left") for column in _COLUMNS[What(what)]], cells)
     if what == What.STRATEGIES:
         console().print(f"each with and without activation checkpointing: {2 * len(rows)} strategies")
         if output is not None:
             console().print(f"written: {output}", markup=False)
+
+
+_UNITS = {"1e9": "(1e9)", "gib": "GiB", "tflop per s": "TFLOP/s", "gb per s": "GB/s", "gbit per s": "Gbit/s"}
+
+
+def _head(column: str) -> str:
+    """Return a key of the JSON as the head of a column.
+
+    >>> _head("memory_gb_per_s")
+    'memory GB/s'
+    """
+    words = column.replace("_", " ")
+    for plain, unit in _UNITS.items():
+        words = words.replace(plain, unit)
+    return words
 
 
 def _models() -> list[Row]:

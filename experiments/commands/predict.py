@@ -19,11 +19,10 @@ from experiments.console import (
     Without,
     all_writable,
     comma_separated,
-    console,
     messages,
     print_json,
     print_lines,
-    table,
+    print_table,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
 
@@ -246,7 +245,7 @@ def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[
             seconds, error = each.case.measured.iteration_time_s, each.time_error
             row += [f"{seconds:.4g}" if seconds else "", f"{100 * error:+.1f} %" if error is not None else ""]
         rows.append(row)
-    console().print(table(None, columns, rows))
+    print_table(None, columns, rows)
     if features:
         print_residuals(outcomes, features)
     words = []

@@ -16,7 +16,7 @@ from experiments.console import (
     messages,
     num_that_fit,
     print_json,
-    table,
+    print_table,
     writable_folder,
 )
 
@@ -99,7 +99,7 @@ def reproduce(
             shown_columns = num_that_fit(columns, rows, console().width)
             left_out = ", ".join(header for header, _ in columns[shown_columns:])
             visible = [row[:shown_columns] for row in rows]
-            console().print(table(f"{experiment.name}: {title}", columns[:shown_columns], visible))
+            print_table(f"{experiment.name}: {title}", columns[:shown_columns], visible)
             if left_out:
                 console().print(f"... more columns in {folder / title}.csv: {left_out}", markup=False, soft_wrap=True)
             if len(frame) > ROWS_SHOWN:

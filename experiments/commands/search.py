@@ -23,8 +23,9 @@ from experiments.console import (
     console,
     messages,
     print_json,
+    print_table,
     problem_spec,
-    table,
+    short_number,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
 
@@ -142,11 +143,11 @@ def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) 
     from simulator.result import format_bytes, format_s
 
     rows = [
-        (str(rank), f"{ranked.objective:.2f}", describe_plan(ranked.plan))
+        (str(rank), short_number(ranked.objective), describe_plan(ranked.plan))
         for rank, ranked in enumerate(found.plans, start=1)
     ]
     columns = [("rank", "right"), ("objective, s", "right"), ("plan", "left")]
-    console().print(table(title, columns, rows))
+    print_table(title, columns, rows)
     counters = ", ".join(f"{_number(count)} {name.replace('_', ' ')}" for name, count in found.counters.items())
     console().print(f"{counters}; {found.wall_s:.2f} s")
     tightest = judged.tightest

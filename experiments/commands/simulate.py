@@ -56,7 +56,9 @@ def simulate_file(
     with simulation_progress(f"simulating {plan_file.name}") as progress:
         result = simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress)
     if trace is not None:
-        result.write_trace(trace)
+        written = result.write_trace(trace)
+        if not written.complete:
+            messages().print(f"the trace shows the first {written.window_s[1]:.3g} s: a larger one would not open")
     if timeline is not None:
         window = readable_window(plan, result.iteration_time_s)
         result.plot_timeline(timeline, window=window)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.console import AsJson, console, messages, print_lines, table
+from experiments.console import AsJson, console, messages, print_lines, print_table
 from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 
 if TYPE_CHECKING:
@@ -122,10 +122,11 @@ def _show(found: Sweep, results: pd.DataFrame) -> None:
 
     folder = found.folder.path
     inputs = varying(results)
-    columns = [(name.replace("_", " "), "left") for name in inputs]
+    columns = [("#", "right"), *((name.replace("_", " "), "left") for name in inputs)]
     columns += [(name, "right") for name in ("s/iteration", "samples/s", "MFU", "GiB used/has")] + [("result", "left")]
     rows: list[dict[Any, Any]] = results.head(MAX_SHOWN).to_dict("records")
-    console().print(table(found.spec.title, columns, [_cells(row, inputs) for row in rows]))
+    cells = [(str(number), *_cells(row, inputs)) for number, row in enumerate(rows, start=1)]
+    print_table(found.spec.title, columns, cells)
     if len(results) > MAX_SHOWN:
         console().print(f"... and {len(results) - MAX_SHOWN:,} more in {folder / 'table.csv'}", markup=False)
     failures = results[results["status"] == "failed"]
@@ -138,6 +139,8 @@ def _show(found: Sweep, results: pd.DataFrame) -> None:
 
 
 def _cells(row: dict[Any, Any], inputs: list[str]) -> tuple[str, ...]:
+    from simulator.result import format_rate
+
     shown = ["-" if row[name] is None or str(row[name]) in ("", "nan", "<NA>") else str(row[name]) for name in inputs]
     if row["status"] not in ("ok", "out of memory"):
         return (*shown, "-", "-", "-", "-", f"{row['status']}: {row['reason']}")
@@ -145,7 +148,7 @@ def _cells(row: dict[Any, Any], inputs: list[str]) -> tuple[str, ...]:
     return (
         *shown,
         f"{row['iteration_time_s']:.3g}",
-        f"{row['samples_per_s']:.4g}",
+        format_rate(row["samples_per_s"]),
         f"{row['mfu']:.1%}",
         f"{row['peak_reserved_bytes'] / 2**30:.1f}/{row['capacity_bytes'] / 2**30:.1f}",
         words if row["status"] == "ok" else f"OUT OF MEMORY: {words}",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simulator.reports.figures import CYCLE
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
@@ -104,7 +106,11 @@ class Experiment:
     shares: str = ""
 
     def __call__(self, context: Context) -> Report:
-        """Run it."""
+        """Run it; what it draws has the colours of all figures."""
+        from cycler import cycler
+        from matplotlib import rc_context
+
         module, _, function = self.run.partition(":")
-        report: Report = getattr(importlib.import_module(module), function)(context)
+        with rc_context({"axes.prop_cycle": cycler(color=CYCLE)}):
+            report: Report = getattr(importlib.import_module(module), function)(context)
         return report

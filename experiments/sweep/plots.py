@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datafiles.writer import write_bytes_atomically
-from experiments.compare_plots import GRID, INK, LINES, MUTED
+from experiments.compare_plots import GRID, INK, MUTED
 from experiments.sweep.files import INPUTS
+from simulator.reports.figures import CYCLE
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-MAX_LINES = len(LINES)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LARGEST = 11.0
+"""Of a marker, in points; of lines that meet, each is smaller than those below it, so that all are seen."""
 
 _ALONG = (
     "global_batch",
@@ -59,16 +62,16 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     if not (table["status"] == "ok").any():
         return "no plot: no run gave a plan that fits"
     groups = list(table.groupby(others, sort=False, dropna=False)) if others else [((), table)]
-    if len(groups) > MAX_LINES:
+    if len(groups) > len(CYCLE):
         return f"no plot: {len(groups)} lines along {axis} would hide each other; plot from table.csv"
     figure = Figure(figsize=(9.0, 5.2), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     places = _places(table[axis])
-    for (values, rows), color in zip(groups, LINES, strict=False):
+    for number, (values, rows) in enumerate(groups):
         words = [_text(name, value) for name, value in zip(others, values, strict=True)]
         label = ", ".join(word for word in words if word)
-        _draw_line(axes, rows, axis, places, label or "median", color)
+        _draw_line(axes, rows, axis, places, label or "median", number)
     _finish(axes, axis, places, all_ran=bool((table["status"] == "ok").all()))
     figure.suptitle(title, x=0.02, ha="left", fontsize=13, fontweight="bold", color=INK)
     buffer = io.BytesIO()
@@ -99,15 +102,17 @@ def _key(value: Any) -> Any:
     return "none" if value is None or value != value or str(value) == "<NA>" else value
 
 
-def _draw_line(axes: Axes, rows: pd.DataFrame, axis: str, places: dict[Any, float], label: str, color: str) -> None:
+def _draw_line(axes: Axes, rows: pd.DataFrame, axis: str, places: dict[Any, float], label: str, number: int) -> None:
+    color, size = CYCLE[number], LARGEST - 0.9 * number
     at = rows[axis].map(lambda value: places[_key(value)])
     ran = rows["status"] == "ok"
     medians = rows["samples_per_s"][ran].groupby(at[ran]).median().sort_index()
     width = 2.2 if all(isinstance(value, int | float) for value in places) else 0.0  # names have no order
-    axes.plot(medians.index, medians, color=color, linewidth=width, marker="o", markersize=6, label=label)
+    marker = MARKERS[number]
+    axes.plot(medians.index, medians, color=color, linewidth=width, marker=marker, markersize=size, label=label)
     if bool((at[ran].value_counts() > 1).any()):
         axes.plot(at[ran], rows["samples_per_s"][ran], "o", color=color, markersize=3.5, alpha=0.45)
-    axes.plot(at[~ran], [0.0] * int((~ran).sum()), "x", color=color, markersize=7, clip_on=False)
+    axes.plot(at[~ran], [0.0] * int((~ran).sum()), "x", color=color, markersize=size, clip_on=False)
 
 
 def _finish(axes: Axes, axis: str, places: dict[Any, float], *, all_ran: bool) -> None:

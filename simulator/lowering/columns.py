@@ -10,20 +10,31 @@ from numpy.typing import DTypeLike, NDArray
 
 from simulator.lowering.rows import TaskRows
 from simulator.lowering.tiling import Ids
+from simulator.schedules.actions import FORWARD
 from simulator.taskgraph import Csr
+
+ROLES = {"tensor": "tensor parallel", "gather": "parameter gather", "reduce": "gradient sync"}
 
 
 def stream_name(key: Hashable) -> str:
     """Return a stream's key in words.
 
-    >>> stream_name(("tensor", (2, 4), 0)), stream_name(("send", ("transfer", 0, "F", 0), 3))
-    ('tensor 2x4 0', 'send transfer 0 F 0 3')
+    >>> stream_name(("tensor", (2, 4), (1,))), stream_name(("send", ("transfer", 0, "F", 0), 3))
+    ('tensor parallel (mesh 2x4, axis 1)', 'send activations of stage 0 to 1')
     """
-    if not isinstance(key, tuple):
-        return str(key)
-    if key and all(isinstance(part, int) for part in key):
-        return "x".join(map(str, key))
-    return " ".join(map(stream_name, key))
+    match key:
+        case ("tensor" | "gather" | "reduce" as role, (*sizes,), (*axes,)):
+            return f"{ROLES[role]} (mesh {'x'.join(map(str, sizes))}, axis {', '.join(map(str, axes))})"
+        case ("send" | "receive" as what, ("transfer", int(first), kind, _), _):
+            tensors, source, target = (
+                ("activations", first, first + 1) if kind == FORWARD else ("gradients", first + 1, first)
+            )
+            return f"{what} {tensors} of stage {source} to {target}"
+        case ("tie", tie):
+            return f"tied {tie}"
+        case ("norm",):
+            return "gradient norm"
+    return str(key)
 
 
 def csr_of_arrays(rows: Sequence[Ids]) -> Csr:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -18,8 +19,8 @@ from simulator.memory.allocator import AllocatorResult, replay, replay_compiled
 from simulator.memory.events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS, WORKSPACE
 from simulator.memory.model_states import StaticBytes, reduces_in_backward, static_bytes
 from simulator.memory.program import StageMemory
-from simulator.memory.stream import EventStream, PassEvents, StagePasses
-from simulator.memory.usage import DeviceMemory
+from simulator.memory.stream import EventArrays, EventStream, PassEvents, StagePasses
+from simulator.memory.usage import DeviceMemory, LiveBytes
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan
 from simulator.schedules.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
@@ -44,27 +45,57 @@ def device_memory(
         plan, lowered, schedule, costs, fidelity: Of one simulation.
         compiled: The allocator is replayed by compiled code; the same result.
     """
-    count = memory_microbatches(plan)
-    orders = schedule_named(plan.schedule).actions(pipeline_shape(plan, count))
-    found: dict[int, DeviceMemory] = {}
+    shape = pipeline_shape(plan, memory_microbatches(plan))
+    orders = schedule_named(plan.schedule).actions(shape)
+    found = {
+        turns.device: _representative(turns, plan, lowered, costs, fidelity, compiled)
+        for turns in _turns(plan, lowered, schedule, orders)
+    }
+    return tuple(found[c] for c in range(len(lowered.graph.device_members)))
+
+
+def live_bytes(device: int, plan: Plan, lowered: Lowered, schedule: Schedule, costs: CostTables) -> LiveBytes:
+    """Return what is live on one representative over the whole iteration, all microbatches included.
+
+    Args:
+        device: Index into ``graph.device_members``.
+        plan, lowered, schedule, costs: Of one simulation.
+    """
+    (turns,) = _turns(plan, lowered, schedule, lowered.orders, device)
+    events = _events(turns, plan, costs)
+    return LiveBytes(np.maximum.accumulate(events.times_s), np.cumsum(_signed(events)).astype(np.float64))
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """What one representative does, in order, and the start and end of each."""
+
+    device: int
+    placements: list[StagePlacement]
+    last_placements: list[StagePlacement]
+    order: list[Action]
+    labels: NDArray[np.float64]
+
+
+def _turns(
+    plan: Plan, lowered: Lowered, schedule: Schedule, orders: Sequence[Sequence[Action]], only: int | None = None
+) -> Iterator[_Turns]:
+    """Yield the turns of every representative, or of one."""
     placement_of = {placement.view.position: placement for placement in lowered.placements}
     for rank, order in enumerate(orders):
         placements, last_placements = (
             [p for p in each if plan.rank_of_stage[p.view.position] == rank]
             for each in (lowered.placements, lowered.last_placements)
         )
-        labels = _action_times(order, lowered, rank, schedule)
-        for c in placements[0].classes:
+        devices = [c for c in placements[0].classes if only in (None, c)]
+        labels = _action_times(order, lowered, rank, schedule) if devices else np.empty((0, 2))
+        for c in devices:
             mine = [
                 number
                 for number, action in enumerate(order)
                 if c in placement_of[action.stage].taking_turn(action.microbatch).classes
             ]
-            own = [order[number] for number in mine]
-            found[c] = _representative(
-                c, plan, placements, last_placements, own, labels[mine], lowered, costs, fidelity, compiled
-            )
-    return tuple(found[c] for c in range(len(lowered.graph.device_members)))
+            yield _Turns(c, placements, last_placements, [order[number] for number in mine], labels[mine])
 
 
 def memory_microbatches(plan: Plan) -> int:
@@ -82,7 +113,7 @@ def memory_microbatches(plan: Plan) -> int:
     return min(plan.num_microbatches, enough)
 
 
-def _action_times(order: list[Action], lowered: Lowered, rank: int, schedule: Schedule) -> NDArray[np.float64]:
+def _action_times(order: Sequence[Action], lowered: Lowered, rank: int, schedule: Schedule) -> NDArray[np.float64]:
     """Return start and end of every action: float64[len(order), 2]."""
     starts = lowered.action_start_task[rank]
     position = {action: number for number, action in enumerate(lowered.orders[rank])}
@@ -95,26 +126,16 @@ def _action_times(order: list[Action], lowered: Lowered, rank: int, schedule: Sc
     return times
 
 
-def _representative(
-    c: int,
-    plan: Plan,
-    placements: list[StagePlacement],
-    last_placements: list[StagePlacement],
-    order: list[Action],
-    labels: NDArray[np.float64],
-    lowered: Lowered,
-    costs: CostTables,
-    fidelity: Fidelity,
-    compiled: bool,
-) -> DeviceMemory:
-    problem = costs.problem
+def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
+    """Return every allocation and free of a representative."""
+    problem, order = costs.problem, turns.order
     sharded = reduces_in_backward(plan)
     stream = EventStream()
     programs: dict[int, StagePasses] = {}
     smaller: dict[int, StagePasses] = {}
     workspace: list[int] = []
     refreshed = buffer = 0
-    for placement, last_placement in zip(placements, last_placements, strict=True):
+    for placement, last_placement in zip(turns.placements, turns.last_placements, strict=True):
         view = placement.view
         static_key = ("static bytes", plan.reshard_after_forward, sharded)
         if static_key not in view.kept:
@@ -124,11 +145,11 @@ def _representative(
         static: StaticBytes = view.kept[static_key]
         kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
         programs[view.position] = _stage_passes(
-            c, placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+            turns.device, placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
         )
         if plan.last_microbatch_size is not None:
             smaller[view.position] = _stage_passes(
-                c, last_placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+                turns.device, last_placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
             )
         stream.add_static(static.parameters, PARAMETERS)
         stream.add_static(static.gradients, GRADIENTS)
@@ -137,14 +158,25 @@ def _representative(
         refreshed = max(refreshed, static.refreshed)
         buffer = max(buffer, programs[view.position].lasting_buffer)
     stream.add_static([buffer], WORKSPACE)
-    stream.add_actions(programs, order, labels, smaller, plan.num_microbatches - 1)
-    stream.add_step(workspace, float(schedule_end(labels)))
-    stream.add_step([refreshed], float(schedule_end(labels)))
-    events = stream.arrays()
-    signed = np.where(events.is_alloc, events.rounded, -events.rounded)
+    stream.add_actions(programs, order, turns.labels, smaller, plan.num_microbatches - 1)
+    stream.add_step(workspace, float(schedule_end(turns.labels)))
+    stream.add_step([refreshed], float(schedule_end(turns.labels)))
+    return stream.arrays()
+
+
+def _signed(events: EventArrays) -> NDArray[np.int64]:
+    return np.where(events.is_alloc, events.rounded, -events.rounded)
+
+
+def _representative(
+    turns: _Turns, plan: Plan, lowered: Lowered, costs: CostTables, fidelity: Fidelity, compiled: bool
+) -> DeviceMemory:
+    c, order = turns.device, turns.order
+    events = _events(turns, plan, costs)
+    signed = _signed(events)
     live = np.cumsum(signed)
     peak = int(np.argmax(live)) if len(live) else 0
-    capacity = min(problem.capacity_bytes(device) for device in lowered.graph.device_members[c])
+    capacity = min(costs.problem.capacity_bytes(device) for device in lowered.graph.device_members[c])
     reserved, failed = int(live.max(initial=0)), None
     if fidelity.allocator:
         listed = (events.sizes, events.tensors, events.is_alloc)
@@ -179,8 +211,6 @@ def _representative(
         peak_time_s=float(events.times_s[peak]) if len(live) else 0.0,
         peak_where=where,
         consumers=dict(sorted(named.items(), key=lambda item: -item[1])),
-        times_s=events.times_s,
-        live_bytes=live.astype(np.float64),
         failed_request_bytes=failed,
     )
 

@@ -24,7 +24,6 @@ class DeviceMemory:
         consumers: Bytes live at that moment by what they are, largest first (``parameters``,
             ``gradients``, ``optimizer states``, ``saved activations``, ``segment inputs``, ``logits``,
             ``workspace``, ``received tensors``, ...).
-        times_s, live_bytes: float64[E]. Live bytes after each allocation or free, for plots.
         failed_request_bytes: Size of the allocation that failed; None if all succeeded.
     """
 
@@ -36,6 +35,17 @@ class DeviceMemory:
     peak_time_s: float
     peak_where: str
     consumers: Mapping[str, int]
+    failed_request_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """Live bytes of one representative device over an iteration, for plots and traces.
+
+    Attributes:
+        times_s: float64[E], ascending. When something was allocated or freed.
+        live_bytes: float64[E]. What is live from then on.
+    """
+
     times_s: NDArray[np.float64]
     live_bytes: NDArray[np.float64]
-    failed_request_bytes: int | None = None

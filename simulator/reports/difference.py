@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datafiles.writer import write_bytes_atomically
 from simulator.reports.critical_path import cause_words
-from simulator.result import BYTES_PER_GIB, SimulationResult, format_bytes, format_s
+from simulator.result import BYTES_PER_GIB, SimulationResult, format_bytes, format_rate, format_s
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,7 +115,8 @@ class Difference:
             one, other = self.samples_per_s
             lines = [
                 f"samples per iteration differ: {first} {self.global_batch[0]}, {second} {self.global_batch[1]}; by "
-                f"samples/s {_throughput_sentence(second, one, other)} ({first} {one:,.4g}, {second} {other:,.4g})",
+                f"samples/s {_throughput_sentence(second, one, other)} "
+                f"({first} {format_rate(one)}, {second} {format_rate(other)})",
                 f"iterations change by {_signed_s(b - a)}, mainly: {reasons}{seconds}",
             ]
         low, high = (float(size) for size in self.peak_bytes)

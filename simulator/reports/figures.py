@@ -17,6 +17,9 @@ BACKGROUND, TEXT, GRID = "#f4f4f2", "#222222", "#d9d9d6"
 BLUE, SKY, ORANGE, YELLOW = "#0072B2", "#56B4E9", "#E69F00", "#F0E442"
 VERMILION, PURPLE, GREEN, GREY = "#D55E00", "#CC79A7", "#009E73", "#8C8C8C"
 
+CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#444444", VERMILION, YELLOW)
+"""Colours of what is drawn beside each other, in this order."""
+
 
 def new_figure(width_in: float, height_in: float) -> Figure:
     """Return a figure that draws without a display and leaves pyplot alone."""

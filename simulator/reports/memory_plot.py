@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from datafiles.writer import check_ending, write_bytes_atomically
-from simulator.memory.usage import DeviceMemory
+from simulator.memory.usage import DeviceMemory, LiveBytes
+from simulator.reports.breakdown import members_text
 from simulator.reports.figures import (
-    BLUE,
-    GREEN,
+    CYCLE,
     GRID,
-    ORANGE,
-    PURPLE,
-    SKY,
     TEXT,
     VERMILION,
-    YELLOW,
     clean_axes,
     new_figure,
     png,
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 
     from simulator.result import SimulationResult
 
-MEMORY_COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#444444", YELLOW)
+MEMORY_COLORS = tuple(color for color in CYCLE if color != VERMILION)  # the capacity's
 
 MEMORY_COLUMNS = 800
 """Where there are more steps, each of so many columns shows the range of what lies in it."""
@@ -54,11 +50,16 @@ def plot_memory(result: SimulationResult, path: str | Path, *, title: str | None
 
 
 def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
+    from matplotlib.patheffects import withStroke
+
     figure = new_figure(11.0, 5.0)
     axes = figure.add_subplot()
-    for memory, color in zip(_memories_to_draw(result), MEMORY_COLORS, strict=False):
-        label = f"stage {result.graph.device_stage[memory.device]}"
-        times, low, high = _envelope(memory.times_s, memory.live_bytes, result.iteration_time_s)
+    drawn = _memories_to_draw(result)
+    stages = [int(result.graph.device_stage[memory.device]) for memory in drawn]
+    for memory, stage, color in zip(drawn, stages, MEMORY_COLORS, strict=False):
+        members = members_text(result.graph.device_members[memory.device])
+        label = f"stage {stage}" if stages.count(stage) == 1 else f"stage {stage}, GPU {members}"
+        times, low, high = _envelope(result.live_bytes(memory.device), result.iteration_time_s)
         high, low = high / BYTES_PER_GIB, low / BYTES_PER_GIB
         axes.plot(times, high, drawstyle="steps-post", linewidth=1.2, color=color, label=label)
         if (low < high).any():
@@ -68,7 +69,7 @@ def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
         axes.annotate(
             f"capacity {format_bytes(capacity)}", (1.0, capacity / BYTES_PER_GIB), (-4, 4),
             xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", va="bottom",
-            fontsize=9, color=VERMILION,
+            fontsize=9, color=VERMILION, path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )  # fmt: skip
     line = f"iteration {format_s(result.iteration_time_s)}"
     peak = result.peak_device
@@ -105,14 +106,19 @@ def _memories_to_draw(result: SimulationResult) -> list[DeviceMemory]:
     return [memory for number, memory in enumerate(order) if number in chosen or memory is peak]
 
 
-def _envelope(times_s: Floats, live: Floats, end_s: float) -> tuple[Floats, Floats, Floats]:
+def _envelope(history: LiveBytes, end_s: float) -> tuple[Floats, Floats, Floats]:
     """Return times, smallest and largest live bytes: every step, or where they are too many, per column."""
-    times = np.maximum.accumulate(times_s) if len(times_s) else times_s
+    begin = max(0, int(np.searchsorted(history.times_s, 0.0, side="right")) - 1)  # what is there before is no step
+    times, live = history.times_s[begin:], history.live_bytes[begin:]
     last = live[-1:]
     if len(times) <= MEMORY_COLUMNS:
         steps = np.append(live, last)
         return np.append(times, np.full(len(last), end_s)), steps, steps
     column = np.minimum((times / end_s * MEMORY_COLUMNS).astype(np.int64), MEMORY_COLUMNS - 1)
+    edges = np.arange(MEMORY_COLUMNS) * end_s / MEMORY_COLUMNS
+    before = live[np.maximum(0, np.searchsorted(column, np.arange(MEMORY_COLUMNS)) - 1)]
+    low, high = before.copy(), before.copy()
     begins = np.flatnonzero(np.concatenate(([True], column[1:] != column[:-1])))
-    low, high = np.minimum.reduceat(live, begins), np.maximum.reduceat(live, begins)
-    return np.append(times[begins], end_s), np.append(low, last), np.append(high, last)
+    low[column[begins]] = np.minimum(before[column[begins]], np.minimum.reduceat(live, begins))
+    high[column[begins]] = np.maximum(before[column[begins]], np.maximum.reduceat(live, begins))
+    return np.append(edges, end_s), np.append(low, last), np.append(high, last)

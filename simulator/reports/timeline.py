@@ -1,6 +1,7 @@
 """A picture of one iteration: who computes what when.
 
-A row per device: computation as boxes with the microbatch inside, communication as thin lanes below::
+A row per device: computation as boxes with the microbatch inside, communication as thin lanes below, the paler
+the less of a pixel's time it takes::
 
     stage 0  [0][1][2]........[0][1][2]
               -  -  -          -  -  -
@@ -35,7 +36,7 @@ from simulator.reports.figures import (
     png,
     set_title,
 )
-from simulator.result import format_s
+from simulator.result import format_rate, format_s
 from simulator.taskgraph import COMMUNICATION, Floats, Ints
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     column_s = (span[1] - span[0]) / NUM_COLUMNS
     boxes_per_row = max(16, max_boxes // (len(devices) * (1 + len(lanes))))
     styles: dict[tuple[str, Color], int] = {}
+    strips: list[tuple[float, _Boxes]] = []
     drawn: list[tuple[float, float, _Boxes]] = []
     labels: list[tuple[float, float, float, int, str]] = []
     for row, device in enumerate(devices):
@@ -173,10 +175,11 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
         lane_styles, lane_of = _lane_styles(graph, tasks[communicates], styles)
         for number, lane in enumerate(lanes):
             chosen = lane_of == lane
-            boxes = _task_boxes(result, tasks[communicates][chosen], lane_styles[chosen], column_s)
-            y = row + busy_share + 0.02 + 0.13 * number
-            drawn.append((y, 0.11, _thin(boxes, span, boxes_per_row)))
+            moves = tasks[communicates][chosen]
+            boxes = _Boxes(result.schedule.start_s[moves], result.schedule.end_s[moves], lane_styles[chosen])
+            strips.append((row + busy_share + 0.02 + 0.13 * number, boxes))
     _draw_boxes(axes, drawn, styles)
+    _draw_strips(axes, strips, styles, span)
     points_per_s = 13.0 * 0.86 * 72 / (span[1] - span[0])
     _draw_labels(axes, labels, points_per_s, row_in * busy_share * 72)
     axes.set_xlim(*span)
@@ -188,8 +191,12 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     axes.set_xlabel("time (s)", color=TEXT)
     line = (
         f"iteration {format_s(result.iteration_time_s)},  bubble {100 * result.bubble_share:.1f} %,  "
-        f"{result.samples_per_s:,.4g} samples/s,  MFU {100 * result.mfu:.1f} %"
+        f"{format_rate(result.samples_per_s)} samples/s,  MFU {100 * result.mfu:.1f} %"
     )
+    if not result.fits:
+        line += ",  OUT OF MEMORY"
+    if len(devices) < graph.num_devices:
+        line += f"   ({len(devices)} of {graph.num_devices} rows)"
     if span != (0.0, result.iteration_time_s):
         line += f"   (shown: {format_s(span[0])} to {format_s(span[1])})"
     set_title(axes, title, line)
@@ -306,10 +313,21 @@ def _thin(boxes: _Boxes, span: tuple[float, float], limit: int) -> _Boxes:
     """Return the boxes, or if too many, runs of columns with what takes most of each."""
     if len(boxes) <= limit:
         return boxes
+    edges, present, share = _shares(boxes, span)
+    share = np.vstack((share, 1.0 - share.sum(axis=0)))
+    winner = share.argmax(axis=0)
+    first = np.flatnonzero(np.concatenate(([True], winner[1:] != winner[:-1])))
+    last = np.append(first[1:], NUM_COLUMNS)
+    filled = winner[first] < len(present)
+    return _Boxes(edges[first[filled]], edges[last[filled]], present[winner[first[filled]]])
+
+
+def _shares(boxes: _Boxes, span: tuple[float, float]) -> tuple[Floats, Ints, Floats]:
+    """Return the edges of columns, the styles in use, and the share of each column that each style takes."""
     edges = np.linspace(*span, NUM_COLUMNS + 1)
     width = edges[1] - edges[0]
     present = np.unique(boxes.style)
-    share = np.empty((len(present) + 1, NUM_COLUMNS))
+    share = np.empty((len(present), NUM_COLUMNS))
     for row, style in enumerate(present):
         chosen = boxes.style == style
         start = boxes.start[chosen]
@@ -317,12 +335,7 @@ def _thin(boxes: _Boxes, span: tuple[float, float], limit: int) -> _Boxes:
         times = np.column_stack((start, end)).ravel()
         done = np.cumsum(np.column_stack((np.zeros(len(start)), end - start)).ravel())
         share[row] = np.diff(np.interp(edges, times, done, left=0.0)) / width
-    share[-1] = 1.0 - share[:-1].sum(axis=0)
-    winner = share.argmax(axis=0)
-    first = np.flatnonzero(np.concatenate(([True], winner[1:] != winner[:-1])))
-    last = np.append(first[1:], NUM_COLUMNS)
-    filled = winner[first] < len(present)
-    return _Boxes(edges[first[filled]], edges[last[filled]], present[winner[first[filled]]])
+    return edges, present, share
 
 
 def _labels(result: SimulationResult, tasks: Ints, span: tuple[float, float]) -> list[tuple[float, float, int, str]]:
@@ -358,6 +371,24 @@ def _draw_boxes(axes: Axes, drawn: list[tuple[float, float, _Boxes]], styles: di
     vertices, faces = np.concatenate(corners), np.concatenate(colors)
     edge: Any = {"edgecolors": "white", "linewidths": 0.35} if len(vertices) <= 4000 else {"linewidths": 0}
     axes.add_collection(PolyCollection(list(vertices), facecolors=faces, zorder=2, **edge), autolim=False)
+
+
+def _draw_strips(
+    axes: Axes, strips: list[tuple[float, _Boxes]], styles: dict[tuple[str, Color], int], span: tuple[float, float]
+) -> None:
+    table = np.array([color for _, color in styles] or [(0.0, 0.0, 0.0)])
+    for y, boxes in strips:
+        if len(boxes):
+            colors = _strip_colors(boxes, span, table)
+            axes.imshow(colors[np.newaxis], extent=(*span, y + 0.11, y), aspect="auto", zorder=2)
+
+
+def _strip_colors(boxes: _Boxes, span: tuple[float, float], table: Floats) -> Floats:
+    """Return each column's colour: those of what takes it, mixed with white by how long that takes."""
+    _, present, share = _shares(boxes, span)
+    share /= np.maximum(1.0, share.sum(axis=0))
+    colors: Floats = 1.0 - share.T @ (1.0 - table[present])
+    return colors
 
 
 def _draw_labels(

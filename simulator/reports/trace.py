@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datafiles.writer import check_ending
+from simulator.memory.usage import LiveBytes
 from simulator.reports.breakdown import members_text
 from simulator.reports.critical_path import walk_hosts
 from simulator.taskgraph import COMMUNICATION, TaskGraph
@@ -34,6 +35,9 @@ EVENTS_PER_CHUNK = 4096
 
 MAX_EVENTS = 1_000_000
 """Perfetto's page loads this many (about 12 MB compressed) without complaint; several million it may not."""
+
+MAX_MOMENTS = 100_000
+"""Of live bytes, of all devices together; where there are more, neighbours share a moment."""
 
 HOST_THREAD = 0
 
@@ -130,7 +134,9 @@ class _Content:
         self._slice = self._inside(self._start[self._task], self._end[self._task])
         self._order = np.lexsort((self._tid, self._pid, self._start[self._task]))
         self._order = self._order[self._slice[self._order]]
-        self._counters = [_samples(memory.times_s, memory.live_bytes) for memory in result.memory]
+        self._counters = [
+            _samples(result.live_bytes(memory.device), MAX_MOMENTS // len(result.memory)) for memory in result.memory
+        ]
         self._flows = _flows(graph, self._task, self._start, self._pid)
         self._launches = _launches(result) if hosts else None
 
@@ -263,19 +269,23 @@ def _thread_of_stream(graph: TaskGraph) -> NDArray[np.int64]:
     return threads
 
 
-def _samples(times_s: NDArray[np.float64], live: NDArray[np.float64]) -> tuple[Nanoseconds, NDArray[np.float64]]:
-    """Return ascending times with the largest and the last value of each moment."""
-    if len(times_s) == 0:
-        return np.empty(0, dtype=np.int64), np.empty(0)
-    times = _ns_array(np.maximum.accumulate(times_s))
-    first = np.flatnonzero(np.concatenate(([True], times[1:] != times[:-1])))
+def _samples(history: LiveBytes, limit: int) -> tuple[Nanoseconds, NDArray[np.float64]]:
+    """Return ascending times with the largest and the last value of each moment, of so many moments at most."""
+    times, live = _ns_array(history.times_s), history.live_bytes
+    if len(times) == 0:
+        return times, live
+    moments = times
+    if np.count_nonzero(times[1:] != times[:-1]) >= limit:
+        moments = times // (int(times[-1]) // max(1, limit - 1) + 1)
+    first = np.flatnonzero(np.concatenate(([True], moments[1:] != moments[:-1])))
+    last = np.concatenate((first[1:], [len(times)])) - 1
     largest = np.maximum.reduceat(live, first)
-    last = live[np.concatenate((first[1:], [len(times)])) - 1]
-    moments = np.repeat(times[first], 2)
-    values = np.column_stack((largest, last)).ravel()
-    keep = np.ones(len(values), dtype=bool)
-    keep[1::2] = largest != last
-    return moments[keep], values[keep]
+    keep = np.ones(2 * len(first), dtype=bool)
+    keep[1::2] = largest != live[last]
+    return (
+        np.column_stack((times[first], times[last])).ravel()[keep],
+        np.column_stack((largest, live[last])).ravel()[keep],
+    )
 
 
 def _flows(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from functools import partialmethod
 from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from experiments import console
 from experiments.cli import app
 from experiments.sweep.values import DEFAULTS
 from simulator.plan_file import load_plan
+from simulator.result import SimulationResult
 from tests.experiments.commands import run
 
 PROBLEM = ["--model", "gpt3-350m", "--cluster", "v100-32g-dgx1:1x2"]
@@ -96,6 +100,16 @@ def test_a_plan_can_be_simulated(plan_file: Path, tmp_path: Path, capsys: pytest
     assert out.startswith("iteration time")
     assert trace.stat().st_size > 0
     assert timeline.stat().st_size > 0
+
+
+def test_a_trace_that_holds_a_part_says_so(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "trace.json.gz"
+    assert "the trace shows" not in run(capsys, "simulate", plan_file, "--trace", trace)[2]
+    monkeypatch.setattr(SimulationResult, "write_trace", partialmethod(SimulationResult.write_trace, max_events=200))
+    _, _, told = run(capsys, "simulate", plan_file, "--trace", trace)
+    assert re.search(r"the trace shows the first \S+ s: a larger", told)
 
 
 def test_json_is_json_and_effects_can_be_switched_off(
@@ -211,6 +225,21 @@ def test_diff_explains_two_plans(plan_file: Path, tmp_path: Path, capsys: pytest
     found = json.loads(run(capsys, "diff", plan_file, other, "--json")[1])
     total = sum(row["b"] - row["a"] for row in found["time_s"])
     assert total == pytest.approx(found["iteration_time_s"][1] - found["iteration_time_s"][0])
+
+
+def test_a_table_is_cut_into_several_where_the_terminal_is_narrow(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["compare", *PROBLEM, "-b", 4, "--searchers", "ddp,gpipe", "--budget", "5"]
+    wide = run(capsys, *arguments)[1]
+    assert wide.count("searcher") == 1
+    monkeypatch.setattr(console, "WIDTH_IN_FILES", 80)
+    narrow = run(capsys, *arguments)[1]
+    assert narrow.count("searcher") == 2 and "pp 2, microbatch 1 x 4, gpipe" in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+    group = "megatron-sc21-table1"
+    found = run(capsys, "accuracy", "--group", group)[1]
+    assert found.count(group) == 2 and "10/10" in found
 
 
 def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,3 +393,14 @@ def test_a_small_plan_is_told_in_units_that_suit_it(tmp_path: Path, capsys: pyte
     words = " ".join(out.split())
     assert " ms for 1 sample of 32 tokens, peak " in words and " MiB, fits" in words
     assert "tokens/s per GPU (1 GPU)" in run(capsys, "simulate", path)[1]
+
+
+def test_pictures_have_no_tokens_and_quick_runs_all_their_digits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = ["-m", "resnet-50", "-c", "h100-dgx:1x8", "-b", 256]
+    assert run(capsys, "plan", *problem, "--microbatch", 32, "-o", tmp_path / "plan.yaml")[0] == 0
+    words = run(capsys, "simulate", tmp_path / "plan.yaml")[1]
+    assert "tokens" not in words and re.search(r"throughput +\d\d,\d{3} samples/s \(8 GPUs\)", words), words
+    row = run(capsys, "compare", *problem, "--searchers", "ddp", "--budget", 5)[1].splitlines()[-2].split()
+    assert re.fullmatch(r"0\.0\d{3,4}", row[1]) and re.fullmatch(r"\d\d,\d{3}\.\d\d", row[2]) and row[3] == "-", row

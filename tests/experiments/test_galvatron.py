@@ -183,6 +183,24 @@ def test_figure_6_draws_layers_of_one_size_and_strategy_as_one_run() -> None:
     assert [len(layers) for _, layers, _ in fig6.runs_of(plan, own.profiles)] == [1, 1, 1, 1, 1, 25, 1, 1]
 
 
+def test_figure_6_counts_one_microbatch_and_has_one_colour_for_a_strategy() -> None:
+    own = planner("swin-huge-32", 24, Options(checkpoint=False))
+    search = own.searches[1]
+    first, other = search.strategies[:2]
+    plans = {}
+    for title, chosen in (("one", [first] * 32), ("mixed", [other] * 16 + [first] * 16)):
+        plan = search.assess([search.layers], [chosen], 8, Cut(1, 8))
+        assert plan is not None
+        plans[title] = (plan, own.profiles)
+    figure = fig6.draw(plans)
+    assert [axes.get_title() for axes in figure.axes] == [f"{each}: batch 8, 1 microbatch, 1 stage" for each in plans]
+    colours = [
+        {patch.get_label(): patch.get_facecolor() for patch in axes.patches if str(first) == patch.get_label()}
+        for axes in figure.axes
+    ]
+    assert colours[0] == colours[1] and colours[0]
+
+
 def test_trees_are_drawn(tmp_path: Path) -> None:
     save_trees(tmp_path / "trees.png", 8)
     assert (tmp_path / "trees.png").read_bytes().startswith(b"\x89PNG")

@@ -15,12 +15,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from joblib.externals.loky import ProcessPoolExecutor
+from matplotlib.figure import Figure
 
 from experiments.sweep.files import COLUMNS, INPUTS
 from experiments.sweep.job import Job, OtherCodeError, run_job
+from experiments.sweep.plots import _draw_line
 from experiments.sweep.run import Progress, Sweep, load_sweep, sweep
 from experiments.sweep.workers import interrupts_wait
 from simulator.plan_file import load_plan
+from simulator.reports.figures import CYCLE
 from simulator.simulate import simulate
 from tests.experiments.commands import run
 from tests.experiments.sweeps import Place, without_timings
@@ -179,3 +182,14 @@ def test_many_runs_need_a_yes(place: Place, capsys: pytest.CaptureFixture[str]) 
     code, _, err = command(capsys, spec, "-o", place.output)
     assert code == 2
     assert "has 1,001 runs to make, more than 1,000; add --yes" in err
+
+
+def test_lines_that_meet_are_all_seen() -> None:
+    axes = Figure().add_subplot()
+    rows = pd.DataFrame({"cluster": ["a"], "status": ["ok"], "samples_per_s": [7.0]})
+    for number in range(len(CYCLE)):
+        _draw_line(axes, rows, "cluster", {"a": 0.0}, str(number), number)
+    drawn = [line for line in axes.lines if line.get_label() in map(str, range(len(CYCLE)))]
+    assert len({line.get_marker() for line in drawn}) == len({line.get_color() for line in drawn}) == len(CYCLE)
+    sizes = [line.get_markersize() for line in drawn]
+    assert sizes == sorted(set(sizes), reverse=True) and sizes[-1] > 4

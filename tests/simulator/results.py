@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from simulator.engines.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
-from simulator.memory.usage import DeviceMemory
+from simulator.memory.usage import DeviceMemory, LiveBytes
 from simulator.result import SimulationResult
 from simulator.run import Run
 from simulator.taskgraph import COMMUNICATION, TaskGraph
@@ -119,12 +120,19 @@ def pipeline_graph(
     return replace(graph, stream_names=tuple(names))
 
 
-def device_memory(graph: TaskGraph, device: int, end_s: float, *, fits: bool = True) -> DeviceMemory:
+def live_bytes(device: int, *, num_devices: int, end_s: float) -> LiveBytes:
     """Return a plausible memory history."""
-    depth = graph.num_devices - device
+    depth = num_devices - device
     steps = np.concatenate((np.arange(depth), np.tile((depth, depth - 1), 8), np.arange(depth)[::-1]))
     live = (8.0 + 3.0 * steps) * 2**30
-    times = np.linspace(0.0, 0.95 * end_s, len(live))
+    return LiveBytes(np.linspace(0.0, 0.95 * end_s, len(live)), live)
+
+
+def device_memory(graph: TaskGraph, device: int, end_s: float, *, fits: bool = True) -> DeviceMemory:
+    """Return what fits the history."""
+    history = live_bytes(device, num_devices=graph.num_devices, end_s=end_s)
+    times, live = history.times_s, history.live_bytes
+    depth = graph.num_devices - device
     peak = int(live.argmax())
     return DeviceMemory(
         device=device,
@@ -139,8 +147,6 @@ def device_memory(graph: TaskGraph, device: int, end_s: float, *, fits: bool = T
             "optimizer states": 6 * 2**30,
             "saved activations": int(live[peak]) - 8 * 2**30,
         },
-        times_s=times,
-        live_bytes=live,
         failed_request_bytes=None if fits else 3 * 2**30,
     )
 
@@ -158,7 +164,7 @@ def result_of(graph: TaskGraph, *, fits: bool = True) -> SimulationResult:
         hardware_flop=2.5e14,
         peak_flop_per_s=1.25e14 * graph.num_devices,
         memory=tuple(device_memory(graph, d, end_s, fits=fits) for d in range(graph.num_devices)),
-        run=Run(graph, schedule),
+        run=Run(graph, schedule, partial(live_bytes, num_devices=graph.num_devices, end_s=end_s)),
         fidelity=Fidelity(),
         duration_sources={"measured": 0.0, "interpolated": 0.25, "modelled": 0.75},
         plan_hash="0123456789abcdef",

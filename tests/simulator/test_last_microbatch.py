@@ -17,6 +17,7 @@ from simulator.costs import CostTables
 from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, lower, pipeline_shape
+from simulator.memory.device_memory import memory_microbatches
 from simulator.plan import Axis, Plan, Stage
 from simulator.plan_file import load_plan, save_plan
 from simulator.problem import Problem, ProblemSpec
@@ -197,8 +198,9 @@ def test_engines_representatives_and_merged_tasks_agree(family: str, shape: dict
     assert unmerged.iteration_time_s == pytest.approx(merged.iteration_time_s, rel=1e-9)
     for memory in reference.memory:
         kept = ("parameters", "gradients", "optimizer states")
-        assert memory.live_bytes.min() >= 0
-        assert memory.live_bytes[-1] == sum(memory.consumers.get(name, 0) for name in kept)
+        live = reference.live_bytes(memory.device).live_bytes
+        assert live.min() >= 0
+        assert live[-1] == sum(memory.consumers.get(name, 0) for name in kept)
 
 
 @st.composite
@@ -248,8 +250,9 @@ def test_any_plan_is_the_same_on_representatives_and_in_both_engines_and_leaks_n
     assert everyone.iteration_time_s == pytest.approx(found.iteration_time_s, rel=1e-9)
     assert everyone.peak_reserved_bytes == found.peak_reserved_bytes
     for memory in found.memory:
-        assert memory.live_bytes[-1] == 0  # opaque rows have no states
-        assert memory.live_bytes.min() >= 0
+        live = found.live_bytes(memory.device).live_bytes
+        assert live[-1] == 0  # opaque rows have no states
+        assert live.min() >= 0
 
 
 # Memory, and what counts samples
@@ -273,10 +276,11 @@ def test_memory_is_followed_to_the_last_microbatch() -> None:
     plan, of = with_last(problem, 4, 3, 40, pp=2)
     found = simulate(plan, of, engine="compiled")
     equal = simulate(replace(plan, last_microbatch_size=None), replace(of, global_batch=160), engine="compiled")
+    assert memory_microbatches(plan) == plan.num_microbatches == 40
     for mine, theirs in zip(found.memory, equal.memory, strict=True):
         assert mine.peak_allocated_bytes == theirs.peak_allocated_bytes
         assert mine.peak_reserved_bytes >= mine.peak_allocated_bytes
-        labels = np.unique(np.floor(mine.times_s / found.iteration_time_s * 10))
+        labels = np.unique(np.floor(found.live_bytes(mine.device).times_s / found.iteration_time_s * 10))
         assert len(labels) >= 10  # events in every tenth of the iteration
 
 
@@ -289,8 +293,9 @@ def test_gradients_made_by_the_first_backward_pass_are_made_once(reduction: str)
         plan = replace(plan, gradient_reduction=reduction)
         equal = replace(plan, last_microbatch_size=None)
         found, whole = simulate(plan, of), simulate(equal, replace(of, global_batch=equal.global_batch))
-        assert [m.live_bytes[-1] for m in found.memory] == [m.live_bytes[-1] for m in whole.memory]
-        assert all(m.live_bytes[-1] > m.consumers["parameters"] for m in found.memory)
+        left, left_whole = ([r.live_bytes(m.device).live_bytes[-1] for m in r.memory] for r in (found, whole))
+        assert left == left_whole
+        assert all(size > m.consumers["parameters"] for size, m in zip(left, found.memory, strict=True))
 
 
 def test_throughput_and_flop_count_true_samples() -> None:

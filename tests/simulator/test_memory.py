@@ -33,6 +33,12 @@ def usage(problem: Problem, **degrees: object):
     return result.memory
 
 
+def histories(problem: Problem, **degrees: object):
+    """Return memory and live bytes over time of every device."""
+    result = simulate(uniform_plan(problem, **degrees), problem)  # type: ignore[arg-type]
+    return [(memory, result.live_bytes(memory.device)) for memory in result.memory]
+
+
 def live_of(memory, words: str) -> float:
     return memory.consumers.get(words, 0)
 
@@ -42,15 +48,16 @@ def live_of(memory, words: str) -> float:
 @pytest.mark.parametrize("family", list(SMALL))
 def test_what_an_iteration_allocates_it_frees(family: str, schedule: str, recompute: str) -> None:
     problem = small_problem(family)
-    for memory in usage(problem, pp=2, dp=2, schedule=schedule, recompute=recompute):
-        states = memory.live_bytes[memory.times_s == 0.0]
-        assert memory.live_bytes[-1] <= memory.live_bytes.max()
-        assert memory.live_bytes.min() >= 0
-        first_growth = np.flatnonzero(np.diff(memory.live_bytes) < 0)[0]
-        assert memory.live_bytes[-1] <= memory.live_bytes[first_growth]
+    for memory, history in histories(problem, pp=2, dp=2, schedule=schedule, recompute=recompute):
+        live = history.live_bytes
+        states = live[history.times_s == 0.0]
+        assert live[-1] <= live.max()
+        assert live.min() >= 0
+        first_growth = np.flatnonzero(np.diff(live) < 0)[0]
+        assert live[-1] <= live[first_growth]
         assert len(states)
         parameters = live_of(memory, "parameters") + live_of(memory, "gradients") + live_of(memory, "optimizer states")
-        assert memory.live_bytes[-1] == parameters
+        assert live[-1] == parameters
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -88,14 +95,14 @@ def test_model_states_divide_by_zero_level() -> None:
     runtime = problem.runtime
     elements = problem.workload.num_parameters
     for zero in range(4):
-        (memory,) = usage(problem, dp=4, microbatch=4, zero=zero, overlap_gradient_sync=True)
+        ((_, history),) = histories(problem, dp=4, microbatch=4, zero=zero, overlap_gradient_sync=True)
         share = 1 / 4
         expected = elements * (
             runtime.parameter_bytes * (share if zero == 3 else 1)
             + runtime.gradient_bytes * (share if zero >= 2 else 1)
             + runtime.optimizer_bytes * (share if zero >= 1 else 1)
         )
-        assert memory.live_bytes[-1] == pytest.approx(expected, rel=1e-3)
+        assert history.live_bytes[-1] == pytest.approx(expected, rel=1e-3)
 
 
 def test_gpipe_keeps_every_microbatch_and_1f1b_as_many_as_stages_are_left() -> None:
@@ -215,9 +222,10 @@ def test_a_cut_inside_a_recomputed_layer_leaks_nothing(cut: int, schedule: str) 
         for number, (first, last) in enumerate(((0, start), (start, count)))
     )
     plan = Plan(stages, microbatch_size=1, num_microbatches=16, schedule=schedule)
-    for memory in simulate(plan, problem).memory:
+    result = simulate(plan, problem)
+    for memory in result.memory:
         states = sum(live_of(memory, words) for words in ("parameters", "gradients", "optimizer states"))
-        assert memory.live_bytes[-1] == states
+        assert result.live_bytes(memory.device).live_bytes[-1] == states
 
 
 def test_a_tensor_scattered_on_its_way_is_kept_as_a_shard() -> None:
@@ -341,13 +349,31 @@ def test_recomputation_that_stops_early_is_not_counted_as_work() -> None:
 def test_gradients_that_are_made_anew_are_not_there_before_the_first_backward_pass() -> None:
     problem = small_problem("gpt", runtime="windtunnel-executor-fp32", global_batch=4)
     own = replace(problem, runtime=replace(problem.runtime, frees_gradients="all"))
-    (before,) = usage(problem, microbatch=4)
-    (after,) = usage(own, microbatch=4)
+    ((before, before_live),) = histories(problem, microbatch=4)
+    ((after, after_live),) = histories(own, microbatch=4)
     gradients = live_of(before, "gradients")
     assert gradients == pytest.approx(4 * problem.workload.num_parameters, rel=1e-3)
-    assert before.live_bytes[before.times_s == 0.0][0] > 0
+    assert before_live.live_bytes[before_live.times_s == 0.0][0] > 0
     assert after.peak_allocated_bytes < before.peak_allocated_bytes
-    assert after.live_bytes[-1] == pytest.approx(before.live_bytes[-1], rel=1e-3)
+    assert after_live.live_bytes[-1] == pytest.approx(before_live.live_bytes[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [dict(pp=2), dict(pp=4), dict(pp=2, recompute="full"), dict(pp=2, chunks=2, schedule="interleaved"),
+     dict(pp=2, schedule="zb-h1"), dict(pp=2, schedule="gpipe"), dict(dp=4, zero=3)],
+    ids=str,
+)  # fmt: skip
+def test_live_bytes_are_told_of_the_whole_iteration_and_peak_where_memory_does(shape: dict) -> None:
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=64)
+    result = simulate(uniform_plan(problem, microbatch=1, **shape), problem)
+    for memory in result.memory:
+        history = result.live_bytes(memory.device)
+        assert history.live_bytes.max() == memory.peak_allocated_bytes
+        assert history.times_s[history.live_bytes.argmax()] == memory.peak_time_s
+        assert (np.diff(history.times_s) >= 0).all()
+        late = history.live_bytes[history.times_s > 0.6 * result.iteration_time_s]
+        assert late.max() > 0.5 * (memory.peak_allocated_bytes + history.live_bytes[-1])  # not drained
 
 
 @pytest.mark.parametrize(

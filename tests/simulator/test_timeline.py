@@ -8,9 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulator.memory.usage import LiveBytes
 from simulator.reports.figures import BLUE, GREEN
 from simulator.reports.memory_plot import MEMORY_COLUMNS, _envelope
-from simulator.reports.timeline import NUM_COLUMNS, _Boxes, _legend, _lighten, _thin, readable_window
+from simulator.reports.timeline import (
+    MAX_BOXES,
+    NUM_COLUMNS,
+    _Boxes,
+    _legend,
+    _lighten,
+    _strip_colors,
+    _thin,
+    _timeline_figure,
+    readable_window,
+)
 from simulator.result import SimulationResult
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
@@ -62,8 +73,8 @@ def test_memory_plot_with_few_and_many_steps_and_devices(tmp_path: Path) -> None
     small.plot_memory(tmp_path / "small.png", title="a plan")
     large = pipeline_result(num_stages=12, num_microbatches=2)
     times = np.linspace(0.0, large.iteration_time_s, 5 * MEMORY_COLUMNS)
-    memory = tuple(replace(m, times_s=times, live_bytes=1e9 + np.sin(times) * 1e8) for m in large.memory)
-    replace(large, memory=memory).plot_memory(tmp_path / "large.png")
+    history = LiveBytes(times, 1e9 + np.sin(times) * 1e8)
+    replace(large, run=replace(large.run, live_bytes=lambda device: history)).plot_memory(tmp_path / "large.png")
     replace(large, memory=()).plot_memory(tmp_path / "none.png")
     for name in ("small.png", "large.png", "none.png"):
         assert_png(tmp_path / name)
@@ -72,9 +83,19 @@ def test_memory_plot_with_few_and_many_steps_and_devices(tmp_path: Path) -> None
 def test_the_envelope_keeps_the_peak() -> None:
     live = np.zeros(10_000)
     live[4321] = 7.0
-    times, low, high = _envelope(np.linspace(0.0, 1.0, 10_000), live, 1.0)
+    times, low, high = _envelope(LiveBytes(np.linspace(0.0, 1.0, 10_000), live), 1.0)
     assert len(times) == len(low) == len(high) <= MEMORY_COLUMNS + 1
     assert high.max() == 7.0 and low.max() == 0.0
+
+
+def test_the_envelope_is_a_line_where_nothing_happens() -> None:
+    busy = np.linspace(0.4, 0.5, 10_000)
+    steps = np.where(np.arange(10_000) % 2, 5.0, 6.0)
+    history = LiveBytes(np.concatenate(([0.0, 0.0], busy)), np.concatenate(([1.0, 4.0], steps)))
+    times, low, high = _envelope(history, 1.0)
+    assert (low[times < 0.39] == 4.0).all() and (high[times < 0.39] == 4.0).all()
+    assert (low[times > 0.51] == steps[-1]).all() and (high[times > 0.51] == steps[-1]).all()
+    assert (low[1:-1] < high[1:-1]).any()
 
 
 def test_results_load_neither_matplotlib_nor_pandas_before_they_need_them() -> None:
@@ -102,6 +123,25 @@ def test_a_picture_is_named_as_what_it_is(result: SimulationResult, tmp_path: Pa
         with pytest.raises(ValueError, match=r"a picture must be a file that ends in \.png, got .*; name it .*x\.png$"):
             write(tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+def line_of(result: SimulationResult) -> str:
+    figure = _timeline_figure(result, (0.0, result.iteration_time_s), None, MAX_BOXES)
+    return " ".join(title for axes in figure.axes for title in (axes.get_title(), axes.get_title(loc="left")))
+
+
+def test_the_timeline_says_that_a_plan_does_not_fit_and_which_rows_are_left_out() -> None:
+    assert "OUT OF MEMORY" not in line_of(pipeline_result()) and "rows" not in line_of(pipeline_result())
+    assert "OUT OF MEMORY" in line_of(pipeline_result(fits=False))
+    assert "(48 of 50 rows)" in line_of(pipeline_result(num_stages=50, num_microbatches=2))
+
+
+def test_communication_is_as_pale_as_it_is_short() -> None:
+    start = np.arange(10_000) * 1e-3
+    boxes = _Boxes(start, start + np.where(start < 5, 0.25e-3, 0.0), np.zeros(10_000, dtype=np.int32))
+    colors = _strip_colors(boxes, (0.0, 10.0), np.array([[1.0, 0.0, 0.2]]))
+    assert colors[:1190].mean(axis=0) == pytest.approx([1.0, 0.75, 0.8], abs=0.01)
+    assert (colors[1210:] == 1.0).all()
 
 
 def test_the_legend_has_the_paler_boxes_of_later_chunks() -> None:

@@ -7,8 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from simulator.memory.usage import LiveBytes
+from simulator.reports.trace import _samples
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -115,6 +118,17 @@ def test_counters_show_the_live_peak(result: SimulationResult, tmp_path: Path) -
     result.write_trace(tmp_path / "trace.json.gz")
     values = [event["args"]["live"] for event in of_phase(read(tmp_path / "trace.json.gz"), "C")]
     assert max(values) == result.peak_allocated_bytes
+
+
+def test_of_many_moments_neighbours_share_one_and_the_peak_stays() -> None:
+    live = 1e9 + 1e6 * np.random.default_rng(1).integers(0, 1000, 5000)
+    times_s = np.arange(5000) * 1e-3
+    times, values = _samples(LiveBytes(times_s, live), 100)
+    assert len(np.unique(times)) <= 200
+    assert values.max() == live.max() and values[-1] == live[-1]
+    assert abs(times[values.argmax()] * 1e-9 - times_s[live.argmax()]) < 5.0 / 99
+    assert (np.diff(times) >= 0).all()
+    assert len(_samples(LiveBytes(times_s, live), 5000)[0]) == 5000
 
 
 def test_the_same_result_gives_the_same_bytes(result: SimulationResult, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def run(context: Context) -> Report:
         [str(name) for name in table["model"]],
         {name: [float(value) for value in table[f"{name}_tflops"].fillna(0)] for name in ("megatron", "alpa", "aceso")
          if f"{name}_tflops" in table},
-        y="effective Tflop/s per GPU (simulated)", title="Exp#1",
+        y="effective Tflop/s per GPU (simulated)", title="Aceso's Exp#1: plans of three systems",
     )  # fmt: skip
     notes = [
         "Megatron-LM's plan is the best of its grid by Aceso's performance model, of whose five best that fit "

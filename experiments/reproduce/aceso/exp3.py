@@ -73,6 +73,6 @@ def run(context: Context) -> Report:
         for _, row in table.iterrows()
         if row.get("samples_per_s") == row.get("samples_per_s")
     ]
-    figure = curves({"Aceso": points}, x="layers", y="samples per s (Aceso's model)", title="Exp#3: 8 GPUs")
+    figure = curves({"Aceso": points}, x="layers", y="samples per s (Aceso's model)", title="Aceso's Exp#3, 8 GPUs")
     notes = [f"The paper: Alpa fails above {ALPA_FAILS_ABOVE} layers; Aceso takes 24 to 246 s."]
     return Report({"layers": table}, {"layers": figure}, verdicts, notes)

@@ -112,7 +112,7 @@ def run(context: Context) -> Report:
     figures["distributions"] = bars(
         [str(each) for each in distribution["number"]],
         {name: [float(value) for value in distribution[name]] for name in columns},
-        y="iterations", title="Exp#5",
+        y="iterations", title="Aceso's Exp#5: what improving iterations took",
     )  # fmt: skip
     notes = [
         f"An iteration is one multi-hop search that improved on where it started; the paper had {PAPER_ITERATIONS}. "

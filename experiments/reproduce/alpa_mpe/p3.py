@@ -116,7 +116,7 @@ def _figure(frame: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(8, 4))
     axes = figure.subplots()
     styles = {"measured": "o-", "stated": "x--", "searched": "s:"}
-    for word, colour in (("megatron", "tab:blue"), ("alpa", "tab:orange")):
+    for word, colour in (("megatron", "C0"), ("alpa", "C1")):
         for kind, style in styles.items():
             column = f"{kind}_{word}_tflops"
             if column in frame:

@@ -42,7 +42,8 @@ def run(context: Context) -> Report:
                 }
             )
             if count == shown:
-                axes.step(first.times_s, first.live_bytes / 1e9, where="post", label=f"{name}, M = {count}", lw=0.8)
+                live = result.live_bytes(first.device)
+                axes.step(live.times_s, live.live_bytes / 1e9, where="post", label=f"{name}, M = {count}", lw=0.8)
     axes.set_xlabel("time, s")
     axes.set_ylabel("live tensors of the first stage, GB")
     legend_beside(axes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -17,6 +17,7 @@ from experiments.reproduce.legends import legend_beside
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.strategies import Strategy
+from simulator.reports.figures import CYCLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +29,11 @@ CASES = {
     "C: T5-512/4-32, 16 A100": Run(model="t5-512-4-32", cluster=A100S_16, memory_gb=8, runtime=A100_RUNTIME),
 }
 MIB = 2**20
+HATCHES = ("", "//", "..")
+NARROW = 0.03
+"""Above rectangles of less than this share of the width, words stand upright, no higher than these are wide."""
+POINTS = 600
+"""Of the axes' width."""
 
 
 def run(context: Context) -> Report:
@@ -83,30 +89,59 @@ def runs_of(plan: PipelinePlan, profiles: LayerProfiles) -> Iterator[tuple[int, 
 
 
 def draw(plans: dict[str, tuple[PipelinePlan, LayerProfiles]]) -> Figure:
-    """Draw a rectangle per run: height is the layer's parameters, width its activations; xN counts layers."""
+    """Draw a rectangle per run: height is the layer's parameters, width its activations; xN counts layers.
+
+    A strategy has one colour in all cases.
+    """
     from matplotlib.patches import Rectangle
 
     figure, axes = new_figure(len(plans), 1, width=11.0, height=2.6)
+    words = dict.fromkeys(str(strategy) for each in plans.values() for _, _, strategy in runs_of(*each))
+    looks = {
+        word: (CYCLE[number % len(CYCLE)], HATCHES[number // len(CYCLE) % len(HATCHES)])
+        for number, word in enumerate(words)
+    }
     for place, (title, (plan, profiles)) in zip(axes, plans.items(), strict=True):
-        x, tallest = 0.0, 0.0
-        strategies = list(dict.fromkeys(str(strategy) for _, _, strategy in runs_of(plan, profiles)))
-        for stage, layers, strategy in runs_of(plan, profiles):
-            height, width = size_of(layers[0], profiles)
-            colour = f"C{strategies.index(str(strategy))}"
-            place.add_patch(Rectangle((x, 0), width, height, facecolor=colour, edgecolor="black"))
+        runs = list(runs_of(plan, profiles))
+        sizes = [size_of(layers[0], profiles) for _, layers, _ in runs]
+        tallest, total = max(height for height, _ in sizes), sum(width for _, width in sizes)
+        x, began = 0.0, {0: 0.0}
+        for (stage, layers, strategy), (height, width) in zip(runs, sizes, strict=True):
+            began.setdefault(stage, x)
+            colour, hatch = looks[str(strategy)]
+            place.add_patch(Rectangle((x, 0), width, height, facecolor=colour, edgecolor="black", hatch=hatch))
             if len(layers) > 1:
-                place.text(x + width / 2, height, f"x{len(layers)}", ha="center", va="bottom", fontsize=8)
-            place.text(x + width / 2, 0, f"{stage}", ha="center", va="bottom", fontsize=7)
-            x += 1.15 * width
-            tallest = max(tallest, height)
-        for number, word in enumerate(strategies):
-            place.plot([], [], color=f"C{number}", linewidth=6, label=word)
+                place.text(
+                    x + width / 2, height + 0.02 * tallest, f"x{len(layers)}", ha="center", va="bottom",
+                    fontsize=min(8.0, POINTS * width / total) if width < NARROW * total else 8.0,
+                    rotation=90 if width < NARROW * total else 0,
+                )  # fmt: skip
+            x += width
+        borders = [*list(began.values())[1:], x]
+        for stage, (left, right) in enumerate(pairwise(borders), start=1):
+            place.axvline(right, color="black", linestyle="--", linewidth=0.8)
+            place.text((left + right) / 2, 1.45 * tallest, f"stage {stage}", ha="center", va="top", fontsize=8)
         place.set_xlim(0, x)
-        place.set_ylim(0, 1.25 * tallest)
+        place.set_ylim(0, 1.5 * tallest)
         place.set_title(
-            f"{title}: batch {plan.batch}, {plan.num_microbatches} microbatches, {len(plan.stages)} stages", fontsize=9
+            f"{title}: batch {plan.batch}, {counted(plan.num_microbatches, 'microbatch', 'es')}, "
+            f"{counted(len(plan.stages), 'stage')}",
+            fontsize=9,
         )
-        place.set_xlabel("activations of a layer, MiB a sample; the number at the bottom is the stage", fontsize=7)
+        place.set_xlabel("width: activations of a layer, MiB a sample; xN: so many such layers", fontsize=8)
         place.set_ylabel("parameters, MiB", fontsize=8)
+        for word in dict.fromkeys(str(strategy) for _, _, strategy in runs):
+            place.add_patch(
+                Rectangle((0, 0), 0, 0, facecolor=looks[word][0], edgecolor="black", hatch=looks[word][1], label=word)
+            )
         legend_beside(place)
     return figure
+
+
+def counted(number: int, thing: str, ending: str = "s") -> str:
+    """Return a number of things in words.
+
+    >>> counted(1, "microbatch", "es"), counted(2, "stage")
+    ('1 microbatch', '2 stages')
+    """
+    return f"{number} {thing}{'' if number == 1 else ending}"

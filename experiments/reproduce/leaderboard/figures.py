@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from experiments.reproduce.leaderboard.table import per_problem
 from experiments.reproduce.legends import legend_beside
+from simulator.reports.figures import CYCLE
 
 WORST_SHOWN = 2.0
 CURVES_UP_TO = 6.0
@@ -85,7 +86,7 @@ def convergence(histories: Mapping[str, Sequence[History]], unit: str) -> Figure
     styles = ["-", "--", ":", "-."]
     for number, (searcher, runs) in enumerate(histories.items()):
         curve = np.median([best_so_far(run, grid) for run in runs], axis=0)
-        axes.step(grid, np.where(np.isfinite(curve), curve, np.nan), styles[number // 10 % 4], where="post",
+        axes.step(grid, np.where(np.isfinite(curve), curve, np.nan), styles[number // len(CYCLE) % 4], where="post",
                   label=searcher, linewidth=1.2)  # fmt: skip
     axes.set_xscale("log")
     axes.set_xlabel(unit)
