@@ -107,7 +107,7 @@ def _with_links(
         networks={preset: found.network} if found.network is not None else {},
         fits=(*outcome.calibration.fits, record),
     )
-    return Outcome(done, (*outcome.points, *own), (*outcome.notes, *far_rates(preset, found.constants)))
+    return Outcome(done, (*outcome.points, *own), (*outcome.notes, *far_rates(preset, found.constants), *found.notes))
 
 
 def _sample(each: Bandwidth, num_devices: int, gpus_per_node: int) -> Sample | None:
