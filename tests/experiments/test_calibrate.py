@@ -113,7 +113,9 @@ def test_a_trace_gives_constants_of_a_gpu(calibrate: Any, tmp_path: Path) -> Non
         )
         maker.kernel(REDUCE, 50e-6 + size * 2**21 / 1e11, **collective("allreduce", size * 2**20, size * 2**20))
     summary = calibrate("kineto", maker.write(tmp_path / "t.json.gz"), "--gpu", "a100-sxm4-80gb", "-c", "a100-80g-dgx")
-    assert summary["gpus"] == {"a100-sxm4-80gb": ["curves"]}
+    assert summary["gpus"] == {"a100-sxm4-80gb": ["curves", "optimizer_bandwidth_fraction"]}
+    kept = "no row says how quick these are, which stay as shipped: products in fp32"
+    assert [note for note in summary["notes"] if "as shipped" in note] == [kept]
     assert summary["collective_points"] == 3
     whats = {fit["what"]: fit for fit in summary["fits"]}
     assert whats["kernels: matmul"]["constants"]["seconds"] > 0

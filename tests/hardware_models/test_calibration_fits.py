@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from datafiles.tables import load_table
 from hardware_models.calibration.communication_fit import communication_parts
-from hardware_models.calibration.kernel_calibration import fit_curves
+from hardware_models.calibration.kernel_calibration import as_shipped, fit_curves
 from hardware_models.calibration.link_fit import fit_links
 from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import SeriesLaw, fit_series
@@ -23,9 +23,10 @@ from hardware_models.compute import kernel_time_s
 from hardware_models.gpus import load_gpu
 from hardware_models.group_shapes import GroupShape, groups_at_once
 from hardware_models.importers.aceso_folder import collectives_in, models_in
+from hardware_models.machine_factors import with_factors
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
-from workloads.kernels import Kernel, Matmul, MemoryBound
+from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
 
 SIZES = [2.0**power for power in range(10, 31, 2)]
 
@@ -255,6 +256,55 @@ def test_tf32_products_take_twice_as_long_as_fp16_products_as_measured() -> None
         predicted.append(kernel_time_s(gpu, product, "tf32") / kernel_time_s(gpu, product, "fp16"))
     assert median(found) == pytest.approx(2.0, rel=0.02)
     assert median(predicted) == pytest.approx(median(found), rel=0.02)
+
+
+def test_what_no_row_is_about_moves_with_what_shares_its_units() -> None:
+    """A GPU of half the tensor cores' rate and 0.6 of the memory's, measured in fp16 and by copies."""
+    gpu = load_gpu("a100-sxm4-80gb")
+    hidden = with_factors(parse_cluster("a100-80g-dgx:1x1"), {"products": 0.5, "memory": 0.6}, "hidden").gpus
+    true = gpu.model_copy(update={"calibrated_curves": hidden[gpu.name].curves})
+    rng = np.random.default_rng(1)
+    squares: list[Kernel] = [Matmul(n, n, n) for n in range(512, 8193, 256)]
+    copies: list[Kernel] = [MemoryBound(2.0**power, 2.0**power) for power in range(22, 31)]
+    rows = [
+        (kernel, "fp16", kernel_time_s(true, kernel, "fp16") * float(np.exp(rng.normal(0, 0.03))))
+        for kernel in (*squares, *copies)
+    ]
+    found = fit_curves(gpu, rows, "test")
+    assert found is not None
+    fitted = gpu.model_copy(update={"calibrated_curves": found[0]})
+    asked: list[tuple[Kernel, str]] = [
+        *((Matmul(4096, 12288, 4096, role=role), dtype)
+          for role in ("forward", "weight_gradient") for dtype in ("bf16", "tf32")),
+        (Matmul(16, 16384, 16384), "bf16"),  # bound by memory
+        (FlashAttention(128, 2048, 2048, 128, causal=True), "bf16"),
+        (FlashAttention(128, 2048, 2048, 128, causal=True, backward=True), "fp16"),
+        *((MemoryBound(2e8, 2e8, pattern), "bf16") for pattern in ("reduction", "random", "gather")),
+    ]  # fmt: skip
+    for kernel, dtype in asked:
+        assert kernel_time_s(fitted, kernel, dtype) == pytest.approx(kernel_time_s(true, kernel, dtype), rel=0.05)
+    assert as_shipped(gpu, found[1]) == ["products in fp32"]
+    assert as_shipped(gpu, {"fp32.limit.forward": 0.9}) == [
+        "products in bf16", "products in fp16", "products in tf32", "fused attention", "kernels bound by memory"
+    ]  # fmt: skip
+
+
+def test_published_products_in_fp16_tell_those_in_tf32() -> None:
+    """The shipped curve is 22 % off these A100s in the median, in tf32 as in fp16."""
+    gpu = load_gpu("a100-sxm4-80gb")
+    fp16: list[tuple[Kernel, str, float]] = []
+    tf32: list[tuple[Kernel, float]] = []
+    for row in load_table(data_folder("alpa_v100") / "device_ops.csv", floats=("seconds",), integers=("n_or_bytes",)):
+        n = row["n_or_bytes"]
+        if row["source"] == "a100_8gpu" and row["op"] == "dot_nxnxn" and n >= 64:
+            if row["dtype"] == "f16":
+                fp16.append((Matmul(n, n, n), "fp16", row["seconds"]))
+            elif row["seconds"] > 1e-4:
+                tf32.append((Matmul(n, n, n), row["seconds"]))
+    found = fit_curves(gpu, fp16, "test")
+    assert found is not None
+    fitted = gpu.model_copy(update={"calibrated_curves": found[0]})
+    assert median(abs(kernel_time_s(fitted, product, "tf32") / seconds - 1) for product, seconds in tf32) < 0.06
 
 
 def unlike(name: str, *, links: float, network: float) -> Cluster:
