@@ -19,7 +19,7 @@ from hardware_models.gpus import GpuType, load_curves, load_gpu
 from hardware_models.group_shapes import GroupShape, shape_from_slots
 from hardware_models.import_aceso import import_collectives, import_folder, import_table
 from hardware_models.importers.aceso_folder import collectives_in, models_in
-from hardware_models.importers.alpa_database import AlpaDatabase, read_alpa_pickle, read_alpa_table
+from hardware_models.importers.alpa_database import AlpaDatabase, merged, read_alpa_pickle, read_alpa_table
 from hardware_models.importers.kineto import Collective, Trace, read_trace
 from hardware_models.importers.nccl_tests import read_nccl_log
 from hardware_models.profile import INTERPOLATED, OperatorProfile
@@ -119,7 +119,7 @@ def nccl_tests(files: Sequence[Path], *, preset: str | None, collective: str | N
     source = f"nccl-tests on {', '.join(devices) or 'GPUs that the logs do not name'}, " + ", ".join(
         file.name for file in files
     )
-    rows = [row for log in logs for row in log.table_rows()]
+    rows = merged(row for log in logs for row in log.table_rows())
     notes = [] if len(devices) < 2 else [f"the logs are of different GPUs: {', '.join(devices)}"]
     parts = communication_parts(rows, source[:1900], preset)
     if preset is not None:

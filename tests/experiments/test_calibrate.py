@@ -218,6 +218,17 @@ def test_logs_of_another_gpu_than_the_clusters_are_said(calibrate: Any, tmp_path
     assert not any(note.startswith("the logs are of") for note in found)
 
 
+def test_of_several_logs_of_a_collective_the_median_counts(calibrate: Any, tmp_path: Path) -> None:
+    """The least of several had: one log of another day, 40 % quicker, and the machine was that quick."""
+    for number, rate in enumerate((118e9, 120e9, 123e9, 200e9, 60e9)):
+        (tmp_path / f"all_reduce_{number}.txt").write_text(log("all_reduce", rate=rate))
+    calibrate("nccl-tests", *sorted(tmp_path.glob("*.txt")), "-c", "a100-80g-dgx")
+    found = load_calibration(tmp_path / "out" / "c.json").collectives
+    assert found is not None
+    answer = found.lookup("all_reduce", 8, 2.0**26)
+    assert answer is not None and answer[0] == pytest.approx(19e-6 + 2**26 / 120e9, rel=1e-3)
+
+
 def test_bandwidths_beyond_any_link_are_said(calibrate: Any, tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps({"allreduce_size_8_consec_1": 1e9}))
     notes = calibrate("galvatron", tmp_path / "b.json", "-c", "titan-rtx-pcie")["notes"]
