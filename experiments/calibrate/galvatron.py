@@ -22,7 +22,7 @@ AVERAGE_BYTES = 64 * MIB
 
 
 LAYERS_NOTE = (
-    "a layer's time is shared out over its operators as the model has it, and backward is twice forward: the files "
+    "a layer's time is shared out over its operators, and backward follows forward, as the model has it: the files "
     "hold forward times of whole layers only"
 )
 
