@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,6 +12,9 @@ from hardware_models.group_shapes import GroupShape
 
 MAX_LATENCY_SHARE = 0.9
 """A measured time below the modelled latency still leaves some work, so that shares mean something."""
+
+APART = 2.0
+"""By what factor two sizes must differ for their times to say how they grow."""
 
 Row = tuple[str, int | GroupShape, float, float]
 """``(collective, group size or shape, bytes, seconds)``."""
@@ -53,22 +56,26 @@ class Found:
             is the link model's but for a factor.
         shape: As it was measured.
         num_bytes: Size that ``seconds`` are of: the one asked for, or the nearest measured one where that lies outside.
+        inner: A measured point further inside where the size asked for lies outside; None where there is none.
     """
 
     seconds: float
     origin: Origin
     shape: GroupShape
     num_bytes: float
+    inner: tuple[float, float] | None = None
 
-    def extended(self, num_bytes: float, growth: float) -> Found:
+    def extended(self, num_bytes: float, modelled_s: Callable[[float], float]) -> Found:
         """Return the answer for a size outside the measured ones.
 
         Args:
             num_bytes: Size asked for.
-            growth: Its time over that of ``self.num_bytes``, both by the link model.
+            modelled_s: Seconds of a size by the link model.
         """
         origin: Origin = "modelled" if num_bytes < self.num_bytes else "interpolated"
-        return Found(self.seconds * growth, origin, self.shape, num_bytes)
+        rate = growth((self.num_bytes, self.seconds), self.inner, modelled_s)
+        seconds = self.seconds + rate * (modelled_s(num_bytes) - modelled_s(self.num_bytes))
+        return Found(seconds, origin, self.shape, num_bytes)
 
     def replace(self, modelled: Communication, crowding: float) -> Communication:
         """Return the modelled cost with its time replaced by what the group takes alone.
@@ -152,7 +159,7 @@ class CollectiveTable:
         nearest = min(max(num_bytes, points[0][0]), points[-1][0])
         answer = interpolated(points, nearest)
         assert answer is not None, "the nearest size is not below the smallest"
-        return Found(*answer, shape, nearest)
+        return Found(*answer, shape, nearest, inner_of(points, num_bytes))
 
     def lookup(self, kind: str, group_size: int, num_bytes: float) -> tuple[float, Origin] | None:
         """Return ``(seconds, origin)`` for a group in one node as measured; None outside that (see :meth:`find`)."""
@@ -164,6 +171,35 @@ def _shape(kind: str, group: int | GroupShape) -> GroupShape:
     if not isinstance(group, int):
         return group
     return GroupShape(group, 2 if kind == TRANSFERS[1] else 1)
+
+
+def inner_of(points: Points, num_bytes: float) -> tuple[float, float] | None:
+    """Return the measured point nearest to the one beyond which a size lies, and APART from it.
+
+    >>> inner_of(((1.0, 1.0), (6.0, 2.0), (8.0, 3.0)), 9.0)
+    (1.0, 1.0)
+    """
+    first, last = points[0][0], points[-1][0]
+    if num_bytes < first:
+        return next((point for point in points if point[0] >= APART * first), None)
+    return next((point for point in reversed(points) if point[0] * APART <= last), None) if num_bytes > last else None
+
+
+def growth(
+    edge: tuple[float, float], inner: tuple[float, float] | None, modelled_s: Callable[[float], float]
+) -> float:
+    """Return how quickly time grows beyond an edge of the measured sizes, over the link model's growth.
+
+    As it does between the edge and a point further inside, within bounds. At most so that all of the edge's time grows
+    with the size, which is what one point says. And where the edge takes longer than modelled, no less than the model:
+    then what it takes longer is a launch, which does not grow.
+    """
+    size, seconds = edge
+    most = seconds / modelled_s(size)
+    if inner is None:
+        return most
+    seen = (seconds - inner[1]) / (modelled_s(size) - modelled_s(inner[0]))
+    return min(max(seen, 1.0), most)
 
 
 def interpolated(points: Sequence[tuple[float, float]], num_bytes: float) -> tuple[float, Origin] | None:

@@ -207,7 +207,7 @@ class HardwareModel:
     def _refined(self, kind: str, num_bytes: float, group: tuple[int, ...], flows: Sequence[Flow]) -> Communication:
         """Return the cost of a collective: measured, if it was; of a joined gather, the gather's with copies.
 
-        Outside the measured sizes it is that of the nearest, times the growth that the link model has from there.
+        Outside the measured sizes it grows from that of the nearest as the link model does (``growth``).
         """
         modelled = _quickest(flows, num_bytes)
         if self.collective_table is None:
@@ -220,8 +220,7 @@ class HardwareModel:
             return modelled
         if found.num_bytes != num_bytes:
             own = self.flows(asked.kind, group)
-            there = _quickest(own, found.num_bytes)
-            found = found.extended(num_bytes, _quickest(own, num_bytes).alone_s / there.alone_s)
+            found = found.extended(num_bytes, lambda size: _quickest(own, size).alone_s)
         found = replace(found, seconds=found.seconds + num_bytes * asked.added_s_per_byte)
         return found.replace(modelled, self._crowding(kind, num_bytes, asked.nodes, found.shape))
 
@@ -252,7 +251,7 @@ class HardwareModel:
         if found is None:
             return modelled
         if found.num_bytes != num_bytes:
-            found = found.extended(num_bytes, modelled.alone_s / flow.price(found.num_bytes).alone_s)
+            found = found.extended(num_bytes, lambda size: flow.price(size).alone_s)
         nodes = (a,) if a == b else (a, b)
         return found.replace(modelled, self._crowding(kind, num_bytes, nodes, found.shape))
 

@@ -122,7 +122,9 @@ def fit_constants(
     left_out = errors / (1 - hat) if width else before
     if not width or np.abs(left_out).mean() >= np.abs(before).mean():
         width, logs, errors, left_out = 0.0, np.zeros(len(names)), before, before
-    noise = max(REPEATS_TO, float(np.sqrt(np.mean(_weights(errors) * errors**2))))
+    # What the fit takes up of the runs' scatter is not left in their errors.
+    taken = hat.sum() if width else 0.0
+    noise = max(REPEATS_TO, float(np.sqrt((_weights(errors) * errors**2).sum() / (len(runs) - taken))))
     deviations = noise * np.sqrt(np.diag(np.linalg.inv(precision))) if width else np.zeros(len(names))
     wide = noise / NOISE * width * relative
     return FittedConstants(

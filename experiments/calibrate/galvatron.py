@@ -22,7 +22,7 @@ AVERAGE_BYTES = 64 * MIB
 
 
 LAYERS_NOTE = (
-    "a layer's time is shared out over its operators as the model has it, and backward is twice forward: the files "
+    "a layer's time is shared out over its operators, and backward follows forward, as the model has it: the files "
     "hold forward times of whole layers only"
 )
 
@@ -107,7 +107,7 @@ def _with_links(
         networks={preset: found.network} if found.network is not None else {},
         fits=(*outcome.calibration.fits, record),
     )
-    return Outcome(done, (*outcome.points, *own), (*outcome.notes, *far_rates(preset, found.constants)))
+    return Outcome(done, (*outcome.points, *own), (*outcome.notes, *far_rates(preset, found.constants), *found.notes))
 
 
 def _sample(each: Bandwidth, num_devices: int, gpus_per_node: int) -> Sample | None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from datafiles.errors import DataFileError
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants
 from hardware_models.calibration.communication_fit import CommunicationParts, communication_parts
-from hardware_models.calibration.kernel_calibration import fit_curves, num_of_another, overlap_slowdowns
+from hardware_models.calibration.kernel_calibration import as_shipped, fit_curves, num_of_another, overlap_slowdowns
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import Row
-from hardware_models.gpus import GpuType, load_gpu
+from hardware_models.gpus import GpuType, load_curves, load_gpu
 from hardware_models.group_shapes import GroupShape, shape_from_slots
 from hardware_models.import_aceso import import_collectives, import_folder, import_table
 from hardware_models.importers.aceso_folder import collectives_in, models_in
-from hardware_models.importers.alpa_database import AlpaDatabase, read_alpa_pickle, read_alpa_table
+from hardware_models.importers.alpa_database import AlpaDatabase, merged, read_alpa_pickle, read_alpa_table
 from hardware_models.importers.kineto import Collective, Trace, read_trace
 from hardware_models.importers.nccl_tests import read_nccl_log
 from hardware_models.profile import INTERPOLATED, OperatorProfile
@@ -104,6 +104,7 @@ def alpa(file: Path, *, preset: str | None, gpu: str | None) -> Outcome:
             curves, constants, points = found
             calibration = replace(calibration, gpus={own_type.name: GpuConstants(curves=curves)})
             fits = [fit_record(f"matmuls on {gpu}", "fitted", points, constants)]
+            notes += _as_shipped(own_type, constants)
     return with_communication(calibration, parts, preset, fits, points, notes)
 
 
@@ -118,7 +119,7 @@ def nccl_tests(files: Sequence[Path], *, preset: str | None, collective: str | N
     source = f"nccl-tests on {', '.join(devices) or 'GPUs that the logs do not name'}, " + ", ".join(
         file.name for file in files
     )
-    rows = [row for log in logs for row in log.table_rows()]
+    rows = merged(row for log in logs for row in log.table_rows())
     notes = [] if len(devices) < 2 else [f"the logs are of different GPUs: {', '.join(devices)}"]
     parts = communication_parts(rows, source[:1900], preset)
     if preset is not None:
@@ -154,8 +155,8 @@ def kineto(file: Path, *, preset: str | None, gpu: str | None, gpus_per_node: in
     else:
         kernels = [(each.work, each.dtype, each.seconds) for each in trace.kernels if each.work is not None]
         notes += _of_another(load_gpu(gpu), num_of_another(load_gpu(gpu), kernels), len(kernels))
-        constants, more, points = _kernel_constants(trace, gpu, source)
-        fits += more
+        constants, more, points, kept = _kernel_constants(trace, gpu, source)
+        fits, notes = [*fits, *more], [*notes, *kept]
         calibration = replace(calibration, gpus={gpu: constants} if constants.given() else {})
     outcome = with_communication(calibration, parts, preset, fits, points, notes)
     if parts is None and not outcome.calibration.gpus:
@@ -172,14 +173,27 @@ def _of_another(gpu: GpuType, number: int, total: int) -> list[str]:
     return [words] if number else []
 
 
-def _kernel_constants(trace: Trace, gpu: str, source: str) -> tuple[GpuConstants, list[FitRecord], list[Point]]:
+def _as_shipped(gpu: GpuType, constants: Mapping[str, float]) -> list[str]:
+    kept = ", ".join(as_shipped(gpu, constants))
+    return [f"no row says how quick these are, which stay as shipped: {kept}"] if kept else []
+
+
+def _kernel_constants(
+    trace: Trace, gpu: str, source: str
+) -> tuple[GpuConstants, list[FitRecord], list[Point], list[str]]:
+    own_type, notes = load_gpu(gpu), list[str]()
     kernels = [(kernel.work, kernel.dtype, kernel.seconds) for kernel in trace.kernels if kernel.work is not None]
-    found = fit_curves(load_gpu(gpu), kernels, source)
+    found = fit_curves(own_type, kernels, source)
     computing, talking = overlap_slowdowns(trace.kernels, trace.collectives)
     fits, points, constants = list[FitRecord](), list[Point](), GpuConstants()
     if found is not None:
         curves, values, points = found
         constants = replace(constants, curves=curves)
+        if (share := values.get("fraction.elementwise")) is not None:
+            moves = share / load_curves(own_type.curves).memory.fraction["elementwise"]
+            fraction = min(1.0, own_type.optimizer_bandwidth_fraction * moves)
+            constants = replace(constants, optimizer_bandwidth_fraction=fraction)
+        notes = _as_shipped(own_type, values)
         for group in dict.fromkeys(point.group for point in points):
             dtype = group.rpartition(" ")[2] if " " in group else ""
             own = {name: value for name, value in values.items() if name.startswith(f"{dtype}.") == bool(dtype)}
@@ -190,7 +204,7 @@ def _kernel_constants(trace: Trace, gpu: str, source: str) -> tuple[GpuConstants
             constants = replace(constants, **{f"overlap_slowdown_{name}": factor})  # type: ignore[arg-type]
             own_points = [Point(f"overlap {name}", ratio, factor, "x") for ratio in ratios]
             fits.append(fit_record(f"overlap slowdown of {name}", "fitted", own_points, {"factor": factor}))
-    return constants, fits, points
+    return constants, fits, points, notes
 
 
 def _trace_rows(collectives: Sequence[Collective], gpus_per_node: int) -> tuple[list[Row], list[str]]:

@@ -70,7 +70,7 @@ def communication_parts(rows: Sequence[Row], source: str, preset: str | None) ->
         own = [Point(LINKS, row[3], p) for row, p in zip(found.used, found.predicted_s, strict=True)]
         fits.append(fit_record(f"{LINKS} {preset}", "fitted", own, found.constants))
         points += own
-        notes += far_rates(preset, found.constants)
+        notes += [*far_rates(preset, found.constants), *found.notes]
     return CommunicationParts(table, links, network, tuple(fits), tuple(points), tuple(notes))
 
 

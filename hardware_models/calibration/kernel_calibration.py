@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from hardware_models.calibration.kernel_fit import ROLES, KernelRow, Parameter, fit, predict_s
 from hardware_models.calibration.outcome import Point
@@ -21,6 +22,10 @@ ENOUGH = 6
 ABOVE_PEAK = 1.02
 """Times the peak: above, the row is of another number format or GPU."""
 
+TENSOR_FORMATS = ("bf16", "fp16", "tf32")
+"""What runs on tensor cores, as fused attention does. An A100's products in tf32 take twice those in fp16, as the peaks
+have it, to 2 % (alpa_v100/device_ops.csv)."""
+
 COVERED, FREE = 0.95, 0.0
 """Shares of a kernel's time beside a communication, for it to count as overlapped and as alone."""
 
@@ -28,7 +33,10 @@ COVERED, FREE = 0.95, 0.0
 def fit_curves(
     gpu: GpuType, rows: Sequence[tuple[Kernel, str, float]], source: str
 ) -> tuple[EfficiencyCurves, dict[str, float], list[Point]] | None:
-    """Return curves fitted to kernels, the constants that moved, and the points.
+    """Return curves fitted to kernels, the constants that were fitted, and the points.
+
+    What no row is about moves as much as what shares its units: other access patterns and the traffic of matmuls with
+    the memory's bandwidth, other number formats and fused attention with the tensor cores' rate.
 
     Args:
         gpu: Whose peaks and shipped curves are the start.
@@ -38,13 +46,13 @@ def fit_curves(
     Returns:
         None where no row can be used: too short, of a dtype without a curve, or faster than the GPU's peak.
     """
-    curves = load_curves(gpu.curves)
+    shipped = curves = load_curves(gpu.curves)
     rows = _possible(gpu, curves, rows)
     moved: dict[str, float] = {}
     points: list[Point] = []
-    dtypes = {dtype for kernel, dtype, _ in rows if isinstance(kernel, Matmul)}
-    jobs = [(dtype, Matmul) for dtype in sorted(dtypes) if dtype in curves.matmul and dtype in gpu.peak_flop_per_s]
-    for dtype, kind in [*jobs, ("", MemoryBound)]:
+    formats = Counter(dtype for kernel, dtype, _ in rows if isinstance(kernel, Matmul))
+    jobs = [(dtype, Matmul) for dtype in sorted(formats) if dtype in curves.matmul and dtype in gpu.peak_flop_per_s]
+    for dtype, kind in [("", MemoryBound), *jobs]:
         own = [
             KernelRow(f"{kind.__name__} {dtype}".strip(), (kernel,), seconds, "")
             for kernel, word, seconds in rows
@@ -55,11 +63,31 @@ def fit_curves(
         name = dtype or next(iter(curves.matmul))
         parameters = _parameters(curves, name, own)
         fitted = fit(gpu, curves, name, parameters, own, source, progress=lambda text: None)
-        curves = _same_for_unseen_roles(curves, fitted, name, {p.place for p in parameters})
+        if kind is MemoryBound:
+            curves = _same_memory(curves, fitted)
+        else:
+            curves = _same_for_unseen_roles(curves, fitted, name, {p.place for p in parameters})
         values = _values(curves, name)
         moved |= {f"{name}.{p.place}" if kind is Matmul else p.place: values[p.place] for p in parameters}
         points += [Point(row.group, row.seconds, predict_s(gpu, curves, name, row.kernels)) for row in own]
+    seen = fitted_formats(moved)
+    if on_tensor_cores := [dtype for dtype in seen if dtype in TENSOR_FORMATS]:
+        curves = _same_tensor_cores(shipped, curves, seen, max(on_tensor_cores, key=formats.__getitem__))
     return (curves, moved, points) if points else None
+
+
+def fitted_formats(moved: Mapping[str, float]) -> list[str]:
+    """Return the number formats among fitted constants."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in moved if ".limit." in name))
+
+
+def as_shipped(gpu: GpuType, moved: Mapping[str, float]) -> list[str]:
+    """Return what neither was fitted nor moves with what was, in words."""
+    seen = fitted_formats(moved)
+    known = {*seen, *(TENSOR_FORMATS if set(seen) & set(TENSOR_FORMATS) else ())}
+    kept = [f"products in {dtype}" for dtype in load_curves(gpu.curves).matmul if dtype not in known]
+    kept += [] if set(seen) & set(TENSOR_FORMATS) else ["fused attention"]
+    return kept + ([] if "fraction.elementwise" in moved else ["kernels bound by memory"])
 
 
 def _possible(
@@ -130,6 +158,37 @@ def _same_for_unseen_roles(
     }
     changed = new.matmul[dtype].model_copy(update={"limit": limit})
     return new.model_copy(update={"matmul": {**new.matmul, dtype: changed}})
+
+
+def _same_memory(old: EfficiencyCurves, new: EfficiencyCurves) -> EfficiencyCurves:
+    """Return the new curves with all that the memory's bandwidth rules moved by as much as elementwise kernels."""
+    factor = new.memory.fraction["elementwise"] / old.memory.fraction["elementwise"]
+    fraction = {pattern: min(1.0, share * factor) for pattern, share in old.memory.fraction.items()}
+    matmul = {
+        dtype: curve.model_copy(update={"bandwidth_fraction": min(1.0, curve.bandwidth_fraction * factor)})
+        for dtype, curve in old.matmul.items()
+    }
+    return new.model_copy(update={"matmul": matmul, "memory": new.memory.model_copy(update={"fraction": fraction})})
+
+
+def _same_tensor_cores(
+    old: EfficiencyCurves, new: EfficiencyCurves, seen: Sequence[str], guide: str
+) -> EfficiencyCurves:
+    """Return the new curves with formats that no row is about, and fused attention, moved as much as a fitted one."""
+    before, after, matmul = old.matmul[guide], new.matmul[guide], dict(new.matmul)
+    factor = {role: after.limit[role] / before.limit[role] for role in ROLES}
+    for dtype in set(TENSOR_FORMATS) & set(matmul) - set(seen):
+        curve = matmul[dtype]
+        changed = {
+            "limit": {role: min(1.0, curve.limit[role] * factor[role]) for role in ROLES},
+            "half_waves": curve.half_waves * after.half_waves / before.half_waves,
+            "half_k": curve.half_k * after.half_k / before.half_k,
+            "source": after.source,
+        }
+        matmul[dtype] = curve.model_copy(update=changed)
+    limits = {name: min(1.0, getattr(old.attention, name) * factor["forward"]) for name in ("forward", "backward")}
+    attention = new.attention.model_copy(update={**limits, "source": after.source})
+    return new.model_copy(update={"matmul": matmul, "attention": attention})
 
 
 def overlap_slowdowns(

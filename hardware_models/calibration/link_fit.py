@@ -1,12 +1,13 @@
 """Fits a preset's links and network to measured collectives and transfers, through the same flows that price plans.
 
 What the rows hold is fitted, the rest keeps the preset's values: links from groups in one node, the network from
-groups over several. Groups that ran at once are priced with the load they put on each other.
+groups over several. Collectives and sends go over the same wires: where only one of them was measured, the other's rate
+moves as much. Groups that ran at once are priced with the load they put on each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +29,17 @@ LEAST_BYTES = 1024.0
 """Where there are larger ones: a few elements are no measurement of the network. Alpa's smallest take 35 us on four
 nodes as on one, and twice that with each doubling until they are level."""
 
+RATES = (1e-3, 100.0)
+"""Over the preset's: PCIe has a thirtieth of an H100's NVLinks, one card of 10 Gb/s a hundredth of eight of 200."""
+
+PULL = 0.002
+"""Weight of the start values: what no row tells apart (a launch from steps, where all groups are of one size) stays
+like the preset's. A constant that is ten times as large costs as much as all rows 2 % off."""
+
+HARDLY, UNSEEN, AS_GOOD = 0.2, 1e-3, 1.05
+"""By how much a double rate of the network moves the rows of which it may not be what rules, and of which it is not;
+and how much worse such rows may be told without a rate of its own."""
+
 OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -40,6 +52,7 @@ class LinkFit:
         constants: Fitted numbers by name.
         used: Rows that the fit was made on.
         predicted_s: Of those, in order.
+        notes: What the rows do not tell.
     """
 
     links: LinkType | None
@@ -47,6 +60,7 @@ class LinkFit:
     constants: Mapping[str, float]
     used: tuple[Sample, ...]
     predicted_s: tuple[float, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,40 +92,70 @@ def fit_links(preset: str, rows: Iterable[Sample], source: str) -> LinkFit:
             f"measured groups must fit on {preset} with {gpus} GPUs a node, and on a mesh of links say which GPUs they "
             "are, got none that does; name another preset"
         )
-    parameters = _parameters(cluster, fitting)
     groups = [groups_at_once(cluster, range(shape.num_nodes), shape) for _, shape, _, _ in fitting]
-    measured = np.array([seconds for *_, seconds in fitting])
 
-    def predicted(vector: Vector) -> Vector:
-        values = dict(zip((parameter.name for parameter in parameters), map(float, vector), strict=True))
+    def predicted(values: Mapping[str, float]) -> Vector:
         changed = _changed(cluster, values, source)
         return np.array(
             [_at_once_s(changed, kind, num_bytes, each)
              for (kind, _, num_bytes, _), each in zip(fitting, groups, strict=True)]
         )  # fmt: skip
 
-    def residuals(vector: Vector) -> Vector:
-        return np.asarray(np.log(predicted(vector) / measured), dtype=np.float64)
+    def moves(values: Mapping[str, float]) -> float:
+        """Return by how much the row moves most that the network's double rate moves."""
+        quicker = {**values, "network.rate": 2 * _rates("network", values)[0]}
+        return float(np.abs(predicted(quicker) / predicted(values) - 1).max())
 
-    found = least_squares(
-        residuals,
-        [parameter.start for parameter in parameters],
-        bounds=([parameter.low for parameter in parameters], [parameter.high for parameter in parameters]),
-        x_scale=[max(parameter.start, 0.01 * parameter.high) for parameter in parameters],
-        loss="soft_l1",
-        f_scale=0.1,
-        max_nfev=60,
-    )
-    constants = {parameter.name: float(value) for parameter, value in zip(parameters, found.x, strict=True)}
-    node = _changed(cluster, constants, source).nodes[0]
+    measured = np.array([seconds for *_, seconds in fitting])
+    parameters = _parameters(cluster, fitting)
+    constants, cost = _least(parameters, predicted, measured)
     inside = any(shape.num_nodes == 1 for _, shape, _, _ in fitting)
+    notes = [] if inside else ["nothing inside a node was measured: its links are the preset's"]
+    notes += [] if num_nodes > 1 else ["nothing over several nodes was measured: their network is the preset's"]
+    if inside and "network.rate" in constants and moves(constants) < HARDLY:
+        others, their_cost = _least([each for each in parameters if each.name != "network.rate"], predicted, measured)
+        if their_cost <= AS_GOOD * cost and moves(others) < UNSEEN:
+            constants = others
+            notes.append(
+                "groups over several nodes take as long as their links inside nodes have it: no row says how quick the "
+                "network is for them; measure groups of one GPU on each node"
+            )
+    node = _changed(cluster, constants, source).nodes[0]
     return LinkFit(
         links=node.links if inside else None,
         network=node.network if num_nodes > 1 else None,
         constants=constants,
         used=tuple(fitting),
-        predicted_s=tuple(map(float, predicted(found.x))),
+        predicted_s=tuple(map(float, predicted(constants))),
+        notes=tuple(notes),
     )
+
+
+def _least(
+    parameters: Sequence[_Parameter], predicted: Callable[[Mapping[str, float]], Vector], measured: Vector
+) -> tuple[dict[str, float], float]:
+    """Return the values with which predictions come closest to measured seconds, and how close that is."""
+
+    def named(vector: Vector) -> dict[str, float]:
+        return {parameter.name: float(value) for parameter, value in zip(parameters, vector, strict=True)}
+
+    def residuals(vector: Vector) -> Vector:
+        pull = PULL * np.sqrt(len(measured)) * (vector - start) / scale
+        return np.concatenate([np.log(predicted(named(vector)) / measured), pull])
+
+    start = np.array([parameter.start for parameter in parameters])
+    scale = np.array([max(parameter.start, 0.01 * parameter.high) for parameter in parameters])
+    found = least_squares(
+        residuals,
+        start,
+        bounds=([parameter.low for parameter in parameters], [parameter.high for parameter in parameters]),
+        x_scale=scale,
+        loss="soft_l1",
+        f_scale=0.1,
+        ftol=1e-6,
+        max_nfev=60,
+    )
+    return named(found.x), float(found.cost)
 
 
 def _thinned(rows: Iterable[Sample]) -> list[Sample]:
@@ -151,14 +195,14 @@ def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
             continue
         rate = _rate(cluster, own)
         if where == "links":
-            add("links.rate", rate, 0.05, 20.0)
+            add("links.rate", rate, *RATES)
             if links.kind != "mesh" and len({row[1].size == 2 for row in own}) == 2:
                 add("links.pair_fraction", links.pair_fraction, 0.2, 1.0)
             if links.kind == "mesh" and {"all_to_all"} < {row[0] for row in own}:
                 # Between GPUs that no link joins only all-to-alls go; else they would set the rate of the links.
-                add("links.host_rate", rate, 0.05, 20.0)
+                add("links.host_rate", rate, *RATES)
         else:
-            add("network.collective_fraction", rate * network.collective_fraction, 0.02, 1.0)
+            add("network.rate", rate, *RATES)
         if len({row[2] for row in own}) > 1:
             for protocol in protocols:
                 add(f"{where}.{protocol.name}.launch_s", protocol.launch_s, 0.0, 1e-3)
@@ -176,7 +220,7 @@ def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
     for kind, where in zip(TRANSFERS, ("links", "network"), strict=True):
         if kind in sends:
             latency_s = (links if where == "links" else network).point_to_point_latency_s
-            add(f"{where}.point_to_point_rate", 1.0, 0.02, 50.0)
+            add(f"{where}.point_to_point_rate", 1.0, *RATES)
             if len({row[2] for row in rows if row[0] == kind}) > 1:
                 add(f"{where}.point_to_point_latency_s", latency_s, 0.0, 5e-3)
     return found
@@ -192,9 +236,8 @@ def _rate(cluster: Cluster, rows: Sequence[Sample]) -> float:
 def _changed(cluster: Cluster, values: Mapping[str, float], source: str) -> Cluster:
     node = cluster.nodes[0]
     links, network = node.links, node.network
-    scale = values.get("links.rate", 1.0)
+    scale, send = _rates("links", values)
     host = values.get("links.host_rate", scale)
-    send = values.get("links.point_to_point_rate", 1.0)
     new_links = links.model_copy(
         update={
             "link_bytes_per_s": links.link_bytes_per_s * scale,
@@ -209,11 +252,14 @@ def _changed(cluster: Cluster, values: Mapping[str, float], source: str) -> Clus
         }
     )
     latency_s = values.get("network.point_to_point_latency_s", network.point_to_point_latency_s)
-    fraction = network.point_to_point_fraction * values.get("network.point_to_point_rate", 1.0)
+    scale, send = _rates("network", values)
+    sends = send * network.point_to_point_fraction
+    card = max(scale, sends)  # No share of it is above 1, however much quicker sends are than the preset's.
     new_network = network.model_copy(
         update={
-            "collective_fraction": values.get("network.collective_fraction", network.collective_fraction),
-            "point_to_point_fraction": min(1.0, fraction),
+            "nominal_bytes_per_s": network.nominal_bytes_per_s * card,
+            "collective_fraction": network.collective_fraction * scale / card,
+            "point_to_point_fraction": min(1.0, sends / card),
             "point_to_point_latency_s": latency_s,
             "efficiency": _efficiency("network", network.efficiency, values),
             "protocols": _protocols("network", network.protocols, values),
@@ -222,6 +268,13 @@ def _changed(cluster: Cluster, values: Mapping[str, float], source: str) -> Clus
     )
     nodes = tuple(replace(each, links=new_links, network=new_network) for each in cluster.nodes)
     return Cluster(name=cluster.name, nodes=nodes)
+
+
+def _rates(where: str, values: Mapping[str, float]) -> tuple[float, float]:
+    """Return the rates of collectives and of sends over the preset's; one that was not measured is as the other."""
+    collectives, sends = values.get(f"{where}.rate"), values.get(f"{where}.point_to_point_rate")
+    known = collectives if collectives is not None else sends if sends is not None else 1.0
+    return known, sends if sends is not None else known
 
 
 def _efficiency(where: str, old: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:

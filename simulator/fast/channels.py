@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from hardware_models import collective_table
+from hardware_models.collective_table import growth, inner_of
 from hardware_models.crowding import CrowdedGroup
 from simulator.costs import CostTables
 from simulator.fast.arrays import LINE
@@ -149,12 +150,15 @@ class Channels:
             return min(start_s + size * slope for start_s, slope in lines)
 
         (first, first_s), (last, last_s) = points[0], points[-1]
-        below, above = first_s / modelled_s(first), last_s / modelled_s(last)
+        below = growth(points[0], inner_of(points, 0.0), modelled_s)
+        above = growth(points[-1], inner_of(points, _ANY_SIZE), modelled_s)
         return (
-            *((size, below * modelled_s(size)) for size in sorted({0.0, *corners}) if 0 <= size < first),
+            *((size, first_s + below * (modelled_s(size) - modelled_s(first)))
+              for size in sorted({0.0, *corners}) if 0 <= size < first),
             *points,
-            *((size, above * modelled_s(size)) for size in sorted({_ANY_SIZE, *corners}) if last < size <= _ANY_SIZE),
-        )
+            *((size, last_s + above * (modelled_s(size) - modelled_s(last)))
+              for size in sorted({_ANY_SIZE, *corners}) if last < size <= _ANY_SIZE),
+        )  # fmt: skip
 
     def price_s(self, channel: int, num_bytes: float) -> float:
         """Return the seconds of a collective of that size."""

@@ -6,12 +6,15 @@ import json
 import pickle
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hardware_models.calibration_file import load_calibration
+from hardware_models.import_aceso import import_table
+from hardware_models.importers.galvatron import GalvatronFile, LayerTime
 from simulator.plan_file import save_plan
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
@@ -113,7 +116,9 @@ def test_a_trace_gives_constants_of_a_gpu(calibrate: Any, tmp_path: Path) -> Non
         )
         maker.kernel(REDUCE, 50e-6 + size * 2**21 / 1e11, **collective("allreduce", size * 2**20, size * 2**20))
     summary = calibrate("kineto", maker.write(tmp_path / "t.json.gz"), "--gpu", "a100-sxm4-80gb", "-c", "a100-80g-dgx")
-    assert summary["gpus"] == {"a100-sxm4-80gb": ["curves"]}
+    assert summary["gpus"] == {"a100-sxm4-80gb": ["curves", "optimizer_bandwidth_fraction"]}
+    kept = "no row says how quick these are, which stay as shipped: products in fp32"
+    assert [note for note in summary["notes"] if "as shipped" in note] == [kept]
     assert summary["collective_points"] == 3
     whats = {fit["what"]: fit for fit in summary["fits"]}
     assert whats["kernels: matmul"]["constants"]["seconds"] > 0
@@ -153,12 +158,35 @@ def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_p
     table = CostTables(problem).table((), 4, problem.gpu_types[0])
     (members,) = layer_kinds(problem)
     assert sum(table.forward_s[index] for index in members) == pytest.approx(8.5e-3, rel=1e-6)
-    assert sum(table.backward_s[index] for index in members) == pytest.approx(17e-3, rel=1e-6)
+    bare = CostTables(replace(spec, profile=None).load()).table((), 4, problem.gpu_types[0])
+    backward, forward = (sum(seconds[index] for index in members) for seconds in (bare.backward_s, bare.forward_s))
+    assert sum(table.backward_s[index] for index in members) == pytest.approx(8.5e-3 * backward / forward, rel=1e-6)
     whats = {fit["what"]: fit for fit in summary["fits"]}
     assert whats["layer kind 0: time over batch"]["constants"]["seconds_per_sample"] == pytest.approx(2e-3, rel=0.02)
     assert whats["layer kind 0: activations of a sample"]["how"] == "checked"
     assert whats["layer kind 0: activations of a sample"]["worst"] < 0.05  # the published constants of BERT-Huge
     assert whats["layer kind 0: parameters"]["worst"] < 0.05
+
+
+@pytest.mark.parametrize(("size", "samples"), [("1_3B", 1), ("1_3B", 4), ("2_6B", 4), ("6_7B", 4)])
+def test_forward_times_of_layers_tell_the_backward_times_that_were_measured(size: str, samples: int) -> None:
+    """Aceso timed both. Twice forward, as Galvatron's cost model has it, is 23 to 36 % too long for these."""
+    from experiments.calibrate.layers import calibrate_layers, layer_kinds
+
+    rows = {
+        row.role: row
+        for row in import_table(data_folder("aceso_v100") / "ops.csv.gz", model="gpt", size=size).rows
+        if (row.tensor_size, row.split, row.samples) == (1, "default", samples)
+    }
+    model, cluster, runtime = f"gpt3-{size.lower().replace('_', '.')}", "v100-32g-dgx1:1x1", "megatron-lm-2021"
+    problem = ProblemSpec(model, cluster, runtime, samples).load()
+    roles = [problem.workload.operators[index].role for index in layer_kinds(problem)[0]]
+    forward, backward = (sum(getattr(rows[role], word) for role in roles) for word in ("forward_s", "backward_s"))
+    file = GalvatronFile(layers=(LayerTime(0, samples, forward),))
+    found = calibrate_layers([file], model, cluster, runtime, "test").operators
+    assert found is not None
+    assert sum(row.forward_s for row in found.rows) == pytest.approx(forward, rel=1e-6)
+    assert sum(row.backward_s for row in found.rows) == pytest.approx(backward, rel=0.1)
 
 
 def test_layer_times_of_other_sequences_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,10 +244,21 @@ def test_logs_of_another_gpu_than_the_clusters_are_said(calibrate: Any, tmp_path
     assert not any(note.startswith("the logs are of") for note in found)
 
 
+def test_of_several_logs_of_a_collective_the_median_counts(calibrate: Any, tmp_path: Path) -> None:
+    """The least of several had: one log of another day, 40 % quicker, and the machine was that quick."""
+    for number, rate in enumerate((118e9, 120e9, 123e9, 200e9, 60e9)):
+        (tmp_path / f"all_reduce_{number}.txt").write_text(log("all_reduce", rate=rate))
+    calibrate("nccl-tests", *sorted(tmp_path.glob("*.txt")), "-c", "a100-80g-dgx")
+    found = load_calibration(tmp_path / "out" / "c.json").collectives
+    assert found is not None
+    answer = found.lookup("all_reduce", 8, 2.0**26)
+    assert answer is not None and answer[0] == pytest.approx(19e-6 + 2**26 / 120e9, rel=1e-3)
+
+
 def test_bandwidths_beyond_any_link_are_said(calibrate: Any, tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps({"allreduce_size_8_consec_1": 1e9}))
     notes = calibrate("galvatron", tmp_path / "b.json", "-c", "titan-rtx-pcie")["notes"]
-    assert any(note.startswith("links.rate must be near the preset's, got 20 times titan-rtx-pcie") for note in notes)
+    assert any(note.startswith("links.rate must be near the preset's, got 100 times titan-rtx-pcie") for note in notes)
 
 
 def test_acesos_folder_gives_operators_and_collectives(calibrate: Any, tmp_path: Path) -> None:

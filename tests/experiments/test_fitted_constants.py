@@ -91,3 +91,15 @@ def test_right_constants_stay_as_they_are() -> None:
 def test_too_few_runs_are_refused() -> None:
     with pytest.raises(ValueError, match="at least two runs and one constant"):
         fit_constants(runs_under({}, shapes=SHAPES[:1])[:1], ("links",))
+
+
+def test_a_deviation_counts_what_the_fit_took_up_of_the_scatter() -> None:
+    """Two runs 6 % apart and one factor between them: it is known to 3 % over what a run gains with it, not to 2."""
+    alone = small_problem("gpt", cluster="v100-32g-dgx1:1x1")
+    quick, slow = (replace(run, seconds=run.seconds * off) for run, off in
+                   zip(runs_under({"products": 0.7}, alone, ({},)), (0.97, 1.03), strict=True))  # fmt: skip
+    fitted = fit_constants([quick, slow], ("products",))
+    at = np.array([log_error(run, fitted.factors) for run in (quick, slow)])
+    further = np.array([log_error(run, {"products": fitted.factors["products"] * 1.05}) for run in (quick, slow)])
+    gains = np.abs(further - at).mean() / np.log(1.05)
+    assert fitted.deviations["products"] == pytest.approx(0.03 / gains, rel=0.15)
