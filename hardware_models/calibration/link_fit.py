@@ -40,6 +40,10 @@ HARDLY, UNSEEN, AS_GOOD = 0.2, 1e-3, 1.05
 """By how much a double rate of the network moves the rows of which it may not be what rules, and of which it is not;
 and how much worse such rows may be told without a rate of its own."""
 
+GROWN, LAUNCH_S = 0.75, 1e-3
+"""Of a series' longest time, how much must grow with the message for its rate to be told from launches; and the most
+that a launch is taken to be."""
+
 OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -112,6 +116,14 @@ def fit_links(preset: str, rows: Iterable[Sample], source: str) -> LinkFit:
     inside = any(shape.num_nodes == 1 for _, shape, _, _ in fitting)
     notes = [] if inside else ["nothing inside a node was measured: its links are the preset's"]
     notes += [] if num_nodes > 1 else ["nothing over several nodes was measured: their network is the preset's"]
+    notes += [
+        f"messages are too small to say how quick {words}: launches take most of their times, and rates are the "
+        "preset's; measure larger ones"
+        for where, words, is_measured in (
+            ("links", "the links inside a node are", inside), ("network", "the network is", num_nodes > 1)
+        )
+        if is_measured and not {f"{where}.rate", f"{where}.point_to_point_rate"} & set(constants)
+    ]  # fmt: skip
     if inside and "network.rate" in constants and moves(constants) < HARDLY:
         others, their_cost = _least([each for each in parameters if each.name != "network.rate"], predicted, measured)
         if their_cost <= AS_GOOD * cost and moves(others) < UNSEEN:
@@ -191,27 +203,24 @@ def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
     inside = [row for row in rows if row[1].num_nodes == 1 and row[0] not in TRANSFERS]
     across = [row for row in rows if row[1].num_nodes > 1 and row[0] not in TRANSFERS]
     for where, own, protocols in (("links", inside, links.protocols), ("network", across, network.protocols)):
-        if not own:
-            continue
-        rate = _rate(cluster, own)
-        if where == "links":
-            add("links.rate", rate, *RATES)
-            if links.kind != "mesh" and len({row[1].size == 2 for row in own}) == 2:
+        grown = _grown(own)
+        kinds = {row[0] for row in grown}
+        if grown:
+            rate = _rate(cluster, grown)
+            add(f"{where}.rate", rate, *RATES)
+            if where == "links" and links.kind != "mesh" and len({row[1].size == 2 for row in grown}) == 2:
                 add("links.pair_fraction", links.pair_fraction, 0.2, 1.0)
-            if links.kind == "mesh" and {"all_to_all"} < {row[0] for row in own}:
+            if where == "links" and links.kind == "mesh" and {"all_to_all"} < kinds:
                 # Between GPUs that no link joins only all-to-alls go; else they would set the rate of the links.
                 add("links.host_rate", rate, *RATES)
-        else:
-            add("network.rate", rate, *RATES)
         if len({row[2] for row in own}) > 1:
             for protocol in protocols:
-                add(f"{where}.{protocol.name}.launch_s", protocol.launch_s, 0.0, 1e-3)
+                add(f"{where}.{protocol.name}.launch_s", protocol.launch_s, 0.0, LAUNCH_S)
                 add(f"{where}.{protocol.name}.step_s", protocol.step_s, 0.0, 2e-4)
                 if protocol.bandwidth_fraction < 1:
                     add(f"{where}.{protocol.name}.fraction", protocol.bandwidth_fraction, 0.02, 1.0)
         efficiency = (links if where == "links" else network).efficiency
         # The rate is the all-reduce's; without one, that of the first collective there is.
-        kinds = {row[0] for row in own}
         reference = "all_reduce" if "all_reduce" in kinds else next((k for k in OTHERS if k in kinds), "")
         for kind in OTHERS:
             if kind in kinds and kind != reference:
@@ -220,9 +229,29 @@ def _parameters(cluster: Cluster, rows: Sequence[Sample]) -> list[_Parameter]:
     for kind, where in zip(TRANSFERS, ("links", "network"), strict=True):
         if kind in sends:
             latency_s = (links if where == "links" else network).point_to_point_latency_s
-            add(f"{where}.point_to_point_rate", 1.0, *RATES)
+            if any(row[0] == kind for row in _grown(rows)):
+                add(f"{where}.point_to_point_rate", 1.0, *RATES)
             if len({row[2] for row in rows if row[0] == kind}) > 1:
                 add(f"{where}.point_to_point_latency_s", latency_s, 0.0, 5e-3)
+    return found
+
+
+def _grown(rows: Sequence[Sample]) -> list[Sample]:
+    """Return the rows of series whose longest time mostly grows with the message, or is more than launches can be.
+
+    One size alone is taken for such.
+    """
+    series: dict[tuple[str, GroupShape], list[Sample]] = {}
+    for row in rows:
+        series.setdefault((row[0], row[1]), []).append(row)
+    found = []
+    for points in series.values():
+        small, large = min(points, key=lambda row: row[2]), max(points, key=lambda row: row[2])
+        share = 1.0
+        if large[2] > small[2]:
+            share = (1 - small[3] / large[3]) / (1 - small[2] / large[2])
+        if share >= GROWN or small[3] > LAUNCH_S:
+            found += points
     return found
 
 

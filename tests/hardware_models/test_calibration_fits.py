@@ -378,6 +378,26 @@ def test_a_network_behind_slow_links_is_the_presets_or_the_sends_and_said_to_be_
         assert note.startswith("groups over several nodes take as long as their links inside nodes have it")
 
 
+@pytest.mark.parametrize("largest", [2.0**18, 2.0**20, 2.0**22])
+def test_messages_that_launches_rule_say_nothing_of_rates(largest: float) -> None:
+    """Launches differ by collective; told from a rate by nothing, they would be taken for collectives' efficiencies."""
+    launch_s = {"all_reduce": 70e-6, "all_gather": 50e-6, "reduce_scatter": 60e-6}
+    true = parse_cluster("a100-80g-dgx:1x8")
+    rows = [
+        (kind, GroupShape(8, 1, 1), size, launch_s[kind] + at_once_s(true, kind, GroupShape(8, 1, 1), size))
+        for kind in launch_s
+        for size in (2.0**power for power in range(10, 30))
+    ]
+    fit = fit_links("a100-80g-dgx", [row for row in rows if row[2] <= largest], "test")
+    assert not any("rate" in name or "efficiency" in name for name in fit.constants)
+    assert any(note.startswith("messages are too small to say how quick the links") for note in fit.notes)
+    assert fit.links is not None
+    fitted = Cluster(true.name, tuple(replace(each, links=fit.links) for each in true.nodes))
+    for kind, shape, size, seconds in rows:
+        if size >= 2.0**27:
+            assert at_once_s(fitted, kind, shape, size) == pytest.approx(seconds, rel=0.1)
+
+
 @pytest.mark.parametrize("slower", [2.5, 8.0, 30.0])
 def test_a_network_far_from_the_presets_is_found_from_its_largest_message(slower: float) -> None:
     """A latency and a bandwidth, the latter a few times off: no size is left out as if it were a mistake."""
