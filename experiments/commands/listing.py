@@ -173,11 +173,12 @@ def _experiments() -> list[Row]:
 
 def _effects() -> list[Row]:
     import re
+    from inspect import getdoc
 
     from simulator.fidelity import Fidelity
 
     # The docstring is the one place that says what each switch is; "name: text" per attribute.
-    documented = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", Fidelity.__doc__ or "", flags=re.MULTILINE)
+    documented = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", getdoc(Fidelity) or "", flags=re.MULTILINE)
     words = {name.replace("_", "-"): re.sub(r"\s+", " ", text).replace("``", "") for name, text in documented}
     return [(name, words.get(name, "")) for name in Fidelity.names()]
 

@@ -111,7 +111,7 @@ def test_bad_yaml_is_refused_with_its_line(text: str, line: int, words: str) -> 
         ('{"a": 1,\n "b": NaN}', 2, "finite, got NaN"),
         ('{"a": "Infinity",\n "b": -Infinity}', 2, "finite, got -Infinity"),
         ('{"a": [1, {"b": 1e999}]}', None, "a.1.b: a number must be finite"),
-        ('{"a": 1e9,\n}', 2, "malformed JSON"),
+        ('{"a": 1e9,\n"b"}', 2, "malformed JSON"),
         ("[1]", 1, "got a list"),
         ('{"a": 9223372036854775808}', None, "a: an integer must lie within"),
         (f'{{"a": {"9" * 5000}}}', None, "an integer must lie within"),
