@@ -334,13 +334,15 @@ def pipeline_s(
     *,
     last_s: Sequence[float] | None = None,
     delays_s: Sequence[float] | None = None,
+    backward_s: Sequence[float] | None = None,
     paper: bool = False,
 ) -> float:
     """Return Eq. 9: ``(m - 1) max(step) + sum(step + sync)``, seconds per iteration.
 
-    The printed sum counts every stage's synchronisation, though stages synchronise side by side; here the
-    longest counts once, unless ``paper``, but for ``delays_s``, the part of each that delays the backward pass of
-    the stage before. A last microbatch that is smaller takes ``last_s``.
+    The printed sum counts every stage's synchronisation, though stages synchronise side by side, and later ones while
+    earlier ones still run their last backward passes, ``backward_s``. Here what sticks out longest counts once, unless
+    ``paper``, but for ``delays_s``, the part of each that delays the backward pass of the stage before. A last
+    microbatch that is smaller takes ``last_s``.
 
     >>> pipeline_s([2.0, 3.0], [1.0, 0.5], 4), pipeline_s([2.0, 3.0], [1.0, 0.5], 4, paper=True)
     (15.0, 15.5)
@@ -348,9 +350,14 @@ def pipeline_s(
     13.5
     >>> pipeline_s([2.0, 3.0], [1.0, 0.5], 4, delays_s=[0.25, 0.5])
     15.5
+    >>> pipeline_s([2.0, 3.0], [0.5, 2.0], 4), pipeline_s([2.0, 3.0], [0.5, 2.0], 4, backward_s=[1.25, 2.0])
+    (16.0, 14.75)
     """
     delays_s = delays_s or [0.0] * len(sync_s)
-    rest_s = max(sync - delay for sync, delay in zip(sync_s, delays_s, strict=True))
+    rest_s = ahead_s = 0.0
+    for sync, delay, backward in zip(sync_s, delays_s, backward_s or [0.0] * len(sync_s), strict=True):
+        rest_s = max(rest_s, sync - delay - ahead_s)
+        ahead_s += backward + delay
     synced_s = sum(sync_s) if paper else sum(delays_s) + rest_s
     if last_s is not None:
         return queued_s(step_s, last_s, num_microbatches) + synced_s

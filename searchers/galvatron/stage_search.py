@@ -198,6 +198,7 @@ class DegreeSearch:
             delays_s.append(own.stretch_s)
         if self.estimator.released_time is not None:
             return self._planned(batch, cut, found, self._released_s(self.estimator.released_time, found, batch))
+        backward_s = [(1 - FORWARD_SHARE) * last for last in steps[1]]
         waits_s = self._add_transfers(stages, chosen, cut, steps)
         total_s = pipeline_s(
             steps[0],
@@ -205,6 +206,7 @@ class DegreeSearch:
             cut.parts,
             last_s=None if cut.last is None else steps[1],
             delays_s=delays_s,
+            backward_s=backward_s,
             paper=self.options.paper,
         )
         total_s += (cut.parts - 1) * waits_s
