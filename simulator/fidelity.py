@@ -25,7 +25,7 @@ class Fidelity:
         optimizer: Optimizer step and gradient norm.
         allocator: Replay the caching allocator; else ``fits`` compares live bytes.
         merge: Operators between which nothing can start or end are one task (no effect on times but where a
-            launch-bound run meets a wait or an overlap: up to 1 % less, or 0.1 % more).
+            launch-bound run meets a wait or an overlap: up to 2 % less, or 0.1 % more).
         symmetry: Devices that behave alike are simulated once (no effect on times).
     """
 

@@ -135,6 +135,13 @@ def test_a_shard_is_stepped_and_all_is_zeroed_and_averaged(zero: int) -> None:
     assert passed_s == pytest.approx(problem.hardware.kernel_time_s(view.gpu_type, kernel, "fp16"), rel=1e-12)
 
 
+def test_the_norm_reads_gradients_in_the_type_in_which_they_are_kept() -> None:
+    """Under Composer's FSDP they are reduced in bf16, and kept and clipped as fp32 shards."""
+    problem = vit_large("composer-fsdp")
+    (view,) = views_of(uniform_plan(problem, dp=8, zero=3), problem)
+    assert step_work(view).passed_bytes == pytest.approx(304_326_632 / 8 * problem.runtime.gradient_bytes, rel=1e-12)
+
+
 def test_all_ranks_wait_for_the_slowest_before_the_norm_and_behind_it() -> None:
     """The first stage is alone; the last reduces over a slow network, for longer than the first's last pass takes."""
     problem = without_hosts(small_problem("vit", cluster="v100-1gpu-10g:3x1", global_batch=8))
