@@ -117,7 +117,7 @@ def test_counterparts_of_two_stages_sum_tied_weights_at_once(
 
 
 @pytest.mark.parametrize(("runtime", "cluster"), [
-    ("galvatron-v1-bf16", "a100-80g-dgx-400g:4x8"),  # kept in 2 bytes, reduced in 4
+    ("galvatron-v1-bf16", "a100-80g-dgx-400g:4x8"),  # kept and reduced in 2 bytes
     ("pytorch-ddp", "a100-80g-dgx-100g:2x8"),  # kept in 8 bytes, with their buckets, reduced in 4
 ])  # fmt: skip
 def test_gradients_travel_in_the_type_they_are_summed_in(runtime: str, cluster: str) -> None:
