@@ -376,6 +376,13 @@ def test_live_bytes_are_told_of_the_whole_iteration_and_peak_where_memory_does(s
         assert late.max() > 0.5 * (memory.peak_allocated_bytes + history.live_bytes[-1])  # not drained
 
 
+def test_live_bytes_of_a_device_that_memory_has_no_entry_of_are_refused() -> None:
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=8)
+    result = simulate(uniform_plan(problem, dp=4, microbatch=1), problem)
+    with pytest.raises(ValueError, match="`memory` has an entry of, 0 to 0, got 3"):
+        result.live_bytes(3)  # a GPU of the plan, which does what the first does
+
+
 @pytest.mark.parametrize(
     "degrees",
     [
