@@ -69,8 +69,8 @@ def _shares(boxes: Boxes, span: tuple[float, float]) -> tuple[Floats, Ints, Floa
     share = np.empty((len(present), NUM_COLUMNS))
     for row, style in enumerate(present):
         chosen = boxes.style == style
-        start = boxes.start[chosen]
-        end = np.minimum(boxes.end[chosen], np.append(start[1:], np.inf))
+        end = np.maximum.accumulate(boxes.end[chosen])
+        start = np.maximum(boxes.start[chosen], np.concatenate(([-np.inf], end[:-1])))  # what overlaps counts once
         times = np.column_stack((start, end)).ravel()
         done = np.cumsum(np.column_stack((np.zeros(len(start)), end - start)).ravel())
         share[row] = np.diff(np.interp(edges, times, done, left=0.0)) / width

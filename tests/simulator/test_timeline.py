@@ -144,6 +144,12 @@ def test_communication_is_as_pale_as_it_is_short() -> None:
     assert (colors[1210:] == 1.0).all()
 
 
+def test_a_transfer_that_goes_on_beside_a_shorter_one_is_drawn_to_its_end() -> None:
+    boxes = Boxes(np.array([0.0, 1.0, 8.0]), np.array([6.0, 2.0, 9.0]), np.zeros(3, dtype=np.int32))
+    colors = strip_colors(boxes, (0.0, 10.0), np.zeros((1, 3)))
+    assert colors[[120, 360, 1200, 1680, 2040], 0] == pytest.approx([0.0, 0.0, 0.0, 1.0, 0.0])
+
+
 def test_the_legend_has_the_paler_boxes_of_later_chunks() -> None:
     names = [words for words, _ in _legend([("forward", _lighten(BLUE, 0.0)), ("forward", _lighten(BLUE, 0.55))])]
     assert names == ["forward", "forward, second chunk"]
