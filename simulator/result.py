@@ -74,7 +74,20 @@ class SimulationResult:
         return self.run.schedule
 
     def live_bytes(self, device: int) -> LiveBytes:
-        """Return what is live on a device over the iteration; ``memory`` has one entry per such device."""
+        """Return what is live on a representative device over the iteration.
+
+        Args:
+            device: ``DeviceMemory.device`` of an entry of ``memory``, not a device id of the plan.
+
+        Raises:
+            ValueError: If there is no such device.
+        """
+        known = range(len(self.memory))
+        if device not in known:
+            raise ValueError(
+                f"device must be one that `memory` has an entry of, 0 to {len(known) - 1}, got {device}; devices that "
+                "do the same share one (graph.device_members)"
+            )
         return self.run.live_bytes(device)
 
     @property

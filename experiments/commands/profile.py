@@ -62,7 +62,7 @@ def profile_machine_file(
     """
     require_torch()
     from simulator.problem import ProblemSpec
-    from validation.execution.launch import WorkerError
+    from validation.execution.launch import WorkerError, check_devices
     from validation.profiling.group_times import LARGE_SIZES, SIZES
     from validation.profiling.machine_profile import now, other_gpu, save_machine_profile
     from validation.profiling.profile_journal import Journal
@@ -101,6 +101,7 @@ def profile_machine_file(
         if as_json:
             print_json({"parts": len(work.parts), "plans": len(work.job_s), "least_s": least, "most_s": most})
         return
+    check_devices(everyone, device)
     if device == "cuda" and (words := other_gpu(problem)):
         messages().print(f"note: {words}", markup=False, soft_wrap=True)
     partial = output.with_name(f"{output.name}.partial")

@@ -11,7 +11,6 @@ the less of a pixel's time it takes::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,9 @@ from simulator.reports.figures import (
     png,
     set_title,
 )
+from simulator.reports.timeline_boxes import NUM_COLUMNS, Boxes, strip_colors, task_boxes, thinned
 from simulator.result import format_rate, format_s
-from simulator.taskgraph import COMMUNICATION, Floats, Ints
+from simulator.taskgraph import COMMUNICATION, Ints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,9 +54,6 @@ MAX_LABELS = 2_500
 MAX_ROWS = 48
 DIGIT_WIDTH = 0.62
 """Of the font size, in matplotlib's default font."""
-
-NUM_COLUMNS = 2_400
-"""About the picture's width in pixels: what is narrower than a column cannot be seen."""
 
 BUSY_STYLES = {
     "forward": ("forward", BLUE),
@@ -100,18 +97,6 @@ def readable_window(plan: Plan, iteration_time_s: float) -> tuple[float, float] 
     if plan.schedule == "gpipe" or plan.num_microbatches <= 2 * shown:
         return None
     return 0.0, shown / plan.num_microbatches * iteration_time_s
-
-
-@dataclass(frozen=True)
-class _Boxes:
-    """Boxes of one row and lane, with an index into the styles in use."""
-
-    start: Floats
-    end: Floats
-    style: Ints
-
-    def __len__(self) -> int:
-        return len(self.start)
 
 
 def plot_timeline(
@@ -158,8 +143,8 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     column_s = (span[1] - span[0]) / NUM_COLUMNS
     boxes_per_row = max(16, max_boxes // (len(devices) * (1 + len(lanes))))
     styles: dict[tuple[str, Color], int] = {}
-    strips: list[tuple[float, _Boxes]] = []
-    drawn: list[tuple[float, float, _Boxes]] = []
+    strips: list[tuple[float, Boxes]] = []
+    drawn: list[tuple[float, float, Boxes]] = []
     labels: list[tuple[float, float, float, int, str]] = []
     for row, device in enumerate(devices):
         tasks = device_tasks(graph, device)
@@ -169,14 +154,14 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
         communicates = graph.kind[tasks] == COMMUNICATION
         axes.barh(row + busy_share / 2, span[1] - span[0], busy_share, span[0], color=BACKGROUND, zorder=0)
         busy = tasks[~communicates]
-        boxes = _task_boxes(result, busy, _busy_styles(result, device, busy, styles), column_s)
-        drawn.append((row, busy_share, _thin(boxes, span, boxes_per_row)))
+        boxes = task_boxes(result, busy, _busy_styles(result, device, busy, styles), column_s)
+        drawn.append((row, busy_share, thinned(boxes, span, boxes_per_row)))
         labels += [(row + busy_share / 2, *label) for label in _labels(result, busy, span)]
         lane_styles, lane_of = _lane_styles(graph, tasks[communicates], styles)
         for number, lane in enumerate(lanes):
             chosen = lane_of == lane
             moves = tasks[communicates][chosen]
-            boxes = _Boxes(result.schedule.start_s[moves], result.schedule.end_s[moves], lane_styles[chosen])
+            boxes = Boxes(result.schedule.start_s[moves], result.schedule.end_s[moves], lane_styles[chosen])
             strips.append((row + busy_share + 0.02 + 0.13 * number, boxes))
     _draw_boxes(axes, drawn, styles)
     _draw_strips(axes, strips, styles, span)
@@ -297,47 +282,6 @@ def _lane_styles(graph: TaskGraph, tasks: Ints, styles: dict[tuple[str, Color], 
     return style[graph.cause[tasks]], lane[graph.cause[tasks]]
 
 
-def _task_boxes(result: SimulationResult, tasks: Ints, style: Ints, column_s: float) -> _Boxes:
-    """Return boxes in order of start; neighbours of one style and microbatch closer than a column join."""
-    start, end = result.schedule.start_s[tasks], result.schedule.end_s[tasks]
-    if len(tasks) == 0:
-        return _Boxes(start, end, style)
-    key = np.column_stack((style, result.graph.microbatch[tasks], result.graph.stage[tasks]))
-    reach = np.maximum.accumulate(end)
-    first = np.concatenate(([True], (key[1:] != key[:-1]).any(axis=1) | (start[1:] > reach[:-1] + column_s)))
-    begins = np.flatnonzero(first)
-    return _Boxes(start[begins], np.maximum.reduceat(end, begins), style[begins])
-
-
-def _thin(boxes: _Boxes, span: tuple[float, float], limit: int) -> _Boxes:
-    """Return the boxes, or if too many, runs of columns with what takes most of each."""
-    if len(boxes) <= limit:
-        return boxes
-    edges, present, share = _shares(boxes, span)
-    share = np.vstack((share, 1.0 - share.sum(axis=0)))
-    winner = share.argmax(axis=0)
-    first = np.flatnonzero(np.concatenate(([True], winner[1:] != winner[:-1])))
-    last = np.append(first[1:], NUM_COLUMNS)
-    filled = winner[first] < len(present)
-    return _Boxes(edges[first[filled]], edges[last[filled]], present[winner[first[filled]]])
-
-
-def _shares(boxes: _Boxes, span: tuple[float, float]) -> tuple[Floats, Ints, Floats]:
-    """Return the edges of columns, the styles in use, and the share of each column that each style takes."""
-    edges = np.linspace(*span, NUM_COLUMNS + 1)
-    width = edges[1] - edges[0]
-    present = np.unique(boxes.style)
-    share = np.empty((len(present), NUM_COLUMNS))
-    for row, style in enumerate(present):
-        chosen = boxes.style == style
-        start = boxes.start[chosen]
-        end = np.minimum(boxes.end[chosen], np.append(start[1:], np.inf))
-        times = np.column_stack((start, end)).ravel()
-        done = np.cumsum(np.column_stack((np.zeros(len(start)), end - start)).ravel())
-        share[row] = np.diff(np.interp(edges, times, done, left=0.0)) / width
-    return edges, present, share
-
-
 def _labels(result: SimulationResult, tasks: Ints, span: tuple[float, float]) -> list[tuple[float, float, int, str]]:
     """Return (center_s, width_s, microbatch, cause) per run of tasks of one pass, stage and microbatch."""
     graph = result.graph
@@ -358,7 +302,7 @@ def _labels(result: SimulationResult, tasks: Ints, span: tuple[float, float]) ->
     ]
 
 
-def _draw_boxes(axes: Axes, drawn: list[tuple[float, float, _Boxes]], styles: dict[tuple[str, Color], int]) -> None:
+def _draw_boxes(axes: Axes, drawn: list[tuple[float, float, Boxes]], styles: dict[tuple[str, Color], int]) -> None:
     from matplotlib.collections import PolyCollection
 
     corners, colors = [], []
@@ -374,21 +318,13 @@ def _draw_boxes(axes: Axes, drawn: list[tuple[float, float, _Boxes]], styles: di
 
 
 def _draw_strips(
-    axes: Axes, strips: list[tuple[float, _Boxes]], styles: dict[tuple[str, Color], int], span: tuple[float, float]
+    axes: Axes, strips: list[tuple[float, Boxes]], styles: dict[tuple[str, Color], int], span: tuple[float, float]
 ) -> None:
     table = np.array([color for _, color in styles] or [(0.0, 0.0, 0.0)])
     for y, boxes in strips:
         if len(boxes):
-            colors = _strip_colors(boxes, span, table)
+            colors = strip_colors(boxes, span, table)
             axes.imshow(colors[np.newaxis], extent=(*span, y + 0.11, y), aspect="auto", zorder=2)
-
-
-def _strip_colors(boxes: _Boxes, span: tuple[float, float], table: Floats) -> Floats:
-    """Return each column's colour: those of what takes it, mixed with white by how long that takes."""
-    _, present, share = _shares(boxes, span)
-    share /= np.maximum(1.0, share.sum(axis=0))
-    colors: Floats = 1.0 - share.T @ (1.0 - table[present])
-    return colors
 
 
 def _draw_labels(

@@ -359,24 +359,6 @@ def test_gradients_that_are_made_anew_are_not_there_before_the_first_backward_pa
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [dict(pp=2), dict(pp=4), dict(pp=2, recompute="full"), dict(pp=2, chunks=2, schedule="interleaved"),
-     dict(pp=2, schedule="zb-h1"), dict(pp=2, schedule="gpipe"), dict(dp=4, zero=3)],
-    ids=str,
-)  # fmt: skip
-def test_live_bytes_are_told_of_the_whole_iteration_and_peak_where_memory_does(shape: dict) -> None:
-    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=64)
-    result = simulate(uniform_plan(problem, microbatch=1, **shape), problem)
-    for memory in result.memory:
-        history = result.live_bytes(memory.device)
-        assert history.live_bytes.max() == memory.peak_allocated_bytes
-        assert history.times_s[history.live_bytes.argmax()] == memory.peak_time_s
-        assert (np.diff(history.times_s) >= 0).all()
-        late = history.live_bytes[history.times_s > 0.6 * result.iteration_time_s]
-        assert late.max() > 0.5 * (memory.peak_allocated_bytes + history.live_bytes[-1])  # not drained
-
-
-@pytest.mark.parametrize(
     "degrees",
     [
         {"tp": 2, "pp": 2, "microbatch": 2},

@@ -14,13 +14,13 @@ from simulator.reports.memory_plot import MEMORY_COLUMNS, _envelope
 from simulator.reports.timeline import (
     MAX_BOXES,
     NUM_COLUMNS,
-    _Boxes,
+    Boxes,
     _legend,
     _lighten,
-    _strip_colors,
-    _thin,
     _timeline_figure,
     readable_window,
+    strip_colors,
+    thinned,
 )
 from simulator.result import SimulationResult
 from simulator.uniform import uniform_plan
@@ -60,8 +60,8 @@ def test_an_empty_window_is_refused(result: SimulationResult, tmp_path: Path) ->
 
 def test_thinned_boxes_keep_the_time_of_each_style_to_a_column() -> None:
     start = np.arange(10_000) * 1e-3
-    boxes = _Boxes(start, start + np.where(start < 5, 0.9e-3, 0.2e-3), np.arange(10_000) // 2500)
-    thin = _thin(boxes, (0.0, 10.0), 100)
+    boxes = Boxes(start, start + np.where(start < 5, 0.9e-3, 0.2e-3), np.arange(10_000) // 2500)
+    thin = thinned(boxes, (0.0, 10.0), 100)
     assert len(thin) <= NUM_COLUMNS
     assert (thin.start[1:] >= thin.end[:-1] - 1e-12).all()
     assert thin.end[-1] == pytest.approx(5.0, abs=0.01)  # what fills a fifth of its columns is not drawn
@@ -138,10 +138,16 @@ def test_the_timeline_says_that_a_plan_does_not_fit_and_which_rows_are_left_out(
 
 def test_communication_is_as_pale_as_it_is_short() -> None:
     start = np.arange(10_000) * 1e-3
-    boxes = _Boxes(start, start + np.where(start < 5, 0.25e-3, 0.0), np.zeros(10_000, dtype=np.int32))
-    colors = _strip_colors(boxes, (0.0, 10.0), np.array([[1.0, 0.0, 0.2]]))
+    boxes = Boxes(start, start + np.where(start < 5, 0.25e-3, 0.0), np.zeros(10_000, dtype=np.int32))
+    colors = strip_colors(boxes, (0.0, 10.0), np.array([[1.0, 0.0, 0.2]]))
     assert colors[:1190].mean(axis=0) == pytest.approx([1.0, 0.75, 0.8], abs=0.01)
     assert (colors[1210:] == 1.0).all()
+
+
+def test_a_transfer_that_goes_on_beside_a_shorter_one_is_drawn_to_its_end() -> None:
+    boxes = Boxes(np.array([0.0, 1.0, 8.0]), np.array([6.0, 2.0, 9.0]), np.zeros(3, dtype=np.int32))
+    colors = strip_colors(boxes, (0.0, 10.0), np.zeros((1, 3)))
+    assert colors[[120, 360, 1200, 1680, 2040], 0] == pytest.approx([0.0, 0.0, 0.0, 1.0, 0.0])
 
 
 def test_the_legend_has_the_paler_boxes_of_later_chunks() -> None:

@@ -353,3 +353,13 @@ def test_a_profile_killed_in_the_middle_goes_on_and_leaves_no_process(tmp_path: 
         (tmp_path / "cut.json").write_bytes(output.read_bytes()[:cut])
         with pytest.raises(ValueError, match=r"cut\.json"):
             load_machine_profile(tmp_path / "cut.json")
+
+
+def test_gpus_that_this_machine_lacks_are_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = ("-m", "gpt3-350m", "-c", "a100-80g-dgx:1x1", "-r", "windtunnel-executor", "-o", tmp_path / "machine.json")
+    code, _, error = run(capsys, "profile", "--device", "cuda", *words)
+    assert code == 2 and "error: 1 processes on cuda need 1 GPUs, got 0" in error
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from simulator.lowering.transfers import Region, boundary, route
-from validation.execution.groups import GroupKey, GroupPool
+from validation.execution.groups import Connection, GroupKey, GroupPool
 from validation.execution.wiring import StageWiring
 from validation.kinds.operator_context import DTYPES, Box, box_of, box_shape
 from workloads.kinds.base import Shape
@@ -157,16 +157,16 @@ class Boundary:
         ranks = tuple(sorted({*self.first.ranks, *self.second.ranks}))
         return f"{WAYS[way]} {self.position} {'up' if source < target else 'down'}", ranks
 
-    def group_keys(self) -> set[GroupKey]:
-        """Return the communicators that transfers need."""
+    def connections(self) -> set[Connection]:
+        """Return who sends whom, and on which communicator."""
         ends = {
             (way, *self.ranks(way, piece))
             for (way, _), routes in self.routes.items()
             for found in routes
             for piece in found.pieces
         }
-        keys = {self.lane(way, source, target) for way, source, target in ends if source != target}
-        return keys | self.smaller[0].group_keys() if self.smaller is not None else keys
+        found = {(self.lane(way, source, target), source, target) for way, source, target in ends if source != target}
+        return found | self.smaller[0].connections() if self.smaller is not None else found
 
 
 def _numel(box: Box) -> int:

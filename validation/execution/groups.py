@@ -21,6 +21,9 @@ GroupKey = tuple[str, tuple[int, ...]]
 """Role and global ranks in ascending order. What has communicators of its own: activations (``tensor``), gathered
 parameters (``gather``), gradients (``reduce``), and the lanes of transfers (``boundaries.Boundary.lane``)."""
 
+Connection = tuple[GroupKey, int, int]
+"""A lane, and the global ranks that send and receive on it."""
+
 # Renamed in torch 2.13.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -186,6 +189,7 @@ class GroupPool:
         self.timer: Timer = untimed
         """Times the wait for every collective of this process."""
         self._handles: dict[GroupKey, Any] = {}
+        self._connected: set[GroupKey | Connection] = set()
 
     @property
     def num_groups(self) -> int:
@@ -201,6 +205,29 @@ class GroupPool:
             self._handles[role, ranks] = dist.new_group(
                 list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=self.backend
             )
+
+    def connect(self, groups: Iterable[GroupKey], connections: Iterable[Connection], device: torch.device) -> None:
+        """Let ranks meet that will talk, all of them in one order. All processes must call this with the same.
+
+        NCCL connects ranks when they first need each other, and the host of each waits there for the others: within
+        an iteration, where replicas take turns, it may wait for one that waits for a third that waits for it.
+
+        Args:
+            groups: Communicators of collectives.
+            connections: Who sends whom on which lane.
+            device: Of this process.
+        """
+        token = torch.zeros(1, device=device)
+        for key in sorted(set(groups) - self._connected):
+            if len(key[1]) > 1 and self.rank in key[1]:
+                dist.all_reduce(token, group=self._handles[key])
+                self._connected.add(key)
+        for key, source, target in sorted(set(connections) - self._connected):
+            if self.rank == source:
+                dist.send(token, target, group=self._handles[key])
+            elif self.rank == target:
+                dist.recv(token, source, group=self._handles[key])
+            self._connected.add((key, source, target))
 
     def group(self, role: str, ranks: Sequence[int]) -> Group:
         """Return the communicator of ``ranks`` (mesh order), which must have been prepared."""

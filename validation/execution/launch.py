@@ -80,6 +80,19 @@ def backend_of(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
+def check_devices(num_processes: int, device: str) -> None:
+    """Refuse more processes on CUDA than this machine has GPUs.
+
+    Raises:
+        ValueError: If there are fewer.
+    """
+    if device == "cuda" and torch.cuda.device_count() < num_processes:
+        raise ValueError(
+            f"{num_processes} processes on cuda need {num_processes} GPUs, got {torch.cuda.device_count()}; use a plan "
+            "for fewer devices, or device cpu"
+        )
+
+
 def launch(
     target: Target,
     argument: Any,
@@ -105,11 +118,7 @@ def launch(
         ValueError: If the port is in use, or there are fewer GPUs than ranks.
         WorkerError: If a process fails, dies, or takes too long.
     """
-    if device == "cuda" and torch.cuda.device_count() < num_processes:
-        raise ValueError(
-            f"{num_processes} processes on cuda need {num_processes} GPUs, got {torch.cuda.device_count()}; use a plan "
-            "for fewer devices, or device cpu"
-        )
+    check_devices(num_processes, device)
     listener = _listen(port)
     chosen = int(listener.getsockname()[1])
     store = (

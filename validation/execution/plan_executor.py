@@ -73,7 +73,11 @@ class PlanExecutor:
             self._boundary(position, tuple(tensors)) for position, tensors in enumerate(crossing_tensors(views))
         ]
         self.ties = find_ties(self.wirings)
-        worker.pool.prepare(self._group_keys())
+        groups = self._group_keys()
+        connections = {each for boundary in self.boundaries for each in boundary.connections()}
+        worker.pool.prepare(groups | {lane for lane, _, _ in connections})
+        if worker.device.type == "cuda" and worker.world_size > 1:
+            worker.pool.connect(groups, connections, worker.device)
         starts = {number: number * plan.microbatch_size for number in range(plan.num_microbatches)}
         last = {number: starts.pop(number) for number in list(starts) if plan.is_smaller(number)}
         self.runners = {
@@ -104,8 +108,6 @@ class PlanExecutor:
         for wiring in self.wirings:
             found |= set(parameter_group_keys(wiring.view, wiring.ranks))
             found |= gradient_group_keys(wiring.view, wiring.ranks)
-        for boundary in self.boundaries:
-            found |= boundary.group_keys()
         return found
 
     def _boundary(self, position: int, tensors: tuple[str, ...]) -> Boundary:

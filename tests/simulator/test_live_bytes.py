@@ -1,0 +1,35 @@
+"""Live bytes over a whole iteration: what pictures and traces of memory show."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.simulator.problems import small_problem
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [dict(pp=2), dict(pp=4), dict(pp=2, recompute="full"), dict(pp=2, chunks=2, schedule="interleaved"),
+     dict(pp=2, schedule="zb-h1"), dict(pp=2, schedule="gpipe"), dict(dp=4, zero=3)],
+    ids=str,
+)  # fmt: skip
+def test_live_bytes_are_told_of_the_whole_iteration_and_peak_where_memory_does(shape: dict) -> None:
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=64)
+    result = simulate(uniform_plan(problem, microbatch=1, **shape), problem)
+    for memory in result.memory:
+        history = result.live_bytes(memory.device)
+        assert history.live_bytes.max() == memory.peak_allocated_bytes
+        assert history.times_s[history.live_bytes.argmax()] == memory.peak_time_s
+        assert (np.diff(history.times_s) >= 0).all()
+        late = history.live_bytes[history.times_s > 0.6 * result.iteration_time_s]
+        assert late.max() > 0.5 * (memory.peak_allocated_bytes + history.live_bytes[-1])  # not drained
+
+
+def test_live_bytes_of_a_device_that_memory_has_no_entry_of_are_refused() -> None:
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=8)
+    result = simulate(uniform_plan(problem, dp=4, microbatch=1), problem)
+    with pytest.raises(ValueError, match="`memory` has an entry of, 0 to 0, got 3"):
+        result.live_bytes(3)  # a GPU of the plan, which does what the first does
