@@ -213,7 +213,7 @@ def test_channels_that_are_gathered_are_joined_in_both(measured: bool) -> None:
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
 def test_weights_that_each_use_reduces_are_in_both(family: str) -> None:
-    found = estimator(family, "a100-80g-dgx:1x8", "galvatron-v1-bf16")
+    found = estimator(family, "a100-80g-dgx:1x8", "galvatron-v1")
     once = replace(found.problem, runtime=replace(found.problem.runtime, reduces_ties_by_use=False))
     for shape in (dict(dp=8), dict(tp=2, dp=4), dict(pp=2, dp=4), dict(dp=8, zero=1), dict(dp=8, zero=3)):
         plan = uniform_plan(found.problem, **shape)  # type: ignore[arg-type]
