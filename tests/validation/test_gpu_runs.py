@@ -40,6 +40,7 @@ from validation.profiling import communication_times, group_times, profile_run  
 from validation.profiling.machine_profile import other_gpu  # noqa: E402
 from validation.profiling.profile_journal import Journal  # noqa: E402
 from validation.profiling.profile_run import ProfileOptions, profile_work, run_profile  # noqa: E402
+from validation.profiling.stopwatch import seconds_of  # noqa: E402
 
 CAMPAIGN = mapping(
     device="cuda",
@@ -248,6 +249,14 @@ def test_a_collective_is_timed_on_the_gpu_and_not_its_launch(monkeypatch: pytest
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)
     kernel = lambda: gpu.launch(gpu.KERNEL_S)  # noqa: E731
-    assert communication_times._median_s(kernel, 3, worker) == pytest.approx(gpu.KERNEL_S)
-    seconds, _ = group_times._seconds(kernel, worker, group_times.GroupRequest(2, (1024,), 3, 0.05))
-    assert seconds == pytest.approx(gpu.KERNEL_S)
+    for size in (1024, 1 << 30):
+        assert communication_times._median_s(kernel, size, 3, worker) == pytest.approx(gpu.KERNEL_S)
+        seconds, _ = group_times._seconds(kernel, size, worker, group_times.GroupRequest(2, (size,), 3, 0.05))
+        assert seconds == pytest.approx(gpu.KERNEL_S)
+
+
+def test_a_message_that_takes_milliseconds_is_not_sent_ten_times_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, device, sent = SimulatedGpu(monkeypatch), PosingGpu("cpu"), list[int]()
+    for size in (1 << 20, 1 << 30):
+        seconds_of(lambda size=size: sent.append(size) or gpu.launch(gpu.KERNEL_S), device, size)
+    assert (sent.count(1 << 20), sent.count(1 << 30)) == (10, 1)

@@ -93,16 +93,16 @@ def _measure(worker: Worker, request: _Request) -> list[Row]:
 
         repeats = request.repeats * (1 if size >= LARGE else 4)
         for kind, work in (("all_reduce", reduce), ("all_gather", gather), ("reduce_scatter", scatter)):
-            rows.append((kind, worker.world_size, float(size), _median_s(work, repeats, worker)))
-        rows.append(("transfer_intra_node", 2, float(size), _median_s(round_trip, repeats, worker) / 2))
+            rows.append((kind, worker.world_size, float(size), _median_s(work, size, repeats, worker)))
+        rows.append(("transfer_intra_node", 2, float(size), _median_s(round_trip, size, repeats, worker) / 2))
     return rows
 
 
-def _median_s(work: Callable[[], None], repeats: int, worker: Worker) -> float:
+def _median_s(work: Callable[[], None], size: int, repeats: int, worker: Worker) -> float:
     samples = []
     for attempt in range(repeats + 2):
         dist.barrier()
-        seconds = seconds_of(work, worker.device)
+        seconds = seconds_of(work, worker.device, size)
         if attempt >= 2:
             samples.append(seconds)
     return statistics.median(samples)

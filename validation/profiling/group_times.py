@@ -103,7 +103,7 @@ def _measure(worker: Worker, request: GroupRequest) -> tuple[list[Row], list[str
         for size in request.sizes:
             try:
                 work = _work(kind, size, worker, own, first, n)
-                seconds, _ = _seconds(work, worker, request)
+                seconds, _ = _seconds(work, size, worker, request)
             except RuntimeError as error:
                 if "support" not in str(error).lower():
                     raise
@@ -140,7 +140,7 @@ def _work(kind: str, size: int, worker: Worker, group: Any, first: int, n: int) 
     return table[kind]
 
 
-def _seconds(work: Callable[[], None], worker: Worker, request: GroupRequest) -> tuple[float, int]:
+def _seconds(work: Callable[[], None], size: int, worker: Worker, request: GroupRequest) -> tuple[float, int]:
     """Return the median over samples of the slowest rank's time, and the number of samples.
 
     The slowest rank's time is agreed on, so all ranks stop together.
@@ -148,7 +148,7 @@ def _seconds(work: Callable[[], None], worker: Worker, request: GroupRequest) ->
     samples: list[float] = []
     while len(samples) < WARMUP or not is_enough(samples[WARMUP:], cap=request.cap, wanted=request.spread):
         dist.barrier()
-        taken = torch.tensor([seconds_of(work, worker.device)], dtype=torch.float64, device=worker.device)
+        taken = torch.tensor([seconds_of(work, worker.device, size)], dtype=torch.float64, device=worker.device)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         samples.append(float(taken))
     return statistics.median(samples[WARMUP:]), len(samples) - WARMUP
