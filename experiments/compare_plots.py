@@ -23,6 +23,7 @@ CROWDED = 1e3
 """From this ratio of times on, ticks at decades alone."""
 NARROW = 0.15
 """Bars below this share of the capacity have their number behind them."""
+# Of lines and the words at their ends: darker than the cycle of other figures, whose yellow and sky cannot be read.
 LINES = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
 
 

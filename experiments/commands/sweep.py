@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.console import AsJson, console, messages, print_lines, print_table
+from experiments.console import AsJson, console, messages, print_lines, print_table, short_number
 from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 
 if TYPE_CHECKING:
@@ -139,16 +139,14 @@ def _show(found: Sweep, results: pd.DataFrame) -> None:
 
 
 def _cells(row: dict[Any, Any], inputs: list[str]) -> tuple[str, ...]:
-    from simulator.result import format_rate
-
     shown = ["-" if row[name] is None or str(row[name]) in ("", "nan", "<NA>") else str(row[name]) for name in inputs]
     if row["status"] not in ("ok", "out of memory"):
         return (*shown, "-", "-", "-", "-", f"{row['status']}: {row['reason']}")
     words = f"{row['plan']} ({row['reason']})" if row["reason"] else row["plan"]
     return (
         *shown,
-        f"{row['iteration_time_s']:.3g}",
-        format_rate(row["samples_per_s"]),
+        short_number(row["iteration_time_s"]),
+        short_number(row["samples_per_s"]),
         f"{row['mfu']:.1%}",
         f"{row['peak_reserved_bytes'] / 2**30:.1f}/{row['capacity_bytes'] / 2**30:.1f}",
         words if row["status"] == "ok" else f"OUT OF MEMORY: {words}",

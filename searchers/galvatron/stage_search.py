@@ -29,7 +29,7 @@ from searchers.galvatron.tied_weights import TiedTable, search_tied
 from simulator.problem import Problem
 
 FORWARD_SHARE = 1 / 3
-"""Of a step, where only the larger of two stages matters: backward does about twice the work."""
+"""Of a step, where two stages are compared and for what hides behind backward, which does about twice the work."""
 
 
 class _StageCost(NamedTuple):
