@@ -8,7 +8,7 @@ alone; what a pass takes beyond them (autograd hooks, accumulation of gradients,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from hardware_models.profile_scaling import ProfileScaling
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
+from simulator.lowering.epilogue import tied_groups
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
 from simulator.lowering.program import ProgramBuilder, StageView
@@ -141,15 +142,19 @@ def split_errors(
         each.device: median(turn.devices[position].passes_s for turn in measured)
         for position, each in enumerate(measured[0].devices)
     }
+    stages = [set(view.stage.devices) for view in views]
+    sums = [set(group) for _, group, _ in tied_groups(views)]
+    sums_over_stages = [group for group in sums if not any(group <= stage for stage in stages)]
     found = []
     for rank, device in enumerate(devices):
         own = [view for view in views if device in view.stage.devices]
+        partners = set().union(*(group for group in sums_over_stages if device in group))
         counts = {(kind, stage): count for (of, kind, stage), count in actions.items() if of == rank}
         found.append(
             DeviceSplit(
                 device,
                 _predicted(device, own, counts, result, calibration, scaling),
-                _measured(device, own, counts, measured),
+                _measured(device, own, counts, measured, partners),
             )
         )
     return sorted(found, key=lambda split: -busy.get(split.device, 0.0))
@@ -216,6 +221,7 @@ def _measured(
     views: Sequence[StageView],
     counts: Mapping[tuple[str, int], int],
     measured: Sequence[Measurement],
+    partners: Set[int],
 ) -> dict[Cell, float]:
     cells: dict[Cell, float] = {}
     for view in views:
@@ -231,8 +237,9 @@ def _measured(
                 samples = [turn.operator_s[phase, index] for turn in measured if (phase, index) in turn.operator_s]
                 cells[kind_class, cause] = cells.get((kind_class, cause), 0.0) + count * median(samples)
     times = [each for turn in measured for each in turn.devices if each.device == device]
-    cells[COLLECTIVES, COLLECTIVES] = median(each.collectives_s + each.collectives_after_s for each in times)
-    cells[WAITING, WAITING] = median(each.waiting_s for each in times)
+    late = median(_late_partners_s(turn, device, partners) for turn in measured)
+    cells[COLLECTIVES, COLLECTIVES] = median(each.collectives_s + each.collectives_after_s for each in times) - late
+    cells[WAITING, WAITING] = median(each.waiting_s for each in times) + late
     cells[OPTIMIZER, OPTIMIZER] = median(each.optimizer_s for each in times)
     total = median(turn.iteration_time_s for turn in measured)
     # A rank that has nothing left to do waits for the slowest one, which the iteration time is that of.
@@ -241,6 +248,12 @@ def _measured(
         cells[WAITING, WAITING] += max(0.0, idle)
     cells[OTHER, OTHER] = total - sum(cells.values())
     return cells
+
+
+def _late_partners_s(measured: Measurement, device: int, partners: Set[int]) -> float:
+    """Return what a device waits in sums over stages for those that come later: the last one only sums."""
+    after_s = {each.device: each.collectives_after_s for each in measured.devices}
+    return after_s[device] - min((after_s[each] for each in partners), default=after_s[device])
 
 
 def _end_s(measured: Measurement, device: int) -> float:
