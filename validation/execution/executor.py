@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from simulator.plan import Plan
 from simulator.problem import Problem
+from validation.execution.collector import collector_off
 from validation.execution.executable import check_executable
 from validation.execution.launch import Worker, backend_of, launch
 from validation.execution.memory_history import recorded_history, release_cuda_memory
@@ -58,6 +60,11 @@ def run_rank(worker: Worker, job: Job) -> RankRecord:
 
 def _run_rank(worker: Worker, job: Job) -> RankRecord:
     executor = PlanExecutor(job.plan, job.problem, worker, measure_operators=job.measure_operators)
+    with collector_off():
+        return _run_iterations(worker, job, executor)
+
+
+def _run_iterations(worker: Worker, job: Job, executor: PlanExecutor) -> RankRecord:
     record = RankRecord(worker.rank, executor.device_id)
     on_cuda = worker.device.type == "cuda"
     if on_cuda:
@@ -68,8 +75,7 @@ def _run_rank(worker: Worker, job: Job) -> RankRecord:
                 torch.cuda.reset_peak_memory_stats(worker.device)
             if executor.times is not None:
                 executor.times.drain()
-        if worker.world_size > 1:
-            dist.barrier()
+        _start_together(worker)
         done = executor.run_iteration(iteration)
         record.iterations_s.append(done.iteration_s)
         record.losses.append(executor.loss())
@@ -85,13 +91,18 @@ def _run_rank(worker: Worker, job: Job) -> RankRecord:
     for extra in range(job.traced_iterations):
         if extra == 0:
             executor.time_operators()
-        if worker.world_size > 1:
-            dist.barrier()
+        _start_together(worker)
         record.traced = executor.run_iteration(job.warmup + job.iterations + extra)
     if executor.times is not None:
         record.operator_s = executor.times.drain()
     record.notes = executor.notes()
     return record
+
+
+def _start_together(worker: Worker) -> None:
+    gc.collect()
+    if worker.world_size > 1:
+        dist.barrier()
 
 
 def execute(
