@@ -53,3 +53,17 @@ def write_pid_and_sleep(worker: Worker, folder: str) -> None:
     """Say who one is, then sleep for long."""
     (Path(folder) / f"rank{worker.rank}").write_text(str(os.getpid()))
     time.sleep(3600)
+
+
+class Failing:
+    """A number of iterations at which one rank fails."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __index__(self) -> int:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            raise RuntimeError(self.message)
+        return 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.validation.tiny import axes, problem, stage  # noqa: E402
 from validation.execution.executable import check_executable  # noqa: E402
 from validation.execution.executor import execute  # noqa: E402
 from validation.execution.launch import WorkerError, launch  # noqa: E402
+from validation.profiling.jobs import execute_rounds, plan_job  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +70,22 @@ def test_a_rank_that_raises_is_named_with_its_error_not_the_echo_of_the_others()
 def test_a_rank_that_hangs_is_named_after_the_time_limit() -> None:
     with pytest.raises(WorkerError, match=r"no answer within 12 s from .*rank 1 \(start-up\)"):
         launch(fault_worker.sleep, 1, num_processes=2, timeout_s=12, num_threads=1)
+
+
+def test_a_job_without_memory_on_one_rank_is_left_out_and_the_others_are_run() -> None:
+    of = problem("gpt")
+    kept, large = (plan_job(uniform_plan(of, dp=2, microbatch=size), of, iterations=1) for size in (2, 4))
+    hungry = replace(large, traced_iterations=fault_worker.Failing("NCCL: Cuda failure 2 'out of memory'"))
+    found = execute_rounds([kept, hungry, kept], rounds=2)
+    assert [[each.out_of_memory for each in turn] for turn in found] == [[False, True, False]] * 2
+    assert all(len(each.losses) == 2 for turn in found for each in (turn[0], turn[2]))
+
+
+def test_no_other_failure_of_a_job_is_taken_for_a_lack_of_memory() -> None:
+    of = problem("gpt")
+    job = plan_job(uniform_plan(of, dp=2, microbatch=2), of, iterations=1)
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 failed .*: RuntimeError: no such file"):
+        execute_rounds([replace(job, traced_iterations=fault_worker.Failing("no such file"))])
 
 
 def test_a_port_in_use_is_said_to_be() -> None:

@@ -16,7 +16,7 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from validation.execution.collector import collector_off
 from validation.execution.executable import check_executable
-from validation.execution.launch import Worker, backend_of, launch
+from validation.execution.launch import ToldError, Worker, WorkerError, backend_of, launch
 from validation.execution.memory_history import recorded_history, release_cuda_memory
 from validation.execution.plan_executor import PlanExecutor
 from validation.measurement import Measurement, RankRecord, combine
@@ -37,23 +37,39 @@ class Job:
     """On CUDA, return the allocator's history as well."""
 
 
+class OutOfMemoryError(ToldError):
+    """A device among several had no memory; the others wait for it, so that all have to be stopped."""
+
+    def __init__(self, job: int, message: str) -> None:
+        super().__init__(job, message)
+        self.job = job
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 def run_rank(worker: Worker, job: Job) -> RankRecord:
     """Run a job on this process and return what it measured.
 
-    A process alone that runs out of GPU memory says so in its record; among others it is an error, as they wait.
+    A process alone that runs out of GPU memory says so in its record.
+
+    Raises:
+        OutOfMemoryError: If one among others does, whoever asked for the memory: the allocator, NCCL, or a library.
     """
-    if worker.device.type != "cuda":
-        return _run_rank(worker, job)
-    release_cuda_memory()
     try:
+        if worker.device.type != "cuda":
+            return _run_rank(worker, job)
+        release_cuda_memory()
         if not job.records_memory:
             return _run_rank(worker, job)
         with recorded_history(worker.device) as history:
             record = _run_rank(worker, job)
             record.memory_history = history()
         return record
-    except torch.cuda.OutOfMemoryError:
-        if worker.world_size > 1:
+    except RuntimeError as error:
+        if worker.world_size > 1 and "out of memory" in str(error):
+            raise OutOfMemoryError(worker.job, str(error)) from error
+        if not isinstance(error, torch.cuda.OutOfMemoryError):
             raise
         return RankRecord(worker.rank, sorted(job.plan.devices)[worker.rank], out_of_memory=True)
 
@@ -117,7 +133,7 @@ def execute(
     port: int | None = None,
     num_threads: int | None = None,
 ) -> Measurement:
-    """Run a plan for real and return what was measured.
+    """Run a plan for real and return what was measured, or that a device had no memory for it.
 
     Args:
         plan: The plan.
@@ -135,15 +151,20 @@ def execute(
         launch.WorkerError: If a process fails; names its rank and last error.
     """
     job = make_job(plan, problem, iterations, warmup, device, measure_operators=measure_operators)
-    records = launch(
-        run_rank,
-        job,
-        num_processes=len(job.plan.devices),
-        device=device,
-        timeout_s=timeout_s,
-        port=port,
-        num_threads=num_threads,
-    )
+    try:
+        records = launch(
+            run_rank,
+            job,
+            num_processes=len(job.plan.devices),
+            device=device,
+            timeout_s=timeout_s,
+            port=port,
+            num_threads=num_threads,
+        )
+    except WorkerError as error:
+        if isinstance(error.told, OutOfMemoryError):
+            return ran_out_of_memory(job, device)
+        raise
     return measurement_of(records, job, device)
 
 

@@ -34,8 +34,20 @@ ECHOES = ("Connection closed by peer", "Connection reset by peer", "Socket Timeo
 """What the survivors say when another rank died."""
 
 
+class ToldError(RuntimeError):
+    """An error in a process that its parent may know what to do about; its arguments must be picklable."""
+
+
 class WorkerError(RuntimeError):
-    """A process failed; the message names its rank and its last error."""
+    """A process failed; the message names its rank and its last error.
+
+    Attributes:
+        told: What it told its parent, if that was the cause.
+    """
+
+    def __init__(self, message: str, told: ToldError | None = None) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 @dataclass
@@ -47,6 +59,7 @@ class Worker:
         pool: Communicators, kept from plan to plan.
         device: Where its tensors live.
         progress: Shared numbers that say what it is doing (iteration, action kind, stage, microbatch).
+        job: Number of the job that it runs, of several.
     """
 
     rank: int
@@ -54,6 +67,7 @@ class Worker:
     pool: GroupPool
     device: torch.device
     progress: Any = field(default_factory=lambda: [-1, 0, -1, -1])
+    job: int = 0
 
     def doing(self, iteration: int, kind: str, stage: int, microbatch: int) -> None:
         """Note what this process does now, for the message should it die."""
@@ -180,6 +194,7 @@ def _collect(
 ) -> list[Any]:
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
+    told: dict[int, ToldError] = {}
     deadline = time.monotonic() + timeout_s
     open_ranks = set(range(len(processes)))
     while open_ranks and time.monotonic() < deadline:
@@ -188,20 +203,28 @@ def _collect(
             if not connections[rank].poll():
                 continue
             open_ranks.discard(rank)
-            _read(rank, processes[rank], connections[rank], results, errors)
+            _read(rank, processes[rank], connections[rank], results, errors, told)
         if errors:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if errors:
-        raise WorkerError(_failure(errors, progress, len(processes)))
+        cause = min(told) if told else _cause(errors)
+        raise WorkerError(_failure(cause, errors, progress, len(processes)), told.get(cause))
     if open_ranks:
         late = ", ".join(f"rank {rank} ({_doing(progress[rank])})" for rank in sorted(open_ranks))
         raise WorkerError(f"no answer within {timeout_s:g} s from {late}; all {len(processes)} processes were stopped")
     return [results[rank] for rank in range(len(processes))]
 
 
-def _read(rank: int, process: Any, connection: Connection, results: dict[int, Any], errors: dict[int, str]) -> None:
+def _read(
+    rank: int,
+    process: Any,
+    connection: Connection,
+    results: dict[int, Any],
+    errors: dict[int, str],
+    told: dict[int, ToldError],
+) -> None:
     try:
-        word, value = connection.recv()
+        word, value, more = connection.recv()
     except (EOFError, OSError):
         process.join(GRACE_S)
         errors[rank] = _death(process.exitcode)
@@ -210,6 +233,8 @@ def _read(rank: int, process: Any, connection: Connection, results: dict[int, An
         results[rank] = value
     else:
         errors[rank] = value
+        if more is not None:
+            told[rank] = more
 
 
 def _death(exitcode: int | None) -> str:
@@ -218,15 +243,18 @@ def _death(exitcode: int | None) -> str:
     return f"ended with exit code {exitcode} without a word"
 
 
-def _failure(errors: dict[int, str], progress: Sequence[Any], num_processes: int) -> str:
-    """Return a message about the first cause: a death, else an error that is no echo of another rank's."""
+def _cause(errors: dict[int, str]) -> int:
+    """Return the rank that failed first: a death, else an error that is no echo of another rank's."""
 
     def rank_first(rank: int) -> tuple[bool, bool, int]:
         text = errors[rank]
         is_death = text.startswith(("killed by", "ended with"))
         return not is_death, any(echo in text for echo in ECHOES), rank
 
-    cause = min(errors, key=rank_first)
+    return min(errors, key=rank_first)
+
+
+def _failure(cause: int, errors: dict[int, str], progress: Sequence[Any], num_processes: int) -> str:
     lines = errors[cause].strip().splitlines()
     others = [f"rank {rank}: {errors[rank].strip().splitlines()[-1]}" for rank in sorted(errors) if rank != cause]
     text = f"rank {cause} of {num_processes} failed at {_doing(progress[cause])}: {lines[-1]}"
@@ -266,9 +294,9 @@ def _child(
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         pool = GroupPool(rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
         result = target(Worker(rank, world_size, pool, chosen, progress), argument)
-        connection.send(("result", result))
-    except BaseException:
-        connection.send(("error", traceback.format_exc()))
+        connection.send(("result", result, None))
+    except BaseException as error:
+        connection.send(("error", traceback.format_exc(), error if isinstance(error, ToldError) else None))
         connection.close()
         # Leave at once: a process group whose peers are gone may hang when it is taken down.
         os._exit(1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from simulator.plan import Plan
 from simulator.problem import Problem
-from validation.execution.executor import Job, make_job, measurement_of, run_rank
-from validation.execution.launch import Worker, launch
+from validation.execution.executor import Job, OutOfMemoryError, make_job, measurement_of, ran_out_of_memory, run_rank
+from validation.execution.launch import Worker, WorkerError, launch
 from validation.measurement import Measurement, RankRecord
 
 Rounds = list[list[Measurement]]
@@ -17,18 +17,26 @@ Rounds = list[list[Measurement]]
 
 @dataclass(frozen=True)
 class _Batch:
-    jobs: tuple[Job, ...]
+    jobs: Mapping[int, Job]
     rounds: int
 
 
-def _run_batch(worker: Worker, batch: _Batch) -> list[list[RankRecord]]:
-    return [[run_rank(worker, job) for job in batch.jobs] for _ in range(batch.rounds)]
+def _run_batch(worker: Worker, batch: _Batch) -> list[dict[int, RankRecord]]:
+    return [{number: _run_job(worker, number, job) for number, job in batch.jobs.items()} for _ in range(batch.rounds)]
+
+
+def _run_job(worker: Worker, number: int, job: Job) -> RankRecord:
+    worker.job = number
+    return run_rank(worker, job)
 
 
 def execute_rounds(
     jobs: Sequence[Job], *, rounds: int = 1, device: str = "cpu", num_threads: int = 1, timeout_s: float = 600.0
 ) -> Rounds:
     """Run jobs in turn, several rounds of all of them, in one set of processes.
+
+    A job that one device among several has no memory for leaves the others waiting: all processes are started anew,
+    without it, and it counts as out of memory in every round.
 
     Args:
         jobs: From ``executor.make_job``; those on fewer devices than the largest leave the others idle.
@@ -43,17 +51,30 @@ def execute_rounds(
     """
     if not jobs or rounds < 1:
         raise ValueError(f"there must be at least 1 job and 1 round, got {len(jobs)} and {rounds}")
-    size = max(len(job.plan.devices) for job in jobs)
-    by_rank: list[list[list[RankRecord]]] = launch(
-        _run_batch,
-        _Batch(tuple(jobs), rounds),
-        num_processes=size,
-        device=device,
-        timeout_s=timeout_s,
-        num_threads=num_threads,
-    )
+    left = dict(enumerate(jobs))
+    by_rank: list[list[dict[int, RankRecord]]] = []
+    while left:
+        try:
+            by_rank = launch(
+                _run_batch,
+                _Batch(left, rounds),
+                num_processes=max(len(job.plan.devices) for job in left.values()),
+                device=device,
+                timeout_s=timeout_s,
+                num_threads=num_threads,
+            )
+            break
+        except WorkerError as error:
+            if not isinstance(error.told, OutOfMemoryError):
+                raise
+            del left[error.told.job]
     return [
-        [measurement_of([records[turn][number] for records in by_rank], job, device) for number, job in enumerate(jobs)]
+        [
+            measurement_of([records[turn][number] for records in by_rank], job, device)
+            if number in left
+            else ran_out_of_memory(job, device)
+            for number, job in enumerate(jobs)
+        ]
         for turn in range(rounds)
     ]
 
@@ -80,4 +101,3 @@ def plan_job(
         traced_iterations=traced_iterations,
         records_memory=records_memory,
     )
-
