@@ -31,6 +31,7 @@ TINY = "{family: gpt, layers: 2, hidden: 256, heads: 4, seq_len: 64, vocab: 512}
         ["search", *PROBLEM, "-s", "ddp", "-o"],
         ["simulate", "plan.yaml", "--trace"],
         ["simulate", "plan.yaml", "--timeline"],
+        ["simulate", "plan.yaml", "--memory"],
         ["diff", "a.yaml", "b.yaml", "--plot"],
         ["calibrate", "runs", "runs.csv", "-o"],
         ["calibrate", "runs", "runs.csv", "--plot"],
