@@ -10,7 +10,7 @@ from inspect import cleandoc, getdoc
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from experiments.commands import (
     calibrate,
@@ -50,6 +50,21 @@ class Commands(TyperGroup):
             if isinstance(error.__cause__, ValidationError):
                 error.message += f", got {error.__cause__.errors()[0]['input']!r}"
             raise
+
+
+class Command(TyperCommand):
+    """A command that refuses an option given twice: of two values the first would be dropped without a word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words after the command's name."""
+        given: list[Any] = list(self.make_parser(ctx).parse_args(args=list(args))[2])
+        for option in given:
+            times = sum(other is option for other in given)
+            if times > 1 and not (getattr(option, "is_flag", False) or getattr(option, "multiple", False)):
+                lists = "comma-separated" in (getattr(option, "help", None) or "").lower()
+                remedy = "separate its values by commas" if lists else "leave out all but one"
+                raise typer.BadParameter(f"must be given once, got it {times} times; {remedy}", ctx=ctx, param=option)
+        return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
@@ -108,6 +123,7 @@ for group in (app, calibrate.app):
     group.info.help = _unwrapped(cleandoc(group.info.help or ""))
     for command in group.registered_commands:
         command.help = _unwrapped(getdoc(command.callback) or "")
+        command.cls = Command
 
 
 @app.callback(invoke_without_command=True)

@@ -15,6 +15,7 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
+from workloads.operators import Workload
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Judged:
     """What became of a search's plans.
 
     Attributes:
+        workload: The model it is for.
         plan: The first that fits; the searcher's best if none does.
         objective: The searcher's, of that plan.
         result: The simulator's, of that plan.
@@ -29,6 +31,7 @@ class Judged:
         simulate_s: Seconds that this took.
     """
 
+    workload: Workload
     plan: Plan
     objective: float
     result: SimulationResult
@@ -55,7 +58,7 @@ class Judged:
             "search_s": found.wall_s,
             "evaluations": found.counters["evaluations"],
             "simulate_s": self.simulate_s,
-            "plan": describe_plan(self.plan),
+            "plan": describe_plan(self.plan, self.workload),
             "reason": self.reason,
         }
 
@@ -86,7 +89,8 @@ def first_that_fits(
         best = best or (ranked.plan, ranked.objective, result)
         if result.fits:
             reason = f"choice {rank + 1}: those before it ran out of memory" if rank else ""
-            return Judged(ranked.plan, ranked.objective, result, reason, time.perf_counter() - started_s)
+            seconds = time.perf_counter() - started_s
+            return Judged(problem.workload, ranked.plan, ranked.objective, result, reason, seconds)
     assert best is not None, "a search result has at least one plan"
     reason = f"DOES NOT FIT, and no other plan of the search does (of {len(found.plans)})"
-    return Judged(*best, reason, time.perf_counter() - started_s)
+    return Judged(problem.workload, *best, reason, time.perf_counter() - started_s)

@@ -282,7 +282,7 @@ class Ledger:
         if score.fits and not isfinite(score.objective):
             raise ValueError(
                 f"{self.searcher.name} must score plans that fit by a finite number, got {score.objective} for "
-                f"{describe_plan(plan)}"
+                f"{describe_plan(plan, self.problem.workload)}"
             )
         if not score.fits:
             self.count("out_of_memory")
@@ -356,7 +356,8 @@ class Ledger:
         return NoFeasiblePlan(
             self.searcher.name,
             f"out of memory: {plans} in memory{within}; the closest needs {score.peak_bytes / GIB:.1f} of "
-            f"{max(0.0, score.capacity_bytes) / GIB:.1f} GiB at {score.where} ({describe_plan(plan)})",
+            f"{max(0.0, score.capacity_bytes) / GIB:.1f} GiB at {score.where} "
+            f"({describe_plan(plan, self.problem.workload)})",
             closest=score,
             closest_plan=plan,
         )

@@ -199,8 +199,8 @@ def batch_replicas(stage: Stage) -> int:
     return prod(axis.size for axis in next(iter(stage.sharding_per_operator())) if axis.split == "batch")
 
 
-def resolve(sharding: Sharding, operator: Operator) -> Sharding:
-    """Return ``sharding`` in canonical form with split words translated for ``operator``.
+def resolve(sharding: Sharding, operator: Operator | None) -> Sharding:
+    """Return ``sharding`` in canonical form with split words translated for ``operator`` (dropped without one).
 
     >>> resolve((Axis("batch", 2), Axis("batch", 2), Axis("replicate", 1)), None)
     (Axis(split='batch', size=4, zero=0),)

@@ -174,6 +174,7 @@ class SimulationResult:
                 {"cause": words, "time_s": seconds, "share": share}
                 for words, seconds, share in self.critical_path().by_cause()
             ],
+            "breakdown": self._breakdown,
             "memory": [_memory_mapping(memory, self.graph) for memory in self.memory],
             "duration_sources": {name: float(share) for name, share in self.duration_sources.items()},
             "switched_off": _switched_off(self.fidelity),

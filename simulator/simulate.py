@@ -88,7 +88,15 @@ def simulate(
         iteration_time_s = float(schedule.end_s.max())
         run = _run_of(canonical, lowered, schedule, costs)
     engine = _engine_for(engine, lowered.graph)
-    memory = device_memory(canonical, lowered, schedule, costs, fidelity, compiled=engine == "compiled")
+    memory = device_memory(
+        canonical,
+        lowered,
+        schedule,
+        costs,
+        fidelity,
+        compiled=engine == "compiled",
+        left_out_s=iteration_time_s - float(schedule.end_s.max()),
+    )
     model_flop, hardware_flop = model_and_hardware_flop(canonical, problem, costs)
     dtype = problem.runtime.implementation.dtype
     total = sum(lowered.recorded_s) or 1.0

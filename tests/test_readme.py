@@ -85,6 +85,22 @@ def test_the_searchers_of_the_guide_work(tmp_path: Path) -> None:
         searcher_named(f"{path}:HillClimber").search(tiny_problem(8, 1), Budget(evaluations=10))
 
 
+def test_the_guides_plan_that_is_not_uniform_is_legal() -> None:
+    import windtunnel as wt
+
+    guide = (ROOT / "docs" / "write-your-own-searcher.md").read_text()
+    (code,) = re.findall(r"```python\n(def cut_plan.*?)```", guide, flags=re.DOTALL)
+    names = {"wt": wt}
+    exec(code, names)
+    spec = {"model": "gpt3-350m", "cluster": "v100-32g-dgx1:1x4", "runtime": "megatron-lm-2021", "global_batch": 16}
+    problem = wt.ProblemSpec(**spec).load()
+    plan = names["cut_plan"](problem, [5], [2, 1], 4)  # type: ignore[operator]
+    wt.validate(plan, problem)
+    uneven = wt.simulate(plan, problem)
+    assert uneven.num_devices == 4
+    assert uneven.mfu < wt.simulate(wt.uniform_plan(problem, pp=2, dp=2, recompute="full"), problem).mfu
+
+
 def test_the_files_of_the_guide_to_ones_own_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

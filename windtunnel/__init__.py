@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from simulator.reports.difference import difference as difference
     from simulator.result import SimulationResult as SimulationResult
     from simulator.simulate import simulate as simulate
+    from simulator.uniform import recompute_segments as recompute_segments
+    from simulator.uniform import repeated_layers as repeated_layers
     from simulator.uniform import uniform_plan as uniform_plan
     from simulator.validate import validate as validate
 
@@ -57,6 +59,8 @@ _HOMES = {
     "difference": "simulator.reports.difference",
     "estimate": "simulator.closed_forms.estimate",
     "load_plan": "simulator.plan_file",
+    "recompute_segments": "simulator.uniform",
+    "repeated_layers": "simulator.uniform",
     "save_plan": "simulator.plan_file",
     "searcher_named": "searchers.registry",
     "searcher_names": "searchers.registry",

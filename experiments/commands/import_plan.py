@@ -76,10 +76,10 @@ def import_plan(
             {
                 "plan": plan_to_mapping(plan),
                 "plan_hash": plan.canonical_hash(problem.workload),
-                "words": describe_plan(plan),
+                "words": describe_plan(plan, problem.workload),
                 "output": str(output),
             }
         )
         return
-    words = f"{describe_plan(plan)}\nwritten: {output}; next: windtunnel simulate {output}"
+    words = f"{describe_plan(plan, problem.workload)}\nwritten: {output}; next: windtunnel simulate {output}"
     console().print(words, markup=False, soft_wrap=True)

@@ -260,7 +260,8 @@ def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[
         words.append(f"out of memory or not: {report.num_fits_right} of {report.num_fits_asked} right")
     if report.rank is not None:
         words.append(
-            f"rank correlation {report.rank.correlation:.3f} of {report.rank.num_pairs} pairs of plans for one problem"
+            f"rank correlation {report.rank.correlation:.3f} of {report.rank.num_pairs} "
+            f"pair{'' if report.rank.num_pairs == 1 else 's'} of plans for one problem"
         )
     for line in words:
         print_lines(line)

@@ -113,7 +113,7 @@ def search(
                 "plans": [
                     {
                         "objective": ranked.objective,
-                        "plan": describe_plan(ranked.plan),
+                        "plan": describe_plan(ranked.plan, problem.workload),
                         "plan_hash": ranked.plan.canonical_hash(problem.workload),
                     }
                     for ranked in found.plans
@@ -143,7 +143,7 @@ def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) 
     from simulator.result import format_bytes, format_s
 
     rows = [
-        (str(rank), short_number(ranked.objective), describe_plan(ranked.plan))
+        (str(rank), short_number(ranked.objective), describe_plan(ranked.plan, judged.workload))
         for rank, ranked in enumerate(found.plans, start=1)
     ]
     columns = [("rank", "right"), ("objective, s", "right"), ("plan", "left")]

@@ -33,6 +33,9 @@ def simulate_file(
     timeline: Annotated[
         Path | None, typer.Option(help="Write a picture (.png) of the timeline.", show_default=False)
     ] = None,
+    memory: Annotated[
+        Path | None, typer.Option(help="Write a picture (.png) of live memory over time.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate one training iteration of a plan: time, throughput, memory, and where the time goes.
@@ -47,11 +50,11 @@ def simulate_file(
     from simulator.reports.timeline import readable_window
     from simulator.simulate import simulate
 
-    all_writable(trace, timeline, read=[plan_file])
+    all_writable(trace, timeline, memory, read=[plan_file])
     fidelity = Fidelity().without(*comma_separated(without))
     spec, plan = load_plan(plan_file)
     spec = replace(spec, profile=profile) if profile is not None else spec
-    all_writable(read=spec.files, pictures=[timeline], traces=[trace])
+    all_writable(read=spec.files, pictures=[timeline, memory], traces=[trace])
     problem = spec.load()
     with simulation_progress(f"simulating {plan_file.name}") as progress:
         result = simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress)
@@ -64,10 +67,12 @@ def simulate_file(
         result.plot_timeline(timeline, window=window)
         if window is not None:
             messages().print(f"the timeline shows the first {window[1]:.3g} s: what follows repeats itself")
+    if memory is not None:
+        result.plot_memory(memory, title=plan_file.name)
     if as_json:
         print_json(result.summary())
         return
     print_lines(result.describe())
-    for what, path in (("trace", trace), ("timeline", timeline)):
+    for what, path in (("trace", trace), ("timeline", timeline), ("memory", memory)):
         if path is not None:
             messages().print(f"{what}: {path}", markup=False)

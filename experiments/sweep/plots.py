@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from datafiles.writer import write_bytes_atomically
 from experiments.compare_plots import GRID, INK, MUTED
 from experiments.sweep.files import INPUTS
@@ -56,7 +58,7 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    axis, others = _axis(varying(table))
+    axis, others = _axis(table)
     if axis is None:
         return "no plot: no axis varies"
     if not (table["status"] == "ok").any():
@@ -69,7 +71,7 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     axes = figure.add_subplot()
     places = _places(table[axis])
     for number, (values, rows) in enumerate(groups):
-        words = [_text(name, value) for name, value in zip(others, values, strict=True)]
+        words = [_word(name, value) for name, value in zip(others, values, strict=True)]
         label = ", ".join(word for word in words if word)
         _draw_line(axes, rows, axis, places, label or "median", number)
     _finish(axes, axis, places, all_ran=bool((table["status"] == "ok").all()))
@@ -80,13 +82,25 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     return None
 
 
-def _axis(names: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return what goes along the plot and what makes the lines."""
+def _axis(table: pd.DataFrame) -> tuple[str | None, list[str]]:
+    """Return what goes along the plot and what makes the lines.
+
+    What varies with another input alone (the batch of each case, where cases differ in their models too) has one value
+    on each line and goes along only where nothing else can.
+    """
+    names = varying(table)
     listed = [name for name in names if name != "seed"]
     if not listed:
         return ("seed" if "seed" in names else None), []
-    along = next((name for name in _ALONG if name in listed), listed[0])
+    candidates = [name for name in (*_ALONG, *listed) if name in listed]
+    along = next((name for name in candidates if _varies_alone(table, name, listed)), candidates[0])
     return along, [name for name in listed if name != along]
+
+
+def _varies_alone(table: pd.DataFrame, name: str, listed: Sequence[str]) -> bool:
+    """Return whether rows that share all other inputs differ in this one."""
+    others = [other for other in listed if other != name]
+    return not others or bool((table.groupby(others, dropna=False)[name].nunique(dropna=False) > 1).any())
 
 
 def _places(column: pd.Series[Any]) -> dict[Any, float]:
@@ -98,8 +112,10 @@ def _places(column: pd.Series[Any]) -> dict[Any, float]:
 
 
 def _key(value: Any) -> Any:
-    """Return a value that equals itself (missing values do not)."""
-    return "none" if value is None or value != value or str(value) == "<NA>" else value
+    """Return a value that equals itself (missing values do not), a number as Python's own."""
+    if value is None or str(value) == "<NA>" or value != value:
+        return "none"
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _draw_line(axes: Axes, rows: pd.DataFrame, axis: str, places: dict[Any, float], label: str, number: int) -> None:
@@ -138,9 +154,23 @@ def _finish(axes: Axes, axis: str, places: dict[Any, float], *, all_ran: bool) -
 
 
 def _title(axis: str) -> str:
-    return {"global_batch": "global batch, samples", "memory_limit_bytes": "memory limit"}.get(
-        axis, axis.replace("_", " ")
-    )
+    titles = {
+        "global_batch": "global batch, samples",
+        "memory_limit_bytes": "memory limit",
+        "budget_evaluations": "budget, evaluations",
+        "budget_s": "budget",
+    }
+    return titles.get(axis, axis.replace("_", " "))
+
+
+def _word(name: str, value: Any) -> str:
+    """Return a value as the legend has it, which has no title that says what a number is."""
+    text = _text(name, value)
+    if name == "global_batch":
+        return f"batch {text}"
+    if name == "budget_evaluations":
+        return "" if text == "none" else f"{text} evaluations"
+    return "" if name == "budget_s" and text == "none" else text
 
 
 def _text(name: str, value: Any) -> str:

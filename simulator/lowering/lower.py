@@ -57,7 +57,8 @@ class Lowered:
         placements: Stages on representatives.
         last_placements: The same with the samples of the last microbatch.
         orders: Actions of each pipeline rank.
-        action_start_task: Per rank, the first task id of each action.
+        action_start_task: Per rank, the first task id of each action; a rank's tasks follow those of the one before.
+        step_start_task: The first task id of what comes once per iteration, after all actions.
         recorded_s: Seconds of operators' device work by origin (measured, interpolated, modelled) on all devices, one
             microbatch of each stage, or all of them where the last is smaller; gradients added to none.
     """
@@ -68,6 +69,7 @@ class Lowered:
     last_placements: tuple[StagePlacement, ...]
     orders: list[list[Action]]
     action_start_task: list[Ids]
+    step_start_task: int
     recorded_s: tuple[float, float, float]
 
 
@@ -175,6 +177,7 @@ class _Lowering:
             last_placements=bound.last_placements,
             orders=self.orders,
             action_start_task=[block.base for block in tiling.blocks],
+            step_start_task=tiling.num_tasks,
             recorded_s=self._all_recorded(bound),
         )
 

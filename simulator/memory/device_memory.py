@@ -38,18 +38,20 @@ def device_memory(
     fidelity: Fidelity,
     *,
     compiled: bool = False,
+    left_out_s: float = 0.0,
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory of every representative, in the order of ``graph.device_members``.
 
     Args:
         plan, lowered, schedule, costs, fidelity: Of one simulation.
         compiled: The allocator is replayed by compiled code; the same result.
+        left_out_s: By how much the iteration ends later than the schedule, which leaves out what repeats.
     """
     shape = pipeline_shape(plan, memory_microbatches(plan))
     orders = schedule_named(plan.schedule).actions(shape)
     found = {
         turns.device: _representative(turns, plan, lowered, costs, fidelity, compiled)
-        for turns in _turns(plan, lowered, schedule, orders)
+        for turns in _turns(plan, lowered, schedule, orders, left_out_s=left_out_s)
     }
     return tuple(found[c] for c in range(len(lowered.graph.device_members)))
 
@@ -61,24 +63,31 @@ def live_bytes(device: int, plan: Plan, lowered: Lowered, schedule: Schedule, co
         device: Index into ``graph.device_members``.
         plan, lowered, schedule, costs: Of one simulation.
     """
-    (turns,) = _turns(plan, lowered, schedule, lowered.orders, device)
+    (turns,) = _turns(plan, lowered, schedule, lowered.orders, only=device)
     events = _events(turns, plan, costs)
     return LiveBytes(np.maximum.accumulate(events.times_s), np.cumsum(_signed(events)).astype(np.float64))
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """What one representative does, in order, and the start and end of each."""
+    """What one representative does, in order, the start and end of each, and of the optimizer step and what follows."""
 
     device: int
     placements: list[StagePlacement]
     last_placements: list[StagePlacement]
     order: list[Action]
     labels: NDArray[np.float64]
+    step_s: tuple[float, float, float]
 
 
 def _turns(
-    plan: Plan, lowered: Lowered, schedule: Schedule, orders: Sequence[Sequence[Action]], only: int | None = None
+    plan: Plan,
+    lowered: Lowered,
+    schedule: Schedule,
+    orders: Sequence[Sequence[Action]],
+    *,
+    only: int | None = None,
+    left_out_s: float = 0.0,
 ) -> Iterator[_Turns]:
     """Yield the turns of every representative, or of one."""
     placement_of = {placement.view.position: placement for placement in lowered.placements}
@@ -95,7 +104,8 @@ def _turns(
                 for number, action in enumerate(order)
                 if c in placement_of[action.stage].taking_turn(action.microbatch).classes
             ]
-            yield _Turns(c, placements, last_placements, [order[number] for number in mine], labels[mine])
+            step_s = _step_times(c, lowered, rank, schedule, left_out_s)
+            yield _Turns(c, placements, last_placements, [order[number] for number in mine], labels[mine], step_s)
 
 
 def memory_microbatches(plan: Plan) -> int:
@@ -115,15 +125,35 @@ def memory_microbatches(plan: Plan) -> int:
 
 def _action_times(order: Sequence[Action], lowered: Lowered, rank: int, schedule: Schedule) -> NDArray[np.float64]:
     """Return start and end of every action: float64[len(order), 2]."""
-    starts = lowered.action_start_task[rank]
+    following = [int(later[0]) for later in lowered.action_start_task[rank + 1 :] if len(later)]
+    stop = following[0] if following else lowered.step_start_task
+    starts = np.append(lowered.action_start_task[rank], stop)
     position = {action: number for number, action in enumerate(lowered.orders[rank])}
     times = np.zeros((len(order), 2))
     for number, action in enumerate(order):
         place = position[action]
         times[number, 0] = schedule.start_s[starts[place]]
-        last = starts[place + 1] - 1 if place + 1 < len(starts) else starts[place]
-        times[number, 1] = max(times[number, 0], schedule.end_s[last])
+        times[number, 1] = max(times[number, 0], schedule.end_s[starts[place + 1] - 1])
     return times
+
+
+def _step_times(
+    c: int, lowered: Lowered, rank: int, schedule: Schedule, left_out_s: float
+) -> tuple[float, float, float]:
+    """Return when a representative's optimizer step starts, when it ends, and when what follows it has ended.
+
+    Where no step is simulated, all three are when the representative's rank has ended its last pass.
+    """
+    graph, first = lowered.graph, lowered.step_start_task
+    streams = np.flatnonzero(graph.stream_device == c)
+    late = [row[row >= first] for row in (graph.streams.row(int(each))[first - graph.num_tasks :] for each in streams)]
+    own = np.concatenate(late) if late and first < graph.num_tasks else np.empty(0, dtype=np.int32)
+    step = own[np.array([graph.causes[cause] == "optimizer" for cause in graph.cause[own]], dtype=np.bool_)]
+    if len(step) == 0:
+        end_s = float(_action_times(lowered.orders[rank][-1:], lowered, rank, schedule).max()) + left_out_s
+        return end_s, end_s, end_s
+    times = schedule.start_s[step].min(), schedule.end_s[step].max(), schedule.end_s[own].max()
+    return float(times[0]) + left_out_s, float(times[1]) + left_out_s, float(times[2]) + left_out_s
 
 
 def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
@@ -159,8 +189,9 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
         buffer = max(buffer, programs[view.position].lasting_buffer)
     stream.add_static([buffer], WORKSPACE)
     stream.add_actions(programs, order, turns.labels, smaller, plan.num_microbatches - 1)
-    stream.add_step(workspace, float(schedule_end(turns.labels)))
-    stream.add_step([refreshed], float(schedule_end(turns.labels)))
+    begin_s, end_s, refreshed_s = turns.step_s
+    stream.add_step(workspace, begin_s, end_s)
+    stream.add_step([refreshed], end_s, refreshed_s)
     return stream.arrays()
 
 
@@ -279,8 +310,3 @@ def _stage_passes_anew(
         lasting=outliving,
         lasting_buffer=program.lasting_buffer_bytes(),
     )
-
-
-def schedule_end(labels: NDArray[np.float64]) -> float:
-    """Return the latest time among action labels."""
-    return float(labels.max()) if labels.size else 0.0

@@ -154,12 +154,12 @@ class EventStream:
         self._actions.append(np.repeat(np.arange(len(order)), lengths))
         self._num_actions = len(order)
 
-    def add_step(self, sizes: list[int], time_s: float) -> None:
+    def add_step(self, sizes: list[int], start_s: float, end_s: float) -> None:
         """Append what lives during the optimizer step, or after it while parameters are refreshed."""
         kept = np.array([size for size in sizes if size > 0], dtype=np.int64)
         ids = np.arange(self._next_id, self._next_id + len(kept))
         self._next_id += len(kept)
-        for allocates in (True, False):
+        for allocates, time_s in ((True, start_s), (False, end_s)):
             self._append(
                 kept,
                 ids,

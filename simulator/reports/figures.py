@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 160
+
+TITLE_SIZE = 13.0
+TITLE_LETTER = 0.7
+"""Width of a letter of a title over its size: the mean of bold ones in matplotlib's default font, and a little."""
 
 BACKGROUND, TEXT, GRID = "#f4f4f2", "#222222", "#d9d9d6"
 
@@ -40,10 +45,13 @@ def clean_axes(axes: Axes) -> None:
 
 
 def set_title(axes: Axes, title: str | None, line: str) -> None:
-    """Put a bold first line, if any, and a plain one above the axes, flush left."""
+    """Put a bold title, if any, on as many lines as it needs, and a plain line above the axes, flush left."""
     axes.set_title(line, loc="left", fontsize=10.5, color=TEXT, pad=8)
     if title:
-        axes.figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=TEXT)
+        figure = axes.get_figure(root=True)
+        assert figure is not None, "axes of a figure"
+        lines = textwrap.fill(title, int(72 * figure.get_figwidth() / (TITLE_SIZE * TITLE_LETTER)))
+        figure.suptitle(lines, x=0.01, ha="left", fontsize=TITLE_SIZE, fontweight="bold", color=TEXT)
 
 
 def png(figure: Figure) -> bytes:

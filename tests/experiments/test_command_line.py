@@ -94,12 +94,12 @@ def test_numbers_are_numbers_and_layers_those_that_a_pipeline_divides(capsys: py
 
 
 def test_a_plan_can_be_simulated(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, timeline = tmp_path / "new" / "trace.json.gz", tmp_path / "new" / "timeline.png"
-    code, out, error = run(capsys, "simulate", plan_file, "--trace", trace, "--timeline", timeline)
+    outputs = {word: tmp_path / "new" / word for word in ("trace.json.gz", "timeline.png", "memory.png")}
+    options = [word for name, path in outputs.items() for word in (f"--{name.split('.')[0]}", path)]
+    code, out, error = run(capsys, "simulate", plan_file, *options)
     assert code == 0, error
     assert out.startswith("iteration time")
-    assert trace.stat().st_size > 0
-    assert timeline.stat().st_size > 0
+    assert all(path.stat().st_size > 0 for path in outputs.values())
 
 
 def test_a_trace_that_holds_a_part_says_so(

@@ -31,6 +31,7 @@ TINY = "{family: gpt, layers: 2, hidden: 256, heads: 4, seq_len: 64, vocab: 512}
         ["search", *PROBLEM, "-s", "ddp", "-o"],
         ["simulate", "plan.yaml", "--trace"],
         ["simulate", "plan.yaml", "--timeline"],
+        ["simulate", "plan.yaml", "--memory"],
         ["diff", "a.yaml", "b.yaml", "--plot"],
         ["calibrate", "runs", "runs.csv", "-o"],
         ["calibrate", "runs", "runs.csv", "--plot"],
@@ -281,3 +282,20 @@ def test_an_ignored_interrupt_stays_ignored_and_a_command_that_runs_raises_it() 
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["simulate", "plan.yaml", "--without", "host", "--without", "contention"], "separate its values by commas"),
+        (["compare", *PROBLEM, "-s", "ddp", "--searchers", "fsdp"], "separate its values by commas"),
+        (["reproduce", "leaderboard", "--searcher", "a.py:A", "--searcher", "b.py:B"], "separate its values by commas"),
+        (["plan", *PROBLEM, "--tp", "2", "--tp", "4"], "leave out all but one"),
+    ],
+)
+def test_an_option_given_twice_is_refused(
+    arguments: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, error = run(capsys, *arguments)
+    told = " ".join(error.replace("│", " ").split())
+    assert code == 2 and f"must be given once, got it 2 times; {remedy}" in told

@@ -11,15 +11,17 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 from joblib.externals.loky import ProcessPoolExecutor
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.sweep.files import COLUMNS, INPUTS
 from experiments.sweep.job import Job, OtherCodeError, run_job
-from experiments.sweep.plots import _draw_line
+from experiments.sweep.plots import _draw_line, _finish
 from experiments.sweep.run import Progress, Sweep, load_sweep, sweep
 from experiments.sweep.workers import interrupts_wait
 from simulator.plan_file import load_plan
@@ -137,6 +139,39 @@ def test_a_worker_of_other_code_is_refused(place: Place) -> None:
 def test_there_is_no_plot_where_no_axis_varies(place: Place) -> None:
     sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp"}]), place.output, num_processes=1)
     assert not (place.output / "sweep.png").exists()
+
+
+def plotted(place: Place, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> Axes:
+    """Return the axes of a sweep's plot."""
+    drawn: list[Axes] = []
+
+    def finish(axes: Axes, *rest: Any, **options: Any) -> None:
+        drawn.append(axes)
+        _finish(axes, *rest, **options)
+
+    monkeypatch.setattr("experiments.sweep.plots._finish", finish)
+    sweep(place.write(**sections), place.output, num_processes=1)
+    (axes,) = drawn
+    return axes
+
+
+def test_budgets_are_numbers_on_the_axis(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = {"global_batch": [4], "searcher": ["megatron-grid"], "budget": [3, 1, 20]}
+    axes = plotted(place, monkeypatch, grid=budgets)
+    assert list(axes.lines[0].get_xdata()) == [1.0, 3.0, 20.0]
+    assert axes.lines[0].get_linewidth() > 0
+    assert axes.get_xlabel() == "budget, evaluations"
+
+
+def test_what_goes_along_the_plot_varies_on_its_own(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        {"model": "gpt-scale-8", "global_batch": 4},
+        {"model": "gpt-scale-16", "global_batch": 8},
+    ]  # along the batch each line would be one point
+    axes = plotted(place, monkeypatch, cases=cases, grid={"searcher": ["ddp", "megatron-grid"], "budget": [1, 9]})
+    assert axes.get_xlabel() == "budget, evaluations"
+    labels = {line.get_label() for line in axes.lines}
+    assert {"gpt-scale-8, batch 4, ddp", "gpt-scale-16, batch 8, megatron-grid"} <= labels
 
 
 def held_back() -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from simulator.reports.breakdown import PARTS
 from simulator.reports.difference import difference
 from simulator.result import SimulationResult, format_bytes, format_s
 from tests.simulator.results import pipeline_result
@@ -73,6 +74,8 @@ def test_waterfall_is_a_png(a: SimulationResult, b: SimulationResult, tmp_path: 
 def test_summaries_are_json(a: SimulationResult, b: SimulationResult) -> None:
     assert json.loads(json.dumps(difference(a, b).summary()))["names"] == ["a", "b"]
     summary = json.loads(json.dumps(a.summary(), allow_nan=False))
+    for row in summary["breakdown"]:
+        assert sum(row[part] for part in PARTS) == pytest.approx(summary["iteration_time_s"], rel=1e-12)
     assert summary["iteration_time_s"] == a.iteration_time_s
     assert sum(row["time_s"] for row in summary["critical_path"]) == pytest.approx(a.iteration_time_s)
 

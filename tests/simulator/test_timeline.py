@@ -136,6 +136,16 @@ def test_the_timeline_says_that_a_plan_does_not_fit_and_which_rows_are_left_out(
     assert "(48 of 50 rows)" in line_of(pipeline_result(num_stages=50, num_microbatches=2))
 
 
+def test_a_long_title_stays_inside_the_picture(result: SimulationResult) -> None:
+    words = "pp 12 (tp x dp 1x2|1x2|2x1|1x2|1x2|2x1), layers 3|4|4|4|5|4, mixed by operator, microbatch 2 x 32"
+    title = f"searchers/mine.py:Mine: {words}, recompute 10%-76%"
+    figure = _timeline_figure(result, (0.0, result.iteration_time_s), title, MAX_BOXES)
+    figure.draw_without_rendering()
+    (drawn,) = [text for text in figure.texts if text.get_text().split() == title.split()]
+    assert drawn.get_window_extent().x1 <= figure.bbox.x1
+    assert drawn.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1
+
+
 def test_communication_is_as_pale_as_it_is_short() -> None:
     start = np.arange(10_000) * 1e-3
     boxes = Boxes(start, start + np.where(start < 5, 0.25e-3, 0.0), np.zeros(10_000, dtype=np.int32))
