@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -93,12 +94,17 @@ def _with_whole_floats_as_integers(mapping: Mapping[str, Any], error: Validation
     return repaired, num_repaired
 
 
+_OF_A_UNION = re.compile(r"constrained-\w+|(tuple|list|dict|literal)\[.*\]")
+"""What pydantic puts into a place for a member of a union, which is in no file."""
+
+
 def _message(model_class: type[BaseModel], error: ValidationError) -> str:
     lines: dict[str, None] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
             continue  # pydantic counts only the values that are right; the wrong ones are listed themselves
-        place = ".".join(_short(str(part)) for part in detail["loc"]) or "top level"
+        named = [_short(str(part)) for part in detail["loc"] if not _OF_A_UNION.fullmatch(str(part))]
+        place = ".".join(named) or "top level"
         lines[f"{place}: {_sentence(model_class, detail)}"] = None
     listed = list(lines)
     if len(listed) == 1:

@@ -47,6 +47,7 @@ class Plan(FileModel):
     flag: bool = False
     name: str = Field(default="x", min_length=1, max_length=8)
     pair: tuple[int, int] = (0, 0)
+    degrees: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] = 1
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
 
 
@@ -92,6 +93,7 @@ def test_a_good_mapping_becomes_a_frozen_model() -> None:
         ({"stages": [], "seeds": []}, "seeds: must have at least 1 value, got a list of 0"),
         ({"stages": [], "memory_bytes": 1e308, "pair": ["x"]}, "memory_bytes: must be less than or equal to"),
         ({"stages": [], "memory_bytes": 1e308}, "got 1e+308"),
+        ({"stages": [], "degrees": "x"}, "\n  degrees: must be a valid integer, got 'x'\n  degrees: must be a list"),
     ],
 )  # fmt: skip
 def test_each_error_names_the_field_the_rule_and_what_came(mapping: dict[str, object], words: str) -> None:
