@@ -70,3 +70,15 @@ def test_a_run_too_large_to_simulate_is_named(tmp_path: Path, capsys: pytest.Cap
     (table := tmp_path / "runs.csv").write_text(f"{head}\n{row}\n")
     code, _, error = run(capsys, "predict", table, "-c", "a100-80g-dgx", "-r", "megatron-lm-2021")
     assert code == 2 and "error: runs.csv#1: a plan that is simulated in full must come to at most" in error
+
+
+def test_what_is_wrong_with_a_foreign_plan_is_said_of_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated = '{"submesh": [[1, 8]], "logical": [], "force_dp": [1], "num_microbatches": 1, "layers": "1x8"}'
+    (tmp_path / "alpa.json").write_text(stated.replace("{", '{"n_auto_layers": 8, '))
+    (kept := tmp_path / "plan.yaml").write_text("kept")
+    problem = ["-m", "gpt3-1.3b", "-c", "p3.16xlarge:1x8", "-r", "alpa", "-b", "8"]
+    code, _, error = run(capsys, "import-plan", "alpa", tmp_path / "alpa.json", *problem, "-o", kept)
+    assert code == 2 and "alpa.json: logical and physical meshes must have equal sizes" in error.replace("\n", " ")
+    assert kept.read_text() == "kept"
