@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -93,16 +94,32 @@ def _with_whole_floats_as_integers(mapping: Mapping[str, Any], error: Validation
     return repaired, num_repaired
 
 
+_OF_A_UNION = re.compile(r"constrained-\w+|(tuple|list|dict|literal)\[.*\]")
+"""What pydantic puts into a place for a member of a union, which is in no file."""
+
+
 def _message(model_class: type[BaseModel], error: ValidationError) -> str:
     lines: dict[str, None] = {}
     for detail in error.errors(include_url=False):
-        place = ".".join(_short(str(part)) for part in detail["loc"]) or "top level"
+        if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
+            continue  # pydantic counts only the values that are right; the wrong ones are listed themselves
+        named = [_short(str(part)) for part in detail["loc"] if not _OF_A_UNION.fullmatch(str(part))]
+        place = ".".join(named) or "top level"
         lines[f"{place}: {_sentence(model_class, detail)}"] = None
     listed = list(lines)
     if len(listed) == 1:
         return listed[0]
     more = [f"and {len(listed) - MAX_REPORTED} more"] if len(listed) > MAX_REPORTED else []
     return "\n  ".join([f"{len(listed)} errors", *listed[:MAX_REPORTED], *more])
+
+
+_LENGTHS = {
+    "string_too_short": ("min_length", "at least", "character"),
+    "string_too_long": ("max_length", "at most", "character"),
+    "too_short": ("min_length", "at least", "value"),
+    "too_long": ("max_length", "at most", "value"),
+}
+"""pydantic's kinds of errors that are about a length: the bound's name in their context, and words for it."""
 
 
 def _sentence(model_class: type[BaseModel], detail: Any) -> str:
@@ -113,6 +130,10 @@ def _sentence(model_class: type[BaseModel], detail: Any) -> str:
         *parents, key = detail["loc"]
         known = _known_keys(model_class, tuple(parents))
         return f"unknown key, {nearest(str(key), known)}"
+    if kind in _LENGTHS:
+        bound, words, unit = _LENGTHS[kind]
+        limit = detail["ctx"][bound]
+        return f"must have {words} {limit} {unit if limit == 1 else f'{unit}s'}, got {_shown(detail['input'])}"
     text = str(detail["msg"])
     for prefix in ("Value error, ", "Assertion failed, "):
         if text.startswith(prefix):
@@ -134,6 +155,8 @@ def _shown(value: object) -> str:
         return f"a list of {len(value)}"
     if value is None:
         return "nothing (null)"
+    if type(value) is int and abs(value) >= 2**63:  # was 1e308 in the file
+        return f"{value:.6g}"
     return _short(repr(value))
 
 

@@ -32,7 +32,7 @@ from hardware_models.runtime import Runtime, load_runtime
 from simulator.measured_times import check_times
 from simulator.plan import Plan
 from simulator.plan_file import load_plan
-from simulator.problem import Problem, ProblemSpec
+from simulator.problem import MAX_BATCH, Problem, ProblemSpec
 from simulator.profile_check import check_profile
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -350,6 +350,8 @@ class _Row:
             raise ValueError(f"{name} must be an integer, got {self.cells[name]!r}")
         if found < least:
             raise ValueError(f"{name} must be at least {least}, got {found}")
+        if found > MAX_BATCH:
+            raise ValueError(f"{name} must be at most {MAX_BATCH:,}, got {self.cells[name]}")
         return found
 
     def _number(self, name: str) -> float | None:

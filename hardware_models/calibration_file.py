@@ -14,15 +14,16 @@ from pydantic import Field
 
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
+from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, dump_yaml, write_text_atomically
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants, PipelineConstants, Quantity
 from hardware_models.collective_table import TRANSFERS, CollectiveTable
-from hardware_models.gpus import EfficiencyCurves
+from hardware_models.gpus import EfficiencyCurves, gpu_names
 from hardware_models.group_shapes import GroupShape
 from hardware_models.links import COLLECTIVES, LinkType, NetworkType
 from hardware_models.profile_file import profile_from_mapping, profile_mapping
-from hardware_models.schema import Count, NonNegative, Positive, Slowdown, Text
+from hardware_models.schema import Count, Factor, Positive, Seconds, Slowdown, Text
 
 FORMAT = "windtunnel-calibration-1"
 OPERATORS_FORMAT = "windtunnel-operator-profile-1"
@@ -36,6 +37,7 @@ UNITS = {
 COLUMNS = ("collective", "group_size", "num_nodes", "stride", "groups_per_node", "bytes", "seconds")
 
 _Share = Annotated[float, Field(ge=0)]
+_Overhead = Annotated[float, Field(ge=-60, le=60)]
 _Row = tuple[Text, Count, Count, Count | None, Count, Positive, Positive]
 
 
@@ -48,17 +50,17 @@ class _Collectives(FileModel):
 
 class _Gpu(FileModel):
     curves: EfficiencyCurves | None = None
-    kernel_floor_s: NonNegative | None = None
-    launch_s: NonNegative | None = None
-    host_factor: Positive | None = None
-    optimizer_bandwidth_fraction: Positive | None = None
+    kernel_floor_s: Seconds | None = None
+    launch_s: Seconds | None = None
+    host_factor: Factor | None = None
+    optimizer_bandwidth_fraction: Factor | None = None
     overlap_slowdown_computation: Slowdown | None = None
     overlap_slowdown_communication: Slowdown | None = None
 
 
 class _Pipeline(FileModel):
-    operator_factor: Positive
-    pass_overhead_s: float
+    operator_factor: Factor
+    pass_overhead_s: _Overhead
     fitted_on: Text
 
 
@@ -104,9 +106,9 @@ class _OldFile(FileModel):
     versions: Mapping[str, Text]
     units: Mapping[str, Text]
     fitted_on: Text
-    operator_factor: Positive
-    pass_overhead_s: float
-    optimizer_bandwidth_fraction: Positive
+    operator_factor: Factor
+    pass_overhead_s: _Overhead
+    optimizer_bandwidth_fraction: Factor
     communication: tuple[tuple[Text, Count, Positive, Positive], ...]
     operators: dict[str, object]
 
@@ -131,6 +133,9 @@ def load_calibration(path: str | Path) -> Calibration:
 
 
 def _from_file(file: _File, source: str) -> Calibration:
+    for name in file.gpus:
+        if name not in gpu_names():
+            raise DataFileError(source, f"gpus.{name}: unknown GPU type, {nearest(name, gpu_names())}")
     return Calibration(
         source=file.source,
         operators=profile_from_mapping(file.operators, source) if file.operators is not None else None,
@@ -237,4 +242,6 @@ def _gpu_mapping(part: GpuConstants) -> dict[str, Any]:
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
     """Write a calibration atomically: JSON if the name ends in ``.json``, else YAML."""
     mapping = calibration_mapping(calibration)
+    # What was measured may be no hardware's: better said now than by --profile.
+    validated(_File, mapping, f"what was measured, {calibration.source}")
     write_text_atomically(path, dump_json(mapping) if str(path).endswith(".json") else dump_yaml(mapping))

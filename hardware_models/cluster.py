@@ -17,7 +17,7 @@ from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
 from hardware_models.gpus import GpuType, load_gpu
 from hardware_models.links import LinkType, NetworkType, load_link, load_network
-from hardware_models.schema import Count, Text
+from hardware_models.schema import Cards, Text
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_DEVICES = 1_000_000
@@ -46,7 +46,7 @@ class NodePreset(FileModel):
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)]
     links: Text
     network: Text
-    nics_per_node: Count
+    nics_per_node: Cards
     source: Text
     mesh: tuple[tuple[int, int, int], ...] = ()
 
@@ -256,7 +256,11 @@ def _load_preset(name: str) -> NodePreset:
 
 def _parse_preset(mapping: Mapping[str, object], where: str) -> NodePreset:
     preset = validated(NodePreset, mapping, where)
-    is_mesh = load_link(preset.links).kind == "mesh"
+    try:
+        load_gpu(preset.gpu), load_network(preset.network)
+        is_mesh = load_link(preset.links).kind == "mesh"
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     if is_mesh != bool(preset.mesh):
         raise ValueError(
             f"{where}: mesh must list edges exactly when the links are a mesh; got {preset.links!r}"

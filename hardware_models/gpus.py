@@ -6,12 +6,35 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
+from pydantic import field_validator
+
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
-from hardware_models.schema import Bytes, Count, Fraction, NonNegative, Positive, Slowdown, Text
+from hardware_models.schema import (
+    Bytes,
+    BytesPerS,
+    Count,
+    Factor,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seconds,
+    Slowdown,
+    Text,
+)
 
 HERE = Path(__file__).parent
+
+
+MATMUL_ROLES = ("forward", "data_gradient", "weight_gradient")
+PATTERNS = ("elementwise", "reduction", "random", "gather")
+
+
+def _exactly(value: Mapping[str, float], keys: tuple[str, ...]) -> Mapping[str, float]:
+    if set(value) != set(keys):
+        raise ValueError(f"must have exactly the keys {', '.join(keys)}, got {', '.join(value) or 'none'}")
+    return value
 
 
 class MatmulCurve(FileModel):
@@ -43,6 +66,11 @@ class MatmulCurve(FileModel):
     misaligned_fraction: Fraction = 1.0
     misaligned_source: Text = "not measured"
 
+    @field_validator("limit")
+    @classmethod
+    def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        return _exactly(value, MATMUL_ROLES)
+
 
 class MemoryCurve(FileModel):
     """Memory-bound kernels: share of the bandwidth by access pattern, and how small ones fall short.
@@ -54,6 +82,11 @@ class MemoryCurve(FileModel):
     fraction: Mapping[str, Fraction]
     ramp_bytes: NonNegative
     source: Text
+
+    @field_validator("fraction")
+    @classmethod
+    def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        return _exactly(value, PATTERNS)
 
 
 class AttentionCurve(FileModel):
@@ -121,11 +154,11 @@ class GpuType(FileModel):
     name: Text
     peak_flop_per_s: Mapping[str, Positive]
     memory_bytes: Bytes
-    memory_bytes_per_s: Positive
+    memory_bytes_per_s: BytesPerS
     num_multiprocessors: Count
     curves: Text
-    kernel_floor_s: NonNegative
-    launch_s: NonNegative
+    kernel_floor_s: Seconds
+    launch_s: Seconds
     launch_source: Text
     optimizer_bandwidth_fraction: Fraction
     overlap_slowdown_computation: Slowdown
@@ -133,7 +166,7 @@ class GpuType(FileModel):
     overlap_source: Text
     source: Text
     calibrated_curves: EfficiencyCurves | None = None
-    host_factor: Positive = 1.0
+    host_factor: Factor = 1.0
 
     def peak(self, dtype: str) -> float:
         """Return the peak of ``dtype`` in flop/s.

@@ -12,7 +12,7 @@ from pydantic import field_validator
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
-from hardware_models.schema import Fraction, NonNegative, Positive, Text
+from hardware_models.schema import BytesPerS, Fraction, NonNegative, Seconds, Text
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -44,8 +44,8 @@ class Protocol(FileModel):
     """
 
     name: Text
-    launch_s: NonNegative
-    step_s: NonNegative
+    launch_s: Seconds
+    step_s: Seconds
     bandwidth_fraction: Fraction
 
 
@@ -71,17 +71,17 @@ class LinkType(FileModel):
     """
 
     kind: Literal["mesh", "switch", "host"]
-    link_bytes_per_s: Positive
+    link_bytes_per_s: BytesPerS
     pair_fraction: Fraction
-    point_to_point_bytes_per_s: Positive
-    point_to_point_latency_s: NonNegative
-    fallback_bytes_per_s: Positive
-    bridge_bytes_per_s: Positive
+    point_to_point_bytes_per_s: BytesPerS
+    point_to_point_latency_s: Seconds
+    fallback_bytes_per_s: BytesPerS
+    bridge_bytes_per_s: BytesPerS
     efficiency: Mapping[str, Fraction]
     protocols: tuple[Protocol, ...]
     source: Text
-    local_bytes_per_s: Mapping[str, Positive] = {}
-    step_over_nodes_s: NonNegative | None = None
+    local_bytes_per_s: Mapping[str, BytesPerS] = {}
+    step_over_nodes_s: Seconds | None = None
 
     @field_validator("efficiency")
     @classmethod
@@ -117,10 +117,10 @@ class NetworkType(FileModel):
             wait for the host as well. A ring alone is not slowed.
     """
 
-    nominal_bytes_per_s: Positive
+    nominal_bytes_per_s: BytesPerS
     collective_fraction: Fraction
     point_to_point_fraction: Fraction
-    point_to_point_latency_s: NonNegative
+    point_to_point_latency_s: Seconds
     efficiency: Mapping[str, Fraction]
     protocols: tuple[Protocol, ...]
     source: Text

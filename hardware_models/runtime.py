@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
-from hardware_models.schema import Bytes, NonNegative, Text
+from hardware_models.schema import Bytes, BytesPerParameter, Seconds, Text
 from workloads.kinds.base import DTYPE_BYTES, Implementation
 
 RUNTIMES = Path(__file__).parent / "runtimes"
@@ -248,11 +248,11 @@ class RuntimeFile(FileModel):
     description: Text
     implementation: ImplementationFile
     attention: Attention
-    parameter_bytes: NonNegative
-    gathered_parameter_bytes: NonNegative
-    gradient_bytes: NonNegative
-    optimizer_bytes: NonNegative
-    optimizer_workspace_bytes: NonNegative
+    parameter_bytes: BytesPerParameter
+    gathered_parameter_bytes: BytesPerParameter
+    gradient_bytes: BytesPerParameter
+    optimizer_bytes: BytesPerParameter
+    optimizer_workspace_bytes: BytesPerParameter
     gradient_accumulation_bytes: Literal[2, 4]
     adds_gradients: bool
     gradient_bucket_bytes: Bytes | None
@@ -265,10 +265,10 @@ class RuntimeFile(FileModel):
     recompute_stops_early: bool
     communication_buffer_bytes: Bytes
     context_bytes: Bytes
-    host_seconds_per_kernel: NonNegative | None
-    host_seconds_per_operator: tuple[NonNegative, NonNegative]
-    host_seconds_per_pass: NonNegative
-    host_seconds_per_collective: tuple[NonNegative, NonNegative]
+    host_seconds_per_kernel: Seconds | None
+    host_seconds_per_operator: tuple[Seconds, Seconds]
+    host_seconds_per_pass: Seconds
+    host_seconds_per_collective: tuple[Seconds, Seconds]
     prefetches_gathers: bool
     keeps_stage_outputs: bool
     frees_gradients: GradientsFreed
@@ -282,7 +282,7 @@ class RuntimeFile(FileModel):
     scatters_under_zero1: bool = True
     reduces_to_owners: tuple[Literal[1, 2, 3], ...] = ()
     fills_bucket: tuple[Literal[2, 3], ...] = ()
-    gradient_pass_bytes: tuple[NonNegative, NonNegative] | None = None
+    gradient_pass_bytes: tuple[BytesPerParameter, BytesPerParameter] | None = None
     sends_attention_mask: bool = False
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
@@ -298,8 +298,8 @@ class RuntimeFile(FileModel):
     reduces_ties_whole: bool = False
     parameter_calls_above: Annotated[int, Field(ge=0)] | None = None
     flattens_sharded: bool = False
-    host_seconds_per_list_entry: NonNegative = 0.0
-    handover_s: NonNegative = 0.0
+    host_seconds_per_list_entry: Seconds = 0.0
+    handover_s: Seconds = 0.0
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

@@ -12,14 +12,29 @@ Positive = Annotated[float, Field(gt=0, le=1e24)]
 NonNegative = Annotated[float, Field(ge=0, le=1e24)]
 """A physical quantity that may be zero."""
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
-"""A share of a peak, in (0, 1]."""
+Seconds = Annotated[float, Field(ge=0, le=1)]
+"""What one launch, step, message or wait takes. Nothing of the kind takes a second: more is another unit."""
+
+BytesPerS = Annotated[float, Field(ge=1e5, le=1e18)]
+"""A rate. A tenth of the slowest Ethernet's is the least: below are gigabytes or gigabits per second."""
+
+BytesPerParameter = Annotated[float, Field(ge=0, le=1024)]
+"""What is kept or moved per parameter; Adam in double precision keeps 32."""
+
+Factor = Annotated[float, Field(ge=1e-3, le=1e3)]
+"""What something measured takes over what was said."""
+
+Fraction = Annotated[float, Field(ge=1e-6, le=1)]
+"""A share of a peak, above zero: a millionth is far below any."""
 
 Slowdown = Annotated[float, Field(ge=1, le=10)]
 """A factor by which something takes longer."""
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 """A number of things, at least one."""
+
+Cards = Annotated[int, Field(ge=1, le=1024)]
+"""Network cards of a node."""
 
 Bytes = Annotated[int, Field(ge=0, le=2**50)]
 """A size in memory; 2**50 is a petabyte."""

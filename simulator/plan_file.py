@@ -12,8 +12,9 @@ from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, dump_yaml, write_text_atomically
 from simulator.plan import Axis, Plan, Sharding, Stage, plan_to_mapping
-from simulator.problem import ProblemSpec
+from simulator.problem import MAX_BATCH, Problem, ProblemSpec
 from simulator.problem_files import with_files
+from simulator.validate import validate
 
 VERSION = 1
 MAX_OPERATORS = 10_000_000
@@ -79,7 +80,7 @@ class _Problem(FileModel):
     model: str
     cluster: str
     runtime: str
-    global_batch: Annotated[int, Field(ge=1, le=1_000_000_000)]
+    global_batch: Annotated[int, Field(ge=1, le=MAX_BATCH)]
     memory_limit_bytes: Annotated[int, Field(ge=1, le=1 << 60)] | None = None
     profile: str | None = None
 
@@ -154,7 +155,7 @@ def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
     except ValueError as error:
         raise DataFileError(str(path), f"problem.{error}") from None
     if envelope.workload_fingerprint is not None:
-        workload = spec.load().workload
+        workload = named(path, spec).workload
         if workload.fingerprint != envelope.workload_fingerprint:
             raise DataFileError(
                 str(path),
@@ -162,6 +163,23 @@ def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
                 f"{envelope.workload_fingerprint}, now {workload.fingerprint}); make the plan again",
             )
     return spec, _to_plan(envelope.plan, str(path))
+
+
+def named(path: str | Path, spec: ProblemSpec, plan: Plan | None = None) -> Problem:
+    """Return the problem of a plan file; what is wrong with it, or the plan, is said of the file.
+
+    Raises:
+        ValueError: As ``ProblemSpec.load`` and ``validate``. What is said of a file that the plan names, stays so.
+    """
+    try:
+        problem = spec.load()
+        if plan is not None:
+            validate(plan, problem)
+    except DataFileError:
+        raise
+    except ValueError as error:
+        raise DataFileError(str(path), str(error)) from error
+    return problem
 
 
 def plan_document(spec: ProblemSpec, plan: Plan, *, fingerprint: str | None = None) -> dict[str, Any]:

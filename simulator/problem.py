@@ -17,6 +17,9 @@ from simulator.profile_check import check_profile
 from workloads.operators import Workload
 from workloads.registry import build_workload
 
+MAX_BATCH = 1_000_000_000
+"""Samples per iteration that a problem may have: far above any, and small enough to count with."""
+
 
 @dataclass(frozen=True)
 class ProblemSpec:
@@ -51,6 +54,8 @@ class ProblemSpec:
         """Build the problem. Raises ValueError (unknown names, missing or bad files, batch or limit out of range)."""
         if self.global_batch < 1:
             raise ValueError(f"global_batch must be at least 1, got {self.global_batch}")
+        if self.global_batch > MAX_BATCH:
+            raise ValueError(f"global_batch must be at most {MAX_BATCH:,} samples, got {self.global_batch:.3g}")
         with_files(self)
         runtime = load_runtime(self.runtime)
         cluster = parse_cluster(self.cluster)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+from simulator.divisors import largest_divisor
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from workloads.operators import Operator, Workload
@@ -73,11 +74,12 @@ def uniform_plan(
             f"{problem.global_batch} and {dp} * {microbatch} = {dp * microbatch}; try {remedy} or a larger batch"
         )
     if left and not smaller_last:
-        fitting = max(size for size in range(1, microbatch + 1) if size == 1 or problem.global_batch % (size * dp) == 0)
+        per_replica, uneven = divmod(problem.global_batch, dp)
+        fitting = 1 if uneven else largest_divisor(per_replica, microbatch)
         raise ValueError(
             f"dp * microbatch must divide the global batch {problem.global_batch}, got {dp} * {microbatch} = "
             f"{dp * microbatch}; try microbatch {fitting}"
-            + ("" if problem.global_batch % dp == 0 else f" and a dp that divides {problem.global_batch}")
+            + (f" and a dp that divides {problem.global_batch}" if uneven else "")
             + (", or a smaller last microbatch (smaller_last)" if count and left >= dp else "")
         )
     if chunks > 1 and schedule != "interleaved":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from simulator.divisors import largest_divisor
 from simulator.lowering.mesh import batch_degree
 from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, Plan, Stage, resolve
 from simulator.problem import Problem
@@ -92,7 +93,7 @@ def _last_remedy(microbatch_size: int, global_batch: int) -> str:
 def _batch_remedy(microbatch_size: int, global_batch: int) -> str:
     if microbatch_size >= 1 and global_batch % microbatch_size == 0:
         return f"try num_microbatches: {global_batch // microbatch_size}"
-    near = max(size for size in range(1, max(2, min(microbatch_size, global_batch) + 1)) if global_batch % size == 0)
+    near = largest_divisor(global_batch, max(1, microbatch_size))
     return f"try microbatch_size: {near}, num_microbatches: {global_batch // near}"
 
 

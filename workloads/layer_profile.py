@@ -27,6 +27,9 @@ from workloads.graph_builder import GraphBuilder
 from workloads.operators import Workload
 
 PARAMETER_BYTES = 4
+MAX_SIZE = 1e15
+"""Milliseconds and bytes of a node: a petabyte, and far above any time."""
+
 MAX_BATCH = 1_000_000
 _NAMED = re.compile(r"(?P<path>.+\.csv(?:\.gz)?)(?:@(?P<batch>\d{1,7}))?", re.IGNORECASE)
 _BATCH = re.compile(r"_b(\d{1,7})(?=\.csv)", re.IGNORECASE)
@@ -237,6 +240,9 @@ def load_layer_profile(name: str | Path) -> LayerProfile:
         values = {column: row[column] or 0.0 for column in sizes}
         if min(values.values()) < 0:
             raise DataFileError(path, f"node {row['node']!r}: times and sizes must be 0 or more, got {values}")
+        for column, value in values.items():
+            if value > MAX_SIZE:
+                raise DataFileError(path, f"node {row['node']!r}: {column} must be at most {MAX_SIZE:g}, got {value:g}")
         nodes.append(
             LayerNode(
                 name=row["node"],

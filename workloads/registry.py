@@ -47,7 +47,7 @@ def model_spec(name: str) -> ModelSpec:
     path = Path(name)
     if name.lower().endswith(FILE_SUFFIXES):
         return _spec_from_file(path)
-    if "\0" not in name and (path / "config.json").is_file():
+    if name.strip() and "\0" not in name and (path / "config.json").is_file():
         return _spec_from_file(path / "config.json")
     raise ValueError(f"unknown model {name!r}: {nearest(name, model_names())}; or give a .yaml or .json file")
 

@@ -41,7 +41,7 @@ def diff(
     """
     from experiments.progress import simulation_progress
     from simulator.fidelity import Fidelity
-    from simulator.plan_file import load_plan
+    from simulator.plan_file import load_plan, named
     from simulator.reports.difference import difference
     from simulator.simulate import simulate
 
@@ -49,10 +49,11 @@ def diff(
     fidelity = Fidelity().without(*comma_separated(without))
     loaded = [(path, *load_plan(path)) for path in (first, second)]
     all_writable(read=[file for _, spec, _ in loaded for file in spec.files], pictures=[plot])
+    problems = [named(*each) for each in loaded]
     results = []
-    for path, spec, plan in loaded:
+    for (path, _, plan), problem in zip(loaded, problems, strict=True):
         with simulation_progress(f"simulating {path.name}") as progress:
-            results.append(simulate(plan, spec.load(), fidelity=fidelity, engine=engine, progress=progress))
+            results.append(simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress))
     names = (first.stem, second.stem) if first.stem != second.stem else (str(first), str(second))
     found = difference(*results, names=names)
     if plot is not None:

@@ -50,6 +50,7 @@ def import_plan(
 
     Example: windtunnel import-plan aceso plan.json -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024 -o plan.yaml
     """
+    from datafiles.errors import DataFileError
     from searchers.plan_words import describe_plan
     from simulator.plan import Plan, plan_to_mapping
     from simulator.plan_file import save_plan
@@ -68,8 +69,14 @@ def import_plan(
     all_writable(output, read=[file, *spec.files])
     problem = spec.load()
     module, _, function = IMPORTERS[system].partition(":")
-    plan: Plan = getattr(importlib.import_module(module), function)(file, problem)
-    validate(plan, problem)
+    importer = getattr(importlib.import_module(module), function)
+    try:
+        plan: Plan = importer(file, problem)
+        validate(plan, problem)
+    except DataFileError:
+        raise
+    except ValueError as error:
+        raise DataFileError(str(file), str(error)) from error
     save_plan(output, spec, plan, fingerprint=problem.workload.fingerprint)
     if as_json:
         print_json(

@@ -167,7 +167,10 @@ def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | N
         with terminate_means_interrupt(), one_interrupt(), counted_progress("runs") as advance:
             for number, case in enumerate(cases):
                 advance(number, len(cases), case.row_id)
-                outcomes.append(run_case(case, fidelity=fidelity))
+                try:
+                    outcomes.append(run_case(case, fidelity=fidelity))
+                except ValueError as error:  # too large to simulate
+                    raise ValueError(f"{case.row_id}: {error}") from error
     except KeyboardInterrupt:
         kept = f"are in {output}" if output is not None and outcomes else "are lost (-o keeps them)"
         messages().print(f"interrupted; {len(outcomes)} of {len(cases)} runs were simulated and {kept}", markup=False)

@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from hardware_models.calibration.kernel_fit import ROLES, KernelRow, Parameter, fit, predict_s
+from hardware_models.calibration.kernel_fit import KernelRow, Parameter, fit, predict_s
 from hardware_models.calibration.outcome import Point
-from hardware_models.gpus import EfficiencyCurves, GpuType, load_curves
+from hardware_models.gpus import MATMUL_ROLES, EfficiencyCurves, GpuType, load_curves
 from hardware_models.importers.kineto import Collective, GpuKernel
 from workloads.kernels import Kernel, Matmul, MemoryBound
 
@@ -131,7 +131,8 @@ def _parameters(curves: EfficiencyCurves, dtype: str, rows: Sequence[KernelRow])
     values = _values(curves, dtype)
     kernels = [row.kernels[0] for row in rows]
     if isinstance(kernels[0], Matmul):
-        roles = [role for role in ROLES if any(isinstance(each, Matmul) and each.role == role for each in kernels)]
+        found = {each.role for each in kernels if isinstance(each, Matmul)}
+        roles = [role for role in MATMUL_ROLES if role in found]
         names = [(f"limit.{role}", 0.02, 1.0) for role in roles]
         if len(set(kernels)) >= ENOUGH:
             names += [("half_waves", 0.0, 5.0), ("half_k", 0.0, 2000.0)]
@@ -146,7 +147,7 @@ def _same_for_unseen_roles(
     old: EfficiencyCurves, new: EfficiencyCurves, dtype: str, fitted: set[str]
 ) -> EfficiencyCurves:
     """Return the new curves with limits of roles that no row is about moved by as much as a fitted one's."""
-    seen = [role for role in ROLES if f"limit.{role}" in fitted]
+    seen = [role for role in MATMUL_ROLES if f"limit.{role}" in fitted]
     if not seen:
         return new
     # Of the two gradients only one is recorded; it is the better guide to the other.
@@ -154,7 +155,7 @@ def _same_for_unseen_roles(
     factor = new.matmul[dtype].limit[guide] / old.matmul[dtype].limit[guide]
     limit = {
         role: new.matmul[dtype].limit[role] if role in seen else min(1.0, old.matmul[dtype].limit[role] * factor)
-        for role in ROLES
+        for role in MATMUL_ROLES
     }
     changed = new.matmul[dtype].model_copy(update={"limit": limit})
     return new.model_copy(update={"matmul": {**new.matmul, dtype: changed}})
@@ -176,11 +177,11 @@ def _same_tensor_cores(
 ) -> EfficiencyCurves:
     """Return the new curves with formats that no row is about, and fused attention, moved as much as a fitted one."""
     before, after, matmul = old.matmul[guide], new.matmul[guide], dict(new.matmul)
-    factor = {role: after.limit[role] / before.limit[role] for role in ROLES}
+    factor = {role: after.limit[role] / before.limit[role] for role in MATMUL_ROLES}
     for dtype in set(TENSOR_FORMATS) & set(matmul) - set(seen):
         curve = matmul[dtype]
         changed = {
-            "limit": {role: min(1.0, curve.limit[role] * factor[role]) for role in ROLES},
+            "limit": {role: min(1.0, curve.limit[role] * factor[role]) for role in MATMUL_ROLES},
             "half_waves": curve.half_waves * after.half_waves / before.half_waves,
             "half_k": curve.half_k * after.half_k / before.half_k,
             "source": after.source,

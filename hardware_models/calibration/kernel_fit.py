@@ -16,17 +16,22 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from hardware_models.compute import attention_s, convolution_s, matmul_s, memory_bound_s
-from hardware_models.gpus import AttentionCurve, EfficiencyCurves, GpuType, MatmulCurve, MemoryCurve
+from hardware_models.gpus import (
+    MATMUL_ROLES,
+    PATTERNS,
+    AttentionCurve,
+    EfficiencyCurves,
+    GpuType,
+    MatmulCurve,
+    MemoryCurve,
+)
 from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul
 
 Vector = npt.NDArray[np.float64]
-ROLES = ("forward", "data_gradient", "weight_gradient")
 PULL = 0.02
 """Weight of the start values: a parameter 50 % off costs as much as all rows 1 % off."""
 
 WEIGHT_RANGE = (0.3, 3.0)
-
-PATTERNS = ("elementwise", "reduction", "random", "gather")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def build_curves(
     ``limit.gradient`` is that of both gradients, where rows do not tell them apart.
     """
     old = base.matmul[dtype]
-    limit = {role: values.get(f"limit.{role}", old.limit[role]) for role in ROLES}
+    limit = {role: values.get(f"limit.{role}", old.limit[role]) for role in MATMUL_ROLES}
     if "limit.gradient" in values:
         limit |= dict.fromkeys(("data_gradient", "weight_gradient"), values["limit.gradient"])
     matmul = MatmulCurve(

@@ -25,6 +25,8 @@ from datafiles.loader import load_mapping
 
 MIB = float(2**20)
 MS = 1e-3
+SMALLEST = 1e-9
+"""Least time in ms, rate in GB/s or coefficient in ms per MiB that somebody can have measured."""
 
 _COEFFICIENT = re.compile(r"(\d{1,4})_(\d{1,4})_([01])")
 _BANDWIDTH = re.compile(r"allreduce_size_(\d{1,4})_consec_([01])")
@@ -162,8 +164,8 @@ def _number(value: Any, key: str, source: str) -> float:
 
 def _positive(value: Any, key: str, source: str) -> float:
     number = _number(value, key, source)
-    if number <= 0:
-        raise DataFileError(source, f"{key}: must be positive, got {number}")
+    if number < SMALLEST:
+        raise DataFileError(source, f"{key}: must be positive, {SMALLEST:g} or more, got {number:g}")
     return number
 
 

@@ -8,6 +8,7 @@ ranks are neighbours (``tp_consecutive_flags``), ``dp_types_enc`` (1: sharded pa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from simulator.problem import Problem
 
 SCHEDULES = {"gpipe": "gpipe", "pipedream_flush": "1f1b"}
 DATA_TYPES = {"ddp": 0, "zero2": 2, "zero3": 3}
+_NUMBER = re.compile(r"\s*[0-9]{1,9}\s*")
 KEYS = {
     "pp_deg", "tp_sizes_enc", "tp_consecutive_flags", "dp_types_enc", "use_sp", "checkpoint", "global_bsz", "chunks",
     "pp_division", "pipeline_type", "default_dp_type", "vtp", "vsp", "embed_sdp",
@@ -66,7 +68,7 @@ class _Reader:
                 f"try -b {batch}"
             )
         kind = self.content.get("pipeline_type", "gpipe")
-        if kind not in SCHEDULES:
+        if not isinstance(kind, str) or kind not in SCHEDULES:
             self._refuse(f"pipeline_type must be one of {', '.join(SCHEDULES)}, got {kind!r}")
         division = self._partition()
         shardings = [self._sharding(number) for number in range(len(self.layers))]
@@ -117,7 +119,7 @@ class _Reader:
 
     def _axes(self, tensor: int, *, neighbours: bool, sharded: bool) -> Sharding:
         word = self.content.get("default_dp_type", "ddp")
-        if word not in DATA_TYPES:
+        if not isinstance(word, str) or word not in DATA_TYPES:
             self._refuse(f"default_dp_type must be one of {', '.join(DATA_TYPES)}, got {word!r}")
         data = Axis("batch", self.size // tensor, 3 if sharded else DATA_TYPES[word])
         axes = (data, Axis("tensor", tensor)) if neighbours else (Axis("tensor", tensor), data)
@@ -148,7 +150,7 @@ class _Reader:
 
     def _split(self, key: str) -> list[int]:
         text = self.content.get(key)
-        if not isinstance(text, str) or not all(word.strip().isdigit() for word in text.split(",")):
+        if not isinstance(text, str) or not all(_NUMBER.fullmatch(word) for word in text.split(",")):
             self._refuse(f"{key} must be whole numbers between commas, got {text!r}")
         return [int(word) for word in str(text).split(",")]
 

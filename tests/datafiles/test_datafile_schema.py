@@ -43,8 +43,12 @@ class Plan(FileModel):
     latency_s: float = 0.0
     by_name: dict[str, Stage] = Field(default_factory=dict)
     extra: Stage | Link | None = None
-    memory_bytes: int = 0
+    memory_bytes: int = Field(default=0, le=2**60)
     flag: bool = False
+    name: str = Field(default="x", min_length=1, max_length=8)
+    pair: tuple[int, int] = (0, 0)
+    degrees: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] = 1
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
 
 
 def refusal(mapping: dict[str, object]) -> str:
@@ -83,6 +87,13 @@ def test_a_good_mapping_becomes_a_frozen_model() -> None:
         ({"stages": [], "flag": 1}, "flag: must be a valid boolean, got 1"),
         ({"stages": [], "by_name": [1]}, "by_name: must be a mapping, got a list of 1"),
         ({"stages": None}, "stages: must be a list, got nothing (null)"),
+        ({"stages": [], "name": ""}, "name: must have at least 1 character, got ''"),
+        ({"stages": [], "name": "abcdefghi"}, "name: must have at most 8 characters, got 'abcdefghi'"),
+        ({"stages": [], "pair": [1, 2, 3]}, "pair: must have at most 2 values, got a list of 3"),
+        ({"stages": [], "seeds": []}, "seeds: must have at least 1 value, got a list of 0"),
+        ({"stages": [], "memory_bytes": 1e308, "pair": ["x"]}, "memory_bytes: must be less than or equal to"),
+        ({"stages": [], "memory_bytes": 1e308}, "got 1e+308"),
+        ({"stages": [], "degrees": "x"}, "\n  degrees: must be a valid integer, got 'x'\n  degrees: must be a list"),
     ],
 )  # fmt: skip
 def test_each_error_names_the_field_the_rule_and_what_came(mapping: dict[str, object], words: str) -> None:
@@ -93,6 +104,12 @@ def test_all_errors_come_at_once() -> None:
     message = refusal({"stages": [{"devices": ["x", "y"]}], "flag": "yes", "latency": 1})
     assert message.startswith("plan.yaml: 4 errors\n  stages.0.devices.0: ")
     assert len(message.splitlines()) == 5
+
+
+def test_a_list_of_wrong_values_is_not_called_short_too() -> None:
+    assert refusal({"stages": [], "seeds": [None]}) == (
+        "plan.yaml: seeds.0: must be a valid integer, got nothing (null)"
+    )
 
 
 def test_long_lists_of_errors_are_cut() -> None:

@@ -155,3 +155,9 @@ def test_a_published_layer_time_is_the_one_the_file_derived() -> None:
         for kind in (0, 1):
             per_sample_ms = stated[f"layertype_{kind}_bsz{samples}_seq512"]
             assert found[kind, samples] / samples == pytest.approx(per_sample_ms * 1e-3, rel=1e-6)
+
+
+@pytest.mark.parametrize("key", ["1_8_1", "allreduce_size_4_consec_0", "pp_size_2", "allreduce_size_8_64MB_time"])
+def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ValueError, match=f"profile.json: {key}: must be positive, 1e-09 or more, got 1e-300"):
+        read_galvatron(written(tmp_path, {key: 1e-300}))

@@ -91,3 +91,16 @@ def test_a_file_that_does_not_fit_says_what_must_hold(
 def test_a_file_for_another_cluster_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must divide the 2 devices of a stage, got 4"):
         read(tmp_path, replace(tiny_problem(4, 8)), tp_sizes_enc="4,2")
+
+
+@pytest.mark.parametrize("value", [[], {}, None, 1, "ddpp", True])
+@pytest.mark.parametrize("key", ["pipeline_type", "default_dp_type"])
+def test_a_word_must_be_one_of_those_known(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"plan.json: {key} must be one of "):
+        read(tmp_path, tiny_problem(8, 8), **{key: value})
+
+
+@pytest.mark.parametrize("text", ["9" * 5000 + ",1", "\u00b2,1", "1_0,1"])
+def test_numbers_between_commas_are_plain_and_short(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"plan.json: tp_sizes_enc must be whole numbers between commas"):
+        read(tmp_path, tiny_problem(8, 8), tp_sizes_enc=text)

@@ -100,6 +100,9 @@ def test_no_profiling_run_is_a_report_plan() -> None:
         ({"report": [{"model": "gpt", "runtime": "bf16"}]}, "runtime must be one of the campaign, got 'bf16'"),
         ({"report": [{"model": "gpt", "pp": 4}]}, "tp \\* pp \\* dp must be at most the cluster's 2 devices"),
         ({"report": []}, "report"),
+        ({"report": [{"model": "gpt", "pp": 2, "microbatch": []}]}, "microbatch: must have at least 1 value, got"),
+        ({"report": [{"model": []}]}, "report.0.model: must have at least 1 value, got a list of 0"),
+        ({"report": [{"model": "gpt", "recompute": []}]}, "report.0.recompute: must have at least 1 value, got a list"),
         ({"colour": "red"}, "colour: unknown key"),
         (
             {"report": [{"model": "gpt", "pp": 2, "stage_layers": [1, 1]}]},

@@ -73,6 +73,8 @@ def test_blocks_are_joined_and_keep_only_what_leaves_them(tmp_path: Path) -> Non
         ("x_b1.csv", f"{HEADER}\na,l,1,1,1,1,\na,l,1,1,1,1,\n", "a name of its own"),
         ("x_b1.csv", f"{HEADER}\na,l,1,1,1,1,b\nb,l,1,1,1,1,a\n", "waits for itself"),
         ("x_b1.csv", f"{HEADER}\n", "at least one node"),
+        ("x_b1.csv", f"{HEADER}\na,l,1,1,1,1e308,\n", r"node 'a': param_bytes must be at most 1e\+15, got 1e\+308"),
+        ("x_b1.csv", f"{HEADER}\na,l,1e308,1,1,1,\n", r"node 'a': fw_ms must be at most 1e\+15, got 1e\+308"),
     ],
 )
 def test_what_is_wrong_with_a_profile_is_said(tmp_path: Path, name: str, text: str, message: str) -> None:

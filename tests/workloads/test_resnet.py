@@ -80,3 +80,8 @@ def test_a_convolution_does_the_same_operations_in_all_three_roles() -> None:
 def test_an_image_that_does_not_halve_is_refused() -> None:
     with pytest.raises(ValueError, match="image must be a multiple of 32"):
         ResNetSpec(name="x", blocks=(1, 1, 1, 1), channels=8, image=100)
+
+
+def test_more_blocks_than_fit_into_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"blocks\.0: must be less than or equal to 16384, got 16777216"):
+        build_workload("resnet-50", overrides={"blocks": [2**24, 4, 6, 3]})

@@ -37,8 +37,8 @@ FOLDER = Path(__file__).parent
 MAX_PLANS = 1000
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
 Small = Annotated[int, Field(ge=1, le=4096)]
-Numbers = Small | tuple[Small, ...]
-Words = Name | tuple[Name, ...]
+Numbers = Small | Annotated[tuple[Small, ...], Field(min_length=1)]
+Words = Name | Annotated[tuple[Name, ...], Field(min_length=1)]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -72,9 +72,9 @@ class PlanEntry(FileModel):
     pp: Small = 1
     dp: Small = 1
     zero: Annotated[int, Field(ge=0, le=3)] = 0
-    recompute: Recompute | tuple[Recompute, ...] = "none"
+    recompute: Recompute | Annotated[tuple[Recompute, ...], Field(min_length=1)] = "none"
     sequence_parallel: bool = False
-    schedule: Name | tuple[Name, ...] = "1f1b"
+    schedule: Words = "1f1b"
     chunks: Small = 1
     stage_layers: tuple[Annotated[int, Field(ge=0, le=4096)], ...] | None = None
 

@@ -8,13 +8,13 @@ from pydantic import Field, model_validator
 
 from workloads.graph_builder import GraphBuilder
 from workloads.kinds.base import Attributes
-from workloads.models.fields import Length, ModelSpec, Width
+from workloads.models.fields import Layers, Length, ModelSpec, Width
 from workloads.operators import Workload
 
 EXPANSION = 4
 """Output channels of a block per base channel: He et al. 2016, Table 1."""
 STRIDED = 2
-Blocks = Annotated[tuple[Width, ...], Field(min_length=1, max_length=8)]
+Blocks = Annotated[tuple[Layers, ...], Field(min_length=1, max_length=8)]
 
 
 class ResNetSpec(ModelSpec):

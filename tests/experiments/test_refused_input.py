@@ -1,0 +1,84 @@
+"""Wrong input is refused at once, and the message names the file that it is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.commands import run
+
+TINY = "{family: gpt, layers: 2, hidden: 256, heads: 4, seq_len: 64, vocab: 512}\n"
+PROBLEM = ["-c", "v100-32g-dgx1:1x2", "-b", "4"]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Return a plan of a tiny model beside it, in the folder at work."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(TINY)
+    assert run(capsys, "plan", "-m", "tiny.yaml", *PROBLEM, "-o", "good.yaml")[0] == 0
+    return Path("good.yaml")
+
+
+@pytest.mark.parametrize("fingerprint", [True, False])
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("model: tiny.yaml", "model: gpt3-1.3B", "bad.yaml: unknown model 'gpt3-1.3B': did you mean"),
+        ("runtime: megatron-lm-2021", "runtime: megatron", "bad.yaml: runtime must be a known one"),
+        ('cluster: "v100-32g-dgx1:1x2"', 'cluster: "v100"', "bad.yaml: a cluster must be written"),
+        ('schedule: "1f1b"', "schedule: 2f2b", "bad.yaml: the plan is not legal:"),
+        ("devices: [0, 1]", "devices: [0, 0]", "bad.yaml: the plan is not legal:"),
+        ("global_batch: 4", "global_batch: 5", "bad.yaml: the plan is not legal:"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said_of_its_file(
+    plan: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str, fingerprint: bool
+) -> None:
+    text = plan.read_text()
+    assert old in text
+    lines = [line for line in text.splitlines() if fingerprint or "fingerprint" not in line]
+    Path("bad.yaml").write_text("\n".join(lines).replace(old, new))
+    for arguments in (["simulate", "bad.yaml"], ["diff", "good.yaml", "bad.yaml"]):
+        code, out, error = run(capsys, *arguments)
+        assert (code, out) == (2, "") and message in error.replace("\n", " "), arguments
+
+
+def test_no_name_is_not_the_folder_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"model_type": "gpt2"}')
+    assert run(capsys, "plan", "-m", ".", *PROBLEM)[0] == 0
+    code, _, error = run(capsys, "plan", "-m", "", *PROBLEM)
+    assert code == 2 and "unknown model ''" in error
+
+
+@pytest.mark.parametrize("column", ["gpus", "tp", "microbatch", "global_batch"])
+def test_a_run_of_astronomical_numbers_is_refused_by_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], column: str
+) -> None:
+    row = {"model": "gpt3-350m", "gpus": "8", "tp": "1", "microbatch": "1", "global_batch": "8"} | {column: "1e308"}
+    (table := tmp_path / "runs.csv").write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
+    code, _, error = run(capsys, "predict", table, "-c", "a100-80g-dgx", "-r", "megatron-lm-2021")
+    assert code == 2 and f"row 1: {column} must be at most 1,000,000,000, got 1e308" in error.replace("\n", " ")
+
+
+def test_a_run_too_large_to_simulate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head, row = "model,gpus,pp,microbatch,global_batch", "gpt3-350m,8,8,1,1000000000"
+    (table := tmp_path / "runs.csv").write_text(f"{head}\n{row}\n")
+    code, _, error = run(capsys, "predict", table, "-c", "a100-80g-dgx", "-r", "megatron-lm-2021")
+    assert code == 2 and "error: runs.csv#1: a plan that is simulated in full must come to at most" in error
+
+
+def test_what_is_wrong_with_a_foreign_plan_is_said_of_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated = '{"submesh": [[1, 8]], "logical": [], "force_dp": [1], "num_microbatches": 1, "layers": "1x8"}'
+    (tmp_path / "alpa.json").write_text(stated.replace("{", '{"n_auto_layers": 8, '))
+    (kept := tmp_path / "plan.yaml").write_text("kept")
+    problem = ["-m", "gpt3-1.3b", "-c", "p3.16xlarge:1x8", "-r", "alpa", "-b", "8"]
+    code, _, error = run(capsys, "import-plan", "alpa", tmp_path / "alpa.json", *problem, "-o", kept)
+    assert code == 2 and "alpa.json: logical and physical meshes must have equal sizes" in error.replace("\n", " ")
+    assert kept.read_text() == "kept"
