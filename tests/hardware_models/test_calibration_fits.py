@@ -11,19 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datafiles.tables import load_table
-from hardware_models.calibration.communication_fit import communication_parts
+from hardware_models.calibration.communication_fit import communication_parts, far_rates
 from hardware_models.calibration.kernel_calibration import as_shipped, fit_curves
+from hardware_models.calibration.kernel_fit import predict_s
 from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import SeriesLaw, fit_series
 from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import Row
 from hardware_models.compute import kernel_time_s
-from hardware_models.gpus import load_gpu
+from hardware_models.gpus import curves_of, load_gpu
 from hardware_models.group_shapes import GroupShape
 from hardware_models.importers.aceso_folder import collectives_in, models_in
 from hardware_models.machine_factors import with_factors
 from tests.hardware_models.data_folder import data_folder
-from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul, MemoryBound
 
 SIZES = [2.0**power for power in range(10, 31, 2)]
 
@@ -76,6 +77,34 @@ def test_times_that_do_not_grow_and_rates_far_from_the_presets_are_said() -> Non
     note, kept = communication_parts(milliseconds, "test", "a100-80g-dgx").notes
     assert note.startswith("links.rate must be near the preset's, got 0.001 times a100-80g-dgx: check --cluster")
     assert kept == "nothing over several nodes was measured: their network is the preset's"
+
+
+def test_rates_are_far_off_beyond_ten_times_either_way() -> None:
+    rates = {"links.rate": 0.099, "network.rate": 10.1, "links.host_rate": 0.11, "links.simple.launch_s": 1e-6}
+    assert [note.split()[0] for note in far_rates("p3.16xlarge", rates)] == ["links.rate", "network.rate"]
+
+
+def test_two_sizes_have_a_law_and_one_has_none() -> None:
+    rows: list[Row] = [("all_reduce", 2, 2.0**20, 1e-4), ("all_reduce", 2, 2.0**24, 1e-3), ("all_gather", 2, 1.0, 1.0)]
+    found = communication_parts(rows, "made up", None)
+    assert [fit.what for fit in found.fits if fit.how == "fitted"] == ["all_reduce, 2 ranks"]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "tf32"])
+def test_a_fit_prices_kernels_as_predictions_do(dtype: str) -> None:
+    gpu = load_gpu("a100-sxm4-80gb")
+    kernels = [
+        Matmul(4096, 1024, 512),
+        Convolution(32, 64, 64, 56 * 56, 56 * 56, 3),
+        MemoryBound(1e8, 1e8, "reduction"),
+        FlashAttention(64, 2048, 2048, 128, True, backward=True),
+        Matmul(1, 1, 1),  # no kernel is quicker than the shortest
+    ]
+    for kernel in kernels:
+        assert predict_s(gpu, curves_of(gpu), dtype, [kernel]) == kernel_time_s(gpu, kernel, dtype)
+    assert predict_s(gpu, curves_of(gpu), dtype, kernels) == pytest.approx(
+        sum(kernel_time_s(gpu, kernel, dtype) for kernel in kernels)
+    )
 
 
 def test_a_law_of_one_size_is_refused() -> None:

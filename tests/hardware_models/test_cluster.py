@@ -87,6 +87,7 @@ def test_every_gpu_of_the_cube_mesh_has_six_links() -> None:
         ("v100-32g-dgx1:1x9", "1..8 GPUs"),
         ("v100-32g-dgx1", "preset:NODESxGPUS.*for example v100-32g-dgx1:4x8$"),
         ("p3.8xlarge:four", "for example p3.8xlarge:4x4$"),
+        ("mycluster.yaml:4", "got 'mycluster.yaml:4'; for example mycluster.yaml:4x8 "),
         ("mycluster.yaml", "got 'mycluster.yaml'; for example mycluster.yaml:4x8 "),
         ("v100-32g-dgx1:0x8", "at least one node"),
         ("v100-32g-dgx1:999999x8", "at most 1000000 devices"),

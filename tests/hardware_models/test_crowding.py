@@ -61,6 +61,17 @@ def test_groups_that_share_nothing_overfull_take_what_they_take_alone(cluster, g
         assert hardware.crowded_collective_s(kind, num_bytes, group) == alone_s
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_rings_of_two_on_a_node_that_share_a_card_take_it_in_turn(kind: str) -> None:
+    """Each sends and receives 3/4 of the buffer through it, whatever goes on inside the nodes."""
+    hardware = HardwareModel.from_name("p3.8xlarge:2x4")
+    groups = [(0, 2, 4, 6), (1, 3, 5, 7)]
+    latency_s = hardware.collective(kind, 1e9, groups[0]).latency_s
+    for group in crowded(hardware, groups):
+        seconds = hardware.crowded_collective_s(kind, 1e9, group)
+        assert seconds == pytest.approx(latency_s + 2 * 0.75e9 / NETWORK.nic_bytes_per_s, rel=1e-12)
+
+
 def test_pairs_below_one_bridge_share_it() -> None:
     hardware = HardwareModel.from_name("titan-rtx-pcie:1x8")
     (node,) = hardware.cluster.nodes

@@ -74,6 +74,27 @@ def test_bert_normalises_after_the_sums() -> None:
     assert roles[0] == "attention_qkv" and roles[7:9] == ["norm_1", "mlp_linear_1"] and roles[-1] == "norm_2"
 
 
+@pytest.mark.parametrize(
+    ("name", "attention", "causal"),
+    [
+        *(("gpt3-350m", attention, {"attention"}) for attention in ("plain", "flash")),
+        *(("llama2-7b", attention, {"attention"}) for attention in ("plain", "flash")),
+        *(("bert-large", attention, set()) for attention in ("plain", "flash")),
+        ("vit-large", "plain", set()),
+        ("t5-large-32", "plain", {"decoder_attention"}),  # across to the encoder and inside it, all words are seen
+    ],
+)
+def test_words_see_only_those_before_them_where_a_model_writes_text(
+    name: str, attention: str, causal: set[str]
+) -> None:
+    found = {
+        op.role
+        for op in build_workload(name, attention=attention).operators
+        if op.kind in ("softmax", "flash_attention") and op.attributes.get("causal")
+    }
+    assert {role.removesuffix("_softmax").removesuffix("_flash") for role in found} == causal, found
+
+
 def test_deep_models_have_a_dozen_signatures() -> None:
     assert len(build_workload("gpt-scale-1024").signature_examples) == 16
 

@@ -107,6 +107,7 @@ def test_a_sequence_length_beside_the_models_keys_is_what_it_trains_on() -> None
     short = spec(model_type="gpt2", seq_len=256)
     assert (short.seq_len, short.num_positions) == (256, 1024)
     assert spec(model_type="bert", seq_len=128).num_positions == 512
+    assert build_from_spec(short).num_parameters == 124_439_808, "its table is as long as before"
     both = spec(model_type="t5", seq_len=1024, decoder_seq_len=114)
     assert (both.seq_len, both.decoder_seq_len) == (1024, 114)
     with pytest.raises(ValueError, match="num_positions=1024 must be at least seq_len=2048"):

@@ -102,7 +102,7 @@ def test_models_have_the_parameters_of_their_released_code(name: str, released: 
 
 
 def test_gnmt_has_the_tables_layers_and_activations_of_dapples_profile() -> None:
-    """Layers of four gates, the first both ways; 290.7 million in all, and 35 and 36 tokens of 1,024 fp32 features, 64 samples."""
+    """Layers of four gates, the first both ways; 64 samples of 35 and 36 tokens of 1,024 fp32 features."""
     h, v = 1024, 36560
 
     def lstm(wide: int) -> int:

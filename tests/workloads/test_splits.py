@@ -203,6 +203,32 @@ def test_a_split_that_does_not_fit_is_named(axes: list[tuple[str, int]], message
         localize(kind_named("linear"), attributes, [(4, 16, 64)], axes, HALF, operator="layer1.attention_qkv")
 
 
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        # 4 heads of 8 features; the first extent of what is cut that 64 ways do not divide.
+        *((name, {"head": 4}) for name in ("attention_score", "softmax", "attention_context", "flash_attention")),
+        *((name, {"head": 4}) for name in ("rotary", "relative_score")),
+        *((name, {"channel": 32}) for name in ("batch_norm", "max_pool", "global_average_pool", "flatten")),
+        ("conv2d", {"out_channel": 64, "in_channel": 32}),
+        ("shortcut", {"out_channel": 64}),
+        ("linear", {"column": 128, "row": 32, "row_sequence": 32}),
+        ("cross_projection", {"column": 4, "row": 32}),
+        ("embedding", {"vocab": 64, "vocab_sequence": 64, "column": 32}),
+        ("patch_embedding", {"column": 32}),
+        ("lm_loss", {"vocab": 64}),
+    ],
+)
+def test_a_kind_is_split_as_far_as_its_heads_channels_or_features_go(kind: str, limits: dict[str, int]) -> None:
+    attributes, shapes = example(kind, samples=256, tokens=256, heads=4, width=8)
+    splits = splits_of(kind_named(kind), attributes)
+    assert {*limits} == {*splits} - {"batch", "replicate", "sequence"}
+    for split, limit in limits.items():
+        with pytest.raises(ValueError, match=f"a {split} split must divide {limit}, got 256; try {limit}"):
+            localize(kind_named(kind), attributes, shapes, [(split, 256)], HALF)
+        assert localize(kind_named(kind), attributes, shapes, [(split, limit)], HALF).outputs
+
+
 def test_an_axis_of_size_one_changes_nothing() -> None:
     attributes: Attributes = {"in": 64, "out": 192}
     kind = kind_named("linear")

@@ -22,9 +22,11 @@ IMAGE: Shape = (B, 3, 8, 8)
 PIXELS = E * B * 3 * 8 * 8
 
 
-def counted(kind: str, attributes: Attributes, shapes: list[Shape]) -> tuple[list[float], list[float]]:
+def counted(
+    kind: str, attributes: Attributes, shapes: list[Shape], how: Implementation = HALF
+) -> tuple[list[float], list[float]]:
     """Return operations and moved bytes of the three phases."""
-    local = localize(kind_named(kind), attributes, shapes, [], HALF)
+    local = localize(kind_named(kind), attributes, shapes, [], how)
     found = [kind_named(kind).kernels(phase, local) for phase in PHASES]
     return (
         [matmul_flop(kernels) for kernels in found],
@@ -225,6 +227,74 @@ def test_bytes_are_those_of_the_passes(
     kind: str, attributes: Attributes, shapes: list[Shape], moved: tuple[float, float, float]
 ) -> None:
     assert counted(kind, attributes, shapes)[1] == pytest.approx(moved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "shapes", "how", "moved"),
+    [
+        # The silu, then the product; in backward the product's two gradients, the silu's, and both side by side.
+        ("swiglu", {}, [(B, S, 2 * H)], {"fused_gate": False}, (5 * X, 13 * X, 0)),
+        # A pass that leaves a number a token, and three over the tensor.
+        (
+            "rms_norm",
+            {"hidden": H},
+            [(B, S, H)],
+            {"fused_norm": False},
+            (7 * X + WIDE * B * S, 11 * X + WIDE * B * S, 2 * X + WIDE * B * S + 3 * E * H),
+        ),
+        # Residuals in fp32: the norm is twice as long, and a cast follows (forward) or comes before.
+        (
+            "layer_norm",
+            {"hidden": H},
+            [(B, S, H)],
+            {"autocast": True},
+            (4 * X + 3 * X + 8 * B * S, 3 * X + 10 * X + 8 * B * S, 4 * X + 8 * B * S + 3 * WIDE * 2 * H),
+        ),
+        # Casts, scale, mask and softmax apart: 18.5 times the tensor, as Aceso's rows of 13B move.
+        ("softmax", {"heads": A}, [(B, A, S, S)], {"fused_softmax": False}, (18.5 * SCORES, 24.5 * SCORES, 0)),
+        (
+            "softmax",
+            {"heads": A},
+            [(B, A, S, S)],
+            {"fused_softmax": False, "dtype": "fp32"},
+            (6 * 2 * SCORES, 7 * 2 * SCORES, 0),
+        ),
+        # Bias, mask and sum in one pass, or in three.
+        (
+            "dropout_add",
+            {"probability": 0.1},
+            [(B, S, H)] * 2,
+            {},
+            (3 * X + X / E, 3 * X + 2 * X + X / E, 0),
+        ),
+        (
+            "dropout_add",
+            {"probability": 0.1},
+            [(B, S, H)] * 2,
+            {"fused_bias_dropout": False},
+            (2 * X + 2 * X + X / E + 3 * X, 3 * X + 2 * X + X / E, 0),
+        ),
+    ],
+)
+def test_bytes_of_what_is_not_one_kernel_are_those_of_its_passes(
+    kind: str,
+    attributes: Attributes,
+    shapes: list[Shape],
+    how: dict[str, bool | str],
+    moved: tuple[float, float, float],
+) -> None:
+    how = {"dtype": "fp16", **how}
+    assert counted(kind, attributes, shapes, Implementation(**how))[1] == pytest.approx(moved)  # type: ignore[arg-type]
+
+
+def test_both_gradients_are_one_call_of_the_framework() -> None:
+    for kind, attributes, shapes in (
+        ("linear", {"in": H, "out": H}, [(B, S, H)]),
+        ("softmax", {"heads": A}, [(B, A, S, S)]),
+        ("conv2d", {"in": 3, "out": 3, "kernel": 1}, [IMAGE]),
+    ):
+        local = localize(kind_named(kind), attributes, shapes, [], HALF)
+        assert [kind_named(kind).num_calls(phase, local) for phase in PHASES] == [1, 1, 0]
 
 
 def test_an_lstm_keeps_the_gates_and_the_cell_of_every_token() -> None:
