@@ -235,6 +235,19 @@ def test_what_no_row_is_about_moves_with_what_shares_its_units() -> None:
     ]  # fmt: skip
 
 
+def test_kernels_that_are_quicker_than_a_gpu_can_be_are_fitted_with_its_peaks() -> None:
+    """Timed on another GPU, or in other units: no share of a peak is above 1, whatever the rows are about."""
+    gpu = load_gpu("a100-sxm4-80gb")
+    kernels: list[Kernel] = [Matmul(n, n, n) for n in range(1024, 8193, 512)]
+    kernels += [MemoryBound(2.0**power, 2.0**power) for power in range(22, 31)]
+    found = fit_curves(gpu, [(kernel, "fp16", kernel_time_s(gpu, kernel, "fp16") / 3) for kernel in kernels], "test")
+    assert found is not None
+    curves = found[0]
+    shares = [share for curve in curves.matmul.values() for share in (*curve.limit.values(), curve.bandwidth_fraction)]
+    shares += [*curves.memory.fraction.values(), curves.attention.forward, curves.attention.backward]
+    assert len(shares) > 20 and max(shares) <= 1
+
+
 def test_published_products_in_fp16_tell_those_in_tf32() -> None:
     """The shipped curve is 22 % off these A100s in the median, in tf32 as in fp16."""
     gpu = load_gpu("a100-sxm4-80gb")

@@ -259,6 +259,15 @@ def test_bytes_are_those_of_the_passes(
             {"fused_softmax": False, "dtype": "fp32"},
             (6 * 2 * SCORES, 7 * 2 * SCORES, 0),
         ),
+        # A bias that the next operator adds in its own kernel, if it does.
+        ("linear", {"in": H, "out": 20, "defer_bias": True}, [(B, S, H)], {}, (0, 0, E * (B * S * 20 + 20))),
+        (
+            "linear",
+            {"in": H, "out": 20, "defer_bias": True},
+            [(B, S, H)],
+            {"fused_bias_activation": False},
+            (2 * E * B * S * 20, 0, E * (B * S * 20 + 20)),
+        ),
         # Bias, mask and sum in one pass, or in three.
         (
             "dropout_add",
