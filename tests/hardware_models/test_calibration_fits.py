@@ -133,6 +133,11 @@ def test_residuals_are_median_ninety_percent_and_worst() -> None:
     assert (record.median, record.p90, record.worst, record.num_points) == (0.05, 0.09, 0.1, 11)
 
 
+def test_a_fit_of_no_rows_has_no_residuals() -> None:
+    found = fit_record("x", "fitted", [])
+    assert (found.num_points, found.median, found.p90, found.worst) == (0, None, None, None)
+
+
 def test_acesos_folder_holds_models_and_collectives(tmp_path: Path) -> None:
     for name in ("gpt_1_3B_mbs1_tp2_algo0.csv", "gpt_350M_mbs1_tp1_algo0.csv", "t5_3B_mbs1_tp1_algo0.csv"):
         (tmp_path / name).write_text("")

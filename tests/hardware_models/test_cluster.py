@@ -60,6 +60,7 @@ def test_a_mixed_cluster_has_a_gpu_type_per_node() -> None:
         ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", 4, "t4-16gb", (12,)),
         ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", 8, "t4-16gb", (8,)),  # none begins on a T4: the last eight
         ("p3.8xlarge:1x4+g4dn.12xlarge:2x4", 8, "t4-16gb", (4,)),  # one does, and none is aligned
+        ("p3.8xlarge:1x4+g4dn.12xlarge:1x4", 5, "t4-16gb", (3,)),  # a fifth is wanted beside all four T4
         ("p3.16xlarge:1x8+g4dn.12xlarge:2x4", 4, None, (0, 8)),
         ("p3.16xlarge:1x8+g4dn.12xlarge:2x4", 8, None, (0, 8)),
         ("p3.8xlarge:4x4", 8, None, (0,)),
