@@ -95,6 +95,28 @@ def test_words_see_only_those_before_them_where_a_model_writes_text(
     assert {role.removesuffix("_softmax").removesuffix("_flash") for role in found} == causal, found
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("gpt3-350m", 2048),
+        ("llama2-7b", 4096),
+        ("bert-large", 512),
+        ("vit-large", 14 * 14 + 1),  # patches of 16 in images of 224, and the class token
+        ("gnmt-16", 35 + 36),
+    ],
+)
+def test_a_sample_has_the_tokens_of_its_paper(name: str, tokens: int) -> None:
+    assert build_workload(name).tokens_per_sample == tokens
+
+
+def test_a_fingerprint_tells_graphs_apart_that_differ_in_shapes_alone() -> None:
+    """BERT has its 512 positions however short its samples are: no attribute changes."""
+    short, long = (build_workload("bert-large", overrides={"seq_len": length}) for length in (128, 256))
+    assert [op.attributes for op in short.operators] == [op.attributes for op in long.operators]
+    assert short.fingerprint != long.fingerprint
+    assert short.fingerprint == build_workload("bert-large", overrides={"seq_len": 128}).fingerprint
+
+
 def test_deep_models_have_a_dozen_signatures() -> None:
     assert len(build_workload("gpt-scale-1024").signature_examples) == 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.workloads.test_splits import example
-from workloads.kernels import MemoryBound
+from workloads.kernels import Matmul, MemoryBound
 from workloads.kinds import all_kinds, kind_named
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PHASES, Attributes, Implementation, Shape
 from workloads.local import localize, matmul_flop, saved_bytes
@@ -93,6 +93,13 @@ def test_operations_of_forward_are_those_of_the_definition(
     kind: str, attributes: Attributes, shapes: list[Shape], flop: float
 ) -> None:
     assert counted(kind, attributes, shapes)[0][0] == flop
+
+
+def test_attention_in_windows_is_a_small_product_for_each_window() -> None:
+    """Two windows of four tokens for each head and sample."""
+    shapes: list[Shape] = [(B, S, 3 * H)] * 2
+    local = localize(kind_named("attention_score"), {"heads": A, "head_dim": D, "window": 4}, shapes, [], HALF)
+    assert kind_named("attention_score").kernels(FORWARD, local) == [Matmul(m=4, n=4, k=D, batch=B * A * 2)]
 
 
 @pytest.mark.parametrize(
