@@ -8,7 +8,7 @@ from tests.workloads.test_splits import example
 from workloads.kernels import Matmul, MemoryBound
 from workloads.kinds import all_kinds, kind_named
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PHASES, Attributes, Implementation, Shape
-from workloads.local import localize, matmul_flop, saved_bytes
+from workloads.local import input_bytes, localize, matmul_flop, output_bytes, saved_bytes, workspace_bytes
 
 HALF = Implementation(dtype="fp16")
 E, WIDE, INDEX = 2, 4, 8
@@ -311,6 +311,50 @@ def test_both_gradients_are_one_call_of_the_framework() -> None:
     ):
         local = localize(kind_named(kind), attributes, shapes, [], HALF)
         assert [kind_named(kind).num_calls(phase, local) for phase in PHASES] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "shapes", "read", "written"),
+    [
+        ("embedding", {"vocab": 64, "hidden": H}, [(B, S)], (INDEX * B * S,), (X,)),
+        ("lm_loss", {"vocab": 64, "hidden": H}, [(B, S, H), (B, S)], (X, INDEX * B * S), (WIDE * B,)),
+        ("classifier_loss", {"hidden": H, "classes": 10}, [(B, S, H), (B,)], (X, INDEX * B), (WIDE * B,)),
+        ("loss_sum", {}, [(B,), (B,)], (WIDE * B, WIDE * B), (WIDE * B,)),
+        ("gelu", {}, [(B, S, H)], (X,), (X,)),
+    ],
+)
+def test_tokens_and_labels_are_long_and_losses_are_in_fp32(
+    kind: str, attributes: Attributes, shapes: list[Shape], read: tuple[int, ...], written: tuple[int, ...]
+) -> None:
+    local = localize(kind_named(kind), attributes, shapes, [], HALF)
+    assert input_bytes(kind_named(kind), local) == read
+    assert output_bytes(kind_named(kind), local) == written
+
+
+def test_a_softmax_in_separate_operations_works_in_fp32() -> None:
+    """Masked scores beside what they become; in backward both gradients, of which fp32 needs no second."""
+    kind = kind_named("softmax")
+    for dtype, forward, backward in (("fp16", WIDE, WIDE + E), ("fp32", WIDE, WIDE)):
+        local = localize(
+            kind, {"heads": A}, [(B, A, S, S)], [], Implementation(dtype=dtype, fused_softmax=False)
+        )  # fmt: skip
+        found = [workspace_bytes(kind, phase, local) // (B * A * S * S) for phase in PHASES]
+        assert found == [forward, backward, 0]
+
+
+def test_an_embedding_works_in_a_tensor_of_its_own_where_a_part_of_it_goes_on() -> None:
+    """What the rows of all ranks add up to, and the gradient of all of it."""
+    kind = kind_named("embedding")
+    for axes, bytes_each in (([], 0), ([("vocab", 2)], 0), ([("vocab_sequence", 2)], X)):
+        local = localize(kind, {"vocab": 64, "hidden": H}, [(B, S)], axes, HALF)
+        assert [workspace_bytes(kind, phase, local) for phase in PHASES] == [bytes_each, 0, bytes_each]
+
+
+@pytest.mark.parametrize("image", [(B, 3, 2, 8), (B, 3, 8, 2)])
+def test_a_window_must_fit_either_side_of_an_image(image: Shape) -> None:
+    with pytest.raises(ValueError, match="conv2d needs images of at least its kernel=5"):
+        localize(kind_named("conv2d"), {"in": 3, "out": 3, "kernel": 5, "padding": 1}, [image], [], HALF)
+    assert localize(kind_named("conv2d"), {"in": 3, "out": 3, "kernel": 4, "padding": 1}, [image], [], HALF).outputs
 
 
 def test_an_lstm_keeps_the_gates_and_the_cell_of_every_token() -> None:
