@@ -84,6 +84,11 @@ def test_h100_passes_over_memory_reach_what_a100_ones_do() -> None:
         assert share[1] == pytest.approx(share[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("name", gpu_names())
+def test_host_seconds_are_a_runtimes_own_unless_a_calibration_says_else(name: str) -> None:
+    assert load_gpu(name).host_factor == 1
+
+
 def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:
     gpu = V100.gpu(GPU)
     assert V100.optimizer_step_s(GPU, 9e9) == pytest.approx(9e9 / (900e9 * gpu.optimizer_bandwidth_fraction))
