@@ -165,6 +165,16 @@ def test_v100_operators_that_no_fit_saw_are_predicted_as_stated() -> None:
     assert predicted == pytest.approx(sum(row.seconds for row in rows), rel=0.06)
 
 
+def test_rows_that_hold_a_collective_are_no_rows_of_kernels() -> None:
+    """Megatron-LM reduces behind row-parallel products forward, and before column-parallel ones backward."""
+    from hardware_models.calibration.aceso_rows import gpt_rows
+
+    table = data_folder("aceso_v100") / "ops.csv.gz"
+    alone, parallel = ({row.group for row in gpt_rows(table, sizes=("6_7B",), tensor_sizes=(n,))} for n in (1, 4))
+    assert {"attention_dense forward", "mlp_linear_2 forward", "attention_qkv backward"} <= alone - parallel
+    assert {"attention_dense backward", "mlp_linear_2 backward", "attention_qkv forward"} <= alone & parallel
+
+
 def test_the_triton_port_is_slower_than_flash_attention_two_by_the_published_factors() -> None:
     for backward, low, high in ((False, 1.3, 1.5), (True, 1.9, 2.1)):
         first, second = (

@@ -49,6 +49,18 @@ def test_memory_moves_the_optimizer_and_overlap_moves_both_sides() -> None:
         assert lost[1] == pytest.approx(0.5 * lost[0]) and lost[0] > 0
 
 
+def test_what_has_factor_one_is_left_out_and_two_is_not() -> None:
+    constants = with_factors(CLUSTER, {"memory": 0.8, "overlap": 1.0, "host": 1.0}, "test")
+    assert set(constants.gpus[GPU].given()) == {"curves", "optimizer_bandwidth_fraction"}
+    assert not constants.links and not constants.networks
+    doubled = with_factors(CLUSTER, {"overlap": 2.0}, "test").gpus[GPU].given()
+    gpu = CLUSTER.nodes[0].gpu
+    assert doubled == {
+        name: pytest.approx(1 + 2 * (getattr(gpu, name) - 1))
+        for name in ("overlap_slowdown_computation", "overlap_slowdown_communication")
+    }
+
+
 def test_both_ways_of_attention_move_with_products() -> None:
     cluster = parse_cluster("a100-80g-dgx:1x8")
     before, after = HardwareModel(cluster), with_factors(cluster, {"products": 0.8}, "test").hardware(cluster)
