@@ -237,6 +237,12 @@ def test_grouped_queries_shrink_the_projection_and_limit_the_heads() -> None:
         local_operator(workload, workload.operators.index(qkv), MEGATRON, ways=16)
 
 
+def test_bert_drops_embeddings_behind_their_norm() -> None:
+    """google-research/bert, modeling.py: ``layer_norm_and_dropout`` ends ``embedding_postprocessor``."""
+    roles = [op.role for op in build_workload("bert-large").operators]
+    assert roles[:3] == ["embedding", "embedding_norm", "embedding_dropout"]
+
+
 def test_no_dropout_means_no_dropout_operator() -> None:
     workload = build_workload("gpt3-1.3b", overrides={"dropout": 0.0, "attention_dropout": 0.0})
     assert "attention_dropout" not in {op.role for op in workload.operators}

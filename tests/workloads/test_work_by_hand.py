@@ -350,6 +350,20 @@ def test_an_embedding_works_in_a_tensor_of_its_own_where_a_part_of_it_goes_on() 
         assert [workspace_bytes(kind, phase, local) for phase in PHASES] == [bytes_each, 0, bytes_each]
 
 
+@pytest.mark.parametrize(
+    ("kind", "attributes", "shapes", "size"),
+    [
+        ("pooler", {"hidden": H}, [(B, S, H)], E * B * H),
+        ("classifier_loss", {"hidden": H, "classes": 10}, [(B, H), (B,)], E * B * 10),
+    ],
+)
+def test_the_gradient_of_a_product_inside_an_operator_is_there_in_backward_alone(
+    kind: str, attributes: Attributes, shapes: list[Shape], size: int
+) -> None:
+    local = localize(kind_named(kind), attributes, shapes, [], HALF)
+    assert [workspace_bytes(kind_named(kind), phase, local) for phase in PHASES] == [0, size, size]
+
+
 @pytest.mark.parametrize("image", [(B, 3, 2, 8), (B, 3, 8, 2)])
 def test_a_window_must_fit_either_side_of_an_image(image: Shape) -> None:
     with pytest.raises(ValueError, match="conv2d needs images of at least its kernel=5"):
