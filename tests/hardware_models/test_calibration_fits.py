@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from datafiles.tables import load_table
 from hardware_models.calibration.communication_fit import communication_parts, far_rates
 from hardware_models.calibration.kernel_calibration import as_shipped, fit_curves
-from hardware_models.calibration.kernel_fit import predict_s
+from hardware_models.calibration.kernel_fit import KernelRow, predict_s, report_errors
 from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import SeriesLaw, fit_series
 from hardware_models.cluster import parse_cluster
@@ -105,6 +105,13 @@ def test_a_fit_prices_kernels_as_predictions_do(dtype: str) -> None:
     assert predict_s(gpu, curves_of(gpu), dtype, kernels) == pytest.approx(
         sum(kernel_time_s(gpu, kernel, dtype) for kernel in kernels)
     )
+
+
+def test_a_report_returns_the_mean_of_all_rows_errors_without_signs() -> None:
+    rows = [KernelRow("copy", (), 2.0, ""), KernelRow("copy", (), 1.0, ""), KernelRow("product", (), 4.0, "")]
+    said: list[str] = []
+    assert report_errors("these", rows, [3.0, 1.0, 3.0], said.append) == pytest.approx((0.5 + 0.0 + 0.25) / 3)
+    assert said[0].startswith("these: 3 rows, mean absolute error 25.0%, bias +8.3%, median 25.0%")
 
 
 def test_a_law_of_one_size_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from datafiles.writer import dump_yaml
 from hardware_models.cluster import cluster_description, cluster_presets, parse_cluster
 from hardware_models.gpus import gpu_names, load_curves, load_gpu
-from hardware_models.links import load_network
+from hardware_models.links import COLLECTIVES, LinkType, load_link, load_network
 from hardware_models.model import HardwareModel
 from hardware_models.topology import link_counts
 
@@ -139,6 +139,14 @@ def test_a_bad_cluster_file_names_the_field(tmp_path: Path, change: dict[str, ob
     path.write_text(dump_yaml({**NODE, **change}))
     with pytest.raises(ValueError, match=message):
         parse_cluster(f"{path}:1x1")
+
+
+def test_a_link_may_have_a_local_rate_of_each_collective_and_of_nothing_else() -> None:
+    link = load_link("nvswitch-a100").model_dump()
+    rates = dict.fromkeys(COLLECTIVES, 1e9)
+    assert LinkType.model_validate({**link, "local_bytes_per_s": rates}).local_bytes_per_s == rates
+    with pytest.raises(ValueError, match="must have keys of all_reduce"):
+        LinkType.model_validate({**link, "local_bytes_per_s": {**rates, "send": 1e9}})
 
 
 def test_a_nan_in_a_cluster_file_is_refused(tmp_path: Path) -> None:

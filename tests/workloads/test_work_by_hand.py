@@ -371,6 +371,13 @@ def test_a_window_must_fit_either_side_of_an_image(image: Shape) -> None:
     assert localize(kind_named("conv2d"), {"in": 3, "out": 3, "kernel": 4, "padding": 1}, [image], [], HALF).outputs
 
 
+def test_patches_have_a_class_token_and_positions_unless_told_not_to() -> None:
+    """A row of features for the token, and one for each of 16 patches and it."""
+    attributes: Attributes = {"patch": 2, "image": 8, "channels": 3, "hidden": H}
+    local = localize(kind_named("patch_embedding"), attributes, [IMAGE], [], HALF)
+    assert local.parameters == ((H, 3 * 4), (H,), (17, H), (1, H))
+
+
 def test_an_lstm_keeps_the_gates_and_the_cell_of_every_token() -> None:
     local = localize(kind_named("lstm"), {"in": H, "hidden": 20}, [(B, S, H)], [], HALF)
     assert saved_bytes(kind_named("lstm"), local) == E * B * S * (H + 20 + 5 * 20)
