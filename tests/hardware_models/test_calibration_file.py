@@ -207,3 +207,23 @@ def test_any_bytes_end_in_success_or_a_clear_error(
     else:
         save_calibration(found, path)
         assert load_calibration(path) == found
+
+
+def test_a_file_of_one_part_is_about_what_that_part_is_of() -> None:
+    """Operators of a GPU, a table of a preset; a cluster of others is refused, with both named."""
+    other = parse_cluster("g4dn.12xlarge:1x4")
+    table = CollectiveTable.from_rows([("all_reduce", 2, 1024.0, 1e-3)], "test")
+    for part, name in (
+        (Calibration(source="test", operators=OPERATORS), "v100-sxm2-32gb"),
+        (Calibration(source="test", collectives=table, collectives_of="v100-32g-dgx1"), "v100-32g-dgx1"),
+    ):
+        assert part.about == name
+        assert part.hardware(parse_cluster("v100-32g-dgx1:1x2")).cluster.num_devices == 2
+        with pytest.raises(ValueError, match=f"t4-16gb.*{name}"):
+            part.hardware(other)
+
+
+def test_a_file_without_collectives_has_no_table(tmp_path: Path) -> None:
+    save_calibration(Calibration(source="test", operators=OPERATORS), tmp_path / "c.yaml")
+    found = load_calibration(tmp_path / "c.yaml")
+    assert found.collectives is None and found.operators == OPERATORS

@@ -11,19 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datafiles.tables import load_table
-from hardware_models.calibration.communication_fit import communication_parts
+from hardware_models.calibration.communication_fit import communication_parts, far_rates
 from hardware_models.calibration.kernel_calibration import as_shipped, fit_curves
+from hardware_models.calibration.kernel_fit import KernelRow, predict_s, report_errors
 from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import SeriesLaw, fit_series
 from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import Row
 from hardware_models.compute import kernel_time_s
-from hardware_models.gpus import load_gpu
+from hardware_models.gpus import curves_of, load_gpu
 from hardware_models.group_shapes import GroupShape
 from hardware_models.importers.aceso_folder import collectives_in, models_in
 from hardware_models.machine_factors import with_factors
 from tests.hardware_models.data_folder import data_folder
-from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul, MemoryBound
 
 SIZES = [2.0**power for power in range(10, 31, 2)]
 
@@ -78,6 +79,41 @@ def test_times_that_do_not_grow_and_rates_far_from_the_presets_are_said() -> Non
     assert kept == "nothing over several nodes was measured: their network is the preset's"
 
 
+def test_rates_are_far_off_beyond_ten_times_either_way() -> None:
+    rates = {"links.rate": 0.099, "network.rate": 10.1, "links.host_rate": 0.11, "links.simple.launch_s": 1e-6}
+    assert [note.split()[0] for note in far_rates("p3.16xlarge", rates)] == ["links.rate", "network.rate"]
+
+
+def test_two_sizes_have_a_law_and_one_has_none() -> None:
+    rows: list[Row] = [("all_reduce", 2, 2.0**20, 1e-4), ("all_reduce", 2, 2.0**24, 1e-3), ("all_gather", 2, 1.0, 1.0)]
+    found = communication_parts(rows, "made up", None)
+    assert [fit.what for fit in found.fits if fit.how == "fitted"] == ["all_reduce, 2 ranks"]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "tf32"])
+def test_a_fit_prices_kernels_as_predictions_do(dtype: str) -> None:
+    gpu = load_gpu("a100-sxm4-80gb")
+    kernels = [
+        Matmul(4096, 1024, 512),
+        Convolution(32, 64, 64, 56 * 56, 56 * 56, 3),
+        MemoryBound(1e8, 1e8, "reduction"),
+        FlashAttention(64, 2048, 2048, 128, True, backward=True),
+        Matmul(1, 1, 1),  # no kernel is quicker than the shortest
+    ]
+    for kernel in kernels:
+        assert predict_s(gpu, curves_of(gpu), dtype, [kernel]) == kernel_time_s(gpu, kernel, dtype)
+    assert predict_s(gpu, curves_of(gpu), dtype, kernels) == pytest.approx(
+        sum(kernel_time_s(gpu, kernel, dtype) for kernel in kernels)
+    )
+
+
+def test_a_report_returns_the_mean_of_all_rows_errors_without_signs() -> None:
+    rows = [KernelRow("copy", (), 2.0, ""), KernelRow("copy", (), 1.0, ""), KernelRow("product", (), 4.0, "")]
+    said: list[str] = []
+    assert report_errors("these", rows, [3.0, 1.0, 3.0], said.append) == pytest.approx((0.5 + 0.0 + 0.25) / 3)
+    assert said[0].startswith("these: 3 rows, mean absolute error 25.0%, bias +8.3%, median 25.0%")
+
+
 def test_a_law_of_one_size_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 sizes"):
         fit_series([(1024.0, 1e-5)])
@@ -102,6 +138,11 @@ def test_residuals_are_median_ninety_percent_and_worst() -> None:
     points = [Point("x", 1.0, 1.0 + 0.01 * step) for step in range(11)]
     record = fit_record("x", "fitted", points, {"a": 1.0})
     assert (record.median, record.p90, record.worst, record.num_points) == (0.05, 0.09, 0.1, 11)
+
+
+def test_a_fit_of_no_rows_has_no_residuals() -> None:
+    found = fit_record("x", "fitted", [])
+    assert (found.num_points, found.median, found.p90, found.worst) == (0, None, None, None)
 
 
 def test_acesos_folder_holds_models_and_collectives(tmp_path: Path) -> None:
@@ -204,6 +245,23 @@ def test_what_no_row_is_about_moves_with_what_shares_its_units() -> None:
     assert as_shipped(gpu, {"fp32.limit.forward": 0.9}) == [
         "products in bf16", "products in fp16", "products in tf32", "fused attention", "kernels bound by memory"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a100-sxm4-80gb", "v100-sxm2-32gb", "h100-sxm5-80gb"])
+def test_a_gpu_that_reaches_its_peaks_is_fitted_with_no_more_than_them(name: str) -> None:
+    """All but at the peaks, which the shipped curves stay below: what no row is about ends at its peak too."""
+    gpu = load_gpu(name)
+    products = [Matmul(n, n, n) for n in range(2048, 8193, 512)]
+    copies = [MemoryBound(2.0**power, 2.0**power) for power in range(25, 31)]
+    rows: list[tuple[Kernel, str, float]]
+    rows = [(each, "fp16", each.flop / (0.995 * gpu.peak("fp16"))) for each in products]
+    rows += [(each, "", each.total_bytes / (0.995 * gpu.memory_bytes_per_s)) for each in copies]
+    found = fit_curves(gpu, rows, "test")
+    assert found is not None and found[1]["fp16.limit.forward"] > 0.95
+    curves = found[0]
+    shares = [share for curve in curves.matmul.values() for share in (*curve.limit.values(), curve.bandwidth_fraction)]
+    shares += [*curves.memory.fraction.values(), curves.attention.forward, curves.attention.backward]
+    assert len(shares) >= 14 and max(shares) <= 1
 
 
 def test_published_products_in_fp16_tell_those_in_tf32() -> None:

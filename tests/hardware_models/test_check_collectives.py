@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 
 import pytest
 
 from hardware_models.calibration.check_collectives import LARGE, MIDDLE, Check, band, checks, tabulate
-from hardware_models.calibration.collective_rows import CollectiveRow, Predictor, alpa_rows
+from hardware_models.calibration.collective_rows import CollectiveRow, Predictor, aceso_rows, alpa_rows
 from hardware_models.calibration.fit_collectives import LINKS, V100, Constant, fit, is_fitted
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
@@ -31,6 +32,18 @@ def test_rows_not_fitted_are_met_within_the_targets(alpa: dict[str, Check], pres
     assert found[MIDDLE] < 0.09
     for (_, size), (_, typical, _) in tabulate(errors, lambda row: row.kind).items():
         assert typical < {LARGE: 0.10, MIDDLE: 0.12}.get(size, 1.0)
+
+
+def test_acesos_all_reduces_are_the_quickest_of_each_size_without_empty_ones(tmp_path: Path) -> None:
+    path = tmp_path / "comm.csv"
+    path.write_text(
+        "db,collective,group_size,message_mib,ms\neurosys,all_reduce,4,0,0.05\neurosys,all_reduce,4,2,0.8\n"
+        "eurosys,all_reduce,4,2,0.5\neurosys,all_reduce,4,2,0.6\neurosys,all_gather,4,2,0.1\n"
+        "miniset,all_reduce,4,2,0.1\n"
+    )
+    (row,) = aceso_rows(path, "eurosys", "v100-32g-dgx1")
+    assert (row.cluster, row.groups, row.num_bytes) == ("v100-32g-dgx1:1x4", ((0, 1, 2, 3),), 2_097_152)
+    assert row.seconds == pytest.approx(0.5e-3)
 
 
 def test_no_row_is_fitted_and_reported(alpa: dict[str, Check]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from datafiles.writer import dump_yaml
 from hardware_models.cluster import cluster_description, cluster_presets, parse_cluster
 from hardware_models.gpus import gpu_names, load_curves, load_gpu
-from hardware_models.links import load_network
+from hardware_models.links import COLLECTIVES, LinkType, load_link, load_network
 from hardware_models.model import HardwareModel
 from hardware_models.topology import link_counts
 
@@ -60,6 +60,7 @@ def test_a_mixed_cluster_has_a_gpu_type_per_node() -> None:
         ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", 4, "t4-16gb", (12,)),
         ("p3.8xlarge:3x4+g4dn.12xlarge:1x4", 8, "t4-16gb", (8,)),  # none begins on a T4: the last eight
         ("p3.8xlarge:1x4+g4dn.12xlarge:2x4", 8, "t4-16gb", (4,)),  # one does, and none is aligned
+        ("p3.8xlarge:1x4+g4dn.12xlarge:1x4", 5, "t4-16gb", (3,)),  # a fifth is wanted beside all four T4
         ("p3.16xlarge:1x8+g4dn.12xlarge:2x4", 4, None, (0, 8)),
         ("p3.16xlarge:1x8+g4dn.12xlarge:2x4", 8, None, (0, 8)),
         ("p3.8xlarge:4x4", 8, None, (0,)),
@@ -87,6 +88,7 @@ def test_every_gpu_of_the_cube_mesh_has_six_links() -> None:
         ("v100-32g-dgx1:1x9", "1..8 GPUs"),
         ("v100-32g-dgx1", "preset:NODESxGPUS.*for example v100-32g-dgx1:4x8$"),
         ("p3.8xlarge:four", "for example p3.8xlarge:4x4$"),
+        ("mycluster.yaml:4", "got 'mycluster.yaml:4'; for example mycluster.yaml:4x8 "),
         ("mycluster.yaml", "got 'mycluster.yaml'; for example mycluster.yaml:4x8 "),
         ("v100-32g-dgx1:0x8", "at least one node"),
         ("v100-32g-dgx1:999999x8", "at most 1000000 devices"),
@@ -137,6 +139,14 @@ def test_a_bad_cluster_file_names_the_field(tmp_path: Path, change: dict[str, ob
     path.write_text(dump_yaml({**NODE, **change}))
     with pytest.raises(ValueError, match=message):
         parse_cluster(f"{path}:1x1")
+
+
+def test_a_link_may_have_a_local_rate_of_each_collective_and_of_nothing_else() -> None:
+    link = load_link("nvswitch-a100").model_dump()
+    rates = dict.fromkeys(COLLECTIVES, 1e9)
+    assert LinkType.model_validate({**link, "local_bytes_per_s": rates}).local_bytes_per_s == rates
+    with pytest.raises(ValueError, match="must have keys of all_reduce"):
+        LinkType.model_validate({**link, "local_bytes_per_s": {**rates, "send": 1e9}})
 
 
 def test_a_nan_in_a_cluster_file_is_refused(tmp_path: Path) -> None:

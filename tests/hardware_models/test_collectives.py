@@ -148,6 +148,16 @@ def test_an_all_to_all_takes_one_link_of_a_pair_and_the_host_where_there_is_none
     assert "node0/bridge" not in dict(quad.shares)
 
 
+@pytest.mark.parametrize(("kind", "local"), [("all_gather", 560e9), ("reduce_scatter", 85.2e9), ("broadcast", None)])
+def test_a_group_whose_ring_does_not_close_goes_by_the_host(kind: str, local: float | None) -> None:
+    """Five GPUs of the cube mesh: 4/5 of the result over every lane (all of a broadcast), and a rank's own fifth."""
+    links = P3.cluster.nodes[0].links
+    cost = P3.collective(kind, 1e9, range(5))
+    ring_s = (0.8e9 if local else 1e9) / 9e9 / links.efficiency[kind]
+    assert cost.work_s == pytest.approx(ring_s + (0.2e9 / local if local else 0.0))
+    assert {name.split("/")[1] for name, _ in cost.shares} == {"pcie"}
+
+
 def test_nothing_to_move_costs_nothing() -> None:
     assert P3.collective("all_reduce", 1e9, (3,)).alone_s == 0
     assert P3.collective("all_reduce", 0, (3, 4)).alone_s == 0

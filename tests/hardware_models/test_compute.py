@@ -84,6 +84,11 @@ def test_h100_passes_over_memory_reach_what_a100_ones_do() -> None:
         assert share[1] == pytest.approx(share[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("name", gpu_names())
+def test_host_seconds_are_a_runtimes_own_unless_a_calibration_says_else(name: str) -> None:
+    assert load_gpu(name).host_factor == 1
+
+
 def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:
     gpu = V100.gpu(GPU)
     assert V100.optimizer_step_s(GPU, 9e9) == pytest.approx(9e9 / (900e9 * gpu.optimizer_bandwidth_fraction))
@@ -158,6 +163,16 @@ def test_v100_operators_that_no_fit_saw_are_predicted_as_stated() -> None:
     rows = [row for row in rows if row.group.split()[0] not in ("embedding", "final_norm")]
     predicted = sum(V100.kernel_time_s(GPU, kernel, "fp16") for row in rows for kernel in row.kernels)
     assert predicted == pytest.approx(sum(row.seconds for row in rows), rel=0.06)
+
+
+def test_rows_that_hold_a_collective_are_no_rows_of_kernels() -> None:
+    """Megatron-LM reduces behind row-parallel products forward, and before column-parallel ones backward."""
+    from hardware_models.calibration.aceso_rows import gpt_rows
+
+    table = data_folder("aceso_v100") / "ops.csv.gz"
+    alone, parallel = ({row.group for row in gpt_rows(table, sizes=("6_7B",), tensor_sizes=(n,))} for n in (1, 4))
+    assert {"attention_dense forward", "mlp_linear_2 forward", "attention_qkv backward"} <= alone - parallel
+    assert {"attention_dense backward", "mlp_linear_2 backward", "attention_qkv forward"} <= alone & parallel
 
 
 def test_the_triton_port_is_slower_than_flash_attention_two_by_the_published_factors() -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.communication import Communication
 from hardware_models.crowding import CrowdedGroup, together_s, unlike_groups
-from hardware_models.group_shapes import GroupShape
+from hardware_models.group_shapes import GroupShape, full_nodes, groups_at_once
 from hardware_models.links import load_network
 from hardware_models.model import HardwareModel
 
@@ -59,6 +60,32 @@ def test_groups_that_share_nothing_overfull_take_what_they_take_alone(cluster, g
     for group in crowded(hardware, groups):
         alone_s = hardware.collective(kind, num_bytes, group.members).alone_s
         assert hardware.crowded_collective_s(kind, num_bytes, group) == alone_s
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_rings_of_two_on_a_node_that_share_a_card_take_it_in_turn(kind: str) -> None:
+    """Each sends and receives 3/4 of the buffer through it, whatever goes on inside the nodes."""
+    hardware = HardwareModel.from_name("p3.8xlarge:2x4")
+    groups = [(0, 2, 4, 6), (1, 3, 5, 7)]
+    latency_s = hardware.collective(kind, 1e9, groups[0]).latency_s
+    for group in crowded(hardware, groups):
+        seconds = hardware.crowded_collective_s(kind, 1e9, group)
+        assert seconds == pytest.approx(latency_s + 2 * 0.75e9 / NETWORK.nic_bytes_per_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        (GroupShape(2, 1, 2, groups_per_node=9), [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        (GroupShape(3, 1, 2, groups_per_node=9), [(0, 2, 4), (1, 3, 5)]),  # GPUs 6 and 7 have no third
+        (GroupShape(3, 1, 1, groups_per_node=9), [(0, 1, 2), (3, 4, 5)]),
+        (GroupShape(4, 2, 4, groups_per_node=2), [(0, 4, 8, 12), (1, 5, 9, 13)]),
+        (GroupShape(2, 2, None, groups_per_node=3), [(0, 8), (1, 9), (2, 10)]),
+    ],
+)
+def test_groups_of_a_shape_fill_nodes_without_a_gpu_in_two(shape: GroupShape, groups: list[tuple[int, ...]]) -> None:
+    whole = full_nodes(parse_cluster("v100-32g-dgx1:2x4"))
+    assert groups_at_once(whole, range(shape.num_nodes), shape) == groups
 
 
 def test_pairs_below_one_bridge_share_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import statistics
 import sys
 import types
@@ -149,6 +150,37 @@ def test_shared_lists_do_not_grow_without_bound(result_class: type, tmp_path: Pa
     result = result_class()
     vars(result)["all_reduce_cost_dict"] = {(((0, 1),), f"f16{index}"): points for index in range(1500)}
     assert "at most" in refused(tmp_path, pickle.dumps({("x", (1, 2)): result}))
+
+
+def test_a_process_that_ends_without_an_answer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alpa_database, "CPU_S", "no")  # a limit that the process does not know
+    assert "the process that read it ended with 2 (limits: " in refused(tmp_path, pickle.dumps({}))
+
+
+@pytest.mark.parametrize(
+    ("key", "table", "words"),
+    [
+        ("1x2", {}, r"must map \(cluster, mesh shape\) to MeshProfilingResult"),
+        (("x", (1, 2)), {"f16": []}, r"all_reduce_cost_dict must be keyed by \(groups, dtype\)"),
+        (("x", (1, 2)), [1], "all_reduce_cost_dict must be a mapping"),
+    ],
+)
+def test_what_has_not_the_form_of_a_database_is_said(
+    result_class: type, tmp_path: Path, key: Any, table: Any, words: str
+) -> None:
+    result = result_class()
+    vars(result)["all_reduce_cost_dict"] = table
+    assert re.search(f"refused: .*{words}", refused(tmp_path, pickle.dumps({key: result})))
+
+
+def test_a_stride_is_that_inside_a_node_where_there_is_one(tmp_path: Path) -> None:
+    """Pairs over two nodes have one GPU on each; groups of four over two have two."""
+    head = "mesh,collective,dtype,group_size,stride,num_groups,nodes_per_group,gpus_per_node_in_group,bytes,seconds"
+    path = tmp_path / "table.csv"
+    path.write_text(f"{head}\n2x4,all-gather,f16,2,4,4,2,1,1024,1e-5\n2x4,all-gather,f16,4,2,2,2,2,1024,1e-5\n")
+    assert [shape for _, shape, _, _ in read_alpa_table(path)] == [
+        GroupShape(2, 2, None, 4), GroupShape(4, 2, 2, 2)
+    ]  # fmt: skip
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,13 +71,29 @@ def test_layers_are_the_differences_of_runs(
 
 
 def test_memory_is_in_mib_by_degree(tmp_path: Path) -> None:
-    part = {"parameter_size": 48.0, "tp_activation_per_bsz_dict": {"1": 85.0, "2": 47.0, "checkpoint": 2.0}}
+    part = {"parameter_size": 48.0, "tp_activation_per_bsz_dict": {"1": 85.0, "2": 47.0, "ckpt": 2.0}}
     (plain,) = read_galvatron(written(tmp_path, {"layertype_0": part, "other_memory_pp_off": {}})).memory
     assert (plain.parameter_bytes, plain.saved_bytes, plain.sequence_parallel) == (
         48 * MIB, {1: 85 * MIB, 2: 47 * MIB}, False
     )  # fmt: skip
     (split,) = read_galvatron(written(tmp_path, {"layertype_1_sp": {"512": part}})).memory
     assert (split.layer_type, split.seq_len, split.sequence_parallel) == (1, "512", True)
+
+
+def test_sizes_are_in_mib_and_times_in_milliseconds(tmp_path: Path) -> None:
+    part = {"parameter_size": 48.0, "tp_activation_per_bsz_dict": {"1": 0.5}}
+    (memory,) = read_galvatron(written(tmp_path, {"layertype_0": part})).memory
+    assert (memory.parameter_bytes, memory.saved_bytes) == (50_331_648, {1: 524_288})
+    ((_, _, num_bytes, seconds),) = read_galvatron(written(tmp_path, {"allreduce_size_8_64MB_time": 657.0})).times
+    assert (num_bytes, seconds) == (67_108_864, pytest.approx(0.657))
+
+
+def test_where_runs_do_not_differ_layer_times_are_those_that_the_file_states(tmp_path: Path) -> None:
+    """Stated for one sample, in milliseconds."""
+    stated = {"layertype_0_bsz8_seq512": 5.0, "layertype_0_bsz4_seq512": 7.0, "layertype_0_bsz8_seq128": 9.0}
+    (found,) = read_galvatron(written(tmp_path, {"layernum[2]_bsz8_seq512": 100.0, **stated})).layers
+    assert (found.layer_type, found.samples, found.seq_len) == (0, 8, "512")
+    assert found.seconds == pytest.approx(8 * 5e-3)
 
 
 @pytest.mark.parametrize(

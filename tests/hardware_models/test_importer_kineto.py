@@ -115,6 +115,23 @@ def test_a_trace_gives_kernels_with_their_work(tmp_path: Path, name: str) -> Non
     assert totals["other"] == (1, pytest.approx(1e-5))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"),
+    [("double", 8), ("long", 8), ("int", 4), ("c10::Half", 2), ("bool", 1), ("unsigned char", 1), ("Char", 1)],
+)
+def test_passes_move_the_bytes_of_their_types_where_their_operator_says_what_is_read(
+    tmp_path: Path, dtype: str, num_bytes: int
+) -> None:
+    maker = Maker()
+    for name in ("aten::copy_", "aten::where"):
+        number = maker.operator(name, [[1024, 512], [1024, 512]], dtype)
+        maker.kernel("void at::native::vectorized_elementwise_kernel<4>", 3e-5, **{"External id": number})
+    size = num_bytes * 2.0**19
+    assert [kernel.work for kernel in read_trace(maker.write(tmp_path / "t.json")).kernels] == [
+        MemoryBound(size, size), None
+    ]  # fmt: skip
+
+
 def test_sizes_of_collectives_are_those_of_the_hardware_model(tmp_path: Path) -> None:
     maker = Maker()
     for kind, sent, received in (

@@ -189,6 +189,15 @@ def test_messages_that_launches_rule_say_nothing_of_rates(largest: float) -> Non
             assert at_once_s(fitted, kind, shape, size) == pytest.approx(seconds, rel=0.1)
 
 
+def test_two_sizes_near_each_other_tell_a_rate_where_time_grows_with_them() -> None:
+    """32 and 64 MiB: the second takes 1.9 times as long; half of twice the size is no launch."""
+    true, shape = slower("a100-80g-dgx:1x8", 0.7), GroupShape(8, 1, 1)
+    rows = [("all_reduce", shape, size, at_once_s(true, "all_reduce", shape, size)) for size in (2.0**25, 2.0**26)]
+    assert rows[1][3] < 1.95 * rows[0][3] < 1e-3
+    found = fit_links("a100-80g-dgx", rows, "test")
+    assert found.constants["links.rate"] == pytest.approx(0.7, rel=0.1) and not found.notes[1:]
+
+
 @pytest.mark.parametrize("largest", [2.0**20, 2.0**24])
 def test_published_small_messages_do_not_spoil_what_is_told_of_large_ones(largest: float) -> None:
     """With all rates fitted, medians: all-reduces 50 and 54 % off, gathers 275 and 10, reduce-scatters 365 and 6."""

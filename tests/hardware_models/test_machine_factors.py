@@ -10,7 +10,7 @@ from hardware_models.calibration_file import load_calibration, save_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.machine_factors import FACTORS, named, with_factors
 from hardware_models.model import HardwareModel
-from workloads.kernels import Matmul, MemoryBound
+from workloads.kernels import FlashAttention, Matmul, MemoryBound
 
 CLUSTER = parse_cluster("v100-32g-dgx1:2x8")
 GPU = CLUSTER.gpu_types[0]
@@ -37,6 +37,37 @@ def test_a_factor_moves_what_it_is_named_after_and_nothing_else(name: str) -> No
     ratio = after[name] / before[name]
     assert ratio == pytest.approx(0.8 if name in ("host", "overlap") else 1.25, rel=0.02)
     assert all(after[other] == before[other] for other in FACTORS if other != name)
+
+
+def test_memory_moves_the_optimizer_and_overlap_moves_both_sides() -> None:
+    before, after = (
+        HardwareModel(CLUSTER), with_factors(CLUSTER, {"memory": 0.8, "overlap": 0.5}, "test").hardware(CLUSTER)
+    )  # fmt: skip
+    assert after.optimizer_step_s(GPU, 1e9) == pytest.approx(before.optimizer_step_s(GPU, 1e9) / 0.8)
+    for name in ("overlap_slowdown_computation", "overlap_slowdown_communication"):
+        lost = [getattr(hardware.gpu(GPU), name) - 1 for hardware in (before, after)]
+        assert lost[1] == pytest.approx(0.5 * lost[0]) and lost[0] > 0
+
+
+def test_what_has_factor_one_is_left_out_and_two_is_not() -> None:
+    constants = with_factors(CLUSTER, {"memory": 0.8, "overlap": 1.0, "host": 1.0}, "test")
+    assert set(constants.gpus[GPU].given()) == {"curves", "optimizer_bandwidth_fraction"}
+    assert not constants.links and not constants.networks
+    doubled = with_factors(CLUSTER, {"overlap": 2.0}, "test").gpus[GPU].given()
+    gpu = CLUSTER.nodes[0].gpu
+    assert doubled == {
+        name: pytest.approx(1 + 2 * (getattr(gpu, name) - 1))
+        for name in ("overlap_slowdown_computation", "overlap_slowdown_communication")
+    }
+
+
+def test_both_ways_of_attention_move_with_products() -> None:
+    cluster = parse_cluster("a100-80g-dgx:1x8")
+    before, after = HardwareModel(cluster), with_factors(cluster, {"products": 0.8}, "test").hardware(cluster)
+    for backward in (False, True):
+        kernel = FlashAttention(64, 4096, 4096, 128, True, backward)
+        seconds = [hardware.kernel_time_s(cluster.gpu_types[0], kernel, "bf16") for hardware in (before, after)]
+        assert seconds[1] == pytest.approx(seconds[0] / 0.8)
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FACTORS)), st.floats(0.2, 5.0), min_size=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hardware_models.collective_table import CollectiveTable
 from hardware_models.import_aceso import aceso_role, import_collectives, import_folder, import_table
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile
+from hardware_models.profile_file import profile_from_mapping, profile_mapping
 from tests.hardware_models.data_folder import data_folder
 
 OPS = """db,model,size,mbs,tp,algo,op_index,op,fwd_ms,bwd_ms,\
@@ -96,6 +98,23 @@ def test_a_bad_profile_file_is_refused(
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(ValueError, match=message):
         OperatorProfile.load(path)
+
+
+def test_a_row_of_a_profile_file_with_a_cell_too_few_is_named(profile: OperatorProfile) -> None:
+    mapping = profile_mapping(profile)
+    mapping["rows"][1] = mapping["rows"][1][:-1]
+    cells = len(mapping["columns"])
+    with pytest.raises(ValueError, match=f"mine: row 2 must have {cells} cells, got {cells - 1}"):
+        profile_from_mapping(mapping, "mine")
+
+
+def test_the_nearest_degree_is_the_largest_that_is_not_above(profile: OperatorProfile) -> None:
+    """Of rows without collectives: the degree of the row that has them is passed over."""
+    rows = [replace(profile.rows[0], tensor_size=size, includes_collectives=size == 4) for size in (2, 4, 8)]
+    table = replace(profile, rows=tuple(rows))
+    asked = {size: table.nearest_degree("attention_qkv", size, "alternative") for size in (1, 2, 7, 8, 16)}
+    assert asked == {size: (found, "default") for size, found in ((1, 2), (2, 2), (7, 2), (8, 8), (16, 8))}
+    assert table.nearest_degree("lm_loss", 2) is None
 
 
 def test_an_unknown_model_gets_the_nearest_names(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from workloads.kinds.base import Implementation, Local
 from workloads.local import localize, range_saved_bytes
 from workloads.operators import Workload
 
-SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+SHARED_DATA = Path(os.environ.get("WINDTUNNEL_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 
 MEGATRON = Implementation(dtype="fp16")
 EAGER_FP32 = Implementation(

@@ -74,6 +74,49 @@ def test_bert_normalises_after_the_sums() -> None:
     assert roles[0] == "attention_qkv" and roles[7:9] == ["norm_1", "mlp_linear_1"] and roles[-1] == "norm_2"
 
 
+@pytest.mark.parametrize(
+    ("name", "attention", "causal"),
+    [
+        *(("gpt3-350m", attention, {"attention"}) for attention in ("plain", "flash")),
+        *(("llama2-7b", attention, {"attention"}) for attention in ("plain", "flash")),
+        *(("bert-large", attention, set()) for attention in ("plain", "flash")),
+        ("vit-large", "plain", set()),
+        ("t5-large-32", "plain", {"decoder_attention"}),  # across to the encoder and inside it, all words are seen
+    ],
+)
+def test_words_see_only_those_before_them_where_a_model_writes_text(
+    name: str, attention: str, causal: set[str]
+) -> None:
+    found = {
+        op.role
+        for op in build_workload(name, attention=attention).operators
+        if op.kind in ("softmax", "flash_attention") and op.attributes.get("causal")
+    }
+    assert {role.removesuffix("_softmax").removesuffix("_flash") for role in found} == causal, found
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("gpt3-350m", 2048),
+        ("llama2-7b", 4096),
+        ("bert-large", 512),
+        ("vit-large", 14 * 14 + 1),  # patches of 16 in images of 224, and the class token
+        ("gnmt-16", 35 + 36),
+    ],
+)
+def test_a_sample_has_the_tokens_of_its_paper(name: str, tokens: int) -> None:
+    assert build_workload(name).tokens_per_sample == tokens
+
+
+def test_a_fingerprint_tells_graphs_apart_that_differ_in_shapes_alone() -> None:
+    """BERT has its 512 positions however short its samples are: no attribute changes."""
+    short, long = (build_workload("bert-large", overrides={"seq_len": length}) for length in (128, 256))
+    assert [op.attributes for op in short.operators] == [op.attributes for op in long.operators]
+    assert short.fingerprint != long.fingerprint
+    assert short.fingerprint == build_workload("bert-large", overrides={"seq_len": 128}).fingerprint
+
+
 def test_deep_models_have_a_dozen_signatures() -> None:
     assert len(build_workload("gpt-scale-1024").signature_examples) == 16
 
@@ -192,6 +235,12 @@ def test_grouped_queries_shrink_the_projection_and_limit_the_heads() -> None:
     assert qkv.attributes["out"] == (64 + 2 * 8) * 128
     with pytest.raises(ValueError, match="a column split must divide 8, got 16; try 8"):
         local_operator(workload, workload.operators.index(qkv), MEGATRON, ways=16)
+
+
+def test_bert_drops_embeddings_behind_their_norm() -> None:
+    """google-research/bert, modeling.py: ``layer_norm_and_dropout`` ends ``embedding_postprocessor``."""
+    roles = [op.role for op in build_workload("bert-large").operators]
+    assert roles[:3] == ["embedding", "embedding_norm", "embedding_dropout"]
 
 
 def test_no_dropout_means_no_dropout_operator() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.hardware_models.data_folder import data_folder
-from workloads.kinds.base import Implementation
+from workloads.kinds.base import PHASES, Implementation
 from workloads.layer_profile import LayerProfile, load_layer_profile
-from workloads.local import check_workload
+from workloads.local import check_workload, localize, saved_bytes
 from workloads.registry import build_workload
 
 HEADER = "node,layer,fw_ms,bw_ms,output_activation_bytes,param_bytes,preds"
@@ -40,6 +40,15 @@ def test_a_branched_profile_is_a_workload_with_its_times_sizes_and_branches(diam
     assert build_workload(f"{diamond}@8").operators[1].attributes["output_bytes"] == 10
 
 
+def test_an_operator_of_a_profile_takes_and_keeps_its_share_of_the_batch(diamond: Path) -> None:
+    """Of four samples: three and four milliseconds and 160 bytes for ``right``."""
+    right = build_workload(str(diamond)).operators[2]
+    local = localize(right.definition, right.attributes, [(2, 8)], [], Implementation())
+    seconds = [right.definition.stated_time_s(phase, local) for phase in PHASES]
+    assert seconds == [pytest.approx(1.5e-3), pytest.approx(2e-3), 0.0]
+    assert saved_bytes(right.definition, local) == 80
+
+
 def test_inputs_and_side_inputs_can_be_left_out(diamond: Path) -> None:
     profile = load_layer_profile(diamond)
     assert [node.name for node in profile.without_inputs().nodes] == ["d", "b", "c"]
@@ -59,6 +68,10 @@ def test_blocks_are_joined_and_keep_only_what_leaves_them(tmp_path: Path) -> Non
     assert [(node.name, node.output_bytes, node.predecessors) for node in joined.nodes] == [
         ("one", 20.0, ()),
         ("two", 0.0, ("one",)),
+    ]
+    assert [(node.forward_s, node.backward_s, node.parameter_bytes, node.saved_bytes) for node in joined.nodes] == [
+        (2e-3, 2e-3, 8.0, 30.0),
+        (1e-3, 1e-3, 4.0, 30.0),
     ]
     assert joined.num_parameters == 3
 

@@ -10,6 +10,7 @@ from tests.workloads.graphs import MEGATRON
 from workloads import build_workload
 from workloads.huggingface import spec_from_config
 from workloads.local import check_workload
+from workloads.registry import build_from_spec
 
 CONFIGS: dict[str, tuple[dict[str, object], int]] = {
     # config.json of published checkpoints (shape keys only) and their parameter counts.
@@ -53,6 +54,32 @@ def test_config_json_gives_the_published_parameter_count(name: str, tmp_path: Pa
     assert build_workload(str(folder / "config.json")) is workload
 
 
+@pytest.mark.parametrize(
+    ("config", "published", "heads", "dropout"),
+    [
+        ({"model_type": "gpt2"}, 124_439_808, 12, 0.1),
+        ({"model_type": "gpt_neox"}, 20_554_567_680, 64, 0.0),  # GPT-NeoX-20B (Black et al. 2022)
+        ({"model_type": "bert", "architectures": ["BertForPreTraining"]}, 110_106_428, 12, 0.1),
+        # roberta-base with the two segments of transformers' default.
+        ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, 124_697_433 + 768, 12, 0.1),
+        ({"model_type": "vit"}, 86_567_656, 12, 0.0),
+        ({"model_type": "t5"}, 60_506_624, 8, 0.1),
+    ],
+)
+def test_absent_keys_have_the_values_of_transformers(
+    config: dict[str, object], published: int, heads: int, dropout: float
+) -> None:
+    found = spec(**config)
+    assert build_from_spec(found).num_parameters == published
+    assert (found.heads, found.dropout, found.attention_dropout) == (heads, dropout, dropout)
+
+
+def test_a_vit_has_as_many_classes_as_its_labels() -> None:
+    labels = {str(number): f"class {number}" for number in range(10)}
+    assert spec(model_type="vit", id2label=labels).classes == 10
+    assert spec(model_type="vit", id2label={}).classes == 1000
+
+
 def test_attention_of_llama_may_have_biases_of_all_four_projections(tmp_path: Path) -> None:
     """Twelve layers of 2,048 features, 32 query and 4 key-value heads: q, k, v and the output."""
     sizes = []
@@ -80,6 +107,7 @@ def test_a_sequence_length_beside_the_models_keys_is_what_it_trains_on() -> None
     short = spec(model_type="gpt2", seq_len=256)
     assert (short.seq_len, short.num_positions) == (256, 1024)
     assert spec(model_type="bert", seq_len=128).num_positions == 512
+    assert build_from_spec(short).num_parameters == 124_439_808, "its table is as long as before"
     both = spec(model_type="t5", seq_len=1024, decoder_seq_len=114)
     assert (both.seq_len, both.decoder_seq_len) == (1024, 114)
     with pytest.raises(ValueError, match="num_positions=1024 must be at least seq_len=2048"):
@@ -102,6 +130,7 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads(family: str, absent:
         ({"model_type": "gpt2", "n_layer": -1}, "layers: must be greater than or equal to 1"),
         ({"model_type": "gpt2", "n_head": 7}, "heads must divide hidden=768, got heads=7"),
         ({"model_type": 3}, "model_type: is required"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias: biases in the MLP are not supported, got True"),
     ],
 )
 def test_a_bad_config_json_says_what_is_wrong(

@@ -84,6 +84,46 @@ def test_llama_has_exactly_the_released_number_of_parameters(name: str, released
     assert build_workload(name).num_parameters == released
 
 
+@pytest.mark.parametrize(
+    ("name", "released"),
+    [
+        # torchvision 0.20: vgg16, vgg19, vit_l_16.
+        ("vgg-16", 138_357_544),
+        ("vgg-19", 143_667_240),
+        ("vit-large", 304_326_632),
+        # transformers 4.40: BertForPreTraining with 70 words of padding; XLNetLMHeadModel without the one vector that
+        # stands for masked words in its two-stream pretraining.
+        ("bert-large", 336_226_108 + 70 * (1024 + 1)),
+        ("xlnet-large", 360_300_800 - 1024),
+    ],
+)
+def test_models_have_the_parameters_of_their_released_code(name: str, released: int) -> None:
+    assert build_workload(name).num_parameters == released
+
+
+def test_gnmt_has_the_tables_layers_and_activations_of_dapples_profile() -> None:
+    """Layers of four gates, the first both ways; 64 samples of 35 and 36 tokens of 1,024 fp32 features."""
+    h, v = 1024, 36560
+
+    def lstm(wide: int) -> int:
+        return 4 * h * (wide + h + 2)
+
+    encoder = 2 * lstm(h) + lstm(2 * h) + 6 * lstm(h)
+    decoder = lstm(h) + (2 * h * h + h) + 7 * lstm(2 * h)
+    workload = build_workload("gnmt-16")
+    assert workload.num_parameters == 2 * v * h + encoder + decoder + v * (h + 1)
+    lengths = [workload.input_shapes(index, 64)[0] for index, op in enumerate(workload.operators)
+               if op.kind == "embedding"]  # fmt: skip
+    assert [4 * samples * tokens * h for samples, tokens in lengths] == [9_175_040, 9_437_184]
+
+
+def test_t5_512_4_decodes_four_tokens_and_t5_large_as_many_as_it_reads() -> None:
+    """Galvatron (VLDB 2023), Table I."""
+    for name, decoded in (("t5-large-32", 512), ("t5-512-4-32", 4), ("t5-large-48", 512), ("t5-512-4-48", 4)):
+        spec = model_spec(name).model_dump()
+        assert (spec["seq_len"], spec["decoder_seq_len"]) == (512, decoded)
+
+
 def test_dapples_bert_48_has_the_parameters_of_its_released_profile_and_a_span_head() -> None:
     """All but the pooler, which SQuAD does not use; 640 million in the paper. 30,522 words are padded to 30,592."""
     embedding, layer, head = 127_131_648 // 4, 12 * 1024 * 1024 + 13 * 1024, 2 * 1024 + 2

@@ -148,6 +148,28 @@ def test_gradients_are_partial_exactly_where_ranks_share_the_work(name: str) -> 
         )
 
 
+@pytest.mark.parametrize("name", sorted(all_kinds()))
+def test_a_split_cuts_the_dimension_that_it_is_named_after(name: str) -> None:
+    """Samples come first, then tokens or channels; heads are in the features, or come second where there are scores."""
+    kind = kind_named(name)
+    attributes, shapes = example(name, samples=4, tokens=8, heads=4, width=4)
+    outputs = localize(kind, attributes, shapes, [], HALF).outputs
+    second = ("sequence", "vocab_sequence", "channel", "out_channel", "in_channel")
+    last = ("column", "row", "row_sequence")
+    for split, entry in splits_of(kind, attributes).items():
+        for shape, placement in zip((*shapes, *outputs), (*entry.inputs, *entry.outputs), strict=True):
+            if not isinstance(placement, Shard):
+                continue
+            if split == "batch":
+                assert placement.dim == 0
+            elif split in second:
+                assert placement.dim == (1 if len(shape) != 3 or "channel" not in split else 2)
+            elif split in last:
+                assert placement.dim == len(shape) - 1
+            else:
+                assert split == "head" and placement.dim == (1 if len(shape) == 4 else 2)
+
+
 def test_a_bias_of_a_row_split_needs_no_reduction() -> None:
     """It is added after the all-reduce, so every rank has its whole gradient; not so a norm's gain."""
     row = splits_of(kind_named("linear"), {"in": 8, "out": 8, "bias": True})["row"]
@@ -201,6 +223,33 @@ def test_a_split_that_does_not_fit_is_named(axes: list[tuple[str, int]], message
     attributes: Attributes = {"in": 64, "out": 192, "groups": 8}
     with pytest.raises(ValueError, match=message):
         localize(kind_named("linear"), attributes, [(4, 16, 64)], axes, HALF, operator="layer1.attention_qkv")
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        # 4 heads of 8 features; the first extent of what is cut that 64 ways do not divide.
+        *((name, {"head": 4}) for name in ("attention_score", "softmax", "attention_context", "flash_attention")),
+        *((name, {"head": 4}) for name in ("rotary", "relative_score")),
+        *((name, {"channel": 32}) for name in ("batch_norm", "max_pool", "global_average_pool", "flatten")),
+        ("conv2d", {"out_channel": 64, "in_channel": 32}),
+        ("shortcut", {"out_channel": 64}),
+        ("linear", {"column": 128, "row": 32, "row_sequence": 32}),
+        ("cross_projection", {"column": 4, "row": 32}),
+        ("embedding", {"vocab": 64, "vocab_sequence": 64, "column": 32}),
+        ("patch_embedding", {"column": 32}),
+        ("lm_loss", {"vocab": 64}),
+    ],
+)
+def test_a_kind_is_split_as_far_as_its_heads_channels_or_features_go(kind: str, limits: dict[str, int]) -> None:
+    attributes, shapes = example(kind, samples=256, tokens=256, heads=4, width=8)
+    splits = splits_of(kind_named(kind), attributes)
+    assert {*limits} == {*splits} - {"batch", "replicate", "sequence"}
+    for split, limit in limits.items():
+        with pytest.raises(ValueError, match=f"a {split} split must divide {limit}, got 256; try {limit}"):
+            localize(kind_named(kind), attributes, shapes, [(split, 256)], HALF)
+        assert localize(kind_named(kind), attributes, shapes, [(split, limit)], HALF).outputs
+    assert localize(kind_named(kind), attributes, shapes, [("batch", 256)], HALF).outputs[0][0] == 1
 
 
 def test_an_axis_of_size_one_changes_nothing() -> None:
