@@ -44,11 +44,11 @@ def added_s(view: StageView) -> tuple[float, float]:
 
 def _gradients(view: StageView, phases: tuple[str, ...], *, first: bool) -> Item:
     alone = handed_over(view, first=first)
-    parts = tuple(
+    parts = [
         (index, BACKWARD_WEIGHT_ALONE if index in alone and phase == BACKWARD_WEIGHT else phase)
         for index in view.operators
         for phase in phases
-    )
+    ]
     return Item("gradients", parts)
 
 

@@ -49,7 +49,7 @@ class Item:
     """
 
     cause: str
-    parts: tuple[Part, ...] = ()
+    parts: list[Part] = field(default_factory=list)
     collective: MeshCollective | None = None
     role: str = "tensor"
     chained: bool = True
@@ -100,9 +100,7 @@ class ItemList:
 
     def _compute(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
         alone = index in self._handed_over
-        parts = tuple(
-            (index, BACKWARD_WEIGHT_ALONE if alone and phase == BACKWARD_WEIGHT else phase) for phase in phases
-        )
+        parts = [(index, BACKWARD_WEIGHT_ALONE if alone and phase == BACKWARD_WEIGHT else phase) for phase in phases]
         last = self.items[-1] if self.items else None
         if (
             self.fidelity.merge

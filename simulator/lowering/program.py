@@ -263,7 +263,7 @@ class ProgramBuilder(ParameterGathers):
             self.items.append(
                 Item(
                     cause=cause,
-                    parts=tuple((operator, GRADIENT_COPY) for operator in bucket.copied),
+                    parts=[(operator, GRADIENT_COPY) for operator in bucket.copied],
                     chained=False,
                     after=(last, *reductions),
                     operator=bucket.last_operator,

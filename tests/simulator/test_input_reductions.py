@@ -80,7 +80,7 @@ def test_the_next_operator_waits_for_the_reduction_and_the_weight_gradient_does_
     for position in reductions:
         before, weight, following = items[position - 1], items[position + 1], items[position + 2]
         assert items[position].after == (position - 1,)
-        assert before.parts[-1][1] == BACKWARD_INPUT and weight.parts == ((before.parts[-1][0], BACKWARD_WEIGHT),)
+        assert before.parts[-1][1] == BACKWARD_INPUT and weight.parts == [(before.parts[-1][0], BACKWARD_WEIGHT)]
         assert weight.after == () and following.after == (position,)
 
 
