@@ -22,12 +22,12 @@ from tests.searchers.tiny import tiny_problem
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 30))
-def test_cuts_equal_brute_force(seed: int, layers: int, stages: int, microbatches: int) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 30), st.sampled_from([1.0, 1e-3]))
+def test_cuts_equal_brute_force(seed: int, layers: int, stages: int, microbatches: int, unit_s: float) -> None:
     stages = min(stages, layers)
     random = np.random.default_rng(seed)
-    seconds = random.uniform(0.1, 1.0, layers)
-    crossing = random.uniform(0.0, 2.0, (stages - 1, layers))
+    seconds = random.uniform(0.1, 1.0, layers) * unit_s
+    crossing = random.uniform(0.0, 2.0, (stages - 1, layers)) * unit_s
 
     def value(cuts: list[tuple[int, int]]) -> float:
         longest = max(seconds[first:stop].sum() for first, stop in cuts)

@@ -198,6 +198,18 @@ def test_a_wrong_budget_is_refused(text: str) -> None:
         Budget.parse(text)
 
 
+@pytest.mark.parametrize("text", ["20 s", "1.5 s", "500 evaluations"])
+def test_a_budget_reads_as_it_was_written(text: str) -> None:
+    budget = Budget.parse(text)
+    assert str(budget) == text
+    assert Budget.parse(str(budget)) == budget
+
+
+def test_a_budget_of_both_says_both_and_one_of_neither_that_there_is_no_limit() -> None:
+    assert str(Budget(seconds=2.0, evaluations=3)) == "2 s or 3 evaluations"
+    assert str(Budget()) == "no limit"
+
+
 def test_an_evaluation_that_began_in_time_may_end_after_it_but_none_begins_beyond_the_number() -> None:
     problem = tiny_problem(2, 8)
     plan = uniform_plan(problem, dp=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,22 @@ def test_live_bytes_are_told_of_the_whole_iteration_and_peak_where_memory_does(s
         assert (np.diff(history.times_s) >= 0).all()
         late = history.live_bytes[history.times_s > 0.6 * result.iteration_time_s]
         assert late.max() > 0.5 * (memory.peak_allocated_bytes + history.live_bytes[-1])  # not drained
+
+
+@pytest.mark.parametrize("shape", [dict(pp=2, schedule="gpipe"), dict(pp=2, recompute="full"), dict(pp=4)], ids=str)
+def test_the_peak_is_dated_to_the_pass_that_it_is_told_of(shape: dict) -> None:
+    """``peak_time_s`` lies between the start and the end of the tasks of the stage, pass and microbatch named."""
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=8)
+    result = simulate(uniform_plan(problem, microbatch=1, **shape), problem)
+    graph, schedule = result.graph, result.schedule
+    for memory in result.memory:
+        stage, kind, microbatch = re.fullmatch(  # type: ignore[union-attr]
+            r"stage (\d+), (forward|backward) of microbatch (\d+)", memory.peak_where
+        ).groups()
+        of_pass = {"forward": ["forward"], "backward": ["backward", "recompute"]}[kind]
+        own = np.isin(np.array(graph.causes)[graph.cause], of_pass)
+        own &= (graph.stage == int(stage)) & (graph.microbatch == int(microbatch))
+        assert schedule.start_s[own].min() <= memory.peak_time_s <= schedule.end_s[own].max() + 1e-12
 
 
 def test_live_bytes_of_a_device_that_memory_has_no_entry_of_are_refused() -> None:
