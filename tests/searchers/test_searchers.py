@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 from math import comb
@@ -13,7 +14,7 @@ import pytest
 
 from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.group_shapes import GroupShape
-from searchers.base import Ledger, NoFeasiblePlan, Score, estimated
+from searchers.base import CandidateSearcher, Ledger, NoFeasiblePlan, Score, estimated
 from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
 from searchers.pure import DistributedDataParallel
@@ -22,6 +23,7 @@ from searchers.registry import searcher_class, searcher_named, searcher_names
 from searchers.space import LayerSpace
 from simulator.closed_forms.estimate import estimate
 from simulator.fast.estimate import FastEstimator
+from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -221,6 +223,38 @@ def test_an_evaluation_that_began_in_time_may_end_after_it_but_none_begins_beyon
     used_up.evaluate(plan)
     with pytest.raises(AssertionError, match=r"ledger\.spent"):
         used_up.evaluate(plan)
+
+
+def test_a_candidate_that_is_no_legal_plan_is_counted_and_never_scored() -> None:
+    problem = tiny_problem(2, 8)
+    legal = uniform_plan(problem, dp=2)
+    illegal = replace(legal, num_microbatches=legal.num_microbatches + 1)  # another batch
+    scored = []
+
+    class Lists(CandidateSearcher):
+        name, paper = "lists", "none"
+
+        def candidates(self, problem: Problem, random: np.random.Generator, ledger: Ledger) -> Iterator[Plan]:
+            yield illegal
+            yield legal
+
+    def note(plan: Plan, problem: Problem) -> Score:
+        scored.append(plan)
+        return Score(1.0, True, 0, 1, "")
+
+    found = Lists(objective=note).search(problem)
+    assert scored == [legal]
+    assert (found.counters["illegal"], found.counters["evaluations"]) == (1, 1)
+
+
+def test_a_chosen_plan_comes_first_and_once() -> None:
+    """What a paper's own objective chooses may be second by the score."""
+    problem = tiny_problem(2, 8)
+    ledger = Ledger(DistributedDataParallel(keep=3), problem)
+    plans = [uniform_plan(problem, **degrees) for degrees in ({"dp": 2}, {"tp": 2}, {"pp": 2})]
+    by_score = sorted(plans, key=lambda plan: ledger.evaluate(plan).objective)
+    ledger.choose(by_score[1])
+    assert [ranked.plan for ranked in ledger.result().plans] == [by_score[1], by_score[0], by_score[2]]
 
 
 def test_the_best_plans_are_different_ones() -> None:
