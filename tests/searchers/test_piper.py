@@ -208,6 +208,11 @@ def test_a_diamond_has_six_down_sets_and_what_cannot_be_is_refused() -> None:
         replace(problem, edges=(*problem.edges, Edge("d", "a", 1.0))).ideals()
     with pytest.raises(ValueError, match="not an input of Piper"):
         piper_input({"nodes": []}, "file")
+    bare = {"maxDevices": 2, "maxMemoryPerDevice": 1.0, "bandwidth": 1.0, "mbsInBatch": 4}
+    for ends in (("a", "b"), ("b", "a")):
+        edge = dict(zip(("sourceId", "destId"), ends, strict=True), communicationCost=1.0)
+        with pytest.raises(ValueError, match=f"two nodes of the file, got {ends[0]} to {ends[1]}"):
+            piper_input({**bare, "nodes": [{"id": "a", "TMPCs": {}}], "edges": [edge]}, "file")
     with pytest.raises(ValueError, match="knapsack must be one of"):
         plan_piper(problem, knapsack="best")
 

@@ -14,16 +14,18 @@ import pytest
 
 from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.group_shapes import GroupShape
+from hardware_models.model import HardwareModel
 from searchers.base import CandidateSearcher, Ledger, NoFeasiblePlan, Score, estimated
 from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
-from searchers.pure import DistributedDataParallel
+from searchers.plan_words import describe_plan
+from searchers.pure import DistributedDataParallel, GPipe
 from searchers.random_search import RandomSearch
 from searchers.registry import searcher_class, searcher_named, searcher_names
-from searchers.space import LayerSpace
+from searchers.space import LayerSpace, Mesh
 from simulator.closed_forms.estimate import estimate
 from simulator.fast.estimate import FastEstimator
-from simulator.plan import Plan
+from simulator.plan import Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -111,6 +113,48 @@ def test_exhaustive_refuses_large_problems_with_a_remedy() -> None:
 def test_deepspeed_3d_needs_a_multiple_of_four_devices() -> None:
     with pytest.raises(ValueError, match="multiple of 4 devices, got 2"):
         searcher_named("deepspeed-3d").search(tiny_problem(2))
+
+
+UNEQUAL, UNLIKE = "v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "v100-32g-dgx1:1x1+a100-80g-dgx:1x1"
+
+
+@pytest.mark.parametrize(
+    ("searcher", "cluster", "message"),
+    [
+        ("pipedream", UNEQUAL, r"equal numbers of GPUs, got \[2, 4\]"),
+        ("dapple", UNLIKE, "equal GPUs, got a100-sxm4-80gb, v100-sxm2-32gb; use one type"),
+    ],
+)
+def test_a_cluster_that_a_paper_does_not_plan_for_is_refused(searcher: str, cluster: str, message: str) -> None:
+    problem = replace(tiny_problem(2, 12), hardware=HardwareModel.from_name(cluster))
+    with pytest.raises(ValueError, match=message):
+        searcher_named(searcher).search(problem)
+
+
+def test_the_largest_microbatch_of_the_space_is_in_it() -> None:
+    """Per replica: two replicas of four samples each."""
+    space = LayerSpace(tiny_problem(2, 16), max_microbatch=4)
+    assert space.microbatch_sizes((Mesh(1, 1, False),)) == [1, 2, 4]
+    assert space.microbatch_sizes((Mesh(1, 2, False),)) == [2, 4, 8]
+
+
+def test_gpipe_runs_whole_stages_again_or_nothing() -> None:
+    problem = tiny_problem(2, 4)
+    none, stage = (GPipe().build(problem, 1, recompute) for recompute in ("none", "stage"))
+    assert [each.recompute for each in none.stages] == [(), ()]
+    assert [each.recompute for each in stage.stages] == [each.operators for each in none.stages]
+    with pytest.raises(ValueError, match="recompute must be one of if-needed, never, got 'always'"):
+        GPipe(recompute="always")
+
+
+@pytest.mark.parametrize(("shares", "words"), [((2, 2), "recompute 50%"), ((1, 3), "recompute 25%-75%")])
+def test_the_share_of_a_stage_that_runs_again_is_of_its_operators(shares: tuple[int, int], words: str) -> None:
+    """Stages of four operators each, the first few of which run again."""
+    stages = tuple(
+        Stage(((4 * rank, 4 * rank + 4),), (rank,), ((4, ()),), ((4 * rank, 4 * rank + share),))
+        for rank, share in enumerate(shares)
+    )
+    assert describe_plan(Plan(stages, 1, 2)).endswith(words)
 
 
 @pytest.mark.parametrize(("num_devices", "global_batch"), [(1, 2), (2, 4), (4, 4)])
