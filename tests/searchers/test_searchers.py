@@ -25,7 +25,7 @@ from searchers.registry import searcher_class, searcher_named, searcher_names
 from searchers.space import LayerSpace, Mesh
 from simulator.closed_forms.estimate import estimate
 from simulator.fast.estimate import FastEstimator
-from simulator.plan import Plan, Stage
+from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -155,6 +155,13 @@ def test_the_share_of_a_stage_that_runs_again_is_of_its_operators(shares: tuple[
         for rank, share in enumerate(shares)
     )
     assert describe_plan(Plan(stages, 1, 2)).endswith(words)
+
+
+def test_a_stage_whose_operators_lie_differently_is_called_mixed() -> None:
+    mixed = Stage(((0, 3),), (0, 1), ((2, (Axis("batch", 2),)), (1, (Axis("tensor", 2),))))
+    assert describe_plan(Plan((mixed,), 2, 4)) == "dp 2, mixed by operator, microbatch 2 x 4"
+    alike = Stage(((0, 3),), (0, 1), ((2, (Axis("column", 2),)), (1, (Axis("row", 2),))))
+    assert describe_plan(Plan((alike,), 2, 4)) == "tp 2, microbatch 2 x 4"
 
 
 @pytest.mark.parametrize(("num_devices", "global_batch"), [(1, 2), (2, 4), (4, 4)])
