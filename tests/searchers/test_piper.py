@@ -229,6 +229,17 @@ def test_a_stated_layer_takes_its_passes_and_runs_forward_once_more_where_it_is_
     assert recomputed - vanilla == pytest.approx(parts["forward_s"], rel=0.05)
 
 
+def test_the_objective_of_one_stage_is_its_layers_and_those_that_run_again_twice_forward() -> None:
+    """On one GPU, for two microbatches: no transfers and no sums."""
+    problem = tiny_problem(1, 4)
+    layers = [options[1] for options in Piper().input(problem, 2).problem.implementations]
+    plan = uniform_plan(problem, microbatch=2)
+    whole = replace(plan, stages=(replace(plan.stages[0], recompute=plan.stages[0].operators),))
+    for kind, chosen in enumerate((plan, whole)):
+        expected = 2 * sum(each[kind].time_s for each in layers)
+        assert Piper().paper_objective(chosen, problem).objective == pytest.approx(expected, rel=1e-12)
+
+
 def test_an_edge_has_the_tensors_that_its_reader_reads() -> None:
     """T5's decoder embedding hands on the encoder's output too, 512 x 1,024 half floats each; layers read either."""
     problem = ProblemSpec(model="t5-large-32", cluster="local-cpu:1x2", runtime="megatron-lm-2021", global_batch=2)

@@ -17,6 +17,7 @@ from hardware_models.group_shapes import GroupShape
 from hardware_models.model import HardwareModel
 from searchers.base import CandidateSearcher, Ledger, NoFeasiblePlan, Score, estimated
 from searchers.budget import Budget
+from searchers.dapple.searcher import Dapple
 from searchers.megatron_grid import MegatronGrid
 from searchers.plan_words import describe_plan
 from searchers.pure import DistributedDataParallel, GPipe
@@ -227,14 +228,16 @@ def test_the_grid_has_all_degrees_whose_product_is_the_cluster() -> None:
     assert seen == expected, "pp 4 is left out: the model has two layers"
 
 
-def test_a_pure_strategy_recomputes_only_if_nothing_fits_without() -> None:
+@pytest.mark.parametrize("searcher", [DistributedDataParallel, Dapple])
+def test_a_search_recomputes_only_if_nothing_fits_without(searcher: type[DistributedDataParallel | Dapple]) -> None:
     def fits_if_recomputed(plan, problem: Problem) -> Score:  # type: ignore[no-untyped-def]
         return Score(1.0, bool(plan.stages[0].recompute), 2.0, 1.0, "stage 0")
 
     problem = tiny_problem(2, 4)
-    assert DistributedDataParallel(objective=fits_if_recomputed).search(problem).best.stages[0].recompute
+    assert searcher(objective=fits_if_recomputed).search(problem).best.stages[0].recompute
+    assert not searcher(objective=lambda *_: Score(1.0, True, 0, 1, "")).search(problem).best.stages[0].recompute
     with pytest.raises(NoFeasiblePlan):
-        DistributedDataParallel(objective=fits_if_recomputed, recompute="never").search(problem)
+        searcher(objective=fits_if_recomputed, recompute="never").search(problem)
 
 
 def test_ddp_takes_the_largest_microbatch_that_fits() -> None:
