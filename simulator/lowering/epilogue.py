@@ -67,8 +67,6 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
         for position in dict.fromkeys(found_at for found_at in positions if positions.count(found_at) > 1):
             if len(views[position].stage.devices) > 1:
                 found.append((tie, views[position].stage.devices, float(size)))
-        if len(set(positions)) < 2:
-            continue
         for rank in range(ranks):
             devices = tuple(
                 dict.fromkeys(device for view, _ in places for device in view.stage.devices[rank::ranks])

@@ -26,8 +26,7 @@ def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:
         view: The stage; its runtime says whether recomputation stops early.
         start, stop: The segment.
     """
-    own = set(view.operators)
-    operators = [index for index in range(start, stop) if index in own]
+    operators = list(range(start, stop))  # a segment lies inside its stage
     if not view.costs.problem.runtime.recompute_stops_early:
         return operators
     workload = view.costs.problem.workload

@@ -18,16 +18,17 @@ from simulator.plan import Axis
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import recompute_segments, uniform_plan
+from simulator.validate import validate
 from tests.searchers.tiny import tiny_problem
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 30))
-def test_cuts_equal_brute_force(seed: int, layers: int, stages: int, microbatches: int) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 30), st.sampled_from([1.0, 1e-3]))
+def test_cuts_equal_brute_force(seed: int, layers: int, stages: int, microbatches: int, unit_s: float) -> None:
     stages = min(stages, layers)
     random = np.random.default_rng(seed)
-    seconds = random.uniform(0.1, 1.0, layers)
-    crossing = random.uniform(0.0, 2.0, (stages - 1, layers))
+    seconds = random.uniform(0.1, 1.0, layers) * unit_s
+    crossing = random.uniform(0.0, 2.0, (stages - 1, layers)) * unit_s
 
     def value(cuts: list[tuple[int, int]]) -> float:
         longest = max(seconds[first:stop].sum() for first, stop in cuts)
@@ -56,6 +57,14 @@ def test_the_formula_on_one_device_is_microbatches_times_layers_and_one_transfer
     seconds, leaving = layer_costs(two, spans, (), 2)
     sent = crossing_s(two, leaving[0], (0,), (1,), 1)
     assert formula_s(plan, two) == pytest.approx(seconds.sum() + max(seconds) + sent, rel=1e-12)
+
+
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+def test_a_plan_runs_the_whole_batch_at_any_degrees(tp: int, dp: int, pp: int) -> None:
+    problem = tiny_problem(4, 8)
+    plan = Amp().plan(problem, tp, dp, pp, 2, "none")
+    assert (plan.microbatch_size, plan.num_microbatches) == (2 * dp, 4 // dp)
+    assert validate(plan, problem).global_batch == 8
 
 
 def test_the_head_runs_forward_once_where_layers_run_twice() -> None:

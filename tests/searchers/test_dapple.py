@@ -257,6 +257,8 @@ def test_released_constants_are_those_of_the_code_and_scale_with_the_network() -
     assert at_10.all_reduce_s(3e9, (0, 1)) == pytest.approx(2.5)
     assert at_25.transfer_s(1e9, (0,), (1,)) == pytest.approx(1.0)
     assert at_25.transfer_s(3e9, (0,), (1, 2)) == pytest.approx(1.0)
+    assert at_10.transfer_s(1e9, (0,), (1,)) == pytest.approx(2.5)
+    assert at_10.transfer_s(3e9, (0,), (1, 2)) == pytest.approx(2.5)
     assert inside.transfer_s(25e9, (0, 1), (2,)) == pytest.approx(1.0)
     assert inside.all_reduce_s(25e9, range(8)) == pytest.approx(2 * 7 / 8 / 4)
     with pytest.raises(ValueError, match="communication must be one of"):

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from searchers.galvatron.microbatches import RULES, Cut, chunked, cuts, microbatch_counts, replica_count
 from searchers.galvatron.options import Options
 from searchers.galvatron.pipeline_plan import split
+from searchers.galvatron.plans import spread
 from searchers.galvatron.searcher import GalvatronBMW
 from searchers.registry import searcher_named
+from simulator.plan import Axis
 from simulator.simulate import simulate
 from tests.searchers.galvatron_problems import planner, titan
 
@@ -22,6 +24,15 @@ def test_microbatches_divide_the_batch(rule: str) -> None:
             for stages in (1, 2, 8):
                 for count in microbatch_counts(rule, family, batch, stages, 8):
                     assert batch % count == 0 and (stages > 1 or rule in ("free", "divisors") or count == 1)
+
+
+@pytest.mark.parametrize(
+    ("cut", "divides"), [(Cut(4, 8), True), (Cut(4, 8, 4), True), (Cut(4, 8, 6), False), (Cut(4, 6), False)]
+)
+def test_samples_are_shared_among_all_devices_where_each_microbatch_divides(cut: Cut, divides: bool) -> None:
+    own = (Axis("tensor", 4),)
+    assert spread(4, cut, own) == ((Axis("batch", 4),) if divides else own)
+    assert spread(1, cut, own) == ()
 
 
 def test_unequal_microbatches_are_those_of_pytorch() -> None:

@@ -14,6 +14,8 @@ from searchers.piper.model import Edge, Implementation, PiperInput, Tie, load_pi
 from searchers.piper.planner import plan_piper
 from searchers.piper.searcher import Piper, load_s
 from simulator.problem import ProblemSpec
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
 from tests.hardware_models.data_folder import data_folder
 from tests.searchers.tiny import tiny_problem
 from workloads.registry import build_workload
@@ -208,8 +210,34 @@ def test_a_diamond_has_six_down_sets_and_what_cannot_be_is_refused() -> None:
         replace(problem, edges=(*problem.edges, Edge("d", "a", 1.0))).ideals()
     with pytest.raises(ValueError, match="not an input of Piper"):
         piper_input({"nodes": []}, "file")
+    bare = {"maxDevices": 2, "maxMemoryPerDevice": 1.0, "bandwidth": 1.0, "mbsInBatch": 4}
+    for ends in (("a", "b"), ("b", "a")):
+        edge = dict(zip(("sourceId", "destId"), ends, strict=True), communicationCost=1.0)
+        with pytest.raises(ValueError, match=f"two nodes of the file, got {ends[0]} to {ends[1]}"):
+            piper_input({**bare, "nodes": [{"id": "a", "TMPCs": {}}], "edges": [edge]}, "file")
     with pytest.raises(ValueError, match="knapsack must be one of"):
         plan_piper(problem, knapsack="best")
+
+
+def test_a_stated_layer_takes_its_passes_and_runs_forward_once_more_where_it_is_recomputed() -> None:
+    """All layers together take what one microbatch computes in a simulation of one GPU."""
+    problem = tiny_problem(1, 4)
+    layers = [options[1] for options in Piper().input(problem, 4).problem.implementations]
+    vanilla, recomputed = (sum(each[kind].time_s for each in layers) for kind in (0, 1))
+    parts = simulate(uniform_plan(problem, microbatch=4), problem).breakdown().iloc[0]
+    assert vanilla == pytest.approx(parts["forward_s"] + parts["backward_s"] + parts["launch_bound_s"], rel=0.05)
+    assert recomputed - vanilla == pytest.approx(parts["forward_s"], rel=0.05)
+
+
+def test_the_objective_of_one_stage_is_its_layers_and_those_that_run_again_twice_forward() -> None:
+    """On one GPU, for two microbatches: no transfers and no sums."""
+    problem = tiny_problem(1, 4)
+    layers = [options[1] for options in Piper().input(problem, 2).problem.implementations]
+    plan = uniform_plan(problem, microbatch=2)
+    whole = replace(plan, stages=(replace(plan.stages[0], recompute=plan.stages[0].operators),))
+    for kind, chosen in enumerate((plan, whole)):
+        expected = 2 * sum(each[kind].time_s for each in layers)
+        assert Piper().paper_objective(chosen, problem).objective == pytest.approx(expected, rel=1e-12)
 
 
 def test_an_edge_has_the_tensors_that_its_reader_reads() -> None:

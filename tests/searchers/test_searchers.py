@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 from math import comb
@@ -13,15 +14,19 @@ import pytest
 
 from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.group_shapes import GroupShape
-from searchers.base import Ledger, NoFeasiblePlan, Score, estimated
+from hardware_models.model import HardwareModel
+from searchers.base import CandidateSearcher, Ledger, NoFeasiblePlan, Score, estimated
 from searchers.budget import Budget
+from searchers.dapple.searcher import Dapple
 from searchers.megatron_grid import MegatronGrid
-from searchers.pure import DistributedDataParallel
+from searchers.plan_words import describe_plan
+from searchers.pure import DistributedDataParallel, GPipe
 from searchers.random_search import RandomSearch
 from searchers.registry import searcher_class, searcher_named, searcher_names
-from searchers.space import LayerSpace
+from searchers.space import LayerSpace, Mesh
 from simulator.closed_forms.estimate import estimate
 from simulator.fast.estimate import FastEstimator
+from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -111,6 +116,55 @@ def test_deepspeed_3d_needs_a_multiple_of_four_devices() -> None:
         searcher_named("deepspeed-3d").search(tiny_problem(2))
 
 
+UNEQUAL, UNLIKE = "v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "v100-32g-dgx1:1x1+a100-80g-dgx:1x1"
+
+
+@pytest.mark.parametrize(
+    ("searcher", "cluster", "message"),
+    [
+        ("pipedream", UNEQUAL, r"equal numbers of GPUs, got \[2, 4\]"),
+        ("dapple", UNLIKE, "equal GPUs, got a100-sxm4-80gb, v100-sxm2-32gb; use one type"),
+    ],
+)
+def test_a_cluster_that_a_paper_does_not_plan_for_is_refused(searcher: str, cluster: str, message: str) -> None:
+    problem = replace(tiny_problem(2, 12), hardware=HardwareModel.from_name(cluster))
+    with pytest.raises(ValueError, match=message):
+        searcher_named(searcher).search(problem)
+
+
+def test_the_largest_microbatch_of_the_space_is_in_it() -> None:
+    """Per replica: two replicas of four samples each."""
+    space = LayerSpace(tiny_problem(2, 16), max_microbatch=4)
+    assert space.microbatch_sizes((Mesh(1, 1, False),)) == [1, 2, 4]
+    assert space.microbatch_sizes((Mesh(1, 2, False),)) == [2, 4, 8]
+
+
+def test_gpipe_runs_whole_stages_again_or_nothing() -> None:
+    problem = tiny_problem(2, 4)
+    none, stage = (GPipe().build(problem, 1, recompute) for recompute in ("none", "stage"))
+    assert [each.recompute for each in none.stages] == [(), ()]
+    assert [each.recompute for each in stage.stages] == [each.operators for each in none.stages]
+    with pytest.raises(ValueError, match="recompute must be one of if-needed, never, got 'always'"):
+        GPipe(recompute="always")
+
+
+@pytest.mark.parametrize(("shares", "words"), [((2, 2), "recompute 50%"), ((1, 3), "recompute 25%-75%")])
+def test_the_share_of_a_stage_that_runs_again_is_of_its_operators(shares: tuple[int, int], words: str) -> None:
+    """Stages of four operators each, the first few of which run again."""
+    stages = tuple(
+        Stage(((4 * rank, 4 * rank + 4),), (rank,), ((4, ()),), ((4 * rank, 4 * rank + share),))
+        for rank, share in enumerate(shares)
+    )
+    assert describe_plan(Plan(stages, 1, 2)).endswith(words)
+
+
+def test_a_stage_whose_operators_lie_differently_is_called_mixed() -> None:
+    mixed = Stage(((0, 3),), (0, 1), ((2, (Axis("batch", 2),)), (1, (Axis("tensor", 2),))))
+    assert describe_plan(Plan((mixed,), 2, 4)) == "dp 2, mixed by operator, microbatch 2 x 4"
+    alike = Stage(((0, 3),), (0, 1), ((2, (Axis("column", 2),)), (1, (Axis("row", 2),))))
+    assert describe_plan(Plan((alike,), 2, 4)) == "tp 2, microbatch 2 x 4"
+
+
 @pytest.mark.parametrize(("num_devices", "global_batch"), [(1, 2), (2, 4), (4, 4)])
 def test_the_space_has_as_many_points_as_it_says_none_twice(num_devices: int, global_batch: int) -> None:
     space = LayerSpace(tiny_problem(num_devices, global_batch))
@@ -174,14 +228,16 @@ def test_the_grid_has_all_degrees_whose_product_is_the_cluster() -> None:
     assert seen == expected, "pp 4 is left out: the model has two layers"
 
 
-def test_a_pure_strategy_recomputes_only_if_nothing_fits_without() -> None:
+@pytest.mark.parametrize("searcher", [DistributedDataParallel, Dapple])
+def test_a_search_recomputes_only_if_nothing_fits_without(searcher: type[DistributedDataParallel | Dapple]) -> None:
     def fits_if_recomputed(plan, problem: Problem) -> Score:  # type: ignore[no-untyped-def]
         return Score(1.0, bool(plan.stages[0].recompute), 2.0, 1.0, "stage 0")
 
     problem = tiny_problem(2, 4)
-    assert DistributedDataParallel(objective=fits_if_recomputed).search(problem).best.stages[0].recompute
+    assert searcher(objective=fits_if_recomputed).search(problem).best.stages[0].recompute
+    assert not searcher(objective=lambda *_: Score(1.0, True, 0, 1, "")).search(problem).best.stages[0].recompute
     with pytest.raises(NoFeasiblePlan):
-        DistributedDataParallel(objective=fits_if_recomputed, recompute="never").search(problem)
+        searcher(objective=fits_if_recomputed, recompute="never").search(problem)
 
 
 def test_ddp_takes_the_largest_microbatch_that_fits() -> None:
@@ -198,6 +254,18 @@ def test_a_wrong_budget_is_refused(text: str) -> None:
         Budget.parse(text)
 
 
+@pytest.mark.parametrize("text", ["20 s", "1.5 s", "500 evaluations"])
+def test_a_budget_reads_as_it_was_written(text: str) -> None:
+    budget = Budget.parse(text)
+    assert str(budget) == text
+    assert Budget.parse(str(budget)) == budget
+
+
+def test_a_budget_of_both_says_both_and_one_of_neither_that_there_is_no_limit() -> None:
+    assert str(Budget(seconds=2.0, evaluations=3)) == "2 s or 3 evaluations"
+    assert str(Budget()) == "no limit"
+
+
 def test_an_evaluation_that_began_in_time_may_end_after_it_but_none_begins_beyond_the_number() -> None:
     problem = tiny_problem(2, 8)
     plan = uniform_plan(problem, dp=2)
@@ -209,6 +277,38 @@ def test_an_evaluation_that_began_in_time_may_end_after_it_but_none_begins_beyon
     used_up.evaluate(plan)
     with pytest.raises(AssertionError, match=r"ledger\.spent"):
         used_up.evaluate(plan)
+
+
+def test_a_candidate_that_is_no_legal_plan_is_counted_and_never_scored() -> None:
+    problem = tiny_problem(2, 8)
+    legal = uniform_plan(problem, dp=2)
+    illegal = replace(legal, num_microbatches=legal.num_microbatches + 1)  # another batch
+    scored = []
+
+    class Lists(CandidateSearcher):
+        name, paper = "lists", "none"
+
+        def candidates(self, problem: Problem, random: np.random.Generator, ledger: Ledger) -> Iterator[Plan]:
+            yield illegal
+            yield legal
+
+    def note(plan: Plan, problem: Problem) -> Score:
+        scored.append(plan)
+        return Score(1.0, True, 0, 1, "")
+
+    found = Lists(objective=note).search(problem)
+    assert scored == [legal]
+    assert (found.counters["illegal"], found.counters["evaluations"]) == (1, 1)
+
+
+def test_a_chosen_plan_comes_first_and_once() -> None:
+    """What a paper's own objective chooses may be second by the score."""
+    problem = tiny_problem(2, 8)
+    ledger = Ledger(DistributedDataParallel(keep=3), problem)
+    plans = [uniform_plan(problem, **degrees) for degrees in ({"dp": 2}, {"tp": 2}, {"pp": 2})]
+    by_score = sorted(plans, key=lambda plan: ledger.evaluate(plan).objective)
+    ledger.choose(by_score[1])
+    assert [ranked.plan for ranked in ledger.result().plans] == [by_score[1], by_score[0], by_score[2]]
 
 
 def test_the_best_plans_are_different_ones() -> None:

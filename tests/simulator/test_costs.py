@@ -50,6 +50,13 @@ def test_joining_segments_is_associative(a: list, b: list, c: list) -> None:
         assert getattr(left, name) == pytest.approx(getattr(right, name))
 
 
+def test_a_run_of_kernels_has_the_seconds_of_each_origin_that_they_have() -> None:
+    first, second = Segment(6.0, recorded=(1.0, 2.0, 3.0)), Segment(60.0, recorded=(10.0, 20.0, 30.0))
+    run = first.then(Segment.launch(9.0)).then(second)
+    assert run.recorded == (11.0, 22.0, 33.0)
+    assert sum(run.recorded) == run.device_s
+
+
 @pytest.mark.parametrize("axes", [(), (Axis("batch", 2),), (Axis("batch", 2), Axis("tensor", 2)), (Axis("tensor", 4),)])
 def test_a_table_holds_the_rows_of_its_operators(axes: tuple[Axis, ...]) -> None:
     problem = small_problem("gpt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
@@ -52,6 +53,21 @@ def test_every_rank_sends_its_shard_of_the_sequence_once(family: str, tp: int) -
     assert crossing_bytes(plan, problem) == [(2 * 2 * tokens * hidden,) * 2]
     whole = uniform_plan(problem, tp=tp, pp=2, microbatch=2)
     assert crossing_bytes(whole, problem) == [(tp * 2 * 2 * tokens * hidden,) * 2]
+
+
+def test_shards_of_channels_cross_whole_to_each_rank_that_reads_them_whole() -> None:
+    """They are no shards of a sequence: a convolution split by output channels, read by a norm on two other GPUs.
+
+    Of its gradient each maker is sent the channels that it made.
+    """
+    problem = small_problem("resnet", cluster="a100-80g-dgx:1x4", runtime="megatron-lm-2021-fp32")
+    count, split = len(problem.workload), (Axis("tensor_alternative", 2),)
+    stages = (Stage(((0, 1),), (0, 1), ((1, split),)), Stage(((1, count),), (2, 3), ((count - 1, split),)))
+    plan = Plan(stages, microbatch_size=2, num_microbatches=8)
+    (made,) = problem.workload.operators[0].outputs
+    assert views_of(plan, problem)[0].crossing(made).placements == (Shard(1),)
+    whole = 4 * 2 * prod(problem.workload.tensors[made])
+    assert crossing_bytes(plan, problem) == [(2 * whole, whole)]
 
 
 def test_the_encoders_output_crosses_in_shards_and_passes_a_stage_in_them() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,22 @@ def test_memory_changes_during_the_last_backward_pass_to_its_end() -> None:
     begin_s, end_s = result.schedule.start_s[backward].min(), result.schedule.end_s[backward].max()
     within = (history.times_s > begin_s + 0.5 * (end_s - begin_s)) & (history.times_s < end_s)
     assert within.sum() > 10, "the second half of the last backward pass frees nothing"
+
+
+@pytest.mark.parametrize("shape", [dict(pp=2, schedule="gpipe"), dict(pp=2, recompute="full"), dict(pp=4)], ids=str)
+def test_the_peak_is_dated_to_the_pass_that_it_is_told_of(shape: dict) -> None:
+    """``peak_time_s`` lies between the start and the end of the tasks of the stage, pass and microbatch named."""
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=8)
+    result = simulate(uniform_plan(problem, microbatch=1, **shape), problem)
+    graph, schedule = result.graph, result.schedule
+    for memory in result.memory:
+        stage, kind, microbatch = re.fullmatch(  # type: ignore[union-attr]
+            r"stage (\d+), (forward|backward) of microbatch (\d+)", memory.peak_where
+        ).groups()
+        of_pass = {"forward": ["forward"], "backward": ["backward", "recompute"]}[kind]
+        own = np.isin(np.array(graph.causes)[graph.cause], of_pass)
+        own &= (graph.stage == int(stage)) & (graph.microbatch == int(microbatch))
+        assert schedule.start_s[own].min() <= memory.peak_time_s <= schedule.end_s[own].max() + 1e-12
 
 
 def test_live_bytes_of_a_device_that_memory_has_no_entry_of_are_refused() -> None:

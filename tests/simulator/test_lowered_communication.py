@@ -16,10 +16,10 @@ from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.transfers import crossing_tensors
 from simulator.plan import Axis, Plan, Stage
 from simulator.simulate import simulate
-from simulator.taskgraph import COMMUNICATION
+from simulator.taskgraph import COMMUNICATION, COMPUTATION, TaskGraph
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
-from tests.simulator.problems import small_problem
+from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
 
 
 @pytest.mark.parametrize(
@@ -194,3 +194,47 @@ def test_a_received_tensors_gradient_goes_back_as_the_tensor_came() -> None:
     # The norm's own output is gathered on its way back to it, too: one gather of the samples each.
     assert found[whole] == [("all_gather", size), ("all_gather", size)]
     assert found[cut] == []
+
+
+def host_s(graph: TaskGraph, cause: str, stage: int) -> list[float]:
+    """Return what hosts launch of the computation of a stage, by task."""
+    own = (np.array(graph.causes)[graph.cause] == cause) & (graph.stage == stage) & (graph.kind == COMPUTATION)
+    return graph.host_s[own].tolist()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_host_launches_each_send_and_each_receive_of_a_pass(replicas: int) -> None:
+    """Operators without kernels: a pass is launched as often as its device has partners on the other side."""
+    launch_s = 1e-4
+    problem = chain_problem(chain_of_opaque(2, 1e-3, 2e-3, 1000), num_devices=3, global_batch=4)
+    runtime = replace(problem.runtime, host_seconds_per_kernel=launch_s, host_seconds_per_pass=0.0)
+    second = tuple(range(1, 1 + replicas))
+    stages = (Stage(((0, 1),), (0,), ((1, ()),)), Stage(((1, 2),), second, ((1, (Axis("batch", replicas),)),)))
+    plan = Plan(stages=stages, microbatch_size=2, num_microbatches=2)
+    graph = simulate(plan, replace(problem, runtime=runtime), fidelity=Fidelity().without("symmetry")).graph
+    for cause in ("forward", "backward"):
+        assert host_s(graph, cause, 0) == pytest.approx([replicas * launch_s] * 2)
+        assert host_s(graph, cause, 1) == pytest.approx([launch_s] * 2 * replicas)
+
+
+def test_a_reduction_over_unlike_gpus_starts_when_the_slower_host_has_launched_it() -> None:
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x1+a100-80g-dgx:1x1", global_batch=2)
+    runtime = replace(problem.runtime, host_seconds_per_kernel=None, host_seconds_per_collective=(0.0, 0.0))
+    problem = replace(problem, runtime=runtime)
+    plan = replace(uniform_plan(problem, dp=2), overlap_gradient_sync=False)
+    costs = CostTables(problem)
+    launches = [costs.launch_s(gpu_type) for gpu_type in problem.gpu_types]
+    assert min(launches) < max(launches)
+    graph = lower(validate(plan, problem), costs, Fidelity()).graph
+    reductions = np.array(graph.causes)[graph.cause] == "gradient sync"
+    assert set(graph.host_s[reductions].tolist()) == {max(launches)}
+
+
+@pytest.mark.parametrize("waits", [(), ("receive",)])
+def test_a_host_waits_for_what_it_receives_only_where_the_runtime_says_so(waits: tuple[str, ...]) -> None:
+    """Two stages, four microbatches: the second receives each forward pass, the first each backward pass."""
+    problem = small_problem("gpt", global_batch=4)
+    problem = replace(problem, runtime=replace(problem.runtime, host_waits=waits))
+    graph = simulate(uniform_plan(problem, pp=2), problem).graph
+    waiting = graph.host_waits & (np.array(graph.causes)[graph.cause] == "transfer")
+    assert sorted(graph.stage[waiting].tolist()) == ([0] * 4 + [1] * 4 if waits else [])

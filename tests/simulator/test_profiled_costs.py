@@ -39,6 +39,9 @@ def test_a_profile_row_that_contains_its_collective_is_not_charged_for_it_again(
     assert 0.9 < result.duration_sources["measured"] < 1.0
     names = [result.graph.names[i] for i in np.unique(result.graph.name[result.graph.kind == 1])]
     assert not any(".mlp_linear_2" in name or ".attention_qkv" in name for name in names)
+    graph = simulate(uniform_plan(measured, tp=2, pp=2), measured).graph
+    split = {graph.names[i] for i in graph.name[np.array(graph.causes)[graph.cause] == "tensor parallel"]}
+    assert not any(".mlp_linear_2" in name or ".attention_qkv" in name for name in split)
 
 
 @pytest.mark.parametrize("kernels_only", [True, False])

@@ -13,11 +13,12 @@ from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.epilogue import tied_groups
 from simulator.lowering.lower import stage_views
-from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
+from simulator.lowering.synchronisation import gradient_buckets, parameter_groups, whole_gradients_begin
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
+from simulator.validate import validate
 from tests.simulator.problems import small_problem
 
 ALONE = Fidelity().without("host", "overlap-slowdown", "contention", "optimizer")
@@ -110,3 +111,19 @@ def test_stages_that_share_a_weight_reduce_it_whole_where_the_runtime_does(zero:
 )
 def test_runtimes_of_megatron_and_deepspeed_reduce_tied_weights_whole(name: str) -> None:
     assert load_runtime(name).reduces_ties_whole
+
+
+@pytest.mark.parametrize(("keeps_root", "passes"), [(True, ["head"]), (False, ["embedding", "head"])])
+def test_each_unit_that_uses_a_tied_weight_begins_a_whole_gradient_but_the_root_sums_its_own(
+    keeps_root: bool, passes: list[str]
+) -> None:
+    """Backward comes to the head first; embedding and head are one unit in the root, else two. ZeRO-1 scatters none."""
+    problem = small_problem("gpt", runtime="composer-fsdp", cluster="a100-80g-dgx:1x4")
+    problem = replace(problem, runtime=replace(problem.runtime, keeps_root_gathered=keeps_root))
+    ends = {0: "embedding", len(problem.workload) - 1: "head"}
+    for zero, expected in ((1, []), (3, passes)):
+        plan = validate(uniform_plan(problem, dp=4, zero=zero), problem)
+        (view,) = stage_views(plan, CostTables(problem))
+        (tied,) = [group for group in parameter_groups(view) if group.tie is not None]
+        assert [ends[user] for user in tied.users] == ["embedding", "head"]
+        assert [ends[index] for index in whole_gradients_begin(view, tied)] == expected

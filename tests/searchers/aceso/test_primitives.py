@@ -256,3 +256,14 @@ def test_groups_hold_every_primitive_once_and_consumption_sums_to_one(configurat
     for resource in ("computation", "communication", "memory"):
         total = sum(row[resource] for row in rows)
         assert total == pytest.approx(1.0) or total == 0.0
+
+
+def test_communication_is_what_a_stage_takes_beyond_its_work() -> None:
+    """Stages of 14 and 15 operators of equal work, each with one sample on each of its GPUs and one transfer alike."""
+    model = ideal_model(8)
+    assert model.num_operators == 29
+    configuration = Configuration(4, tuple(StageChoice(4, (Run(each, 1),)) for each in (14, 15)))
+    rows = consumption(model, configuration, model.price(configuration))
+    assert [row["computation"] for row in rows] == pytest.approx([14 / 29, 15 / 29])
+    assert [row["communication"] for row in rows] == pytest.approx([0.5, 0.5])
+    assert [row["memory"] for row in rows] == [0.0, 0.0]  # it fits, and nothing runs again

@@ -1,0 +1,62 @@
+"""What a result says of the whole plan: utilisation by a closed form, the fullest device, nothing where nothing is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hardware_models.model import HardwareModel
+from hardware_models.runtime import load_runtime
+from simulator.problem import Problem
+from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
+from tests.simulator.results import pipeline_result
+from workloads.registry import build_workload
+
+
+@pytest.mark.parametrize("attention", ["plain", "flash"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_flop_are_megatrons_closed_form_whatever_computes_the_attention(attention: str, recompute: str) -> None:
+    """72 B s l h^2 (1 + s / 6h) and 6 B s h V for the head (Narayanan et al., SC 2021, Section 5.1): no mask saves any.
+
+    Layers that run again add a third of theirs; the head runs once.
+    """
+    batch, tokens, layers, hidden = 4, 2048, 4, 1024
+    runtime = load_runtime("megatron-lm-2021")
+    problem = Problem(
+        workload=build_workload("gpt3-350m", attention=attention, overrides={"layers": layers}),
+        hardware=HardwareModel.from_name("a100-80g-dgx:1x2"),
+        runtime=replace(runtime, attention=attention, recompute_stops_early=False),
+        global_batch=batch,
+    )
+    vocabulary = next(each.shape[0] for each in problem.workload.parameters(0) if "position" not in each.name)
+    of_layers = 72 * batch * tokens * layers * hidden**2 * (1 + tokens / (6 * hidden))
+    of_head = 6 * batch * tokens * hidden * vocabulary
+    result = simulate(uniform_plan(problem, tp=2, recompute=recompute), problem)
+    assert result.model_flop == pytest.approx(of_layers + of_head, rel=1e-9)
+    again = of_layers / 3 if recompute == "full" else 0.0
+    assert result.hardware_flop == pytest.approx(of_layers + of_head + again, rel=1e-9)
+    assert result.mfu == pytest.approx(result.model_flop / result.iteration_time_s / (2 * 312e12), rel=1e-9)
+
+
+def test_peaks_are_those_of_the_fullest_device_whichever_it_is() -> None:
+    result = pipeline_result(num_stages=3)
+    first, second, third = result.memory
+    uneven = replace(
+        result,
+        memory=(
+            replace(first, peak_allocated_bytes=5, peak_reserved_bytes=7),
+            replace(second, peak_allocated_bytes=6, peak_reserved_bytes=6),
+            replace(third, peak_allocated_bytes=4, peak_reserved_bytes=9),
+        ),
+    )
+    assert (uneven.peak_allocated_bytes, uneven.peak_reserved_bytes) == (6, 9)
+    assert uneven.peak_device == uneven.memory[1]
+
+
+def test_a_result_without_memory_fits_and_says_nothing_of_it() -> None:
+    bare = replace(pipeline_result(), memory=())
+    assert bare.fits
+    assert (bare.peak_allocated_bytes, bare.peak_reserved_bytes, bare.peak_device) == (0, 0, None)
+    assert "memory" not in bare.describe()
