@@ -25,6 +25,7 @@ from searchers.base import (
 )
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
+from simulator.fast.estimate import compile_ahead
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
@@ -123,6 +124,8 @@ class Aceso(EquationSearcher):
             ValueError: If an option does not suit the problem.
         """
         warm_up()
+        if self.compat == "paper":
+            compile_ahead(problem)
         began = time.perf_counter()
         budget = budget or DEFAULT_BUDGET
         model = self.model(problem)

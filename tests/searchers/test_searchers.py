@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, product
 from math import comb
@@ -24,7 +25,7 @@ from searchers.pure import DistributedDataParallel, GPipe
 from searchers.random_search import RandomSearch
 from searchers.registry import searcher_class, searcher_named, searcher_names
 from searchers.space import LayerSpace, Mesh
-from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.estimate import Estimate, estimate
 from simulator.fast.estimate import FastEstimator
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
@@ -359,3 +360,20 @@ def test_no_search_spends_its_seconds_on_compiling_the_estimate(monkeypatch: pyt
     assert ledger.clock.wall_s <= time.perf_counter() - began[0]
     Ledger(searcher_named("megatron-grid", objective="simulator"), tiny_problem())
     assert len(began) == 1, "what does not score by the estimate compiles nothing"
+
+
+@pytest.mark.parametrize("name", searcher_names())
+def test_every_search_compiles_the_estimate_before_it_asks_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    own = FastEstimator.estimate
+
+    def counted(self: FastEstimator, plan: Plan) -> Estimate:
+        told.append("asked")
+        return own(self, plan)
+
+    monkeypatch.setattr(FastEstimator, "estimate", counted)
+    for module in ("searchers.base", "searchers.aceso.searcher"):
+        monkeypatch.setattr(f"{module}.compile_ahead", lambda problem: told.append("compiled"))
+    with suppress(ValueError, NoFeasiblePlan):
+        searcher_named(name).search(tiny_problem(4, 8), Budget(evaluations=3))
+    assert "asked" not in told or told[0] == "compiled"
