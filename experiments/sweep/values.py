@@ -9,9 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from pydantic import PydanticSchemaGenerationError, create_model
+
+from datafiles.errors import DataFileError
 from datafiles.names import nearest
+from datafiles.schema import FileModel, validated
 from experiments.console import DEFAULT_RUNTIME, parse_bytes
 
 REQUIRED = {"model", "cluster", "global_batch", "searcher"}
@@ -160,11 +164,12 @@ class ValueChecker:
         checked = self._with_files("searcher", parts)
         found = searcher_class(checked.paths.get("searcher", name))
         known = _options_of(found)
-        for option in options:
+        for option, given in options.items():
             if option == "objective":
                 raise ValueError("objective is a field beside searcher, not one of its options")
             if option not in known:
-                raise ValueError(f"{name} has no option {option!r}; {nearest(option, known)}")
+                raise ValueError(f"{name} has no option {option!r}; {nearest(option, list(known))}")
+            _check_type(option, given, known[option])
         try:
             found(**options)
         except TypeError as error:
@@ -231,19 +236,44 @@ def _one_of(what: str, value: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def _options_of(searcher: type) -> list[str]:
-    """Return the arguments of a searcher's constructor, those it hands to its base class included.
+def _options_of(searcher: type) -> dict[str, Any]:
+    """Return the arguments of a searcher's constructor and their types, those it hands to its base class included.
 
     >>> from searchers.mpe.searcher import Mpe
     >>> {"path", "num_layers", "keep"} <= set(_options_of(Mpe))
     True
     """
-    found: list[str] = []
+    found: dict[str, Any] = {}
     for base in searcher.__mro__:
         if "__init__" not in vars(base):
             continue
-        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-        found += [each.name for each in own if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        make = vars(base)["__init__"]
+        own = list(inspect.signature(make).parameters.values())[1:]
+        try:
+            types = get_type_hints(make)
+        except NameError:  # Imported for type checkers alone.
+            types = {}
+        for each in own:
+            if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+                found.setdefault(each.name, types.get(each.name, Any))
         if not any(each.kind is each.VAR_KEYWORD for each in own):
             break
     return found
+
+
+def _check_type(option: str, value: Any, allowed: Any) -> None:
+    """Refuse a value that the constructor's annotation does not allow; what no file can say is not looked at.
+
+    >>> _check_type("keep", "abc", int)
+    Traceback (most recent call last):
+    ValueError: option keep: must be a valid integer, got 'abc'
+    """
+    try:
+        fields: Any = {option: (allowed, ...)}
+        model = create_model("Option", __base__=FileModel, **fields)
+    except PydanticSchemaGenerationError:
+        return
+    try:
+        validated(model, {option: value}, "option")
+    except DataFileError as error:
+        raise ValueError(f"option {error.message}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from typing import ClassVar
@@ -157,6 +158,8 @@ class Aceso(EquationSearcher):
             ledger.evaluate(each.plan)
 
     def _processes(self, budget: Budget) -> int:
+        if multiprocessing.parent_process() is not None:
+            return 1  # Of a sweep's, say: such a process can have no pool, and the others have the cores.
         if self.workers is not None:
             return self.workers
         long = budget.seconds is not None and budget.seconds >= WORTH_PROCESSES_S

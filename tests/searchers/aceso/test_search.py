@@ -315,3 +315,20 @@ def test_what_an_interrupted_search_has_found_is_kept(monkeypatch: pytest.Monkey
     assert searcher.ledger is not None
     kept = searcher.ledger.result()
     assert kept.best == Aceso(stage_counts=(1,), judge=0).search(problem, Budget(evaluations=60)).best
+
+
+def test_in_a_process_of_a_pool_it_starts_none_and_takes_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """joblib would run the stage counts one after the other there, each with the seconds of two cores."""
+    shares: list[int] = []
+    own = stage_counts._run
+
+    def counted(searches: list, model: PerformanceModel, limits: list[Limits], workers: int) -> list:
+        shares.append(workers)
+        return own(searches, model, limits, 1)
+
+    monkeypatch.setattr(stage_counts, "_run", counted)
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: SimpleNamespace())
+    Aceso(workers=2).search(tiny_problem(2, 8), Budget(evaluations=20))
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
+    Aceso(workers=2).search(tiny_problem(2, 8), Budget(evaluations=20))
+    assert set(shares) == {1, 2} and shares[0] == 1 and shares[-1] == 2
