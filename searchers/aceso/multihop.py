@@ -59,13 +59,16 @@ class Statistics:
     Attributes:
         bottlenecks_tried, hops: One entry per iteration that found something better.
         failures: Iterations that did not.
-        improvements: ``(seconds, evaluations, best iteration time)`` of this search's own clock.
+        improvements: ``(moment, evaluations, best iteration time)``; moments are those of ``time.perf_counter``, which
+            processes of one machine share.
+        ends: ``(moment, evaluations)`` at the end of every run.
     """
 
     bottlenecks_tried: list[int] = field(default_factory=list)
     hops: list[int] = field(default_factory=list)
     failures: int = 0
     improvements: list[tuple[float, int, float]] = field(default_factory=list)
+    ends: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -100,7 +103,6 @@ class StageCountSearch:
         self._opened: dict[Configuration, Price] = {}
         self.evaluations = 0
         self.stages_priced = 0
-        self.seconds = 0.0
 
     def run(self, model: PerformanceModel, limits: Limits) -> StageCountSearch:
         """Search until a limit, or until nothing is left to start from; return self (for other processes)."""
@@ -110,12 +112,11 @@ class StageCountSearch:
         self._priced_before = model.stages_priced
         self._end_evaluations = None if limits.evaluations is None else model.evaluations + limits.evaluations
         model.last_evaluation = self._end_evaluations
-        self._began = time.perf_counter()
-        self._end = None if limits.seconds is None else self._began + limits.seconds
+        self._end = None if limits.seconds is None else time.perf_counter() + limits.seconds
         while not self._spent() and not self.is_exhausted:
             self._iterate()
-        self.seconds += time.perf_counter() - self._began
         self.evaluations = self._before + model.evaluations - self._first
+        self.statistics.ends.append((time.perf_counter(), self.evaluations))
         self.stages_priced += model.stages_priced - self._priced_before
         del self._model
         return self
@@ -209,9 +210,8 @@ class StageCountSearch:
         if self.best is None or price.better_than(self.best[1]):
             self.best = (configuration, price)
             if price.fits:
-                elapsed = self.seconds + time.perf_counter() - self._began
                 spent = self._before + self._model.evaluations - self._first
-                self.statistics.improvements.append((elapsed, spent, price.iteration_s))
+                self.statistics.improvements.append((time.perf_counter(), spent, price.iteration_s))
         if len(self.found) > 40 * KEPT:
             keep = sorted(self.found, key=lambda each: _rank(self.found[each]))[: 20 * KEPT]
             wanted = set(keep) | set(self.pool)

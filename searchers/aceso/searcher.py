@@ -227,21 +227,22 @@ class Aceso(EquationSearcher):
     def _history(
         self, rounds: list[Round], began: float, evaluations: int, best: float
     ) -> tuple[HistoryEntry, ...]:
-        """Return the best iteration time over time: the searches' own clocks side by side."""
-        merged = sorted(
-            (seconds, spent, found)
-            for search in self.searches
-            for seconds, spent, found in search.statistics.improvements
-        )
-        share = len(self.searches)
+        """Return the best iteration time over time, and over what all stage counts had spent by then."""
+        told = [
+            (moment, place, spent, found)
+            for place, search in enumerate(self.searches)
+            for moment, spent, found in (
+                *search.statistics.improvements,
+                *((moment, spent, float("inf")) for moment, spent in search.statistics.ends),
+            )
+        ]
         entries: list[HistoryEntry] = []
-        for seconds, spent, found in merged:
-            if entries and found >= entries[-1].best_objective:
-                continue
-            past = entries[-1].evaluations if entries else 0
-            entries.append(HistoryEntry(seconds, max(past, min(evaluations, spent * share)), max(found, best)))
-        ended = max(time.perf_counter() - began, entries[-1].wall_s if entries else 0.0)
-        return (*entries, HistoryEntry(ended, evaluations, best))
+        spent_of = [0] * len(self.searches)
+        for moment, place, spent, found in sorted(told):
+            spent_of[place] = spent
+            if found < (entries[-1].best_objective if entries else float("inf")):
+                entries.append(HistoryEntry(moment - began, sum(spent_of), max(found, best)))
+        return (*entries, HistoryEntry(time.perf_counter() - began, evaluations, best))
 
     def _counters(self) -> dict[str, int | float]:
         statistics = [search.statistics for search in self.searches]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from searchers.aceso import multihop, stage_counts
+from searchers.aceso.configuration import Configuration
 from searchers.aceso.dynamic_program import AcesoDynamicProgram
 from searchers.aceso.import_plan import import_plan
 from searchers.aceso.initial import INITIALS, initial_configuration
-from searchers.aceso.model import PerformanceModel
+from searchers.aceso.model import PerformanceModel, Price
 from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
 from searchers.aceso.searcher import Aceso
 from searchers.base import LOWERED_BUDGETS, NoFeasiblePlan, estimated
@@ -332,3 +334,26 @@ def test_in_a_process_of_a_pool_it_starts_none_and_takes_one_core(monkeypatch: p
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
     Aceso(workers=2).search(tiny_problem(2, 8), Budget(evaluations=20))
     assert set(shares) == {1, 2} and shares[0] == 1 and shares[-1] == 2
+
+
+def test_the_history_counts_all_stage_counts_and_the_time_to_make_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each stage count by its own clock, as if all had run at once."""
+    totals: list[int] = []
+    price, model = StageCountSearch._price, Aceso.model
+
+    def counted(self: StageCountSearch, configuration: Configuration) -> Price:
+        found = price(self, configuration)
+        totals.append(self._model.evaluations)
+        return found
+
+    def slow(self: Aceso, problem: Problem) -> PerformanceModel:
+        time.sleep(0.2)
+        return model(self, problem)
+
+    monkeypatch.setattr(StageCountSearch, "_price", counted)
+    monkeypatch.setattr(Aceso, "model", slow)
+    found = Aceso(workers=1).search(tiny_problem(4, 16), Budget(evaluations=60))
+    assert len(found.history) > 2
+    assert all(0.2 <= entry.wall_s <= found.wall_s for entry in found.history)
+    assert [entry.evaluations in totals for entry in found.history] == [True] * len(found.history)
+    assert found.history[-1].evaluations == totals[-1]
