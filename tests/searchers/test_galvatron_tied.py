@@ -114,7 +114,9 @@ def test_bounds_cut_off_nothing_that_would_be_better(
     wanted = min((own.total_s(one) for own, one in each if one is not None), default=np.inf)
     found = search_tied(tables, budget, step * UNIT, 8)
     assert (found is None) == (wanted == np.inf)
-    assert found is None or min(own.total_s(found) for own in under) == pytest.approx(wanted)
+    # Under another layout than it was found by it may be cheaper, but not within the budget in steps.
+    best = [one for own, one in each if one is not None and own.total_s(one) == pytest.approx(wanted)]
+    assert found is None or any(np.array_equal(found, one) for one in best)
 
 
 @pytest.mark.parametrize("head", [(DATA, 8), (SHARDED, 8), (TENSOR, 8)])
