@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import ceil, log2
 
@@ -110,28 +112,37 @@ def _shares(
 def _run(
     searches: Sequence[StageCountSearch], model: PerformanceModel, limits: Sequence[Limits], workers: int
 ) -> list[StageCountSearch]:
-    work = [(search, limit) for search, limit in zip(searches, limits, strict=True)]
+    result = list(searches)
+    work = [(place, limit) for place, limit in enumerate(limits) if limit.evaluations != 0]
     if workers <= 1 or len(work) <= 1:
-        return [search.run(model, limit) if limit.evaluations != 0 else search for search, limit in work]
+        for place, limit in work:
+            result[place] = searches[place].run(model, limit)
+        return result
     # Arrays mapped into memory are read-only, for which numba would compile everything once more.
     pool = Parallel(n_jobs=min(workers, len(work)), backend="multiprocessing", max_nbytes=None)
-    found: list[StageCountSearch] = pool(
-        delayed(_run_in_process)(search, model, limit) for search, limit in work if limit.evaluations != 0
-    )
-    places = [place for place, (_, limit) in enumerate(work) if limit.evaluations != 0]
-    result = list(searches)
-    for place, search in zip(places, found, strict=True):
+    with ExitStack() as stack:
+        with _forked_to_end_at_sigterm():
+            stack.enter_context(pool)
+        found: list[StageCountSearch] = pool(delayed(searches[place].run)(model, limit) for place, limit in work)
+    for (place, _), search in zip(work, found, strict=True):
         result[place] = search
     return result
 
 
-def _run_in_process(search: StageCountSearch, model: PerformanceModel, limit: Limits) -> StageCountSearch:
-    """Search in a process of a pool, which SIGTERM ends.
+@contextmanager
+def _forked_to_end_at_sigterm() -> Iterator[None]:
+    """Let processes that start in the block end at SIGTERM, with which a pool ends those that wait for work.
 
-    Where the command line takes it as Ctrl-C, joblib would take that as the end of this work, and wait for more.
+    Where the command line takes it as Ctrl-C, they would too: print a traceback, or wait for ever.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return search.run(model, limit)
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may say what signals do.
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _is_feasible(search: StageCountSearch) -> bool:

@@ -288,18 +288,23 @@ def test_where_the_closed_form_refuses_the_best_those_that_leave_more_memory_are
 
 
 def test_sigterm_ends_the_processes_of_an_interrupted_search() -> None:
-    """The command line takes it as Ctrl-C, and so did processes forked from it: the pool waited for them for ever."""
+    """The command line takes it as Ctrl-C, and so did processes forked from it: the pool waited for them for ever.
+
+    Also those that had no work yet, so it holds from their start, and what has nothing to spend gets no process.
+    """
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        found = stage_counts._run([Waiting()] * 2, None, [Limits(None, None)] * 2, 2)  # type: ignore[list-item, arg-type]
+        idle = Waiting()
+        limits = [Limits(None, None), Limits(0, None), Limits(None, None)]
+        found = stage_counts._run([Waiting(), idle, Waiting()], None, limits, 3)  # type: ignore[list-item, arg-type]
         assert signal.getsignal(signal.SIGTERM) is interrupt
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert found == [signal.SIG_DFL] * 2
+    assert found == [signal.SIG_DFL, idle, signal.SIG_DFL]
 
 
 def test_what_an_interrupted_search_has_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
