@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from searchers.amp_cuts import best_cuts
 from searchers.base import CandidateSearcher, Ledger, Objective, Score, cost_tables, estimated
-from searchers.degrees import divisors
 from searchers.layers import LayerTables, blocks
+from simulator.divisors import divisors
 from simulator.lowering.mesh import groups
 from simulator.plan import Axis, Plan, Sharding, Stage, resolve
 from simulator.problem import Problem

@@ -5,15 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
 def microbatch_sizes(global_batch: int, dp: int, largest: int | None = None) -> list[int]:
     """Return the powers of two, in samples per replica, that cut the batch evenly; ascending.
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from searchers.base import CandidateSearcher, Ledger, Objective
-from searchers.degrees import divisors, microbatch_sizes
+from searchers.degrees import microbatch_sizes
+from simulator.divisors import divisors
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan

@@ -15,7 +15,8 @@ from math import comb, lcm
 
 import numpy as np
 
-from searchers.degrees import compositions, divisors
+from searchers.degrees import compositions
+from simulator.divisors import divisors
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import recompute_segments

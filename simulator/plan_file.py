@@ -155,7 +155,7 @@ def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
     except ValueError as error:
         raise DataFileError(str(path), f"problem.{error}") from None
     if envelope.workload_fingerprint is not None:
-        workload = named(path, spec).workload
+        workload = problem_of_file(path, spec).workload
         if workload.fingerprint != envelope.workload_fingerprint:
             raise DataFileError(
                 str(path),
@@ -165,7 +165,7 @@ def load_plan(path: str | Path) -> tuple[ProblemSpec, Plan]:
     return spec, _to_plan(envelope.plan, str(path))
 
 
-def named(path: str | Path, spec: ProblemSpec, plan: Plan | None = None) -> Problem:
+def problem_of_file(path: str | Path, spec: ProblemSpec, plan: Plan | None = None) -> Problem:
     """Return the problem of a plan file; what is wrong with it, or the plan, is said of the file.
 
     Raises:

@@ -41,7 +41,7 @@ def diff(
     """
     from experiments.progress import simulation_progress
     from simulator.fidelity import Fidelity
-    from simulator.plan_file import load_plan, named
+    from simulator.plan_file import load_plan, problem_of_file
     from simulator.reports.difference import difference
     from simulator.simulate import simulate
 
@@ -49,7 +49,7 @@ def diff(
     fidelity = Fidelity().without(*comma_separated(without))
     loaded = [(path, *load_plan(path)) for path in (first, second)]
     all_writable(read=[file for _, spec, _ in loaded for file in spec.files], pictures=[plot])
-    problems = [named(*each) for each in loaded]
+    problems = [problem_of_file(*each) for each in loaded]
     results = []
     for (path, _, plan), problem in zip(loaded, problems, strict=True):
         with simulation_progress(f"simulating {path.name}") as progress:

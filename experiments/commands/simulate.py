@@ -46,7 +46,7 @@ def simulate_file(
     """
     from experiments.progress import simulation_progress
     from simulator.fidelity import Fidelity
-    from simulator.plan_file import load_plan, named
+    from simulator.plan_file import load_plan, problem_of_file
     from simulator.reports.timeline import readable_window
     from simulator.simulate import simulate
 
@@ -55,7 +55,7 @@ def simulate_file(
     spec, plan = load_plan(plan_file)
     spec = replace(spec, profile=profile) if profile is not None else spec
     all_writable(read=spec.files, pictures=[timeline, memory], traces=[trace])
-    problem = named(plan_file, spec, plan)
+    problem = problem_of_file(plan_file, spec, plan)
     with simulation_progress(f"simulating {plan_file.name}") as progress:
         result = simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress)
     if trace is not None:

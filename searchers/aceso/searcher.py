@@ -60,7 +60,7 @@ class Aceso(EquationSearcher):
         races: Drop the worse half of the stage counts round by round.
         judge: The best so many plans are simulated (after the budget), and the fastest comes first; where none of
             them fits there, so are those found that leave more memory. 0: none.
-        workers: Processes; None for all cores where the budget is long enough.
+        workers: Processes; None for all cores where the budget is long enough. One in a process of a pool (a sweep's).
         objective, keep: As every searcher.
     """
 
@@ -159,7 +159,7 @@ class Aceso(EquationSearcher):
 
     def _processes(self, budget: Budget) -> int:
         if multiprocessing.parent_process() is not None:
-            return 1  # Of a sweep's, say: such a process can have no pool, and the others have the cores.
+            return 1  # It can have no pool, and the others have the cores.
         if self.workers is not None:
             return self.workers
         long = budget.seconds is not None and budget.seconds >= WORTH_PROCESSES_S

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hardware_models.cluster import Cluster
-from searchers.degrees import divisors
+from simulator.divisors import divisors
 
 SubmeshSpace = Literal["all", "power_of_two"]
 

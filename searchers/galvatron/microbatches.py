@@ -24,7 +24,7 @@ from __future__ import annotations
 from math import ceil, log
 from typing import NamedTuple
 
-from searchers.degrees import divisors
+from simulator.divisors import divisors
 
 RULES = ("released", "formula", "table", "free", "divisors")
 TABLE_DEVICES = 8

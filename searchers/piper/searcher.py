@@ -11,12 +11,12 @@ import numpy as np
 from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
 from searchers.budget import Budget
 from searchers.dapple.chain import layer_spans
-from searchers.degrees import divisors
 from searchers.layer_graph import LayerGraph, layer_graph
 from searchers.layers import LayerTables
 from searchers.pipedream.searcher import bus_bytes_per_s
 from searchers.piper.model import Edge, Implementation, PiperInput, Tie
 from searchers.piper.planner import KNAPSACKS, PiperPlan, plan_piper
+from simulator.divisors import divisors
 from simulator.lowering.mesh import parameter_layout
 from simulator.plan import Axis, Plan, Sharding, Stage, batch_replicas, resolve
 from simulator.problem import Problem

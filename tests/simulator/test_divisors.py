@@ -1,4 +1,4 @@
-"""The divisor that a refused batch could have had, at once however large the numbers are."""
+"""Divisors, and the one that a refused batch could have had, at once however large the numbers are."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.divisors import largest_divisor
+from simulator.divisors import divisors, largest_divisor
 from simulator.problem import MAX_BATCH, ProblemSpec
 from simulator.uniform import uniform_plan
 
 SMALL = {"model": "gpt3-350m", "cluster": "v100-32g-dgx1:1x4", "runtime": "megatron-lm-2021"}
+
+
+@given(st.integers(1, 500))
+def test_they_are_all_that_counting_finds(number: int) -> None:
+    assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
 
 
 @given(st.integers(1, 500), st.integers(1, 600))

@@ -116,6 +116,7 @@ def _run_iterations(worker: Worker, job: Job, executor: PlanExecutor) -> RankRec
 
 
 def _start_together(worker: Worker) -> None:
+    """Collect what the iteration before left, and wait for the other ranks."""
     gc.collect()
     if worker.world_size > 1:
         dist.barrier()

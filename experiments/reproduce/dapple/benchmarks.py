@@ -14,7 +14,7 @@ from searchers.base import cost_tables
 from searchers.dapple.baselines import data_parallel
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
 from searchers.dapple.searcher import Dapple, make_planner
-from searchers.degrees import divisors
+from simulator.divisors import divisors
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.result import SimulationResult

@@ -11,7 +11,7 @@ from experiments.reproduce.dapple.benchmarks import BENCHMARKS, NOTES, Setting, 
 from experiments.reproduce.experiment import Context, Report, Verdict
 from searchers.dapple.communication import CommunicationCosts
 from searchers.dapple.planner import PipelinePlan
-from searchers.degrees import divisors
+from simulator.divisors import divisors
 from simulator.result import SimulationResult
 
 GLOBAL_BATCH = 128

@@ -20,11 +20,11 @@ from experiments.reproduce.experiment import Context, Report, Verdict
 from searchers.base import cost_tables
 from searchers.dapple.planner import PlannerOptions
 from searchers.dapple.searcher import make_planner
-from searchers.degrees import divisors
 from searchers.layer_graph import layer_graph
 from searchers.pipedream.antichains import antichain_states
 from searchers.pipedream.planner import Level, PipeDreamPlan, plan_pipeline
 from searchers.pipedream.searcher import PipeDream
+from simulator.divisors import divisors
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
 from workloads.layer_profile import LayerProfile, load_layer_profile
