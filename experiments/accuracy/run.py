@@ -212,12 +212,19 @@ def report_of(name: str, outcomes: Sequence[Outcome], skipped: Sequence[Skipped]
 
 
 def residuals_by(
-    outcomes: Sequence[Outcome], features: Sequence[str]
+    outcomes: Sequence[Outcome], features: Sequence[str], errors: Mapping[str, float] | None = None
 ) -> Mapping[tuple[str, ...], tuple[int, float, float]]:
-    """Return ``(cases, mean absolute, bias)`` of the time error by values of features."""
+    """Return ``(cases, mean absolute, bias)`` of the time error by values of features.
+
+    Args:
+        outcomes: Cases that were run; those without a measured time are left out.
+        features: Names; a case without one has the value ``-``.
+        errors: Errors in place of the outcomes' own, by the case's row id; cases without one are left out.
+    """
     found: dict[tuple[str, ...], list[float]] = {}
     for each in outcomes:
-        if each.time_error is not None:
+        error = each.time_error if errors is None else errors.get(each.case.row_id)
+        if error is not None:
             key = tuple(str(each.case.features.get(name, "-")) for name in features)
-            found.setdefault(key, []).append(each.time_error)
-    return {key: (len(errors), fmean(map(abs, errors)), fmean(errors)) for key, errors in sorted(found.items())}
+            found.setdefault(key, []).append(error)
+    return {key: (len(own), fmean(map(abs, own)), fmean(own)) for key, own in sorted(found.items())}

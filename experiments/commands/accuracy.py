@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -217,20 +217,43 @@ def _print(
 
 
 def print_residuals(
-    outcomes: Sequence[Outcome], features: Sequence[str], where: str = "", *, one_by_one: bool = False
+    outcomes: Sequence[Outcome],
+    features: Sequence[str],
+    where: str = "",
+    *,
+    one_by_one: bool = False,
+    before: Mapping[str, float] | None = None,
 ) -> None:
-    """Print the time error by values of features together, or of every feature of the cases in turn."""
+    """Print the time error by values of features together, or of each in turn.
+
+    Args:
+        outcomes: Cases that were run.
+        features: Names; in turn without any: all that the cases have.
+        where: What the table's title ends in.
+        one_by_one: Whether in turn.
+        before: Earlier errors by row id: beside today's, how those cases did then and do now.
+    """
     from experiments.accuracy.docs import percent
     from experiments.accuracy.run import residuals_by
 
     if one_by_one:
-        names = dict.fromkeys(name for each in outcomes for name in each.case.features)
         heads = ["feature", "value"]
-        found = [((name, *key), line) for name in names for key, line in residuals_by(outcomes, [name]).items()]
+        every = dict.fromkeys(name for each in outcomes for name in each.case.features)
+        chosen = [[name] for name in features or every]
     else:
-        heads, found = list(features), list(residuals_by(outcomes, features).items())
+        heads, chosen = list(features), [list(features)]
     columns = [*((name, "left") for name in heads), ("cases", "right"), ("error", "right"), ("bias", "right")]
-    lines = [(*key, str(count), percent(mean), f"{100 * bias:+.1f} %") for key, (count, mean, bias) in found]
+    if before:
+        columns += [("in the baseline", "right"), ("before", "right"), ("now", "right")]
+        old = [each for each in outcomes if each.case.row_id in before]
+    lines = []
+    for names in chosen:
+        then, again = (residuals_by(old, names, errors) for errors in (before, None)) if before else ({}, {})
+        for key, (count, mean, bias) in residuals_by(outcomes, names).items():
+            line = [*(names if one_by_one else []), *key, str(count), percent(mean), f"{100 * bias:+.1f} %"]
+            if key in then:
+                line += [str(then[key][0]), percent(then[key][1]), percent(again[key][1])]
+            lines.append([*line, *("" for _ in columns[len(line) :])])
     print_table(f"time error by feature{where}", columns, lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,13 +122,15 @@ def predict(
         messages().print(line, markup=False)
     for line in rows_twice(runs):
         messages().print(line, markup=False, soft_wrap=True)
+    errors = {each.case.row_id: each.time_error for each in outcomes if each.time_error is not None}
+    before = {row_id(runs, number): error for number, error in earlier.items() if row_id(runs, number) in errors}
     ignored = columns_not_read(runs)
     if as_json:
         found = [_run_mapping(each) for each in outcomes]
         others = {"refused": refused, "columns_not_read": list(ignored)}
         print_json({"report": _report_mapping(report), "runs": found, **others})
     else:
-        _print(report, outcomes, features)
+        _print(report, outcomes, features, before)
     if ignored:
         names = [f"{name} (did you mean {alike}?)" if alike else name for name, alike in ignored.items()]
         messages().print(f"columns that say nothing about a run: {', '.join(names)}", markup=False)
@@ -137,8 +139,6 @@ def predict(
     for path in (output, plot):
         if path is not None and not as_json:
             messages().print(f"written: {path}", markup=False)
-    errors = {each.case.row_id: each.time_error for each in outcomes if each.time_error is not None}
-    before = {row_id(runs, number): error for number, error in earlier.items() if row_id(runs, number) in errors}
     failed = worse(before, errors) if before else []
     if baseline is not None and not failed:
         num_new = len(errors) - len(before)
@@ -149,9 +149,8 @@ def predict(
         failed.append(f"mean absolute error {report.time.mean_absolute:.1%}, allowed {largest:.1%}")
         failed.append(f"furthest off: {', '.join(f'{run} {error:+.1%}' for run, error in furthest)}")
     if failed:
-        differing = [name for name in known if len({case.features.get(name) for case in cases}) > 1]
-        if differing and not features:
-            failed.append(f"where: --by {','.join(differing[:2])} tabulates the error by columns of {runs}")
+        if not features and not as_json:
+            _print_where(outcomes, before)
         for line in failed:
             messages().print(f"[bold red]{line}[/]", soft_wrap=True)
         raise typer.Exit(1)
@@ -227,7 +226,20 @@ def _report_mapping(report: GroupReport) -> dict[str, Any]:
     }
 
 
-def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[str]) -> None:
+def _print_where(outcomes: Sequence[Outcome], before: Mapping[str, float]) -> None:
+    """Print the error by every feature that tells some of the runs from others."""
+    from experiments.commands.accuracy import print_residuals
+
+    timed = [each for each in outcomes if each.time_error is not None]
+    values = {name: {each.case.features.get(name) for each in timed} for each in timed for name in each.case.features}
+    telling = [name for name, found in values.items() if 1 < len(found) < len(timed)]
+    if telling:
+        print_residuals(timed, telling, one_by_one=True, before=before)
+
+
+def _print(
+    report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[str], before: Mapping[str, float]
+) -> None:
     from experiments.commands.accuracy import print_residuals
 
     shown = list(outcomes)
@@ -250,7 +262,7 @@ def _print(report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[
         rows.append(row)
     print_table(None, columns, rows)
     if features:
-        print_residuals(outcomes, features)
+        print_residuals(outcomes, features, before=before)
     words = []
     if report.time is not None:
         time = report.time
