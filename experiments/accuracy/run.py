@@ -15,6 +15,8 @@ from experiments.cases.case import Case, Skipped
 from simulator.fidelity import Fidelity
 from simulator.simulate import ENGINES, simulate
 
+ABSENT = "-"
+"""The value of a feature that a case does not have."""
 Listener = Callable[[int, int, str], None]
 
 
@@ -61,6 +63,7 @@ class GroupReport:
         num_fits_asked, num_fits_right: Cases with a known "out of memory or not", and those predicted right.
         num_wrong_fits: Of the others, predicted to fit although they did not.
         rank: How plans for one problem are ordered.
+        time_by_feature: Mean absolute error of time by values of `telling_features` that several cases share.
     """
 
     name: str
@@ -73,6 +76,7 @@ class GroupReport:
     num_fits_right: int
     num_wrong_fits: int
     rank: RankReport | None
+    time_by_feature: Mapping[str, Mapping[str, float]]
 
     @property
     def fits_agreement(self) -> float | None:
@@ -208,7 +212,20 @@ def report_of(name: str, outcomes: Sequence[Outcome], skipped: Sequence[Skipped]
         num_fits_right=len(asked) - len(wrong),
         num_wrong_fits=sum(not each.out_of_memory for each in wrong),
         rank=rank_report(rivals),
+        time_by_feature={name: _shared_values(outcomes, name) for name in telling_features(outcomes)},
     )
+
+
+def _shared_values(outcomes: Sequence[Outcome], feature: str) -> dict[str, float]:
+    found = residuals_by(outcomes, [feature]).items()
+    return {value: mean for (value,), (count, mean, _) in found if count > 1}
+
+
+def telling_features(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the features that tell some of the timed cases from others: several values, one of them shared."""
+    timed = [each.case.features for each in outcomes if each.time_error is not None]
+    values = {name: {str(each.get(name, ABSENT)) for each in timed} for features in timed for name in features}
+    return [name for name, found in values.items() if 1 < len(found) < len(timed)]
 
 
 def residuals_by(
@@ -218,13 +235,13 @@ def residuals_by(
 
     Args:
         outcomes: Cases that were run; those without a measured time are left out.
-        features: Names; a case without one has the value ``-``.
+        features: Names; a case without one has the value `ABSENT`.
         errors: Errors in place of the outcomes' own, by the case's row id; cases without one are left out.
     """
     found: dict[tuple[str, ...], list[float]] = {}
     for each in outcomes:
         error = each.time_error if errors is None else errors.get(each.case.row_id)
         if error is not None:
-            key = tuple(str(each.case.features.get(name, "-")) for name in features)
+            key = tuple(str(each.case.features.get(name, ABSENT)) for name in features)
             found.setdefault(key, []).append(error)
     return {key: (len(own), fmean(map(abs, own)), fmean(own)) for key, own in sorted(found.items())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from experiments.console import (
 )
 
 if TYPE_CHECKING:
+    from experiments.accuracy.baseline import Baseline
     from experiments.accuracy.run import GroupReport, Outcome
     from experiments.cases.case import Case, Skipped
 
@@ -128,7 +129,10 @@ def accuracy(
         messages().print(f"[bold red]{each.group}[/]: {each.message}", soft_wrap=True)
     for report in reports:
         if any(each.group == report.name for each in found):
-            for line in _where_to_look(report, outcomes, data):
+            own = [each for each in outcomes if report.name in each.case.groups]
+            if not as_json:
+                _print_where(report.name, own, baseline)
+            for line in _where_to_look(report, own, data):
                 messages().print(f"  {line}", markup=False, soft_wrap=True)
     if found:
         raise typer.Exit(1)
@@ -136,19 +140,30 @@ def accuracy(
         messages().print("no group is worse than accepted")
 
 
+def _print_where(name: str, outcomes: Sequence[Outcome], baseline: Baseline) -> None:
+    """Print a group's error by every feature that tells some cases from others, before and now."""
+    from experiments.accuracy.run import telling_features
+
+    accepted = baseline.groups.get(name)
+    known = {} if accepted is None else accepted.time_by_feature
+    if features := telling_features(outcomes):
+        print_residuals(
+            outcomes, features, f": {name}", one_by_one=True,
+            before=lambda names: {(value,): error for value, error in known.get(names[0], {}).items()},
+        )  # fmt: skip
+
+
 def _where_to_look(report: GroupReport, outcomes: Sequence[Outcome], folder: Path | None) -> list[str]:
     """Return what shows where a group that fails the gate is off: its worst cases, and the command for more."""
     if report.time is None:
         return []
     worst = sorted(report.time.errors.items(), key=lambda item: (-abs(item[1]), item[0]))[:WORST_SHOWN]
-    features = dict.fromkeys(
-        name for each in outcomes if report.name in each.case.groups for name in each.case.features
-    )
+    features = dict.fromkeys(name for each in outcomes for name in each.case.features)
     data = f" --data {folder}" if folder is not None else ""
     by = f" --by {','.join(list(features)[:2])}" if features else ""
     return [
         f"furthest off in time: {', '.join(f'{row} {error:+.1%}' for row, error in worst)}",
-        f"where: windtunnel accuracy --group {report.name}{by} --cases{data}",
+        f"one by one: windtunnel accuracy --group {report.name}{by} --cases{data}",
     ]
 
 
@@ -222,7 +237,7 @@ def print_residuals(
     where: str = "",
     *,
     one_by_one: bool = False,
-    before: Mapping[str, float] | None = None,
+    before: Callable[[Sequence[str]], Mapping[tuple[str, ...], float]] | None = None,
 ) -> None:
     """Print the time error by values of features together, or of each in turn.
 
@@ -231,7 +246,7 @@ def print_residuals(
         features: Names; in turn without any: all that the cases have.
         where: What the table's title ends in.
         one_by_one: Whether in turn.
-        before: Earlier errors by row id: beside today's, how those cases did then and do now.
+        before: Gives for names of features the earlier error by their values; another column.
     """
     from experiments.accuracy.docs import percent
     from experiments.accuracy.run import residuals_by
@@ -242,18 +257,14 @@ def print_residuals(
         chosen = [[name] for name in features or every]
     else:
         heads, chosen = list(features), [list(features)]
-    columns = [*((name, "left") for name in heads), ("cases", "right"), ("error", "right"), ("bias", "right")]
-    if before:
-        columns += [("in the baseline", "right"), ("before", "right"), ("now", "right")]
-        old = [each for each in outcomes if each.case.row_id in before]
+    was = [] if before is None else [("before", "right")]
+    columns = [*((name, "left") for name in heads), ("cases", "right"), *was, ("error", "right"), ("bias", "right")]
     lines = []
     for names in chosen:
-        then, again = (residuals_by(old, names, errors) for errors in (before, None)) if before else ({}, {})
+        earlier = {} if before is None else before(names)
         for key, (count, mean, bias) in residuals_by(outcomes, names).items():
-            line = [*(names if one_by_one else []), *key, str(count), percent(mean), f"{100 * bias:+.1f} %"]
-            if key in then:
-                line += [str(then[key][0]), percent(then[key][1]), percent(again[key][1])]
-            lines.append([*line, *("" for _ in columns[len(line) :])])
+            first = [*(names if one_by_one else []), *key, str(count)]
+            lines.append([*first, *(percent(earlier.get(key)) for _ in was), percent(mean), f"{100 * bias:+.1f} %"])
     print_table(f"time error by feature{where}", columns, lines)
 
 

@@ -82,7 +82,7 @@ def predict(
     Example: windtunnel predict runs.csv -c a100-80g-dgx -r megatron-lm-2021 --by tp,pp -o predicted.csv
     """
     from experiments.accuracy.plots import plot_outcomes
-    from experiments.accuracy.run import report_of
+    from experiments.accuracy.run import report_of, telling_features
     from experiments.calibrate.measured_run import doubt
     from experiments.commands.validate import parse_share
     from experiments.run_baseline import earlier_errors, worse
@@ -149,8 +149,8 @@ def predict(
         failed.append(f"mean absolute error {report.time.mean_absolute:.1%}, allowed {largest:.1%}")
         failed.append(f"furthest off: {', '.join(f'{run} {error:+.1%}' for run, error in furthest)}")
     if failed:
-        if not features and not as_json:
-            _print_where(outcomes, before)
+        if not features and not as_json and (telling := telling_features(outcomes)):
+            _print_errors(outcomes, telling, before, one_by_one=True)
         for line in failed:
             messages().print(f"[bold red]{line}[/]", soft_wrap=True)
         raise typer.Exit(1)
@@ -226,22 +226,27 @@ def _report_mapping(report: GroupReport) -> dict[str, Any]:
     }
 
 
-def _print_where(outcomes: Sequence[Outcome], before: Mapping[str, float]) -> None:
-    """Print the error by every feature that tells some of the runs from others."""
+def _print_errors(
+    outcomes: Sequence[Outcome], features: Sequence[str], before: Mapping[str, float], *, one_by_one: bool = False
+) -> None:
+    """Print the time error by features; where there is a baseline, that of its runs, before and now."""
+    from experiments.accuracy.run import residuals_by
     from experiments.commands.accuracy import print_residuals
 
-    timed = [each for each in outcomes if each.time_error is not None]
-    values = {name: {each.case.features.get(name) for each in timed} for each in timed for name in each.case.features}
-    telling = [name for name, found in values.items() if 1 < len(found) < len(timed)]
-    if telling:
-        print_residuals(timed, telling, one_by_one=True, before=before)
+    if not before:
+        print_residuals(outcomes, features, one_by_one=one_by_one)
+        return
+    known = [each for each in outcomes if each.case.row_id in before]
+
+    def earlier(names: Sequence[str]) -> Mapping[tuple[str, ...], float]:
+        return {key: mean for key, (_, mean, _) in residuals_by(known, names, before).items()}
+
+    print_residuals(known, features, " of the runs in the baseline", one_by_one=one_by_one, before=earlier)
 
 
 def _print(
     report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[str], before: Mapping[str, float]
 ) -> None:
-    from experiments.commands.accuracy import print_residuals
-
     shown = list(outcomes)
     if len(shown) > MOST_ROWS:
         shown = sorted(outcomes, key=lambda each: -abs(each.time_error or 0.0))[:FURTHEST]
@@ -262,7 +267,7 @@ def _print(
         rows.append(row)
     print_table(None, columns, rows)
     if features:
-        print_residuals(outcomes, features, before=before)
+        _print_errors(outcomes, features, before)
     words = []
     if report.time is not None:
         time = report.time

@@ -15,7 +15,16 @@ from experiments.accuracy.docs import write_docs
 from experiments.accuracy.errors import DISTINGUISHABLE, ErrorReport, rank_report
 from experiments.accuracy.groups import groups
 from experiments.accuracy.plots import plot_group, scale_by_log
-from experiments.accuracy.run import GroupReport, check_cases, group_reports, residuals_by, run_case, run_cases
+from experiments.accuracy.run import (
+    GroupReport,
+    check_cases,
+    group_reports,
+    report_of,
+    residuals_by,
+    run_case,
+    run_cases,
+    telling_features,
+)
 from experiments.cases import alpa, galvatron_table2, megatron_sc21, vtrain
 from experiments.cases.case import Case, Measured, Skipped, problem_of, uniform
 from experiments.cases.sources import all_cases, data_folder
@@ -186,6 +195,20 @@ def test_residuals_by_feature() -> None:
     outcomes = [run_case(a_case(f"tiny.csv#{number}", features={"tp": number % 2})) for number in range(4)]
     found = residuals_by(outcomes, ["tp", "none"])
     assert list(found) == [("0", "-"), ("1", "-")] and found["0", "-"][0] == 2
+    known = {"tiny.csv#0": 0.5, "tiny.csv#2": -0.25}
+    assert residuals_by(outcomes, ["tp"], known) == {("0",): (2, 0.375, 0.125)}
+
+
+def test_features_that_tell_cases_apart_are_kept_where_several_share_a_value() -> None:
+    """Not one that all share, nor one of which each case has its own; of the others no value of a single case."""
+    features = [{"tp": 1 if number < 3 else 2, "gpu": "one", "row": number} for number in range(4)]
+    outcomes = [run_case(a_case(f"tiny.csv#{number}", features=own)) for number, own in enumerate(features)]
+    assert telling_features(outcomes) == ["tp"]
+    found = report_of("tiny", outcomes)
+    assert found.time is not None
+    assert found.time_by_feature == {"tp": {"1": pytest.approx(found.time.mean_absolute)}}
+    kept = gate.figures_of(found)
+    assert kept is not None and kept.time_by_feature == {"tp": {"1": kept.time_mean_absolute}}
 
 
 # The gate
@@ -203,6 +226,7 @@ def report(error: float = 0.05, *, count: int = 4, name: str = "megatron-sc21-ta
         "num_fits_right": count,
         "num_wrong_fits": 0,
         "rank": None,
+        "time_by_feature": {},
         **more,
     }
     return GroupReport(name=name, **fields)  # type: ignore[arg-type]

@@ -76,7 +76,27 @@ def test_check_exits_with_one_where_a_group_is_worse(
     assert result.exit_code == 1
     assert "accepted" in result.output
     assert "furthest off in time: aceso_gpt_1_3b.yaml#1 +" in result.output
-    assert "where: windtunnel accuracy --group aceso-gpt-modelled --by " in result.output
+    assert "one by one: windtunnel accuracy --group aceso-gpt-modelled --by " in result.output
+    assert "time error by feature" not in result.output  # of one case
+
+
+def test_a_group_that_is_worse_is_tabulated_before_and_now(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted = accuracy_baseline.load_baseline().groups["dapple-table5"]
+    shown = accepted.time_by_feature["schedule"]
+    assert shown and accepted.time_mean_absolute is not None
+    better = accepted.model_copy(
+        update={"time_mean_absolute": 0.0, "time_by_feature": {"schedule": dict.fromkeys(shown, 0.015)}}
+    )
+    monkeypatch.setattr(
+        accuracy_baseline, "load_baseline", lambda: accuracy_baseline.Baseline(groups={"dapple-table5": better})
+    )
+    result = CliRunner().invoke(app, ["accuracy", "--group", "dapple-table5", "--check"], env={"COLUMNS": "140"})
+    assert result.exit_code == 1 and "time error by feature: dapple-table5" in result.output
+    lines = {tuple(line[:2]): line[2:] for line in map(str.split, result.output.splitlines()) if len(line) > 6}
+    for value, error in shown.items():
+        assert lines["schedule", value][1:5] == ["1.5", "%", f"{100 * error:.1f}", "%"]
+    error, _, bias, _ = lines["recompute", "full"][1:]  # not in this baseline
+    assert bias == f"-{error}"
 
 
 def test_check_passes_on_the_committed_baseline(app: typer.Typer) -> None:

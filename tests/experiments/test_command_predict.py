@@ -87,17 +87,19 @@ def test_what_got_worse_is_tabulated_beside_the_baseline(runs: Path, capsys: pyt
     assert code == 1
     lines = [line.split() for line in out.splitlines()]
     heads = next(line for line in lines if line[:2] == ["feature", "value"])
-    assert heads == ["feature", "value", "cases", "error", "bias", "in", "the", "baseline", "before", "now"]
-    features = {tuple(line[:2]): line for line in lines if line[:1] in (["tp"], ["microbatch"])}
-    assert set(features) == {("tp", "1"), ("tp", "2"), ("microbatch", "1"), ("microbatch", "2"), ("microbatch", "4")}
-    one, two = features["tp", "1"], features["tp", "2"]  # tp 1 2 9.0 % -9.0 % 2 1.0 % 9.0 %
-    assert one[2] == "2" and one[7:10] == ["2", "1.0", "%"] and one[10] == one[3] != "1.0"
-    assert two[2] == "3" and two[7:10] == ["2", "1.0", "%"]
-    assert features["microbatch", "1"][7:] == []  # that run is new
+    assert heads == ["feature", "value", "cases", "before", "error", "bias"]
+    features = {tuple(line[:2]): line[2:] for line in lines if line[:1] in (["tp"], ["microbatch"])}
+    known = {("tp", "1"), ("tp", "2"), ("microbatch", "2"), ("microbatch", "4")}  # not the new run's
+    assert set(features) == known and all(found[:3] == ["2", "1.0", "%"] for found in features.values())
+    assert features["tp", "1"][3] != "1.0"
 
     _, out, _ = run(capsys, "predict", runs, *ON, "--baseline", baseline, "--by", "tp,microbatch")
-    found = [line[7:] for line in map(str.split, out.splitlines()) if line[:2] == ["1", "4"]]
-    assert found == [["1", "1.0", "%", "1.0", "%"]]
+    found = [line[2:] for line in map(str.split, out.splitlines()) if line[:2] == ["1", "4"]]
+    assert found == [["1", "1.0", "%", "1.0", "%", "+1.0", "%"]]
+    assert "time error by feature of the runs in the baseline" in out
+    code, out, _ = run(capsys, "predict", runs, *ON, "--limit", "0.5%")
+    assert code == 1 and "before" not in out
+    assert [line[2] for line in map(str.split, out.splitlines()) if line[:2] == ["tp", "2"]] == ["3"]
 
 
 def test_a_baseline_is_what_predict_wrote_of_these_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
