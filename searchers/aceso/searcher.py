@@ -58,8 +58,8 @@ class Aceso(EquationSearcher):
         largest_samples: Largest samples per GPU and microbatch (the paper's model).
         stage_counts: Pipeline depths; all by default.
         races: Drop the worse half of the stage counts round by round.
-        judge: The best so many plans are simulated (after the budget), and the fastest comes first; where none of
-            them fits there, so are those found that leave more memory. 0: none.
+        judge: The best so many plans are simulated, and the fastest comes first; where none of them fits there, so are
+            those found that leave more memory. After a budget's seconds the first that fits is the last. 0: none.
         workers: Processes; None for all cores where the budget is long enough. One in a process of a pool (a sweep's).
         objective, keep: As every searcher.
     """
@@ -181,11 +181,11 @@ class Aceso(EquationSearcher):
         if not ranked:
             raise self._nothing(problem, evaluations)
         if self.judge:
-            ranked, fits = self._judged(ranked, problem)
+            ranked, fits = self._judged(ranked, problem, end_s)
             for share in LOWERED_BUDGETS:
                 lower = [] if fits else [each for each in self._ranked(problem, end_s, share) if each not in ranked]
                 if lower:
-                    lower, fits = self._judged(lower, problem)
+                    lower, fits = self._judged(lower, problem, end_s)
                     ranked = [*lower, *ranked] if fits else ranked
         ranked = ranked[: self.keep]
         history = self._history(rounds, began, evaluations, min(plan.objective for plan in ranked))
@@ -210,16 +210,19 @@ class Aceso(EquationSearcher):
             ranked[plan] = RankedPlan(plan, score.objective)
         return sorted(ranked.values(), key=lambda each: each.objective)[:wanted]
 
-    def _judged(self, ranked: list[RankedPlan], problem: Problem) -> tuple[list[RankedPlan], bool]:
+    def _judged(
+        self, ranked: list[RankedPlan], problem: Problem, end_s: float | None
+    ) -> tuple[list[RankedPlan], bool]:
         """Return the plans with the one first that simulates fastest, of those that fit there, and whether one does.
 
-        Plans are simulated in order until ``judge`` fit, at most three times as many.
+        Plans are simulated in order until ``judge`` fit (after ``end_s`` one), at most three times ``judge``.
         """
         verdicts: list[tuple[bool, float, int]] = []
         for place, each in enumerate(ranked[: JUDGED_FACTOR * self.judge]):
             found = simulate(each.plan, problem, costs=cost_tables(problem), engine="compiled")
             verdicts.append((not found.fits, found.iteration_time_s, place))
-            if sum(not misses for misses, _, _ in verdicts) == self.judge:
+            late = end_s is not None and time.perf_counter() > end_s
+            if sum(not misses for misses, _, _ in verdicts) >= (1 if late else self.judge):
                 break
         misses, _, best = min(verdicts)
         return [ranked[best], *(each for place, each in enumerate(ranked) if place != best)], not misses

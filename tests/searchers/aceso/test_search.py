@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from dataclasses import replace
@@ -96,6 +97,25 @@ def test_the_judged_plan_is_the_fastest_simulated_of_those_returned() -> None:
     judged = Aceso(judge=3, keep=6).search(problem, Budget(evaluations=60))
     assert {each.plan for each in judged.plans} <= {each.plan for each in by_model.plans} | set(_plans(judged.plans))
     assert judged.best in _plans(judged.plans)
+
+
+@pytest.mark.parametrize(("late", "misfits", "simulated"), [(False, 0, 3), (True, 0, 1), (True, 1, 2)])
+def test_after_the_seconds_of_a_search_one_plan_that_fits_is_simulated(
+    late: bool, misfits: int, simulated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Plan] = []
+
+    def counting(plan: Plan, problem: Problem, **options: object) -> SimpleNamespace:
+        asked.append(plan)
+        return SimpleNamespace(fits=len(asked) > misfits, iteration_time_s=1.0)
+
+    monkeypatch.setattr("searchers.aceso.searcher.simulate", counting)
+    searcher = Aceso(judge=3)
+    problem = tiny_problem(4, 16)
+    ranked = searcher.search(problem, Budget(evaluations=60)).plans
+    asked.clear()
+    found, fits = searcher._judged(list(ranked), problem, 0.0 if late else math.inf)
+    assert fits and len(asked) == simulated and {each.plan for each in found} == set(_plans(ranked))
 
 
 def _plans(ranked: object) -> list[Plan]:
