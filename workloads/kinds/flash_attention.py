@@ -1,0 +1,141 @@
+"""Fused attention, and the rotary positions before attention of either form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workloads.kernels import FlashAttention, Kernel, MemoryBound
+from workloads.kinds.attributes import flag, integer, size_bytes
+from workloads.kinds.base import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    DTYPE_BYTES,
+    FORWARD,
+    Attributes,
+    Local,
+    Saved,
+    Shape,
+)
+from workloads.kinds.heads import (
+    HEADS_IN_FEATURES,
+    ByHead,
+    check_sources,
+    key_value_heads,
+    local_heads,
+    source_features,
+)
+from workloads.kinds.registry import register
+
+
+@register
+class FlashAttentionOperator(ByHead):
+    """Fused attention: inputs ``(query source, key-value source)``, output ``(B, Sq, A D)``.
+
+    Keeps the sources, the output, and one fp32 log-sum-exp per query and head.
+    """
+
+    name = "flash_attention"
+    num_inputs = 2
+    input_placements = (HEADS_IN_FEATURES, HEADS_IN_FEATURES)
+    output_placement = HEADS_IN_FEATURES
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        check_sources(self.name, attributes, inputs, source_features(attributes))
+        return ((inputs[0][0], inputs[0][1], integer(attributes, "heads") * integer(attributes, "head_dim")),)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        samples, queries = local.inputs[0][:2]
+        logsumexp = Saved("logsumexp", (samples, local_heads(local), queries), "fp32")
+        return Saved("input:0"), Saved("input:1"), Saved("output:0"), logsumexp
+
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        if phase != BACKWARD_INPUT:
+            return ()
+        # Gradients of queries add up in fp32; those of grouped keys and values are made for every query head first
+        # (FlashAttention-2, mha_bwd: dq_accum, dk_expanded, dv_expanded).
+        width = local.outputs[0][2]
+        found: list[tuple[Shape, str]] = [((*local.inputs[0][:2], width), "fp32")]
+        if key_value_heads(local.attributes) < integer(local.attributes, "heads"):
+            found.append(((*local.inputs[1][:2], 2 * width), "activation"))
+        return tuple(found)
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        if phase == BACKWARD_WEIGHT:
+            return []
+        causal = flag(local.attributes, "causal") and local.implementation.flash_causal_skip
+        fused = FlashAttention(
+            batch=local.inputs[0][0] * local_heads(local),
+            query_length=local.inputs[0][1],
+            key_length=local.inputs[1][1],
+            head_dim=integer(local.attributes, "head_dim"),
+            causal=causal,
+            backward=phase == BACKWARD_INPUT,
+            generation=local.implementation.flash_generation,
+        )
+        if phase == FORWARD:
+            return [fused]
+        # First the row sums of gradient times output, in a kernel of their own.
+        size = size_bytes(local, local.outputs)
+        row_sums = float(DTYPE_BYTES["fp32"] * fused.batch * fused.query_length)
+        return [MemoryBound(2 * size, row_sums, "reduction"), fused]
+
+
+@register
+class Rotary(ByHead):
+    """Rotary position embedding of the queries and keys in a packed tensor; keeps nothing but tables.
+
+    Where the packed tensor outlives it (``Implementation.packed_rotary``), what it made is counted here, and the packed
+    tensor stands for its output.
+
+    ``repeats`` (default false): it also repeats keys and values for each query head of their group, since batched
+    products read them one by one: output ``(B, S, 3 A D)``, nothing packed outlives it. So do Megatron-LM (core 0.3.0,
+    transformer/attention.py: ``repeat_interleave``, ahead of what selective recomputation runs again), Hugging Face
+    (``repeat_kv``) and torch's ``matmul`` itself where it broadcasts; fused attention reads groups as they are.
+    """
+
+    name = "rotary"
+    input_placements = (HEADS_IN_FEATURES,)
+    output_placement = HEADS_IN_FEATURES
+
+    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
+        check_sources(self.name, attributes, inputs, source_features(attributes)[:1])
+        if not flag(attributes, "repeats"):
+            return (inputs[0],)
+        return ((*inputs[0][:2], 3 * integer(attributes, "heads") * integer(attributes, "head_dim")),)
+
+    def saved(self, local: Local) -> tuple[Saved, ...]:
+        if not local.implementation.packed_rotary or flag(local.attributes, "repeats"):
+            return ()
+        heads, kv_heads = integer(local.attributes, "heads"), key_value_heads(local.attributes)
+        *tokens, packed = local.outputs[0]
+        return (Saved("rotated", (*tokens, packed * (heads + kv_heads) // (heads + 2 * kv_heads))),)
+
+    def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        if phase == BACKWARD_WEIGHT:
+            return []
+        heads, kv_heads = integer(local.attributes, "heads"), key_value_heads(local.attributes)
+        size = size_bytes(local, local.inputs) * (heads + kv_heads) / (heads + 2 * kv_heads)
+        repeats = self._repeats(phase, size, local)
+        if local.implementation.fused_rotary:
+            return [MemoryBound(size, size), *repeats]
+        # Queries, then keys: to fp32, times a complex number for each pair, and back; gradients alike.
+        found: list[Kernel] = repeats
+        for part in (size * heads / (heads + kv_heads), size * kv_heads / (heads + kv_heads)):
+            wide = part / local.element_bytes * DTYPE_BYTES["fp32"]
+            found += [MemoryBound(part, wide), MemoryBound(wide, wide), MemoryBound(wide, part)]
+        return found
+
+    @staticmethod
+    def _repeats(phase: str, size: float, local: Local) -> list[Kernel]:
+        """Return the copies of keys and of values for every query head, or the sums of their gradients.
+
+        Args:
+            phase: Forward, or of input gradients.
+            size: Bytes of queries and keys together.
+            local: The operator.
+        """
+        if not flag(local.attributes, "repeats"):
+            return []
+        heads, kv_heads = integer(local.attributes, "heads"), key_value_heads(local.attributes)
+        many, few = (size * count / (heads + kv_heads) for count in (heads, kv_heads))
+        return [MemoryBound(few, many) if phase == FORWARD else MemoryBound(many, few, "reduction")] * 2
