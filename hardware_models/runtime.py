@@ -226,6 +226,8 @@ class ImplementationFile(FileModel):
     fused_softmax_multiple: Annotated[int, Field(ge=1, le=1024)]
     fused_loss: bool
     flash_causal_skip: bool
+    sequence_first: bool = False
+    repeats_groups: bool = False
     flash_generation: Literal[1, 2]
     keeps_scores: bool = False
     elementary: bool = False

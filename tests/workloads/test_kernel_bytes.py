@@ -46,6 +46,41 @@ def test_keys_and_values_are_repeated_for_eight_heads_and_their_gradients_added(
     assert apart - moved("rotary", attributes, shapes, phase, how) == 2 * 2 * SAMPLES * TOKENS * (2 + 8) * DIM
 
 
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD_INPUT])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_flash_attention_with_the_sequence_first_copies_what_it_takes_and_makes(phase: str, samples: int) -> None:
+    """Queries, keys and values (12 heads), and the output of several samples (8): read and written, two bytes each."""
+    attributes: Attributes = {"heads": 8, "kv_heads": 2, "head_dim": DIM}
+    shapes = [(samples, TOKENS, (8 + 2 * 2) * DIM)] * 2
+    plain, copied = (
+        moved("flash_attention", attributes, shapes, phase, Implementation(dtype="bf16", sequence_first=first))
+        for first in (False, True)
+    )
+    assert copied - plain == 2 * 2 * samples * TOKENS * DIM * (12 + (8 if samples > 1 else 0))
+
+
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD_INPUT])
+def test_flash_attention_repeats_groups_where_the_framework_does(phase: str) -> None:
+    """Keys and values of two heads become eight, or their gradients are added up."""
+    attributes: Attributes = {"heads": 8, "kv_heads": 2, "head_dim": 8}
+    shapes = [(SAMPLES, TOKENS, (8 + 2 * 2) * 8)] * 2
+    grouped, repeated = (
+        moved("flash_attention", attributes, shapes, phase, Implementation(dtype="bf16", repeats_groups=repeats))
+        for repeats in (False, True)
+    )
+    assert repeated - grouped == 2 * SAMPLES * TOKENS * 8 * 2 * (2 + 8)
+
+
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD_INPUT])
+def test_flash_attention_pads_heads_to_eight_features(phase: str) -> None:
+    """Twelve heads of 5 features grow to 8, the output's eight are cut back: what is read and what is written."""
+    attributes: Attributes = {"heads": 4, "head_dim": 5}
+    shapes = [(SAMPLES, TOKENS, 12 * 5)] * 2
+    row_sums = 0 if phase == FORWARD else 2 * 2 * 4 * 5 + 4 * 4
+    found = moved("flash_attention", attributes, shapes, phase, Implementation(dtype="bf16"))
+    assert found == SAMPLES * TOKENS * (2 * (12 * 5 + 12 * 8) + 2 * 2 * 4 * 5 + row_sums)
+
+
 @pytest.mark.parametrize(("kv_heads", "expanded"), [(8, 0), (2, 2)])
 def test_flash_attention_adds_gradients_up_in_fp32(kv_heads: int, expanded: int) -> None:
     """One fp32 tensor of the queries' size; grouped keys and values have gradients for every query head first."""

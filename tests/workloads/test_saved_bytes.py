@@ -9,6 +9,8 @@ from tests.workloads.graphs import EAGER_FP32, MEGATRON, layer_saved, local_oper
 from workloads import build_workload
 from workloads.kinds.base import Implementation
 from workloads.local import output_bytes, saved_tensors
+from workloads.model_file import spec_from_mapping
+from workloads.registry import build_from_spec
 
 MIB = 2**20
 
@@ -132,6 +134,36 @@ def test_flash_attention_keeps_no_scores() -> None:
     s, h, a = 2048, 2048, 32
     features, _ = layer_saved(build_workload("gpt3-1.3b", attention="flash"), 3, MEGATRON)
     assert features == 34 * s * h + 4 * a * s
+
+
+def _flash_layer(samples: int = 1, **changes: bool) -> float:
+    """Return what a layer of LLaMA 3 8B keeps of a token, in bytes a feature."""
+    implementation = replace(load_runtime("megatron-lm-2023-flash").implementation, **changes)
+    workload = build_workload("llama3-8b", attention="flash")
+    features, _ = layer_saved(workload, 3, implementation, samples=samples)
+    tokens = workload.tokens_per_sample * samples
+    return (features - 4 * 32 * tokens) / (tokens * 4096)  # less a log-sum-exp for each head
+
+
+def test_megatron_copies_what_flash_attention_made_of_several_samples() -> None:
+    """LLaMA 3 8B: four norm tensors, queries and repeated keys and values, output; gate, up, SiLU, product of 3.5 h."""
+    one = 4 * 2 + 3 * 2 + 2 + 4 * 2 * 3.5
+    assert _flash_layer() == one
+    assert _flash_layer(2) == one + 2
+    assert _flash_layer(2, sequence_first=False) == one
+
+
+def test_grouped_keys_and_values_are_kept_as_they_come_or_repeated() -> None:
+    """Eight heads of keys and of values for 32 of queries: a quarter of the size each."""
+    assert _flash_layer() - _flash_layer(repeats_groups=False) == 2 * 2 * 0.75
+
+
+def test_flash_attention_keeps_heads_padded_to_a_multiple_of_eight_features() -> None:
+    """32 heads of 50: queries, keys and values with 56 features, and the output, beside that of 50 that is read on."""
+    s, h, a = 64, 1600, 32
+    spec = spec_from_mapping({"family": "gpt", "layers": 2, "hidden": h, "heads": a, "seq_len": s, "vocab": 128}, "x")
+    features, _ = layer_saved(build_from_spec(spec, "flash"), 2, MEGATRON)
+    assert features == 34 * s * h + 4 * a * s + 2 * s * a * (3 * 6 + 56)
 
 
 def test_unfused_softmax_leaves_an_fp32_result_beside_its_output() -> None:

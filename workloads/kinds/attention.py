@@ -1,19 +1,10 @@
-"""Attention in separate operators, and fused.
-
-Queries, keys and values travel packed: self attention reads ``(B, S, (A + 2 G) D)`` with A query heads, G
-key-value heads and head dimension D, interleaved by head, so that a head split is a contiguous slice of the
-last dimension. Cross attention reads ``(B, Sq, A D)`` and ``(B, Sk, 2 G D)``.
-
-Attributes of the operators: ``heads`` (A), ``kv_heads`` (G, default A), ``head_dim`` (D), ``cross`` (default
-false), ``causal``; ``window`` (default 0: none), tokens that attend to each other: tokens lie window after window
-(``window_order``), and scores are ``(B, A, S, window)``.
-"""
+"""Attention in separate operators: scores, softmax, context (their inputs are packed as in `workloads.kinds.heads`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from workloads.kernels import FlashAttention, Kernel, Matmul, MemoryBound
+from workloads.kernels import Kernel, Matmul, MemoryBound
 from workloads.kinds import elementary
 from workloads.kinds.attributes import flag, integer, require_rank, size_bytes
 from workloads.kinds.base import (
@@ -22,7 +13,6 @@ from workloads.kinds.base import (
     DTYPE_BYTES,
     FORWARD,
     Attributes,
-    Kind,
     Local,
     Parameter,
     Saved,
@@ -30,38 +20,15 @@ from workloads.kinds.base import (
     Split,
     SplitTable,
 )
+from workloads.kinds.heads import (
+    HEADS_IN_FEATURES,
+    HEADS_IN_SCORES,
+    ByHead,
+    check_sources,
+    source_features,
+)
 from workloads.kinds.registry import register
 from workloads.placements import Shard
-
-HEADS_IN_FEATURES = Shard(2)
-HEADS_IN_SCORES = Shard(1)
-
-
-def _key_value_heads(attributes: Attributes) -> int:
-    return integer(attributes, "kv_heads", integer(attributes, "heads"))
-
-
-def _source_features(attributes: Attributes) -> tuple[int, int]:
-    """Return the features of the query source and of the key-value source."""
-    dim = integer(attributes, "head_dim")
-    queries, pairs = integer(attributes, "heads") * dim, 2 * _key_value_heads(attributes) * dim
-    return (queries, pairs) if flag(attributes, "cross") else (queries + pairs, queries + pairs)
-
-
-def _check_sources(kind: str, attributes: Attributes, shapes: Sequence[Shape], features: Sequence[int]) -> None:
-    for shape, wanted in zip(shapes, features, strict=True):
-        require_rank(kind, shape, 3, "(samples, tokens, packed features)")
-        if shape[2] != wanted:
-            raise ValueError(
-                f"{kind} with heads={attributes['heads']}, kv_heads={_key_value_heads(attributes)}, "
-                f"head_dim={attributes['head_dim']} needs {wanted} packed features, got {shape}"
-            )
-
-
-def _local_heads(local: Local) -> int:
-    """Query heads of this rank: the last dimension is cut by whole heads."""
-    features = _source_features(local.attributes)[0]
-    return integer(local.attributes, "heads") * local.inputs[0][2] // features
 
 
 def _transposes(local: Local, *elements: int) -> list[Kernel]:
@@ -78,23 +45,8 @@ def _products(attributes: Attributes, scores: Shape) -> tuple[int, int, int]:
     return samples * heads * windows, queries // windows, keys
 
 
-class _ByHead(Kind):
-    """What attention operators share: the head split and its limit."""
-
-    input_placements: tuple[Shard, ...]
-    output_placement: Shard
-    num_parameters = 0
-
-    def splits(self, attributes: Attributes) -> Mapping[str, Split]:
-        head = Split(self.input_placements, (self.output_placement,))
-        return SplitTable(self.num_inputs, 1, 0, {"head": head}).build()
-
-    def split_limit(self, attributes: Attributes, split: str) -> int | None:
-        return _key_value_heads(attributes) if split == "head" else None
-
-
 @register
-class AttentionScore(_ByHead):
+class AttentionScore(ByHead):
     """Queries times keys: inputs ``(query source, key source)``, output ``(B, A, Sq, Sk)``.
 
     In self attention both sources are the same packed tensor, which is kept (once).
@@ -106,7 +58,7 @@ class AttentionScore(_ByHead):
     output_placement = HEADS_IN_SCORES
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
-        _check_sources(self.name, attributes, inputs, _source_features(attributes))
+        check_sources(self.name, attributes, inputs, source_features(attributes))
         window = integer(attributes, "window", 0)
         if window and (inputs[0][1] != inputs[1][1] or inputs[0][1] % window):
             raise ValueError(f"attention_score with window={window} needs whole windows, got {inputs[0][1]} tokens")
@@ -138,7 +90,7 @@ SHORTEST_FUSED = 17
 
 
 @register
-class Softmax(_ByHead):
+class Softmax(ByHead):
     """Scale, mask and softmax of scores ``(B, A, Sq, Sk)``.
 
     Fused: one kernel that keeps its output. Unfused: scale, mask and softmax apart; scores of 16 bits go through fp32,
@@ -259,7 +211,7 @@ class Softmax(_ByHead):
 
 
 @register
-class AttentionContext(_ByHead):
+class AttentionContext(ByHead):
     """Probabilities times values: inputs ``(probabilities, value source)``, output ``(B, Sq, A D)``."""
 
     name = "attention_context"
@@ -269,7 +221,7 @@ class AttentionContext(_ByHead):
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         require_rank(self.name, inputs[0], 4, "(samples, heads, queries, keys)")
-        _check_sources(self.name, attributes, inputs[1:], _source_features(attributes)[1:])
+        check_sources(self.name, attributes, inputs[1:], source_features(attributes)[1:])
         samples, heads, queries, _ = inputs[0]
         return ((samples, queries, heads * integer(attributes, "head_dim")),)
 
@@ -292,117 +244,3 @@ class AttentionContext(_ByHead):
                 *_transposes(local, batch * keys * dim),
             ]
         return []
-
-
-@register
-class FlashAttentionOperator(_ByHead):
-    """Fused attention: inputs ``(query source, key-value source)``, output ``(B, Sq, A D)``.
-
-    Keeps the sources, the output, and one fp32 log-sum-exp per query and head.
-    """
-
-    name = "flash_attention"
-    num_inputs = 2
-    input_placements = (HEADS_IN_FEATURES, HEADS_IN_FEATURES)
-    output_placement = HEADS_IN_FEATURES
-
-    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
-        _check_sources(self.name, attributes, inputs, _source_features(attributes))
-        return ((inputs[0][0], inputs[0][1], integer(attributes, "heads") * integer(attributes, "head_dim")),)
-
-    def saved(self, local: Local) -> tuple[Saved, ...]:
-        samples, queries = local.inputs[0][:2]
-        logsumexp = Saved("logsumexp", (samples, _local_heads(local), queries), "fp32")
-        return Saved("input:0"), Saved("input:1"), Saved("output:0"), logsumexp
-
-    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
-        if phase != BACKWARD_INPUT:
-            return ()
-        # Gradients of queries add up in fp32; those of grouped keys and values are made for every query head first
-        # (FlashAttention-2, mha_bwd: dq_accum, dk_expanded, dv_expanded).
-        width = local.outputs[0][2]
-        found: list[tuple[Shape, str]] = [((*local.inputs[0][:2], width), "fp32")]
-        if _key_value_heads(local.attributes) < integer(local.attributes, "heads"):
-            found.append(((*local.inputs[1][:2], 2 * width), "activation"))
-        return tuple(found)
-
-    def kernels(self, phase: str, local: Local) -> list[Kernel]:
-        if phase == BACKWARD_WEIGHT:
-            return []
-        causal = flag(local.attributes, "causal") and local.implementation.flash_causal_skip
-        fused = FlashAttention(
-            batch=local.inputs[0][0] * _local_heads(local),
-            query_length=local.inputs[0][1],
-            key_length=local.inputs[1][1],
-            head_dim=integer(local.attributes, "head_dim"),
-            causal=causal,
-            backward=phase == BACKWARD_INPUT,
-            generation=local.implementation.flash_generation,
-        )
-        if phase == FORWARD:
-            return [fused]
-        # First the row sums of gradient times output, in a kernel of their own.
-        size = size_bytes(local, local.outputs)
-        row_sums = float(DTYPE_BYTES["fp32"] * fused.batch * fused.query_length)
-        return [MemoryBound(2 * size, row_sums, "reduction"), fused]
-
-
-@register
-class Rotary(_ByHead):
-    """Rotary position embedding of the queries and keys in a packed tensor; keeps nothing but tables.
-
-    Where the packed tensor outlives it (``Implementation.packed_rotary``), what it made is counted here, and the packed
-    tensor stands for its output.
-
-    ``repeats`` (default false): it also repeats keys and values for each query head of their group, since batched
-    products read them one by one: output ``(B, S, 3 A D)``, nothing packed outlives it. So do Megatron-LM (core 0.3.0,
-    transformer/attention.py: ``repeat_interleave``, ahead of what selective recomputation runs again), Hugging Face
-    (``repeat_kv``) and torch's ``matmul`` itself where it broadcasts; fused attention reads groups as they are.
-    """
-
-    name = "rotary"
-    input_placements = (HEADS_IN_FEATURES,)
-    output_placement = HEADS_IN_FEATURES
-
-    def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
-        _check_sources(self.name, attributes, inputs, _source_features(attributes)[:1])
-        if not flag(attributes, "repeats"):
-            return (inputs[0],)
-        return ((*inputs[0][:2], 3 * integer(attributes, "heads") * integer(attributes, "head_dim")),)
-
-    def saved(self, local: Local) -> tuple[Saved, ...]:
-        if not local.implementation.packed_rotary or flag(local.attributes, "repeats"):
-            return ()
-        heads, kv_heads = integer(local.attributes, "heads"), _key_value_heads(local.attributes)
-        *tokens, packed = local.outputs[0]
-        return (Saved("rotated", (*tokens, packed * (heads + kv_heads) // (heads + 2 * kv_heads))),)
-
-    def kernels(self, phase: str, local: Local) -> list[Kernel]:
-        if phase == BACKWARD_WEIGHT:
-            return []
-        heads, kv_heads = integer(local.attributes, "heads"), _key_value_heads(local.attributes)
-        size = size_bytes(local, local.inputs) * (heads + kv_heads) / (heads + 2 * kv_heads)
-        repeats = self._repeats(phase, size, local)
-        if local.implementation.fused_rotary:
-            return [MemoryBound(size, size), *repeats]
-        # Queries, then keys: to fp32, times a complex number for each pair, and back; gradients alike.
-        found: list[Kernel] = repeats
-        for part in (size * heads / (heads + kv_heads), size * kv_heads / (heads + kv_heads)):
-            wide = part / local.element_bytes * DTYPE_BYTES["fp32"]
-            found += [MemoryBound(part, wide), MemoryBound(wide, wide), MemoryBound(wide, part)]
-        return found
-
-    @staticmethod
-    def _repeats(phase: str, size: float, local: Local) -> list[Kernel]:
-        """Return the copies of keys and of values for every query head, or the sums of their gradients.
-
-        Args:
-            phase: Forward, or of input gradients.
-            size: Bytes of queries and keys together.
-            local: The operator.
-        """
-        if not flag(local.attributes, "repeats"):
-            return []
-        heads, kv_heads = integer(local.attributes, "heads"), _key_value_heads(local.attributes)
-        many, few = (size * count / (heads + kv_heads) for count in (heads, kv_heads))
-        return [MemoryBound(few, many) if phase == FORWARD else MemoryBound(many, few, "reduction")] * 2

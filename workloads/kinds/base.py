@@ -53,6 +53,10 @@ class Implementation:
             file; that short rows go by eights is not followed); None is any.
         fused_loss: Cross entropy in torch's two kernels; else Megatron's chain of six.
         flash_causal_skip: Flash attention skips the masked half of causal scores.
+        sequence_first: Activations have the sequence as their first dimension, flash attention wants samples first: it
+            is given copies of queries, keys and values, and what it made of several samples is copied for the
+            projection, which keeps the copy (Megatron-LM's ParallelAttention).
+        repeats_groups: Flash attention is given keys and values repeated for each query head of their group.
         flash_generation: 1 for the Triton port of the flash attention of 2022, 2 for FlashAttention-2.
         keeps_scores: The unfused softmax keeps its scaled scores besides its result (PyTorch of 2022 and before,
             whose division keeps its operand).
@@ -88,6 +92,8 @@ class Implementation:
     fused_softmax_longest: int | None = None
     fused_loss: bool = False
     flash_causal_skip: bool = True
+    sequence_first: bool = False
+    repeats_groups: bool = False
     flash_generation: int = 2
     keeps_scores: bool = False
     elementary: bool = False

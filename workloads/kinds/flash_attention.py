@@ -26,12 +26,68 @@ from workloads.kinds.heads import (
 )
 from workloads.kinds.registry import register
 
+HEAD_MULTIPLE = 8
+
+
+def _repeats(local: Local) -> bool:
+    """Return whether keys and values are repeated for each query head of their group."""
+    grouped = key_value_heads(local.attributes) < integer(local.attributes, "heads")
+    return grouped and local.implementation.repeats_groups and not flag(local.attributes, "cross")
+
+
+def _padding(local: Local) -> int:
+    """Return the features that a head lacks of what the kernels take."""
+    return -integer(local.attributes, "head_dim") % HEAD_MULTIPLE
+
+
+def _padded(shape: Shape, local: Local) -> Shape:
+    heads = shape[2] // integer(local.attributes, "head_dim")
+    return *shape[:2], shape[2] + heads * _padding(local)
+
+
+def _given(local: Local) -> tuple[Shape, ...]:
+    """Return the shapes of what queries, keys and values come in: one tensor, or two."""
+    return local.inputs if flag(local.attributes, "cross") else local.inputs[:1]
+
+
+def _repeated(local: Local) -> tuple[Shape, ...]:
+    """Return the same after keys and values were repeated."""
+    if not _repeats(local):
+        return _given(local)
+    return ((*local.inputs[0][:2], 3 * local_heads(local) * integer(local.attributes, "head_dim")),)
+
+
+def _copies_output(local: Local) -> bool:
+    return local.implementation.sequence_first and local.inputs[0][0] > 1
+
+
+def _copies(local: Local, phase: str) -> tuple[list[Kernel], list[Kernel]]:
+    """Return the copies before and after the fused kernel, or those of gradients that undo them."""
+    made, given, repeated = (size_bytes(local, shapes) for shapes in (local.outputs, _given(local), _repeated(local)))
+    before: list[Kernel] = []
+    if repeated > given:
+        # Of three parts as large as the queries two are keys and values.
+        many, few = 2 * repeated / 3, given - repeated / 3
+        before.append(MemoryBound(few, many) if phase == FORWARD else MemoryBound(many, few, "reduction"))
+    if local.implementation.sequence_first:
+        before.append(MemoryBound(repeated, repeated))
+    after: list[Kernel] = [MemoryBound(made, made)] if _copies_output(local) else []
+    if _padding(local):
+        wider = size_bytes(local, [_padded(shape, local) for shape in _repeated(local)])
+        before.append(MemoryBound(repeated, wider))
+        after.insert(0, MemoryBound(made, made))
+    return (before, after) if phase == FORWARD else (after[::-1], before[::-1])
+
 
 @register
 class FlashAttentionOperator(ByHead):
     """Fused attention: inputs ``(query source, key-value source)``, output ``(B, Sq, A D)``.
 
-    Keeps the sources, the output, and one fp32 log-sum-exp per query and head.
+    Keeps the sources, the output, and one fp32 log-sum-exp per query and head. Its kernels take heads of a multiple of
+    eight features: others are padded before and cut after (flash-attn 2.5, ``FlashAttnFunc``; torch's
+    ``pad_last_dim``), and the padded tensors are kept. Where samples are not the first dimension in memory
+    (``Implementation.sequence_first``), queries, keys and values are copied as well, and the output of several samples.
+    Grouped keys and values are read as they are, unless the framework repeats them (``repeats_groups``).
     """
 
     name = "flash_attention"
@@ -46,7 +102,13 @@ class FlashAttentionOperator(ByHead):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         samples, queries = local.inputs[0][:2]
         logsumexp = Saved("logsumexp", (samples, local_heads(local), queries), "fp32")
-        return Saved("input:0"), Saved("input:1"), Saved("output:0"), logsumexp
+        taken = tuple(_padded(shape, local) for shape in _repeated(local))
+        sources: tuple[Saved, ...] = (Saved("input:0"), Saved("input:1"))
+        if taken != _given(local):
+            sources = tuple(Saved(f"taken {place}", shape) for place, shape in enumerate(taken))
+        if _padding(local) or _copies_output(local):
+            return *sources, Saved("made", _padded(local.outputs[0], local)), logsumexp
+        return *sources, Saved("output:0"), logsumexp
 
     def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
         if phase != BACKWARD_INPUT:
@@ -55,7 +117,7 @@ class FlashAttentionOperator(ByHead):
         # (FlashAttention-2, mha_bwd: dq_accum, dk_expanded, dv_expanded).
         width = local.outputs[0][2]
         found: list[tuple[Shape, str]] = [((*local.inputs[0][:2], width), "fp32")]
-        if key_value_heads(local.attributes) < integer(local.attributes, "heads"):
+        if key_value_heads(local.attributes) < integer(local.attributes, "heads") and not _repeats(local):
             found.append(((*local.inputs[1][:2], 2 * width), "activation"))
         return tuple(found)
 
@@ -67,17 +129,18 @@ class FlashAttentionOperator(ByHead):
             batch=local.inputs[0][0] * local_heads(local),
             query_length=local.inputs[0][1],
             key_length=local.inputs[1][1],
-            head_dim=integer(local.attributes, "head_dim"),
+            head_dim=integer(local.attributes, "head_dim") + _padding(local),
             causal=causal,
             backward=phase == BACKWARD_INPUT,
             generation=local.implementation.flash_generation,
         )
+        before, after = _copies(local, phase)
         if phase == FORWARD:
-            return [fused]
+            return [*before, fused, *after]
         # First the row sums of gradient times output, in a kernel of their own.
         size = size_bytes(local, local.outputs)
         row_sums = float(DTYPE_BYTES["fp32"] * fused.batch * fused.query_length)
-        return [MemoryBound(2 * size, row_sums, "reduction"), fused]
+        return [*before, MemoryBound(2 * size, row_sums, "reduction"), fused, *after]
 
 
 @register
@@ -90,7 +153,7 @@ class Rotary(ByHead):
     ``repeats`` (default false): it also repeats keys and values for each query head of their group, since batched
     products read them one by one: output ``(B, S, 3 A D)``, nothing packed outlives it. So do Megatron-LM (core 0.3.0,
     transformer/attention.py: ``repeat_interleave``, ahead of what selective recomputation runs again), Hugging Face
-    (``repeat_kv``) and torch's ``matmul`` itself where it broadcasts; fused attention reads groups as they are.
+    (``repeat_kv``) and torch's ``matmul`` itself where it broadcasts. Fused attention says for itself.
     """
 
     name = "rotary"
