@@ -1,8 +1,8 @@
 """How far the shipped link constants are from published collectives that they were not fitted on.
 
 Rows: Alpa's two databases, all but those of the fit (odd powers of two, f32), and, from machines that no
-constant was fitted on, Vidur's A100 DGX and Aceso's V100 servers. Groups of a shape that ran at once share links as
-in the engine: the fullest link slows all of them.
+constant was fitted on, Vidur's A100 DGX, Galvatron's eight A100s and Aceso's V100 servers. Groups of a shape that ran
+at once share links as in the engine: the fullest link slows all of them.
 
 Run: ``python -m hardware_models.calibration.check_collectives --data DIR`` (``--shapes`` for every group shape)
 """
@@ -24,6 +24,7 @@ from hardware_models.calibration.collective_rows import (
     aceso_rows,
     alpa_rows,
     clusters_of,
+    galvatron_rows,
     measured_rows,
     relative_errors,
 )
@@ -63,6 +64,8 @@ def checks(data: Path) -> Iterator[Check]:
         yield Check(title, preset, tuple(row for row in rows if row.num_bytes >= MIN_BYTES))
     vidur = measured_rows(table, "A100 DGX", "Vidur", "a100-80g-dgx")
     yield Check("Vidur, DGX A100, all-reduce", "", tuple(row for row in vidur if row.num_bytes >= MIN_BYTES))
+    galvatron = galvatron_rows(data / "galvatron" / "a100" / "collective_time_by_size.csv", "a100-40g-dgx")
+    yield Check("Galvatron, 8 A100-SXM4-40GB", "", tuple(galvatron))
     aceso = aceso_rows(data / "aceso_v100" / "comm.csv", "eurosys", "v100-32g-ndv2")
     yield Check("Aceso, 8 V100, all-reduce", "", tuple(aceso))
 

@@ -149,6 +149,21 @@ def aceso_rows(path: Path, database: str, preset: str) -> list[CollectiveRow]:
     ]
 
 
+def galvatron_rows(path: Path, preset: str) -> list[CollectiveRow]:
+    """Return the all-reduces and all-to-alls of Galvatron's eight A100s (``galvatron/a100``), a process per GPU."""
+    kinds = {"allreduce": "all_reduce", "all2all": "all_to_all"}
+    return [
+        CollectiveRow(
+            cluster=f"{preset}:1x{row['group_size']}",
+            kind=kinds[row["op"]],
+            groups=(tuple(range(row["group_size"])),),
+            num_bytes=float(row["message_MiB"] * MIB),
+            seconds=row["time_ms"] / 1e3,
+        )
+        for row in load_table(path, floats=("time_ms",), integers=("group_size", "message_MiB"))
+    ]
+
+
 class Predictor:
     """Prices rows on clusters whose link constants may be replaced.
 

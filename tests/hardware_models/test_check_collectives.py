@@ -8,7 +8,13 @@ from statistics import median
 import pytest
 
 from hardware_models.calibration.check_collectives import LARGE, MIDDLE, Check, band, checks, tabulate
-from hardware_models.calibration.collective_rows import CollectiveRow, Predictor, aceso_rows, alpa_rows
+from hardware_models.calibration.collective_rows import (
+    CollectiveRow,
+    Predictor,
+    aceso_rows,
+    alpa_rows,
+    galvatron_rows,
+)
 from hardware_models.calibration.fit_collectives import LINKS, V100, Constant, fit, is_fitted
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
@@ -44,6 +50,15 @@ def test_acesos_all_reduces_are_the_quickest_of_each_size_without_empty_ones(tmp
     (row,) = aceso_rows(path, "eurosys", "v100-32g-dgx1")
     assert (row.cluster, row.groups, row.num_bytes) == ("v100-32g-dgx1:1x4", ((0, 1, 2, 3),), 2_097_152)
     assert row.seconds == pytest.approx(0.5e-3)
+
+
+def test_galvatrons_rows_are_of_one_group_each(tmp_path: Path) -> None:
+    path = tmp_path / "collective_time_by_size.csv"
+    path.write_text("op,group_size,message_MiB,time_ms\nallreduce,8,1,0.079\nall2all,2,64,0.25\n")
+    reduced, exchanged = galvatron_rows(path, "a100-40g-dgx")
+    assert (reduced.cluster, reduced.kind, reduced.groups) == ("a100-40g-dgx:1x8", "all_reduce", (tuple(range(8)),))
+    assert (exchanged.kind, exchanged.groups, exchanged.num_bytes) == ("all_to_all", ((0, 1),), 67_108_864)
+    assert exchanged.seconds == pytest.approx(0.25e-3)
 
 
 def test_no_row_is_fitted_and_reported(alpa: dict[str, Check]) -> None:
