@@ -3,8 +3,8 @@
 A stretch is a recomputed segment, or what lies between two. While its backward pass runs, a device holds model
 states, what all microbatches in flight keep up to this stretch, what the segment makes again, and the largest need of
 one of its operators. That is above the exact walk (``memory_program``) where what is large comes early in a stretch.
-Gradients that the first backward pass makes are not there yet while all microbatches are in flight. Interleaved stages:
-``interleaved_memory``.
+Gradients that the first backward pass makes are not there yet while all microbatches are in flight, but for those of
+the stretches behind, which keep nothing any more. Interleaved stages: ``interleaved_memory``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class HeldBytes:
         anew: Of that, gradients that the first backward pass makes.
         kept: One microbatch between its forward and its backward pass.
         working: What is there besides ``kept`` while a microbatch's backward pass needs most.
+        working_first: The same in the first backward pass, with those of ``anew`` that it has made by then.
         gathered: Parameters of the root that ZeRO-3 has gathered.
         last: What the end of a backward pass needs: gathered units, unscattered gradients, and what the stage's first
             operator works in, or its first segment takes.
@@ -58,6 +59,7 @@ class HeldBytes:
     anew: float
     kept: float
     working: float
+    working_first: float
     gathered: float
     last: float
     for_weights: float
@@ -70,15 +72,14 @@ class HeldBytes:
 def held_bytes(view: StageView) -> HeldBytes:
     """Return what a stage holds."""
     problem, plan = view.costs.problem, view.plan
-    static = static_bytes(
-        list(parameter_groups(view)),
-        problem,
-        sharded_gradients=reduces_in_backward(plan),
-        reshards=plan.reshard_after_forward,
-    )
-    anew = sum(static.gradients_anew.values())
+    zero = {"sharded_gradients": reduces_in_backward(plan), "reshards": plan.reshard_after_forward}
+    static = static_bytes(list(parameter_groups(view)), problem, **zero)
+    anew_of = dict.fromkeys(view.operators, 0.0)
+    for group in parameter_groups(view):
+        anew_of[group.operator] += sum(static_bytes([group], problem, **zero).gradients_anew.values())
+    anew = sum(anew_of.values())
     whole = whole_for_a_while(view)
-    kept, again, peak, lowest = _activations(view, whole)
+    kept, again, peak, first_peak, lowest = _activations(view, whole, anew_of)
     bucket = bucket_buffer_bytes(parameter_groups(view), problem.runtime) if reduces_in_backward(plan) else 0.0
     weighted = to_multiply = 0.0
     for index in view.operators:
@@ -92,6 +93,7 @@ def held_bytes(view: StageView) -> HeldBytes:
         anew=float(anew),
         kept=kept,
         working=peak - kept + bucket,
+        working_first=first_peak - kept + bucket,
         gathered=whole.root,
         last=max(lowest, whole.end) + bucket,
         for_weights=min(weighted, kept + again) + to_multiply,
@@ -131,8 +133,13 @@ def saved_bytes(made: float, read: float, *, regathers: bool) -> tuple[float, fl
     return min(made, read), 0.0 if regathers or read <= made else read
 
 
-def _activations(view: StageView, whole: Whole) -> tuple[float, float, float, float]:
+def _activations(
+    view: StageView, whole: Whole, anew_of: Mapping[int, float]
+) -> tuple[float, float, float, float, float]:
     """Return bytes kept, made again by all segments, the most that one microbatch takes, and needs of the first.
+
+    The third comes twice: of any microbatch, and with gradients that the first one makes anew. While a stretch works,
+    those of the operators behind it are there, and what these kept is not.
 
     A segment needs all that its operators read from outside, saved by one of them or not. What comes from another stage
     is there anyway (``_ends``).
@@ -141,16 +148,18 @@ def _activations(view: StageView, whole: Whole) -> tuple[float, float, float, fl
         view: The stage.
         whole: What ZeRO has whole besides. Where that changes a stretch ends; a segment stays one, with what counts at
             its start.
+        anew_of: By operator, gradients that the first backward pass makes.
     """
     runtime, workload = view.costs.problem.runtime, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept: dict[str, float] = {}
     inside: dict[str, float] = {}
-    again = most = working = beside_bytes = stretch_bytes = 0.0
+    again = most = most_first = working = beside_bytes = stretch_bytes = 0.0
+    behind = sum(anew_of.values())
     first = view.operators[0]
     lowest = working_bytes(workload.operators[first], view.cost(first), view.costs.problem) + whole.first
     for place, index in enumerate(view.operators):
-        beside_bytes = whole.beside.get(index, beside_bytes)
+        beside_bytes, behind = whole.beside.get(index, beside_bytes), behind - anew_of[index]
         stretch_bytes = max(stretch_bytes, beside_bytes)
         op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
         for name, size in dict(saved_tensors(workload, index, cost)).items():
@@ -176,13 +185,14 @@ def _activations(view: StageView, whole: Whole) -> tuple[float, float, float, fl
         working = max(working, working_bytes(op, cost, view.costs.problem))
         following = view.operators[place + 1] if place + 1 < len(view.operators) else None
         if following is None or segment_of.get(following) != segment or (segment is None and following in whole.beside):
-            most = max(most, sum(kept.values()) + sum(inside.values()) + working + stretch_bytes)
+            taken = sum(kept.values()) + sum(inside.values()) + working + stretch_bytes
+            most, most_first = max(most, taken), max(most_first, taken + behind)
             if segment == 0:
                 lowest = max(lowest, sum(inside.values()) + working + stretch_bytes)
             again += sum(inside.values())
             inside, working, stretch_bytes = {}, 0.0, 0.0
     ends = sum(_ends(view, kept))
-    return sum(kept.values()) + ends, again, most + ends, lowest
+    return sum(kept.values()) + ends, again, most + ends, most_first + ends, lowest
 
 
 def _source(view: StageView, name: str) -> tuple[Sharding, float, bool] | None:
@@ -324,12 +334,12 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
         if holds_all:
             kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
         before = states - sum(held[stage].anew for stage in own) if holds_all else states
-        most = max(held[stage].working for stage in own)
-        if plan.schedule == "zb-h1":
-            most += max(held[stage].beyond_kept for stage in own)
+        most, most_first = max(held[i].working for i in own), max(held[i].working_first for i in own)
+        beyond = max(held[stage].beyond_kept for stage in own) if plan.schedule == "zb-h1" else 0.0
+        most, most_first = most + beyond, (most_first if holds_all else most) + beyond
         last = max(held[stage].last for stage in own)
         later = kept - max(held[stage].kept for stage in own) + (max(most, last) if plan.num_microbatches > 1 else last)
-        peaks[rank] = max(before + kept + most + gathered, states + max(later + gathered, in_step))
+        peaks[rank] = max(before + kept + most_first + gathered, states + max(later + gathered, in_step))
     return tuple(peaks[rank] for rank in ranks)
 
 

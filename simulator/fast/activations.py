@@ -9,16 +9,20 @@ from simulator.fast.arrays import DONE, NEVER, Floats, Ints, PlanColumns, Struct
 from simulator.fast.memory import (
     ABOVE_BYTES,
     AGAIN,
+    ANEW,
+    ANEW_BYTES,
     BARE_BYTES,
     BELOW_BYTES,
     BEYOND_BYTES,
     FIRST_BYTES,
+    FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
     KEPT,
     KEPT_BYTES,
     LAST_BYTES,
     OWN,
     SHARD,
+    STATES,
     TO_MULTIPLY,
     UNSHARDED,
     WEIGHTED,
@@ -138,6 +142,7 @@ def hold_activations(
     keeps_outputs: bool,
     waiting: float,
     held: Floats,
+    tied_anew: Floats,
 ) -> None:
     """Fill the columns of activations for the stages of the chosen plans whose state is DONE.
 
@@ -145,6 +150,7 @@ def hold_activations(
         shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waiting:
             See ``peaks.estimate_peaks``.
         held: float64[S, HELD]. Result; has what ``hold_states`` fills.
+        tied_anew: As that fills it.
     """
     most_pieces = 0
     for plan in chosen:
@@ -165,11 +171,13 @@ def hold_activations(
     for plan in chosen:
         if states[plan] != DONE:
             continue
+        sharded = plans.reduces_every[plan] != 0 or (plans.num_microbatches[plan] == 1 and plans.overlaps[plan] != 0)
         first = 0
         for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop = plans.run_stops[end - 1]
             kept, inside, again, most, working = 0.0, 0.0, 0.0, 0.0, 0.0
+            makes_anew, made, most_first = held[stage, ANEW_BYTES] > 0.0, 0.0, 0.0
             weighted, to_multiply = 0.0, 0.0
             num_pieces = 0
             run = begin
@@ -204,6 +212,9 @@ def hold_activations(
                     weighted += all_sums[table, upto, WEIGHTED] - all_sums[table, start, WEIGHTED]
                     to_multiply += all_sums[table, upto, TO_MULTIPLY] - all_sums[table, start, TO_MULTIPLY]
                 working = max(working, longest(maxima, table, WORKING, start, ends))
+                if makes_anew:
+                    made += all_sums[table, ends, STATES + ANEW + sharded]
+                    made -= all_sums[table, start, STATES + ANEW + sharded]
                 in_segment = segment_first >= 0
                 kind, summed = (SHARD, AGAIN) if in_segment else (WHOLE, KEPT)
                 own = all_sums[table, ends, summed] - all_sums[table, start, summed]
@@ -299,7 +310,13 @@ def hold_activations(
                             kept += read_unsaved[tensor]
                 if ends in (stop, following) or (ends == border and not in_segment):
                     beside = BELOW_BYTES if begun < above else ABOVE_BYTES if begun < bare else BARE_BYTES
-                    most = max(most, kept + inside + working + held[stage, beside])
+                    taken = kept + inside + working + held[stage, beside]
+                    most = max(most, taken)
+                    if makes_anew:
+                        behind = held[stage, ANEW_BYTES] - made
+                        for place in range(len(shape.tied)):
+                            behind -= tied_anew[stage, place] if shape.tied[place] < ends else 0.0
+                        most_first = max(most_first, taken + behind)
                     if in_segment and segment == plans.segment_offsets[stage]:
                         lowest = max(lowest, inside + working + held[stage, beside])
                     again += inside
@@ -345,6 +362,7 @@ def hold_activations(
             most += ends_bytes
             row = held[stage]
             row[KEPT_BYTES], row[WORKING_BYTES] = kept, most - kept
+            row[FIRST_WORKING_BYTES] = most_first + ends_bytes - kept if makes_anew else most - kept
             row[LAST_BYTES] = max(row[LAST_BYTES], lowest)
             row[FOR_WEIGHTS_BYTES] = min(weighted, kept + again) + to_multiply
             row[BEYOND_BYTES] = min(weighted, again) + to_multiply

@@ -16,6 +16,7 @@ from simulator.fast.memory import (
     BEYOND_BYTES,
     BUCKET_BYTES,
     BUFFER_BYTES,
+    FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
     GATHERED_BYTES,
     HELD,
@@ -62,9 +63,11 @@ def estimate_peaks(
         fits: Result, per plan.
     """
     held = np.empty((len(plans.placements), HELD))
-    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, waiting, held)
+    tied_anew = np.empty((len(plans.placements), len(shape.tied)))
+    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, waiting, held, tied_anew)
     hold_activations(
-        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waiting, held
+        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waiting, held,
+        tied_anew,
     )  # fmt: skip
     most_stages = 0
     for plan in chosen:
@@ -89,6 +92,7 @@ def estimate_peaks(
             if not is_first:
                 continue
             own_states, anew, kept, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
+            working_first = 0.0
             step, refreshed, gathered, beyond, later, buffer = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
             holds_all = True
             for other in range(stage, high):
@@ -106,6 +110,7 @@ def estimate_peaks(
                     kept += (min(m, num_stages) - in_flight) * row[FOR_WEIGHTS_BYTES]
                 most_kept = max(most_kept, row[KEPT_BYTES])
                 working = max(working, row[WORKING_BYTES] + row[BUCKET_BYTES])
+                working_first = max(working_first, row[FIRST_WORKING_BYTES] + row[BUCKET_BYTES])
                 own_states += row[STATES_BYTES]
                 anew += row[ANEW_BYTES]
                 step += row[STEP_BYTES]
@@ -119,13 +124,15 @@ def estimate_peaks(
                     flight[count, interleaved_memory.LAST] = row[LAST_BYTES] + row[BUCKET_BYTES]
                     flight[count, interleaved_memory.ANEW] = row[ANEW_BYTES]
                     count += 1
-            most = working + beyond if schedule == ZB_H1 else working
+            beyond = beyond if schedule == ZB_H1 else 0.0
+            most = working + beyond
+            in_first = working_first + beyond - anew if holds_all else most
             if m > 1:
                 later = max(later, most)
             if schedule == INTERLEAVED:
                 in_passes = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
             else:
-                in_passes = max(kept + most - (anew if holds_all else 0.0), kept - most_kept + later)
+                in_passes = max(kept + in_first, kept - most_kept + later)
             peak_bytes[stage] = own_states + buffer + max(in_passes + gathered, step, refreshed)
             capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
             fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]

@@ -94,12 +94,14 @@ def hold_states(
     prefetches: bool,
     waiting: float,
     held: Floats,
+    tied_anew: Floats,
 ) -> None:
     """Fill the columns of states for the stages of the chosen plans whose state is DONE; of LAST_BYTES not activations.
 
     Args:
         shape, tables, plans, chosen, states, run_tables, prefetches, waiting: See ``peaks.estimate_peaks``.
         held: float64[S, HELD]. Result.
+        tied_anew: float64[S, O]. Result: gradients made anew of tied parameters, where they count.
     """
     num_tied = len(shape.tied)
     tied_bytes, all_sums = tables.tied_bytes, tables.sums
@@ -135,7 +137,7 @@ def hold_states(
                     refreshed_most = max(refreshed_most, longest(tables.maxima, table, LARGEST, start, upto))
                 start = upto
             for place in range(num_tied):
-                index = shape.tied[place]
+                index, tied_anew[stage, place] = shape.tied[place], 0.0
                 if first <= index < stop:
                     run = begin
                     while plans.run_stops[run] <= index:
@@ -158,7 +160,8 @@ def hold_states(
                     if not seen:
                         table = run_tables[run]
                         own_states += tied_bytes[table, place, column - STATES]
-                        anew += tied_bytes[table, place, ANEW + sharded]
+                        tied_anew[stage, place] = tied_bytes[table, place, ANEW + sharded]
+                        anew += tied_anew[stage, place]
                         step += tied_bytes[table, place, STEP]
                         refreshed += tied_bytes[table, place, REFRESHED]
             whole[:] = 0.0
