@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,13 @@ def test_what_is_wrong_with_a_foreign_plan_is_said_of_its_file(
     code, _, error = run(capsys, "import-plan", "alpa", tmp_path / "alpa.json", *problem, "-o", kept)
     assert code == 2 and "alpa.json: logical and physical meshes must have equal sizes" in error.replace("\n", " ")
     assert kept.read_text() == "kept"
+
+
+def test_links_in_a_circle_and_pipes_are_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("circle.json").symlink_to("circle.json")
+    os.mkfifo("pipe.png")
+    code, _, error = run(capsys, "simulate", "circle.json")
+    assert code == 2 and "circle.json: cannot be read: Too many levels of symbolic links" in error
+    code, _, error = run(capsys, "simulate", plan, "--timeline", "pipe.png")
+    assert code == 2 and "output must be a file, got the device or pipe pipe.png" in error
+    assert Path("pipe.png").is_fifo()
