@@ -113,7 +113,8 @@ def plan_of(stated: StatedPlan, problem: Problem, num_microbatches: int) -> Plan
         raise ValueError("the splits of a stage must follow from its mesh: force_dp must be 1 for every stage")
     number = stated.n_auto_layers or sum(groups)
     if list(chain(*stated.layers)) != list(range(number)):
-        raise ValueError(f"stages must hold the groups of layers 0 to {number - 1} in order, got {short(str(stated.layers))}")
+        named = short(str(stated.layers))
+        raise ValueError(f"stages must hold the groups of layers 0 to {number - 1} in order, got {named}")
     layers = repeated_layers(problem.workload)
     if len(layers) % number:
         raise ValueError(f"n_auto_layers must divide the {len(layers)} layers of the model, got {number}")

@@ -93,3 +93,15 @@ def test_links_in_a_circle_and_pipes_are_refused(plan: Path, capsys: pytest.Capt
     code, _, error = run(capsys, "simulate", plan, "--timeline", "pipe.png")
     assert code == 2 and "output must be a file, got the device or pipe pipe.png" in error
     assert Path("pipe.png").is_fifo()
+
+
+def test_a_folder_of_results_is_not_made_of_somebody_s_own(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("table.csv", "spec.yaml"):
+        Path(name).write_text("mine")
+    Path("sweep.yaml").write_text(
+        "base: {model: tiny.yaml, cluster: 'v100-32g-dgx1:1x2', global_batch: 4, searcher: ddp, budget: '1'}"
+    )
+    for command in (["sweep", "sweep.yaml", "-j", "1"], ["compare", "-m", "tiny.yaml", *PROBLEM, "-s", "ddp"]):
+        code, _, error = run(capsys, *command, "-o", ".")
+        assert code == 2 and "would be written over; name another folder" in error, command
+    assert Path("spec.yaml").read_text() == Path("table.csv").read_text() == "mine"
