@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hardware_models.runtime import RUNTIMES
 from tests.experiments.commands import run
 
 TINY = "{family: gpt, layers: 2, hidden: 256, heads: 4, seq_len: 64, vocab: 512}\n"
@@ -105,3 +106,11 @@ def test_a_folder_of_results_is_not_made_of_somebody_s_own(plan: Path, capsys: p
         code, _, error = run(capsys, *command, "-o", ".")
         assert code == 2 and "would be written over; name another folder" in error, command
     assert Path("spec.yaml").read_text() == Path("table.csv").read_text() == "mine"
+
+
+def test_a_runtime_that_leaves_a_device_no_memory_is_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (RUNTIMES / "megatron-lm-2021.yaml").read_text()
+    Path("mine.yaml").write_text(text.replace("context_bytes: 524288000", "context_bytes: 40000000000"))
+    code, _, error = run(capsys, "plan", "-m", "tiny.yaml", *PROBLEM, "-r", "mine.yaml", "-o", "other.yaml")
+    assert code == 2 and not Path("other.yaml").exists()
+    assert "must leave memory for tensors, got 37.55 GiB of the 31.75 GiB of v100-sxm2-32gb" in error
