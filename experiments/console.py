@@ -147,9 +147,9 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("28GiB"), parse_bytes("28000 MiB"), parse_bytes("1e9")
     (30064771072, 29360128000, 1000000000)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d{1,2})?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][0-9]{1,2})?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2].upper() not in _BYTE_UNITS:
-        raise ValueError(f"a size must be like 28GiB, 28000MiB or 30064771072, got {text!r}")
+        raise ValueError(f"a size must be like 28GiB, 28000MiB or 30064771072, got {text!r:.60}")
     return int(float(found[1]) * _BYTE_UNITS[found[2].upper()])
 
 

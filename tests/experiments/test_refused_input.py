@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.commands.profile import counts
 from hardware_models.runtime import RUNTIMES
 from tests.experiments.commands import run
 
@@ -114,3 +115,17 @@ def test_a_runtime_that_leaves_a_device_no_memory_is_refused(plan: Path, capsys:
     code, _, error = run(capsys, "plan", "-m", "tiny.yaml", *PROBLEM, "-r", "mine.yaml", "-o", "other.yaml")
     assert code == 2 and not Path("other.yaml").exists()
     assert "must leave memory for tensors, got 37.55 GiB of the 31.75 GiB of v100-sxm2-32gb" in error
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "9" * 400])
+def test_numbers_of_many_digits_are_refused_in_words(capsys: pytest.CaptureFixture[str], digits: str) -> None:
+    search = ["search", "-m", "gpt3-350m", *PROBLEM, "-s", "ddp"]
+    for arguments, message in (
+        ([*search, "--memory-limit", digits], "a size must be like 28GiB"),
+        ([*search, "--budget", digits], "a budget must be a time like 20s"),
+        ([*search, "--budget", f"{digits}s"], "a budget must be a time like 20s"),
+    ):
+        code, _, error = run(capsys, *arguments)
+        assert code == 2 and message in error and len(error) < 300, arguments
+    with pytest.raises(ValueError, match="microbatches must be positive whole numbers such as 1,2,4, got '1,999"):
+        counts(f"1,{digits}", "microbatches")

@@ -91,7 +91,7 @@ def compute(context: Context, columns: Sequence[Column]) -> dict[str, dict[str, 
     missing: dict[str, Mapping[str, Any] | None] = {}
     by_name = {column.name: column for column in columns}
     for column in columns:
-        kept = read_record(_path(context, column))
+        kept: Mapping[str, Any] | None = read_record(_path(context, column))
         kept = kept if kept and kept.get("code") == code_fingerprint("") else None
         complete = kept and set(kept["best"]) >= set(column.strategies)
         if kept and complete and set(kept["at_printed_batch"]) >= set(column.batches):
