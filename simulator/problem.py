@@ -128,7 +128,8 @@ def _check_memory_limit(problem: Problem) -> None:
     if smallest <= outside:
         raise ValueError(
             f"context_bytes and communication_buffer_bytes of {problem.runtime.name} must leave memory for tensors, "
-            f"got {outside / 2**30:.2f} GiB of the {smallest / 2**30:.2f} GiB of {gpu}; give them in bytes, or a larger GPU"
+            f"got {outside / 2**30:.2f} GiB of the {smallest / 2**30:.2f} GiB of {gpu}; "
+            "give them in bytes, or a larger GPU"
         )
     if limit is None:
         return
