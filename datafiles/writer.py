@@ -7,10 +7,10 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from datafiles.values import MAX_DEPTH, MAX_INTEGER, resolve_scalar
 
@@ -47,6 +47,18 @@ def check_ending(path: str | Path, ending: str, what: str) -> None:
         raise ValueError(f"a {what} must be a file that ends in {ending}, got {path}; name it {better}")
 
 
+def check_file(path: str | Path) -> None:
+    """Refuse what no file may stand in the place of: a folder, or a device or pipe (``/dev/null``).
+
+    Raises:
+        ValueError: If the path is one.
+    """
+    file = Path(path)
+    if file.exists() and not file.is_file():
+        what = "the folder" if file.is_dir() else "the device or pipe"
+        raise ValueError(f"output must be a file, got {what} {path}; name a file")
+
+
 def write_text_atomically(path: str | Path, text: str) -> None:
     """Write a UTF-8 text file; whoever reads the path sees the old file or the new one."""
     write_bytes_atomically(path, text.encode())
@@ -56,17 +68,26 @@ def write_bytes_atomically(path: str | Path, data: bytes) -> None:
     """Write a file; whoever reads the path sees the old file or the new one, never a part.
 
     Args:
-        path: The file; its folder must exist.
+        path: The file; its folder must exist. Of a link, the file that it points to is written.
         data: The content.
 
     Raises:
         OSError: If the file cannot be written (the error names it); the old one is then untouched.
+        ValueError: If the path is a folder, a device or a pipe.
     """
-    target = Path(path)
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Yield a file to write into, which stands in the path's place once the block has ended; raises as above."""
+    check_file(path)
+    target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.partial")
     try:
         with partial.open("xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
@@ -75,7 +96,7 @@ def write_bytes_atomically(path: str | Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None:
             words = f"cannot be written ({error.strerror}); choose another place"
-            raise type(error)(error.errno, words, str(target)) from error
+            raise type(error)(error.errno, words, str(path)) from error
         raise
 
 

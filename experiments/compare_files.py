@@ -14,15 +14,16 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
-from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+from datafiles.records import read_record, write_record
+from datafiles.writer import dump_yaml, write_text_atomically
+from experiments.console import writable_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from simulator.problem import Problem, ProblemSpec
     from simulator.result import SimulationResult
 
+FILES = ("table.csv", "table.json", "history.csv", "throughput.png", "convergence.png")
 _PACKAGES = ("windtunnel", "numpy", "pandas", "scipy", "simpy", "pydantic", "matplotlib")
 
 
@@ -73,17 +75,17 @@ class ComparisonFolder:
         inputs: What all rows share.
 
     Raises:
-        ValueError: If the folder holds a comparison with other inputs, or is a file.
+        ValueError: If the folder holds a comparison with other inputs or files of these names that none wrote, is a
+            file or cannot be written.
     """
 
     def __init__(self, path: str | Path, inputs: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self._inputs = dict(inputs)
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"output must be a folder, got the file {self.path}")
+        refuse_foreign(self.path, "inputs.yaml", FILES)
         self._check_same_inputs()
         for folder in (self.path, self.path / "plans", self.path / "rows", self.path / "timelines"):
-            folder.mkdir(parents=True, exist_ok=True)
+            writable_folder(folder)
         mapping = {**self._inputs, "versions": versions()}
         write_text_atomically(self.path / "inputs.yaml", dump_yaml(mapping))
 
@@ -102,15 +104,10 @@ class ComparisonFolder:
 
     def finished_row(self, searcher: str) -> dict[str, Any] | None:
         """Return the row of a searcher that finished in an earlier call of the same code, or None."""
-        file = self.path / "rows" / f"{file_name(searcher)}.json"
-        if not file.is_file():
+        saved = read_record(self._record(searcher))
+        if saved is None or saved.get("searcher") != searcher or saved.get("code") != code_fingerprint(searcher):
             return None
-        try:
-            saved = load_mapping(file)
-        except DataFileError:  # damaged by another program (ours writes whole files): made again
-            return None
-        same = saved.get("searcher") == searcher and saved.get("code") == code_fingerprint(searcher)
-        return dict(saved["row"]) if same and isinstance(saved.get("row"), dict) else None
+        return dict(saved["row"])
 
     def add(
         self,
@@ -144,7 +141,7 @@ class ComparisonFolder:
             "history": [list(entry) for entry in history],
             "summary": result.summary() if result is not None else None,
         }
-        write_text_atomically(self.path / "rows" / f"{name}.json", dump_json(saved))
+        write_record(self._record(searcher), saved)
 
     def write_table(self, table: pd.DataFrame) -> None:
         """Write the table as CSV and JSON."""
@@ -167,9 +164,33 @@ class ComparisonFolder:
         objective = str(self._inputs.get("objective", "paper"))
         plot_convergence(histories, self.path / "convergence.png", title=title, objective=objective)
 
+    def _record(self, searcher: str) -> Path:
+        return self.path / "rows" / f"{file_name(searcher)}.json"
+
     def _history(self, searcher: str) -> list[tuple[float, int, float]]:
-        saved = load_mapping(self.path / "rows" / f"{file_name(searcher)}.json")
+        saved = read_record(self._record(searcher))
+        if saved is None:
+            raise ValueError(f"{self._record(searcher)} changed while this ran; call again to make it again")
         return [(float(wall_s), int(count), float(best)) for wall_s, count, best in saved["history"]]
+
+
+def refuse_foreign(folder: Path, mark: str, names: Sequence[str]) -> None:
+    """Refuse to write over files that were there before.
+
+    Args:
+        folder: Where results go.
+        mark: What an earlier call of ours would have left in it.
+        names: What this one writes.
+
+    Raises:
+        ValueError: If one of them is there without the mark.
+    """
+    there = [name for name in names if (folder / name).exists()]
+    if there and not (folder / mark).exists():
+        raise ValueError(
+            f"output must be a folder of its own, got {folder}, whose {', '.join(there)} would be written over; "
+            "name another folder"
+        )
 
 
 def file_name(searcher: str) -> str:

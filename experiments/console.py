@@ -7,13 +7,14 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from math import floor, log10
+from os.path import realpath
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datafiles.writer import check_ending
+from datafiles.writer import check_ending, check_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,9 +147,9 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("28GiB"), parse_bytes("28000 MiB"), parse_bytes("1e9")
     (30064771072, 29360128000, 1000000000)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d{1,2})?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][0-9]{1,2})?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2].upper() not in _BYTE_UNITS:
-        raise ValueError(f"a size must be like 28GiB, 28000MiB or 30064771072, got {text!r}")
+        raise ValueError(f"a size must be like 28GiB, 28000MiB or 30064771072, got {text!r:.60}")
     return int(float(found[1]) * _BYTE_UNITS[found[2].upper()])
 
 
@@ -165,10 +166,9 @@ def writable(path: Path) -> Path:
     """Return the path after making its folder; a user's ``-o out/plan.yaml`` needs no mkdir.
 
     Raises:
-        ValueError: If the path is a folder, or nothing can be written there.
+        ValueError: If the path is a folder, a device or a pipe, or nothing can be written there.
     """
-    if path.is_dir():
-        raise ValueError(f"output must be a file, got the folder {path}")
+    check_file(path)
     writable_folder(path.parent)
     return path
 
@@ -189,11 +189,12 @@ def all_writable(
     Raises:
         ValueError: If a path cannot be written, two are the same file, or a name says something else than is written.
     """
-    inputs, written = {path.resolve() for path in read}, set[Path]()
+    # Not Path.resolve(), which ends in a RuntimeError where links go round in a circle.
+    inputs, written = {realpath(path) for path in read}, set[str]()
     for path in (*paths, *pictures, *traces):
         if path is None:
             continue
-        place = writable(path).resolve()
+        place = realpath(writable(path))
         if place in inputs or place in written:
             other = "is an input too" if place in inputs else "is named twice"
             raise ValueError(f"outputs must be files of their own, got {path}, which {other}; name another file")

@@ -17,8 +17,10 @@ from hardware_models.schema import (
     Count,
     Factor,
     Fraction,
-    NonNegative,
+    HalfLength,
+    HalfWaves,
     Positive,
+    RampBytes,
     Seconds,
     Slowdown,
     Text,
@@ -57,8 +59,8 @@ class MatmulCurve(FileModel):
     """
 
     limit: Mapping[str, Fraction]
-    half_waves: NonNegative
-    half_k: NonNegative
+    half_waves: HalfWaves
+    half_k: HalfLength
     tile_m: Count
     tile_n: Count
     bandwidth_fraction: Fraction
@@ -80,7 +82,7 @@ class MemoryCurve(FileModel):
     """
 
     fraction: Mapping[str, Fraction]
-    ramp_bytes: NonNegative
+    ramp_bytes: RampBytes
     source: Text
 
     @field_validator("fraction")
@@ -105,10 +107,10 @@ class AttentionCurve(FileModel):
 
     forward: Fraction
     backward: Fraction
-    half_length: NonNegative
+    half_length: HalfLength
     source: Text
-    forward_half_waves: NonNegative = 0.0
-    backward_half_waves: NonNegative = 0.0
+    forward_half_waves: HalfWaves = 0.0
+    backward_half_waves: HalfWaves = 0.0
 
 
 class EfficiencyCurves(FileModel):

@@ -12,7 +12,7 @@ from pydantic import field_validator
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
-from hardware_models.schema import BytesPerS, Fraction, NonNegative, Seconds, Text
+from hardware_models.schema import BytesPerS, Fraction, Load, RampBytes, Seconds, Text
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -124,8 +124,8 @@ class NetworkType(FileModel):
     efficiency: Mapping[str, Fraction]
     protocols: tuple[Protocol, ...]
     source: Text
-    tree_fill_bytes: NonNegative | None = 0.0
-    relay_load: NonNegative = 0.0
+    tree_fill_bytes: RampBytes | None = 0.0
+    relay_load: Load = 0.0
 
     @field_validator("efficiency")
     @classmethod

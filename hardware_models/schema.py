@@ -9,9 +9,6 @@ from pydantic import Field
 Positive = Annotated[float, Field(gt=0, le=1e24)]
 """A physical quantity above zero; 1e24 is far above any rate or size on Earth."""
 
-NonNegative = Annotated[float, Field(ge=0, le=1e24)]
-"""A physical quantity that may be zero."""
-
 Seconds = Annotated[float, Field(ge=0, le=1)]
 """What one launch, step, message or wait takes. Nothing of the kind takes a second: more is another unit."""
 
@@ -29,6 +26,18 @@ Fraction = Annotated[float, Field(ge=1e-6, le=1)]
 
 Slowdown = Annotated[float, Field(ge=1, le=10)]
 """A factor by which something takes longer."""
+
+HalfWaves = Annotated[float, Field(ge=0, le=1000)]
+"""Waves of tiles at which half of a rate is reached; fits end at 5 (convolutions count in other tiles)."""
+
+HalfLength = Annotated[float, Field(ge=0, le=100_000)]
+"""Length of a sum, or keys of an attention, at which half of a rate is reached; fits end at 2,000."""
+
+RampBytes = Annotated[float, Field(ge=0, le=1e9)]
+"""What could have moved while a kernel starts and drains, or a tree fills: milliseconds' worth; fits end at 1e8."""
+
+Load = Annotated[float, Field(ge=0, le=1)]
+"""What something adds to a load, as a share of it."""
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 """A number of things, at least one."""

@@ -6,8 +6,8 @@ import re
 import time
 from dataclasses import dataclass
 
-_DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>ms|s|min|m|h)")
-_EVALUATIONS = re.compile(r"(?P<number>\d+)(?:e|evals?|evaluations)?")
+_DURATION = re.compile(r"(?P<number>[0-9]{1,12}(?:\.[0-9]{1,12})?)(?P<unit>ms|s|min|m|h)")
+_EVALUATIONS = re.compile(r"(?P<number>[0-9]{1,18})(?:e|evals?|evaluations)?")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -49,7 +49,7 @@ class Budget:
         if found := _EVALUATIONS.fullmatch(word):
             return Budget(evaluations=int(found["number"]))
         raise ValueError(
-            f"a budget must be a time like 20s, 5min or 1h, or a number of evaluations like 500, got {text!r}"
+            f"a budget must be a time like 20s, 5min or 1h, or a number of evaluations like 500, got {text!r:.60}"
         )
 
     def __str__(self) -> str:

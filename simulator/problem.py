@@ -122,18 +122,24 @@ SOLD_AS = 1.05
 
 
 def _check_memory_limit(problem: Problem) -> None:
-    limit = problem.memory_limit_bytes
+    limit, outside = problem.memory_limit_bytes, problem.runtime.outside_allocator_bytes
+    nodes = problem.hardware.cluster.nodes
+    smallest, gpu = min((node.gpu.memory_bytes, node.gpu.name) for node in nodes)
+    if smallest <= outside:
+        raise ValueError(
+            f"context_bytes and communication_buffer_bytes of {problem.runtime.name} must leave memory for tensors, "
+            f"got {outside / 2**30:.2f} GiB of the {smallest / 2**30:.2f} GiB of {gpu}; "
+            "give them in bytes, or a larger GPU"
+        )
     if limit is None:
         return
-    outside = problem.runtime.outside_allocator_bytes
     if limit <= outside:
         raise ValueError(
             f"the memory limit must be more than the {outside / 2**30:.2f} GiB that {problem.runtime.name} takes for "
             f"context and communication buffers, got {limit / 2**30:.2f} GiB; raise it"
         )
-    cluster = problem.hardware.cluster
     # Each node's devices are alike; on a mixed cluster a limit may bind on the larger ones only.
-    largest, gpu = max((node.gpu.memory_bytes, node.gpu.name) for node in cluster.nodes)
+    largest, gpu = max((node.gpu.memory_bytes, node.gpu.name) for node in nodes)
     if limit > SOLD_AS * largest:
         raise ValueError(
             f"the memory limit must be at most the {largest / 2**30:.2f} GiB of {gpu}, got {limit / 2**30:.2f} GiB; "

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from datafiles.errors import DataFileError
 from datafiles.schema import FileModel, validated
 from validation.measurement import DeviceTime, Measurement, RankMemory, TimedAction, TimedSpan
 
@@ -102,6 +103,8 @@ def measurement_from_mapping(mapping: Mapping[str, Any], source: str) -> Measure
         DataFileError: If the data are not what :func:`measurement_mapping` writes.
     """
     file = validated(_Measurement, mapping, source)
+    if not (file.iteration_time_s > 0 or file.out_of_memory):
+        raise DataFileError(source, f"iteration_time_s must be above 0, got {file.iteration_time_s:g}")
     own = {name: getattr(file, name) for name in _Measurement.model_fields}
     actions, spans = own.pop("traced_actions"), own.pop("traced_spans")
     return Measurement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -194,6 +195,6 @@ def counts(text: str, what: str) -> tuple[int, ...]:
     (1, 2)
     """
     words = comma_separated(text)
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f"{what} must be positive whole numbers such as 1,2,4, got {text!r}")
+    if not words or not all(re.fullmatch("[0-9]{1,9}", word) and int(word) > 0 for word in words):
+        raise ValueError(f"{what} must be positive whole numbers such as 1,2,4, got {text!r:.60}")
     return tuple(int(word) for word in words)

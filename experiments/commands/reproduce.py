@@ -64,7 +64,7 @@ def reproduce(
     for experiment in chosen:
         folder = output / experiment.name
         scratch = output / (experiment.shares or experiment.name) / "partial"
-        scratch.mkdir(parents=True, exist_ok=True)
+        writable_folder(scratch)
         with messages().status(f"{experiment.name} ...") as status:
 
             def say(line: str, title: str = experiment.name) -> None:

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from datafiles.loader import load_mapping
+from datafiles.records import read_record
 from datafiles.writer import write_text_atomically
 from experiments.reproduce.experiment import Context
 from experiments.sweep.run import Progress, Sweep, load_sweep, open_workers
@@ -39,8 +39,14 @@ def record_of(folder: Path, run: str) -> Mapping[str, Any]:
     Args:
         folder: The sweep's.
         run: As the column ``run`` of its table names it.
+
+    Raises:
+        ValueError: If the file is no longer as it was.
     """
-    found = load_mapping(folder / "runs" / f"{run}.json")
+    file = folder / "runs" / f"{run}.json"
+    found = read_record(file)
+    if found is None:
+        raise ValueError(f"{file} changed while this ran; call again to make the run again")
     return {**found, "counters": found.get("counters") or {}, "history": found.get("history") or []}
 
 

@@ -19,14 +19,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from datafiles.errors import DataFileError
-from datafiles.loader import load_mapping
-from datafiles.writer import dump_json, write_text_atomically
-from experiments.compare_files import versions
+from datafiles.records import read_record, write_record
+from datafiles.writer import write_text_atomically
+from experiments.compare_files import refuse_foreign, versions
+from experiments.console import writable_folder
 from experiments.sweep.job import Job, Outcome, Run, plain
 
 if TYPE_CHECKING:
     import pandas as pd
+
+FILES = ("spec.yaml", "table.csv", "table.json", "sweep.png")
 
 INPUTS = tuple(Run.__annotations__)
 
@@ -76,15 +78,14 @@ class SweepFolder:
         path: The folder; made if it is not there.
 
     Raises:
-        ValueError: If the path is a file.
+        ValueError: If the path is a file, cannot be written, or holds files of these names that no sweep wrote.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"output must be a folder, got the file {self.path}")
+        refuse_foreign(self.path, "runs", FILES)
         for folder in (self.path, self.path / "runs", self.path / "plans"):
-            folder.mkdir(parents=True, exist_ok=True)
+            writable_folder(folder)
         self.damaged: list[Path] = []
         self._versions = versions()
 
@@ -97,12 +98,8 @@ class SweepFolder:
             if job.key not in there:
                 continue
             file = self._record(job)
-            try:
-                saved = load_mapping(file)
-            except DataFileError:  # by another program; ours writes whole files
-                self.damaged.append(file)
-                continue
-            if saved.get("inputs") == job.inputs() and isinstance(saved.get("row"), dict):
+            saved = read_record(file)
+            if saved is not None and saved.get("inputs") == job.inputs():
                 rows[job.key] = saved["row"]
             else:
                 self.damaged.append(file)
@@ -126,7 +123,7 @@ class SweepFolder:
             "row": row,
             **outcome.details,
         }
-        write_text_atomically(self._record(job), dump_json(saved))
+        write_record(self._record(job), saved)
         return row
 
     def _record(self, job: Kept) -> Path:

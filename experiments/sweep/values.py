@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from os.path import realpath
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -206,7 +207,7 @@ class ValueChecker:
         """
         absolute, digests = [], {}
         for file, rest in parts:
-            path = (self._folder / file).resolve()
+            path = Path(realpath(self._folder / file))
             if file and (Path(file).is_absolute() or not path.is_relative_to(self._folder)):
                 raise ValueError(f"files must lie in the spec's folder or below, written relative to it, got {file!r}")
             if file and not path.is_file():

@@ -34,6 +34,8 @@ MEMORY_BYTES = 2**30
 
 TIMEOUT_S = 30.0
 CPU_S = 20
+MAX_MESSAGE_BYTES, MAX_SECONDS = 2.0**50, 3600.0
+"""Of one measured message or product: no database comes near."""
 DTYPES = {"f16": 2, "f32": 4, "bf16": 2, "f64": 8}
 COLLECTIVES = {
     "all_reduce_cost_dict": "all_reduce",
@@ -85,6 +87,8 @@ def read_alpa_pickle(path: str | Path) -> AlpaDatabase:
                 samples += _samples(kind, mesh["mesh"], groups, dtype, points, source)
         for _, dtype, points in mesh["dot_cost_dict"]:
             for flop, seconds in points:
+                if seconds > MAX_SECONDS:
+                    raise DataFileError(source, f"a product must take at most {MAX_SECONDS:g} s, got {seconds:.3g}")
                 n = round((flop / 2) ** (1 / 3))
                 if n >= 1 and seconds > 0 and abs(2 * n**3 - flop) <= 1e-3 * flop:
                     matmuls.setdefault((n, _dtype(dtype, source)), []).append(seconds)
@@ -139,7 +143,7 @@ def merged(samples: Iterable[Row]) -> list[Row]:
 
 
 def _samples(
-    kind: str, mesh: Sequence[int], groups: Sequence[Sequence[int]], dtype: str, points: Iterable[Sequence[float]],
+    kind: str, mesh: Sequence[int], groups: Sequence[Sequence[int]], dtype: str, points: Sequence[Sequence[float]],
     source: str,
 ) -> list[Row]:  # fmt: skip
     element = DTYPES[_dtype(dtype, source)]
@@ -159,6 +163,13 @@ def _samples(
     except ValueError as error:
         raise DataFileError(source, str(error)) from None
     scale = element / (size if kind == "all_to_all" else 1)
+    for count, seconds in points:
+        if count * scale > MAX_MESSAGE_BYTES or seconds > MAX_SECONDS:
+            raise DataFileError(
+                source,
+                f"{kind}: a point must have at most {MAX_MESSAGE_BYTES:.3g} bytes and {MAX_SECONDS:g} s, got "
+                f"{count * scale:.3g} and {seconds:.3g}",
+            )
     return [(kind, shape, count * scale, seconds) for count, seconds in points if count > 0 and seconds > 0]
 
 

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
+from datafiles.values import short
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import recompute_segments, repeated_layers
@@ -102,18 +103,24 @@ def plan_of(stated: StatedPlan, problem: Problem, num_microbatches: int) -> Plan
     if len(submeshes) != len(logical) or any(
         a * b != rows * columns for (a, b), (rows, columns) in zip(logical, submeshes, strict=True)
     ):
-        raise ValueError(f"logical and physical meshes must have equal sizes, got {logical} and {submeshes}")
+        raise ValueError(
+            f"logical and physical meshes must have equal sizes, got {short(str(logical))} and {short(str(submeshes))}"
+        )
+    num_devices = sum(rows * columns for rows, columns in logical)
+    if num_devices > problem.num_devices:
+        raise ValueError(f"the cluster must have the {num_devices} devices of the plan, got {problem.num_devices}")
     if not stated.is_complete:
         raise ValueError("the splits of a stage must follow from its mesh: force_dp must be 1 for every stage")
     number = stated.n_auto_layers or sum(groups)
     if list(chain(*stated.layers)) != list(range(number)):
-        raise ValueError(f"stages must hold the groups of layers 0 to {number - 1} in order, got {stated.layers}")
+        named = short(str(stated.layers))
+        raise ValueError(f"stages must hold the groups of layers 0 to {number - 1} in order, got {named}")
     layers = repeated_layers(problem.workload)
     if len(layers) % number:
         raise ValueError(f"n_auto_layers must divide the {len(layers)} layers of the model, got {number}")
     sizes = [count * (len(layers) // number) for count in groups]
     if sum(sizes) != len(layers) or len(sizes) != len(logical):
-        raise ValueError(f"stages must hold {len(layers)} layers on {len(logical)} meshes, got {sizes}")
+        raise ValueError(f"stages must hold {len(layers)} layers on {len(logical)} meshes, got {short(str(sizes))}")
     found: list[Stage] = []
     start, taken, device = 0, 0, 0
     for size, (rows, columns) in zip(sizes, logical, strict=True):

@@ -72,9 +72,7 @@ class _Reader:
             self._refuse(f"pipeline_type must be one of {', '.join(SCHEDULES)}, got {kind!r}")
         division = self._partition()
         shardings = [self._sharding(number) for number in range(len(self.layers))]
-        flags = self._numbers("checkpoint", default=0)
-        if max(flags) > 1:
-            self._refuse(f"checkpoint must be 0 or 1 for each layer, got {max(flags)}")
+        flags = self._flags("checkpoint", default=0)
         stages = []
         for number, layers in enumerate(split(self.layers, division)):
             start = number * self.size
@@ -106,16 +104,19 @@ class _Reader:
         tensor = self._whole("vtp")
         if self.size % tensor:
             self._refuse(f"vtp must divide the {self.size} devices of a stage, got {tensor}")
-        return self._axes(tensor, neighbours=True, sharded=bool(self.content.get("embed_sdp", 0)))
+        sharded = self.content.get("embed_sdp", 0)
+        if type(sharded) is not int or sharded not in (0, 1):
+            self._refuse(f"embed_sdp must be 0 or 1, got {sharded!r:.60}")
+        return self._axes(tensor, neighbours=True, sharded=bool(sharded))
 
     def _sharding(self, layer: int) -> Sharding:
         tensor = self._numbers("tp_sizes_enc")[layer]
         if tensor < 1 or self.size % tensor:
             self._refuse(f"tp_sizes_enc must divide the {self.size} devices of a stage, got {tensor} in layer {layer}")
-        if tensor > 1 and self._numbers("use_sp", default=0)[layer]:
+        if tensor > 1 and self._flags("use_sp", default=0)[layer]:
             self._refuse(f"layer {layer} uses Ulysses sequence parallelism (use_sp), for which plans have no split")
-        neighbours = bool(self._numbers("tp_consecutive_flags", default=1)[layer])
-        return self._axes(tensor, neighbours=neighbours, sharded=bool(self._numbers("dp_types_enc", default=0)[layer]))
+        neighbours = bool(self._flags("tp_consecutive_flags", default=1)[layer])
+        return self._axes(tensor, neighbours=neighbours, sharded=bool(self._flags("dp_types_enc", default=0)[layer]))
 
     def _axes(self, tensor: int, *, neighbours: bool, sharded: bool) -> Sharding:
         word = self.content.get("default_dp_type", "ddp")
@@ -148,16 +149,23 @@ class _Reader:
             )
         return found
 
+    def _flags(self, key: str, default: int) -> list[int]:
+        """Return 0 or 1 per layer."""
+        found = self._numbers(key, default)
+        if max(found) > 1:
+            self._refuse(f"{key} must be 0 or 1 for each layer, got {max(found)}")
+        return found
+
     def _split(self, key: str) -> list[int]:
         text = self.content.get(key)
         if not isinstance(text, str) or not all(_NUMBER.fullmatch(word) for word in text.split(",")):
-            self._refuse(f"{key} must be whole numbers between commas, got {text!r}")
+            self._refuse(f"{key} must be whole numbers between commas, got {text!r:.60}")
         return [int(word) for word in str(text).split(",")]
 
     def _whole(self, key: str) -> int:
         value = self.content.get(key)
         if type(value) is not int or value < 1:
-            self._refuse(f"{key} must be a whole number of at least 1, got {value!r}")
+            self._refuse(f"{key} must be a whole number of at least 1, got {value!r:.60}")
         assert isinstance(value, int), "refused otherwise"
         return value
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from datafiles.writer import check_ending
+from datafiles.writer import check_ending, replacing
 from simulator.memory.usage import LiveBytes
 from simulator.reports.breakdown import members_text
 from simulator.reports.critical_path import walk_hosts
@@ -99,23 +98,16 @@ def write_trace(
         "window_s": list(window_s),
         "complete": complete,
     }
-    target = Path(path)
-    partial = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.partial")
-    try:
-        with (
-            partial.open("xb") as file,
-            gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=6, mtime=0) as packed,
-        ):
-            packed.write(f'{{"displayTimeUnit":"ms","otherData":{_json(other)},"traceEvents":[\n'.encode())
-            num_events = 0
-            for chunk in _chunks(content.events()):
-                packed.write(((",\n" if num_events else "") + ",\n".join(chunk)).encode())
-                num_events += len(chunk)
-            packed.write(b"\n]}\n")
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with (
+        replacing(path) as file,
+        gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=6, mtime=0) as packed,
+    ):
+        packed.write(f'{{"displayTimeUnit":"ms","otherData":{_json(other)},"traceEvents":[\n'.encode())
+        num_events = 0
+        for chunk in _chunks(content.events()):
+            packed.write(((",\n" if num_events else "") + ",\n".join(chunk)).encode())
+            num_events += len(chunk)
+        packed.write(b"\n]}\n")
     return TraceReport(num_events=num_events, window_s=window_s, complete=complete)
 
 

@@ -126,3 +126,18 @@ def test_a_write_replaces_the_file(tmp_path: Path) -> None:
     write_bytes_atomically(path, b"\0")
     assert path.read_bytes() == b"\0"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path) -> None:
+    (target := tmp_path / "kept.yaml").write_text("old")
+    (link := tmp_path / "latest.yaml").symlink_to("kept.yaml")
+    write_text_atomically(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+
+
+def test_no_file_takes_the_place_of_a_pipe_or_a_folder(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for path, what in ((pipe, "the device or pipe"), (tmp_path, "the folder")):
+        with pytest.raises(ValueError, match=f"output must be a file, got {what} "):
+            write_text_atomically(path, "new")
+    assert pipe.is_fifo()

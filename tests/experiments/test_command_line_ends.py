@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.console import fail
 from experiments.interrupts import one_interrupt
 from experiments.run_files import files_of_runs
 from experiments.run_table import Common
@@ -167,7 +168,9 @@ def test_a_table_names_files_by_batch_by_node_and_beside_itself(tmp_path: Path) 
 
 def test_an_error_of_the_system_names_the_file_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = run(capsys, "compare", *PROBLEM, "-s", "ddp", "-o", "/proc/comparison")
-    assert code == 2 and "/proc/comparison: " in error and "Errno" not in error
+    assert code == 2 and "got /proc/comparison (No such file" in error and "Errno" not in error
+    assert fail(FileNotFoundError(2, "No such file or directory", "plan.yaml")) == 2
+    assert "error: plan.yaml: No such file or directory" in capsys.readouterr().err
 
 
 def test_an_interrupted_search_gives_what_it_has_found(

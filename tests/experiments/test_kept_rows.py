@@ -78,3 +78,12 @@ def test_seconds_of_other_workers_are_another_row(tmp_path: Path) -> None:
     assert made(1, timed=True) == made(2, timed=True) == []
     assert made(1, timed=False) == [1]
     assert made(2, timed=False) == []
+
+
+def test_a_row_that_was_changed_is_made_again(tmp_path: Path) -> None:
+    kept_rows(context_in(tmp_path), [1, 2], Maker())
+    file = next(path for path in (tmp_path / "partial" / "rows" / "runs").iterdir() if '"item": 2' in path.read_text())
+    file.write_text(file.read_text().replace('"item": 2', '"item": null'))
+    maker = Maker()
+    assert [row["item"] for row in kept_rows(context_in(tmp_path), [1, 2], maker)] == [1, 2]
+    assert maker.made == [2]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from experiments.commands.profile import counts
+from hardware_models.runtime import RUNTIMES
 from tests.experiments.commands import run
 
 TINY = "{family: gpt, layers: 2, hidden: 256, heads: 4, seq_len: 64, vocab: 512}\n"
@@ -82,3 +85,47 @@ def test_what_is_wrong_with_a_foreign_plan_is_said_of_its_file(
     code, _, error = run(capsys, "import-plan", "alpa", tmp_path / "alpa.json", *problem, "-o", kept)
     assert code == 2 and "alpa.json: logical and physical meshes must have equal sizes" in error.replace("\n", " ")
     assert kept.read_text() == "kept"
+
+
+def test_links_in_a_circle_and_pipes_are_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("circle.json").symlink_to("circle.json")
+    os.mkfifo("pipe.png")
+    code, _, error = run(capsys, "simulate", "circle.json")
+    assert code == 2 and "circle.json: cannot be read: Too many levels of symbolic links" in error
+    code, _, error = run(capsys, "simulate", plan, "--timeline", "pipe.png")
+    assert code == 2 and "output must be a file, got the device or pipe pipe.png" in error
+    assert Path("pipe.png").is_fifo()
+
+
+def test_a_folder_of_results_is_not_made_of_somebody_s_own(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("table.csv", "spec.yaml"):
+        Path(name).write_text("mine")
+    Path("sweep.yaml").write_text(
+        "base: {model: tiny.yaml, cluster: 'v100-32g-dgx1:1x2', global_batch: 4, searcher: ddp, budget: '1'}"
+    )
+    for command in (["sweep", "sweep.yaml", "-j", "1"], ["compare", "-m", "tiny.yaml", *PROBLEM, "-s", "ddp"]):
+        code, _, error = run(capsys, *command, "-o", ".")
+        assert code == 2 and "would be written over; name another folder" in error, command
+    assert Path("spec.yaml").read_text() == Path("table.csv").read_text() == "mine"
+
+
+def test_a_runtime_that_leaves_a_device_no_memory_is_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (RUNTIMES / "megatron-lm-2021.yaml").read_text()
+    Path("mine.yaml").write_text(text.replace("context_bytes: 524288000", "context_bytes: 40000000000"))
+    code, _, error = run(capsys, "plan", "-m", "tiny.yaml", *PROBLEM, "-r", "mine.yaml", "-o", "other.yaml")
+    assert code == 2 and not Path("other.yaml").exists()
+    assert "must leave memory for tensors, got 37.55 GiB of the 31.75 GiB of v100-sxm2-32gb" in error
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "9" * 400])
+def test_numbers_of_many_digits_are_refused_in_words(capsys: pytest.CaptureFixture[str], digits: str) -> None:
+    search = ["search", "-m", "gpt3-350m", *PROBLEM, "-s", "ddp"]
+    for arguments, message in (
+        ([*search, "--memory-limit", digits], "a size must be like 28GiB"),
+        ([*search, "--budget", digits], "a budget must be a time like 20s"),
+        ([*search, "--budget", f"{digits}s"], "a budget must be a time like 20s"),
+    ):
+        code, _, error = run(capsys, *arguments)
+        assert code == 2 and message in error and len(error) < 300, arguments
+    with pytest.raises(ValueError, match="microbatches must be positive whole numbers such as 1,2,4, got '1,999"):
+        counts(f"1,{digits}", "microbatches")

@@ -122,10 +122,16 @@ def test_a_damaged_record_is_made_again(place: Place) -> None:
     spec = place.write(runs=[{"global_batch": 4, "searcher": "ddp"}])
     first = sweep(spec, place.output, num_processes=1)
     file = place.output / "runs" / f"{first['run'][0]}.json"
-    file.write_text(file.read_text()[:100])
-    found = Sweep(load_sweep(spec), place.output)
-    assert found.folder.damaged == [file]
-    assert [job.key for job in found.pending] == [first["run"][0]]
+    text = file.read_text()
+    changed = (text.replace('"status":', '"other":'), text.replace('"mfu":', '"mfu": "x", "other":'))
+    for damaged in (text[:100], *changed, text.replace('"sha256":', '"other":')):
+        assert damaged != text
+        file.write_text(damaged)
+        found = Sweep(load_sweep(spec), place.output)
+        assert found.folder.damaged == [file]
+        assert [job.key for job in found.pending] == [first["run"][0]]
+    file.write_text(json.dumps(json.loads(text)))  # another layout of the same content
+    assert not Sweep(load_sweep(spec), place.output).pending
 
 
 def test_a_worker_of_other_code_is_refused(place: Place) -> None:

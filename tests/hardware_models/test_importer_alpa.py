@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from datafiles.errors import DataFileError
 from hardware_models.collective_table import CollectiveTable, leave_one_size_out
 from hardware_models.group_shapes import GroupShape
 from hardware_models.importers import alpa_database, alpa_worker
@@ -248,3 +249,21 @@ def test_a_measured_table_is_right_at_sizes_that_were_left_out(name: str) -> Non
               f"to 64 KiB, 4 MiB, 128 MiB, above: {words}")  # fmt: skip
         assert statistics.median(error for _, error in own) <= MAX_MEDIAN_ERROR, kind
     assert set(errors) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+
+
+@pytest.mark.parametrize(
+    ("table", "point", "message"),
+    [
+        ("all_reduce_cost_dict", (1024.0, 4e15), r"all_reduce: a point must have at most .* got 2.05e\+03 and 4e\+15"),
+        ("all_gather_cost_dict", (1e300, 1e-3), r"all_gather: a point must have at most 1.13e\+15 bytes and 3600 s"),
+        ("dot_cost_dict", (2.0 * 512**3, 1e9), r"a product must take at most 3600 s, got 1e\+09"),
+    ],
+)
+def test_times_and_sizes_of_no_machine_are_refused(
+    result_class: type, tmp_path: Path, table: str, point: tuple[float, float], message: str
+) -> None:
+    content = database(result_class)
+    vars(content["default", (1, 2)])[table][((0, 1),), "f16"] = [point]
+    (path := tmp_path / "prof_database.pkl").write_bytes(pickle.dumps(content))
+    with pytest.raises(DataFileError, match=f"prof_database.pkl: {message}"):
+        read_alpa_pickle(path)

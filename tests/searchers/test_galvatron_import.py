@@ -104,3 +104,15 @@ def test_a_word_must_be_one_of_those_known(tmp_path: Path, key: str, value: obje
 def test_numbers_between_commas_are_plain_and_short(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"plan.json: tp_sizes_enc must be whole numbers between commas"):
         read(tmp_path, tiny_problem(8, 8), tp_sizes_enc=text)
+
+
+@pytest.mark.parametrize("key", ["tp_consecutive_flags", "dp_types_enc", "checkpoint", "use_sp"])
+def test_flags_are_0_or_1(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ValueError, match=f"plan.json: {key} must be 0 or 1 for each layer, got 9"):
+        read(tmp_path, tiny_problem(8, 8), **{key: "1,9"})
+
+
+@pytest.mark.parametrize("value", ["no", None, 7, True, 1.0])
+def test_whether_embeddings_are_sharded_is_0_or_1(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ValueError, match=r"plan.json: embed_sdp must be 0 or 1, got "):
+        read(tmp_path, tiny_problem(8, 8), vtp=2, embed_sdp=value)

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import torch
 
+from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
-from hardware_models.schema import Text
+from hardware_models.schema import Positive, Text
 from validation.campaigns.definition import Campaign
 from validation.campaigns.work import UnitWork
 from validation.measurement import Measurement
@@ -48,8 +49,12 @@ class _Identity(FileModel):
     with_profiling: bool
 
 
+class _Unit(FileModel):
+    jobs: tuple[dict[str, object], ...]
+
+
 class _Communication(FileModel):
-    rows: tuple[tuple[Text, int, float, float], ...]
+    rows: tuple[tuple[Text, int, float, Positive], ...]
     overlap: tuple[tuple[Text, float, float, float, float, float, float], ...]
 
 
@@ -109,12 +114,16 @@ def run_campaign(
         listener: Told what comes next.
 
     Raises:
-        ValueError: If the folder holds results of another campaign or machine.
+        ValueError: If the folder holds results of another campaign or machine, or a part that is damaged.
         launch.WorkerError: If a process fails; finished parts stay.
     """
     prepare_folder(campaign, folder, with_profiling=with_profiling)
     names = ([COMMUNICATION] if _communicates(campaign, with_profiling) else []) + [unit.name for unit in work]
     by_name = {unit.name: unit for unit in work}
+    for number in range(1, rounds + 1):  # before hours of measuring: what is damaged would end them
+        for name in names:
+            if _path(folder, number, name).exists():
+                _part(_path(folder, number, name), by_name.get(name))
     done, total = 0, rounds * len(names)
     for number in range(1, rounds + 1):
         for name in names:
@@ -182,23 +191,16 @@ def load_rounds(
     """Yield the finished rounds of a folder.
 
     Raises:
-        DataFileError: If a file is damaged.
-        ValueError: If a file does not hold what the campaign runs.
+        DataFileError: If a file is damaged, or does not hold what the campaign runs.
     """
     count = finished_rounds(campaign, work, folder, with_profiling=with_profiling)
     for number in range(1, min(count, limit or count) + 1):
         communication = _Communication(rows=(), overlap=())
         if _communicates(campaign, with_profiling):
-            path = _path(folder, number, COMMUNICATION)
-            communication = validated(_Communication, _content(path), str(path))
+            communication, _ = _part(_path(folder, number, COMMUNICATION), None)
         measured = {}
         for unit in work:
-            path = _path(folder, number, unit.name)
-            found = tuple(measurement_from_mapping(each, str(path)) for each in _content(path)["jobs"])
-            hashes = [job.plan.canonical_hash(job.problem.workload) for job in unit.jobs]
-            if [each.plan_hash for each in found] != hashes:
-                raise ValueError(f"{path} does not hold what the campaign runs; remove it to measure again")
-            measured[unit.name] = found
+            _, measured[unit.name] = _part(_path(folder, number, unit.name), unit)
         yield RoundResult(communication.rows, tuple(OverlapRow(*row) for row in communication.overlap), measured)
 
 
@@ -211,11 +213,21 @@ def _path(folder: Path, number: int, name: str) -> Path:
     return folder / "rounds" / f"{number:03d}-{name.replace(' ', '_')}.json"
 
 
-def _content(path: Path) -> dict[str, Any]:
-    mapping = load_mapping(path, max_bytes=MAX_ROUND_BYTES)
-    if mapping.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} must be a round of a campaign ({FORMAT}); remove it to measure again")
-    return mapping
+def _part(path: Path, unit: UnitWork | None) -> tuple[_Communication, tuple[Measurement, ...]]:
+    """Return what a file holds: a unit's measurements, or those of communication where there is no unit."""
+    try:
+        mapping = load_mapping(path, max_bytes=MAX_ROUND_BYTES)
+        if mapping.pop("format", None) != FORMAT:
+            raise DataFileError(path, f"must be a round of a campaign ({FORMAT})")
+        if unit is None:
+            return validated(_Communication, mapping, str(path)), ()
+        jobs = validated(_Unit, mapping, str(path)).jobs
+        found = tuple(measurement_from_mapping(each, str(path)) for each in jobs)
+        if [each.plan_hash for each in found] != [job.plan.canonical_hash(job.problem.workload) for job in unit.jobs]:
+            raise DataFileError(path, "does not hold what the campaign runs")
+    except DataFileError as error:
+        raise DataFileError(path, f"{error.message}; remove it to measure again", line=error.line) from None
+    return _Communication(rows=(), overlap=()), found
 
 
 def _measure_communication(campaign: Campaign) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from datafiles.loader import load_mapping
-from datafiles.writer import dump_json, write_text_atomically
+from datafiles.records import read_record, write_record
 from experiments.cases.galvatron_table2 import Run
 from experiments.compare_files import code_fingerprint
 from experiments.reproduce.experiment import Context
@@ -92,8 +91,7 @@ def compute(context: Context, columns: Sequence[Column]) -> dict[str, dict[str, 
     missing: dict[str, Mapping[str, Any] | None] = {}
     by_name = {column.name: column for column in columns}
     for column in columns:
-        path = _path(context, column)
-        kept: Mapping[str, Any] | None = load_mapping(path) if path.exists() else None
+        kept: Mapping[str, Any] | None = read_record(_path(context, column))
         kept = kept if kept and kept.get("code") == code_fingerprint("") else None
         complete = kept and set(kept["best"]) >= set(column.strategies)
         if kept and complete and set(kept["at_printed_batch"]) >= set(column.batches):
@@ -121,8 +119,7 @@ def _path(context: Context, column: Column) -> Path:
 
 
 def _kept(context: Context, column: Column, cells: dict[str, Any]) -> dict[str, Any]:
-    write_text_atomically(_path(context, column), dump_json(cells))
-    return cells
+    return write_record(_path(context, column), cells)
 
 
 def frame_of(

@@ -231,6 +231,23 @@ def _decoded(text: str) -> list[int]:
     ('{"aggregate_micro_batch": 1, "global_batch": 7, "stages": '
      '[{"tp": "1x29", "dp": "1x29", "algo": "0x29", "recompute": "0x29"}]}',
      "the file's batch is 7, which must be the batch, got 4"),
+    ('{"aggregate_micro_batch": 1, "stages": 3}', "stages must be a list, got a number"),
+    ('{"aggregate_micro_batch": 1, "stages": [null]}', "stage 0 must be a mapping, got nothing"),
+    ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x29", "dp": "1x29", "algo": "0x29", "recompute": "7x29"}]}',
+     "stage 0: recompute must be 0 or 1, got 7"),
+    ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x' + "9" * 5000 + '"}]}', "must be runs VALUExCOUNT"),
+    ('{"aggregate_micro_batch": 1, "stages": [{"tp": "999999999x29", "dp": "999999999x29", "algo": "0x29", '
+     '"recompute": "0x29"}]}', "the cluster must have the 999999998000000001 devices of the plan, got 2"),
+    ('{"aggregate_micro_batch": 1, "stages": ['
+     '{"tp": "1x100000", "dp": "1x100000", "algo": "0x100000", "recompute": "0x100000"}, '
+     '{"tp": "1x1", "dp": "1x1", "algo": "0x1", "recompute": "0x1"}]}',
+     "must have at most 100000 operators, got more in 2 stages"),
+    ('{"micro_batch_size": 1, "tensor_parallel_size_of_each_op": 1, "data_parallel_size_of_each_op": [[1]]}',
+     "tensor_parallel_size_of_each_op must be a list, got a number"),
+    ('{"micro_batch_size": 1, "tensor_parallel_size_of_each_op": [[1]], "data_parallel_size_of_each_op": [1]}',
+     "data_parallel_size_of_each_op, stage 0 must be a list, got a number"),
+    ('{"micro_batch_size": 1, "tensor_parallel_size_of_each_op": [[1]], "data_parallel_size_of_each_op": [[1]], '
+     '"recompute_ops": null}', "recompute_ops must be a list, got nothing"),
 ])  # fmt: skip
 def test_a_wrong_plan_file_is_refused_with_the_reason(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "plan.json"

@@ -60,3 +60,21 @@ def test_other_layers_are_refused_in_words(tmp_path: Path, problem: Problem, lay
         import_plan(stated(tmp_path, layers), problem)
     assert message in str(refused.value)
     assert "tuple[" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "meshes", "message"),
+    [
+        ("2x4", [[2**20, 2**20]] * 2, "the cluster must have the 2199023255552 devices of the plan, got 8"),
+        ("65536x1", [[1, 4]] * 2, "stages must hold the groups of layers 0 to 7 in order, got ((0,), (1,), "),
+    ],
+)
+def test_what_is_far_too_large_is_refused_in_few_words(
+    tmp_path: Path, problem: Problem, layers: str, meshes: list[list[int]], message: str
+) -> None:
+    (path := tmp_path / "plan.json").write_text(
+        json.dumps(STATED | {"layers": layers, "submesh": meshes, "logical": meshes})
+    )
+    with pytest.raises(ValueError) as refused:
+        import_plan(path, problem)
+    assert message in str(refused.value) and len(str(refused.value)) < 400
