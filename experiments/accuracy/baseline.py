@@ -178,7 +178,7 @@ def accept(
     Raises:
         ValueError: If the reason is empty or nothing ran.
     """
-    if not reason.strip():
+    if not "".join(filter(str.isprintable, reason)).strip():
         raise ValueError("a baseline moves for a reason: --accept must have a text that says which")
     new = {report.name: figures for report in reports if (figures := figures_of(report)) is not None}
     if not new:

@@ -306,7 +306,7 @@ def test_accepting_keeps_groups_that_did_not_run_and_shows_what_moved(tmp_path: 
     assert {row[0] for row in moved} == {"megatron-sc21-table1"}
 
 
-@pytest.mark.parametrize("reason", ["", "  "])
+@pytest.mark.parametrize("reason", ["", "  ", "\0\n"])
 def test_accepting_without_a_reason_is_refused(tmp_path: Path, reason: str) -> None:
     with pytest.raises(ValueError, match="reason"):
         gate.accept([report()], reason, path=tmp_path / "baseline.json")
