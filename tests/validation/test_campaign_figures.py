@@ -110,7 +110,7 @@ def test_where_a_devices_time_went_adds_up() -> None:
 def test_ranks_make_up_a_measurement() -> None:
     """One warm-up iteration and three that count, on two ranks of stage 0 and one of stage 1, backward in halves."""
 
-    def record(rank: int, seconds: tuple[float, ...], forward_s: tuple[float, ...], **others: Any) -> RankRecord:
+    def record(rank: int, seconds: tuple[float, ...], forward_s: tuple[float, ...]) -> RankRecord:
         stage = rank // 2
         kinds = [[("F", each), ("I", 0.5 * each), ("W", 0.25 * each)] for each in forward_s]
         actions = [[TimedAction(rank, kind, stage, 0, 1.0, 1.0 + each, 0.0) for kind, each in turn] for turn in kinds]
@@ -118,7 +118,7 @@ def test_ranks_make_up_a_measurement() -> None:
         traced = IterationRecord(actions[0], [TimedSpan(rank, "optimizer", -1, "step", 0.0, 1.0)], 0.0, 0.0, 0.0)
         return RankRecord(
             rank, 7, list(seconds), actions, [each / 8 for each in forward_s], times, traced,
-            [0.25, 0.5, 0.5, 1.0], (10 + rank, 20 - rank), {("forward", 3): [1.0, 8.0, forward_s[0]]}, ["a note"], **others,
+            [0.25, 0.5, 0.5, 1.0], (10 + rank, 20 - rank), {("forward", 3): [1.0, 8.0, forward_s[0]]}, ["a note"],
         )  # fmt: skip
 
     records = [
@@ -156,8 +156,8 @@ def test_disturbance_is_time_over_work_of_the_passes_alone() -> None:
 def one_more_microbatch(of: Problem, **options: Any) -> pd.Series[float]:
     """Return the seconds by category, over all devices, that a fourth microbatch of two samples adds to three."""
     three, four = (replace(of, global_batch=2 * number) for number in (3, 4))
-    totals = [simulate(uniform_plan(each, microbatch=2, **options), each).breakdown().sum(numeric_only=True) for each in (three, four)]
-    return totals[1] - totals[0]
+    tables = [simulate(uniform_plan(each, microbatch=2, **options), each).breakdown() for each in (three, four)]
+    return tables[1].sum(numeric_only=True) - tables[0].sum(numeric_only=True)
 
 
 COUNTS = {"matmul": 16, "attention": 12, "norm": 9, "elementwise": 12, "embedding and loss": 2}
