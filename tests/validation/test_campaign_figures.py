@@ -19,9 +19,12 @@ from validation.campaigns.error_split import DeviceSplit, split_errors  # noqa: 
 from validation.campaigns.fit import Calibration, company_share  # noqa: E402
 from validation.campaigns.result import rank  # noqa: E402
 from validation.measurement import (  # noqa: E402
+    Clock,
+    CollectiveTimes,
     DeviceTime,
     IterationRecord,
     Measurement,
+    OperatorTimes,
     RankRecord,
     TimedAction,
     TimedSpan,
@@ -142,6 +145,23 @@ def test_ranks_make_up_a_measurement() -> None:
     assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (12, 20)
     assert found.spread == (8.0 - 2.0) / 3.0
     assert (found.samples_per_s, found.tokens_per_s_per_device) == pytest.approx((8 / 3, 16 / 3))
+
+
+def test_what_is_timed_has_a_span_since_the_start_and_is_forgotten_once_it_is_drained() -> None:
+    clock = Clock(torch.device("cpu"))
+    clock.mark = iter((10.0, 12.0, 13.0, 13.5)).__next__  # type: ignore[method-assign]
+    operators = OperatorTimes(clock)
+    for _ in range(2):
+        with operators.measure("forward", 3):
+            pass
+    assert operators.spans(1, 9.0)[1] == TimedSpan(1, "forward", 3, "", 4.0, 4.5)
+    assert operators.drain() == {("forward", 3): [2.0, 0.5]} and operators.drain() == {}
+    clock.mark = iter((10.0, 12.0)).__next__  # type: ignore[method-assign]
+    collectives = CollectiveTimes(clock)
+    with collectives.measure("all_reduce"):
+        pass
+    assert collectives.drain(1, 9.0) == [TimedSpan(1, "collective", -1, "all_reduce", 1.0, 3.0)]
+    assert collectives.drain(1, 9.0) == []
 
 
 def test_disturbance_is_time_over_work_of_the_passes_alone() -> None:

@@ -11,6 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
+from experiments.accuracy.run import run_case  # noqa: E402
+from experiments.campaign_cases import write_case_file  # noqa: E402
+from experiments.cases.campaigns import cases_of  # noqa: E402
 from hardware_models.profile_scaling import ProfileScaling  # noqa: E402
 from simulator.simulate import simulate  # noqa: E402
 from tests.validation.test_campaign_figures import measured, profile  # noqa: E402
@@ -40,6 +43,7 @@ PIPELINE, REPLICAS, SINGLE = range(3)
 def campaign() -> Campaign:
     pipeline = {"model": "gpt", "pp": 2, "num_microbatches": 4}
     return load(
+        name="cpu-gloo",
         calibration=[
             {**pipeline, "schedule": "gpipe"},
             {"model": "gpt", "dp": 2, "num_microbatches": 2},
@@ -122,7 +126,7 @@ def test_a_split_backward_has_the_overhead_of_a_pass_twice(unit: UnitWork) -> No
 
 
 def test_what_is_found_are_medians_of_rounds_and_plans_without_memory_have_no_error(
-    campaign: Campaign, unit: UnitWork
+    campaign: Campaign, unit: UnitWork, tmp_path: Path
 ) -> None:
     rounds = []
     for number, factor in enumerate((1.0, 1.1, 1.5)):
@@ -147,6 +151,16 @@ def test_what_is_found_are_medians_of_rounds_and_plans_without_memory_have_no_er
     assert summary["mean_absolute_error"] == pytest.approx(sum(map(abs, errors)) / 2) == found.median_absolute
     assert summary["worst_absolute_error"] == max(map(abs, errors))
     assert found.overlap == {"all_reduce": (1.5, 3.0)}
+
+    # A file of cases predicts the same.
+    write_case_file(found, tmp_path / "cpu-gloo.yaml")
+    cases = {case.row_id.partition("#")[2]: case for case in cases_of(tmp_path / "cpu-gloo.yaml")}
+    for outcome in (pipeline, parallel):
+        again = run_case(cases[outcome.plan.name])
+        assert again.iteration_time_s == pytest.approx(outcome.iteration.predicted_s, rel=1e-3)
+        assert again.time_error == pytest.approx(outcome.iteration.error, rel=0.01)
+    assert cases[parallel.plan.name].measured.peak_bytes == 102
+    assert cases[failed.plan.name].measured.iteration_time_s is None
 
 
 def test_the_fastest_round_has_the_quickest_of_every_run(unit: UnitWork) -> None:
