@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from datafiles.errors import DataFileError
 from datafiles.writer import dump_yaml
-from experiments.sweep.run import load_sweep
+from experiments.sweep import run as run_module
+from experiments.sweep.job import Job, Outcome
+from experiments.sweep.run import Progress, Sweep, load_sweep
 from tests.experiments.sweeps import MODEL, Place
 
 
@@ -87,3 +91,40 @@ def test_errors_of_a_spec_name_place_line_and_remedy(tmp_path: Path, text: str, 
         load_sweep(path)
     for part in expected:
         assert part in str(caught.value)
+
+
+def test_an_interrupted_sweep_says_what_remained_and_goes_on_with_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four runs of 10 s end, the second failed, and nothing for 4 s."""
+    clock = [100.0]
+
+    def outcomes(pending: Sequence[Job], workers: object) -> Iterator[tuple[Job, Outcome] | None]:
+        for number, job in enumerate(pending[:3]):
+            clock[0] += 10.0
+            yield job, Outcome({"status": "failed" if number == 1 else "ok"})
+        clock[0] += 4.0
+        yield None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "outcomes", outcomes)
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: clock[0])
+    grid = {"searcher": ["ddp"], "global_batch": [2, 4, 6, 8]}
+    found = Sweep(load_sweep(place.write(grid=grid)), place.output)
+    said: list[Progress] = []
+    with pytest.raises(KeyboardInterrupt):
+        found.run(None, said.append)  # type: ignore[arg-type]
+    assert [(each.done, each.total, each.failed, each.elapsed_s, each.remaining_s) for each in said] == [
+        (0, 4, 0, 0.0, None), (1, 4, 0, 10.0, 30.0), (2, 4, 1, 20.0, 20.0), (3, 4, 1, 30.0, 10.0), (3, 4, 1, 34.0, 6.0)
+    ]  # fmt: skip
+    assert [job.run.global_batch for job in found.pending] == [8]
+    assert found.counts() == {"ok": 2, "failed": 1}
+    assert list(pd.read_csv(place.output / "table.csv")["global_batch"]) == [2, 4, 6]
+
+    again = Sweep(load_sweep(place.spec), place.output)
+    assert [job.run.global_batch for job in again.pending] == [8]
+    assert (again.num_failed_kept, again.num_other) == (1, 0)
+    retried = Sweep(load_sweep(place.spec), place.output, retry_failed=True)
+    assert [job.run.global_batch for job in retried.pending] == [4, 8] and retried.num_failed_kept == 0
+    fewer = Sweep(load_sweep(place.write(grid={**grid, "global_batch": [6, 8]})), place.output)
+    assert [job.run.global_batch for job in fewer.pending] == [8] and fewer.num_other == 2
