@@ -230,6 +230,21 @@ def test_operators_count_by_class_and_cause_as_often_as_they_ran() -> None:
         assert raw[word] == pytest.approx(share * predicted[word]), word
 
 
+def test_what_an_operator_takes_alone_is_that_of_its_tensor_parallel_degree() -> None:
+    of = problem("gpt")
+    plan = uniform_plan(of, tp=2, microbatch=2).canonical(of.workload)
+    actions = tuple(TimedAction(rank, kind, 0, 0, 0.0, 0.0, 0.0) for rank in (0, 1) for kind in "FB")
+    devices = tuple(DeviceTime(rank, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0) for rank in (0, 1))
+    turn = measured(9.0, (1.0,), traced=(actions, ()), devices=devices)
+    result, base = simulate(plan, of), profile(of, 0.5)
+
+    def products_s(degree: int) -> float:
+        calibration = Calibration(base, raw_s={("mlp_linear_1", 2, degree): (0.0, 0.0)})
+        return split_errors(plan, of, of, result, calibration, [turn])[0].by_class()[0][1]
+
+    assert products_s(2) < 0.9 * products_s(1) and products_s(1) == products_s(4)
+
+
 def test_halves_of_a_split_backward_are_backward_and_the_busiest_device_comes_first() -> None:
     of = problem("gpt")
     plan = uniform_plan(of, pp=2, microbatch=2, schedule="zb-h1").canonical(of.workload)
