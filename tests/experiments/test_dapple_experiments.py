@@ -6,14 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from experiments.reproduce.dapple import fig11, table3
+from experiments.reproduce.dapple import fig11, table3, table7
 from experiments.reproduce.dapple.benchmarks import BENCHMARKS
 from experiments.reproduce.dapple.figures import control_edges
 from experiments.reproduce.dapple.table6 import _same_stages
 from experiments.reproduce.experiment import Context, Report
 from experiments.reproduce.registry import EXPERIMENTS
+from simulator.reports.breakdown import BUSY
 from simulator.schedules.actions import Action, PipelineShape
 from simulator.schedules.registry import schedule_named
 from tests.hardware_models.data_folder import data_folder
@@ -125,4 +127,34 @@ def test_warm_ups_are_judged_by_their_slowest_and_their_furthest(
 
     monkeypatch.setattr(table3, "judge", judged)
     report = table3.run(Context(None, tmp_path, say=lambda line: None))
+    assert [verdict.holds for verdict in report.verdicts] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("layers", "share", "verdicts"),
+    [
+        ({1: 48, 2: 106, 4: 215, 8: 428}, 0.90, [True, True, True]),
+        ({1: 1, 2: 110, 4: 200, 8: 400}, 0.84, [True, True, True]),
+        ({1: 48, 2: 114, 4: 206, 8: 412}, 0.96, [False, True, True]),
+        ({1: 48, 2: 106, 4: 215, 8: 472}, 0.82, [False, False, False]),
+        ({1: 48, 2: 95, 4: 195, 8: 390}, 0.98, [True, False, False]),
+    ],
+)
+def test_the_largest_model_is_found_by_halves_and_its_growth_is_judged(
+    layers: dict[int, int], share: float, verdicts: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One GPU is no pipeline. Utilisations of 93, 89, 89 and 87 % are printed."""
+
+    def bert(count: int, devices: int, num_microbatches: int = 64) -> SimpleNamespace:
+        return SimpleNamespace(count=count, workload=SimpleNamespace(num_parameters=count))
+
+    def simulated(problem: SimpleNamespace, devices: int) -> SimpleNamespace:
+        busy = pd.DataFrame([dict.fromkeys(BUSY, 2 * share / len(BUSY))] * devices)
+        fits = problem.count <= layers[devices]
+        return SimpleNamespace(fits=fits, iteration_time_s=2.0, breakdown=lambda: busy)
+
+    monkeypatch.setattr(table7, "bert", bert)
+    monkeypatch.setattr(table7, "simulated", simulated)
+    report = table7.run(Context(None, tmp_path, say=lambda line: None))
+    assert report.tables["largest"]["largest that fits, layers"].tolist() == list(layers.values())
     assert [verdict.holds for verdict in report.verdicts] == verdicts
