@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,7 +13,7 @@ from experiments.calibrate.fitted_constants import fit_constants, moved
 from experiments.cases.galvatron_budget import STEP, within_budget
 from experiments.cases.galvatron_table2 import SEARCHED, Run, num_microbatches
 from experiments.reproduce.experiment import Context
-from experiments.reproduce.galvatron import EXPERIMENTS, fig4, fig5, fig6, table1, table2
+from experiments.reproduce.galvatron import EXPERIMENTS, fig4, fig5, fig6, table1, table2, table5_calibration
 from experiments.reproduce.galvatron.agreement import ordered_pairs, summary, winners
 from experiments.reproduce.galvatron.calibration import GPIPE, errors, fitted_overlap
 from experiments.reproduce.galvatron.cells import TITLES, at_batch, fixed_cell, searched_cell
@@ -357,3 +358,29 @@ def test_pipelines_of_figure_4_are_near_their_balance_and_the_third_fits_and_is_
     for (row, column), value in changes.items():
         frame.loc[row, column] = value
     assert [verdict.holds for verdict in fig4._verdicts(frame)] == verdicts
+
+
+@pytest.mark.parametrize(("error", "holds"), [(0.19, True), (0.22, False)])
+def test_cells_of_a_budget_are_judged_by_constants_of_the_other_alone(
+    error: float, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cells a budget, one 10 % too fast and one too slow by the error: 15 % on average in both."""
+    of = {(gb, "bert-huge-32", f"galvatron-1f1b-{word}") for gb in (8, 16) for word in ("mem", "bi")}
+    printed = {key: value for key, value in printed_table5().items() if key in of}
+
+    def planned_cell(key: tuple[int, str, str], value: object) -> SimpleNamespace:
+        def difference(factors: dict[str, float]) -> float:
+            assert factors.get("budget", 24 - key[0]) == 24 - key[0]  # 8 or 16
+            return 0.1 if key[2].endswith("mem") else -error
+
+        return SimpleNamespace(key=key, printed=value, run=key[0], difference=difference)
+
+    def fit(runs: list[int], names: object) -> SimpleNamespace:
+        assert len(runs) == 2 and len(set(runs)) == 1
+        return SimpleNamespace(factors={"budget": runs[0]})
+
+    monkeypatch.setattr(table5_calibration, "planned", planned_cell)
+    monkeypatch.setattr(table5_calibration, "fit_constants", fit)
+    frame, verdict = table5_calibration.calibrated(printed, lambda line: None)
+    assert verdict.holds is holds
+    assert sorted(frame["memory_gb"]) == [8, 8, 16, 16]
