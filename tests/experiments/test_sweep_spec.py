@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 from datafiles.errors import DataFileError
 from datafiles.writer import dump_yaml
 from experiments.sweep import run as run_module
-from experiments.sweep.job import Job, Outcome
+from experiments.sweep.job import Job, Outcome, run_job
 from experiments.sweep.run import Progress, Sweep, load_sweep
-from tests.experiments.sweeps import MODEL, Place
+from hardware_models.calibration_file import Calibration, GpuConstants, save_calibration
+from hardware_models.cluster import parse_cluster
+from tests.experiments.sweeps import BASE, MODEL, Place
 
 
 def test_a_grid_is_every_combination_in_the_specs_order(place: Place) -> None:
@@ -91,6 +94,31 @@ def test_errors_of_a_spec_name_place_line_and_remedy(tmp_path: Path, text: str, 
         load_sweep(path)
     for part in expected:
         assert part in str(caught.value)
+
+
+def test_a_profile_beside_the_spec_is_what_a_run_is_simulated_on(place: Place) -> None:
+    (node,) = parse_cluster(BASE["cluster"]).nodes
+    seconds, keys = [], set()
+    for share in (0.5, 0.05, None):  # of the memory bandwidth in the optimizer step
+        if share is not None:
+            constants = {node.gpu.name: GpuConstants(optimizer_bandwidth_fraction=share)}
+            save_calibration(Calibration(source="mine", gpus=constants), place.spec.parent / "own.yaml")
+        profile = {} if share is None else {"profile": "own.yaml"}
+        (job,) = load_sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp", **profile}])).jobs
+        seconds.append(run_job(job).row["iteration_time_s"])
+        keys.add(job.key)
+    assert seconds[1] > 1.05 * seconds[0] and len(keys) == len(set(seconds)) == 3
+    (place.spec.parent / "own.yaml").write_text("nothing: 1")
+    with pytest.raises(DataFileError, match="profile"):
+        load_sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp", "profile": "own.yaml"}]))
+
+
+def test_a_run_without_a_plan_says_how_long_it_searched_and_where(place: Place) -> None:
+    spec = load_sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp", "memory_limit": "801MiB"}]))
+    outcome = run_job(spec.jobs[0])
+    assert outcome.row["status"] == "no plan" and not outcome.row["reason"].startswith("ddp: ")
+    assert outcome.details["process"] == os.getpid()
+    assert 0.0 <= outcome.row["search_s"] <= outcome.details["wall_s"] < 600.0
 
 
 def test_an_interrupted_sweep_says_what_remained_and_goes_on_with_it(

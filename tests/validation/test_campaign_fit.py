@@ -114,6 +114,14 @@ def test_what_is_fitted_predicts_what_it_was_fitted_on(unit: UnitWork) -> None:
     assert sum(float(row[list(EXPOSED_COLLECTIVES)].sum()) for row in tables) == pytest.approx(0.1, rel=1e-3)
 
 
+def test_a_calibration_plan_without_memory_in_one_round_is_not_fitted(unit: UnitWork) -> None:
+    failed = {unit.first_calibration + number: {"out_of_memory": True} for number in (SINGLE, PIPELINE)}
+    found = fit_campaign([unit], [turn(unit), turn(unit, changes=failed), turn(unit)])[unit.name]
+    assert (found.single_factor, found.profile.operator_factor, found.profile.pass_overhead_s) == (1.0, 1.0, 0.0)
+    with pytest.raises(ValueError, match="profiling runs must fit into memory"):
+        fit_campaign([unit], [turn(unit), turn(unit, changes={unit.first_half: {"out_of_memory": True}})])
+
+
 def test_a_split_backward_has_the_overhead_of_a_pass_twice(unit: UnitWork) -> None:
     base = replace(profile(unit.problem, 0.5), operator_factor=1.1, pass_overhead_s=0.51)
     calibration = Calibration(base, single_factor=1.3, halves={"mlp": 1.5})
@@ -139,6 +147,7 @@ def test_what_is_found_are_medians_of_rounds_and_plans_without_memory_have_no_er
     assert pipeline.spread == pytest.approx(0.5 / 1.1) and pipeline.samples_s == pytest.approx((0.8, 0.88, 1.2))
     assert pipeline.iteration.error == pytest.approx(pipeline.result.iteration_time_s / 0.88 - 1)
     assert [each.out_of_memory for each in found.outcomes] == [False, True, False] and failed.samples_s == ()
+    assert failed.to_mapping()["waiting_s"] == {"predicted": 0.0, "measured": 0.0}
     memory = parallel.memory
     assert (memory.measured_allocated, memory.measured_reserved, pipeline.memory.measured_allocated) == (102, 200, None)
     assert memory.to_mapping()["allocated_error"] == memory.predicted_allocated / 102 - 1
@@ -182,8 +191,9 @@ def test_an_interrupted_campaign_makes_only_what_is_missing(
     campaign: Campaign, unit: UnitWork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[int, str]] = []
+    folder = tmp_path / "of" / "results"
 
-    def run_unit(campaign: Campaign, own: UnitWork, folder: Path, number: int) -> Mapping[str, Any]:
+    def run_unit(campaign: Campaign, own: UnitWork, where: Path, number: int) -> Mapping[str, Any]:
         if len(made) == 1:
             made.append((number, "interrupted"))
             raise KeyboardInterrupt
@@ -194,18 +204,18 @@ def test_an_interrupted_campaign_makes_only_what_is_missing(
     monkeypatch.setattr(run_module, "_run_unit", run_unit)
     monkeypatch.setattr(run_module, "_measure_communication", lambda campaign: rows)
     with pytest.raises(KeyboardInterrupt):
-        run_campaign(campaign, [unit], tmp_path, rounds=2)
-    assert finished_rounds(campaign, [unit], tmp_path) == 1
-    run_campaign(campaign, [unit], tmp_path, rounds=2)
+        run_campaign(campaign, [unit], folder, rounds=2)
+    assert finished_rounds(campaign, [unit], folder) == 1
+    run_campaign(campaign, [unit], folder, rounds=2)
     assert made == [(1, unit.name), (2, "interrupted"), (2, unit.name)]
-    assert finished_rounds(campaign, [unit], tmp_path) == 2
-    times = [each.measured[unit.name][-1].iteration_time_s for each in load_rounds(campaign, [unit], tmp_path)]
+    assert finished_rounds(campaign, [unit], folder) == 2
+    times = [each.measured[unit.name][-1].iteration_time_s for each in load_rounds(campaign, [unit], folder)]
     assert times == [0.5, 1.0]
-    assert len(list(load_rounds(campaign, [unit], tmp_path, limit=1))) == 1
+    assert len(list(load_rounds(campaign, [unit], folder, limit=1))) == 1
     with pytest.raises(ValueError, match="use of a profile"):
-        run_campaign(campaign, [unit], tmp_path, rounds=2, with_profiling=False)
+        run_campaign(campaign, [unit], folder, rounds=2, with_profiling=False)
     with pytest.raises(ValueError, match="another campaign"):
-        run_campaign(load(), campaign_work(load()), tmp_path, rounds=2)
+        run_campaign(load(), campaign_work(load()), folder, rounds=2)
     other = replace(unit, report=unit.report[:-1])
     with pytest.raises(ValueError, match="does not hold what the campaign runs"):
-        list(load_rounds(campaign, [other], tmp_path))
+        list(load_rounds(campaign, [other], folder))
