@@ -65,6 +65,8 @@ def test_only_pairs_of_one_unit_beyond_the_margin_are_ranked() -> None:
     assert (ranking.pairs, ranking.right) == (2, 0)
     assert ranking.wrong == (("a", "c"), ("b", "c"))
     assert rank([("gpt", "a", 1.0, 1.0), ("gpt", "b", 1.2, 2.0)], 0.15).right == 1
+    alike = [("gpt", "a", 1.0, 1.0), ("gpt", "b", 1.0, 2.0)]
+    assert rank(alike, 0.15).right == rank(alike[::-1], 0.15).right == 0
 
 
 @pytest.mark.parametrize("computation", [1.0, 1.3, 2.0])
@@ -243,6 +245,19 @@ def test_what_an_operator_takes_alone_is_that_of_its_tensor_parallel_degree() ->
         return split_errors(plan, of, of, result, calibration, [turn])[0].by_class()[0][1]
 
     assert products_s(2) < 0.9 * products_s(1) and products_s(1) == products_s(4)
+
+
+def test_exposed_collectives_are_all_of_the_breakdowns() -> None:
+    of = problem("gpt")
+    plan = uniform_plan(of, tp=2, dp=2, microbatch=4, gradient_reduction="last").canonical(of.workload)
+    actions = tuple(TimedAction(rank, kind, 0, 0, 0.0, 0.0, 0.0) for rank in range(4) for kind in "FB")
+    devices = tuple(DeviceTime(rank, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0) for rank in range(4))
+    result = simulate(plan, of)
+    row = result.breakdown().iloc[0]
+    exposed = [row["exposed_tensor_parallel_s"], row["exposed_gradient_sync_s"]]
+    turn = measured(9.0, (1.0,), traced=(actions, ()), devices=devices)
+    found = split_errors(plan, of, of, result, Calibration(profile(of, 0.5)), [turn])[0].by_class()
+    assert min(exposed) > 0 and dict(each[:2] for each in found)["collectives"] == pytest.approx(sum(exposed))
 
 
 def test_halves_of_a_split_backward_are_backward_and_the_busiest_device_comes_first() -> None:

@@ -127,6 +127,9 @@ def test_a_split_backward_has_the_overhead_of_a_pass_twice(unit: UnitWork) -> No
     calibration = Calibration(base, single_factor=1.3, halves={"mlp": 1.5})
     gpipe, replicas, single = (job.plan for _, job in unit.calibration)
     split = unit.report[1][1].plan
+    raw_s = {("mlp", 1, 1): (1.0, 1.0), ("mlp", 8, 1): (16.0, 24.0), ("mlp", 6, 2): (0.0, 0.0)}
+    known = replace(calibration, raw_s=raw_s)
+    assert known.raw("mlp", 6, 1) == (12.0, 18.0) and known.raw("mlp", 6, 4) is known.raw("norm", 6, 1) is None
     assert calibration.scaling(unit.problem, single) == ProfileScaling(1.3)
     assert calibration.scaling(unit.problem, replicas) == ProfileScaling(1.0)
     assert calibration.scaling(unit.problem, gpipe) == ProfileScaling(1.1, {}, 0.02, 0.02)
