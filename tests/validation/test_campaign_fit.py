@@ -131,6 +131,10 @@ def test_a_split_backward_has_the_overhead_of_a_pass_twice(unit: UnitWork) -> No
     known = replace(calibration, raw_s=raw_s)
     assert known.raw("mlp", 6, 1) == (12.0, 18.0) and known.raw("mlp", 6, 4) is known.raw("norm", 6, 1) is None
     assert calibration.scaling(unit.problem, single) == ProfileScaling(1.3)
+    in_company = replace(calibration, company_cost=0.25, num_profiled=2)  # a quarter is gone without
+    for number, factor in ((SINGLE, 1.3 * 0.75), (REPLICAS, 1.0)):
+        _, job = unit.calibration[number]
+        assert in_company.scaling(job.problem, job.plan).factor == pytest.approx(factor)
     assert calibration.scaling(unit.problem, replicas) == ProfileScaling(1.0)
     assert calibration.scaling(unit.problem, gpipe) == ProfileScaling(1.1, {}, 0.02, 0.02)
     assert calibration.scaling(unit.problem, split) == ProfileScaling(1.1, {"mlp": 1.5}, 0.02, 0.04)
@@ -153,6 +157,8 @@ def test_what_is_found_are_medians_of_rounds_and_plans_without_memory_have_no_er
     assert failed.to_mapping()["waiting_s"] == {"predicted": 0.0, "measured": 0.0}
     memory = parallel.memory
     assert (memory.measured_allocated, memory.measured_reserved, pipeline.memory.measured_allocated) == (102, 200, None)
+    result = parallel.result
+    assert memory.predicted_allocated == result.peak_allocated_bytes < memory.predicted_reserved
     assert memory.to_mapping()["allocated_error"] == memory.predicted_allocated / 102 - 1
     # By sample 0.22 and 0.275 s: further apart than the margin.
     assert campaign.options.ranking_margin < 0.25 and found.ranking.pairs == 1
