@@ -42,7 +42,7 @@ class TimedSpan:
 
     Attributes:
         rank: Process.
-        phase: ``forward``, ``backward``, ``backward input``, ``backward weight``, ``recompute``, ``collective`` or
+        phase: ``forward``, ``backward``, ``backward_input``, ``backward_weight``, ``recompute``, ``collective`` or
             ``optimizer``.
         operator: Index of the operator; -1 for collectives and the optimizer step.
         name: Of the collective; empty for operators.

@@ -104,7 +104,7 @@ def named_rows(texts: Iterable[str]) -> Iterator[str]:
             for part in numbers.split(","):
                 first, _, last = part.partition("-")
                 stop = int(last or first)
-                if stop - int(first) > MAX_RANGE:
+                if stop - int(first) >= MAX_RANGE:
                     raise ValueError(f"a range of rows must have at most {MAX_RANGE}, got {file}#{part}")
                 yield from (f"{file}#{row}" for row in range(int(first), stop + 1))
 

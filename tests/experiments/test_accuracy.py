@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import pytest
 
-from experiments.accuracy import baseline as gate
+from experiments.accuracy.baseline import figures_of
 from experiments.accuracy.calibration_rows import calibration_rows, named_rows
 from experiments.accuracy.docs import write_docs
 from experiments.accuracy.errors import DISTINGUISHABLE, ErrorReport, rank_report
 from experiments.accuracy.groups import groups
 from experiments.accuracy.plots import plot_group, scale_by_log
 from experiments.accuracy.run import (
-    GroupReport,
+    Outcome,
     check_cases,
     group_reports,
     report_of,
@@ -29,6 +28,8 @@ from experiments.cases import alpa, galvatron_table2, megatron_sc21, vtrain
 from experiments.cases.case import Case, Measured, Skipped, problem_of, uniform
 from experiments.cases.sources import all_cases, data_folder
 from hardware_models.gpus import gpu_names
+from simulator.problem import Problem
+from simulator.simulate import simulate
 from workloads.models.gpt import GPTSpec
 
 MODEL = GPTSpec(name="tiny", layers=4, hidden=256, heads=4, seq_len=128, vocab=1000)
@@ -183,6 +184,91 @@ def test_ranks_leave_out_pairs_that_hardly_differ() -> None:
     assert rank_report({"x": [(1.0, 1.0)]}) is None
 
 
+def test_pairs_are_asked_for_beyond_five_per_cent_of_the_quicker() -> None:
+    def pairs(slower: float) -> int:
+        report = rank_report({"x": [(1.0, 1.0), (2.0, slower)]})
+        return report.num_pairs if report is not None else 0
+
+    assert [pairs(slower) for slower in (1.049, 1.051, 1.06)] == [0, 1, 1]
+
+
+def test_spearman_is_the_mean_of_sets_of_three_and_more_by_their_size() -> None:
+    three, four = [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)], [(4.0, 1.0), (3.0, 2.0), (2.0, 3.0), (1.0, 4.0)]
+    two = [(1.0, 2.0), (2.0, 1.0)]
+    report = rank_report({"a": three, "b": four, "c": two})
+    assert report is not None and report.spearman == pytest.approx((3 - 4) / 7)
+    assert (report.num_pairs, report.num_agreeing) == (3 + 6 + 1, 3)
+    alone = rank_report({"a": two, "b": three[:2], "c": three[1:]})
+    assert alone is not None and alone.spearman == alone.correlation == pytest.approx(1 / 3)
+    flat = rank_report({"a": [(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)]})
+    assert flat is not None and flat.spearman == 0.0
+
+
+def test_the_figures_of_a_group_are_counted() -> None:
+    """Right twice, once a false alarm, once predicted to fit what did not; per sample 1 s beats 1.5 s, as predicted."""
+
+    def outcome(number: int, predicted: bool, measured: bool | None, **more: object) -> Outcome:
+        return Outcome(a_case(f"t.csv#{number}", **more, measured=measured_of(measured)), 12.0, predicted, 5e9, 0.1)
+
+    def measured_of(out_of_memory: bool | None) -> Measured:
+        return Measured(iteration_time_s=None if out_of_memory else 8.0, out_of_memory=out_of_memory, peak_bytes=4e9)
+
+    outcomes = [
+        outcome(1, False, False, rivals="m", rival_samples=8),
+        outcome(2, True, False, rivals="m", rival_samples=4),
+        outcome(3, False, True, rivals="m"),
+        outcome(4, True, True),
+        outcome(5, False, None, rivals="alone"),
+    ]
+    skipped = [
+        Skipped(("a",), 3, "why"), Skipped(("b",), 1, "other"), Skipped(("a", "b"), 2, "why"),
+        Skipped(("a",), 0, "none"),
+    ]  # fmt: skip
+    found = report_of("a", outcomes, skipped)
+    assert (found.num_run, found.num_skipped, found.reasons) == (5, 5, ("why",))
+    assert report_of("a", [], skipped).reasons == ("why", "none")
+    assert (found.num_fits_asked, found.num_fits_right, found.num_wrong_fits) == (4, 2, 1)
+    assert found.fits_agreement == 0.5
+    assert found.time is not None and found.time.num_cases == 3 and found.time.bias == pytest.approx(0.5)
+    assert found.memory is not None and found.memory.num_cases == 5 and found.memory.bias == pytest.approx(0.25)
+    assert found.rank is not None and (found.rank.num_pairs, found.rank.num_agreeing) == (1, 1)
+
+
+def test_only_the_groups_asked_for_are_run_and_each_case_is_said() -> None:
+    said: list[tuple[int, int, str]] = []
+    cases = [a_case(f"tiny.csv#{number}", groups=(group,)) for number, group in enumerate(("vtrain-single-node",) * 2)]
+    cases.append(a_case("other.csv#1", groups=("dapple-table5", "vtrain-single-node")))
+    skipped = [Skipped(("dapple-table5",), 1, "why"), Skipped(("aceso-gpt-likely",), 1, "why")]
+    outcomes, left = run_cases(
+        [*cases, *skipped], only=["dapple-table5"], listener=lambda *words: said.append(words)
+    )  # fmt: skip
+    assert [each.case.row_id for each in outcomes] == ["other.csv#1"] and left == skipped[:1]
+    assert said == [(0, 1, "other.csv#1")]
+    assert len(run_cases([*cases, *skipped])[0]) == 3
+
+
+def test_live_bytes_are_held_to_the_limit_where_the_measured_system_counts_those() -> None:
+    """A budget between live and reserved bytes."""
+    whole = run_case(a_case(measured=Measured(peak_bytes=1.0)))
+    reserved = run_case(a_case(measured=Measured(peak_bytes=1.0, peak_is_reserved=True)))
+    assert whole.peak_bytes < reserved.peak_bytes and whole.memory_error == whole.peak_bytes - 1
+
+    def limited(num_bytes: int) -> Callable[[], Problem]:
+        return problem_of(
+            model=MODEL, cluster="a100-80g-dgx:1x2", runtime="megatron-lm-2021", global_batch=8,
+            memory_limit_bytes=num_bytes,
+        )  # fmt: skip
+
+    probe = limited(4 << 30)()
+    taken = (4 << 30) - simulate(whole.case.plan(probe), probe).memory[0].capacity_bytes  # beside the allocator
+    between = limited(int((whole.peak_bytes + reserved.peak_bytes) / 2 + taken))
+    found = [
+        run_case(a_case(problem=between, measured=Measured(out_of_memory=False, limits_live_bytes=live))).out_of_memory
+        for live in (False, True)
+    ]
+    assert found == [True, False]
+
+
 def test_plans_of_different_batches_are_ranked_by_time_per_sample(printed: list[Case]) -> None:
     by_rivals: dict[str, set[int]] = {}
     for case in printed:
@@ -207,120 +293,8 @@ def test_features_that_tell_cases_apart_are_kept_where_several_share_a_value() -
     found = report_of("tiny", outcomes)
     assert found.time is not None
     assert found.time_by_feature == {"tp": {"1": pytest.approx(found.time.mean_absolute)}}
-    kept = gate.figures_of(found)
+    kept = figures_of(found)
     assert kept is not None and kept.time_by_feature == {"tp": {"1": kept.time_mean_absolute}}
-
-
-# The gate
-
-
-def report(error: float = 0.05, *, count: int = 4, name: str = "megatron-sc21-table1", **more: object) -> GroupReport:
-    errors = ErrorReport({f"row{number}": error for number in range(count)}) if count else None
-    fields: dict[str, object] = {
-        "num_run": count,
-        "num_skipped": 0,
-        "reasons": (),
-        "time": errors,
-        "memory": None,
-        "num_fits_asked": count,
-        "num_fits_right": count,
-        "num_wrong_fits": 0,
-        "rank": None,
-        "time_by_feature": {},
-        **more,
-    }
-    return GroupReport(name=name, **fields)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def baseline(tmp_path: Path) -> Iterator[gate.Baseline]:
-    path = tmp_path / "baseline.json"
-    before, after = gate.accept([report()], "first", path=path, today=date(2026, 1, 2))
-    assert before.groups == {} and after == gate.load_baseline(path)
-    yield after
-
-
-def test_the_same_figures_pass(baseline: gate.Baseline) -> None:
-    assert gate.findings([report()], baseline, with_data=False) == []
-
-
-def test_a_worsening_within_the_tolerance_passes_and_beyond_it_fails(baseline: gate.Baseline) -> None:
-    tolerance = groups()["megatron-sc21-table1"].tolerance
-    assert gate.findings([report(0.05 + 0.9 * tolerance)], baseline, with_data=False) == []
-    (found,) = gate.findings([report(0.05 + 1.1 * tolerance)], baseline, with_data=False)
-    assert found.group == "megatron-sc21-table1" and "accepted 5.00 %" in found.message
-
-
-def test_an_improvement_passes(baseline: gate.Baseline) -> None:
-    assert gate.findings([report(0.01)], baseline, with_data=False) == []
-
-
-@pytest.mark.parametrize(("error", "count", "moved"), [(0.03, 1, True), (0.045, 1, False), (0.03, 3, False)])
-def test_of_a_case_or_two_an_error_that_shrinks_is_no_improvement_yet(
-    tmp_path: Path, error: float, count: int, moved: bool
-) -> None:
-    path = tmp_path / "baseline.json"
-    _, accepted = gate.accept([report(count=count)], "first", path=path)
-    found = gate.findings([report(error, count=count)], accepted, with_data=False)
-    assert [each.message.startswith("time moved from 5.00 % to 3.00 % off") for each in found] == [True] * moved
-
-
-def test_a_group_that_lost_its_cases_fails(baseline: gate.Baseline) -> None:
-    other = report(name="dapple-table5")
-    messages = [found.message for found in gate.findings([report(count=0), other], baseline, with_data=False)]
-    assert any("no case ran" in message for message in messages)
-
-
-def test_fewer_cases_fail(baseline: gate.Baseline) -> None:
-    (found,) = gate.findings([report(count=3)], baseline, with_data=False)
-    assert "3 cases ran, 4 did" in found.message
-
-
-def test_no_case_at_all_fails() -> None:
-    (found,) = gate.findings([], gate.Baseline(groups={}), with_data=False)
-    assert "no case ran" in found.message
-
-
-def test_a_case_predicted_to_fit_that_did_not_fails(baseline: gate.Baseline) -> None:
-    worse = report(num_fits_right=3, num_wrong_fits=1)
-    words = " ".join(found.message for found in gate.findings([worse], baseline, with_data=False))
-    assert "out of memory" in words and "predicted to fit" in words
-
-
-def test_groups_that_need_data_are_only_asked_for_with_data(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    _, accepted = gate.accept([report(), report(name="megatron-dgx2")], "both", path=path)
-    alone = [report(), report(count=0, name="megatron-dgx2")]
-    assert gate.findings(alone, accepted, with_data=False) == []
-    assert [found.group for found in gate.findings(alone, accepted, with_data=True)] == ["megatron-dgx2"]
-
-
-def test_accepting_keeps_groups_that_did_not_run_and_shows_what_moved(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    gate.accept([report(), report(0.2, name="megatron-dgx2")], "both", path=path)
-    before, after = gate.accept([report(0.04)], "softmax reads half", path=path)
-    assert after.groups["megatron-dgx2"] == before.groups["megatron-dgx2"]
-    assert [entry.reason for entry in after.accepted] == ["both", "softmax reads half"]
-    moved = gate.changes(before, after)
-    assert ("megatron-sc21-table1", "time mean absolute", "5.00 %", "4.00 %") in moved
-    assert {row[0] for row in moved} == {"megatron-sc21-table1"}
-
-
-@pytest.mark.parametrize("reason", ["", "  ", "\0\n"])
-def test_accepting_without_a_reason_is_refused(tmp_path: Path, reason: str) -> None:
-    with pytest.raises(ValueError, match="reason"):
-        gate.accept([report()], reason, path=tmp_path / "baseline.json")
-
-
-def test_accepting_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no case ran"):
-        gate.accept([report(count=0)], "why", path=tmp_path / "baseline.json")
-
-
-def test_the_committed_baseline_is_of_known_groups_and_covers_all_that_a_clean_clone_runs() -> None:
-    committed = gate.load_baseline()
-    assert set(committed.groups) <= set(groups())
-    assert {name for name, group in groups().items() if not group.needs_data} <= set(committed.groups)
 
 
 # Loaders on synthetic rows of the public layouts

@@ -82,6 +82,9 @@ def test_two_samples_that_cost_more_than_twice_one_are_missed_by_what_a_median_l
     assert pairs == [(1, 0)]
     assert conflicts(rows, pairs) == [[0]]
     assert attainable.attainable(rows, times).most_correlation == -1.0
+    consistent = attainable.attainable([row(1, 8, tp=tp, dp=4 // tp) for tp in (1, 2, 4)], [4.0, 2.0, 1.0])
+    assert (consistent.num_pairs, consistent.least_error) == (3, pytest.approx(0.0, abs=1e-6))
+    assert consistent.correlation == consistent.most_correlation == 1.0
 
 
 def test_the_wider_model_must_not_be_quicker() -> None:

@@ -93,6 +93,16 @@ def test_a_case_predicts_what_the_campaign_predicted(tmp_path: Path) -> None:
     assert case.measured.out_of_memory is None and case.measured.peak_bytes is None
 
 
+def test_a_runtimes_attention_is_the_one_that_the_file_says(tmp_path: Path) -> None:
+    for chosen, expected in (({}, "plain"), ({"attention": "flash"}, "flash")):
+        path = tmp_path / f"{expected}.yaml"
+        path.write_text(dump_yaml({**document(), "runtimes": {"fp32": {"base": "windtunnel-executor-fp32", **chosen}}}))
+        (case,) = cases_of(path)
+        problem = case.problem()
+        assert problem.runtime.attention == expected
+        assert any(op.kind == "flash_attention" for op in problem.workload.operators) == (expected == "flash")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

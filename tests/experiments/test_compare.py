@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
 from experiments import compare as compare_module
-from experiments import compare_plots
+from experiments import compare_plots, judged
 from experiments.compare import COLUMNS, compare
 from searchers.budget import Budget
+from searchers.registry import searcher_named
+from simulator.fidelity import Fidelity
 from simulator.plan_file import load_plan
 from simulator.problem import ProblemSpec
+from simulator.result import SimulationResult
 from simulator.simulate import simulate
 
 SPEC = ProblemSpec(model="gpt3-350m", cluster="v100-32g-dgx1:1x2", runtime="megatron-lm-2021", global_batch=4)
@@ -213,3 +218,34 @@ def test_rates_beside_the_bars_have_as_many_digits(
 def test_a_searcher_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="every searcher must be named once, got ddp again"):
         compare(SPEC, ("ddp", "megatron-grid", "ddp"), budget=BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("fits", "chosen", "reason"),
+    [
+        ((True, True), 0, ""),
+        ((False, True), 1, "choice 2: those before it ran out of memory"),
+        ((False, False), 0, "DOES NOT FIT, and no other plan of the search does (of 2)"),
+    ],
+)
+def test_plans_are_judged_in_the_searchers_order_until_one_fits(
+    fits: tuple[bool, bool], chosen: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = SPEC.load()
+    found = searcher_named("megatron-grid", keep=2).search(problem, BUDGET)
+    assert len(found.plans) == 2
+    real, answers = judged.simulate, iter(fits)
+
+    def simulated(*given: Any, **options: Any) -> SimulationResult:
+        result = real(*given, **options)
+        fit = next(answers)
+        return replace(result, memory=tuple(replace(each, fits=fit) for each in result.memory))
+
+    monkeypatch.setattr(judged, "simulate", simulated)
+    of = judged.first_that_fits(found, problem, Fidelity(), "compiled")
+    assert (of.plan, of.objective, of.reason) == (found.plans[chosen].plan, found.plans[chosen].objective, reason)
+    assert of.result.plan_hash == of.plan.canonical_hash(problem.workload)
+    row = of.row(found)
+    assert row["status"] == ("ok" if any(fits) else "out of memory")
+    assert row["peak_reserved_bytes"] == max(each.peak_reserved_bytes for each in of.result.memory)
+    assert len(list(answers)) == (1 if fits[0] else 0)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import pytest
 
+from experiments.reproduce.dapple import fig11, table3, table7
+from experiments.reproduce.dapple.benchmarks import BENCHMARKS
 from experiments.reproduce.dapple.figures import control_edges
 from experiments.reproduce.dapple.table6 import _same_stages
 from experiments.reproduce.experiment import Context, Report
 from experiments.reproduce.registry import EXPERIMENTS
+from simulator.reports.breakdown import BUSY
 from simulator.schedules.actions import Action, PipelineShape
 from simulator.schedules.registry import schedule_named
 from tests.hardware_models.data_folder import data_folder
@@ -67,3 +73,88 @@ def test_strategies_are_compared_up_to_the_number_of_the_first_state() -> None:
 def test_without_the_data_folder_it_is_said_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"needs dapple/vgg19_b32.csv.*--data"):
         quick("table4", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("at_128", "own", "gnmt", "verdicts"),
+    [
+        (1.14, 0.86, 2.32, [*[True] * 3, *[True] * 3, True, True]),
+        (1.16, 0.86, 2.32, [*[False] * 3, *[True] * 3, True, True]),
+        (0.84, 1.16, 2.32, [*[False] * 3, *[False] * 3, True, True]),
+        (1.0, 0.9, 2.66, [*[True] * 3, *[True] * 3, True, True]),
+        (1.0, 0.9, 2.68, [*[True] * 3, *[True] * 3, True, False]),
+        (1.0, 1.0, 1.96, [*[True] * 3, *[True] * 3, True, False]),
+        (1.0, 0.72, 2.32, [*[True] * 3, False, False, True, False, True]),  # 0.986 on B
+    ],
+)
+def test_hybrids_are_judged_by_the_mean_of_models_whose_data_parallel_run_fits(
+    at_128: float, own: float, gnmt: float, verdicts: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Means of 1.71, 1.37 and 1.79 on A, B and C; two models do not run; GNMT-16 on C stands apart."""
+
+    def row(context: Context, name: str, config: str, batch: int) -> dict[str, object]:
+        factor = at_128 if batch == 128 else own
+        ratio = {"A": 1.71, "B": 1.37, "C": 1.79}[config] * factor
+        if name in ("XLNet-36", "AmoebaNet-36"):
+            ratio = np.nan
+        if (name, config) == ("GNMT-16", "C") and batch != 128:
+            ratio = gnmt
+        return {
+            "model": name, "config": config, "samples": batch, "hybrid / DP overlap": ratio,
+            "hybrid / DP overlap, released constants, formula": 1.0,
+        }  # fmt: skip
+
+    assert [name for name in fig11.MODELS if BENCHMARKS[name].global_batch == 128] == ["XLNet-36", "AmoebaNet-36"]
+    monkeypatch.setattr(fig11, "_row", row)
+    report = fig11.run(Context(None, tmp_path, say=lambda line: None))
+    assert [verdict.holds for verdict in report.verdicts] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdicts"), [(1.0, [True, True]), (1.14, [True, True]), (1.16, [True, False]), (0.994, [False, True])]
+)
+def test_warm_ups_are_judged_by_their_slowest_and_their_furthest(
+    factor: float, verdicts: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BERT-48 off the printed 1.0 by a factor, all others as printed."""
+    monkeypatch.setattr(table3, "setting", lambda context, name, config: SimpleNamespace(planner=None, problem=name))
+    monkeypatch.setattr(table3, "plan_in_words", lambda given, words: None)
+    monkeypatch.setattr(table3, "communication_ratio", lambda planner, form: 0.1)
+
+    def judged(problem: str, form: object, *, warmup: str) -> SimpleNamespace:
+        speedup = table3.PRINTED[problem][1] * (factor if problem == "BERT-48" else 1.0)
+        return SimpleNamespace(iteration_time_s=speedup if warmup == "p_a" else 1.0)
+
+    monkeypatch.setattr(table3, "judge", judged)
+    report = table3.run(Context(None, tmp_path, say=lambda line: None))
+    assert [verdict.holds for verdict in report.verdicts] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("layers", "share", "verdicts"),
+    [
+        ({1: 48, 2: 106, 4: 215, 8: 428}, 0.90, [True, True, True]),
+        ({1: 1, 2: 110, 4: 200, 8: 400}, 0.84, [True, True, True]),
+        ({1: 48, 2: 114, 4: 206, 8: 412}, 0.96, [False, True, True]),
+        ({1: 48, 2: 106, 4: 215, 8: 472}, 0.82, [False, False, False]),
+        ({1: 48, 2: 95, 4: 195, 8: 390}, 0.98, [True, False, False]),
+    ],
+)
+def test_the_largest_model_is_found_by_halves_and_its_growth_is_judged(
+    layers: dict[int, int], share: float, verdicts: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One GPU is no pipeline. Utilisations of 93, 89, 89 and 87 % are printed."""
+
+    def bert(count: int, devices: int, num_microbatches: int = 64) -> SimpleNamespace:
+        return SimpleNamespace(count=count, workload=SimpleNamespace(num_parameters=count))
+
+    def simulated(problem: SimpleNamespace, devices: int) -> SimpleNamespace:
+        busy = pd.DataFrame([dict.fromkeys(BUSY, 2 * share / len(BUSY))] * devices)
+        fits = problem.count <= layers[devices]
+        return SimpleNamespace(fits=fits, iteration_time_s=2.0, breakdown=lambda: busy)
+
+    monkeypatch.setattr(table7, "bert", bert)
+    monkeypatch.setattr(table7, "simulated", simulated)
+    report = table7.run(Context(None, tmp_path, say=lambda line: None))
+    assert report.tables["largest"]["largest that fits, layers"].tolist() == list(layers.values())
+    assert [verdict.holds for verdict in report.verdicts] == verdicts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,7 +13,7 @@ from experiments.calibrate.fitted_constants import fit_constants, moved
 from experiments.cases.galvatron_budget import STEP, within_budget
 from experiments.cases.galvatron_table2 import SEARCHED, Run, num_microbatches
 from experiments.reproduce.experiment import Context
-from experiments.reproduce.galvatron import EXPERIMENTS, fig4, fig6, table1
+from experiments.reproduce.galvatron import EXPERIMENTS, fig4, fig5, fig6, table1, table2, table5_calibration
 from experiments.reproduce.galvatron.agreement import ordered_pairs, summary, winners
 from experiments.reproduce.galvatron.calibration import GPIPE, errors, fitted_overlap
 from experiments.reproduce.galvatron.cells import TITLES, at_batch, fixed_cell, searched_cell
@@ -238,3 +239,148 @@ def test_bmw_starts_from_bases_result() -> None:
     base, bmw = (searched_cell(run, name)[0] for name in ("galvatron-base", "galvatron-bmw"))
     assert base.estimated is not None and bmw.estimated is not None and bmw.estimated >= base.estimated
     assert searched_cell(run, "galvatron-1f1b-bi")[0].throughput is None, "nothing fits without recomputation"
+
+
+# Verdicts, from made-up cells on either side of what each claim asks for
+
+
+def table_2() -> pd.DataFrame:
+    """Return 352 cells that are 5 % too fast in every strategy, each strategy 30 % faster than the one before."""
+    keys = [(gb, model, name) for gb in MEMORIES for model in MODELS for name in STRATEGIES]
+    frame = pd.DataFrame(keys, columns=["memory_gb", "model", "name"])
+    frame["strategy"] = frame["name"].map(TITLES)
+    frame["paper_samples_per_s"] = [10.0 * 1.3 ** STRATEGIES.index(name) for name in frame["name"]]
+    frame["samples_per_s"] = 1.05 * frame["paper_samples_per_s"]
+    return frame.assign(
+        batch=8.0, paper_batch=8.0, oom_agrees=True, relative_difference=9.0, at_paper_batch_difference=-0.05
+    )
+
+
+def holds(frame: pd.DataFrame) -> list[bool | None]:
+    return [verdict.holds for verdict in table2._verdicts(frame, summary(frame))]
+
+
+@pytest.mark.parametrize(
+    ("of", "within", "beyond", "place"),
+    [("ddp", 0.069, 0.071, 0), ("galvatron-dp-tp", 0.059, 0.061, 3), ("galvatron-bmw", 0.119, 0.121, 4)],
+)
+def test_throughputs_of_table_2_are_judged_at_the_printed_batch(
+    of: str, within: float, beyond: float, place: int
+) -> None:
+    frame = table_2()
+    groups = {0: table2.PURE, 3: ("galvatron-dp-tp", "galvatron-dp-pp", "galvatron"),
+              4: ("galvatron-base", "galvatron-1f1b-bi", "galvatron-bmw")}  # fmt: skip
+    assert of in groups[place]
+    for error, right in ((within, True), (beyond, False)):
+        frame.loc[frame["name"].isin(groups[place]), "at_paper_batch_difference"] = -error
+        assert holds(frame) == [True] * place + [right] + [True] * (6 - place)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "allowed", "place"), [("oom_agrees", False, 2, 1), ("batch", 16.0, 8, 2)]
+)
+def test_cells_of_pure_strategies_are_counted(column: str, value: object, allowed: int, place: int) -> None:
+    frame = table_2()
+    for name, count, right in ((STRATEGIES[-1], 32, True), ("ddp", allowed, True), ("ddp", allowed + 1, False)):
+        own = frame.index[frame["name"] == name][:count]
+        frame.loc[own, column] = value
+        assert holds(frame) == [True] * place + [right] + [True] * (6 - place)
+
+
+def test_order_and_winners_of_table_2_are_counted_by_pairs_and_columns() -> None:
+    """88 of 32 columns' 1,760 pairs may be wrong (ten strategies reversed are 45), and the winner of four columns."""
+    frame = table_2()
+    for column, right in ((0, True), (1, False)):
+        own = frame.index[column * 11 : column * 11 + 10]
+        frame.loc[own, "samples_per_s"] = frame.loc[own, "samples_per_s"].to_numpy()[::-1]
+        assert holds(frame) == [True] * 5 + [right, True]
+    frame = table_2()
+    frame.loc[[11 * column for column in range(4)], "samples_per_s"] = 1e6
+    assert holds(frame) == [True] * 7
+    frame.loc[44, "samples_per_s"] = 1e6
+    assert holds(frame) == [True] * 6 + [False]
+
+
+def test_the_calibration_is_judged_by_the_mean_over_cells_of_pure_strategies() -> None:
+    names = [TITLES[name] for name in ("ddp", "fsdp", "galvatron-bmw")]
+    for error, right in ((0.0599, True), (0.0601, False)):  # with two cells of 3 % the mean of three is 4 %
+        lines = pd.DataFrame({"strategy": names, "cells": [1, 2, 9], "calibrated": [error, 0.03, 0.9]})
+        assert table2._calibration_verdict(1.3, lines).holds is right
+
+
+@pytest.mark.parametrize(
+    ("rows", "factor", "verdicts"),
+    [
+        (slice(0), 1.0, [True] * 4),
+        (slice(4, 5), 4.0, [False, True, True, True]),  # 12 GB, not the most layers
+        (slice(3, 6), 4.0, [True, False, True, True]),  # 12 GB, all layers
+        (slice(10, 11), 1.03, [True, True, False, True]),
+        (slice(11, 12), 1.01, [True, True, False, True]),
+        (slice(12, 13), 1.25, [True, True, True, False]),
+    ],
+)
+def test_growth_of_search_time_is_judged_by_lines_and_by_twice_the_printed_growth(
+    rows: slice, factor: float, verdicts: list[bool]
+) -> None:
+    """Linear in layers at each budget and in memory; 16 GPUs at most 4.4 times eight, 64 at most 18.4 times; 5 s."""
+    lines = [
+        ("layers and memory", layers, gb, 8, 0.01 * layers * gb) for gb in (8, 12, 16) for layers in (16, 32, 64)
+    ]
+    lines += [("devices", 48, 16, devices, seconds) for devices, seconds in ((8, 1.0), (16, 4.3), (64, 18.3))]
+    lines += [("all batches", 48, 16, 8, 4.0)]
+    frame = pd.DataFrame(lines, columns=["about", "layers", "memory_gb", "devices", "cpu_s"])
+    frame.loc[frame.index[rows], "cpu_s"] *= factor
+    assert [verdict.holds for verdict in fig5._verdicts(frame)] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdicts"),
+    [
+        ({}, [True] * 3),
+        ({(1, "time_balance"): 0.719}, [False, True, True]),
+        ({(0, "memory_balance"): 0.719}, [True, False, True]),
+        ({(2, "fits"): False}, [True, True, False]),
+        ({(2, "estimated_samples_per_s"): 9.9}, [True, True, False]),
+    ],
+)
+def test_pipelines_of_figure_4_are_near_their_balance_and_the_third_fits_and_is_no_slower(
+    changes: dict[tuple[int, str], object], verdicts: list[bool]
+) -> None:
+    rows = [
+        {"model": model, "balanced_by": word, "time_balance": time, "memory_balance": memory, "fits": fits,
+         "estimated_samples_per_s": rate}
+        for model in fig4.CASES
+        for word, time, memory, fits, rate in (
+            ("memory", 0.5, 0.721, True, 10.0), ("time", 0.721, 0.5, False, 12.0), ("both", 0.6, 0.6, True, 10.0)
+        )
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows)
+    for (row, column), value in changes.items():
+        frame.loc[row, column] = value
+    assert [verdict.holds for verdict in fig4._verdicts(frame)] == verdicts
+
+
+@pytest.mark.parametrize(("error", "holds"), [(0.19, True), (0.22, False)])
+def test_cells_of_a_budget_are_judged_by_constants_of_the_other_alone(
+    error: float, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cells a budget, one 10 % too fast and one too slow by the error: 15 % on average in both."""
+    of = {(gb, "bert-huge-32", f"galvatron-1f1b-{word}") for gb in (8, 16) for word in ("mem", "bi")}
+    printed = {key: value for key, value in printed_table5().items() if key in of}
+
+    def planned_cell(key: tuple[int, str, str], value: object) -> SimpleNamespace:
+        def difference(factors: dict[str, float]) -> float:
+            assert factors.get("budget", 24 - key[0]) == 24 - key[0]  # 8 or 16
+            return 0.1 if key[2].endswith("mem") else -error
+
+        return SimpleNamespace(key=key, printed=value, run=key[0], difference=difference)
+
+    def fit(runs: list[int], names: object) -> SimpleNamespace:
+        assert len(runs) == 2 and len(set(runs)) == 1
+        return SimpleNamespace(factors={"budget": runs[0]})
+
+    monkeypatch.setattr(table5_calibration, "planned", planned_cell)
+    monkeypatch.setattr(table5_calibration, "fit_constants", fit)
+    frame, verdict = table5_calibration.calibrated(printed, lambda line: None)
+    assert verdict.holds is holds
+    assert sorted(frame["memory_gb"]) == [8, 8, 16, 16]

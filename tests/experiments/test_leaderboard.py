@@ -147,6 +147,11 @@ def test_what_wins_once_an_effect_is_left_out() -> None:
     ]
     assert winners["winner_behind"].tolist() == [pytest.approx(1.5)]
     assert not report.verdicts[0].holds
+    moved = report.tables["changes"].set_index("without")
+    assert moved.loc["overlap-slowdown", "iteration_time_less_percent"] == pytest.approx(40)  # of 10 and 70
+    assert moved["plans_that_fit_changed"].to_dict() == {
+        "overlap-slowdown": 0, "allocator": 0, "contention": 1, "host": 1
+    }  # fmt: skip
     means = report.tables["means"].set_index("searcher")
     assert means.loc["a", "all_effects"] == 1.0
     assert means.loc["a", "without_overlap-slowdown"] == pytest.approx(1.5)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from datafiles.errors import DataFileError
 from datafiles.writer import dump_yaml
-from experiments.sweep.run import load_sweep
-from tests.experiments.sweeps import MODEL, Place
+from experiments.sweep import run as run_module
+from experiments.sweep.job import Job, Outcome, run_job
+from experiments.sweep.run import Progress, Sweep, load_sweep
+from hardware_models.calibration_file import Calibration, GpuConstants, save_calibration
+from hardware_models.cluster import parse_cluster
+from tests.experiments.sweeps import BASE, MODEL, Place
 
 
 def test_a_grid_is_every_combination_in_the_specs_order(place: Place) -> None:
@@ -87,3 +94,65 @@ def test_errors_of_a_spec_name_place_line_and_remedy(tmp_path: Path, text: str, 
         load_sweep(path)
     for part in expected:
         assert part in str(caught.value)
+
+
+def test_a_profile_beside_the_spec_is_what_a_run_is_simulated_on(place: Place) -> None:
+    (node,) = parse_cluster(BASE["cluster"]).nodes
+    seconds, keys = [], set()
+    for share in (0.5, 0.05, None):  # of the memory bandwidth in the optimizer step
+        if share is not None:
+            constants = {node.gpu.name: GpuConstants(optimizer_bandwidth_fraction=share)}
+            save_calibration(Calibration(source="mine", gpus=constants), place.spec.parent / "own.yaml")
+        profile = {} if share is None else {"profile": "own.yaml"}
+        (job,) = load_sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp", **profile}])).jobs
+        seconds.append(run_job(job).row["iteration_time_s"])
+        keys.add(job.key)
+    assert seconds[1] > 1.05 * seconds[0] and len(keys) == len(set(seconds)) == 3
+    (place.spec.parent / "own.yaml").write_text("nothing: 1")
+    with pytest.raises(DataFileError, match="profile"):
+        load_sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp", "profile": "own.yaml"}]))
+
+
+def test_a_run_without_a_plan_says_how_long_it_searched_and_where(place: Place) -> None:
+    spec = load_sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp", "memory_limit": "801MiB"}]))
+    outcome = run_job(spec.jobs[0])
+    assert outcome.row["status"] == "no plan" and not outcome.row["reason"].startswith("ddp: ")
+    assert outcome.details["process"] == os.getpid()
+    assert 0.0 <= outcome.row["search_s"] <= outcome.details["wall_s"] < 600.0
+
+
+def test_an_interrupted_sweep_says_what_remained_and_goes_on_with_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four runs of 10 s end, the second failed, and nothing for 4 s."""
+    clock = [100.0]
+
+    def outcomes(pending: Sequence[Job], workers: object) -> Iterator[tuple[Job, Outcome] | None]:
+        for number, job in enumerate(pending[:3]):
+            clock[0] += 10.0
+            yield job, Outcome({"status": "failed" if number == 1 else "ok"})
+        clock[0] += 4.0
+        yield None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "outcomes", outcomes)
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: clock[0])
+    grid = {"searcher": ["ddp"], "global_batch": [2, 4, 6, 8]}
+    found = Sweep(load_sweep(place.write(grid=grid)), place.output)
+    said: list[Progress] = []
+    with pytest.raises(KeyboardInterrupt):
+        found.run(None, said.append)  # type: ignore[arg-type]
+    assert [(each.done, each.total, each.failed, each.elapsed_s, each.remaining_s) for each in said] == [
+        (0, 4, 0, 0.0, None), (1, 4, 0, 10.0, 30.0), (2, 4, 1, 20.0, 20.0), (3, 4, 1, 30.0, 10.0), (3, 4, 1, 34.0, 6.0)
+    ]  # fmt: skip
+    assert [job.run.global_batch for job in found.pending] == [8]
+    assert found.counts() == {"ok": 2, "failed": 1}
+    assert list(pd.read_csv(place.output / "table.csv")["global_batch"]) == [2, 4, 6]
+
+    again = Sweep(load_sweep(place.spec), place.output)
+    assert [job.run.global_batch for job in again.pending] == [8]
+    assert (again.num_failed_kept, again.num_other) == (1, 0)
+    retried = Sweep(load_sweep(place.spec), place.output, retry_failed=True)
+    assert [job.run.global_batch for job in retried.pending] == [4, 8] and retried.num_failed_kept == 0
+    fewer = Sweep(load_sweep(place.write(grid={**grid, "global_batch": [6, 8]})), place.output)
+    assert [job.run.global_batch for job in fewer.pending] == [8] and fewer.num_other == 2

@@ -29,7 +29,7 @@ from tests.experiments.commands import run  # noqa: E402
 from tests.validation.test_faults import workers_of  # noqa: E402
 from validation.execution.launch import Worker  # noqa: E402
 from validation.measurement import Measurement  # noqa: E402
-from validation.profiling import operator_memory, profile_run  # noqa: E402
+from validation.profiling import communication_times, operator_memory, profile_run  # noqa: E402
 from validation.profiling.group_times import KINDS, measure_groups  # noqa: E402
 from validation.profiling.machine_profile import load_machine_profile  # noqa: E402
 from validation.profiling.profile_journal import Journal  # noqa: E402
@@ -72,6 +72,20 @@ def test_sampling_stops_at_the_cap_and_never_before_three(samples: list[float], 
 @given(st.lists(st.floats(0.99, 1.01), min_size=8, max_size=30), st.floats(2.0, 1e6))
 def test_one_disturbed_sample_does_not_matter(samples: list[float], disturbed: float) -> None:
     assert spread([*samples, disturbed]) < 0.02
+
+
+def test_the_spread_is_half_the_range_of_the_middle_half_over_the_median() -> None:
+    """Of four samples all count; of nine the third to the seventh."""
+    assert spread([2.0, 4.0, 4.0, 5.0]) == 1.5 / 4.0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 99.0]) == 2.0 / 5.0
+    assert spread([0.0, 0.0, 0.0]) == spread([3.0]) == 0.0
+
+
+def test_a_larger_message_that_took_less_shows_what_smaller_ones_take() -> None:
+    rows = [("all_reduce", 2, 1.0, 5.0), ("all_reduce", 2, 2.0, 3.0), ("all_reduce", 2, 4.0, 4.0)]
+    others = [("all_reduce", 4, 8.0, 1.0), ("all_gather", 2, 8.0, 1.0)]
+    lowered = [("all_reduce", 2, 1.0, 3.0), *rows[1:], *others]
+    assert communication_times._no_smaller_is_slower([*rows, *others]) == lowered
 
 
 # The journal

@@ -298,7 +298,7 @@ def rank(plans: Sequence[tuple[str, str, float, float]], margin: float) -> Ranki
         if a[0] != b[0] or max(a[3], b[3]) <= (1 + margin) * min(a[3], b[3]):
             continue
         pairs += 1
-        if (a[2] < b[2]) != (a[3] < b[3]):
+        if (a[2] - b[2]) * (a[3] - b[3]) <= 0:  # two that are predicted alike are not told apart
             wrong.append((a[1], b[1]))
     return Ranking(pairs, pairs - len(wrong), tuple(wrong))
 
