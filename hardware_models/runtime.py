@@ -197,15 +197,16 @@ class Runtime:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
-    def waiting_gradient_share(self) -> float:
+    def waiting_gradient_share(self) -> float | None:
         """How wide ZeRO-2 and 3 keep whole gradients until their unit is reduced, as a share of what is reduced.
 
-        Below 1 where they stay as the products made them until they are copied into what is reduced (FSDP2 with
-        ``reduce_dtype``, torch 2.13.0, ``_fsdp_collectives.py``).
+        They stay as the products made them, and are then copied into what is reduced: FSDP2 with ``reduce_dtype``
+        (torch 2.13.0, ``_fsdp_collectives.py``), and where what is sharded is one flat tensor, whose split autograd
+        undoes (torch's first FSDP, FairScale). None where each is written into that as it is made.
         """
-        if not self.sharded_gradient_copies:
-            return 1.0
-        return min(1.0, self.implementation.activation_bytes / self.gradient_accumulation_bytes)
+        share = min(1.0, self.implementation.activation_bytes / self.gradient_accumulation_bytes)
+        waits = self.flattens_sharded or (self.sharded_gradient_copies > 0 and share < 1)
+        return share if waits else None
 
     @property
     def outside_allocator_bytes(self) -> int:

@@ -267,7 +267,7 @@ def whole_for_a_while(view: StageView) -> Whole:
     for index, elements in made_at.items():
         scattered[units[index]] += elements
     roots = {unit for index, unit in units.items() if operators[index].layer in root_layers}
-    wait = runtime.waiting_gradient_share
+    waits, wait = runtime.waiting_gradient_share is not None, runtime.waiting_gradient_share or 1.0
     parameter_bytes = runtime.gathered_parameter_bytes if plan.reshard_after_forward else 0
     gradient_bytes = runtime.gradient_accumulation_bytes if reduces_in_backward(plan) else 0
     root, pair = _root_and_pair(gathered, roots, 1.0, 1.0 if runtime.prefetches_gathers else 0.0)
@@ -278,7 +278,7 @@ def whole_for_a_while(view: StageView) -> Whole:
     beside = {}
     if layers and layers_bytes > 0:
         made = max(index for index in units if made_at[index])
-        bare = made if wait < 1 else made + 1  # What waits begins to when it is made.
+        bare = made if waits else made + 1  # What waits begins to when it is made.
         above = next(index for index in units if units[index] >= layers[-1] + (root_above > 0))
         if root_above:
             own_bytes = root_above * wait * gradient_bytes
@@ -286,7 +286,7 @@ def whole_for_a_while(view: StageView) -> Whole:
         else:
             own_bytes = scattered[layers[-1]] * wait * gradient_bytes
             beside = {view.operators[0]: layers_bytes, above: own_bytes + pair_bytes, bare: pair_bytes}
-    first, end = unscattered_bytes(outer, root_above, scattered[layers[0]] if layers else 0.0, wait)
+    first, end = unscattered_bytes(outer, root_above, scattered[layers[0]] if layers else 0.0, wait, waits)
     pair_bytes = 0.0 if units[view.operators[0]] in roots else pair_bytes
     return Whole(root * parameter_bytes, beside, first * gradient_bytes + pair_bytes, end * gradient_bytes + pair_bytes)
 

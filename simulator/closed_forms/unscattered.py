@@ -6,19 +6,22 @@ from simulator.compiled_cache import also_compiled
 
 
 @also_compiled
-def unscattered_bytes(root: float, above: float, lowest: float, wait: float) -> tuple[float, float]:
+def unscattered_bytes(root: float, above: float, lowest: float, wait: float, waits: bool) -> tuple[float, float]:
     """Return what is there beside the needs of a stage's first operator, and the most when that is through.
 
     Args:
         root: All of the root, which is reduced last, in bytes as it is reduced.
         above: What of that is above all other units.
         lowest: The last unit before the root.
-        wait: How wide gradients are until their unit is reduced, as a share of that: below 1 they wait from when they
-            are made, and are then copied into what is reduced, beside which the unit before is still there.
+        wait: How wide gradients are until their unit is reduced, as a share of that.
+        waits: They wait from when they are made, and are then copied into what is reduced, beside which the unit before
+            is still there.
 
-    >>> [unscattered_bytes(*each) for each in ((6.0, 4.0, 3.0, 1.0), (6.0, 4.0, 3.0, 0.5), (4.0, 4.0, 8.0, 0.5))]
-    [(9.0, 9.0), (5.0, 9.0), (10.0, 14.0)]
+    >>> unscattered_bytes(6.0, 4.0, 3.0, 1.0, False)
+    (9.0, 9.0)
+    >>> [unscattered_bytes(*each, True) for each in ((6.0, 4.0, 3.0, 0.5), (4.0, 4.0, 8.0, 0.5), (4.0, 4.0, 8.0, 1.0))]
+    [(5.0, 9.0), (10.0, 14.0), (12.0, 20.0)]
     """
-    if wait == 1.0:
+    if not waits:
         return root + lowest, root + lowest
     return above * wait + lowest, max(root * wait + lowest, above * wait + lowest * (1.0 + wait), root * (1.0 + wait))

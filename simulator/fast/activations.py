@@ -105,12 +105,12 @@ def _borders(
     begin: int,
     end: int,
     first: int,
-    waiting: float,
+    waits: bool,
 ) -> tuple[int, int]:
     """Return from which operators of a stage on what is whole changes; see ``ABOVE_BYTES`` and ``BARE_BYTES``.
 
     Args:
-        shape, tables, plans, run_tables, waiting: See ``peaks.estimate_peaks``.
+        shape, tables, plans, run_tables, waits: See ``peaks.estimate_peaks``.
         begin, end: Runs of the stage.
         first: Its first operator.
     """
@@ -125,7 +125,7 @@ def _borders(
             made = max(made, index)
             if shape.gathers_of[shape.layer_of[index]] != 1:
                 above = min(stop, shape.unit_stop[unit]) if in_root else max(first, shape.unit_first[unit])
-                return above, made if waiting < 1.0 else made + 1
+                return above, made if waits else made + 1
     return stop, stop
 
 
@@ -140,14 +140,14 @@ def hold_activations(
     run_tables: Ints,
     keeps_gathered: bool,
     keeps_outputs: bool,
-    waiting: float,
+    waits: bool,
     held: Floats,
     tied_anew: Floats,
 ) -> None:
     """Fill the columns of activations for the stages of the chosen plans whose state is DONE.
 
     Args:
-        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waiting:
+        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waits:
             See ``peaks.estimate_peaks``.
         held: float64[S, HELD]. Result; has what ``hold_states`` fills.
         tied_anew: As that fills it.
@@ -184,7 +184,7 @@ def hold_activations(
             lowest = maxima[run_tables[begin], WORKING, 0, first] + held[stage, FIRST_BYTES]
             above = bare = stop
             if held[stage, BELOW_BYTES] > 0.0:
-                above, bare = _borders(shape, tables, plans, run_tables, begin, end, first, waiting)
+                above, bare = _borders(shape, tables, plans, run_tables, begin, end, first, waits)
             segment, last_segment = plans.segment_offsets[stage], plans.segment_offsets[stage + 1]
             start = first
             while start < stop:

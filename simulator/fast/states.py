@@ -92,6 +92,7 @@ def hold_states(
     states: Ints,
     run_tables: Ints,
     prefetches: bool,
+    waits: bool,
     waiting: float,
     held: Floats,
     tied_anew: Floats,
@@ -99,7 +100,7 @@ def hold_states(
     """Fill the columns of states for the stages of the chosen plans whose state is DONE; of LAST_BYTES not activations.
 
     Args:
-        shape, tables, plans, chosen, states, run_tables, prefetches, waiting: See ``peaks.estimate_peaks``.
+        shape, tables, plans, chosen, states, run_tables, prefetches, waits, waiting: See ``peaks.estimate_peaks``.
         held: float64[S, HELD]. Result.
         tied_anew: float64[S, O]. Result: gradients made anew of tied parameters, where they count.
     """
@@ -176,7 +177,8 @@ def hold_states(
             if not sharded:
                 whole[1] = 0.0
             row[GATHERED_BYTES] = whole[0, ROOT]
-            first_bytes, end_bytes = unscattered_bytes(whole[1, ROOT], whole[1, ABOVE], whole[1, LOWEST], waiting)
+            in_all, lowest = whole[1, ROOT], whole[1, LOWEST]
+            first_bytes, end_bytes = unscattered_bytes(in_all, whole[1, ABOVE], lowest, waiting, waits)
             gathers = pair if shape.gathers_of[shape.layer_of[first]] != 1 else 0.0
             row[FIRST_BYTES], row[LAST_BYTES] = first_bytes + gathers, end_bytes + gathers
             row[BELOW_BYTES] = whole[1, PAIR] + pair

@@ -38,7 +38,7 @@ class WholeUnits:
         scattered, wait = runtime.gradient_accumulation_bytes, runtime.waiting_gradient_share
         self._unsharded = self._gradients(self._unit_of, scattered) if sharded_gradients else {}
         every = range(len(operators))
-        self._waiting = self._gradients(every, scattered * wait) if sharded_gradients and wait < 1 else {}
+        self._waiting = self._gradients(every, scattered * wait) if sharded_gradients and wait is not None else {}
         self._bucket = bucket_buffer_bytes(parameter_groups(view), runtime) if sharded_gradients else 0.0
         self._open: int | None = None  # the unit whose gradients wait
         self._travelling: int | None = None  # the unit whose gradients are being scattered

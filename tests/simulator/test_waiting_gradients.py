@@ -1,4 +1,4 @@
-"""Whole gradients of FSDP2 before they are scattered: in the type of the products, then copied into what is reduced."""
+"""Whole gradients of FSDP before they are scattered: in the type of the products, then copied into what is reduced."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ def test_a_layer_waits_in_bf16_beside_what_travels_of_the_one_before() -> None:
 def test_without_a_copy_two_layers_are_there_as_they_are_reduced() -> None:
     _, held = peak(sharded_gradient_copies=0)
     assert held["unsharded gradients"] == pytest.approx((4 + 4) * LAYER, rel=0.005)
+
+
+@pytest.mark.parametrize("runtime", ["composer-fsdp", "galvatron-v1-bf16"])
+def test_gradients_of_a_flat_parameter_wait_until_autograd_joins_them(runtime: str) -> None:
+    """The first FSDP and FairScale: a layer's gradients beside the flat one; nothing is reserved while it works."""
+    problem = ProblemSpec("gpt3-1.3b", "a100-80g-dgx:1x8", runtime, 8).load()
+    attention = problem.runtime.attention
+    workload = build_workload("gpt3-1.3b", attention=attention, overrides={"vocab": 128, "seq_len": 16})
+    problem = replace(problem, workload=workload)
+    plan = uniform_plan(problem, dp=8, zero=3)
+    (memory,) = simulate(plan, problem, fidelity=Fidelity().without("allocator")).memory
+    assert dict(memory.consumers)["unsharded gradients"] == pytest.approx((2 + 2) * LAYER, rel=0.01)
+    assert "workspace" not in memory.consumers
 
 
 def test_the_heads_gradient_is_not_there_while_its_loss_works() -> None:
