@@ -50,7 +50,9 @@ ALIASES = {"seq": "seq_len", "vpp": "chunks", "virtual_stages": "chunks", "seqpa
 SECONDS, OUT_OF_MEMORY = "iteration_time_s", "out_of_memory"
 ROUNDING = 0.01
 """What two figures of one run may differ by: their digits."""
-MEASURED = (SECONDS, OUT_OF_MEMORY, "metric", "value", "unit")
+PEAKS = {"peak_allocated_gib": False, "peak_reserved_gib": True}
+"""Columns of the fullest device's peak, and whether it is of what the allocator held."""
+MEASURED = (SECONDS, OUT_OF_MEMORY, "metric", "value", "unit", *PEAKS)
 _PROBLEM = ("model", "family", "cluster", "runtime", "gpus", "gpus_per_node", "global_batch", "sequence_parallel")
 CHECKED = ("gpu", "dtype")
 """What a run had, in the table's own words: compared with the cluster's and the runtime's, never taken from here."""
@@ -142,7 +144,8 @@ def resembled(name: str) -> str | None:
     ('zero', 'microbatch', None)
     """
     words = re.sub(r"[^a-z0-9]+", "_", name.lower())
-    known = sorted({*DEGREES, *WORDS, *_SHAPES, *ALIASES, SECONDS, OUT_OF_MEMORY, "global_batch", "sequence_parallel"})
+    told = {SECONDS, OUT_OF_MEMORY, *PEAKS}
+    known = sorted({*DEGREES, *WORDS, *_SHAPES, *ALIASES, *told, "global_batch", "sequence_parallel"})
     within = [each for each in known if f"_{each}_" in f"_{words}_"]
     return max(within, key=len) if within else next(iter(get_close_matches(words, known, n=1, cutoff=0.75)), None)
 
@@ -313,7 +316,16 @@ class _Row:
                     "keep one of them"
                 )
             seconds = said if seconds is None else seconds
-        return Measured(iteration_time_s=seconds, out_of_memory=out_of_memory)
+        peaks = {name: self._number(name) for name in PEAKS if name in self.cells}
+        if len(peaks) > 1:
+            raise ValueError(f"a run must have one peak of memory, got {' and '.join(peaks)}; keep one of them")
+        name, gib = next(iter(peaks.items()), ("", None))
+        return Measured(
+            iteration_time_s=seconds,
+            out_of_memory=out_of_memory,
+            peak_bytes=None if gib is None else gib * 2**30,
+            peak_is_reserved=PEAKS.get(name, False),
+        )
 
     def _flop(self, samples: int) -> float:
         """Return the FLOP of an iteration that a published rate counts."""

@@ -40,6 +40,7 @@ COLUMNS = (
     "time_error",
     "predicted_out_of_memory",
     "predicted_peak_gib",
+    "memory_error",
 )
 """What ``--output`` has beside the table's own columns."""
 
@@ -77,7 +78,7 @@ def predict(
     """Simulate every run of a table; where it says what was measured, show the errors.
 
     A row has a plan file, or model, degrees, microbatch and global_batch; iteration_time_s (or metric, value and unit)
-    where it was measured, out_of_memory where it failed.
+    where it was measured, peak_allocated_gib or peak_reserved_gib, out_of_memory where it failed.
 
     Example: windtunnel predict runs.csv -c a100-80g-dgx -r megatron-lm-2021 --by tp,pp -o predicted.csv
     """
@@ -207,11 +208,17 @@ def _run_mapping(outcome: Outcome) -> dict[str, Any]:
         "predicted_out_of_memory": outcome.out_of_memory,
         "measured_out_of_memory": outcome.case.measured.out_of_memory,
         "predicted_peak_gib": outcome.peak_bytes / 2**30,
+        "measured_peak_gib": _gib(outcome.case.measured.peak_bytes),
+        "memory_error": outcome.memory_error,
     }
 
 
+def _gib(num_bytes: float | None) -> float | None:
+    return None if num_bytes is None else num_bytes / 2**30
+
+
 def _report_mapping(report: GroupReport) -> dict[str, Any]:
-    time, rank = report.time, report.rank
+    time, memory, rank = report.time, report.memory, report.rank
     return {
         "num_runs": report.num_run,
         "num_timed": time.num_cases if time else 0,
@@ -219,6 +226,10 @@ def _report_mapping(report: GroupReport) -> dict[str, Any]:
         "median_absolute_error": time.median_absolute if time else None,
         "bias": time.bias if time else None,
         "worst": {"run": time.worst[0], "error": time.worst[1]} if time else None,
+        "num_peaks": memory.num_cases if memory else 0,
+        "memory_mean_absolute_error": memory.mean_absolute if memory else None,
+        "memory_bias": memory.bias if memory else None,
+        "memory_worst": {"run": memory.worst[0], "error": memory.worst[1]} if memory else None,
         "num_fits_right": report.num_fits_right,
         "num_fits_asked": report.num_fits_asked,
         "rank_correlation": rank.correlation if rank else None,
@@ -249,12 +260,17 @@ def _print(
 ) -> None:
     shown = list(outcomes)
     if len(shown) > MOST_ROWS:
-        shown = sorted(outcomes, key=lambda each: -abs(each.time_error or 0.0))[:FURTHEST]
-        which = "that are furthest off" if report.time is not None else "at the top; --output has all"
+        off = [each.memory_error if report.time is None else each.time_error for each in outcomes]
+        order = sorted(range(len(outcomes)), key=lambda place: -abs(off[place] or 0.0))
+        shown = [outcomes[place] for place in order[:FURTHEST]]
+        measured = report.time is not None or report.memory is not None
+        which = "that are furthest off" if measured else "at the top; --output has all"
         messages().print(f"the {len(shown)} of {len(outcomes)} runs {which}")
     columns = [("run", "left"), ("predicted s", "right"), ("peak GiB", "right"), ("fits", "left")]
     if report.time is not None:
         columns += [("measured s", "right"), ("error", "right")]
+    if report.memory is not None:
+        columns += [("measured GiB", "right"), ("error", "right")]
     rows = []
     for each in shown:
         asked = each.case.measured.out_of_memory
@@ -264,18 +280,21 @@ def _print(
         if report.time is not None:
             seconds, error = each.case.measured.iteration_time_s, each.time_error
             row += [f"{seconds:.4g}" if seconds else "", f"{100 * error:+.1f} %" if error is not None else ""]
+        if report.memory is not None:
+            gib, error = _gib(each.case.measured.peak_bytes), each.memory_error
+            row += [f"{gib:.1f}" if gib else "", f"{100 * error:+.1f} %" if error is not None else ""]
         rows.append(row)
     print_table(None, columns, rows)
     if features:
         _print_errors(outcomes, features, before)
     words = []
-    if report.time is not None:
-        time = report.time
-        words.append(
-            f"{time.num_cases} measured run{'' if time.num_cases == 1 else 's'}: "
-            f"mean absolute error {time.mean_absolute:.1%}, median "
-            f"{time.median_absolute:.1%}, bias {time.bias:+.1%}, worst {time.worst[1]:+.1%} ({time.worst[0]})"
-        )
+    for noun, found in (("run", report.time), ("peak", report.memory)):
+        if found is not None:
+            words.append(
+                f"{found.num_cases} measured {noun}{'' if found.num_cases == 1 else 's'}: "
+                f"mean absolute error {found.mean_absolute:.1%}, median "
+                f"{found.median_absolute:.1%}, bias {found.bias:+.1%}, worst {found.worst[1]:+.1%} ({found.worst[0]})"
+            )
     if report.num_fits_asked:
         words.append(f"out of memory or not: {report.num_fits_right} of {report.num_fits_asked} right")
     if report.rank is not None:

@@ -48,6 +48,39 @@ def test_json_has_what_the_table_has(runs: Path, capsys: pytest.CaptureFixture[s
     assert found["report"]["num_runs"] == 3 and found["report"]["num_timed"] == 2
 
 
+@pytest.mark.parametrize("column", ["peak_allocated_gib", "peak_reserved_gib"])
+def test_a_measured_peak_is_compared_with_the_same_of_the_prediction(
+    column: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the allocator held is more than what was live; one run of three has a peak, 25 % above its prediction."""
+    head, *rows = runs.read_text().splitlines()
+    runs.write_text("\n".join([f"{head},{column}", f"{rows[0]},1", f"{rows[1]},", f"{rows[2]},", ""]))
+    first = json.loads(run(capsys, "predict", runs, *ON, "--json")[1])["runs"][0]["predicted_peak_gib"]
+    runs.write_text(runs.read_text().replace(",a,1\n", f",a,{1.25 * first:.9f}\n"))
+    output = runs.parent / "predicted.csv"
+    code, out, _ = run(capsys, "predict", runs, *ON, "-o", output)
+    assert code == 0 and "1 measured peak: mean absolute error 20.0%" in out and "measured GiB" in out
+    assert float(next(csv.DictReader(output.open()))["memory_error"]) == pytest.approx(-0.2)
+    found = json.loads(run(capsys, "predict", runs, *ON, "--json")[1])
+    assert found["report"]["num_peaks"] == 1 and found["report"]["memory_bias"] == pytest.approx(-0.2)
+    other = "peak_allocated_gib" if column == "peak_reserved_gib" else "peak_reserved_gib"
+    head, *rows = runs.read_text().splitlines()
+    runs.write_text("\n".join([f"{head},{other}", *(f"{row},3" for row in rows), ""]))
+    code, _, err = run(capsys, "predict", runs, *ON)
+    assert code == 2 and "a run must have one peak of memory" in err.replace("\n", " ")
+
+
+def test_reserved_bytes_are_more_than_live_ones(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, found = runs.read_text(), {}
+    for column in ("peak_allocated_gib", "peak_reserved_gib"):
+        head, *rows = text.splitlines()
+        runs.write_text("\n".join([f"{head},{column}", *(f"{row},1" for row in rows), ""]))
+        listed = json.loads(run(capsys, "predict", runs, *ON, "--json")[1])["runs"]
+        found[column] = [each["predicted_peak_gib"] for each in listed]
+    pairs = list(zip(found["peak_allocated_gib"], found["peak_reserved_gib"], strict=True))
+    assert all(live < reserved for live, reserved in pairs)
+
+
 def test_predictions_that_got_worse_than_a_baseline_fail_and_name_the_runs(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
