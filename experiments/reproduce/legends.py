@@ -9,5 +9,7 @@ if TYPE_CHECKING:
 
 
 def legend_beside(axes: Axes, *, columns: int = 1, size: float = 8) -> None:
-    """Add a legend right of the axes; the page cuts figures to what is drawn."""
+    """Add a legend right of the axes, if anything has a label; the page cuts figures to what is drawn."""
+    if not axes.get_legend_handles_labels()[0]:
+        return
     axes.legend(frameon=False, fontsize=size, ncols=columns, loc="upper left", bbox_to_anchor=(1.01, 1.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from math import ceil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +19,10 @@ from searchers.galvatron.pipeline_plan import split
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.released_memory import ReleasedMemory
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
+from tests.hardware_models.data_folder import data_folder
 
 MIB = 2**20
 TITANS = "titan-rtx-pcie:1x8"
-TITAN_DATA = Path(__file__).parents[3] / "shared" / "data" / "galvatron" / "titan_v1"
-PLANS = TITAN_DATA.parent / "plans"
 BERT_LAYER = 12 * 1280**2 + 13 * 1280
 """Parameters of a BERT layer: four projections, two of the MLP, biases, two norms."""
 
@@ -44,11 +42,11 @@ def released(model: str, num_stages: int) -> ReleasedMemory:
     return found
 
 
-@pytest.mark.skipif(not TITAN_DATA.exists(), reason="needs ../shared/data/galvatron/titan_v1")
 def test_layers_and_ends_take_what_galvatron_measured() -> None:
     """Its maintainers measured activations and states per layer by hand (issue 70 of Hsword/Hetu)."""
     models = {"BERT-Huge": "bert-huge-32", "ViT-Huge": "vit-huge-32", "T5-Large": "t5-large-32"}
-    for row in load_table(TITAN_DATA / "layer_profiles.csv", floats=("parameter_MiB_fp32", "act_MiB_per_sample_tp1")):
+    table = data_folder("galvatron") / "titan_v1" / "layer_profiles.csv"
+    for row in load_table(table, floats=("parameter_MiB_fp32", "act_MiB_per_sample_tp1")):
         if row["model"] in models:
             memory = released(models[row["model"]], 1)
             number = -2 if row["layer_type"] == "decoder" else 1
@@ -132,7 +130,6 @@ def test_the_largest_batches_are_the_printed_ones() -> None:
     assert equal >= 124
 
 
-@pytest.mark.skipif(not PLANS.exists(), reason="needs ../shared/data/galvatron/plans")
 @pytest.mark.parametrize(
     ("file", "model", "cluster", "tolerance"),
     [
@@ -145,7 +142,7 @@ def test_the_largest_batches_are_the_printed_ones() -> None:
 )
 def test_stages_are_cut_as_in_the_shipped_plans(file: str, model: str, cluster: str, tolerance: int) -> None:
     """On one node embedding and head count in the mean; T5's, whose constant is above its shapes, one layer more."""
-    shipped = load_mapping(PLANS / f"{file}.json")
+    shipped = load_mapping(data_folder("galvatron") / "plans" / f"{file}.json")
     run = Run(model=model, cluster=f"titan-rtx-pcie:{cluster}", memory_gb=12)
     options = planner_options("galvatron")
     found = Planner(run.problem(8), options, profiles=run.profiles)
