@@ -180,20 +180,29 @@ class Estimator:
         slowed_s = stretch_s(behind_s, prefetched_s + reduce_s, self.factors)
         slowed_s -= stretch_s(behind_s, prefetched_s, self.factors)
         released = profile.core_saved_bytes if strategy.checkpoint else 0.0
-        entering, working = 0.0, profile.workspace_bytes
-        if strategy.checkpoint:
-            # The head's backward pass comes first: what it kept is gone when the layer is computed again.
-            entering = profile.core_unkept_bytes
-            working = max(working, released + profile.core_workspace_bytes - profile.behind_bytes)
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
-        # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered.
-        gathered_bytes = used_bytes + (0.0 if accumulates else elements * travelling) if shards > 1 else 0.0
+        entering = profile.core_unkept_bytes if strategy.checkpoint else 0.0
+        forward_bytes = profile.saved_bytes - released + entering
+        # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered: all from
+        # the first, or each from when it is made until they are joined, when nothing else of the layer is there.
+        share = runtime.waiting_gradient_share
+        scatters = shards > 1 and not accumulates
+        working, core_working = profile.workspace_bytes, profile.core_workspace_bytes
+        if scatters and share is not None:
+            joined_bytes = (1.0 + share) * elements * travelling
+            working = max(profile.waiting_bytes, joined_bytes - forward_bytes)
+            core_working = profile.core_waiting_bytes
+        if strategy.checkpoint:
+            # The head's backward pass comes first: what it kept is gone when the layer is computed again.
+            working = max(working, released + core_working - profile.behind_bytes)
+        gathered_bytes = used_bytes if shards > 1 else 0.0
+        gathered_bytes += elements * travelling if scatters and share is None else 0.0
         cost = LayerCost(
             step_s=forward_s + plain_s,
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
             stretch_s=min(slowed_s, synced_s - plain_s),
-            forward_bytes=profile.saved_bytes - released + entering,
+            forward_bytes=forward_bytes,
             backward_bytes=working + gathered_bytes,
             state_bytes=parameter_bytes / shards
             + gradient_bytes / whole_gradients

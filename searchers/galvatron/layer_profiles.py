@@ -15,6 +15,7 @@ from simulator.closed_forms.estimate_memory import working_bytes
 from simulator.costs import CostTables
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import parameter_layout
+from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, Sharding, resolve
 from simulator.saved import is_private, saved_tensors
 from simulator.uniform import repeated_layers
@@ -58,6 +59,8 @@ class LayerProfile:
             checkpointing does.
         workspace_bytes: The most that one operator needs besides: buffers, gradients of its inputs and outputs.
         core_workspace_bytes: Of one in the core.
+        waiting_bytes, core_waiting_bytes: The same with weight gradients of the operators behind it, as they wait where
+            those of a layer are joined before they are scattered (``Runtime.waiting_gradient_share``).
         behind_bytes: Of what is kept, what lies behind the core (the head), gone when the core's backward pass begins.
         output_bytes: What leaves the layer.
     """
@@ -75,6 +78,8 @@ class LayerProfile:
     core_unkept_bytes: float
     workspace_bytes: float
     core_workspace_bytes: float
+    waiting_bytes: float
+    core_waiting_bytes: float
     behind_bytes: float
     output_bytes: float
 
@@ -207,7 +212,7 @@ class LayerProfiles:
         times = np.max([self._times(layer, tensor, samples, gpu_type) for gpu_type in self.gpu_types], axis=0).tolist()
         saved: dict[str, tuple[float, bool]] = {}
         entered: dict[str, float] = {}
-        workspace = core_workspace = output = behind = 0.0
+        workspace = core_workspace = waiting = core_waiting = output = behind = 0.0
         for index in range(*layer.span):
             cost = self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
             inside = layer.core[0] <= index < layer.core[1]
@@ -222,6 +227,11 @@ class LayerProfiles:
             needed = working_bytes(workload.operators[index], cost, self.costs.problem)
             workspace = max(workspace, needed)
             core_workspace = max(core_workspace, needed if inside else 0.0)
+            # What waits beside an operator grows by the gradients of the next one.
+            made = self._waiting_bytes(cost)
+            waiting = max(waiting + made, needed)
+            if index >= layer.core[0]:
+                core_waiting = max(core_waiting + made, needed if inside else 0.0)
             if cost.output_bytes:
                 output = cost.output_bytes[0]
         entering = {name for name in saved if self._comes_from(name, layer) == "before"}
@@ -246,9 +256,17 @@ class LayerProfiles:
             ),
             workspace_bytes=workspace,
             core_workspace_bytes=core_workspace,
+            waiting_bytes=waiting,
+            core_waiting_bytes=core_waiting,
             behind_bytes=behind,
             output_bytes=output,
         )
+
+    def _waiting_bytes(self, cost: OperatorCost) -> float:
+        """Return what an operator's weight gradients take while they wait."""
+        runtime = self.costs.problem.runtime
+        share = runtime.waiting_gradient_share or 0.0
+        return share * runtime.gradient_accumulation_bytes * sum(elements for _, elements in cost.parameters)
 
     def _times(self, layer: Layer, tensor: int, samples: int, gpu_type: str) -> NDArray[np.float64]:
         """Return seconds forward, backward and of the core forward: those of the device, then those of the host."""
