@@ -139,7 +139,7 @@ def measured_mib(profile: Profile, tp: int, folder: Path) -> float:
     content = _content(profile.file, folder)
     suffix = "_sp" if profile.sequence_parallel else ""
     if profile.derived:
-        ((by_degree),) = content[f"layertype_0{suffix}"].values()
+        (by_degree,) = content[f"layertype_0{suffix}"].values()
         return float(by_degree["tp_activation_per_bsz_dict"][str(tp)])
     runs = content[f"1_{tp}_{DEGREES[-1] // tp}{suffix}"]
     after_forward = {key: value for key, value in runs.items() if key.endswith("rank0_act")}
@@ -169,7 +169,7 @@ def compared(data: Path) -> Iterator[Compared]:
 
 
 def markdown(data: Path) -> list[str]:
-    """Return the table of `compared`, and its mean."""
+    """Return the table of `compared`, and the means of what was measured and what is derived."""
     found = list(compared(data))
     lines = [
         "| model, layers of | sequence parallel | tp 1: MiB a sample, error | tp 2 | tp 4 | tp 8 |",
@@ -180,7 +180,12 @@ def markdown(data: Path) -> list[str]:
         note = " (derived)" if profile.derived else ""
         parallel = "yes" if profile.sequence_parallel else "no"
         lines.append(f"| {profile.name}, {profile.code_name}{note} | {parallel} | {' | '.join(cells)} |")
-    return [*lines, "", f"Mean absolute error {fmean(abs(each.error) for each in found):.2%}."]
+    means = [
+        f"{fmean(errors):.2%} of {len(errors)} {word} figures, at most {max(errors):.2%}"
+        for word, derived in (("measured", False), ("derived", True))
+        if (errors := [abs(each.error) for each in found if each.profile.derived is derived])
+    ]
+    return [*lines, "", f"Mean absolute error: {'; '.join(means)}."]
 
 
 def main() -> None:

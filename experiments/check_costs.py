@@ -30,7 +30,7 @@ Median absolute error, mean signed error in brackets. Constants per machine type
 p3.16xlarge (seven of NVLink, four of Ethernet, one of Alpa's own launch) and two of its all-to-all, nine for the A100
 server, fitted on f16 and every even power of two a rank (`python -m hardware_models.calibration.fit_collectives --data
 DIR`); reported are the others (odd powers of two, f32), all shapes of groups, many with several groups sharing links.
-Vidur's, Galvatron's and Aceso's machines are other ones than those fitted: no constant is theirs.
+Vidur's, Galvatron's and Aceso's machines are other ones: no rate of a collective inside a node is from them.
 A shape is nodes x GPUs a node; groups of one shape ran at the same time."""
 
 LAYERS = """

@@ -1,8 +1,8 @@
 """How far the shipped link constants are from published collectives that they were not fitted on.
 
 Rows: Alpa's two databases, all but those of the fit (odd powers of two, f32), and, from machines that no
-constant was fitted on, Vidur's A100 DGX, Galvatron's eight A100s and Aceso's V100 servers. Groups of a shape that ran
-at once share links as in the engine: the fullest link slows all of them.
+rate inside a node was fitted on, Vidur's A100 DGX, Galvatron's eight A100s and Aceso's V100 servers. Groups of a shape
+that ran at once share links as in the engine: the fullest link slows all of them.
 
 Run: ``python -m hardware_models.calibration.check_collectives --data DIR`` (``--shapes`` for every group shape)
 """

@@ -27,6 +27,7 @@ from workloads.kinds.heads import (
 from workloads.kinds.registry import register
 
 HEAD_MULTIPLE = 8
+"""Features that a head comes in: flash-attn 2.5.8 (csrc/flash_attn/flash_api.cpp, ``mha_fwd``) pads to it."""
 
 
 def _repeats(local: Local) -> bool:
