@@ -271,7 +271,7 @@ def whole_for_a_while(view: StageView) -> Whole:
     parameter_bytes = runtime.gathered_parameter_bytes if plan.reshard_after_forward else 0
     gradient_bytes = runtime.gradient_accumulation_bytes if reduces_in_backward(plan) else 0
     root, pair = _root_and_pair(gathered, roots, 1.0, 1.0 if runtime.prefetches_gathers else 0.0)
-    outer, waiting = _root_and_pair(scattered, roots, wait, wait)
+    outer, waiting = _root_and_pair(scattered, roots, wait, wait, copied=waits)
     layers = [unit for unit in sorted(scattered) if unit not in roots and scattered[unit]]
     pair_bytes, layers_bytes = pair * parameter_bytes, pair * parameter_bytes + waiting * gradient_bytes
     root_above = sum(made_at[index] for index in units if layers and units[index] > layers[-1])
@@ -292,7 +292,7 @@ def whole_for_a_while(view: StageView) -> Whole:
 
 
 def _root_and_pair(
-    units: Mapping[int, float], roots: Container[int], alone: float, share: float
+    units: Mapping[int, float], roots: Container[int], alone: float, share: float, *, copied: bool = False
 ) -> tuple[float, float]:
     """Return the sum of the root, and the most of one other unit and of two neighbours.
 
@@ -301,11 +301,12 @@ def _root_and_pair(
         roots: Units of the root.
         alone: How much of one unit counts, as a share.
         share: Likewise of the lower neighbour of a unit that counts whole.
+        copied: Or of that unit, if it is larger: what waited is there beside its copy.
     """
     others = [units[unit] for unit in sorted(units) if unit not in roots and units[unit]]
     most = max((alone * size for size in others), default=0.0)
     for lower, upper in pairwise(others):
-        most = max(most, upper + share * lower)
+        most = max(most, upper + share * (max(lower, upper) if copied else lower))
     return sum(size for unit, size in units.items() if unit in roots), most
 
 

@@ -53,9 +53,10 @@ def _add_zero(
     column: int,
     alone: float,
     share: float,
+    copied: bool,
     found: Floats,
 ) -> None:
-    """Fill what ``found`` has columns for; ``alone`` and ``share`` as in ``estimate_memory``."""
+    """Fill what ``found`` has columns for; ``alone``, ``share`` and ``copied`` as in ``estimate_memory``."""
     before, run = 0.0, begin
     found[:] = 0.0
     for unit in range(shape.unit_of[first], shape.unit_of[stop - 1] + 1):
@@ -77,7 +78,7 @@ def _add_zero(
             found[ABOVE] = 0.0
             found[PAIR] = max(found[PAIR], alone * size)
             if before > 0:
-                found[PAIR] = max(found[PAIR], size + share * before)
+                found[PAIR] = max(found[PAIR], size + share * (max(before, size) if copied else before))
             if before == 0:
                 found[LOWEST] = size
             before = found[HIGHEST] = size
@@ -167,10 +168,12 @@ def hold_states(
                         refreshed += tied_bytes[table, place, REFRESHED]
             whole[:] = 0.0
             if gathered > 0 and plans.reshards[plan] != 0:
-                _add_zero(shape, tables, plans, run_tables, begin, first, stop, GATHERED, 1.0, ahead, whole[0])
+                _add_zero(shape, tables, plans, run_tables, begin, first, stop, GATHERED, 1.0, ahead, False, whole[0])
                 whole[0, ROOT] -= gathered_twice
             if unsharded > 0:
-                _add_zero(shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, waiting, waiting, whole[1])
+                _add_zero(
+                    shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, waiting, waiting, waits, whole[1]
+                )  # fmt: skip
                 whole[1, ROOT] -= scattered_twice
             row = held[stage]
             pair, in_root = whole[0, PAIR], whole[1, ABOVE] > 0.0
