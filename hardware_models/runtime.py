@@ -29,6 +29,7 @@ TransferMode = Literal["overlapped", "blocking"]
 HostWait = Literal["receive", "collective", "gather", "optimizer"]
 GradientsFreed = Literal["none", "scattered", "all"]
 OptimizerKernels = Literal["fused", "foreach", "per_tensor"]
+Way = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Runtime:
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
         recompute_stops_early: Recomputation ends once the last saved tensor is back.
+        recompute_holds_ends: What a segment makes for those behind it, and the gradients that it gets for that, are
+            there until its backward pass is through (reentrant checkpointing, whose backward has both as locals).
         communication_buffer_bytes, context_bytes: Device memory outside the allocator.
         host_seconds_per_kernel: Overrides the GPU type's ``launch_s``; None keeps it.
         host_seconds_per_operator: What the framework itself spends on the host before an operator's kernels
@@ -111,6 +114,12 @@ class Runtime:
             ``none``, ``scattered`` (those that ZeRO-2 and 3 reduce in each pass) or ``all``.
         refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
             for all of them, from which it is copied.
+        holds_next_unit: Passes in which what ZeRO-3 gathers of the next unit is there while one computes, by the order
+            of the host, in which memory is taken: where it asks for the next only when this one was given back, neither
+            is there beside the other, though the gather travels meanwhile. None: both where gathers are prefetched.
+        wraps_final_norms: A norm that ends the repeated layers is a unit of its own to ZeRO; else it is in one with
+            what follows, embedding or head.
+        matmul_workspace_bytes: What the library of matrix products holds of the allocator's memory all the time.
         keeps_root_gathered: ZeRO-3 parameters outside the repeated layers stay gathered from a forward pass to the end
             of its backward pass, as one unit; their gradients are reduced as one.
         optimizer_kernels: ``fused`` over all tensors; or plain operations, over lists of tensors (``foreach``) or
@@ -190,6 +199,10 @@ class Runtime:
     flattens_sharded: bool = False
     host_seconds_per_list_entry: float = 0.0
     handover_s: float = 0.0
+    holds_next_unit: tuple[Way, ...] | None = None
+    wraps_final_norms: bool = False
+    matmul_workspace_bytes: int = 0
+    recompute_holds_ends: bool = False
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -207,6 +220,10 @@ class Runtime:
         share = min(1.0, self.implementation.activation_bytes / self.gradient_accumulation_bytes)
         waits = self.flattens_sharded or (self.sharded_gradient_copies > 0 and share < 1)
         return share if waits else None
+
+    def holds_next(self, way: Way) -> bool:
+        """Return whether gathered parameters of the next unit are there while one computes (``holds_next_unit``)."""
+        return self.prefetches_gathers if self.holds_next_unit is None else way in self.holds_next_unit
 
     @property
     def outside_allocator_bytes(self) -> int:
@@ -303,6 +320,10 @@ class RuntimeFile(FileModel):
     flattens_sharded: bool = False
     host_seconds_per_list_entry: Seconds = 0.0
     handover_s: Seconds = 0.0
+    holds_next_unit: tuple[Way, ...] | None = None
+    wraps_final_norms: bool = False
+    matmul_workspace_bytes: Bytes = 0
+    recompute_holds_ends: bool = False
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

@@ -58,6 +58,8 @@ from workloads.local import (
 
 MOST_NAMED = 4
 """Runtimes that a refusal of a dtype names."""
+FINAL_NORM = "final_norm"
+"""How the role of a norm ends that comes once, behind repeated layers."""
 _PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
@@ -85,12 +87,28 @@ class CostTables:
         self._groups = Kept(MAX_STAGES)
 
     @cached_property
-    def root_layers(self) -> frozenset[int]:
-        """Layers that do not repeat, where the runtime keeps what ZeRO-3 gathers of them until their backward pass."""
-        workload = self.problem.workload
-        inside = {workload.operators[start].layer for start, _ in repeated_layers(workload)}
-        kept = {op.layer for op in workload.operators} - inside
+    def units(self) -> tuple[int, ...]:
+        """What ZeRO shards as one, by operator, ascending: a layer; a final norm by itself (``wraps_final_norms``)."""
+        operators, wraps = self.problem.workload.operators, self.problem.runtime.wraps_final_norms
+        found, unit, alone = list[int](), -1, False
+        for index, op in enumerate(operators):
+            begins = index == 0 or op.layer != operators[index - 1].layer
+            unit += begins or alone
+            found.append(unit)
+            alone = wraps and begins and op.role.endswith(FINAL_NORM)
+        return tuple(found)
+
+    @cached_property
+    def root_units(self) -> frozenset[int]:
+        """Units that do not repeat, where the runtime keeps what ZeRO-3 gathers of them until their backward pass."""
+        operators = self.problem.workload.operators
+        kept = {unit for unit, op in zip(self.units, operators, strict=True) if op.layer not in self._repeated}
         return frozenset(kept) if self.problem.runtime.keeps_root_gathered else frozenset()
+
+    @cached_property
+    def _repeated(self) -> frozenset[int]:
+        workload = self.problem.workload
+        return frozenset(workload.operators[start].layer for start, _ in repeated_layers(workload))
 
     @cached_property
     def leading_operators(self) -> frozenset[int]:
@@ -103,23 +121,23 @@ class CostTables:
         return frozenset(found.values())
 
     @cached_property
-    def gather_units(self) -> tuple[int, ...]:
-        """What ZeRO-2 and 3 hold whole at once, by operator: the number of its layer.
+    def unit_parts(self) -> tuple[int, ...]:
+        """What ZeRO-2 and 3 hold whole at once, by operator: its unit (``units``).
 
-        Where the runtime gathers and scatters parameters one by one (``parameter_calls_above``), a layer of more than a
-        bucket of gradients is a run of units: those of its operators that fit a bucket together, or one that does not;
-        units are numbered in the order of operators. Sizes are those before tensor parallelism, which leaves units
+        Where the runtime gathers and scatters parameters one by one (``parameter_calls_above``), one of more than a
+        bucket of gradients is a run of several: those of its operators that fit a bucket together, or one that does
+        not; they are numbered in the order of operators. Sizes are those before tensor parallelism, which leaves them
         smaller than a bucket.
         """
         workload, runtime = self.problem.workload, self.problem.runtime
         if runtime.parameter_calls_above is None or runtime.gradient_bucket_bytes is None:
-            return tuple(op.layer for op in workload.operators)
+            return self.units
         bucket = runtime.gradient_bucket_bytes / runtime.gradient_accumulation_bytes
-        units, unit, elements, layer = [], -1, 0.0, -1
-        for index, op in enumerate(workload.operators):
+        units, unit, elements, outer = [], -1, 0.0, -1
+        for index, own_outer in enumerate(self.units):
             own = sum(float(prod(parameter.shape)) for parameter in workload.parameters(index))
-            if op.layer != layer or (own and elements and elements + own > bucket):
-                unit, elements, layer = unit + 1, 0.0, op.layer
+            if own_outer != outer or (own and elements and elements + own > bucket):
+                unit, elements, outer = unit + 1, 0.0, own_outer
             elements += own
             units.append(unit)
         return tuple(units)

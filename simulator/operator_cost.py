@@ -68,8 +68,8 @@ class OperatorCost:
         """Both gradients, added to none."""
         return self.backward_input.then(self.backward_weight_alone)
 
-    def backward_temporary_bytes(self, bytes_per_element: int, *, inputs: bool, weights: bool) -> float:
-        """Return what lives only while gradients are made, beside input gradients.
+    def backward_temporaries_bytes(self, bytes_per_element: int, *, inputs: bool, weights: bool) -> tuple[float, float]:
+        """Return what lives only while gradients are made, beside input gradients: at first, and at the last product.
 
         Weight gradients come last; they are new tensors before they are added to those of earlier microbatches.
 
@@ -78,7 +78,7 @@ class OperatorCost:
             inputs, weights: Which gradients are made.
         """
         made = self.workspace_weight_bytes + self.gradient_elements * bytes_per_element
-        return max(self.workspace_backward_bytes if inputs else 0.0, made if weights and self.parameters else 0.0)
+        return self.workspace_backward_bytes if inputs else 0.0, made if weights and self.parameters else 0.0
 
     def contains(self, item: MeshCollective) -> bool:
         """Return whether the durations contain a collective that the operator owns.

@@ -42,6 +42,12 @@ def ends_at_parting(workload: Workload, index: int, name: str) -> bool:
     return late and is_private(name) and not name.endswith(f"/{CAST_WEIGHTS}")
 
 
+def parted_bytes(workload: Workload, index: int, cost: OperatorCost) -> float:
+    """Return the bytes of what an operator saved that its backward pass has given back before its product."""
+    saved = dict(saved_tensors(workload, index, cost)).items()
+    return sum(size for name, size in saved if ends_at_parting(workload, index, name))
+
+
 def is_private(name: str) -> bool:
     """Return whether a saved tensor is neither input nor output of its operator, by the slash in its name."""
     return "/" in name

@@ -198,10 +198,9 @@ def _fill_class(
             for each in dict.fromkeys(costs.problem.gpu_types)
         )
     values[GRADIENT] = cost.num_parameter_elements
-    operator = workload.operators[index]
     tensors = sum(cost.input_bytes) + sum(cost.output_bytes)
     values[EXTRA_FORWARD] = tensors + cost.workspace_forward_bytes
-    values[EXTRA_BACKWARD] = working_bytes(operator, cost, costs.problem)
+    values[EXTRA_BACKWARD] = working_bytes(index, cost, costs.problem)
     near, far = 0.0, 0.0
     own = dict(saved_tensors(workload, index, cost))
     values[OWN] = sum(size for name, size in own.items() if is_private(name))

@@ -195,7 +195,8 @@ class Estimator:
             core_working = profile.core_waiting_bytes
         if strategy.checkpoint:
             # The head's backward pass comes first: what it kept is gone when the layer is computed again.
-            working = max(working, released + core_working - profile.behind_bytes)
+            again_bytes = released + core_working + profile.core_ends_bytes
+            working = max(working, again_bytes - profile.behind_bytes)
         gathered_bytes = used_bytes if shards > 1 else 0.0
         gathered_bytes += elements * travelling if scatters and share is None else 0.0
         cost = LayerCost(

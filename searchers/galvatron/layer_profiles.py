@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.layers import blocks
-from simulator.closed_forms.estimate_memory import working_bytes
+from simulator.closed_forms.estimate_memory import segment_ends_bytes, working_bytes
 from simulator.costs import CostTables
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import parameter_layout
@@ -59,6 +59,7 @@ class LayerProfile:
             checkpointing does.
         workspace_bytes: The most that one operator needs besides: buffers, gradients of its inputs and outputs.
         core_workspace_bytes: Of one in the core.
+        core_ends_bytes: What checkpointing holds of what the core makes, and gradients of that.
         waiting_bytes, core_waiting_bytes: The same with weight gradients of the operators behind it, as they wait where
             those of a layer are joined before they are scattered (``Runtime.waiting_gradient_share``).
         behind_bytes: Of what is kept, what lies behind the core (the head), gone when the core's backward pass begins.
@@ -78,6 +79,7 @@ class LayerProfile:
     core_unkept_bytes: float
     workspace_bytes: float
     core_workspace_bytes: float
+    core_ends_bytes: float
     waiting_bytes: float
     core_waiting_bytes: float
     behind_bytes: float
@@ -212,7 +214,7 @@ class LayerProfiles:
         times = np.max([self._times(layer, tensor, samples, gpu_type) for gpu_type in self.gpu_types], axis=0).tolist()
         saved: dict[str, tuple[float, bool]] = {}
         entered: dict[str, float] = {}
-        workspace = core_workspace = waiting = core_waiting = output = behind = 0.0
+        workspace = core_workspace = core_ends = waiting = core_waiting = output = behind = 0.0
         for index in range(*layer.span):
             cost = self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
             inside = layer.core[0] <= index < layer.core[1]
@@ -224,9 +226,11 @@ class LayerProfiles:
                 if index >= layer.core[1] and name not in saved and workload.producer.get(name, index) >= layer.core[1]:
                     behind += size
                 saved.setdefault(name, (size, inside))
-            needed = working_bytes(workload.operators[index], cost, self.costs.problem)
+            needed = working_bytes(index, cost, self.costs.problem)
             workspace = max(workspace, needed)
             core_workspace = max(core_workspace, needed if inside else 0.0)
+            if index == layer.core[1] - 1:
+                core_ends = segment_ends_bytes(index, cost, self.costs.problem)
             # What waits beside an operator grows by the gradients of the next one.
             made = self._waiting_bytes(cost)
             waiting = max(waiting + made, needed)
@@ -256,6 +260,7 @@ class LayerProfiles:
             ),
             workspace_bytes=workspace,
             core_workspace_bytes=core_workspace,
+            core_ends_bytes=core_ends,
             waiting_bytes=waiting,
             core_waiting_bytes=core_waiting,
             behind_bytes=behind,

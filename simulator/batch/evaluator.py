@@ -40,6 +40,7 @@ from simulator.problem import Problem
 
 __all__ = ["BatchEvaluator", "BatchResult", "PlanBatch"]
 
+
 @dataclass(frozen=True)
 class BatchResult:
     """What the closed form says of a batch.
@@ -249,6 +250,7 @@ class BatchEvaluator:
             tables,
             batch.recompute,
             self.problem.runtime.recompute_stops_early,
+            self.problem.runtime.recompute_holds_ends,
             self.problem.runtime.keeps_stage_outputs,
             *self._packed_bytes,
             shape.producers,

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from simulator.batch import pipeline
 from simulator.batch.pipeline import row_of
 from simulator.batch.stages import ModelShape, StageRows
+from simulator.closed_forms.estimate_memory import never_given_back_bytes
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.costs import CostTables
 from simulator.lowering.mesh import parameter_layout
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, resolve
-from simulator.saved import is_private, saved_tensors
+from simulator.saved import ends_at_parting, is_private, saved_tensors
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -155,11 +156,14 @@ def stage_bytes(
         ]
         row = op_bytes[index]
         row[FORWARD_WORKSPACE] = _blocks(cost.workspace_forward_bytes)
-        row[BACKWARD_WORKSPACE] = _blocks(cost.backward_temporary_bytes(per_gradient, inputs=True, weights=True))
+        before, at_product = cost.backward_temporaries_bytes(per_gradient, inputs=True, weights=True)
+        saved = dict(saved_tensors(workload, index, cost)).items()
+        parted = sum(_blocks(size) for name, size in saved if ends_at_parting(workload, index, name))
+        row[BACKWARD_WORKSPACE] = max(_blocks(before), _blocks(at_product) - parted)
         row[INSIDE] = sum(_blocks(size) for size in inside)
         row[UNREAD] = sum(_blocks(size) for size in unread)
         row[HAS_PARAMETERS] = bool(cost.parameters)
-        row[BUFFER] = _blocks(cost.lasting_buffer_bytes)
+        row[BUFFER] = _blocks(never_given_back_bytes(cost, costs.problem))
         for place, (parameter, elements) in enumerate(cost.parameters):
             tied = parameter.tie is not None
             if tied:
@@ -199,6 +203,7 @@ def measure_memory(
     tables: Ints,
     recompute: Flags,
     stops_early: bool,
+    holds_ends: bool,
     keeps_outputs: bool,
     op_bytes: Floats,
     made_bytes: Floats,
@@ -234,6 +239,7 @@ def measure_memory(
         tables: int64[S]. Row of ``op_bytes`` and of the four after it.
         recompute: bool[S]. Repeated layers are recomputed.
         stops_early: Not beyond the last operator that saves anything, or makes what is saved.
+        holds_ends: What a segment makes for others, and its gradients, stay until its backward pass is through.
         keeps_outputs: What leaves a stage is held until the backward pass.
         op_bytes, made_bytes, read_bytes, gathered_bytes, previous_tied: [tables, ...].
         producers, reader_offsets, readers, crossing_offsets, crossing: Of the shape.
@@ -297,6 +303,7 @@ def measure_memory(
         kept, forward_peak = live, peak
 
         # Backward, from where forward left off.
+        at_end = 0.0  # What a segment holds until its backward pass is through.
         live, anew, begun = 0.0, 0.0, stop  # (The first such pass has made gradients of operators from ``begun`` on.)
         for place in range(crossing_offsets[stop], crossing_offsets[stop + 1]):
             if producers[crossing[place]] >= first:
@@ -330,14 +337,18 @@ def measure_memory(
                         is_last = following == reader_offsets[tensor + 1] or readers[following] >= again_until
                         saver = _lower_bound(savers, saver_offsets[tensor], saver_offsets[tensor + 1], low)
                         is_saved = saver < saver_offsets[tensor + 1] and savers[saver] < high
+                        is_held = holds_ends and readers[reader_offsets[tensor + 1] - 1] >= high
                         if producers[tensor] >= low and is_last and not is_saved:
-                            live -= made[tensor]
+                            at_end += made[tensor] if is_held else 0.0
+                            live -= 0.0 if is_held else made[tensor]
                     for place in range(output_offsets[once], output_offsets[once + 1]):
                         tensor = outputs[place]
                         saver = saver_offsets[tensor]
                         is_saved = saver < saver_offsets[tensor + 1] and savers[saver] < high
+                        is_held = holds_ends and readers[reader_offsets[tensor + 1] - 1] >= high
                         if readers[reader_offsets[tensor]] >= again_until and not is_saved:
-                            live -= made[tensor]
+                            at_end += made[tensor] if is_held else 0.0
+                            live -= 0.0 if is_held else made[tensor]
             while sizes[index, HAS_PARAMETERS] > 0 and begun > index:
                 of_layer, start = 0.0, max(layer_first[begun - 1], first)
                 for maker in range(start, begun):
@@ -360,7 +371,10 @@ def measure_memory(
             for place in range(output_offsets[index], output_offsets[index + 1]):
                 tensor = outputs[place]
                 last = reader_offsets[tensor + 1] - 1
-                live -= made[tensor] if readers[last] >= stop else read[last]
+                gradient = made[tensor] if readers[last] >= stop else read[last]
+                is_held = holds_ends and in_segment and readers[last] >= high
+                at_end += gradient if is_held else 0.0
+                live -= 0.0 if is_held else gradient
             # What forward kept goes with the first operator that needs it, ...
             for place in range(input_offsets[index], input_offsets[index + 1]):
                 tensor = inputs[place]
@@ -389,7 +403,11 @@ def measure_memory(
                 tensor = saved[place]
                 saver = _lower_bound(savers, saver_offsets[tensor], saver_offsets[tensor + 1], low)
                 if in_segment and producers[tensor] >= low and savers[saver] == index:
-                    live -= made[tensor]
+                    is_held = holds_ends and readers[reader_offsets[tensor + 1] - 1] >= high
+                    at_end += made[tensor] if is_held else 0.0
+                    live -= 0.0 if is_held else made[tensor]
+            if in_segment and index == low:
+                live, at_end = live - at_end, 0.0
         result[stage, KEPT] = kept
         result[stage, FORWARD_PEAK] = forward_peak
         result[stage, BACKWARD_PEAK] = peak

@@ -17,6 +17,7 @@ import numpy as np
 
 from simulator.closed_forms.interleaved_memory import interleaved_peak_bytes
 from simulator.closed_forms.unscattered import unscattered_bytes
+from simulator.costs import CostTables
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
@@ -31,8 +32,7 @@ from simulator.memory.model_states import reduces_in_backward, static_bytes
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan, Sharding, batch_replicas
 from simulator.problem import Problem
-from simulator.saved import is_private, needed_for_weights, saved_tensors
-from workloads.operators import Operator
+from simulator.saved import is_private, needed_for_weights, parted_bytes, saved_tensors
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class HeldBytes:
         beyond_kept: Of that, what is not ``kept``.
         step: What the optimizer step works in.
         refreshed: What gathering its results takes.
-        buffer: What its operators share and never give back; stages of one device do so too.
+        buffer: What its operators share and never give back, as do stages of one device.
     """
 
     states: float
@@ -73,10 +73,10 @@ def held_bytes(view: StageView) -> HeldBytes:
     """Return what a stage holds."""
     problem, plan = view.costs.problem, view.plan
     zero = {"sharded_gradients": reduces_in_backward(plan), "reshards": plan.reshard_after_forward}
-    static = static_bytes(list(parameter_groups(view)), problem, **zero)
+    static = static_bytes(list(parameter_groups(view)), view.costs, **zero)
     anew_of = dict.fromkeys(view.operators, 0.0)
     for group in parameter_groups(view):
-        anew_of[group.operator] += sum(static_bytes([group], problem, **zero).gradients_anew.values())
+        anew_of[group.operator] += sum(static_bytes([group], view.costs, **zero).gradients_anew.values())
     anew = sum(anew_of.values())
     whole = whole_for_a_while(view)
     kept, again, peak, first_peak, lowest = _activations(view, whole, anew_of)
@@ -87,7 +87,7 @@ def held_bytes(view: StageView) -> HeldBytes:
             cost = view.cost(index)
             saved, gradients = needed_for_weights(problem.workload, index, cost)
             weighted, to_multiply = weighted + saved, to_multiply + gradients
-    refreshed = [refreshed_bytes(group, problem) for group in parameter_groups(view)]
+    refreshed = [refreshed_bytes(group, view.costs) for group in parameter_groups(view)]
     return HeldBytes(
         states=float(sum(static.parameters) + sum(static.gradients) + anew + sum(static.optimizer)),
         anew=float(anew),
@@ -100,24 +100,42 @@ def held_bytes(view: StageView) -> HeldBytes:
         beyond_kept=min(weighted, again) + to_multiply,
         step=float(sum(static.step_workspace)),
         refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),
-        buffer=max(view.cost(index).lasting_buffer_bytes for index in view.operators),
+        buffer=max(never_given_back_bytes(view.cost(index), problem) for index in view.operators),
     )
 
 
-def refreshed_bytes(group: ParameterGroup, problem: Problem) -> tuple[float, float]:
+def never_given_back_bytes(cost: OperatorCost, problem: Problem) -> float:
+    """Return what an operator takes once and shares with all others of its device."""
+    return cost.lasting_buffer_bytes + problem.runtime.matmul_workspace_bytes
+
+
+def refreshed_bytes(group: ParameterGroup, costs: CostTables) -> tuple[float, float]:
     """Return what gathering an updated parameter takes, and the parameter whole, which is cut out last; else zeros."""
-    refreshed = static_bytes([group], problem, sharded_gradients=False, reshards=False).refreshed
-    whole = float(group.num_elements * problem.runtime.parameter_bytes) if refreshed else 0.0
+    refreshed = static_bytes([group], costs, sharded_gradients=False, reshards=False).refreshed
+    whole = float(group.num_elements * costs.problem.runtime.parameter_bytes) if refreshed else 0.0
     return refreshed - whole, whole
 
 
-def working_bytes(op: Operator, cost: OperatorCost, problem: Problem) -> float:
+def working_bytes(index: int, cost: OperatorCost, problem: Problem) -> float:
     """Return what an operator needs besides what is kept: work space, and the gradients of its inputs and outputs."""
     gradient_bytes = problem.runtime.implementation.activation_bytes
-    temporary = cost.backward_temporary_bytes(gradient_bytes, inputs=True, weights=True)
-    given = problem.workload.input_names
+    before, at_product = cost.backward_temporaries_bytes(gradient_bytes, inputs=True, weights=True)
+    temporary = max(before, at_product - parted_bytes(problem.workload, index, cost))
+    op, given = problem.workload.operators[index], problem.workload.input_names
     inputs = {name: size for name, size in zip(op.inputs, cost.input_bytes, strict=True) if name not in given}
     return max(cost.workspace_forward_bytes, temporary + sum(inputs.values()) + sum(cost.output_bytes))
+
+
+def segment_ends_bytes(index: int, cost: OperatorCost, problem: Problem) -> float:
+    """Return what a segment that ends with an operator holds besides until its backward pass is through.
+
+    That is what it made for those behind it, and the gradients of that (``Runtime.recompute_holds_ends``).
+    """
+    if not problem.runtime.recompute_holds_ends:
+        return 0.0
+    outputs = problem.workload.operators[index].outputs
+    saved = dict(saved_tensors(problem.workload, index, cost))
+    return sum(size * (1 + (name not in saved)) for name, size in zip(outputs, cost.output_bytes, strict=True))
 
 
 def saved_bytes(made: float, read: float, *, regathers: bool) -> tuple[float, float]:
@@ -157,7 +175,7 @@ def _activations(
     again = most = most_first = working = beside_bytes = stretch_bytes = 0.0
     behind = sum(anew_of.values())
     first = view.operators[0]
-    lowest = working_bytes(workload.operators[first], view.cost(first), view.costs.problem) + whole.first
+    lowest = working_bytes(first, view.cost(first), view.costs.problem) + whole.first
     for place, index in enumerate(view.operators):
         beside_bytes, behind = whole.beside.get(index, beside_bytes), behind - anew_of[index]
         stretch_bytes = max(stretch_bytes, beside_bytes)
@@ -182,13 +200,14 @@ def _activations(
                 producer = workload.producer.get(name)
                 if producer in view.shardings and segment_of.get(producer) != segment and name not in kept:
                     kept[name] = min(_made_bytes(view, name), read)
-        working = max(working, working_bytes(op, cost, view.costs.problem))
+        working = max(working, working_bytes(index, cost, view.costs.problem))
         following = view.operators[place + 1] if place + 1 < len(view.operators) else None
         if following is None or segment_of.get(following) != segment or (segment is None and following in whole.beside):
-            taken = sum(kept.values()) + sum(inside.values()) + working + stretch_bytes
+            ends_bytes = 0.0 if segment is None else segment_ends_bytes(index, cost, view.costs.problem)
+            taken = sum(kept.values()) + sum(inside.values()) + working + stretch_bytes + ends_bytes
             most, most_first = max(most, taken), max(most_first, taken + behind)
             if segment == 0:
-                lowest = max(lowest, sum(inside.values()) + working + stretch_bytes)
+                lowest = max(lowest, sum(inside.values()) + working + stretch_bytes + ends_bytes)
             again += sum(inside.values())
             inside, working, stretch_bytes = {}, 0.0, 0.0
     ends = sum(_ends(view, kept))
@@ -243,7 +262,7 @@ class Whole:
             layers below the first to be scattered; in that one or what of the root is above it; and before any whole
             gradient is made.
         first: All else while the stage's first operator works.
-        end: All else when that is through.
+        end: All else when that is through; where the root is given back before it is reduced, less that then.
     """
 
     root: float
@@ -254,9 +273,8 @@ class Whole:
 
 def whole_for_a_while(view: StageView) -> Whole:
     """Return what ZeRO has whole on one device of a stage."""
-    costs, plan, root_layers = view.costs, view.plan, view.costs.root_layers
-    runtime, operators = costs.problem.runtime, costs.problem.workload.operators
-    units = {index: costs.gather_units[index] for index in view.operators}
+    costs, plan, runtime = view.costs, view.plan, view.costs.problem.runtime
+    units = {index: costs.unit_parts[index] for index in view.operators}
     gathered, scattered = dict.fromkeys(units.values(), 0.0), dict.fromkeys(units.values(), 0.0)
     made_at = dict.fromkeys(units, 0.0)
     for group in parameter_groups(view):
@@ -266,14 +284,20 @@ def whole_for_a_while(view: StageView) -> Whole:
             made_at[index] += group.num_elements
     for index, elements in made_at.items():
         scattered[units[index]] += elements
-    roots = {unit for index, unit in units.items() if operators[index].layer in root_layers}
+    roots = {unit for index, unit in units.items() if costs.units[index] in costs.root_units}
     waits, wait = runtime.waiting_gradient_share is not None, runtime.waiting_gradient_share or 1.0
     parameter_bytes = runtime.gathered_parameter_bytes if plan.reshard_after_forward else 0
     gradient_bytes = runtime.gradient_accumulation_bytes if reduces_in_backward(plan) else 0
-    root, pair = _root_and_pair(gathered, roots, 1.0, 1.0 if runtime.prefetches_gathers else 0.0)
-    outer, waiting = _root_and_pair(scattered, roots, wait, wait, copied=waits)
+    root, pair = _root_and_pair(gathered, roots, 1.0, 1.0 if runtime.holds_next("backward") else 0.0)
+    apart = waits and not runtime.flattens_sharded  # A unit is given back before its gradients are copied.
+    outer, waiting = _root_and_pair(scattered, roots, wait, wait, copied=waits and not apart)
     layers = [unit for unit in sorted(scattered) if unit not in roots and scattered[unit]]
     pair_bytes, layers_bytes = pair * parameter_bytes, pair * parameter_bytes + waiting * gradient_bytes
+    if apart and layers:
+        below = [gathered[unit] for unit in sorted(gathered) if unit not in roots and gathered[unit]][:-1]
+        next_one = max(below, default=0.0) if runtime.holds_next("backward") else 0.0
+        copying = max(scattered[unit] for unit in layers) * (1.0 + wait)
+        layers_bytes = max(layers_bytes, next_one * parameter_bytes + copying * gradient_bytes)
     root_above = sum(made_at[index] for index in units if layers and units[index] > layers[-1])
     beside = {}
     if layers and layers_bytes > 0:
@@ -286,9 +310,13 @@ def whole_for_a_while(view: StageView) -> Whole:
         else:
             own_bytes = scattered[layers[-1]] * wait * gradient_bytes
             beside = {view.operators[0]: layers_bytes, above: own_bytes + pair_bytes, bare: pair_bytes}
-    first, end = unscattered_bytes(outer, root_above, scattered[layers[0]] if layers else 0.0, wait, waits)
+    root_bytes = root * parameter_bytes
+    of_root, above_bytes = outer * gradient_bytes, root_above * gradient_bytes
+    lowest_bytes = (scattered[layers[0]] if layers else 0.0) * gradient_bytes
+    given_back_bytes = root_bytes if apart else 0.0
+    first, end = unscattered_bytes(of_root, above_bytes, lowest_bytes, wait, waits, given_back_bytes)
     pair_bytes = 0.0 if units[view.operators[0]] in roots else pair_bytes
-    return Whole(root * parameter_bytes, beside, first * gradient_bytes + pair_bytes, end * gradient_bytes + pair_bytes)
+    return Whole(root_bytes, beside, first + pair_bytes, end + (0.0 if apart else pair_bytes))
 
 
 def _root_and_pair(

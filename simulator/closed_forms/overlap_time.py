@@ -82,14 +82,14 @@ def beside_s(computed_s: float, sent_s: float, computation_slowdown: float, comm
 
 
 @also_compiled
-def calls_of_layer(num_layers: int, num_large: float, share: float) -> float:
+def calls_of_unit(num_layers: int, num_large: float, share: float) -> float:
     """Return by how many calls a layer's parameters are gathered: one, or one for each that is large.
 
     Args:
         num_layers, num_large: Layers of the stage, and its parameters that are gathered by calls of their own.
         share: What part of the stage's parameters is gathered so.
 
-    >>> calls_of_layer(4, 24.0, 1.0), calls_of_layer(4, 24.0, 0.1), calls_of_layer(4, 0.0, 1.0)
+    >>> calls_of_unit(4, 24.0, 1.0), calls_of_unit(4, 24.0, 0.1), calls_of_unit(4, 0.0, 1.0)
     (6.0, 1.0, 1.0)
     """
     return max(1.0, num_large * share / num_layers)

@@ -16,7 +16,7 @@ from simulator.closed_forms.overlap_time import (
     SendingRules,
     Sent,
     bucket_shares,
-    calls_of_layer,
+    calls_of_unit,
     filled_buckets,
     unit_shares,
 )
@@ -37,7 +37,7 @@ from simulator.lowering.synchronisation import (
 
 
 class _Gathers(NamedTuple):
-    """Gathers of the root unit and of other layers: what travels, what is copied, hosts, latency."""
+    """Gathers of the root and of other units: what travels, what is copied, hosts, latency."""
 
     root_s: float
     others_s: float
@@ -95,10 +95,9 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
         view, gathering: The stage, and items of its first forward pass.
     """
     plan, costs = view.plan, view.costs
-    operators, root = costs.problem.workload.operators, costs.root_layers
-    layers = dict.fromkeys(operators[index].layer for index in view.operators)
-    num_root = sum(layer in root for layer in layers)
-    num_others = len(layers) - num_root
+    units = dict.fromkeys(costs.units[index] for index in view.operators)
+    num_root = sum(unit in costs.root_units for unit in units)
+    num_others = len(units) - num_root
     gathers = _gathers(view, gathering, num_root, num_others)
     sums = gradient_buckets(view, merged=True)
     num_bytes = [each.collectives[0].num_bytes for each in sums]
@@ -107,7 +106,7 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
     if sums and in_parts:
         if is_sharded(view):
             root_share = gathers.root_s / (gathers.root_s + gathers.others_s) if gathers.root_s > 0 else 0.0
-            begins_in_root = operators[view.operators[0]].layer in root
+            begins_in_root = costs.units[view.operators[0]] in costs.root_units
             count, first_share, last_share = unit_shares(num_others, num_root, begins_in_root, root_share)
             parts = [count] * len(sums)
         else:
@@ -158,29 +157,29 @@ def _gathers(view: StageView, gathering: Sequence[Item], num_root: int, num_othe
 
     Args:
         view, gathering: The stage, and items of the pass.
-        num_root, num_others: Its layers.
+        num_root, num_others: Its units.
     """
     root_s, others_s = (_gathers_s(view, gathering, in_root=in_root) for in_root in (True, False))
     if root_s + others_s <= 0:
         return _Gathers(*[0.0] * 6)
-    runtime, num_layers = view.costs.problem.runtime, num_root + num_others
+    runtime, num_units = view.costs.problem.runtime, num_root + num_others
     elements = _gathered_elements(view)
     total = sum(elements.values())
     large = sum(
         is_gathered(group) and group.tie is None and is_large(runtime, group.num_elements)
         for group in parameter_groups(view)
     )
-    host_s, more_s, copied_s, latency_s = 0.0, 0.0, 0.0, 0.0  # Of a layer.
+    host_s, more_s, copied_s, latency_s = 0.0, 0.0, 0.0, 0.0  # Of a unit.
     for (sizes, axes), own in elements.items():
         item = MeshCollective("all_gather", sizes, axes, NEXT_TO_NOTHING_BYTES)
-        calls = calls_of_layer(num_layers, large, own / total)
+        calls = calls_of_unit(num_units, large, own / total)
         more_s += (calls - 1.0) * collective_s(view, item)
         latency_s += calls * collective_s(view, item)
         host_s += calls * launch_collective_s(view, item, listed=runtime.parameter_calls_above is not None)
     root_share = root_s / (root_s + others_s)
     if runtime.copies_gathered:
         start_s, s_per_byte = _copying_s(view)
-        copied_s = num_layers * start_s + 2.0 * total * runtime.gathered_parameter_bytes * s_per_byte
+        copied_s = num_units * start_s + 2.0 * total * runtime.gathered_parameter_bytes * s_per_byte
         host_s += max(map(view.costs.launch_s, view.gpu_types))
     return _Gathers(
         root_s + num_root * more_s,
@@ -204,10 +203,10 @@ def _gathered_elements(view: StageView) -> Mapping[tuple[tuple[int, ...], tuple[
 
 
 def _gathers_s(view: StageView, items: Sequence[Item], *, in_root: bool) -> float:
-    """Return the seconds of a pass's gathers of parameters, of the root unit or of the others."""
-    operators, root = view.costs.problem.workload.operators, view.costs.root_layers
+    """Return the seconds of a pass's gathers of parameters, of the root or of other units."""
+    units, root = view.costs.units, view.costs.root_units
     found = [item for item in items if item.role == "gather" and item.cause == "parameter gather"]
-    return items_s(view, [item for item in found if (operators[item.operator].layer in root) == in_root])
+    return items_s(view, [item for item in found if (units[item.operator] in root) == in_root])
 
 
 def _bucket_shares(view: StageView) -> tuple[float, float, float]:

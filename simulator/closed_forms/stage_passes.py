@@ -49,15 +49,15 @@ def stage_passes(
 
 
 def _left_s(view: StageView) -> tuple[float, float]:
-    """Return what the device has left of each layer when it was launched, forward and backward, all together."""
-    operators, found = view.costs.problem.workload.operators, [0.0, 0.0]
-    for _, layer in groupby(view.operators, key=lambda index: operators[index].layer):
-        beyond = [beyond_host_s(view, index) for index in layer]
+    """Return what the device has left of each unit when it was launched, forward and backward, all together."""
+    found = [0.0, 0.0]
+    for _, unit in groupby(view.operators, key=lambda index: view.costs.units[index]):
+        beyond = [beyond_host_s(view, index) for index in unit]
         for way, ordered in enumerate((beyond, reversed(beyond))):
-            layer_s = 0.0
+            unit_s = 0.0
             for each in ordered:
-                layer_s = left_s(layer_s, *each[2 * way : 2 * way + 2])
-            found[way] += layer_s
+                unit_s = left_s(unit_s, *each[2 * way : 2 * way + 2])
+            found[way] += unit_s
     return found[0], found[1]
 
 

@@ -14,6 +14,7 @@ from simulator.fast.memory import (
     BARE_BYTES,
     BELOW_BYTES,
     BEYOND_BYTES,
+    ENDS,
     FIRST_BYTES,
     FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
@@ -121,10 +122,10 @@ def _borders(
             run -= 1
         sums = tables.sums[run_tables[run]]
         if sums[index + 1, UNSHARDED] > sums[index, UNSHARDED]:
-            unit, in_root = shape.unit_of[index], made >= 0
+            part, in_root = shape.part_of[index], made >= 0
             made = max(made, index)
-            if shape.gathers_of[shape.layer_of[index]] != 1:
-                above = min(stop, shape.unit_stop[unit]) if in_root else max(first, shape.unit_first[unit])
+            if shape.gathers_of[shape.unit_of[index]] != 1:
+                above = min(stop, shape.part_stop[part]) if in_root else max(first, shape.part_first[part])
                 return above, made if waits else made + 1
     return stop, stop
 
@@ -310,7 +311,8 @@ def hold_activations(
                             kept += read_unsaved[tensor]
                 if ends in (stop, following) or (ends == border and not in_segment):
                     beside = BELOW_BYTES if begun < above else ABOVE_BYTES if begun < bare else BARE_BYTES
-                    taken = kept + inside + working + held[stage, beside]
+                    held_ends = all_sums[table, ends, ENDS] - all_sums[table, ends - 1, ENDS] if in_segment else 0.0
+                    taken = kept + inside + working + held[stage, beside] + held_ends
                     most = max(most, taken)
                     if makes_anew:
                         behind = held[stage, ANEW_BYTES] - made
@@ -318,7 +320,7 @@ def hold_activations(
                             behind -= tied_anew[stage, place] if shape.tied[place] < ends else 0.0
                         most_first = max(most_first, taken + behind)
                     if in_segment and segment == plans.segment_offsets[stage]:
-                        lowest = max(lowest, inside + working + held[stage, beside])
+                        lowest = max(lowest, inside + working + held[stage, beside] + held_ends)
                     again += inside
                     inside, working = 0.0, 0.0
                     segment += in_segment

@@ -22,13 +22,13 @@ NEVER = np.iinfo(np.int64).max
 MAX_FAMILIES = 8
 """Ways in which parameters of one strategy are synchronised."""
 MAX_PENDING = 64
-"""Gathers of one layer, and reductions of one stage, that are added up at once."""
+"""Gathers of one unit, and reductions of one stage, that are added up at once."""
 
 # Schedules, as ``PlanArrays.schedule`` has them.
 ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 
 # Columns of ``TimeTables.sums``: seconds of either pass, what launching them takes a host that runs ahead, seconds of
-# the weight gradients, of gathering whole layers once (those of the root unit apart), how many operators the strategy
+# the weight gradients, of gathering whole units once (those of the root apart), how many operators the strategy
 # does not suit, ``StepWork``, how many buckets gradients fill (``overlap_time.filled_buckets``), how many parameters
 # are gathered by calls of their own, what adding gradients to earlier ones takes where first ones are handed over
 # (``ADDED``: device and host, of whole gradients and of those that ZeRO scatters), elements of each family.
@@ -88,9 +88,9 @@ class Structure(NamedTuple):
         producers, sizes: int64[T]. Producer, and a number that tensors of equal size and length share.
         reader_offsets, readers: Readers of each tensor.
         first_saver: int64[N]. First operator that saves an output of the operator; NEVER for none.
-        layer_of, layer_first, layer_stop: Layers.
-        unit_of, unit_first, unit_stop: What ZeRO holds whole at once (``CostTables.gather_units``).
-        gathers_of: int64[layers]. How often ZeRO-3 gathers a layer for a microbatch.
+        unit_of, unit_first, unit_stop: What ZeRO shards as one (``CostTables.units``).
+        part_of, part_first, part_stop: What of that is whole at once (``CostTables.unit_parts``).
+        gathers_of: int64[units]. How often ZeRO-3 gathers a unit for a microbatch.
         tied: int64[O]. Operators of tied parameters, ascending; one with two stands there twice.
         ties: int64[O]. Equal for parameters that are tied to one another.
     """
@@ -110,12 +110,12 @@ class Structure(NamedTuple):
     reader_offsets: Ints
     readers: Ints
     first_saver: Ints
-    layer_of: Ints
-    layer_first: Ints
-    layer_stop: Ints
     unit_of: Ints
     unit_first: Ints
     unit_stop: Ints
+    part_of: Ints
+    part_first: Ints
+    part_stop: Ints
     gathers_of: Ints
     tied: Ints
     ties: Ints
@@ -188,7 +188,7 @@ class BesideRules(NamedTuple):
     """What holds for what any plan sends beside its passes, as ``overlap_time`` has it.
 
     Attributes:
-        prefetches: A layer's parameters are gathered while the one before computes.
+        prefetches: A unit's parameters are gathered while the one before computes.
         waits_for_gathers: So does a host that runs ahead.
         waits_for_whole: The next pass waits for reductions of whole parameters' gradients.
         lists: Parameters are gathered, and sharded gradients reduced, by calls that are given a tensor of each rank.

@@ -1,4 +1,4 @@
-"""Compiled: gathers of the layers of a stage before they are used, one of each layer, as runs of strategies come."""
+"""Compiled: gathers of the units of a stage before they are used, one of each unit, as runs of strategies come."""
 
 from __future__ import annotations
 
@@ -38,51 +38,51 @@ def add_gathers(
     channels: Ints,
     elements: Floats,
     count: int,
-    pending_layer: int,
+    pending_unit: int,
     gather_s: Floats,
 ) -> tuple[int, int]:
-    """Add what the layers of a run gather, and return ``count`` and ``pending_layer`` as they are then.
+    """Add what the units of a run gather, and return ``count`` and ``pending_unit`` as they are then.
 
-    Whole layers from sums; parts of layers, and layers with tied parameters, one by one.
+    Whole units from sums; parts of units, and units with tied parameters, one by one.
 
     Args:
         shape, tables, plans, run_tables, gathered_bytes: See ``time.estimate_times``.
         table, start, ends: The run's, and its operators.
         first, begin: First operator of its stage, and first run.
-        reshards: Layers are gathered for each pass.
-        keys, channels, elements, count: Gathers of the layer that may not be through; more than MAX_PENDING of them
+        reshards: Units are gathered for each pass.
+        keys, channels, elements, count: Gathers of the unit that may not be through; more than MAX_PENDING of them
             are too many.
-        pending_layer: Its number; -1 for none.
-        gather_s: float64[2]. Where seconds are added, of the root unit and of other layers.
+        pending_unit: Its number; -1 for none.
+        gather_s: float64[2]. Where seconds are added, of the root and of other units.
     """
     sums, families = tables.sums[table], tables.families[table]
-    layer, last_layer = shape.layer_of[start], shape.layer_of[ends - 1]
-    whole_first = layer + (shape.layer_first[layer] < start)
-    whole_last = last_layer - (shape.layer_stop[last_layer] > ends)
+    unit, last_unit = shape.unit_of[start], shape.unit_of[ends - 1]
+    whole_first = unit + (shape.unit_first[unit] < start)
+    whole_last = last_unit - (shape.unit_stop[last_unit] > ends)
     if whole_first <= whole_last:
-        a, b = shape.layer_first[whole_first], shape.layer_stop[whole_last]
+        a, b = shape.unit_first[whole_first], shape.unit_stop[whole_last]
         gather_s[0] += sums[b, ROOT_S] - sums[a, ROOT_S]
         gather_s[1] += sums[b, GATHER_S] - sums[a, GATHER_S]
     place, num_tied = 0, len(shape.tied)
-    while layer <= last_layer and count <= MAX_PENDING:
-        if whole_first <= layer <= whole_last:
-            # The next layer with a tied parameter, else the end of the whole ones.
-            while place < num_tied and shape.layer_of[shape.tied[place]] < layer:
+    while unit <= last_unit and count <= MAX_PENDING:
+        if whole_first <= unit <= whole_last:
+            # The next unit with a tied parameter, else the end of the whole ones.
+            while place < num_tied and shape.unit_of[shape.tied[place]] < unit:
                 place += 1
-            layer = whole_last + 1
-            if place < num_tied and shape.layer_of[shape.tied[place]] <= whole_last:
-                layer = shape.layer_of[shape.tied[place]]
-            if layer > last_layer:
+            unit = whole_last + 1
+            if place < num_tied and shape.unit_of[shape.tied[place]] <= whole_last:
+                unit = shape.unit_of[shape.tied[place]]
+            if unit > last_unit:
                 break
-        if layer != pending_layer:
-            gather_s[shape.gathers_of[pending_layer] - 1] += channels_s(
+        if unit != pending_unit:
+            gather_s[shape.gathers_of[pending_unit] - 1] += channels_s(
                 tables, channels, elements, count, gathered_bytes
             )
-            count, pending_layer = 0, layer
-        a, b = max(start, shape.layer_first[layer]), min(ends, shape.layer_stop[layer])
-        # Each layer gathers what is tied, but for those that stay gathered: the first of them.
-        since = max(first, shape.layer_first[layer])
-        if shape.gathers_of[layer] == 1 or not reshards:
+            count, pending_unit = 0, unit
+        a, b = max(start, shape.unit_first[unit]), min(ends, shape.unit_stop[unit])
+        # Each unit gathers what is tied, but for those that stay gathered: the first of them.
+        since = max(first, shape.unit_first[unit])
+        if shape.gathers_of[unit] == 1 or not reshards:
             since = first
         for family in range(MAX_FAMILIES):
             own_key = families[family, GATHER]
@@ -102,5 +102,5 @@ def add_gathers(
                     keys[at], elements[at] = own_key, 0.0
                     channels[at] = families[family, GATHER_CHANNEL]
                 elements[at] += more
-        layer += 1
-    return count, pending_layer
+        unit += 1
+    return count, pending_unit

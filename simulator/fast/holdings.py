@@ -9,7 +9,12 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms.estimate_memory import refreshed_bytes, working_bytes
+from simulator.closed_forms.estimate_memory import (
+    never_given_back_bytes,
+    refreshed_bytes,
+    segment_ends_bytes,
+    working_bytes,
+)
 from simulator.closed_forms.overlap_time import filled_buckets
 from simulator.closed_forms.stage_overlap import bucket_elements, is_large, num_gradient_copies
 from simulator.costs import CostTables
@@ -45,7 +50,6 @@ from simulator.lowering.synchronisation import (
 )
 from simulator.memory.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
-from simulator.problem import Problem
 from simulator.saved import is_private, needed_for_weights
 
 Floats = NDArray[np.float64]
@@ -82,6 +86,7 @@ class Holding:
     weighted: float
     to_multiply: float
     working: float
+    ends: float
     gathered: float
     unsharded: float
     states: Floats
@@ -146,7 +151,7 @@ class Holdings:
         for group in parameter_groups(view):
             number += 1
             family = self._family(view, group, family_of, families)
-            own_states = _states(group, problem)
+            own_states = _states(group, self.costs)
             largest = max(largest, own_states.pop())
             to_gather, to_scatter = _zero_bytes(view, group)
             gathered, unsharded = gathered + to_gather, unsharded + to_scatter
@@ -172,12 +177,13 @@ class Holdings:
             private=private,
             weighted=weighted,
             to_multiply=to_multiply,
-            working=working_bytes(op, cost, problem),
+            working=working_bytes(index, cost, problem),
+            ends=segment_ends_bytes(index, cost, problem),
             gathered=gathered,
             unsharded=unsharded,
             states=states,
             largest=largest,
-            buffer=cost.lasting_buffer_bytes,
+            buffer=never_given_back_bytes(cost, problem),
             bucket=bucket_buffer_bytes(parameter_groups(view), problem.runtime),
             elements=elements,
             work=work,
@@ -201,6 +207,7 @@ class Holdings:
             weighted=0.0,
             to_multiply=0.0,
             working=0.0,
+            ends=0.0,
             gathered=0.0,
             unsharded=0.0,
             states=np.zeros(NUM_STATES),
@@ -217,9 +224,7 @@ class Holdings:
             unsuited=True,
         )
 
-    def _family(
-        self, view: StageView, group: ParameterGroup, family_of: dict[object, int], families: Ints
-    ) -> int:
+    def _family(self, view: StageView, group: ParameterGroup, family_of: dict[object, int], families: Ints) -> int:
         key = (group.sizes, group.reduced_axes, group.sharded_axes, group.zero)
         if key in family_of:
             return family_of[key]
@@ -257,12 +262,12 @@ def _zero_bytes(view: StageView, group: ParameterGroup) -> tuple[float, float]:
     return float(to_gather), float(len(begins) * group.num_elements * runtime.gradient_accumulation_bytes)
 
 
-def _states(group: ParameterGroup, problem: Problem) -> list[float]:
+def _states(group: ParameterGroup, costs: CostTables) -> list[float]:
     """Return model states as ``memory`` has them, and the largest tensor that is refreshed."""
     lasting, anew = [], []
     for sharded in (False, True):
         for reshards in (False, True):
-            held = static_bytes([group], problem, sharded_gradients=sharded, reshards=reshards)
+            held = static_bytes([group], costs, sharded_gradients=sharded, reshards=reshards)
             lasting.append(float(sum(held.parameters) + sum(held.gradients) + sum(held.optimizer)))
         anew.append(float(sum(held.gradients_anew.values())))
-    return [*lasting, *anew, float(sum(held.step_workspace)), *refreshed_bytes(group, problem)]
+    return [*lasting, *anew, float(sum(held.step_workspace)), *refreshed_bytes(group, costs)]

@@ -9,9 +9,10 @@ from simulator.fast.arrays import Floats, Ints
 
 # Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
 # in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
-# gathers and scatters; model states but for gradients made anew by (gradients sharded, parameters resharded), those
-# gradients by sharded, what the optimizer step works in, and what refreshing takes but for its largest tensor.
-KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, STATES = range(7)
+# gathers and scatters, what a segment that ends with the operator holds besides; model states but for gradients made
+# anew by (gradients sharded, parameters resharded), those gradients by sharded, what the optimizer step works in, and
+# what refreshing takes but for its largest tensor.
+KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, STATES = range(8)
 ANEW, STEP, REFRESHED, TIED_GATHERED, TIED_SCATTERED, NUM_STATES = 4, 6, 7, 8, 9, 10
 MEMORY_COLUMNS = STATES + NUM_STATES
 

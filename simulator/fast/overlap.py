@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hardware_models.runtime import Runtime
 from simulator.closed_forms.host_time import left_s
-from simulator.closed_forms.overlap_time import NEXT_TO_NOTHING_BYTES, Sent, bucket_shares, calls_of_layer, unit_shares
+from simulator.closed_forms.overlap_time import NEXT_TO_NOTHING_BYTES, Sent, bucket_shares, calls_of_unit, unit_shares
 from simulator.closed_forms.passes_time import SentHost
 from simulator.closed_forms.stage_overlap import copied_bytes
 from simulator.compiled_cache import inlined
@@ -37,7 +37,7 @@ from simulator.fast.arrays import (
 from simulator.fast.prices import channel_s
 
 _shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
-_calls_of_layer, _left_s = inlined(calls_of_layer), inlined(left_s)
+_calls_of_unit, _left_s = inlined(calls_of_unit), inlined(left_s)
 NUM_BYTES, NUM_BYTES_BACK, TIMES, TIMES_BACK, COPIED = range(5)
 """Of gradients that are copied before they are reduced, and back: bytes read and written, and how often."""
 
@@ -58,11 +58,11 @@ def beside_rules(runtime: Runtime) -> BesideRules:
 
 
 @inlined
-def _num_layers(layer_of: Ints, gathers_of: Ints, first: int, stop: int) -> tuple[int, int]:
-    """Return how many layers of a stage are gathered for each pass, and how many for the forward pass alone."""
+def _num_units(unit_of: Ints, gathers_of: Ints, first: int, stop: int) -> tuple[int, int]:
+    """Return how many units of a stage are gathered for each pass, and how many for the forward pass alone."""
     each, once = 0, 0
-    for layer in range(layer_of[first], layer_of[stop - 1] + 1):
-        if gathers_of[layer] == 1:
+    for unit in range(unit_of[first], unit_of[stop - 1] + 1):
+        if gathers_of[unit] == 1:
             once += 1
         else:
             each += 1
@@ -71,32 +71,32 @@ def _num_layers(layer_of: Ints, gathers_of: Ints, first: int, stop: int) -> tupl
 
 @inlined
 def left_of_layers_s(
-    beyond_host_s: Floats, layer_of: Ints, run_stops: Ints, run_tables: Ints, run: int, first: int, stop: int
+    beyond_host_s: Floats, unit_of: Ints, run_stops: Ints, run_tables: Ints, run: int, first: int, stop: int
 ) -> tuple[float, float]:
-    """Return what the device has left of each layer when it was launched, forward and backward, all together.
+    """Return what the device has left of each unit when it was launched, forward and backward, all together.
 
     Args:
-        beyond_host_s, layer_of: Of ``TimeTables`` and of ``Structure``.
+        beyond_host_s, unit_of: Of ``TimeTables`` and of ``Structure``.
         run_stops, run_tables: Of plans.
         run: The first of the stage.
         first, stop: Operators of the stage.
     """
-    begin, forward_s, layer_s = run, 0.0, 0.0
+    begin, forward_s, unit_s = run, 0.0, 0.0
     for index in range(first, stop):
         if run_stops[run] <= index:
             run += 1
         own = beyond_host_s[run_tables[run], index]
-        layer_s = _left_s(layer_s, own[0], own[1])
-        if index + 1 == stop or layer_of[index + 1] != layer_of[index]:
-            forward_s, layer_s = forward_s + layer_s, 0.0
+        unit_s = _left_s(unit_s, own[0], own[1])
+        if index + 1 == stop or unit_of[index + 1] != unit_of[index]:
+            forward_s, unit_s = forward_s + unit_s, 0.0
     backward_s = 0.0
     for index in range(stop - 1, first - 1, -1):
         while run > begin and run_stops[run - 1] > index:
             run -= 1
         own = beyond_host_s[run_tables[run], index]
-        layer_s = _left_s(layer_s, own[2], own[3])
-        if index == first or layer_of[index - 1] != layer_of[index]:
-            backward_s, layer_s = backward_s + layer_s, 0.0
+        unit_s = _left_s(unit_s, own[2], own[3])
+        if index == first or unit_of[index - 1] != unit_of[index]:
+            backward_s, unit_s = backward_s + unit_s, 0.0
     return forward_s, backward_s
 
 
@@ -229,7 +229,7 @@ def stage_sent(
         num_sums: int64[3]. How many there are of each kind of keys.
         sum_table, sum_family, sum_elements: [3, .]. A table and family that prices each, and its parameters.
         copied: float64[COPIED]. What ``add_copies`` has added.
-        gather_s: float64[2]. Gathers of the root unit, and of the other layers, each layer in one call.
+        gather_s: float64[2]. Gathers of the root, and of the other units, each in one call.
         is_sharded: Parameters of all its operators are gathered.
         in_parts: Gradients are reduced as they are made.
         ties_by_use, rules: See ``time.estimate_times``.
@@ -246,7 +246,7 @@ def stage_sent(
             start_s = max(start_s, rates[gpu_type, COPY_START_S])
             s_per_byte = max(s_per_byte, rates[gpu_type, COPY_S_PER_BYTE])
             launch_s = max(launch_s, rates[gpu_type, LAUNCH_S])
-    each, once = _num_layers(shape.layer_of, shape.gathers_of, first, stop)
+    each, once = _num_units(shape.unit_of, shape.gathers_of, first, stop)
 
     root_s, others_s = gather_s[0], gather_s[1]
     root_share, layer_share, gathered_copied_s, gather_host_s, latency_s = 0.0, 1.0, 0.0, 0.0, 0.0
@@ -257,7 +257,7 @@ def stage_sent(
         for at in range(num_sums[GATHERED_KEYS]):
             table, family = sum_table[GATHERED_KEYS, at], sum_family[GATHERED_KEYS, at]
             channel = families[table, family, GATHER_CHANNEL]
-            calls = _calls_of_layer(each + once, num_large, sum_elements[GATHERED_KEYS, at] / gathered)
+            calls = _calls_of_unit(each + once, num_large, sum_elements[GATHERED_KEYS, at] / gathered)
             call_s = channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
             more_s += (calls - 1.0) * call_s
             latency_s += each * calls * call_s
@@ -286,7 +286,7 @@ def stage_sent(
             waits = waits or (rules.waits_for_whole and families[table, family, SCATTER] < 0)
     if total > 0.0 and in_parts:
         if is_sharded:
-            begins_in_root = shape.gathers_of[shape.layer_of[first]] == 1
+            begins_in_root = shape.gathers_of[shape.unit_of[first]] == 1
             parts, first_share, last_share = _unit_shares(each, once, begins_in_root, root_share)
         else:
             parts, first_share, last_share = _bucket_shares(

@@ -46,6 +46,7 @@ def estimate_peaks(
     keeps_gathered: bool,
     keeps_outputs: bool,
     prefetches: bool,
+    apart: bool,
     waits: bool,
     waiting: float,
     peak_bytes: Floats,
@@ -58,14 +59,15 @@ def estimate_peaks(
         shape, savings, tables, plans: See there.
         chosen, states, run_tables: From ``estimate_times``.
         keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
-        prefetches: ZeRO-3 holds a layer and the next one.
+        prefetches: ZeRO-3 holds a unit and the next one.
+        apart: A unit is given back before its gradients are copied into what is scattered.
         waits, waiting: Whether there is a ``Runtime.waiting_gradient_share``, and that, or 1.
         peak_bytes, capacity_bytes: Results, per stage.
         fits: Result, per plan.
     """
     held = np.empty((len(plans.placements), HELD))
     tied_anew = np.empty((len(plans.placements), len(shape.tied)))
-    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, waits, waiting, held, tied_anew)
+    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, apart, waits, waiting, held, tied_anew)
     hold_activations(
         shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waits, held,
         tied_anew,

@@ -1,4 +1,4 @@
-"""Compiled: seconds of gathering again what recomputed layers gathered and gave back (``regathers_recomputed``)."""
+"""Compiled: seconds of gathering again what recomputed units gathered and gave back (``regathers_recomputed``)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_regathers(
     gathered_bytes: float,
     stage_s: Floats,
 ) -> None:
-    """Add to the times of stages one more gather of every layer that lies whole in a recomputed segment.
+    """Add to the times of stages one more gather of every unit that lies whole in a recomputed segment.
 
     Arguments as for ``time.estimate_times``.
     """
@@ -44,9 +44,9 @@ def add_regathers(
         begin, run = plans.run_offsets[stage], plans.run_offsets[stage]
         for segment in range(plans.segment_offsets[stage], plans.segment_offsets[stage + 1]):
             low, high = plans.segment_firsts[segment], plans.segment_stops[segment]
-            for layer in range(shape.layer_of[low], shape.layer_of[high - 1] + 1):
-                start, ends = shape.layer_first[layer], shape.layer_stop[layer]
-                if start < low or ends > high or shape.gathers_of[layer] == 1:
+            for unit in range(shape.unit_of[low], shape.unit_of[high - 1] + 1):
+                start, ends = shape.unit_first[unit], shape.unit_stop[unit]
+                if start < low or ends > high or shape.gathers_of[unit] == 1:
                     continue
                 while plans.run_stops[run] <= start:
                     run += 1
@@ -59,7 +59,7 @@ def add_regathers(
                         if own_key < 0:
                             continue
                         more = sums[until, ELEMENTS + family] - sums[start, ELEMENTS + family]
-                        since = max(first, shape.layer_first[layer])
+                        since = max(first, shape.unit_first[unit])
                         more += tied_elements(
                             shape, tables, plans, run_tables, table, family, since, begin, start, until, False
                         )

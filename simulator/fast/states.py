@@ -36,9 +36,9 @@ from simulator.fast.memory import (
 )
 
 # Columns of what ZeRO has whole of a stage: the root; of it what is above all other units; of those the most of one or
-# of two neighbours, the lowest, and the highest.
-ROOT, ABOVE, PAIR, LOWEST, HIGHEST = range(5)
-FOUND = 5
+# of two neighbours, the largest, the largest but for the highest, the lowest, and the highest.
+ROOT, ABOVE, PAIR, MOST, BELOW, LOWEST, HIGHEST = range(7)
+FOUND = 7
 
 
 @inlined
@@ -59,9 +59,9 @@ def _add_zero(
     """Fill what ``found`` has columns for; ``alone``, ``share`` and ``copied`` as in ``estimate_memory``."""
     before, run = 0.0, begin
     found[:] = 0.0
-    for unit in range(shape.unit_of[first], shape.unit_of[stop - 1] + 1):
-        place, ends = max(first, shape.unit_first[unit]), min(stop, shape.unit_stop[unit])
-        layer = shape.layer_of[place]
+    for part in range(shape.part_of[first], shape.part_of[stop - 1] + 1):
+        place, ends = max(first, shape.part_first[part]), min(stop, shape.part_stop[part])
+        unit = shape.unit_of[place]
         size = 0.0
         while place < ends:
             while plans.run_stops[run] <= place:
@@ -70,13 +70,14 @@ def _add_zero(
             sums = tables.sums[run_tables[run]]
             size += sums[upto, column] - sums[place, column]
             place = upto
-        if shape.gathers_of[layer] == 1:
+        if shape.gathers_of[unit] == 1:
             found[ROOT] += size
             if before > 0:
                 found[ABOVE] += size
         elif size > 0:
             found[ABOVE] = 0.0
-            found[PAIR] = max(found[PAIR], alone * size)
+            found[PAIR], found[BELOW] = max(found[PAIR], alone * size), max(found[BELOW], before)
+            found[MOST] = max(found[MOST], size)
             if before > 0:
                 found[PAIR] = max(found[PAIR], size + share * (max(before, size) if copied else before))
             if before == 0:
@@ -93,6 +94,7 @@ def hold_states(
     states: Ints,
     run_tables: Ints,
     prefetches: bool,
+    apart: bool,
     waits: bool,
     waiting: float,
     held: Floats,
@@ -101,13 +103,13 @@ def hold_states(
     """Fill the columns of states for the stages of the chosen plans whose state is DONE; of LAST_BYTES not activations.
 
     Args:
-        shape, tables, plans, chosen, states, run_tables, prefetches, waits, waiting: See ``peaks.estimate_peaks``.
+        shape, tables, plans, chosen, states, run_tables, prefetches, apart, waits, waiting: See ``peaks.estimate_peaks``.
         held: float64[S, HELD]. Result.
         tied_anew: float64[S, O]. Result: gradients made anew of tied parameters, where they count.
     """
     num_tied = len(shape.tied)
     tied_bytes, all_sums = tables.tied_bytes, tables.sums
-    ahead = 1.0 if prefetches else 0.0
+    ahead = 1.0 if prefetches else 0.0  # Of the next unit's parameters.
     whole = np.zeros((2, FOUND))  # By what is gathered and what is scattered; see ``_add_zero``.
     for plan in chosen:
         if states[plan] != DONE:
@@ -144,7 +146,7 @@ def hold_states(
                     run = begin
                     while plans.run_stops[run] <= index:
                         run += 1
-                    in_root = shape.gathers_of[shape.layer_of[index]] == 1
+                    in_root = shape.gathers_of[shape.unit_of[index]] == 1
                     seen, stays = False, False
                     other = begin
                     for before_place in range(place):
@@ -155,7 +157,7 @@ def hold_states(
                             theirs = tables.tied_layouts[run_tables[other], before_place]
                             if theirs == tables.tied_layouts[run_tables[run], place]:
                                 seen = True
-                                stays = stays or (in_root and shape.gathers_of[shape.layer_of[user]] == 1)
+                                stays = stays or (in_root and shape.gathers_of[shape.unit_of[user]] == 1)
                     if stays:
                         gathered_twice += tied_bytes[run_tables[run], place, TIED_GATHERED]
                         scattered_twice += tied_bytes[run_tables[run], place, TIED_SCATTERED]
@@ -172,7 +174,8 @@ def hold_states(
                 whole[0, ROOT] -= gathered_twice
             if unsharded > 0:
                 _add_zero(
-                    shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, waiting, waiting, waits, whole[1]
+                    shape, tables, plans, run_tables, begin, first, stop, UNSHARDED, waiting, waiting,
+                    waits and not apart, whole[1],
                 )  # fmt: skip
                 whole[1, ROOT] -= scattered_twice
             row = held[stage]
@@ -181,10 +184,14 @@ def hold_states(
                 whole[1] = 0.0
             row[GATHERED_BYTES] = whole[0, ROOT]
             in_all, lowest = whole[1, ROOT], whole[1, LOWEST]
-            first_bytes, end_bytes = unscattered_bytes(in_all, whole[1, ABOVE], lowest, waiting, waits)
-            gathers = pair if shape.gathers_of[shape.layer_of[first]] != 1 else 0.0
-            row[FIRST_BYTES], row[LAST_BYTES] = first_bytes + gathers, end_bytes + gathers
+            given_back = whole[0, ROOT] if apart else 0.0
+            first_bytes, end_bytes = unscattered_bytes(in_all, whole[1, ABOVE], lowest, waiting, waits, given_back)
+            gathers = pair if shape.gathers_of[shape.unit_of[first]] != 1 else 0.0
+            row[FIRST_BYTES], row[LAST_BYTES] = first_bytes + gathers, end_bytes + (0.0 if apart else gathers)
             row[BELOW_BYTES] = whole[1, PAIR] + pair
+            if apart:
+                copying = ahead * whole[0, BELOW] + whole[1, MOST] * (1.0 + waiting)
+                row[BELOW_BYTES] = max(row[BELOW_BYTES], copying)
             if in_root:
                 row[BARE_BYTES], row[ABOVE_BYTES] = 0.0, whole[1, ABOVE] * waiting
                 row[BELOW_BYTES] += row[ABOVE_BYTES]

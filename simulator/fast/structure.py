@@ -112,11 +112,7 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
     ]
     keys = [workload.parameters(index)[place].tie for index, place in tied]
     tie_numbers = [list(dict.fromkeys(keys)).index(key) for key in keys]
-    layers = list(workload.layers)
-    layer_of = np.zeros(count, dtype=np.int64)
-    for layer, (first, stop) in enumerate(layers):
-        layer_of[first:stop] = layer
-    units = np.array(costs.gather_units, dtype=np.int64)
+    units, parts = np.array(costs.units, dtype=np.int64), np.array(costs.unit_parts, dtype=np.int64)
     all_savers = [saver for found_savers in savers.values() for saver in found_savers]
     inputs = [[workload.producer.get(name, NEVER) for name in op.inputs] for op in workload.operators]
     tied_operators = np.array([index for index, _ in tied], dtype=np.int64)
@@ -131,13 +127,9 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array([number_of[form] for form in forms], dtype=np.int64),
         *_rows(readers),
         first_saver,
-        layer_of,
-        np.array([first for first, _ in layers], dtype=np.int64),
-        np.array([stop for _, stop in layers], dtype=np.int64),
-        units,
-        np.searchsorted(units, np.arange(units[-1] + 1)),
-        np.searchsorted(units, np.arange(units[-1] + 1), side="right"),
-        np.array([1 if layer in costs.root_layers else 2 for layer in range(len(layers))], dtype=np.int64),
+        *_bounds(units),
+        *_bounds(parts),
+        np.array([1 if unit in costs.root_units else 2 for unit in range(units[-1] + 1)], dtype=np.int64),
         tied_operators,
         np.array(tie_numbers, dtype=np.int64),
     )
@@ -191,6 +183,12 @@ def _surroundings(problem: Problem) -> tuple[list[list[int]], list[int], list[in
         neighbours.append(ordered)
         classes.append(ids[key])
     return neighbours, classes, examples
+
+
+def _bounds(numbers: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return ascending numbers of operators, and where each number begins and ends."""
+    every = np.arange(numbers[-1] + 1)
+    return numbers, np.searchsorted(numbers, every), np.searchsorted(numbers, every, side="right")
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:

@@ -49,6 +49,7 @@ from simulator.fast.memory import (
     AGAIN,
     BUCKET,
     BUFFER,
+    ENDS,
     GATHERED,
     KEPT,
     LARGEST,
@@ -217,7 +218,7 @@ class TableBuilder:
             column = memory_sums[index + 1]
             column[KEPT] = column[AGAIN] = found.private
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
-            column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
+            column[GATHERED], column[UNSHARDED], column[ENDS] = found.gathered, found.unsharded, found.ends
             column[STATES:] = found.states
             sums[index + 1, PASSED_BYTES:BUCKETS] = found.work
             sums[index + 1, BUCKETS], sums[index + 1, LARGE] = found.buckets, found.num_large
@@ -284,12 +285,12 @@ class TableBuilder:
         return saved
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
-        """Fill the seconds of gathering whole layers; tied parameters are added up by plan."""
+        """Fill the seconds of gathering whole units; tied parameters are added up by plan."""
         structure, gathered_bytes = self.structure, self.problem.runtime.gathered_parameter_bytes
         known: dict[tuple[float, ...], float] = {}
-        tied_layers = set(structure.layer_of[structure.tied].tolist())
+        tied_units = set(structure.unit_of[structure.tied].tolist())
         totals = np.zeros(2)
-        for layer, (first, stop) in enumerate(zip(structure.layer_first, structure.layer_stop, strict=True)):
+        for unit, (first, stop) in enumerate(zip(structure.unit_first, structure.unit_stop, strict=True)):
             elements = sums[stop, ELEMENTS:] - sums[first, ELEMENTS:]
             key = tuple(elements.tolist())
             if key not in known:
@@ -301,8 +302,8 @@ class TableBuilder:
                         num_bytes[own] = num_bytes.get(own, 0.0) + float(elements[family]) * gathered_bytes
                         channel_of[own] = int(families[family, GATHER_CHANNEL])
                 known[key] = sum(self.channels.price_s(channel_of[own], size) for own, size in num_bytes.items())
-            if layer not in tied_layers:
-                totals[int(structure.gathers_of[layer] == 1)] += known[key]
+            if unit not in tied_units:
+                totals[int(structure.gathers_of[unit] == 1)] += known[key]
             sums[first + 1 : stop + 1, [GATHER_S, ROOT_S]] = totals
 
     # Boundaries

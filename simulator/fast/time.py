@@ -182,7 +182,7 @@ def estimate_times(
     num_sums = np.zeros(3, np.int64)
     copied = np.zeros(COPIED)
     added_s = np.zeros(ELEMENTS - ADDED_S)
-    gather_s = np.zeros(2)  # Of the root unit, and of the other layers, once.
+    gather_s = np.zeros(2)  # Of the root, and of the other units, once.
     once_s = np.zeros((3, len(stage_s)))
     launched_s = np.zeros((len(stage_s), LAUNCHED))
     ties_s, norms_s = np.zeros(len(iteration_s)), np.zeros(len(iteration_s))
@@ -197,8 +197,20 @@ def estimate_times(
         for stage in range(low, high):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop, known, in_order = find_tables(
-                plans.run_stops, plans.strategies, run_tables, tables.keys, tables.values, begin, end, stage, first,
-                tables.placement_shape[plans.placements[stage]], size, num_operators, misses, counts,
+                plans.run_stops,
+                plans.strategies,
+                run_tables,
+                tables.keys,
+                tables.values,
+                begin,
+                end,
+                stage,
+                first,
+                tables.placement_shape[plans.placements[stage]],
+                size,
+                num_operators,
+                misses,
+                counts,
             )
             if not in_order:
                 state = BAD_RUNS
@@ -217,7 +229,7 @@ def estimate_times(
             is_sharded = True
             gather_s[:] = 0.0
             forward_host_s, backward_host_s = pass_host_s, (2 if splits else 1) * pass_host_s
-            num_over, num_pending, pending_layer, num_buckets = 0, 0, -1, 0.0
+            num_over, num_pending, pending_unit, num_buckets = 0, 0, -1, 0.0
             num_sums[:] = 0
             copied[:] = 0.0
             num_large, num_tensors = 0.0, 0.0
@@ -300,9 +312,23 @@ def estimate_times(
                                 sum_table[way, at], sum_family[way, at] = table, family
                             sum_elements[way, at] += elements
                 if gathers:
-                    num_pending, pending_layer = add_gathers(
-                        shape, tables, plans, run_tables, table, first, begin, start, ends, plans.reshards[plan] != 0,
-                        beside.gathered_bytes, pend_key, pend_channel, pend_elements, num_pending, pending_layer,
+                    num_pending, pending_unit = add_gathers(
+                        shape,
+                        tables,
+                        plans,
+                        run_tables,
+                        table,
+                        first,
+                        begin,
+                        start,
+                        ends,
+                        plans.reshards[plan] != 0,
+                        beside.gathered_bytes,
+                        pend_key,
+                        pend_channel,
+                        pend_elements,
+                        num_pending,
+                        pending_unit,
                         gather_s,
                     )
                     if num_pending > MAX_PENDING:
@@ -311,7 +337,7 @@ def estimate_times(
                 start = ends
             if state < 0:
                 break
-            gather_s[shape.gathers_of[pending_layer] - 1] += channels_s(
+            gather_s[shape.gathers_of[pending_unit] - 1] += channels_s(
                 tables, pend_channel, pend_elements, num_pending, beside.gathered_bytes
             )
 
@@ -343,17 +369,32 @@ def estimate_times(
 
             reshards, overlaps = plans.reshards[plan] != 0, plans.overlaps[plan] != 0
             sent, host, waits = stage_sent(
-                shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
-                copied, gather_s, is_sharded, every or overlaps, ties_by_use, num_buckets, num_large, num_tensors,
+                shape,
+                tables,
+                plans,
+                run_tables,
+                stage,
+                first,
+                stop,
+                num_sums,
+                sum_table,
+                sum_family,
+                sum_elements,
+                copied,
+                gather_s,
+                is_sharded,
+                every or overlaps,
+                ties_by_use,
+                num_buckets,
+                num_large,
+                num_tensors,
                 beside,
             )
-            once_s[UPDATED, stage] = refreshed_s(
-                tables, num_sums, sum_table, sum_family, sum_elements, parameter_bytes
-            )
+            once_s[UPDATED, stage] = refreshed_s(tables, num_sums, sum_table, sum_family, sum_elements, parameter_bytes)
             forward_left_s, backward_left_s = 0.0, 0.0
             if beside.waits_for_gathers:
                 forward_left_s, backward_left_s = left_of_layers_s(
-                    tables.beyond_host_s, shape.layer_of, plans.run_stops, run_tables, begin, first, stop
+                    tables.beyond_host_s, shape.unit_of, plans.run_stops, run_tables, begin, first, stop
                 )
             apart = plans.schedule[plan] == GPIPE
             work = PassWork(
@@ -367,8 +408,13 @@ def estimate_times(
             rows_s[stage, LESS] = 0.0
             if less_s > 0.0:
                 shorter = PassWork(
-                    forward_s, seconds - less_s, forward_host_s, backward_host_s - less_host_s, pass_host_s,
-                    forward_left_s, backward_left_s,
+                    forward_s,
+                    seconds - less_s,
+                    forward_host_s,
+                    backward_host_s - less_host_s,
+                    pass_host_s,
+                    forward_left_s,
+                    backward_left_s,
                 )
                 first_passes = _stage_passes_s(shorter, sent, host, sending, hosts)
                 rows_s[stage, LESS] = _gradients_s(found) - _gradients_s(first_passes)

@@ -61,14 +61,13 @@ def copying_s(costs: CostTables, gpu_type: str) -> tuple[float, float]:
 
 
 def _gathered_copy(view: StageView, operator: int, gpu_type: str) -> Segment:
-    """Return the work of copying what was gathered of an operator's layer into its parameters, in one kernel."""
-    operators = view.costs.problem.workload.operators
+    """Return the work of copying what was gathered of an operator's unit into its parameters, in one kernel."""
     if "gathered elements" not in view.kept:
         found: dict[int, int] = {}
         for group in parameter_groups(view):
-            for layer in gathered_for(view, group):
-                found[layer] = found.get(layer, 0) + group.num_elements
+            for unit in gathered_for(view, group):
+                found[unit] = found.get(unit, 0) + group.num_elements
         view.kept["gathered elements"] = found
-    elements: int = view.kept["gathered elements"][operators[operator].layer]
+    elements: int = view.kept["gathered elements"][view.costs.units[operator]]
     size = float(elements * view.costs.problem.runtime.gathered_parameter_bytes)
     return view.costs.launched([MemoryBound(size, size)], gpu_type)

@@ -1,4 +1,4 @@
-"""Gathers of sharded parameters: layer i+1 is gathered while layer i computes."""
+"""Gathers of sharded parameters: unit i+1 is gathered while unit i computes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from simulator.lowering.copies import GATHERED_COPY
 from simulator.lowering.items import Item, ItemList
 from simulator.lowering.mesh import MeshCollective, MeshSizes
-from simulator.lowering.recompute import whole_layers
+from simulator.lowering.recompute import whole_units
 from simulator.lowering.synchronisation import gather_calls, gather_collectives
 
 
 @dataclass
 class ParameterGathers(ItemList):
-    """A list of items in the making, where layers wait for gathers of their parameters."""
+    """A list of items in the making, where units (``CostTables.units``) wait for gathers of their parameters."""
 
     _units: list[int] = field(default_factory=list)
     _first_of: dict[int, int] = field(default_factory=dict)
@@ -21,59 +21,58 @@ class ParameterGathers(ItemList):
     _gather_calls: dict[tuple[int, MeshSizes, tuple[int, ...]], int] = field(default_factory=dict)
     _copied: set[int] = field(default_factory=set)
     _pass_cause: str = "forward"
-    _layer_started: int | None = None
+    _unit_started: int | None = None
     _previous_chain_end: int | None = None
 
     def _gathers(self, order: list[int]) -> dict[int, list[MeshCollective]]:
         self._units, self._gather_items, self._copied = [], {}, set()
-        self._layer_started = self._previous_chain_end = None
+        self._unit_started = self._previous_chain_end = None
         if not self.fidelity.parameter_gather:
             return {}
         found = gather_collectives(self.view)
         self._gather_calls = gather_calls(self.view)
-        workload = self.view.costs.problem.workload
-        self._units = list(dict.fromkeys(workload.operators[index].layer for index in order))
-        self._first_of = {workload.operators[index].layer: index for index in sorted(order, reverse=True)}
+        unit_of = self.view.costs.units
+        self._units = list(dict.fromkeys(unit_of[index] for index in order))
+        self._first_of = {unit_of[index]: index for index in sorted(order, reverse=True)}
         return found
 
-    def _start_layer(self, index: int, gathers: dict[int, list[MeshCollective]]) -> None:
+    def _start_unit(self, index: int, gathers: dict[int, list[MeshCollective]]) -> None:
         if not gathers:
             return
-        layer = self.view.costs.problem.workload.operators[index].layer
-        if layer == self._layer_started:
+        unit = self.view.costs.units[index]
+        if unit == self._unit_started:
             return
-        position = self._units.index(layer)
+        position = self._units.index(unit)
         before = self._last_chained()
         prefetches = self.view.costs.problem.runtime.prefetches_gathers
-        self._emit_gather(layer, gathers, self._previous_chain_end if prefetches else before)
-        if "gather" in self.view.costs.problem.runtime.host_waits and self._gather_items[layer]:
-            after = self._gather_items[layer]
+        self._emit_gather(unit, gathers, self._previous_chain_end if prefetches else before)
+        if "gather" in self.view.costs.problem.runtime.host_waits and self._gather_items[unit]:
+            after = self._gather_items[unit]
             self.items.append(Item(cause="parameter gather", after=after, operator=index, waits=True))
         if prefetches and position + 1 < len(self._units):
             self._emit_gather(self._units[position + 1], gathers, before)
-        self._layer_started = layer
+        self._unit_started = unit
         self._previous_chain_end = before
-        gathered = self._gather_items.get(layer, ())
-        root = self.view.costs.root_layers
-        together = [layer] if layer not in root else [each for each in self._gather_items if each in root]
+        gathered = self._gather_items.get(unit, ())
+        root = self.view.costs.root_units
+        together = [unit] if unit not in root else [each for each in self._gather_items if each in root]
         self._pending_after += tuple(item for each in together for item in self._gather_items.get(each, ()))
-        if gathered and layer not in self._copied and self.view.costs.problem.runtime.copies_gathered:
-            self._copied.add(layer)
+        if gathered and unit not in self._copied and self.view.costs.problem.runtime.copies_gathered:
+            self._copied.add(unit)
             self._compute(self._pass_cause, index, (GATHERED_COPY,))
 
     def _release(self, start: int, stop: int) -> None:
-        """Give back the gathered parameters of layers that lie whole in a segment which was just computed again."""
-        operators = self.view.costs.problem.workload.operators
-        for layer in whole_layers(operators, start, stop):
-            self._gather_items.pop(layer, None)
-            self._copied.discard(layer)
-        self._layer_started = None
+        """Give back the gathered parameters of units that lie whole in a segment which was just computed again."""
+        for unit in whole_units(self.view.costs.units, start, stop):
+            self._gather_items.pop(unit, None)
+            self._copied.discard(unit)
+        self._unit_started = None
 
-    def _emit_gather(self, layer: int, gathers: dict[int, list[MeshCollective]], after: int | None) -> None:
-        if layer in self._gather_items:
+    def _emit_gather(self, unit: int, gathers: dict[int, list[MeshCollective]], after: int | None) -> None:
+        if unit in self._gather_items:
             return
         positions = []
-        for collective in gathers.get(layer, ()):
+        for collective in gathers.get(unit, ()):
             positions.append(len(self.items))
             self.items.append(
                 Item(
@@ -82,9 +81,9 @@ class ParameterGathers(ItemList):
                     role="gather",
                     chained=False,
                     after=() if after is None else (after,),
-                    operator=self._first_of[layer],
-                    num_calls=self._gather_calls.get((layer, collective.sizes, collective.axes), 1),
+                    operator=self._first_of[unit],
+                    num_calls=self._gather_calls.get((unit, collective.sizes, collective.axes), 1),
                     num_entries=self._num_entries(collective),
                 )
             )
-        self._gather_items[layer] = tuple(positions)
+        self._gather_items[unit] = tuple(positions)

@@ -30,9 +30,9 @@ class ProgramBuilder(ParameterGathers):
         """
         self.items, self._pass_cause = self._made_whole(received), "forward"
         gathers = self._gathers(self.view.operators) if gather else {}
-        for layer in self._units:
-            if layer in self.view.costs.root_layers:
-                self._emit_gather(layer, gathers, None)
+        for unit in self._units:
+            if unit in self.view.costs.root_units:
+                self._emit_gather(unit, gathers, None)
         self._run_forward(self.view.operators, "forward", gathers)
         for tensor in self.view.leaving:
             self._settle_output(tensor)
@@ -64,8 +64,8 @@ class ProgramBuilder(ParameterGathers):
         self._handed_over = handed_over(self.view, first=first)
         order = self.view.operators[::-1]
         gathers = self._gathers(order) if gather else {}
-        for layer in self.view.costs.root_layers:
-            gathers.pop(layer, None)
+        for unit in self.view.costs.root_units:
+            gathers.pop(unit, None)
         buckets = self._buckets_by_last_operator() if sync else {}
         copies = {
             operator: bucket.passes for found in buckets.values() for bucket in found for operator in bucket.copied
@@ -78,11 +78,11 @@ class ProgramBuilder(ParameterGathers):
         for index in order:
             if with_inputs and index in segment_ends and self.fidelity.recompute:
                 start, stop = segment_ends[index]
-                self._start_layer(index, gathers)
+                self._start_unit(index, gathers)
                 self._run_forward(recomputed_operators(self.view, start, stop), "recompute", gathers)
                 if self.view.costs.problem.runtime.regathers_recomputed:
                     self._release(start, stop)
-            self._start_layer(index, gathers)
+            self._start_unit(index, gathers)
             self._gradients(cause, index, phases)
             if index in copies:
                 self._compute(cause, index, (GRADIENT_COPY,) * copies[index])
@@ -115,7 +115,7 @@ class ProgramBuilder(ParameterGathers):
     def _run_forward(self, operators: list[int], cause: str, gathers: dict[int, list[MeshCollective]]) -> None:
         inside = set(operators) if cause == "recompute" else None
         for index in operators:
-            self._start_layer(index, gathers)
+            self._start_unit(index, gathers)
             for item, owner, position in self._forward_collectives(index, inside):
                 self._collective(item, index, owner, self._held(index, position))
             self._compute(cause, index, (FORWARD,))

@@ -1,4 +1,4 @@
-"""Which operators of a recompute segment run again, and which layers lie whole in it."""
+"""Which operators of a recompute segment run again, and which units lie whole in it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from simulator.saved import is_private, saved_tensors
-from workloads.operators import Operator
 
 if TYPE_CHECKING:
     from simulator.lowering.program import StageView
 
 
-def whole_layers(operators: Sequence[Operator], start: int, stop: int) -> list[int]:
-    """Return the layers that lie whole in ``[start, stop)``; a layer's operators are neighbours."""
-    inside = list(dict.fromkeys(operator.layer for operator in operators[start:stop]))
-    cut = {operators[index].layer for index in (start - 1, stop) if 0 <= index < len(operators)}
-    return [layer for layer in inside if layer not in cut]
+def whole_units(units: Sequence[int], start: int, stop: int) -> list[int]:
+    """Return the units that lie whole in ``[start, stop)``, of those by operator; a unit's operators are neighbours.
+
+    >>> whole_units((0, 1, 1, 2, 2), 1, 4)
+    [1]
+    """
+    cut = {units[index] for index in (start - 1, stop) if 0 <= index < len(units)}
+    return [unit for unit in dict.fromkeys(units[start:stop]) if unit not in cut]
 
 
 def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:

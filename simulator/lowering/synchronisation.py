@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 ROOT = -2
-"""The unit of what does not repeat, beside those of layers, by number."""
+"""The unit of what does not repeat, where the runtime has one of it all, beside the others by number."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,6 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     runtime = view.costs.problem.runtime
     bucket_bytes = runtime.gradient_bucket_bytes
     limit = float("inf") if merged or bucket_bytes is None else float(bucket_bytes)
-    workload = view.costs.problem.workload
     everything = list(parameter_groups(view))
     open_groups: dict[object, tuple[list[int], float]] = {}
     filled = []
@@ -219,9 +218,9 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
         group = everything[position]
         if not group.reduced_axes:
             continue
-        # Sharded parameters are reduced by the unit they are gathered in: a layer, or the root.
-        unit = workload.operators[group.operator].layer if group.zero == 3 and not merged else -1
-        place = ROOT if unit in view.costs.root_layers else unit
+        # Sharded parameters are reduced by the unit they are gathered in, or the root at once.
+        unit = view.costs.units[group.operator] if group.zero == 3 and not merged else -1
+        place = ROOT if unit in view.costs.root_units else unit
         key = (group.sizes, group.reduced_axes, group.sharded_axes, group.scattered, place)
         members, so_far = open_groups.get(key, ([], 0.0))
         members.append(position)
@@ -283,23 +282,22 @@ def is_gathered(group: ParameterGroup) -> bool:
 
 
 def gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
-    """Return the layers that ZeRO-3 gathers a parameter for.
+    """Return the units (``CostTables.units``) that ZeRO-3 gathers a parameter for.
 
     All that use it, but the first alone of those between which it stays: of the root unit, or all where the plan does
     not reshard after the forward pass.
     """
-    operators = view.costs.problem.workload.operators
-    layers = dict.fromkeys(operators[user].layer for user in group.users if is_gathered(group))
-    stays = view.costs.root_layers if view.plan.reshard_after_forward else frozenset(layers)
-    later = [layer for layer in layers if layer in stays][1:]
-    return [layer for layer in layers if layer not in later]
+    units = dict.fromkeys(view.costs.units[user] for user in group.users if is_gathered(group))
+    stays = view.costs.root_units if view.plan.reshard_after_forward else frozenset(units)
+    later = [unit for unit in units if unit in stays][1:]
+    return [unit for unit in units if unit not in later]
 
 
 def units_gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
-    """Return the units of those layers (``CostTables.gather_units``)."""
-    operators, units = view.costs.problem.workload.operators, view.costs.gather_units
-    layers = set(gathered_for(view, group))
-    return list(dict.fromkeys(units[user] for user in group.users if operators[user].layer in layers))
+    """Return what of those units is whole at once (``CostTables.unit_parts``)."""
+    outer, inner = view.costs.units, view.costs.unit_parts
+    units = set(gathered_for(view, group))
+    return list(dict.fromkeys(inner[user] for user in group.users if outer[user] in units))
 
 
 def bucket_buffer_bytes(groups: Iterable[ParameterGroup], runtime: Runtime) -> float:
@@ -316,25 +314,25 @@ def whole_gradients_begin(view: StageView, group: ParameterGroup) -> list[int]:
     """
     if group.zero < 2 or group.num_shards == 1 or bucket_buffer_bytes([group], view.costs.problem.runtime):
         return []
-    operators, root = view.costs.problem.workload.operators, view.costs.root_layers
-    later = [user for user in group.users if operators[user].layer in root]
+    units, root = view.costs.units, view.costs.root_units
+    later = [user for user in group.users if units[user] in root]
     return [user for user in group.users if user not in later[:-1]]
 
 
 def gather_collectives(view: StageView) -> dict[int, list[MeshCollective]]:
-    """Return, per layer, the all-gathers that ZeRO-3 needs before the layer can run."""
-    wanted = ((layer, group) for group in parameter_groups(view) for layer in gathered_for(view, group))
+    """Return, per unit, the all-gathers that ZeRO-3 needs before the unit can run."""
+    wanted = ((unit, group) for group in parameter_groups(view) for unit in gathered_for(view, group))
     return _gathers(wanted, view.costs.problem.runtime.gathered_parameter_bytes)
 
 
 def gather_calls(view: StageView) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]:
-    """Return the calls of each gather, by layer, mesh and axes, where the runtime gathers parameters one by one."""
+    """Return the calls of each gather, by unit, mesh and axes, where the runtime gathers parameters one by one."""
     least = view.costs.problem.runtime.parameter_calls_above
     found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
     if least is not None:
         for group in parameter_groups(view):
-            for layer in gathered_for(view, group):
-                key = (layer, group.sizes, group.sharded_axes)
+            for unit in gathered_for(view, group):
+                key = (unit, group.sizes, group.sharded_axes)
                 found[key] = found.get(key, 0) + (group.num_elements > least)
     return found
 

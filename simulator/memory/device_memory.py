@@ -158,7 +158,7 @@ def _step_times(
 
 def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
     """Return every allocation and free of a representative."""
-    problem, order = costs.problem, turns.order
+    order = turns.order
     sharded = reduces_in_backward(plan)
     stream = EventStream()
     programs: dict[int, StagePasses] = {}
@@ -170,7 +170,7 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
         static_key = ("static bytes", plan.reshard_after_forward, sharded)
         if static_key not in view.kept:
             view.kept[static_key] = static_bytes(
-                list(parameter_groups(view)), problem, sharded_gradients=sharded, reshards=plan.reshard_after_forward
+                list(parameter_groups(view)), costs, sharded_gradients=sharded, reshards=plan.reshard_after_forward
             )
         static: StaticBytes = view.kept[static_key]
         kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
@@ -187,7 +187,7 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
         workspace += static.step_workspace
         refreshed = max(refreshed, static.refreshed)
         buffer = max(buffer, programs[view.position].lasting_buffer)
-    stream.add_static([buffer], WORKSPACE)
+    stream.add_static([buffer, costs.problem.runtime.matmul_workspace_bytes], WORKSPACE)
     stream.add_actions(programs, order, turns.labels, smaller, plan.num_microbatches - 1)
     begin_s, end_s, refreshed_s = turns.step_s
     stream.add_step(workspace, begin_s, end_s)

@@ -10,7 +10,7 @@ from simulator.lowering.synchronisation import ParameterGroup, is_gathered
 from simulator.plan import Plan
 
 if TYPE_CHECKING:
-    from simulator.problem import Problem
+    from simulator.costs import CostTables
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class StaticBytes:
 
     Attributes:
         parameters, gradients, optimizer: Bytes of each tensor.
-        gradients_anew: By layer, gradients that do not outlive an iteration: the first backward pass makes them.
+        gradients_anew: By unit, gradients that do not outlive an iteration: the first backward pass makes them.
         step_workspace: Bytes per parameter tensor that live only during the optimizer step.
         refreshed: Bytes that gathering updated parameters takes: all chunks, gathered, and the largest cut out.
     """
@@ -33,17 +33,17 @@ class StaticBytes:
 
 
 def static_bytes(
-    groups: Sequence[ParameterGroup], problem: Problem, *, sharded_gradients: bool, reshards: bool
+    groups: Sequence[ParameterGroup], costs: CostTables, *, sharded_gradients: bool, reshards: bool
 ) -> StaticBytes:
     """Return model states of a stage on one device.
 
     Args:
         groups: The stage's parameters.
-        problem: Gives bytes per parameter (runtime).
+        costs: Of the problem, whose runtime gives bytes per parameter.
         sharded_gradients: ZeRO-2 and 3 keep gradients sharded between microbatches.
         reshards: ZeRO-3 keeps parameters sharded outside their use; else they stay, gathered, beside their shards.
     """
-    runtime = problem.runtime
+    runtime = costs.problem.runtime
     parameters, gradients, optimizer, workspace = [], [], [], []
     anew: dict[int, int] = {}
     refreshed = largest = 0.0
@@ -56,8 +56,8 @@ def static_bytes(
         scattered = group.zero >= 2 and shards > 1 and sharded_gradients
         size = int(elements * runtime.gradient_bytes / (shards if scattered else 1))
         if runtime.frees_gradients == "all" or (scattered and runtime.frees_gradients == "scattered"):
-            layer = problem.workload.operators[group.operator].layer
-            anew[layer] = anew.get(layer, 0) + size
+            unit = costs.unit_parts[group.operator]
+            anew[unit] = anew.get(unit, 0) + size
         else:
             gradients.append(size)
         optimizer.append(int(elements * runtime.optimizer_bytes / (shards if group.zero >= 1 else 1)))

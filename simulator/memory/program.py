@@ -14,7 +14,6 @@ from simulator.lowering.recompute import recomputed_operators
 from simulator.memory.events import (
     GATHERED_INPUT,
     GRADIENT,
-    GRADIENTS,
     LOGITS,
     RECEIVED,
     RECOMPUTED,
@@ -40,7 +39,7 @@ class StageMemory:
         cost_of: Operator index to its cost on the representative.
         reshards: ZeRO-3 parameters are freed after use.
         sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
-        gradients_anew: Bytes of gradients by layer that the first backward pass makes.
+        gradients_anew: Bytes of gradients by unit that the first backward pass makes.
     """
 
     def __init__(
@@ -59,9 +58,10 @@ class StageMemory:
         runtime = view.costs.problem.runtime
         self._gradient_bytes = runtime.implementation.activation_bytes
         self._keeps_outputs = runtime.keeps_stage_outputs
-        self._units = view.costs.gather_units
-        self._whole = WholeUnits(view, reshards=reshards, sharded_gradients=sharded_gradients)
-        self._anew = gradients_anew or {}
+        self._units = view.costs.unit_parts
+        self._whole = WholeUnits(
+            view, reshards=reshards, sharded_gradients=sharded_gradients, anew=gradients_anew or {}
+        )
         self._own = set(view.operators)
         self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
         self._segment_of = {
@@ -81,9 +81,21 @@ class StageMemory:
             ]
             for name, _ in self._saves[index]:
                 self._savers.setdefault(name, []).append(index)
+        self._held = self._held_ends()
         self._scattered = {index: view.scattered_inputs(index) for index in view.operators}
         self._kept = self._kept_tensors()
         self._users = self._all_users()
+
+    def _held_ends(self) -> dict[str, int]:
+        """Return what segments make for others, and where they start, if it is held (``recompute_holds_ends``)."""
+        held: dict[str, int] = {}
+        if self.view.costs.problem.runtime.recompute_holds_ends:
+            for start, stop in self.view.stage.recompute:
+                for name in (name for index in range(start, stop) for name in self.workload.operators[index].outputs):
+                    readers = self._readers.get(name, ())
+                    if name in self.view.leaving or any(not start <= reader < stop for reader in readers):
+                        held[name] = start
+        return held
 
     def _kept_tensors(self) -> dict[str, str]:
         """Return tensors that outlive the forward pass, with their category."""
@@ -174,7 +186,7 @@ class StageMemory:
     def _free_if_done(self, name: str, inside: set[int], events: Pass, recomputing: bool) -> None:
         producer = self.workload.producer.get(name)
         if recomputing:
-            own = self._segment_of[producer] if producer in inside else None
+            own = self._segment_of[producer] if producer in inside and name not in self._held else None
             if own and not any(self._segment_of.get(saver) == own for saver in self._savers.get(name, ())):
                 self._release(self._instance(name, True), events)
         elif name not in self._kept:
@@ -199,31 +211,45 @@ class StageMemory:
             self._whole.begin(events)
         segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
         releases = self._releases(with_inputs, with_weights)
-        unit = None
+        held = {self._instance(name, True) for name in self._held}
+        works = {"gathers": with_inputs, "scatters": with_weights}
+        unit, ended = None, list[str]()
         for index in self.view.operators[::-1]:
             op = self.workload.operators[index]
             cost = self.cost_of(index)
-            if with_inputs and self._units[index] != unit:
-                self._whole.gather(unit, self._units[index], events)
-                unit = self._units[index]
+            entering = self._units[index]
+            if entering != unit:
+                self._whole.leave(unit, events, is_last=False, **works)
+            for name in ended:
+                self._release(name, events)
+            if entering != unit and with_inputs:
+                self._whole.hold(unit, entering, events, "backward")
+            unit = entering
             if with_inputs and index in segment_ends:
                 start, stop = segment_ends[index]
                 self._run(recomputed_operators(self.view, start, stop), events, recomputing=True)
             if with_inputs or cost.parameters:
                 self._backward_operator(index, op, cost, events, with_inputs, with_weights)
+            ended = self._ends_of_segment(index) if with_inputs else []
             for name in releases.get(index, ()):
-                self._release(name, events)
-        if with_weights:
-            self._make_anew(-1, -1, events)
-            self._whole.scatter_rest(events)
+                if ended and self._kept.get(name) == SEGMENT:
+                    ended.append(name)
+                elif name not in held:
+                    self._release(name, events)
+        self._whole.leave(unit, events, is_last=True, **works)
+        for name in ended:
+            self._release(name, events)
         if with_inputs:
-            self._whole.gather(unit, None, events)
-            self._whole.free_root(events)
             for name in self.view.arrivals:
                 events.free(f"{name}/gradient")
             for name in releases.get(-1, ()):
                 self._release(name, events)
         return events.tensors, events.is_alloc
+
+    def _ends_of_segment(self, start: int) -> list[str]:
+        """Return what is held until the backward pass of the segment that begins with an operator is through."""
+        made = [name for name, first in self._held.items() if first == start]
+        return [instance for name in made for instance in (self._instance(name, True), f"{name}/gradient")]
 
     def _releases(self, with_inputs: bool, with_weights: bool) -> dict[int, list[str]]:
         """Return, per operator, the tensors that nothing needs after its backward pass; -1 for the end of it.
@@ -271,14 +297,16 @@ class StageMemory:
     def _backward_operator(
         self, index: int, op: Operator, cost: OperatorCost, events: Pass, with_inputs: bool, with_weights: bool
     ) -> None:
-        temporary = cost.backward_temporary_bytes(self._gradient_bytes, inputs=with_inputs, weights=with_weights)
+        before, at_product = cost.backward_temporaries_bytes(
+            self._gradient_bytes, inputs=with_inputs, weights=with_weights
+        )
         parted = f"{op.name}/gradient at its product"
         if with_weights and not with_inputs:
             events.free(parted)
         if with_weights and cost.parameters:
-            self._make_anew(op.layer, self._units[index], events)
             self._whole.enter(self._units[index], events)
-        events.allocate(f"{op.name}/workspace backward", temporary, WORKSPACE)
+        parts = with_inputs and with_weights and op.definition.parts_late
+        events.allocate(f"{op.name}/workspace backward", before if parts else max(before, at_product), WORKSPACE)
         for position, item in self._gathered[index]:
             events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
         if with_inputs:
@@ -286,6 +314,8 @@ class StageMemory:
                 if name not in self.workload.input_names:
                     events.allocate(f"{name}/gradient", size, GRADIENT)
         events.free(f"{op.name}/workspace backward")
+        if parts:
+            self._reach_product(index, op, at_product, events)
         if not with_weights and cost.parameters and op.definition.parts_late:
             events.allocate(parted, cost.workspace_weight_bytes, GRADIENT)
         if with_weights:
@@ -295,7 +325,16 @@ class StageMemory:
         for position, _ in self._gathered[index]:
             events.free(f"{op.name}/gathered input {position}")
         for name in op.outputs:
-            events.free(f"{name}/gradient")
+            if name not in self._held:
+                events.free(f"{name}/gradient")
+
+    def _reach_product(self, index: int, op: Operator, num_bytes: float, events: Pass) -> None:
+        """Give back what the work before an operator's product was done from, and take what the product works in."""
+        for name, _ in self._saves[index]:
+            if ends_at_parting(self.workload, index, name):
+                self._release(name, events)
+        events.allocate(f"{op.name}/workspace of its product", num_bytes, WORKSPACE)
+        events.free(f"{op.name}/workspace of its product")
 
     # Sizes
 
@@ -307,14 +346,3 @@ class StageMemory:
         producer = self.workload.producer[tensor]
         op = self.workload.operators[producer]
         return self.cost_of(producer).output_bytes[op.outputs.index(tensor)]
-
-    def _make_anew(self, layer: int, unit: int, events: Pass) -> None:
-        """Make gradients that no pass has made before, of all layers behind one, and of that one unless they are whole.
-
-        Args:
-            layer, unit: Whose backward pass begins; below all at its end.
-            events: Of the pass.
-        """
-        for made, size in self._anew.items():
-            if made > layer or (made == layer and not self._whole.scatters(unit)):
-                events.allocate(f"layer {made}/gradients", size, GRADIENTS, lasting=True)

@@ -1,12 +1,14 @@
 """What ZeRO has whole for a while on one device: gathered parameters, and gradients that are not scattered yet.
 
-Both by unit (``CostTables.gather_units``). Those of the root are gathered first and scattered last, all as one.
+Both by unit, or by what of it is whole at once (``CostTables.unit_parts``). Those of the root are gathered first and
+scattered last, all as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from hardware_models.runtime import Way
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import (
     bucket_buffer_bytes,
@@ -14,7 +16,7 @@ from simulator.lowering.synchronisation import (
     units_gathered_for,
     whole_gradients_begin,
 )
-from simulator.memory.events import GATHERED, UNSHARDED, Pass
+from simulator.memory.events import GATHERED, GRADIENTS, UNSHARDED, Pass
 
 
 class WholeUnits:
@@ -24,20 +26,22 @@ class WholeUnits:
         view: The stage.
         reshards: ZeRO-3 parameters are freed after use.
         sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
+        anew: Bytes of gradients by unit that the first backward pass makes: of what is scattered, its shards.
     """
 
-    def __init__(self, view: StageView, *, reshards: bool, sharded_gradients: bool) -> None:
+    def __init__(self, view: StageView, *, reshards: bool, sharded_gradients: bool, anew: Mapping[int, int]) -> None:
         self.view = view
-        runtime, operators = view.costs.problem.runtime, view.costs.problem.workload.operators
-        self._unit_of = view.costs.gather_units
-        self._prefetches = runtime.prefetches_gathers
+        self._runtime = runtime = view.costs.problem.runtime
+        self._unit_of = view.costs.unit_parts
+        self._copies_first = runtime.flattens_sharded
+        self._anew = anew
         self._root = sorted(
-            {self._unit_of[index] for index in view.operators if operators[index].layer in view.costs.root_layers}
+            {self._unit_of[index] for index in view.operators if view.costs.units[index] in view.costs.root_units}
         )
         self._gathers = self._gathered_units() if reshards else {}
         scattered, wait = runtime.gradient_accumulation_bytes, runtime.waiting_gradient_share
         self._unsharded = self._gradients(self._unit_of, scattered) if sharded_gradients else {}
-        every = range(len(operators))
+        every = range(len(view.costs.problem.workload.operators))
         self._waiting = self._gradients(every, scattered * wait) if sharded_gradients and wait is not None else {}
         self._bucket = bucket_buffer_bytes(parameter_groups(view), runtime) if sharded_gradients else 0.0
         self._open: int | None = None  # the unit whose gradients wait
@@ -63,43 +67,65 @@ class WholeUnits:
     # Parameters
 
     def gather(self, leaving: int | None, entering: int | None, events: Pass) -> None:
-        """Free the gathered parameters of a unit; hold those of the next, and of the one after where it is prefetched.
+        """Go on to the next unit of a forward pass: free what one has gathered, and hold what the other has.
+
+        Args:
+            leaving: The unit before; None where the pass begins.
+            entering: The unit that follows; None where the pass ends.
+            events: Of the pass.
+        """
+        self._give_back(leaving, events, all_units=entering is None)
+        self.hold(leaving, entering, events, "forward")
+
+    def leave(self, unit: int | None, events: Pass, *, is_last: bool, gathers: bool, scatters: bool) -> None:
+        """End the backward pass of a unit: scatter its gradients and free what it gathered.
+
+        Where autograd copies the gradients into one tensor, that comes first.
+
+        Args:
+            unit: The unit; None for none.
+            events: Of the pass.
+            is_last: No other follows.
+            gathers: The pass computes input gradients: units are gathered for it.
+            scatters: It computes weight gradients.
+        """
+        if unit is None:
+            return
+        if scatters and self._copies_first:
+            self._scatter_left(unit, events, is_last=is_last)
+        if gathers:
+            self._give_back(unit, events, all_units=is_last)
+            for each in self._root if is_last else ():
+                events.free(f"unit {each}/gathered")
+        if scatters and not self._copies_first:
+            self._scatter_left(unit, events, is_last=is_last)
+
+    def _give_back(self, leaving: int | None, events: Pass, *, all_units: bool) -> None:
+        for unit in self._gathers:
+            if (unit == leaving or all_units) and unit not in self._root:
+                events.free(f"unit {unit}/gathered")
+
+    def hold(self, leaving: int | None, entering: int | None, events: Pass, way: Way) -> None:
+        """Hold what a unit has gathered, and the one after where that is there by then (``Runtime.holds_next``).
 
         Those of the root are gathered first and stay from a forward pass to the end of its backward pass, once
         for all microbatches in flight.
 
         Args:
-            leaving: The unit before; None where a pass begins.
-            entering: The unit that follows; None where a pass ends.
-            events: Of the pass.
+            leaving, entering, events: As for ``gather``.
+            way: Of the pass.
         """
-        if not self._gathers:
+        if not self._gathers or entering is None:
             return
         for unit in self._root if leaving is None else ():
             events.allocate(f"unit {unit}/gathered", self._gathers.get(unit, 0.0), GATHERED, lasting=True)
         units = [unit for unit in self._gathers if unit not in self._root]
-        if leaving in units:
-            events.free(f"unit {leaving}/gathered")
-        if entering is None:
-            for unit in units:
-                events.free(f"unit {unit}/gathered")
+        if entering not in units:
             return
-        if entering in units:
-            events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
-            if not self._prefetches:
-                return
-            position = units.index(entering)
-            step = -1 if leaving is not None and leaving > entering else 1
-            if leaving is None and position == len(units) - 1:
-                step = -1
-            after = position + step
-            if 0 <= after < len(units):
-                events.allocate(f"unit {units[after]}/gathered", self._gathers[units[after]], GATHERED)
-
-    def free_root(self, events: Pass) -> None:
-        """Free the root's gathered parameters: its backward pass is over."""
-        for unit in self._root:
-            events.free(f"unit {unit}/gathered")
+        events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
+        after = units.index(entering) + (1 if way == "forward" else -1)
+        if self._runtime.holds_next(way) and 0 <= after < len(units):
+            events.allocate(f"unit {units[after]}/gathered", self._gathers[units[after]], GATHERED)
 
     # Gradients
 
@@ -114,36 +140,35 @@ class WholeUnits:
     def enter(self, unit: int, events: Pass) -> None:
         """Make room for a unit's gradients; those of the unit but one above have been scattered by then."""
         if not self.scatters(unit):
-            return
-        if self._waiting:
-            if unit != self._open:
-                self._scatter_open(events)
-                self._open = None if unit in self._root else unit
-            return
-        above = sorted(each for each in self._unsharded if each > unit and each not in self._root)
-        for each in above[1:]:
-            events.free(f"unit {each}/unsharded")
-        events.allocate(f"unit {unit}/unsharded", self._unsharded[unit], UNSHARDED)
+            self._make_anew(unit, events)
+        elif self._waiting:
+            self._open = None if unit in self._root else unit
+        else:
+            above = sorted(each for each in self._unsharded if each > unit and each not in self._root)
+            for each in above[1:]:
+                events.free(f"unit {each}/unsharded")
+            events.allocate(f"unit {unit}/unsharded", self._unsharded[unit], UNSHARDED)
 
     def wait(self, index: int, events: Pass) -> None:
         """Hold the gradient that an operator has made until its unit is scattered."""
         if index in self._waiting:
             events.allocate(self._waits_as(index), self._waiting[index], UNSHARDED)
 
-    def scatter_rest(self, events: Pass) -> None:
-        """Scatter what a backward pass leaves: the last unit, and the root."""
-        if self._waiting:
-            self._scatter_open(events)
-            self._scatter(self._root, events)
-            self._open = self._travelling = None
-        for unit in self._unsharded:
-            events.free(f"unit {unit}/unsharded")
-        events.free("gradient bucket")
-
-    def _scatter_open(self, events: Pass) -> None:
+    def _scatter_left(self, unit: int, events: Pass, *, is_last: bool) -> None:
+        """Scatter the gradients of a unit that a backward pass has gone through, at its end those of the root too."""
         if self._open is not None:
             self._scatter([self._open], events)
-            self._travelling = self._open
+        self._make_anew(unit, events)
+        if not is_last:
+            self._let_go(events)
+            return
+        if self._waiting:
+            self._scatter(self._root, events)
+        self._make_anew(None, events)
+        for each in self._unsharded:
+            events.free(f"unit {each}/unsharded")
+        events.free("gradient bucket")
+        self._open = self._travelling = None
 
     def _scatter(self, units: Sequence[int], events: Pass) -> None:
         """Copy gradients into what is scattered of them at once; what was before has been by then."""
@@ -154,6 +179,20 @@ class WholeUnits:
         for index in self._waiting:
             if self._unit_of[index] in units:
                 events.free(self._waits_as(index))
+        self._travelling, self._open = self._open, None
+
+    def _let_go(self, events: Pass) -> None:
+        """Free what is being scattered, as the host of torch's first FSDP does once it has launched that."""
+        if self._copies_first and self._travelling is not None:
+            events.free(f"unit {self._travelling}/unsharded")
+            self._travelling = None
+
+    def _make_anew(self, lowest: int | None, events: Pass) -> None:
+        """Make gradients that no pass has made before, of units from one on but the root's; of all where it is None."""
+        for unit, size in self._anew.items():
+            behind = lowest is not None and unit >= lowest and not (unit in self._root and self.scatters(unit))
+            if behind or lowest is None:
+                events.allocate(f"unit {unit}/gradients", size, GRADIENTS, lasting=True)
 
     def _waits_as(self, index: int) -> str:
         return f"operator {index}/waiting"

@@ -273,7 +273,7 @@ def test_what_was_gathered_is_copied_once_for_each_gather(family: str, recompute
         for layer in users_of(problem, group.operator, group.tie)[: 1 if kept else None]:
             sizes[layer] = sizes.get(layer, 0.0) + group.num_elements * problem.runtime.gathered_parameter_bytes
     copies = sum(
-        (1 if layer in view.costs.root_layers else 2)
+        (1 if layer in view.costs.root_units else 2)
         * problem.hardware.kernel_time_s(view.gpu_type, MemoryBound(size, size), "bf16")
         for layer, size in sizes.items()
     )
@@ -291,13 +291,11 @@ def test_the_root_unit_is_gathered_for_the_forward_pass_and_stays(family: str) -
         found = gathers_s(view)
         root = set(found) - {problem.workload.operators[first].layer for first, _ in repeated_layers(problem.workload)}
         root_s[kept] = sum(seconds for layer, seconds in found.items() if layer in root)
-        assert view.costs.root_layers >= root if kept else not view.costs.root_layers
+        assert view.costs.root_units >= root if kept else not view.costs.root_units
         with_prefetch = replace(problem, runtime=replace(problem.runtime, prefetches_gathers=True))
         items = ProgramBuilder(replace(view, costs=CostTables(with_prefetch)), Fidelity()).forward(gather=True)
         first = next(position for position, item in enumerate(items) if item.collective is None)
-        gathered = [
-            problem.workload.operators[item.operator].layer for item in items[:first] if item.role == "gather"
-        ]
+        gathered = [problem.workload.operators[item.operator].layer for item in items[:first] if item.role == "gather"]
         assert gathered == [*(sorted(root) if kept else [0]), 1], "the root, or its first layer, and the next one ahead"
     gained_s = (own_s[False] - own_s[True]) / plan.num_microbatches
     assert root_s[True] > 0

@@ -14,7 +14,7 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
 from simulator.lowering.program import ProgramBuilder
-from simulator.lowering.recompute import whole_layers
+from simulator.lowering.recompute import whole_units
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
@@ -37,18 +37,18 @@ def with_and_without(family: str = "gpt", **changes: object) -> list[Problem]:
 @pytest.mark.parametrize("prefetches", [False, True])
 def test_a_layer_that_is_computed_again_whole_is_gathered_three_times(prefetches: bool) -> None:
     again, once = with_and_without(prefetches_gathers=prefetches)
-    operators = again.workload.operators
+    units = CostTables(again).units
     plan = sharded(again)
     (stage,) = plan.stages
-    recomputed = {layer for start, stop in stage.recompute for layer in whole_layers(operators, start, stop)}
+    recomputed = {unit for start, stop in stage.recompute for unit in whole_units(units, start, stop)}
     assert len(recomputed) == len(stage.recompute) > 1
     for problem, expected in ((again, 3), (once, 2)):
         (view,) = stage_views(validate(plan, problem), CostTables(problem))
         builder = ProgramBuilder(view, Fidelity())
         items = [*builder.forward(gather=True), *builder.backward(GRADIENTS, gather=True, sync=False)]
-        count = Counter(operators[item.operator].layer for item in items if item.role == "gather" and item.collective)
-        assert {count[layer] for layer in recomputed} == {expected}
-        assert {number for layer, number in count.items() if layer not in recomputed} <= {1, 2}
+        count = Counter(units[item.operator] for item in items if item.role == "gather" and item.collective)
+        assert {count[unit] for unit in recomputed} == {expected}
+        assert {number for unit, number in count.items() if unit not in recomputed} <= {1, 2}
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5"])

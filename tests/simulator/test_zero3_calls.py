@@ -154,13 +154,11 @@ def test_what_is_whole_at_once_fills_a_bucket_of_gradients(family: str) -> None:
     """Buckets of one element: every operator with parameters ends a unit, and two neighbours are whole at once."""
     problem = problem_with(family, gradient_bucket_bytes=2)
     workload = problem.workload
-    own = [
-        sum(prod(parameter.shape) for parameter in workload.parameters(index)) for index in range(len(workload))
-    ]
+    own = [sum(prod(parameter.shape) for parameter in workload.parameters(index)) for index in range(len(workload))]
     costs = CostTables(problem)
-    with_parameters = [unit for unit, elements in zip(costs.gather_units, own, strict=True) if elements]
+    with_parameters = [unit for unit, elements in zip(costs.unit_parts, own, strict=True) if elements]
     assert len(set(with_parameters)) == len(with_parameters)
-    assert list(costs.gather_units) == sorted(costs.gather_units)
+    assert list(costs.unit_parts) == sorted(costs.unit_parts)
     (view,) = stage_views(validate(sharded(problem), problem), costs)
     neighbours = [2 * (first + second) for first, second in pairwise(filter(None, own))]  # fp16
     whole = whole_for_a_while(view)
@@ -169,7 +167,7 @@ def test_what_is_whole_at_once_fills_a_bucket_of_gradients(family: str) -> None:
         estimate(sharded(problem), problem).peak_bytes, rel=1e-11
     )
     wide = problem_with(family)  # A layer fills no bucket of 1 GB: it is one unit, and no smaller than its operators.
-    assert CostTables(wide).gather_units == tuple(op.layer for op in workload.operators)
+    assert CostTables(wide).unit_parts == tuple(op.layer for op in workload.operators)
     peaks = [simulate(sharded(each), each).peak_allocated_bytes for each in (problem, wide)]
     assert peaks[0] < peaks[1]
 

@@ -163,7 +163,7 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
         elements += own_costs["elements"]
         kept_bytes += own_costs["output_bytes" if again else "saved_bytes"]
         kept, most = layers.get(layer_of[place], (0.0, 0.0))
-        own = working_bytes(problem.workload.operators[index], intra.cost(index, shardings[index]), problem)
+        own = working_bytes(index, intra.cost(index, shardings[index]), problem)
         kept += own_costs["saved_bytes"] if again else 0.0
         layers[layer_of[place]] = kept, max(most, own)
     seen: set[Hashable] = set()
