@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from datafiles.loader import load_mapping
+from experiments.cases.galvatron_memory import FOLDER, GPT, LLAMA, MIB
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
@@ -27,13 +28,10 @@ from simulator.uniform import uniform_plan
 from workloads.model_file import spec_from_mapping
 from workloads.registry import build_from_spec
 
-MIB = 2**20
 SAMPLES = 8
 LAYERS = (2, 4)
 DEGREES = (1, 2, 4, 8)
 
-GPT = {"family": "gpt", "vocab": 50257}
-LLAMA = {"family": "llama", "vocab": 32000, "hidden": 4096, "heads": 32, "ffn": 11008}
 FLASH_ATTN: Mapping[str, Any] = {"sequence_first": False, "fused_rotary": True}
 """Layers of flash-attn 2 keep samples first (flash_attn/modules/mha.py) and rotate in place (layers/rotary.py)."""
 MEGATRON_2024: Mapping[str, Any] = {"fused_gate": True, "fused_rotary": True}
@@ -64,7 +62,7 @@ class Profile:
 
 
 def _gpt(hidden: int, seq_len: int) -> dict[str, object]:
-    return {**GPT, "hidden": hidden, "heads": 32, "seq_len": seq_len}
+    return {**GPT, "hidden": hidden, "seq_len": seq_len}
 
 
 def _grouped(hidden: int, heads: int, ffn: int, seq_len: int, **more: object) -> dict[str, object]:
@@ -162,7 +160,7 @@ def compared(data: Path) -> Iterator[Compared]:
     Args:
         data: Folder of public sets.
     """
-    folder = data / "galvatron" / "profiles_raw"
+    folder = data / FOLDER
     for profile in PROFILES:
         for tp in DEGREES:
             yield Compared(profile, tp, predicted_mib(profile, tp), measured_mib(profile, tp, folder))

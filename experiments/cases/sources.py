@@ -14,6 +14,7 @@ from experiments.cases import (
     amp,
     campaigns,
     dapple_table5,
+    galvatron_memory,
     galvatron_plans,
     galvatron_table2,
     llm_foundry,
@@ -28,6 +29,7 @@ from experiments.cases.case import Case, CaseSource, Skipped
 SOURCES: tuple[CaseSource, ...] = (
     galvatron_table2.cases,
     galvatron_plans.cases,
+    galvatron_memory.cases,
     megatron_sc21.cases,
     dapple_table5.cases,
     aceso.cases,

@@ -131,8 +131,7 @@ class StageSolver:
             if key not in known:
                 chosen = zip(range(start, stop), self.assignment(layer, layer), strict=True)
                 known[key] = max(
-                    working_bytes(index, self.problem.cost(index, sharding), problem)
-                    for index, sharding in chosen
+                    working_bytes(index, self.problem.cost(index, sharding), problem) for index, sharding in chosen
                 ) + (self.stage(layer, layer)["saved_bytes"] if self.problem.options.recompute else 0.0)
             found.append(known[key])
         return found
