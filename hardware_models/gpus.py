@@ -149,6 +149,7 @@ class GpuType(FileModel):
             hosts like those that these were measured on.
         optimizer_bandwidth_fraction: Share of the bandwidth of fused multi-tensor optimizer kernels.
         overlap_slowdown_computation, overlap_slowdown_communication: Factors while both run.
+        matmul_workspace_bytes: What torch sets aside for cuBLAS for each thread that multiplies.
         calibrated_curves: A calibration's curves, in the place of the entry that ``curves`` names.
         source: Of the peaks; the others have ``*_source``.
     """
@@ -169,6 +170,7 @@ class GpuType(FileModel):
     source: Text
     calibrated_curves: EfficiencyCurves | None = None
     host_factor: Factor = 1.0
+    matmul_workspace_bytes: Bytes = 8_519_680
 
     def peak(self, dtype: str) -> float:
         """Return the peak of ``dtype`` in flop/s.

@@ -119,7 +119,8 @@ class Runtime:
             is there beside the other, though the gather travels meanwhile. None: both where gathers are prefetched.
         wraps_final_norms: A norm that ends the repeated layers is a unit of its own to ZeRO; else it is in one with
             what follows, embedding or head.
-        matmul_workspace_bytes: What the library of matrix products holds of the allocator's memory all the time.
+        matmul_workspaces: How many threads multiply, each of which holds a workspace of the library of products in
+            the allocator's memory all the time (``GpuType.matmul_workspace_bytes``); 0 where that is not of it.
         keeps_root_gathered: ZeRO-3 parameters outside the repeated layers stay gathered from a forward pass to the end
             of its backward pass, as one unit; their gradients are reduced as one.
         optimizer_kernels: ``fused`` over all tensors; or plain operations, over lists of tensors (``foreach``) or
@@ -201,7 +202,7 @@ class Runtime:
     handover_s: float = 0.0
     holds_next_unit: tuple[Way, ...] | None = None
     wraps_final_norms: bool = False
-    matmul_workspace_bytes: int = 0
+    matmul_workspaces: int = 0
     recompute_holds_ends: bool = False
 
     @property
@@ -322,7 +323,7 @@ class RuntimeFile(FileModel):
     handover_s: Seconds = 0.0
     holds_next_unit: tuple[Way, ...] | None = None
     wraps_final_norms: bool = False
-    matmul_workspace_bytes: Bytes = 0
+    matmul_workspaces: Annotated[int, Field(ge=0, le=64)] = 0
     recompute_holds_ends: bool = False
 
     @model_validator(mode="after")

@@ -111,6 +111,12 @@ class Problem:
             limit = min(limit, self.memory_limit_bytes)
         return limit - self.runtime.context_bytes - self.runtime.communication_buffer_bytes
 
+    @property
+    def matmul_workspace_bytes(self) -> int:
+        """Bytes that a device holds for its library of matrix products (``Runtime.matmul_workspaces``)."""
+        largest = max(node.gpu.matmul_workspace_bytes for node in self.hardware.cluster.nodes)
+        return self.runtime.matmul_workspaces * largest
+
     @cached_property
     def gpu_types(self) -> tuple[str, ...]:
         """GPU type of every device."""

@@ -38,7 +38,7 @@ class GroupBaseline(FileModel):
     memory_agreement: Number | None = None
     num_wrong_fits: Annotated[int, Field(ge=0)] = 0
     rank_correlation: Number | None = None
-    time_by_feature: Mapping[str, Mapping[str, Number]] = {}
+    error_by_feature: Mapping[str, Mapping[str, Number]] = {}
 
 
 class Acceptance(FileModel):
@@ -85,9 +85,9 @@ def figures_of(report: GroupReport) -> GroupBaseline | None:
         memory_agreement=_rounded(report.fits_agreement) if report.fits_agreement is not None else None,
         num_wrong_fits=report.num_wrong_fits,
         rank_correlation=_rounded(report.rank.correlation) if report.rank else None,
-        time_by_feature={
+        error_by_feature={
             feature: {value: _rounded(error) for value, error in errors.items()}
-            for feature, errors in report.time_by_feature.items()
+            for feature, errors in report.error_by_feature.items()
         },
     )
 
@@ -201,7 +201,7 @@ def changes(before: Baseline, after: Baseline) -> list[tuple[str, str, str, str]
     for name in dict.fromkeys([*before.groups, *after.groups]):
         old, new = before.groups.get(name), after.groups.get(name)
         for field in GroupBaseline.model_fields:
-            if field == "time_by_feature":
+            if field == "error_by_feature":
                 continue
             first = getattr(old, field) if old is not None else None
             second = getattr(new, field) if new is not None else None

@@ -12,7 +12,7 @@ import numpy as np
 from datafiles.writer import write_bytes_atomically
 from experiments.accuracy.errors import ErrorReport
 from experiments.accuracy.groups import groups as known_groups
-from experiments.accuracy.run import GroupReport, Outcome
+from experiments.accuracy.run import GroupReport, Outcome, judged
 from simulator.reports.figures import CYCLE
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ COLOR_FEATURES = ("strategy", "tp", "tokens", "method", "system", "recompute", "
 
 
 def plot_group(report: GroupReport, outcomes: Sequence[Outcome], path: Path) -> bool:
-    """Draw a group's iteration times; return whether there was anything to draw."""
+    """Draw a group's iteration times, or else its peaks; return whether there was anything to draw."""
     own = [each for each in outcomes if report.name in each.case.groups]
-    return plot_outcomes(known_groups()[report.name].title.strip(), report.time, own, path)
+    return plot_outcomes(known_groups()[report.name].title.strip(), report.time or report.memory, own, path)
 
 
 def scale_by_log(axes: Axes, low: float, high: float) -> None:
@@ -49,7 +49,7 @@ def scale_by_log(axes: Axes, low: float, high: float) -> None:
 
 
 def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Outcome], path: Path) -> bool:
-    """Draw iteration times on log axes, with the diagonal and a band of ten percent.
+    """Draw iteration times, or else peaks, on log axes, with the diagonal and a band of ten percent.
 
     Returns:
         Whether there was anything to draw.
@@ -57,11 +57,17 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    timed = [each for each in outcomes if each.case.measured.iteration_time_s is not None]
-    if not timed or errors is None:
+    word, drawn = judged(outcomes)
+    if not drawn or errors is None:
         return False
-    measured = np.array([each.case.measured.iteration_time_s for each in timed], dtype=float)
-    predicted = np.array([each.iteration_time_s for each in timed])
+    shown = [outcome for outcome, _ in drawn]
+    if word == "time":
+        quantity = "iteration time, s"
+        predicted = np.array([each.iteration_time_s for each in shown])
+    else:
+        quantity = "peak memory, GiB"
+        predicted = np.array([each.peak_bytes for each in shown]) / 2**30
+    measured = predicted / (1 + np.array([error for _, error in drawn]))
     figure = Figure(figsize=(6.4, 6.0), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -70,14 +76,14 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
     line = np.array([low, high])
     axes.fill_between(line, line * (1 - BAND), line * (1 + BAND), color="#e3f0fb", linewidth=0)
     axes.plot(line, line, color=MUTED, linewidth=1.0)
-    feature, labels = _colouring(timed)
+    feature, labels = _colouring(shown)
     for number, label in enumerate(sorted(set(labels), key=_numeric)):
         chosen = np.array([own == label for own in labels])
         axes.plot(
             measured[chosen],
             predicted[chosen],
             "o",
-            markersize=5 if len(timed) < 150 else 3,
+            markersize=5 if len(drawn) < 150 else 3,
             alpha=0.75,
             color=CYCLE[number % len(CYCLE)],
             markeredgewidth=0,
@@ -88,8 +94,8 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK)
-    axes.set_xlabel("measured iteration time, s", color=INK)
-    axes.set_ylabel("predicted iteration time, s", color=INK)
+    axes.set_xlabel(f"measured {quantity}", color=INK)
+    axes.set_ylabel(f"predicted {quantity}", color=INK)
     if feature:
         axes.legend(frameon=False, loc="upper left", fontsize=9)
     axes.set_title(

@@ -63,7 +63,8 @@ class GroupReport:
         num_fits_asked, num_fits_right: Cases with a known "out of memory or not", and those predicted right.
         num_wrong_fits: Of the others, predicted to fit although they did not.
         rank: How plans for one problem are ordered.
-        time_by_feature: Mean absolute error of time by values of `telling_features` that several cases share.
+        error_by_feature: Mean absolute error, as `judged` has it, by values of `telling_features` that several cases
+            share.
     """
 
     name: str
@@ -76,7 +77,7 @@ class GroupReport:
     num_fits_right: int
     num_wrong_fits: int
     rank: RankReport | None
-    time_by_feature: Mapping[str, Mapping[str, float]]
+    error_by_feature: Mapping[str, Mapping[str, float]]
 
     @property
     def fits_agreement(self) -> float | None:
@@ -212,7 +213,7 @@ def report_of(name: str, outcomes: Sequence[Outcome], skipped: Sequence[Skipped]
         num_fits_right=len(asked) - len(wrong),
         num_wrong_fits=sum(not each.out_of_memory for each in wrong),
         rank=rank_report(rivals),
-        time_by_feature={name: _shared_values(outcomes, name) for name in telling_features(outcomes)},
+        error_by_feature={name: _shared_values(outcomes, name) for name in telling_features(outcomes)},
     )
 
 
@@ -222,26 +223,39 @@ def _shared_values(outcomes: Sequence[Outcome], feature: str) -> dict[str, float
 
 
 def telling_features(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the features that tell some of the timed cases from others: several values, one of them shared."""
-    timed = [each.case.features for each in outcomes if each.time_error is not None]
-    values = {name: {str(each.get(name, ABSENT)) for each in timed} for features in timed for name in features}
-    return [name for name, found in values.items() if 1 < len(found) < len(timed)]
+    """Return the features that tell some of the judged cases from others: several values, one of them shared."""
+    features = [outcome.case.features for outcome, _ in judged(outcomes)[1]]
+    values = {name: {str(each.get(name, ABSENT)) for each in features} for own in features for name in own}
+    return [name for name, found in values.items() if 1 < len(found) < len(features)]
+
+
+def judged(outcomes: Sequence[Outcome]) -> tuple[str, list[tuple[Outcome, float]]]:
+    """Return by what cases are judged together, in words, and the signed error of those that have it.
+
+    By iteration times, if any was measured; else by peaks.
+    """
+    timed = [(each, each.time_error) for each in outcomes if each.time_error is not None]
+    if timed:
+        return "time", timed
+    return "peak memory", [(each, each.memory_error) for each in outcomes if each.memory_error is not None]
 
 
 def residuals_by(
     outcomes: Sequence[Outcome], features: Sequence[str], errors: Mapping[str, float] | None = None
 ) -> Mapping[tuple[str, ...], tuple[int, float, float]]:
-    """Return ``(cases, mean absolute, bias)`` of the time error by values of features.
+    """Return ``(cases, mean absolute, bias)`` of the error (`judged`) by values of features.
 
     Args:
-        outcomes: Cases that were run; those without a measured time are left out.
+        outcomes: Cases that were run; those without a measurement of that kind are left out.
         features: Names; a case without one has the value `ABSENT`.
         errors: Errors in place of the outcomes' own, by the case's row id; cases without one are left out.
     """
     found: dict[tuple[str, ...], list[float]] = {}
-    for each in outcomes:
-        error = each.time_error if errors is None else errors.get(each.case.row_id)
-        if error is not None:
-            key = tuple(str(each.case.features.get(name, ABSENT)) for name in features)
-            found.setdefault(key, []).append(error)
+    for each, error in judged(outcomes)[1] if errors is None else _given(outcomes, errors):
+        key = tuple(str(each.case.features.get(name, ABSENT)) for name in features)
+        found.setdefault(key, []).append(error)
     return {key: (len(own), fmean(map(abs, own)), fmean(own)) for key, own in sorted(found.items())}
+
+
+def _given(outcomes: Sequence[Outcome], errors: Mapping[str, float]) -> list[tuple[Outcome, float]]:
+    return [(each, errors[each.case.row_id]) for each in outcomes if each.case.row_id in errors]

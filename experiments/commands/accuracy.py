@@ -57,7 +57,7 @@ def accuracy(
     ] = None,
     group: Annotated[list[str] | None, typer.Option(help="Only this group; may be given again.")] = None,
     by: Annotated[
-        str, typer.Option(help="Also tabulate the time error by these features of the runs (tp,microbatch).")
+        str, typer.Option(help="Also tabulate the error by these features of the runs (tp,microbatch).")
     ] = "",
     missed: Annotated[
         bool,
@@ -143,7 +143,7 @@ def _print_where(name: str, outcomes: Sequence[Outcome], baseline: Baseline) -> 
     from experiments.accuracy.run import telling_features
 
     accepted = baseline.groups.get(name)
-    known = {} if accepted is None else accepted.time_by_feature
+    known = {} if accepted is None else accepted.error_by_feature
     if features := telling_features(outcomes):
         print_residuals(
             outcomes, features, f": {name}", one_by_one=True,
@@ -153,14 +153,17 @@ def _print_where(name: str, outcomes: Sequence[Outcome], baseline: Baseline) -> 
 
 def _where_to_look(report: GroupReport, outcomes: Sequence[Outcome], folder: Path | None) -> list[str]:
     """Return what shows where a group that fails the gate is off: its worst cases, and the command for more."""
-    if report.time is None:
+    from experiments.accuracy.run import judged
+
+    errors = report.time or report.memory
+    if errors is None:
         return []
-    worst = sorted(report.time.errors.items(), key=lambda item: (-abs(item[1]), item[0]))[:WORST_SHOWN]
+    worst = sorted(errors.errors.items(), key=lambda item: (-abs(item[1]), item[0]))[:WORST_SHOWN]
     features = dict.fromkeys(name for each in outcomes for name in each.case.features)
     data = f" --data {folder}" if folder is not None else ""
     by = f" --by {','.join(list(features)[:2])}" if features else ""
     return [
-        f"furthest off in time: {', '.join(f'{row} {error:+.1%}' for row, error in worst)}",
+        f"furthest off in {judged(outcomes)[0]}: {', '.join(f'{row} {error:+.1%}' for row, error in worst)}",
         f"one by one: windtunnel accuracy --group {report.name}{by} --cases{data}",
     ]
 
@@ -237,7 +240,7 @@ def print_residuals(
     one_by_one: bool = False,
     before: Callable[[Sequence[str]], Mapping[tuple[str, ...], float]] | None = None,
 ) -> None:
-    """Print the time error by values of features together, or of each in turn.
+    """Print the error of iteration times by values of features together, or of each in turn; else that of peaks.
 
     Args:
         outcomes: Cases that were run.
@@ -247,7 +250,7 @@ def print_residuals(
         before: Gives for names of features the earlier error by their values; another column.
     """
     from experiments.accuracy.docs import percent
-    from experiments.accuracy.run import residuals_by
+    from experiments.accuracy.run import judged, residuals_by
 
     if one_by_one:
         heads = ["feature", "value"]
@@ -263,7 +266,7 @@ def print_residuals(
         for key, (count, mean, bias) in residuals_by(outcomes, names).items():
             first = [*(names if one_by_one else []), *key, str(count)]
             lines.append([*first, *(percent(earlier.get(key)) for _ in was), percent(mean), f"{100 * bias:+.1f} %"])
-    print_table(f"time error by feature{where}", columns, lines)
+    print_table(f"{judged(outcomes)[0]} error by feature{where}", columns, lines)
 
 
 def _case_row(outcome: Outcome) -> tuple[str, ...]:

@@ -102,16 +102,22 @@ def predict(
         if name not in known:
             raise ValueError(f"--by must name columns of {runs}, {', '.join(known)}; got {name!r}")
     timed = any(case.measured.iteration_time_s is not None for case in cases)
-    for option, given in (("--limit", largest), ("--baseline", baseline), ("--plot", plot), ("--by", features)):
-        if given and not timed:
-            raise ValueError(f"{option} needs measured times, and no row of {runs} has one")
+    peaks = timed or any(case.measured.peak_bytes is not None for case in cases)
+    for option, given, is_there, needed in (
+        ("--limit", largest, timed, "measured times"),
+        ("--baseline", baseline, timed, "measured times"),
+        ("--plot", plot, peaks, "measured times or peaks"),
+        ("--by", features, peaks, "measured times or peaks"),
+    ):
+        if given and not is_there:
+            raise ValueError(f"{option} needs {needed}, and no row of {runs} has one")
     inputs = [*files_of_runs(runs, common), *([baseline] if baseline is not None else [])]
     all_writable(output, read=inputs, pictures=[plot])
     earlier = earlier_errors(baseline, runs, COLUMNS) if baseline is not None else {}
     outcomes = _simulated(cases, fidelity, runs, output)
     report = report_of(runs.stem, outcomes)
     if plot is not None:
-        plot_outcomes(runs.stem, report.time, outcomes, plot)
+        plot_outcomes(runs.stem, report.time or report.memory, outcomes, plot)
     measured = [
         each.case.measured.iteration_time_s / each.iteration_time_s
         for each in outcomes

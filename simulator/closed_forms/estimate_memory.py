@@ -106,7 +106,7 @@ def held_bytes(view: StageView) -> HeldBytes:
 
 def never_given_back_bytes(cost: OperatorCost, problem: Problem) -> float:
     """Return what an operator takes once and shares with all others of its device."""
-    return cost.lasting_buffer_bytes + problem.runtime.matmul_workspace_bytes
+    return cost.lasting_buffer_bytes + problem.matmul_workspace_bytes
 
 
 def refreshed_bytes(group: ParameterGroup, costs: CostTables) -> tuple[float, float]:

@@ -103,7 +103,8 @@ def hold_states(
     """Fill the columns of states for the stages of the chosen plans whose state is DONE; of LAST_BYTES not activations.
 
     Args:
-        shape, tables, plans, chosen, states, run_tables, prefetches, apart, waits, waiting: See ``peaks.estimate_peaks``.
+        shape, tables, plans, chosen, states, run_tables, prefetches, apart, waits, waiting:
+            See ``peaks.estimate_peaks``.
         held: float64[S, HELD]. Result.
         tied_anew: float64[S, O]. Result: gradients made anew of tied parameters, where they count.
     """

@@ -187,7 +187,7 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
         workspace += static.step_workspace
         refreshed = max(refreshed, static.refreshed)
         buffer = max(buffer, programs[view.position].lasting_buffer)
-    stream.add_static([buffer, costs.problem.runtime.matmul_workspace_bytes], WORKSPACE)
+    stream.add_static([buffer, costs.problem.matmul_workspace_bytes], WORKSPACE)
     stream.add_actions(programs, order, turns.labels, smaller, plan.num_microbatches - 1)
     begin_s, end_s, refreshed_s = turns.step_s
     stream.add_step(workspace, begin_s, end_s)

@@ -292,9 +292,9 @@ def test_features_that_tell_cases_apart_are_kept_where_several_share_a_value() -
     assert telling_features(outcomes) == ["tp"]
     found = report_of("tiny", outcomes)
     assert found.time is not None
-    assert found.time_by_feature == {"tp": {"1": pytest.approx(found.time.mean_absolute)}}
+    assert found.error_by_feature == {"tp": {"1": pytest.approx(found.time.mean_absolute)}}
     kept = figures_of(found)
-    assert kept is not None and kept.time_by_feature == {"tp": {"1": kept.time_mean_absolute}}
+    assert kept is not None and kept.error_by_feature == {"tp": {"1": kept.time_mean_absolute}}
 
 
 # Loaders on synthetic rows of the public layouts

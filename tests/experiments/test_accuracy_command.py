@@ -82,10 +82,10 @@ def test_check_exits_with_one_where_a_group_is_worse(
 
 def test_a_group_that_is_worse_is_tabulated_before_and_now(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
     accepted = accuracy_baseline.load_baseline().groups["dapple-table5"]
-    shown = accepted.time_by_feature["schedule"]
+    shown = accepted.error_by_feature["schedule"]
     assert shown and accepted.time_mean_absolute is not None
     better = accepted.model_copy(
-        update={"time_mean_absolute": 0.0, "time_by_feature": {"schedule": dict.fromkeys(shown, 0.015)}}
+        update={"time_mean_absolute": 0.0, "error_by_feature": {"schedule": dict.fromkeys(shown, 0.015)}}
     )
     monkeypatch.setattr(
         accuracy_baseline, "load_baseline", lambda: accuracy_baseline.Baseline(groups={"dapple-table5": better})

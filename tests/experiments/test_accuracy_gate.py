@@ -28,7 +28,7 @@ def report(error: float = 0.05, *, count: int = 4, name: str = "megatron-sc21-ta
         "num_fits_right": count,
         "num_wrong_fits": 0,
         "rank": None,
-        "time_by_feature": {},
+        "error_by_feature": {},
         **more,
     }
     return GroupReport(name=name, **fields)  # type: ignore[arg-type]

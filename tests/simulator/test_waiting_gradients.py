@@ -109,7 +109,7 @@ def test_the_heads_gradient_is_not_there_while_its_loss_works() -> None:
     problem = ProblemSpec("gpt3-1.3b", "h100-dgx:1x8", "pytorch-fsdp2", 16).load()
     plan = uniform_plan(problem, dp=8, microbatch=2, zero=3)
     held = dict(simulate(plan, problem, fidelity=Fidelity().without("allocator")).memory[0].consumers)
-    matmuls = problem.runtime.matmul_workspace_bytes
+    matmuls = 2 * 32 * 2**20  # One for forward, one for autograd's thread, on Hopper.
     assert "unsharded gradients" not in held and held["workspace"] == 2 * 4 * 2 * 2048 * 51200 + matmuls
 
 
