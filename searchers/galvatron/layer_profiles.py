@@ -17,7 +17,7 @@ from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import parameter_layout
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, Sharding, resolve
-from simulator.saved import is_private, saved_tensors
+from simulator.saved import is_private, parted_bytes, saved_tensors
 from simulator.uniform import repeated_layers
 from workloads.kinds.base import FORWARD
 from workloads.local import dtype_bytes
@@ -231,8 +231,8 @@ class LayerProfiles:
             core_workspace = max(core_workspace, needed if inside else 0.0)
             if index == layer.core[1] - 1:
                 core_ends = segment_ends_bytes(index, cost, self.costs.problem)
-            # What waits beside an operator grows by the gradients of the next one.
-            made = self._waiting_bytes(cost)
+            # What waits beside an operator grows by the gradients of the next one, whose loss has let its logits go.
+            made = self._waiting_bytes(cost) - parted_bytes(workload, index, cost)
             waiting = max(waiting + made, needed)
             if index >= layer.core[0]:
                 core_waiting = max(core_waiting + made, needed if inside else 0.0)

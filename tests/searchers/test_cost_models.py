@@ -23,19 +23,20 @@ class Tolerance(NamedTuple):
 
     Attributes:
         one_node, two_nodes: Of time, on four GPUs of one node, and on two nodes of two with 10 Gb/s between.
-        memory, recomputed: Of peak memory, with everything kept, and with every layer recomputed.
+        memory, recomputed: Of peak memory, with everything kept, and with every layer recomputed: then another stage is
+            the fullest by the closed form than by the simulator, which lets the head's logits go before its product.
     """
 
     one_node: tuple[float, float]
     two_nodes: tuple[float, float]
     memory: tuple[float, float] = (0.0, 0.02)
-    recomputed: tuple[float, float] = (0.0, 0.12)
+    recomputed: tuple[float, float] = (0.0, 0.13)
 
 
 TOLERANCES = {
     # Stages that differ, as T5's encoder and decoder, are 8 % above by the papers' formulas of a pipeline. By this one
     # the hungriest operator's memory comes on top of what a recomputed layer brings back.
-    "aceso": Tolerance((-0.04, 0.1), (-0.03, 0.03), recomputed=(0.0, 0.36)),
+    "aceso": Tolerance((-0.04, 0.1), (-0.03, 0.03), recomputed=(0.0, 0.39)),
     # No transfers between stages and no gradient synchronisation: little inside a node, most of the time outside.
     "alpa": Tolerance((-0.05, 0.09), (-0.79, 0.0)),
     # Groups of a reduction as if alone, and weights that stages share left out: on 10 Gb/s a third of an iteration.
