@@ -45,6 +45,7 @@ rows:
   collective between operators, each protocol's own share of NVLink over several nodes;
 - machines: the T4's curves and links, the A100's memory fractions and TF32 products, the clocks of the DGX-2's V100;
 - trainers: Composer's metrics;
+- memory: what FSDP and reentrant checkpointing hold, in the order of the host ([memory](memory.md));
 - Galvatron's runs: whole embeddings, tied weights reduced by each module, microbatches by the samples of a replica and
   at most eight of them, memory in steps of 1 MiB, sharded layers gathered once more where they are computed again.
 
