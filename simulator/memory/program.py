@@ -28,6 +28,7 @@ from simulator.memory.events import (
 from simulator.memory.whole_units import WholeUnits
 from simulator.operator_cost import OperatorCost
 from simulator.saved import ends_at_parting, is_private, saved_tensors
+from simulator.schedules.registry import schedule_named
 from workloads.operators import Operator
 
 
@@ -87,9 +88,13 @@ class StageMemory:
         self._users = self._all_users()
 
     def _held_ends(self) -> dict[str, int]:
-        """Return what segments make for others, and where they start, if it is held (``recompute_holds_ends``)."""
+        """Return what segments make for others, and where they start, if it is held (``recompute_holds_ends``).
+
+        Not between the halves of a backward pass, which such checkpointing knows nothing of.
+        """
         held: dict[str, int] = {}
-        if self.view.costs.problem.runtime.recompute_holds_ends:
+        splits = schedule_named(self.view.plan.schedule).splits_backward
+        if self.view.costs.problem.runtime.recompute_holds_ends and not splits:
             for start, stop in self.view.stage.recompute:
                 for name in (name for index in range(start, stop) for name in self.workload.operators[index].outputs):
                     readers = self._readers.get(name, ())
