@@ -102,7 +102,7 @@ def test_model_states_divide_by_zero_level() -> None:
             + runtime.gradient_bytes * (share if zero >= 2 else 1)
             + runtime.optimizer_bytes * (share if zero >= 1 else 1)
         )
-        assert history.live_bytes[-1] == pytest.approx(expected, rel=1e-3)
+        assert history.live_bytes[-1] - problem.matmul_workspace_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def test_gpipe_keeps_every_microbatch_and_1f1b_as_many_as_stages_are_left() -> None:
