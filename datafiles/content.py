@@ -39,4 +39,6 @@ def read_text(path: str | Path, max_bytes: int) -> str:
 
 def _check_size(source: str, size: int, max_bytes: int, what: str) -> None:
     if size > max_bytes:
-        raise DataFileError(source, f"{what} must have at most {max_bytes} bytes; split it or drop what is not read")
+        raise DataFileError(
+            source, f"{what} must have at most {max_bytes} bytes; split it or drop what is not read"
+        )

@@ -64,7 +64,9 @@ def _check_json_values(root: Any, source: str, max_depth: int) -> None:
             _check_json_string(value, source, place)
         elif isinstance(value, float):
             if not math.isfinite(value):
-                raise DataFileError(source, f"{_place(place)}: a number must be finite, got one beyond 1.8e308")
+                raise DataFileError(
+                    source, f"{_place(place)}: a number must be finite, got one beyond 1.8e308"
+                )
         elif isinstance(value, int):
             try:
                 check_integer(value)

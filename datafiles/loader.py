@@ -23,7 +23,9 @@ __all__ = ["MAX_BYTES", "MAX_DEPTH", "Format", "load_mapping", "load_table", "pa
 Format = Literal["yaml", "json"]
 
 
-def load_mapping(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+def load_mapping(
+    path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH
+) -> dict[str, Any]:
     """Read a YAML file, or a JSON file if its name ends in ``.json`` (or ``.json.gz``).
 
     Args:
@@ -43,7 +45,9 @@ def load_mapping(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int
     return parse_mapping(text, source=str(path), format=file_format, max_depth=max_depth)
 
 
-def parse_mapping(text: str, *, source: str, format: Format = "yaml", max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+def parse_mapping(
+    text: str, *, source: str, format: Format = "yaml", max_depth: int = MAX_DEPTH
+) -> dict[str, Any]:
     """Parse a YAML or JSON document whose top level is a mapping.
 
     Args:
@@ -64,5 +68,7 @@ def parse_mapping(text: str, *, source: str, format: Format = "yaml", max_depth:
     text = text.removeprefix("\ufeff")
     value = parse_json(text, source, max_depth) if format == "json" else parse_yaml(text, source, max_depth)
     if not isinstance(value, dict):
-        raise DataFileError(source, f"the top level must be a mapping (key: value), got {described(value)}", line=1)
+        raise DataFileError(
+            source, f"the top level must be a mapping (key: value), got {described(value)}", line=1
+        )
     return value

@@ -138,7 +138,11 @@ def _sentence(model_class: type[BaseModel], detail: Any) -> str:
     for prefix in ("Value error, ", "Assertion failed, "):
         if text.startswith(prefix):
             text = text.removeprefix(prefix)
-            return text if isinstance(detail["input"], (dict, list)) else f"{text}, got {_shown(detail['input'])}"
+            return (
+                text
+                if isinstance(detail["input"], (dict, list))
+                else f"{text}, got {_shown(detail['input'])}"
+            )
     text = text.replace("Input should be", "must be").replace("a valid array", "a list")
     text = text.replace("a valid dictionary", "a mapping").replace("an object", "a mapping")
     return f"{text}, got {_shown(detail['input'])}"

@@ -85,7 +85,9 @@ def load_table(
 def _check_header(header: list[str], source: str, line: int, wanted: list[str]) -> None:
     for index, name in enumerate(header):
         if not name:
-            raise DataFileError(source, f"every column must have a name, column {index + 1} has none", line=line)
+            raise DataFileError(
+                source, f"every column must have a name, column {index + 1} has none", line=line
+            )
         if name in header[:index]:
             raise DataFileError(source, f"duplicate column {short(name)!r}; keep one of them", line=line)
     for name in wanted:

@@ -231,7 +231,9 @@ def _key(key: object) -> str:
         raise ValueError(f"a key must be a string, got {key!r}")
     text = _string(key)
     if len(text) > _MAX_KEY_CHARACTERS:
-        raise ValueError(f"a key must have at most {_MAX_KEY_CHARACTERS} characters, got {len(text)}: {key[:40]!r}...")
+        raise ValueError(
+            f"a key must have at most {_MAX_KEY_CHARACTERS} characters, got {len(text)}: {key[:40]!r}..."
+        )
     return text
 
 
@@ -251,7 +253,8 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         return _string(value)
     raise ValueError(
-        f"a value must be a mapping, list, string, number, boolean or None, got {type(value).__name__}: {value!r}"
+        f"a value must be a mapping, list, string, number, boolean or None, "
+        f"got {type(value).__name__}: {value!r}"
     )
 
 

@@ -147,7 +147,9 @@ def compare(
             judged = _judge(name, inputs, spec.load(), fidelity, tell)
             row = judged.row
             if folder:
-                folder.add(name, row, judged.history, judged.counters, spec, problem, judged.plan, judged.result)
+                folder.add(
+                    name, row, judged.history, judged.counters, spec, problem, judged.plan, judged.result
+                )
             tell(name, "done", None)
         else:
             tell(name, "kept", None)

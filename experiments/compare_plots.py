@@ -164,7 +164,9 @@ def _figure(
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(num_rows, num_columns, width_ratios=ratios)
-    axes = tuple(figure.add_subplot(grid[row, column]) for row in range(num_rows) for column in range(num_columns))
+    axes = tuple(
+        figure.add_subplot(grid[row, column]) for row in range(num_rows) for column in range(num_columns)
+    )
     for each in axes:
         each.spines[["top", "right", "left"]].set_visible(False)
         each.spines["bottom"].set_color(MUTED)

@@ -45,7 +45,8 @@ def look(group: str, cases: list[Case], draw: int) -> None:
     found = fit_constants(runs[draw - 1 :: ONE_IN], tuple(FACTORS))
     others = [run for number, run in enumerate(runs) if number % ONE_IN != draw - 1]
     before, after = (
-        float(np.abs(np.expm1([log_error(run, factors) for run in others])).mean()) for factors in ({}, found.factors)
+        float(np.abs(np.expm1([log_error(run, factors) for run in others])).mean())
+        for factors in ({}, found.factors)
     )
     words = ", ".join(f"{name} {factor:.2f}" for name, factor in found.factors.items())
     print(f"{group}, draw {draw}: {before:.1%} -> {after:.1%} on {len(others)} other runs; {words}", flush=True)

@@ -58,7 +58,9 @@ def searchers_progress(searchers: tuple[str, ...]) -> Iterator[Callable[[str, st
             task = tasks[searcher]
             bars.start_task(task)
             if state in ("done", "kept"):
-                bars.update(task, completed=1, state="done" if state == "done" else "kept from an earlier call")
+                bars.update(
+                    task, completed=1, state="done" if state == "done" else "kept from an earlier call"
+                )
             else:
                 bars.update(task, state=state if num_tasks is None else f"{state}, {num_tasks:,} tasks done")
 

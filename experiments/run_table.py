@@ -394,3 +394,4 @@ def _family(gpu: str) -> str:
 def _calibrated(cluster: str, profile: str) -> tuple[Calibration, HardwareModel]:
     calibration = load_calibration(profile)
     return calibration, calibration.hardware(parse_cluster(cluster))
+

@@ -249,7 +249,8 @@ def _load_preset(name: str) -> NodePreset:
     if name.endswith(FILE_SUFFIXES):
         return _parse_preset(load_mapping(Path(name)), name)
     raise ValueError(
-        f"cluster preset must be a known one or a path to a YAML file, got {name!r}; {nearest(name, cluster_presets())}"
+        f"cluster preset must be a known one or a path to a YAML file, got {name!r}; "
+        f"{nearest(name, cluster_presets())}"
     )
 
 
@@ -261,7 +262,9 @@ def _parse_preset(mapping: Mapping[str, object], where: str) -> NodePreset:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if is_mesh != bool(preset.mesh):
-        raise ValueError(f"{where}: mesh must list edges exactly when the links are a mesh; got {preset.links!r}")
+        raise ValueError(
+            f"{where}: mesh must list edges exactly when the links are a mesh; got {preset.links!r}"
+        )
     for a, b, count in preset.mesh:
         if not (0 <= a < b < preset.gpus_per_node and count >= 1):
             raise ValueError(
@@ -273,7 +276,9 @@ def _parse_preset(mapping: Mapping[str, object], where: str) -> NodePreset:
     return preset
 
 
-def _build_nodes(name: str, preset: NodePreset, num_nodes: int, num_gpus: int, *, first_node: list[Node]) -> list[Node]:
+def _build_nodes(
+    name: str, preset: NodePreset, num_nodes: int, num_gpus: int, *, first_node: list[Node]
+) -> list[Node]:
     first_device = first_node[-1].first_device + first_node[-1].num_devices if first_node else 0
     gpu, links, network = load_gpu(preset.gpu), load_link(preset.links), load_network(preset.network)
     return [

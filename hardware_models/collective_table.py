@@ -185,7 +185,9 @@ def inner_of(points: Points, num_bytes: float) -> tuple[float, float] | None:
     return next((point for point in reversed(points) if point[0] * APART <= last), None) if num_bytes > last else None
 
 
-def growth(edge: tuple[float, float], inner: tuple[float, float] | None, modelled_s: Callable[[float], float]) -> float:
+def growth(
+    edge: tuple[float, float], inner: tuple[float, float] | None, modelled_s: Callable[[float], float]
+) -> float:
     """Return how quickly time grows beyond an edge of the measured sizes, over the link model's growth.
 
     As it does between the edge and a point further inside, within bounds. At most so that all of the edge's time grows

@@ -59,7 +59,9 @@ def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> fl
 
 def _arithmetic_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str, *, misaligned: bool) -> float:
     elements, waves = _tiled(gpu, curve, kernel)
-    efficiency = curve.limit[kernel.role] * waves / (waves + curve.half_waves) * kernel.k / (kernel.k + curve.half_k)
+    efficiency = (
+        curve.limit[kernel.role] * waves / (waves + curve.half_waves) * kernel.k / (kernel.k + curve.half_k)
+    )
     if misaligned:
         efficiency *= curve.misaligned_fraction
     return 2.0 * kernel.batch * elements * kernel.k / (gpu.peak(dtype) * efficiency)

@@ -68,7 +68,8 @@ def unlike_groups(cluster: Cluster, groups: Iterable[tuple[int, ...]]) -> tuple[
     # What a group uses of a node depends on its form and on which of the form's nodes it is.
     views: dict[object, int] = {}
     view_of = {
-        node: views.setdefault(tuple(sorted(each[:2] for each in there)), len(views)) for node, there in on_node.items()
+        node: views.setdefault(tuple(sorted(each[:2] for each in there)), len(views))
+        for node, there in on_node.items()
     }
     unlike: dict[object, CrowdedGroup] = {}
     for number, (form, nodes) in enumerate(standing):

@@ -227,5 +227,7 @@ def load_curves(name: str) -> EfficiencyCurves:
     """Return the efficiency curves of one architecture (an entry of ``kernel_curves.yaml``)."""
     table = _entries("kernel_curves.yaml")
     if name not in table:
-        raise ValueError(f"curves must name an entry of kernel_curves.yaml, got {name!r}; {nearest(name, table)}")
+        raise ValueError(
+            f"curves must name an entry of kernel_curves.yaml, got {name!r}; {nearest(name, table)}"
+        )
     return validated(EfficiencyCurves, table[name], f"kernel_curves.yaml: {name}")

@@ -96,7 +96,9 @@ def import_table(path: str | Path, *, model: str, size: str, database: str = "eu
     if not chosen:
         known = {f"{row['db']} {row['model']} {row['size']}" for row in table}
         wanted = f"{database} {model} {size}"
-        raise DataFileError(path, f"the table must hold the model asked for, got {wanted!r}; {nearest(wanted, known)}")
+        raise DataFileError(
+            path, f"the table must hold the model asked for, got {wanted!r}; {nearest(wanted, known)}"
+        )
     rows = (
         _row(
             name=row["op"],
@@ -181,7 +183,9 @@ def _row(
 ) -> ProfileRow:
     if any(value is None for value in (*seconds, *mib)):
         raise ValueError(f"{source}: every cell must hold a number, got an empty one; remove the row")
-    inputs, outputs, weights, activations, forward_reserved, backward_reserved = (value * MIB for value in mib)
+    inputs, outputs, weights, activations, forward_reserved, backward_reserved = (
+        value * MIB for value in mib
+    )
     split: Split = "alternative" if algorithm else "default"
     return ProfileRow(
         role=aceso_role(name),
@@ -210,3 +214,4 @@ def _profile(rows: Iterable[ProfileRow], model: str, size: str, database: str, p
         rows=tuple(rows),
         source=f"Aceso profile {database}, {path}",
     )
+

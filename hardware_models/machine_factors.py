@@ -87,7 +87,9 @@ def _gpu(gpu: GpuType, factors: Mapping[str, float], source: str) -> GpuConstant
 
 def _curves(curves: EfficiencyCurves, factors: Mapping[str, float], source: str) -> EfficiencyCurves:
     products, memory = factors.get("products", 1.0), factors.get("memory", 1.0)
-    attention = {name: min(1.0, getattr(curves.attention, name) * products) for name in ("forward", "backward")}
+    attention = {
+        name: min(1.0, getattr(curves.attention, name) * products) for name in ("forward", "backward")
+    }
     return EfficiencyCurves(
         matmul={
             dtype: curve.model_copy(
@@ -117,4 +119,6 @@ def _links(links: LinkType, factor: float, source: str) -> LinkType:
 
 
 def _network(network: NetworkType, factor: float, source: str) -> NetworkType:
-    return network.model_copy(update={"nominal_bytes_per_s": network.nominal_bytes_per_s * factor, "source": source})
+    return network.model_copy(
+        update={"nominal_bytes_per_s": network.nominal_bytes_per_s * factor, "source": source}
+    )

@@ -49,7 +49,9 @@ class HardwareModel:
     _slowdowns: dict[tuple[str, CrowdedGroup], tuple[tuple[float, ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _kernels: dict[tuple[str, Kernel, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kernels: dict[tuple[str, Kernel, str], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _gpus: dict[str, GpuType] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -65,7 +67,9 @@ class HardwareModel:
             return self._gpus[gpu_type]
         except KeyError:
             known = ", ".join(self._gpus)
-            raise ValueError(f"GPU type must be one of {self.cluster.name} ({known}), got {gpu_type!r}") from None
+            raise ValueError(
+                f"GPU type must be one of {self.cluster.name} ({known}), got {gpu_type!r}"
+            ) from None
 
     def gpu_type(self, device: int) -> str:
         """Return the GPU type at ``device``."""

@@ -126,7 +126,9 @@ class OperatorProfile:
         """Roles the table knows, in order of first appearance."""
         return tuple(dict.fromkeys(row.role for row in self.rows))
 
-    def lookup(self, role: str, samples: int, tensor_size: int, split: str = "default") -> ProfileLookup | None:
+    def lookup(
+        self, role: str, samples: int, tensor_size: int, split: str = "default"
+    ) -> ProfileLookup | None:
         """Return the measured row, or one interpolated linearly in samples between measured neighbours.
 
         Returns:

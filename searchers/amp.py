@@ -148,7 +148,9 @@ def layer_costs(
     return seconds, leaving
 
 
-def crossing_s(problem: Problem, num_bytes: float, source: Sequence[int], target: Sequence[int], tp: int) -> float:
+def crossing_s(
+    problem: Problem, num_bytes: float, source: Sequence[int], target: Sequence[int], tp: int
+) -> float:
     """Return seconds to send a layer's output on, and its gradient back: the mean over pairs of replicas."""
     pairs = list(zip(source[::tp], target[::tp], strict=True))
     hardware = problem.hardware
@@ -177,7 +179,9 @@ def formula_s(plan: Plan, problem: Problem) -> float:
         stage_s.append(float(seconds[own].sum()))
         if number + 1 < len(plan.stages):
             last = int(np.flatnonzero(own)[-1])
-            crossing += crossing_s(problem, float(leaving[last]), stage.devices, plan.stages[number + 1].devices, tp)
+            crossing += crossing_s(
+                problem, float(leaving[last]), stage.devices, plan.stages[number + 1].devices, tp
+            )
     sync = max(_sync_s(problem, stage, sharding, dp, plan.microbatch_size // dp) for stage in plan.stages)
     return sum(stage_s) + crossing + (plan.num_microbatches - 1) * max(stage_s) + sync
 

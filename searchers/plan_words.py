@@ -117,7 +117,8 @@ def _recompute_words(plan: Plan) -> list[str]:
     if all(stage.recompute == stage.operators for stage in plan.stages):
         return ["recompute whole stages"]
     shares = [
-        sum(stop - start for start, stop in stage.recompute) / max(1, stage.num_operators()) for stage in plan.stages
+        sum(stop - start for start, stop in stage.recompute) / max(1, stage.num_operators())
+        for stage in plan.stages
     ]
     if min(shares) > FULL_SHARE:
         return ["recompute full"]

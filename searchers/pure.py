@@ -40,7 +40,9 @@ class PureStrategy(Searcher):
     recompute_levels: ClassVar[tuple[str, ...]] = ("none", "full")
     takes_largest: ClassVar[bool] = True
 
-    def __init__(self, *, recompute: str = "if-needed", objective: str | Objective = "paper", keep: int = 5) -> None:
+    def __init__(
+        self, *, recompute: str = "if-needed", objective: str | Objective = "paper", keep: int = 5
+    ) -> None:
         super().__init__(objective=objective, keep=keep)
         if recompute not in RECOMPUTE_RULES:
             raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE_RULES)}, got {recompute!r}")

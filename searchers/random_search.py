@@ -32,7 +32,9 @@ class RandomSearch(CandidateSearcher):
     paper = "none; the baseline of baselines"
     always_legal = True
 
-    def __init__(self, *, max_microbatch: int = 8, objective: str | Objective = "paper", keep: int = 5) -> None:
+    def __init__(
+        self, *, max_microbatch: int = 8, objective: str | Objective = "paper", keep: int = 5
+    ) -> None:
         super().__init__(objective=objective, keep=keep)
         self.max_microbatch = max_microbatch
 

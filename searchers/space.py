@@ -75,7 +75,9 @@ class LayerSpace:
         return [
             Mesh(tp, num_devices // tp, recompute)
             for tp in self.tensor_degrees
-            if num_devices >= tp and num_devices % tp == 0 and self.problem.global_batch % (num_devices // tp) == 0
+            if num_devices >= tp
+            and num_devices % tp == 0
+            and self.problem.global_batch % (num_devices // tp) == 0
             for recompute in ((False, True) if self.recompute else (False,))
         ]
 
@@ -96,7 +98,10 @@ class LayerSpace:
         for _ in range(min(total, len(self.problem.workload.layers))):
             last = counts[-1]
             counts.append(
-                [sum(choices[k] * last[n - k] for k in range(1, n + 1) if choices[k]) for n in range(total + 1)]
+                [
+                    sum(choices[k] * last[n - k] for k in range(1, n + 1) if choices[k])
+                    for n in range(total + 1)
+                ]
             )
         return counts
 

@@ -29,7 +29,9 @@ def test_the_example_runs_and_has_eight_lines() -> None:
     text = (ROOT / "README.md").read_text()
     examples = doctest.DocTestParser().get_examples(text)
     assert sum(example.source.count("\n") for example in examples) <= 9
-    failed, tried = doctest.testfile(str(ROOT / "README.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
+    failed, tried = doctest.testfile(
+        str(ROOT / "README.md"), module_relative=False, optionflags=doctest.ELLIPSIS
+    )
     assert tried > 0
     assert failed == 0
 

@@ -49,7 +49,9 @@ class Check:
     attention: str = "plain"
 
     def __str__(self) -> str:
-        parts = [name.replace("_", " ") if value is True else f"{name} {value}" for name, value in self.degrees.items()]
+        parts = [
+            name.replace("_", " ") if value is True else f"{name} {value}" for name, value in self.degrees.items()
+        ]
         precision = "fp32" if self.runtime.endswith("fp32") else "bf16"
         return ", ".join([self.model, precision, f"{self.attention} attention", *parts])
 

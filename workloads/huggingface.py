@@ -210,7 +210,9 @@ def spec_from_config(mapping: Mapping[str, Any], source: str) -> ModelSpec:
     if not isinstance(model_type, str):
         raise DataFileError(source, "model_type: is required of a Hugging Face config.json, but missing")
     if model_type not in _READERS:
-        raise DataFileError(source, f"model_type: {model_type!r} is not supported, {nearest(model_type, _READERS)}")
+        raise DataFileError(
+            source, f"model_type: {model_type!r} is not supported, {nearest(model_type, _READERS)}"
+        )
     fields = _READERS[model_type](config)
     fields["name"] = str(config.get("_name_or_path", None) or _name_from(source))[:200]
     spec = FAMILIES[fields["family"]].spec

@@ -58,7 +58,9 @@ def _spec_from_file(path: Path) -> ModelSpec:
     return read(mapping, str(path))
 
 
-def build_workload(name: str, *, attention: str = "plain", overrides: Mapping[str, object] | None = None) -> Workload:
+def build_workload(
+    name: str, *, attention: str = "plain", overrides: Mapping[str, object] | None = None
+) -> Workload:
     """Return the workload of a model.
 
     Args:

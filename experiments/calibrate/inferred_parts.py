@@ -63,7 +63,9 @@ def parts_of(problem: Problem, plan: Plan, shape: str) -> set[Part]:
     return {part for part, *_ in _rows(problem, plan, shape, "")}
 
 
-def profile_of(placed: Sequence[tuple[Problem, Plan]], shape: str, factors: Factors, source: str) -> OperatorProfile:
+def profile_of(
+    placed: Sequence[tuple[Problem, Plan]], shape: str, factors: Factors, source: str
+) -> OperatorProfile:
     """Return the model's own times of the operators of plans, times the factors, as a profile.
 
     Args:

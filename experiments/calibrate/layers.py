@@ -102,7 +102,9 @@ def calibrate_layers(
             f"layer times must be above 0 and below the whole model's, got others for {', '.join(impossible)}, which "
             "are left out: runs of more layers must take longer, by as much for each"
         )
-    return LayerCalibration(operators if rows else None, tuple(fits), (*points, *memory), tuple(notes))
+    return LayerCalibration(
+        operators if rows else None, tuple(fits), (*points, *memory), tuple(notes)
+    )
 
 
 def _check_length(times: Sequence[LayerTime], problem: Problem, kinds: Sequence[Sequence[int]]) -> None:

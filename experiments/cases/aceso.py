@@ -115,7 +115,9 @@ def _case(
     )
 
 
-def problem_on(model: str, profile: tuple[str, str], gpus: int, global_batch: int, folder: Path | None) -> Problem:
+def problem_on(
+    model: str, profile: tuple[str, str], gpus: int, global_batch: int, folder: Path | None
+) -> Problem:
     """Return a problem on Aceso's cluster.
 
     Args:

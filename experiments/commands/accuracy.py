@@ -99,7 +99,9 @@ def accuracy(
     entries = list(all_cases(folder))
     _check_features(comma_separated(by), entries, only)
     with counted_progress("accuracy cases") as listener:
-        outcomes, skipped = core.run_cases(entries, only=only, fidelity=Fidelity().without(*off), listener=listener)
+        outcomes, skipped = core.run_cases(
+            entries, only=only, fidelity=Fidelity().without(*off), listener=listener
+        )
     reports = core.group_reports(outcomes, skipped, only=only)
     baseline = gate.load_baseline()
     found = gate.findings(reports, baseline, with_data=folder is not None, only=only) if check else []

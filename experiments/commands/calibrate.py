@@ -40,7 +40,9 @@ Plot = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option("--cluster", "-c", help="Cluster preset that was measured; its links are fitted.", show_default=False),
+    typer.Option(
+        "--cluster", "-c", help="Cluster preset that was measured; its links are fitted.", show_default=False
+    ),
 ]
 Gpu = Annotated[
     str | None,

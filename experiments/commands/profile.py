@@ -39,9 +39,8 @@ def profile_machine_file(
     tensor_degrees: Annotated[str, typer.Option(help="Tensor-parallel degrees, comma-separated.")] = "1",
     groups: Annotated[
         str | None,
-        typer.Option(
-            help="Ranks of the groups whose collectives are measured; default: 2 and all.", show_default=False
-        ),
+        typer.Option(help="Ranks of the groups whose collectives are measured; default: 2 and all.",
+                     show_default=False),
     ] = None,
     skip: Annotated[
         str, typer.Option(help="Parts to leave out: host, memory, groups, overlap.", show_default=False)

@@ -40,30 +40,26 @@ def validate_file(
     ],
     profile: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder profiles/ of an earlier run's output, or of a plan a machine profile (windtunnel "
-            "profile); default: measured now.",
-            show_default=False,
-        ),
+        typer.Option(help="Folder profiles/ of an earlier run's output, or of a plan a machine profile (windtunnel "
+                     "profile); default: measured now.", show_default=False),
     ] = None,
     limit: Annotated[
         str | None,
-        typer.Option(
-            help="Exit with 1 if the iteration time (of a campaign: its median error) is further off than "
-            "this, such as 20%.",
-            show_default=False,
-        ),
+        typer.Option(help="Exit with 1 if the iteration time (of a campaign: its median error) is further off than "
+                     "this, such as 20%.", show_default=False),
     ] = None,
     rounds: Annotated[
-        int | None,
-        typer.Option(help="Executions; their median counts. Default: 5, or the campaign's.", min=1, show_default=False),
+        int | None, typer.Option(help="Executions; their median counts. Default: 5, or the campaign's.", min=1,
+                                 show_default=False)
     ] = None,
     device: Device = "cpu",
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder of the results; the same one goes on.", show_default=False),
+        Path | None, typer.Option("--output", "-o", help="Folder of the results; the same one goes on.",
+                                  show_default=False)
     ] = None,
-    cluster: Annotated[str | None, typer.Option(help="Of a campaign, instead of its own.", show_default=False)] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Of a campaign, instead of its own.", show_default=False)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would run, and run nothing.")] = False,
     write_cases: Annotated[
         Path | None, typer.Option(help="Write a campaign's results as accuracy cases.", show_default=False)

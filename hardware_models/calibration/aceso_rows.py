@@ -56,7 +56,8 @@ def gpt_rows(
                 yield KernelRow(f"{row.role} forward", kernels, row.forward_s, row.source)
             if not (parallel and row.role in _BACKWARD_COLLECTIVE) and row.backward_s > LAUNCH_BOUND_S:
                 kernels = tuple(
-                    op.definition.kernels(BACKWARD_INPUT, local) + op.definition.kernels(BACKWARD_WEIGHT, local)
+                    op.definition.kernels(BACKWARD_INPUT, local)
+                    + op.definition.kernels(BACKWARD_WEIGHT, local)
                 )
                 yield KernelRow(f"{row.role} backward", kernels, row.backward_s, row.source)
 
@@ -90,7 +91,9 @@ def convolution_rows(table: Path, *, size: str, database: str = "eurosys") -> It
             continue
         index = operators[row.role]
         op = workload.operators[index]
-        local = localize(op.definition, op.attributes, workload.input_shapes(index, row.samples), [], implementation)
+        local = localize(
+            op.definition, op.attributes, workload.input_shapes(index, row.samples), [], implementation
+        )
         side, stride = op.attributes["kernel"], op.attributes["stride"]
         group = f"{side}x{side} stride {stride} {local.outputs[0][2]} pixels a side"
         phases, seconds, word = (

@@ -92,7 +92,9 @@ def tabulate(
     found: dict[tuple[str, str], list[float]] = {}
     for row, error in errors:
         found.setdefault((key(row), band(row)), []).append(error)
-    return {place: (len(values), median(map(abs, values)), fmean(values)) for place, values in sorted(found.items())}
+    return {
+        place: (len(values), median(map(abs, values)), fmean(values)) for place, values in sorted(found.items())
+    }
 
 
 def markdown(data: Path, *, shapes: bool) -> list[str]:

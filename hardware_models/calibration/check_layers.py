@@ -70,7 +70,9 @@ def layers(table: Path) -> Iterator[Layer]:
                 predicted = measured = 0.0
                 for index, op in operators:
                     shapes = workload.input_shapes(index, samples)
-                    local = localize(op.definition, op.attributes, shapes, [(op.tensor_split, degree)], implementation)
+                    local = localize(
+                        op.definition, op.attributes, shapes, [(op.tensor_split, degree)], implementation
+                    )
                     forward = _operator_s(hardware, op.definition.kernels(FORWARD, local))
                     backward = _operator_s(
                         hardware,

@@ -211,7 +211,9 @@ def _without_launch(cluster: Cluster) -> Cluster:
 
 def _without_shared_launch(kind: Kind) -> Kind:
     shared = min(protocol.launch_s for protocol in kind.protocols)
-    rest = tuple(protocol.model_copy(update={"launch_s": protocol.launch_s - shared}) for protocol in kind.protocols)
+    rest = tuple(
+        protocol.model_copy(update={"launch_s": protocol.launch_s - shared}) for protocol in kind.protocols
+    )
     return kind.model_copy(update={"protocols": rest})
 
 

@@ -62,10 +62,14 @@ def main() -> None:
     folder = parser.parse_args().data / "gpu_efficiency"
     a100 = load_gpu("a100-pcie-80gb")
     rows = [*_gemm_rows(folder), *_memory_rows(folder, "A100"), *_attention_rows(folder)]
-    curves = fit(a100, load_curves("ampere"), "bf16", (*MATMUL, *GRADIENTS, *MEMORY, *ATTENTION), rows, "this run")
+    curves = fit(
+        a100, load_curves("ampere"), "bf16", (*MATMUL, *GRADIENTS, *MEMORY, *ATTENTION), rows, "this run"
+    )
     report("A100 fit rows", a100, curves, "bf16", rows)
     a100_sxm = load_gpu("a100-sxm4-80gb")
-    report("A100 report rows (Vidur)", a100_sxm, curves, "bf16", [row for _, row in _vidur_rows(folder, "A100")])
+    report(
+        "A100 report rows (Vidur)", a100_sxm, curves, "bf16", [row for _, row in _vidur_rows(folder, "A100")]
+    )
     h100 = load_gpu("h100-sxm5-80gb")
     vidur = list(_vidur_rows(folder, "H100"))
     rows = [row for model, row in vidur if model in FITTED_MODELS]
@@ -91,7 +95,9 @@ def _gemm_rows(folder: Path) -> Iterator[KernelRow]:
 
 
 def _vidur_rows(folder: Path, gpu: str) -> Iterator[tuple[str, KernelRow]]:
-    table = load_table(folder / "gemm_vidur_a100_h100.csv", floats=("time_ms_median",), integers=("m_tokens", "n", "k"))
+    table = load_table(
+        folder / "gemm_vidur_a100_h100.csv", floats=("time_ms_median",), integers=("m_tokens", "n", "k")
+    )
     for number, row in enumerate(table):
         if row["gpu"] == gpu and row["m_tokens"] >= MIN_TOKENS:
             kernel = Matmul(row["m_tokens"], row["n"], row["k"])

@@ -155,7 +155,9 @@ def _is_large(row: CollectiveRow) -> bool:
     return row.kind == ALL_TO_ALL and ":1x" in row.cluster and row.num_bytes >= LARGE_BYTES
 
 
-def fit(constants: Sequence[Constant], rows: Sequence[CollectiveRow], build: Build | None = None) -> dict[str, float]:
+def fit(
+    constants: Sequence[Constant], rows: Sequence[CollectiveRow], build: Build | None = None
+) -> dict[str, float]:
     """Return the constants that fit ``rows`` best, by place; ``build`` puts values into a predictor."""
     build = build or _predictor
     measured = np.log([row.seconds for row in rows])
@@ -219,7 +221,9 @@ def _links(base: LinkType, values: Values) -> LinkType:
             "link_bytes_per_s": values["link_bytes_per_s"],
             "pair_fraction": 1.0,
             "efficiency": {**base.efficiency, **dict.fromkeys(RINGS, 1.0)},
-            "local_bytes_per_s": {kind: values[f"local.{kind}"] for kind in RINGS if f"local.{kind}" in values},
+            "local_bytes_per_s": {
+                kind: values[f"local.{kind}"] for kind in RINGS if f"local.{kind}" in values
+            },
             "protocols": tuple(
                 Protocol(
                     name=name,

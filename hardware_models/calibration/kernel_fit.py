@@ -77,7 +77,9 @@ def predict_s(gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Itera
     return total
 
 
-def build_curves(base: EfficiencyCurves, dtype: str, values: Mapping[str, float], source: str) -> EfficiencyCurves:
+def build_curves(
+    base: EfficiencyCurves, dtype: str, values: Mapping[str, float], source: str
+) -> EfficiencyCurves:
     """Return ``base`` with the fitted values put in their places (``limit.forward`` ...).
 
     ``limit.gradient`` is that of both gradients, where rows do not tell them apart.

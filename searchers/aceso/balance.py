@@ -94,7 +94,9 @@ def migrated(model: PerformanceModel, configuration: Configuration, price: Price
         return None
     if price.fits:
         loads = [each.time_s for each in price.stages]
-        slack = [(loads[stage] - load) * choice.gpus for load, choice in zip(loads, configuration.stages, strict=True)]
+        slack = [
+            (loads[stage] - load) * choice.gpus for load, choice in zip(loads, configuration.stages, strict=True)
+        ]
         partner = max((position for position in range(count) if position != stage), key=lambda each: slack[each])
         gap = loads[stage] - loads[partner]
         goals = [loads[stage] - share * gap for share in GOALS]

@@ -170,17 +170,8 @@ def _row_of(
             size = stop - start
             cells[:size] = cell
             stage_figures(
-                arrays,
-                cells[:size],
-                start,
-                stop,
-                gpus,
-                in_flight,
-                links,
-                stages.limit,
-                stages.recompute,
-                flags[:size],
-                figures,
+                arrays, cells[:size], start, stop, gpus, in_flight, links, stages.limit, stages.recompute,
+                flags[:size], figures,
             )
             known.keys[row] = key
             known.used[0] += 1

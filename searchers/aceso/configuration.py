@@ -207,6 +207,8 @@ def _degrees(sharding: Sequence[Axis], index: int, devices: int, workload: Workl
     return devices // replicas, words[others[0].split] if others else 0
 
 
+
+
 def prefix_gpus(configuration: Configuration) -> list[int]:
     """Return GPUs before each stage, and in all."""
     return [0, *accumulate(stage.gpus for stage in configuration.stages)]
@@ -218,4 +220,6 @@ def respects_nodes(gpus: Sequence[int], per_node: int) -> bool:
     >>> respects_nodes([2, 4, 2, 8], 8), respects_nodes([2, 4, 4, 6], 8)
     (True, False)
     """
-    return all(first // per_node == (last - 1) // per_node for first, last in pairwise([0, *accumulate(gpus)]))
+    return all(
+        first // per_node == (last - 1) // per_node for first, last in pairwise([0, *accumulate(gpus)])
+    )

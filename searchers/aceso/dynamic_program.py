@@ -97,7 +97,11 @@ class AcesoDynamicProgram(EquationSearcher):
         """
         ledger = Ledger(self, problem, budget or Budget(), seed)
         model = self.model(problem)
-        microbatches = [size for size in powers_of_two(self.max_microbatch) if problem.global_batch % size == 0]
+        microbatches = [
+            size
+            for size in powers_of_two(self.max_microbatch)
+            if problem.global_batch % size == 0
+        ]
         for microbatch in microbatches:
             if ledger.spent:
                 break

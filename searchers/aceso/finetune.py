@@ -20,6 +20,7 @@ def fine_tuned(model: PerformanceModel, configuration: Configuration) -> Configu
     stages = list(configuration.stages)
     cuts, first = configuration.cuts, prefix_gpus(configuration)
     for position, choice in enumerate(configuration.stages):
+
         around = model.around(stages, position, configuration.microbatch)
 
         def priced(option: StageChoice, position: int = position, around: int = around) -> StagePrice:

@@ -240,7 +240,9 @@ def reach(costs: CostTables, samples: int) -> NDArray[np.int32]:
     return found
 
 
-def _is_kept(costs: CostTables, name: str, sharding_of: Callable[[int], Sharding], samples: int, gpu_type: str) -> bool:
+def _is_kept(
+    costs: CostTables, name: str, sharding_of: Callable[[int], Sharding], samples: int, gpu_type: str
+) -> bool:
     """Return whether the maker or a reader of a tensor keeps it for backward."""
     workload = costs.problem.workload
     users = (workload.producer[name], *workload.consumers[name][:READERS])

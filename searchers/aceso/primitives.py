@@ -120,7 +120,9 @@ def _change_microbatch(factor: float) -> Apply:
         fitted = []
         start = first = 0
         for position, stage in enumerate(configuration.stages):
-            options = [stage.with_degree(tp) for tp in model.space.degrees if model.allows(stage.gpus, tp, microbatch)]
+            options = [
+                stage.with_degree(tp) for tp in model.space.degrees if model.allows(stage.gpus, tp, microbatch)
+            ]
             if not options:
                 return
             fitted.append(
@@ -132,7 +134,9 @@ def _change_microbatch(factor: float) -> Apply:
                 )
             )
             start, first = start + stage.count, first + stage.gpus
-        if all(model.allows(stage.gpus, run.tp, microbatch) for stage in configuration.stages for run in stage.runs):
+        if all(
+            model.allows(stage.gpus, run.tp, microbatch) for stage in configuration.stages for run in stage.runs
+        ):
             yield kept
         chosen = Configuration(microbatch, tuple(fitted))
         if chosen != kept:

@@ -27,7 +27,9 @@ def run_made(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -
 
 
 @pasted
-def run_kept(arrays: Arrays, cells: Int32s, flags: Bytes, first: int, last: int, start: int, stop: int) -> float:
+def run_kept(
+    arrays: Arrays, cells: Int32s, flags: Bytes, first: int, last: int, start: int, stop: int
+) -> float:
     """Return bytes that the recomputed run ``[first, last]`` brings back at once.
 
     The release counts the last operator too where the next layer's first is recomputed.
@@ -65,7 +67,9 @@ def joined_run(
 
 
 @kernel
-def freed_and_largest(arrays: Arrays, cells: Int32s, flags: Bytes, start: int, stop: int) -> tuple[float, float, float]:
+def freed_and_largest(
+    arrays: Arrays, cells: Int32s, flags: Bytes, start: int, stop: int
+) -> tuple[float, float, float]:
     """Return bytes per microbatch that recomputation frees, the largest run, and its extra forward seconds."""
     freed = largest = seconds = 0.0
     index = start

@@ -52,7 +52,9 @@ def release_arrays(problem: Problem) -> Tables:
         for degree in sorted({row.tensor_size for row in profile.rows})
         if degree <= hardware.cluster.devices_per_node
     )
-    samples = tuple(sorted({row.samples for row in profile.rows if problem.global_batch % row.samples == 0}))
+    samples = tuple(
+        sorted({row.samples for row in profile.rows if problem.global_batch % row.samples == 0})
+    )
     both = any(row.split == "alternative" for row in profile.rows)
     flexible = np.array([op.kind == "conv2d" and both for op in workload.operators])
     space = Space(degrees, samples, 2 if both else 1, flexible)

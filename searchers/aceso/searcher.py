@@ -143,7 +143,9 @@ class Aceso(EquationSearcher):
         self.searches = [StageCountSearch(count, self.options, seed) for count in counts]
         self.ledger = None
         try:
-            rounds = search_stage_counts(model, self.searches, left, workers=self._processes(budget), races=self.races)
+            rounds = search_stage_counts(
+                model, self.searches, left, workers=self._processes(budget), races=self.races
+            )
         except KeyboardInterrupt:
             self._keep(problem, seed)
             raise
@@ -208,7 +210,9 @@ class Aceso(EquationSearcher):
             ranked[plan] = RankedPlan(plan, score.objective)
         return sorted(ranked.values(), key=lambda each: each.objective)[:wanted]
 
-    def _judged(self, ranked: list[RankedPlan], problem: Problem, end_s: float | None) -> tuple[list[RankedPlan], bool]:
+    def _judged(
+        self, ranked: list[RankedPlan], problem: Problem, end_s: float | None
+    ) -> tuple[list[RankedPlan], bool]:
         """Return the plans with the one first that simulates fastest, of those that fit there, and whether one does.
 
         Plans are simulated in order until ``judge`` fit (after ``end_s`` one), at most three times ``judge``.
@@ -223,7 +227,9 @@ class Aceso(EquationSearcher):
         misses, _, best = min(verdicts)
         return [ranked[best], *(each for place, each in enumerate(ranked) if place != best)], not misses
 
-    def _history(self, rounds: list[Round], began: float, evaluations: int, best: float) -> tuple[HistoryEntry, ...]:
+    def _history(
+        self, rounds: list[Round], began: float, evaluations: int, best: float
+    ) -> tuple[HistoryEntry, ...]:
         """Return the best iteration time over time, and over what all stage counts had spent by then."""
         told = [
             (moment, place, spent, found)

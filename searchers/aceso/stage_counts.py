@@ -97,7 +97,9 @@ def search_stage_counts(
     return rounds
 
 
-def _shares(evaluations: int | None, seconds: float | None, searches: int, rounds: int, workers: int) -> list[Limits]:
+def _shares(
+    evaluations: int | None, seconds: float | None, searches: int, rounds: int, workers: int
+) -> list[Limits]:
     """Return each search's limits of this round: an equal part of what the remaining rounds have."""
     own_seconds = None if seconds is None else max(0.0, seconds) / rounds * workers / searches
     if evaluations is None:

@@ -43,7 +43,9 @@ def cluster(
         )
     tensor, reads, tensor_bytes, producer = _reads(workload)
     while True:
-        cuts = _cluster(flop, is_heavy, tensor, reads, tensor_bytes, producer, num_layers, tolerance, min_heavy)
+        cuts = _cluster(
+            flop, is_heavy, tensor, reads, tensor_bytes, producer, num_layers, tolerance, min_heavy
+        )
         if len(cuts):
             return tuple((int(a), int(b)) for a, b in pairwise([0, *cuts]))
         tolerance = 2 * tolerance + 0.1

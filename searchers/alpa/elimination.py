@@ -56,7 +56,9 @@ def solve(graph: StrategyGraph) -> tuple[float, tuple[int, ...]]:
 
 
 def _eliminate(factors: list[Factor], keep: Collection[int], trail: Trail) -> Factor:
-    sizes = {variable: factor.cost.shape[axis] for factor in factors for axis, variable in enumerate(factor.variables)}
+    sizes = {
+        variable: factor.cost.shape[axis] for factor in factors for axis, variable in enumerate(factor.variables)
+    }
     neighbours: dict[int, set[int]] = {variable: set() for variable in sizes}
     holders: dict[int, dict[int, Factor]] = {variable: {} for variable in sizes}
     for factor in factors:
@@ -74,7 +76,8 @@ def _eliminate(factors: list[Factor], keep: Collection[int], trail: Trail) -> Fa
             continue
         if size > LARGEST_TABLE:
             raise ValueError(
-                f"elimination needs a table of {size:,} entries, at most {LARGEST_TABLE:,} are allowed; use the MILP"
+                f"elimination needs a table of {size:,} entries, at most {LARGEST_TABLE:,} are allowed; "
+                "use the MILP"
             )
         touched = list(holders[variable].values())
         reduced, chosen = minimised(join(touched), variable)

@@ -99,7 +99,9 @@ class IntraOp:
         hardware = costs.problem.hardware
         per_node = hardware.cluster.devices_per_node
         span = mesh.submesh
-        self.devices = tuple(node * per_node + gpu for node in range(span.nodes) for gpu in range(span.gpus_per_node))
+        self.devices = tuple(
+            node * per_node + gpu for node in range(span.nodes) for gpu in range(span.gpus_per_node)
+        )
         self.gpu_type = hardware.gpu_type(0)
         self._strategies: dict[int, tuple[Sharding, ...]] = {}
         self._nodes: dict[tuple[int, bool, tuple[str, ...]], tuple[Array, Array]] = {}

@@ -87,7 +87,9 @@ def logical_meshes(submesh: Submesh) -> tuple[LogicalMesh, ...]:
     ['(4,1)', '(2,2)', '(1,4)', '(4,1)*']
     """
     count = submesh.num_devices
-    forced = tuple(LogicalMesh(submesh, rows, count // rows, True) for rows in sorted(divisors(count), reverse=True))
+    forced = tuple(
+        LogicalMesh(submesh, rows, count // rows, True) for rows in sorted(divisors(count), reverse=True)
+    )
     return (*forced, LogicalMesh(submesh, count, 1, False))
 
 

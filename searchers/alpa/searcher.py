@@ -97,7 +97,9 @@ class Alpa(Searcher):
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:
         """Search the grid; every point is one two-level search and one evaluation."""
-        cost = replace(self.cost, num_hosts=problem.hardware.cluster.num_nodes, num_devices=problem.num_devices)
+        cost = replace(
+            self.cost, num_hosts=problem.hardware.cluster.num_nodes, num_devices=problem.num_devices
+        )
         ledger = Ledger(self, problem, budget or Budget(), seed)
         spans = self.layers(problem)
         meshes = self.meshes(problem)

@@ -45,7 +45,9 @@ class StrategyGraph:
 
     def total(self, attribute: int, assignment: Sequence[int]) -> float:
         """Return the sum of one attribute over an assignment."""
-        nodes = sum(float(table[attribute, chosen]) for table, chosen in zip(self.attributes, assignment, strict=True))
+        nodes = sum(
+            float(table[attribute, chosen]) for table, chosen in zip(self.attributes, assignment, strict=True)
+        )
         pairs = self.pairs.items()
         return nodes + sum(float(table[attribute, assignment[u], assignment[v]]) for (u, v), table in pairs)
 

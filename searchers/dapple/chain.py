@@ -40,7 +40,9 @@ class Chain:
 
     def tied_parameters(self, first: int, last: int) -> float:
         """Return elements that layers ``[first, last)`` count again, as an earlier one of them has the weight."""
-        return sum(size * max(0, sum(first <= layer < last for layer in layers) - 1) for layers, size in self.ties)
+        return sum(
+            size * max(0, sum(first <= layer < last for layer in layers) - 1) for layers, size in self.ties
+        )
 
     @property
     def num_layers(self) -> int:

@@ -85,13 +85,17 @@ class Estimator:
         self.profiles = profiles
         self.num_devices = num_devices
         self.num_stages = problem.num_devices // num_devices
-        self.released = ReleasedMemory(problem, profiles, self.num_stages, schedule) if memory == "released" else None
+        self.released = (
+            ReleasedMemory(problem, profiles, self.num_stages, schedule) if memory == "released" else None
+        )
         self.factors = (1.0, 1.0)
         if overlap_slowdown:
             each = [problem.hardware.overlap_slowdown(gpu_type) for gpu_type in profiles.gpu_types]
             self.factors = max(computation for computation, _ in each), max(other for _, other in each)
         starts = range(0, problem.num_devices - num_devices + 1, num_devices)
-        stages = unlike_groups(problem.hardware.cluster, (tuple(range(start, start + num_devices)) for start in starts))
+        stages = unlike_groups(
+            problem.hardware.cluster, (tuple(range(start, start + num_devices)) for start in starts)
+        )
         members = (stage.members for stage in stages)
         self.times = CollectiveTimes(problem.hardware, *members, handover_s=problem.runtime.handover_s)
         self.released_time = None

@@ -241,7 +241,9 @@ class LayerProfiles:
         entering = {name for name in saved if self._comes_from(name, layer) == "before"}
         borrowed = {name for name in saved if self._comes_from(name, layer) == "far"}
         kept = {name: value for name, value in saved.items() if name not in borrowed}
-        core_input = {name for name in kept if not is_private(name) and workload.producer.get(name, -1) < layer.core[0]}
+        core_input = {
+            name for name in kept if not is_private(name) and workload.producer.get(name, -1) < layer.core[0]
+        }
         return LayerProfile(
             forward_s=times[0],
             backward_s=times[1],

@@ -74,7 +74,9 @@ def least_maximum(loads: NDArray[np.float64]) -> Partition:
     return found
 
 
-def least_maximum_within(loads: NDArray[np.float64], limited: NDArray[np.float64], limit: float) -> Partition | None:
+def least_maximum_within(
+    loads: NDArray[np.float64], limited: NDArray[np.float64], limit: float
+) -> Partition | None:
     """Return that partition among those without a stage above ``limit`` in another weight, None if there is none.
 
     >>> ones = np.ones((2, 6))
@@ -124,7 +126,9 @@ def initial_strategy(search: DegreeSearch, samples: int) -> Strategy | None:
     )
 
 
-def weigh(search: DegreeSearch, cut: Cut) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+def weigh(
+    search: DegreeSearch, cut: Cut
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """Return what layers weigh in memory (float64[P, L], bytes) and in time (float64[P, L], seconds)."""
     samples, num_microbatches = cut.samples, cut.parts
     strategy = initial_strategy(search, samples)

@@ -22,7 +22,6 @@ from simulator.problem import Problem
 
 BASE = Options(partition="base", schedule="gpipe", microbatches="table")
 
-
 @lru_cache(maxsize=4)
 def planner_for(problem: Problem, options: Options) -> Planner:
     """Return the planner of a problem, shared by search and scoring."""
@@ -178,7 +177,9 @@ def assess(plan: Plan, problem: Problem, options: Options | None = None) -> Pipe
     if search is None or any(strategy.num_devices != devices for _, chosen in stages for strategy in chosen):
         return None
     cut = Cut(plan.num_microbatches, plan.microbatch_size, plan.last_microbatch_size)
-    return search.assess([layers for layers, _ in stages], [chosen for _, chosen in stages], plan.global_batch, cut)
+    return search.assess(
+        [layers for layers, _ in stages], [chosen for _, chosen in stages], plan.global_batch, cut
+    )
 
 
 class GalvatronBMW(Galvatron):

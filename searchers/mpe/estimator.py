@@ -23,7 +23,9 @@ def layer_words(workload: Workload, spans: tuple[tuple[int, int], ...]) -> tuple
     >>> len(set(layer_words(gpt, gpt.layers)))
     3
     """
-    return tuple(" ".join(str(signature) for signature in workload.signatures[start:stop]) for start, stop in spans)
+    return tuple(
+        " ".join(str(signature) for signature in workload.signatures[start:stop]) for start, stop in spans
+    )
 
 
 @dataclass
@@ -67,7 +69,9 @@ class StageEstimator:
         edges = sums[last, parts:] - sums[first, parts:]
         return StageCost(*(float(value) for value in nodes + edges))
 
-    def _measure(self, mesh: LogicalMesh) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.float64]], bool]:
+    def _measure(
+        self, mesh: LogicalMesh
+    ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.float64]], bool]:
         count = len(self.oracle.spans)
         nodes = np.array([self.oracle.measure(mesh, i, i) for i in self._node])
         parts = len(StageCost._fields)

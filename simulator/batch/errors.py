@@ -74,7 +74,10 @@ def errors_of(
     found = []
     for cause, fidelity in settings.items():
         engine_s = np.array(
-            [run_compiled(lower(validate(plan, problem), costs, fidelity).graph).end_s.max() for plan in plans]
+            [
+                run_compiled(lower(validate(plan, problem), costs, fidelity).graph).end_s.max()
+                for plan in plans
+            ]
         )
         errors = (predicted_s - engine_s) / engine_s
         worst = float(errors[np.argmax(np.abs(errors))])

@@ -40,7 +40,6 @@ from simulator.problem import Problem
 
 __all__ = ["BatchEvaluator", "BatchResult", "PlanBatch"]
 
-
 @dataclass(frozen=True)
 class BatchResult:
     """What the closed form says of a batch.

@@ -143,7 +143,9 @@ class _Trace:
     def period(self, unit: int, depth: int) -> tuple[int, float] | None:
         """Return microbatches and seconds of the shortest period; None if there is none."""
         longer = self._orders(self.num_microbatches + unit)
-        self._departures = [_departure(order, other) for order, other in zip(self.lowered.orders, longer, strict=True)]
+        self._departures = [
+            _departure(order, other) for order, other in zip(self.lowered.orders, longer, strict=True)
+        ]
         earliest_s = min(self._departs_s(rank) for rank in range(len(self._departures)))
         self._departure_s = earliest_s * (1 - TOLERANCE)  # What starts then, to rounding, counts as later.
         if not self._labels_are_before(self._departure_s):

@@ -224,7 +224,9 @@ class Holdings:
             unsuited=True,
         )
 
-    def _family(self, view: StageView, group: ParameterGroup, family_of: dict[object, int], families: Ints) -> int:
+    def _family(
+        self, view: StageView, group: ParameterGroup, family_of: dict[object, int], families: Ints
+    ) -> int:
         key = (group.sizes, group.reduced_axes, group.sharded_axes, group.zero)
         if key in family_of:
             return family_of[key]

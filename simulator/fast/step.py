@@ -235,7 +235,9 @@ def add_steps(
                 ahead_s -= launched_s[stage, LAUNCHING]
                 reduced_s = max(reduced_s, launched_s[stage, LAST] - ahead_s)
             ahead_s += launched_s[stage, BEHIND] + reduced_s
-            passed_s, updated_s = _step_s(pass_s, update_s, num_kernels, launch_s, ahead_s, rules.runs_ahead, waits)
+            passed_s, updated_s = _step_s(
+                pass_s, update_s, num_kernels, launch_s, ahead_s, rules.runs_ahead, waits
+            )
             once_s[REDUCED, stage], once_s[PASSED, stage], once_s[UPDATED, stage] = _phases_s(
                 reduced_s,
                 once_s[PASSED, stage] + passed_s,

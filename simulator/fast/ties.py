@@ -99,7 +99,9 @@ def tied_s(
                     layouts = 2
                     if step:
                         own_key = mixed(TIE_KEY, plans.placements[stage])
-                        channel = wanted(tables.keys, tables.values, own_key, misses, counts, TIE, place, stage)
+                        channel = wanted(
+                            tables.keys, tables.values, own_key, misses, counts, TIE, place, stage
+                        )
                         if channel < 0:
                             known = False
                         elif channel > 0:

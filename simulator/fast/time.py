@@ -197,20 +197,8 @@ def estimate_times(
         for stage in range(low, high):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop, known, in_order = find_tables(
-                plans.run_stops,
-                plans.strategies,
-                run_tables,
-                tables.keys,
-                tables.values,
-                begin,
-                end,
-                stage,
-                first,
-                tables.placement_shape[plans.placements[stage]],
-                size,
-                num_operators,
-                misses,
-                counts,
+                plans.run_stops, plans.strategies, run_tables, tables.keys, tables.values, begin, end, stage, first,
+                tables.placement_shape[plans.placements[stage]], size, num_operators, misses, counts,
             )
             if not in_order:
                 state = BAD_RUNS
@@ -313,22 +301,8 @@ def estimate_times(
                             sum_elements[way, at] += elements
                 if gathers:
                     num_pending, pending_unit = add_gathers(
-                        shape,
-                        tables,
-                        plans,
-                        run_tables,
-                        table,
-                        first,
-                        begin,
-                        start,
-                        ends,
-                        plans.reshards[plan] != 0,
-                        beside.gathered_bytes,
-                        pend_key,
-                        pend_channel,
-                        pend_elements,
-                        num_pending,
-                        pending_unit,
+                        shape, tables, plans, run_tables, table, first, begin, start, ends, plans.reshards[plan] != 0,
+                        beside.gathered_bytes, pend_key, pend_channel, pend_elements, num_pending, pending_unit,
                         gather_s,
                     )
                     if num_pending > MAX_PENDING:
@@ -369,28 +343,13 @@ def estimate_times(
 
             reshards, overlaps = plans.reshards[plan] != 0, plans.overlaps[plan] != 0
             sent, host, waits = stage_sent(
-                shape,
-                tables,
-                plans,
-                run_tables,
-                stage,
-                first,
-                stop,
-                num_sums,
-                sum_table,
-                sum_family,
-                sum_elements,
-                copied,
-                gather_s,
-                is_sharded,
-                every or overlaps,
-                ties_by_use,
-                num_buckets,
-                num_large,
-                num_tensors,
+                shape, tables, plans, run_tables, stage, first, stop, num_sums, sum_table, sum_family, sum_elements,
+                copied, gather_s, is_sharded, every or overlaps, ties_by_use, num_buckets, num_large, num_tensors,
                 beside,
             )
-            once_s[UPDATED, stage] = refreshed_s(tables, num_sums, sum_table, sum_family, sum_elements, parameter_bytes)
+            once_s[UPDATED, stage] = refreshed_s(
+                tables, num_sums, sum_table, sum_family, sum_elements, parameter_bytes
+            )
             forward_left_s, backward_left_s = 0.0, 0.0
             if beside.waits_for_gathers:
                 forward_left_s, backward_left_s = left_of_layers_s(
@@ -408,13 +367,8 @@ def estimate_times(
             rows_s[stage, LESS] = 0.0
             if less_s > 0.0:
                 shorter = PassWork(
-                    forward_s,
-                    seconds - less_s,
-                    forward_host_s,
-                    backward_host_s - less_host_s,
-                    pass_host_s,
-                    forward_left_s,
-                    backward_left_s,
+                    forward_s, seconds - less_s, forward_host_s, backward_host_s - less_host_s, pass_host_s,
+                    forward_left_s, backward_left_s,
                 )
                 first_passes = _stage_passes_s(shorter, sent, host, sending, hosts)
                 rows_s[stage, LESS] = _gradients_s(found) - _gradients_s(first_passes)

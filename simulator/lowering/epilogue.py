@@ -68,7 +68,9 @@ def tied_groups(views: Sequence[StageView]) -> list[tuple[str, tuple[int, ...], 
             if len(views[position].stage.devices) > 1:
                 found.append((tie, views[position].stage.devices, float(size)))
         for rank in range(ranks):
-            devices = tuple(dict.fromkeys(device for view, _ in places for device in view.stage.devices[rank::ranks]))
+            devices = tuple(
+                dict.fromkeys(device for view, _ in places for device in view.stage.devices[rank::ranks])
+            )
             if len(devices) > 1:
                 found.append((tie, devices, float(size)))
     return found

@@ -27,7 +27,9 @@ def operator_forms(workload: Workload) -> Ints:
         for name in op.inputs:
             maker = workload.producer.get(name)
             inputs.append(name if maker is None else (index - maker, workload.operators[maker].outputs.index(name)))
-        readers = tuple(tuple(reader - index for reader in workload.consumers.get(name, ())) for name in op.outputs)
+        readers = tuple(
+            tuple(reader - index for reader in workload.consumers.get(name, ())) for name in op.outputs
+        )
         key = (workload.signatures[index], tuple(inputs), readers, op.layer - layer, op.layer in repeated)
         forms[index] = ids.setdefault(key, len(ids))
         layer = op.layer

@@ -140,7 +140,9 @@ def _refine(
         channel_color = _renumbered(
             channel_color, np.concatenate([member_channel, uses.channel]), np.concatenate([members, used])
         )
-        device_color = _renumbered(device_color, member_device, channel_color[member_channel] * places + member_place)
+        device_color = _renumbered(
+            device_color, member_device, channel_color[member_channel] * places + member_place
+        )
         resource_color = _renumbered(resource_color, uses.resource, channel_color[uses.channel] * kinds + uses.kind)
         now = (_count(device_color), _count(channel_color), _count(resource_color))
         if now == counts:

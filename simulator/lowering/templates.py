@@ -38,7 +38,9 @@ class TemplateBuilder:
     fidelity: Fidelity
     launch_s: Mapping[int, float]
 
-    def build(self, program: Program, outgoing: Outgoing, num_receives: Mapping[int, int], label: str) -> Template:
+    def build(
+        self, program: Program, outgoing: Outgoing, num_receives: Mapping[int, int], label: str
+    ) -> Template:
         """Return the template of a program.
 
         Args:

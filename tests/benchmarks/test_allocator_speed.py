@@ -12,7 +12,9 @@ from simulator.memory.allocator import AllocatorSettings, replay
 MIB = 2**20
 
 
-def pipeline_events(num_layers: int = 24, num_microbatches: int = 48, in_flight: int = 8) -> tuple[Any, Any, Any]:
+def pipeline_events(
+    num_layers: int = 24, num_microbatches: int = 48, in_flight: int = 8
+) -> tuple[Any, Any, Any]:
     """A stage under 1F1B: parameters, saved and temporary tensors, gradients (about 110,000 events)."""
     saved_mib = [16, 48, 48, 16, 16, 64, 64, 16, 5, 2, 0.01, 0.01]
     sizes: list[int] = []

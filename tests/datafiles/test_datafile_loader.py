@@ -130,7 +130,9 @@ def test_bad_json_is_refused(text: str, line: int | None, words: str) -> None:
 
 def test_nesting_is_allowed_up_to_the_cap() -> None:
     text = "a: " + "[" * 63 + "]" * 63
-    assert parse_mapping(text, source="x") == parse_mapping(text.replace("a", '{"a"') + "}", source="x", format="json")
+    assert parse_mapping(text, source="x") == parse_mapping(
+        text.replace("a", '{"a"') + "}", source="x", format="json"
+    )
 
 
 def test_json_and_gzip_are_recognised_by_name(tmp_path: Path) -> None:
@@ -212,7 +214,9 @@ def test_any_mutated_text_is_read_or_refused(mutations: list[tuple[int, int, str
     st.binary(max_size=300),
     st.sampled_from(["a.yaml", "a.json", "a.yaml.gz", "a.json.gz", "a.csv", "a.csv.gz"]),
 )
-def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str) -> None:
+def test_any_bytes_are_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str
+) -> None:
     path = tmp_path_factory.getbasetemp() / name
     load: Any = load_table if ".csv" in name else load_mapping
     for content in (data, gzip.compress(data)) if name.endswith("gz") else (data,):

@@ -132,7 +132,9 @@ def test_models_are_built_in_python_with_their_own_types() -> None:
 
 def test_many_names_are_cut_to_the_nearest() -> None:
     known = [f"gpt3-{size}b" for size in range(50)]
-    assert nearest("gpt3-7B", known) == ("did you mean 'gpt3-7b'? nearest: gpt3-7b, gpt3-47b, gpt3-37b (50 are known)")
+    assert nearest("gpt3-7B", known) == (
+        "did you mean 'gpt3-7b'? nearest: gpt3-7b, gpt3-47b, gpt3-37b (50 are known)"
+    )
     assert nearest("zzz", known).startswith("nearest: ")
     assert nearest("a", []) == "none are known here"
     assert nearest("x" * 10**6, ["x" * 10**6])

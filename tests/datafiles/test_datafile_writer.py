@@ -102,7 +102,9 @@ def test_nesting_beyond_the_loaders_cap_is_not_written() -> None:
         dump_yaml({"k": {"k": {"k": {"k": deepest}}}})
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "plan.yaml"
     write_text_atomically(path, "old\n")
 

@@ -112,7 +112,9 @@ def test_a_trace_that_holds_a_part_says_so(
     assert re.search(r"the trace shows the first \S+ s: a larger", told)
 
 
-def test_json_is_json_and_effects_can_be_switched_off(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_json_and_effects_can_be_switched_off(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     full = json.loads(run(capsys, "simulate", plan_file, "--json")[1])
     less = json.loads(run(capsys, "simulate", plan_file, "--json", "--without", "tensor-parallel,host")[1])
     assert less["iteration_time_s"] < full["iteration_time_s"]

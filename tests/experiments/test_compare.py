@@ -122,7 +122,9 @@ def test_a_searcher_can_be_added_later(folder: Path, table: pd.DataFrame) -> Non
     assert ("fsdp", "done") in told
 
 
-def test_an_interrupted_comparison_keeps_its_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_comparison_keeps_its_finished_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(searcher: str, state: str, num_tasks: int | None) -> None:
         if searcher == "megatron-tp":
             raise KeyboardInterrupt
@@ -147,7 +149,9 @@ def test_a_folder_of_another_problem_is_refused(folder: Path, table: pd.DataFram
         compare(other, SEARCHERS, budget=BUDGET, output=folder)
 
 
-def test_rows_of_other_code_are_made_again(folder: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_other_code_are_made_again(
+    folder: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("experiments.compare_files._own_files_hash", lambda: "changed")
     told: list[str] = []
     compare(
@@ -191,7 +195,9 @@ def test_the_convergence_says_whose_seconds_it_shows(tmp_path: Path, monkeypatch
     drawn: list[Figure] = []
     monkeypatch.setattr(compare_plots, "_save", lambda figure, path: drawn.append(figure))
     for objective in ("paper", "simulator"):
-        compare_plots.plot_convergence({"mine": [(0.1, 1, 0.05123)]}, tmp_path / "x.png", title="", objective=objective)
+        compare_plots.plot_convergence(
+            {"mine": [(0.1, 1, 0.05123)]}, tmp_path / "x.png", title="", objective=objective
+        )
     paper, simulated = (figure.axes[0] for figure in drawn)
     assert [text.get_text() for text in paper.texts] == ["mine  0.0512 s, 1 evaluation"]
     assert paper.get_ylabel().endswith("(each searcher's own estimate)")

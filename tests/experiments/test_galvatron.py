@@ -276,7 +276,9 @@ def test_throughputs_of_table_2_are_judged_at_the_printed_batch(
         assert holds(frame) == [True] * place + [right] + [True] * (6 - place)
 
 
-@pytest.mark.parametrize(("column", "value", "allowed", "place"), [("oom_agrees", False, 2, 1), ("batch", 16.0, 8, 2)])
+@pytest.mark.parametrize(
+    ("column", "value", "allowed", "place"), [("oom_agrees", False, 2, 1), ("batch", 16.0, 8, 2)]
+)
 def test_cells_of_pure_strategies_are_counted(column: str, value: object, allowed: int, place: int) -> None:
     frame = table_2()
     for name, count, right in ((STRATEGIES[-1], 32, True), ("ddp", allowed, True), ("ddp", allowed + 1, False)):
@@ -321,7 +323,9 @@ def test_growth_of_search_time_is_judged_by_lines_and_by_twice_the_printed_growt
     rows: slice, factor: float, verdicts: list[bool]
 ) -> None:
     """Linear in layers at each budget and in memory; 16 GPUs at most 4.4 times eight, 64 at most 18.4 times; 5 s."""
-    lines = [("layers and memory", layers, gb, 8, 0.01 * layers * gb) for gb in (8, 12, 16) for layers in (16, 32, 64)]
+    lines = [
+        ("layers and memory", layers, gb, 8, 0.01 * layers * gb) for gb in (8, 12, 16) for layers in (16, 32, 64)
+    ]
     lines += [("devices", 48, 16, devices, seconds) for devices, seconds in ((8, 1.0), (16, 4.3), (64, 18.3))]
     lines += [("all batches", 48, 16, 8, 4.0)]
     frame = pd.DataFrame(lines, columns=["about", "layers", "memory_gb", "devices", "cpu_s"])

@@ -112,7 +112,9 @@ shapes = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(shape=shapes, dtype=st.sampled_from(["fp32", "fp16"]))
-def test_no_convolution_beats_the_peaks_of_the_gpu(shape: tuple[int, int, int, int, int, int, str], dtype: str) -> None:
+def test_no_convolution_beats_the_peaks_of_the_gpu(
+    shape: tuple[int, int, int, int, int, int, str], dtype: str
+) -> None:
     """Winograd's algorithm does a quarter of the multiplications at best."""
     samples, into, out, side, window, stride, role = shape
     kernel = Convolution(samples, into, out, (side * stride) ** 2, side**2, window, stride, role)

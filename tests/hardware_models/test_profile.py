@@ -173,7 +173,9 @@ def test_the_whole_published_profile_imports() -> None:
     profile = import_table(folder / "ops.csv.gz", model="gpt", size="1_3B")
     assert len(profile.rows) == 512
     assert len(profile.roles) == 16
-    assert import_table(folder / "ops.csv.gz", model="t5", size="3B").lookup("decoder_cross_attention_score", 1, 1)
+    assert import_table(folder / "ops.csv.gz", model="t5", size="3B").lookup(
+        "decoder_cross_attention_score", 1, 1
+    )
     found = import_collectives(folder / "comm.csv").lookup("all_reduce", 8, 2**26)
     assert found is not None
     assert found[0] == pytest.approx(1.01e-3, rel=0.01)

@@ -113,7 +113,9 @@ def test_on_a_mixed_cluster_each_type_has_the_collectives_of_its_own_links(order
     parts = ("p3.8xlarge:1x4", "g4dn.12xlarge:1x4")
 
     def layers_s(cluster: str) -> np.ndarray:
-        problem = ProblemSpec(model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=16).load()
+        problem = ProblemSpec(
+            model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=16
+        ).load()
         sharding = (Axis("batch", 1), Axis("tensor", 4))
         return layer_costs(problem, blocks(problem.workload), sharding, 2)[0]
 

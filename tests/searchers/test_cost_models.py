@@ -60,7 +60,9 @@ def prices() -> list[Priced]:
 
 
 @pytest.mark.parametrize("searcher", SEARCHERS)
-def test_the_searchers_estimate_is_within_its_tolerance_of_the_simulator(searcher: str, prices: list[Priced]) -> None:
+def test_the_searchers_estimate_is_within_its_tolerance_of_the_simulator(
+    searcher: str, prices: list[Priced]
+) -> None:
     own = [each for each in prices if each.searcher == searcher]
     assert len(own) >= 15
     allowed = TOLERANCES[searcher]

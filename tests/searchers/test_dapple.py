@@ -105,7 +105,9 @@ def test_the_formula_never_exceeds_the_half_duplex_replay(stages, links, microba
     f, b = zip(*stages, strict=True)
     count = len(stages)
     depths = warmup_p_b(count, microbatches)
-    exact = replay_s(f, b, links[: count - 1], [0.0] * count, microbatches, warmup=depths, half_duplex=True)
+    exact = replay_s(
+        f, b, links[: count - 1], [0.0] * count, microbatches, warmup=depths, half_duplex=True
+    )
     assert pipeline_latency_s(expanded, microbatches) <= exact * (1 + 1e-9)
 
 

@@ -175,7 +175,9 @@ def test_a_later_stage_reduces_while_earlier_ones_run_their_last_backward_pass(
 
 @pytest.mark.parametrize("model", ["bert-huge-32", "t5-large-32"])
 @pytest.mark.parametrize("degrees", [{"tp": 8, "dp": 2}, {"dp": 16}])
-def test_what_the_head_kept_is_gone_when_its_layer_is_computed_again(model: str, degrees: dict[str, int | str]) -> None:
+def test_what_the_head_kept_is_gone_when_its_layer_is_computed_again(
+    model: str, degrees: dict[str, int | str]
+) -> None:
     """The logits and the inner activations of the last layer were added up: 8 to 25 % of the peak too much."""
     microbatch = 64 if "tp" in degrees else 16
     own, simulated = both(model, TITANS, microbatch=microbatch, parts=1, recompute="full", **degrees)

@@ -81,7 +81,9 @@ def test_chunks_that_do_not_divide_are_cut_as_pytorch_cuts_them(tmp_path: Path) 
         ({"chunks": 0}, "chunks must be a whole number of at least 1"),
     ],
 )
-def test_a_file_that_does_not_fit_says_what_must_hold(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_a_file_that_does_not_fit_says_what_must_hold(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         read(tmp_path, tiny_problem(8, 8), **changes)
 

@@ -63,7 +63,8 @@ def test_a_smaller_last_microbatch_is_priced_between_fewer_and_more_whole_ones(s
         stages = split(search.layers, (32 // degree,) * degree)
         chosen = [[search.strategies[0]] * len(stage) for stage in stages]
         found = [
-            search.assess(stages, chosen, cut.batch, cut) for cut in (Cut(3, 8), Cut(4, 8, 4), Cut(4, 8, 8), Cut(4, 8))
+            search.assess(stages, chosen, cut.batch, cut)
+            for cut in (Cut(3, 8), Cut(4, 8, 4), Cut(4, 8, 8), Cut(4, 8))
         ]
         fewer, between, same, more = (plan for plan in found if plan is not None)
         assert fewer.iteration_time_s < between.iteration_time_s < more.iteration_time_s

@@ -56,7 +56,8 @@ def tied_tables(draw: st.DrawFn) -> tuple[list[TiedTable], tuple[int, ...]]:
     holds = np.isin(np.arange(layers), holders)
     alone = table(holds)
     tables = [
-        TiedTable(table(holds & (np.arange(layers) <= keeper)), alone, keeper, weights) for keeper in holders[:-1]
+        TiedTable(table(holds & (np.arange(layers) <= keeper)), alone, keeper, weights)
+        for keeper in holders[:-1]
     ]
     return tables, holders
 
@@ -92,7 +93,9 @@ def test_the_search_is_exact_where_layers_share_a_weight(
     if found is None:
         assert wanted == np.inf
         return
-    found_s = min(table.under(layout).total_s(found) for table in tables for layout in np.unique(table.weights))
+    found_s = min(
+        table.under(layout).total_s(found) for table in tables for layout in np.unique(table.weights)
+    )
     assert found_s == pytest.approx(wanted)
 
 
@@ -103,9 +106,8 @@ def test_bounds_cut_off_nothing_that_would_be_better(
 ) -> None:
     """Also in coarse steps, where a row's rounding depends on what else it may choose."""
     tables, _ = tied
-    budget, levels = (
-        units * UNIT,
-        reserves_of([each for table in tables for each in (table.shared, table.alone)], step * UNIT, 8),
+    budget, levels = units * UNIT, reserves_of(
+        [each for table in tables for each in (table.shared, table.alone)], step * UNIT, 8
     )
     under = [table.under(layout) for table in tables for layout in np.unique(table.weights)]
     each = [(own, search(own, budget, step * UNIT, reserves=levels)) for own in under]

@@ -15,7 +15,9 @@ from simulator.uniform import uniform_plan
 
 @pytest.mark.parametrize("model", ["gpt3-350m", "t5-large-48"])
 def test_layer_costs_add_up_to_the_operators(model: str) -> None:
-    problem = ProblemSpec(model=model, cluster="v100-32g-dgx1:1x4", runtime="megatron-lm-2021", global_batch=8).load()
+    problem = ProblemSpec(
+        model=model, cluster="v100-32g-dgx1:1x4", runtime="megatron-lm-2021", global_batch=8
+    ).load()
     spans = blocks(problem.workload)
     assert spans[0][0] == 0 and spans[-1][1] == len(problem.workload)
     assert all(first[1] == second[0] for first, second in pairwise(spans))

@@ -160,11 +160,15 @@ def test_round_robin_plans_are_legal_and_keep_the_bottleneck() -> None:
     assert turns.best.rotates
 
 
+
+
 def mixed_problems() -> Iterator[Problem]:
     """Yield a problem on a V100 and a T4 server, in either order, and on two T4 servers."""
     v100s, t4s = "p3.8xlarge:1x4", "g4dn.12xlarge:1x4"
     for cluster in (f"{v100s}+{t4s}", f"{t4s}+{v100s}", "g4dn.12xlarge:2x4"):
-        yield ProblemSpec(model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=64).load()
+        yield ProblemSpec(
+            model="amp-gpt2", cluster=cluster, runtime="megatron-deepspeed", global_batch=64
+        ).load()
 
 
 @pytest.mark.parametrize("searcher", [PipeDream(), Piper()])

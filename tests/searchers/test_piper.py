@@ -319,6 +319,7 @@ def test_the_embedding_that_t5s_decoder_and_head_share_is_held_once_a_stage() ->
     assert all(tie.weight_bytes == 0.0 for tie in Piper().input(by_use, 1).problem.ties)
 
 
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_more_memory_never_costs_a_problem_of_fewer_microbatches_than_devices(batch: int) -> None:
     """Where nothing fits it falls back on a stage for each device, more than it plans for so few microbatches."""

@@ -11,7 +11,9 @@ from workloads.registry import build_from_spec
 
 
 @cache
-def tiny_problem(num_devices: int = 2, global_batch: int = 4, memory_limit_bytes: int | None = None) -> Problem:
+def tiny_problem(
+    num_devices: int = 2, global_batch: int = 4, memory_limit_bytes: int | None = None
+) -> Problem:
     """Return a two-layer GPT on V100s.
 
     Args:

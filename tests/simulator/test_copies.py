@@ -295,7 +295,9 @@ def test_the_root_unit_is_gathered_for_the_forward_pass_and_stays(family: str) -
         with_prefetch = replace(problem, runtime=replace(problem.runtime, prefetches_gathers=True))
         items = ProgramBuilder(replace(view, costs=CostTables(with_prefetch)), Fidelity()).forward(gather=True)
         first = next(position for position, item in enumerate(items) if item.collective is None)
-        gathered = [problem.workload.operators[item.operator].layer for item in items[:first] if item.role == "gather"]
+        gathered = [
+            problem.workload.operators[item.operator].layer for item in items[:first] if item.role == "gather"
+        ]
         assert gathered == [*(sorted(root) if kept else [0]), 1], "the root, or its first layer, and the next one ahead"
     gained_s = (own_s[False] - own_s[True]) / plan.num_microbatches
     assert root_s[True] > 0

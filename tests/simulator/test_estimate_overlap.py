@@ -44,12 +44,7 @@ def problem_of(model: str, cluster: str, runtime: str) -> Problem:
 def plans_of(problem: Problem, zero: int, reduction: str, *, microbatch: int = 1) -> Iterator[Plan]:
     for tp, pp, recompute in product((1, 2), (1, 2), ("none", "full")):
         plan = uniform_plan(
-            problem,
-            tp=tp,
-            pp=pp,
-            dp=problem.num_devices // (tp * pp),
-            microbatch=microbatch,
-            zero=zero,
+            problem, tp=tp, pp=pp, dp=problem.num_devices // (tp * pp), microbatch=microbatch, zero=zero,
             recompute=recompute,
         )
         yield replace(plan, gradient_reduction=reduction, overlap_gradient_sync=True)
@@ -139,7 +134,9 @@ def test_copies_and_what_launching_takes_are_in_it(runtime: str, zero: int, redu
     problem = ProblemSpec("bert-large", "a100-80g-dgx:1x8", runtime, 64).load()
     costs, found = CostTables(problem), []
     for pp, microbatch in product((1, 2), (1, 4)):
-        plan = uniform_plan(problem, pp=pp, dp=8 // pp, microbatch=microbatch, zero=zero, gradient_reduction=reduction)
+        plan = uniform_plan(
+            problem, pp=pp, dp=8 // pp, microbatch=microbatch, zero=zero, gradient_reduction=reduction
+        )
         simulated_s = simulate(plan, problem, engine="compiled", costs=costs, leave_out_periods=True).iteration_time_s
         found.append(estimate(plan, problem, costs).iteration_time_s / simulated_s - 1)
     assert max(map(abs, found)) < most

@@ -154,7 +154,9 @@ def test_all_ranks_wait_for_the_slowest_before_the_norm_and_behind_it() -> None:
     free = replace(problem.runtime, gradient_clipping=False, loss_scaling=False, gradient_pass_bytes=None)
     apart = replace(problem, runtime=free)
     views, between_s = views_of(plan, problem), norm_s(CostTables(problem), range(3))
-    elements = sum(prod(each.shape) for index in range(cut, count) for each in problem.workload.parameters(index))
+    elements = sum(
+        prod(each.shape) for index in range(cut, count) for each in problem.workload.parameters(index)
+    )
     reduced_s = problem.hardware.collective("all_reduce", 2.0 * elements, (1, 2)).alone_s
     (first_s, then_s), (last_first_s, last_then_s) = (stage_step_s(view, 1.0, between_s) for view in views)
     # The last stage begins when the first has its last backward pass before it.

@@ -155,7 +155,9 @@ def test_only_what_is_copied_counts_as_copied_of_all_that_is_reduced_alike(runti
     found = estimator("gpt", "a100-80g-dgx:1x8", runtime)
     count, devices = len(found.problem.workload), tuple(range(strategies[0][0].size))
     runs = ((count // 2, strategies[0]), (count - count // 2, strategies[1]))
-    plan = Plan((Stage(((0, count),), devices, runs),), 8, 3, gradient_reduction=reduction, overlap_gradient_sync=True)
+    plan = Plan(
+        (Stage(((0, count),), devices, runs),), 8, 3, gradient_reduction=reduction, overlap_gradient_sync=True
+    )
     validate(plan, found.problem)
     assert_equal(plan, found)
 
@@ -218,10 +220,9 @@ def test_weights_that_each_use_reduces_are_in_both(family: str) -> None:
         assert_equal(plan, found)
         more_s = estimate(plan, found.problem).iteration_time_s - estimate(plan, once).iteration_time_s
         assert more_s == 0 if "zero" in shape else more_s >= 0
-    assert (
-        estimate(uniform_plan(found.problem, dp=8), found.problem).iteration_time_s
-        > estimate(uniform_plan(once, dp=8), once).iteration_time_s
-    )
+    assert estimate(uniform_plan(found.problem, dp=8), found.problem).iteration_time_s > estimate(
+        uniform_plan(once, dp=8), once
+    ).iteration_time_s
 
 
 @pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp"])

@@ -121,7 +121,9 @@ def test_stages_that_hold_unlike_amounts_count_at_their_own(pp: int, chunks: int
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_a_smaller_last_microbatch_counts_where_it_is_in_flight(groups: int) -> None:
-    plan, problem = interleaved("megatron-lm-2023", 16 * groups - 3, pp=4, chunks=2, microbatch=4, smaller_last=True)
+    plan, problem = interleaved(
+        "megatron-lm-2023", 16 * groups - 3, pp=4, chunks=2, microbatch=4, smaller_last=True
+    )
     assert (plan.last_microbatch_size, plan.num_microbatches) == (1, 4 * groups)
     for error in errors(plan, problem):
         assert -1e-3 <= error < 0.08

@@ -120,7 +120,9 @@ def unequal_pipelines(draw: st.DrawFn) -> tuple[Plan, Problem]:
     problem = chain_problem(builder.build(), num_devices=ranks, global_batch=1)
     count = draw(st.integers(1, 4)) * ranks if chunks > 1 else draw(st.integers(2, 9))
     size = draw(st.integers(2, 5))
-    stages = tuple(Stage(((stage, stage + 1),), (stage % ranks,), ((1, ()),)) for stage in range(ranks * chunks))
+    stages = tuple(
+        Stage(((stage, stage + 1),), (stage % ranks,), ((1, ()),)) for stage in range(ranks * chunks)
+    )
     plan = Plan(stages, size, max(2, count), schedule=schedule, last_microbatch_size=draw(st.integers(1, size)))
     return plan, replace(problem, global_batch=plan.global_batch)
 

@@ -145,7 +145,8 @@ def unequal(problem: Problem, counts: tuple[int, ...], num_microbatches: int, **
     layers = repeated_layers(problem.workload)
     cuts = [0, *(layers[sum(counts[: number + 1])][0] for number in range(len(counts) - 1)), len(problem.workload)]
     stages = tuple(
-        Stage(((first, stop),), (device,), ((stop - first, ()),)) for device, (first, stop) in enumerate(pairwise(cuts))
+        Stage(((first, stop),), (device,), ((stop - first, ()),))
+        for device, (first, stop) in enumerate(pairwise(cuts))
     )
     return Plan(stages, problem.global_batch // num_microbatches, num_microbatches, **options)  # type: ignore[arg-type]
 

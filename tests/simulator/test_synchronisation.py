@@ -47,9 +47,13 @@ def test_gradients_reduced_in_every_pass_and_not_overlapped_are_waited_for() -> 
 def test_the_gradient_norm_reads_what_a_rank_has_of_the_gradients(zero: int) -> None:
     problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime="megatron-deepspeed")
     graph = simulate(uniform_plan(problem, dp=4, microbatch=4, zero=zero), problem).graph
-    (norm,) = np.flatnonzero((np.array(graph.causes)[graph.cause] == "gradient norm") & (graph.kind == COMPUTATION))
+    (norm,) = np.flatnonzero(
+        (np.array(graph.causes)[graph.cause] == "gradient norm") & (graph.kind == COMPUTATION)
+    )
     whole = simulate(uniform_plan(problem, dp=4, microbatch=4), problem).graph
-    (other,) = np.flatnonzero((np.array(whole.causes)[whole.cause] == "gradient norm") & (whole.kind == COMPUTATION))
+    (other,) = np.flatnonzero(
+        (np.array(whole.causes)[whole.cause] == "gradient norm") & (whole.kind == COMPUTATION)
+    )
     assert graph.work_s[norm] == pytest.approx(whole.work_s[other] / (4 if zero else 1), rel=0.01)
 
 

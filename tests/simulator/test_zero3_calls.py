@@ -154,7 +154,9 @@ def test_what_is_whole_at_once_fills_a_bucket_of_gradients(family: str) -> None:
     """Buckets of one element: every operator with parameters ends a unit, and two neighbours are whole at once."""
     problem = problem_with(family, gradient_bucket_bytes=2)
     workload = problem.workload
-    own = [sum(prod(parameter.shape) for parameter in workload.parameters(index)) for index in range(len(workload))]
+    own = [
+        sum(prod(parameter.shape) for parameter in workload.parameters(index)) for index in range(len(workload))
+    ]
     costs = CostTables(problem)
     with_parameters = [unit for unit, elements in zip(costs.unit_parts, own, strict=True) if elements]
     assert len(set(with_parameters)) == len(with_parameters)

@@ -77,7 +77,9 @@ def test_overlap_factors_come_back_from_the_times_they_make(
 ) -> None:
     # Both run until one ends; what is left of the other then runs at full speed.
     shared = min(alone[0] * computation, alone[1] * communication)
-    ends = [shared + (own - shared / factor) for own, factor in zip(alone, (computation, communication), strict=True)]
+    ends = [
+        shared + (own - shared / factor) for own, factor in zip(alone, (computation, communication), strict=True)
+    ]
     row = overlap_row("copy", alone[0], alone[1], ends[0], ends[1])
     assert row.computation_factor == pytest.approx(computation)
     assert row.communication_factor == pytest.approx(communication)

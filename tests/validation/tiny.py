@@ -40,30 +40,18 @@ SPECS: dict[str, ModelSpec] = {
         {**TEXT, "name": "tiny-t5-megatron", "decoder_seq_len": 4, "style": "megatron", "activation": "gelu"}
     ),
     "swin": SwinSpec.model_validate(
-        {
-            "name": "tiny-swin",
-            "depths": (2, 2),
-            "hidden": 16,
-            "heads": (2, 4),
-            "image": 16,
-            "patch": 2,
-            "window": 4,
-            "classes": 10,
-        }
+        {"name": "tiny-swin", "depths": (2, 2), "hidden": 16, "heads": (2, 4), "image": 16, "patch": 2, "window": 4,
+         "classes": 10}
     ),
     "vit": ViTSpec.model_validate({**COMMON, "name": "tiny-vit", "image": 12, "patch": 4, "classes": 10}),
     "vgg": VggSpec(name="tiny-vgg", groups=((4,), (8, 8)), image=8, linear=16, classes=10, dropout=0.0),
     "gnmt": GnmtSpec(
-        name="tiny-gnmt",
-        encoder_layers=3,
-        decoder_layers=3,
-        hidden=16,
-        vocab=64,
-        seq_len=5,
-        decoder_seq_len=6,
+        name="tiny-gnmt", encoder_layers=3, decoder_layers=3, hidden=16, vocab=64, seq_len=5, decoder_seq_len=6,
         dropout=0.0,
     ),
-    "xlnet": XLNetSpec.model_validate({**COMMON, "name": "tiny-xlnet", "seq_len": 8, "vocab": 64}),
+    "xlnet": XLNetSpec.model_validate(
+        {**COMMON, "name": "tiny-xlnet", "seq_len": 8, "vocab": 64}
+    ),
     "resnet": ResNetSpec(name="tiny-resnet", blocks=(1, 1), channels=8, image=16, classes=10),
     "resnet-wide": ResNetSpec(
         name="tiny-wide-resnet", blocks=(2, 1), channels=8, width_factor=2, image=16, classes=10, style="aceso"

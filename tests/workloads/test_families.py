@@ -24,7 +24,9 @@ def test_presets_agree_with_their_kinds(name: str) -> None:
     check_workload(workload, MEGATRON)
     check_workload(workload, EAGER_FP32)
     assert len(workload.layers) == len(workload.layer_names)
-    assert [workload.operators[start].layer for start, _ in workload.layers] == list(range(len(workload.layers)))
+    assert [workload.operators[start].layer for start, _ in workload.layers] == list(
+        range(len(workload.layers))
+    )
     unread = [t for op in workload.operators for t in op.outputs if t not in workload.consumers]
     assert len(unread) == 1  # the loss
 
@@ -130,7 +132,9 @@ def test_large_graphs_build_in_about_a_second(name: str, operators: int) -> None
     assert yardsticks(build, repeats=1) < 15  # 6 when written
 
 
-def _placements(workload: Workload, split: str) -> list[tuple[str, str, Placement, Placement, Placement, Placement]]:
+def _placements(
+    workload: Workload, split: str
+) -> list[tuple[str, str, Placement, Placement, Placement, Placement]]:
     """Per edge: roles of its ends; placement made and wanted forward; made and wanted backward."""
     found = []
     for op in workload.operators:
@@ -198,7 +202,11 @@ def test_the_alternative_split_swaps_column_and_row() -> None:
 
 def _flop(workload: Workload, phase: str, samples: int, ways: int = 1) -> float:
     return sum(
-        matmul_flop(op.definition.kernels(phase, local_operator(workload, index, MEGATRON, samples=samples, ways=ways)))
+        matmul_flop(
+            op.definition.kernels(
+                phase, local_operator(workload, index, MEGATRON, samples=samples, ways=ways)
+            )
+        )
         for index, op in enumerate(workload.operators)
     )
 
@@ -215,7 +223,9 @@ def test_gpt_forward_flops_are_24_b_s_l_h2(name: str, ways: int) -> None:
     layers, h = {"gpt3-1.3b": (24, 2048), "gpt-scale-16": (16, 512)}[name]
     forward = 24 * samples * s * layers * h * h * (1 + s / (6 * h)) + 2 * samples * s * h * v
     assert _flop(workload, FORWARD, samples, ways) * ways == pytest.approx(forward, rel=1e-12)
-    backward = _flop(workload, BACKWARD_INPUT, samples, ways) + _flop(workload, BACKWARD_WEIGHT, samples, ways)
+    backward = _flop(workload, BACKWARD_INPUT, samples, ways) + _flop(
+        workload, BACKWARD_WEIGHT, samples, ways
+    )
     assert backward * ways == pytest.approx(2 * forward, rel=1e-12)
 
 

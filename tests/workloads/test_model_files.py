@@ -133,7 +133,9 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads(family: str, absent:
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias: biases in the MLP are not supported, got True"),
     ],
 )
-def test_a_bad_config_json_says_what_is_wrong(config: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_bad_config_json_says_what_is_wrong(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):

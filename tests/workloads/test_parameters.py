@@ -175,7 +175,9 @@ def test_presets_have_the_shapes_of_the_collected_table() -> None:
         if row["params_B"]:
             # The table counts neither positions nor the untied output matrix.
             overrides = {"tied_embeddings": True}
-            count = build_workload(name, overrides=overrides).num_parameters - spec["seq_len"] * spec["hidden"]
+            count = (
+                build_workload(name, overrides=overrides).num_parameters - spec["seq_len"] * spec["hidden"]
+            )
             assert count / 1e9 == pytest.approx(float(row["params_B"]), rel=0.005), name
             counted += 1
     assert (checked, counted) == (35, 22)

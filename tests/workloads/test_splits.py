@@ -15,7 +15,9 @@ from workloads.placements import PARTIAL, REPLICATE, Replicate, Shard
 HALF = Implementation(dtype="fp16")
 
 
-def example(kind: str, *, samples: int, tokens: int, heads: int, width: int) -> tuple[Attributes, list[Shape]]:
+def example(
+    kind: str, *, samples: int, tokens: int, heads: int, width: int
+) -> tuple[Attributes, list[Shape]]:
     """Return attributes and global input shapes of a kind; all sizes are divisible by 4."""
     hidden, dim = heads * width, width
     packed = 3 * heads * dim
@@ -198,7 +200,9 @@ def test_a_bias_of_a_row_split_under_sequence_parallelism_has_the_gradient_of_it
 def test_two_axes_cut_twice() -> None:
     """Alpa's two-axis splits: column and row of one matrix."""
     attributes: Attributes = {"in": 64, "out": 96, "bias": True}
-    local = localize(kind_named("linear"), attributes, [(8, 16, 64)], [("batch", 2), ("column", 4), ("row", 2)], HALF)
+    local = localize(
+        kind_named("linear"), attributes, [(8, 16, 64)], [("batch", 2), ("column", 4), ("row", 2)], HALF
+    )
     assert local.inputs == ((4, 16, 32),)
     assert local.outputs == ((4, 16, 24),)
     assert local.parameters == ((24, 32), (24,))

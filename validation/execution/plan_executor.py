@@ -81,7 +81,9 @@ class PlanExecutor:
         starts = {number: number * plan.microbatch_size for number in range(plan.num_microbatches)}
         last = {number: starts.pop(number) for number in list(starts) if plan.is_smaller(number)}
         self.runners = {
-            wiring.view.position: self._runner(wiring, starts) for wiring in self.wirings if worker.rank in wiring.ranks
+            wiring.view.position: self._runner(wiring, starts)
+            for wiring in self.wirings
+            if worker.rank in wiring.ranks
         }
         self.last_runners = {
             wiring.view.position: self._runner(wiring, last, self.runners[wiring.view.position])

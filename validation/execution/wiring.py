@@ -153,7 +153,9 @@ class StageWiring:
             source=source,
             forward=forward,
             backward=convert(gradient, needed, ragged=self.ragged),
-            gathers=bool(gathered) and all(dim > 0 for dim in gathered) and self.view.gathers_again(index, position),
+            gathers=bool(gathered)
+            and all(dim > 0 for dim in gathered)
+            and self.view.gathers_again(index, position),
             want=want,
             gradient=gradient,
             alone=None if summed else (index, position),

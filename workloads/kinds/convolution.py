@@ -225,3 +225,4 @@ class Shortcut(Kind):
     def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
         # The normalised projection, before the sum; its gradient in backward.
         return () if phase == BACKWARD_WEIGHT else ((local.outputs[0], "activation"),)
+

@@ -64,7 +64,9 @@ class Embedding(Kind):
     def splits(self, attributes: Attributes) -> Mapping[str, Split]:
         count = sum(1 for name in ("vocab", "positions", "segments") if integer(attributes, name, 0))
         own = {
-            "vocab": Split((REPLICATE,), (PARTIAL,), (Shard(0), *(REPLICATE,) * (count - 1)), whole_gradients=(1, 2)),
+            "vocab": Split(
+                (REPLICATE,), (PARTIAL,), (Shard(0), *(REPLICATE,) * (count - 1)), whole_gradients=(1, 2)
+            ),
             "vocab_sequence": Split(
                 (REPLICATE,), (Shard(1),), (Shard(0), *(REPLICATE,) * (count - 1)), whole_gradients=(1, 2)
             ),

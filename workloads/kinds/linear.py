@@ -58,9 +58,13 @@ class Linear(Kind):
             num_parameters=2 if bias else 1,
             own={
                 "column": Split((REPLICATE,), (Shard(2),), (Shard(0), Shard(0))[: 1 + bias]),
-                "row": Split((Shard(2),), (PARTIAL,), (Shard(1), REPLICATE)[: 1 + bias], whole_gradients=(1,)),
+                "row": Split(
+                    (Shard(2),), (PARTIAL,), (Shard(1), REPLICATE)[: 1 + bias], whole_gradients=(1,)
+                ),
                 "sequence": Split((Shard(1),), (Shard(1),), (REPLICATE, REPLICATE)[: 1 + bias]),
-                "row_sequence": Split((Shard(2),), (PARTIAL,), (Shard(1), REPLICATE)[: 1 + bias], part_gradients=(1,)),
+                "row_sequence": Split(
+                    (Shard(2),), (PARTIAL,), (Shard(1), REPLICATE)[: 1 + bias], part_gradients=(1,)
+                ),
             },
         ).build()
 
@@ -109,7 +113,9 @@ class CrossProjection(Kind):
         for shape in inputs:
             require_rank(self.name, shape, 3, "(samples, tokens, features)")
             if shape[-1] != integer(attributes, "in"):
-                raise ValueError(f"cross_projection has in={attributes['in']} features, got an input of {shape}")
+                raise ValueError(
+                    f"cross_projection has in={attributes['in']} features, got an input of {shape}"
+                )
         return (
             (*inputs[0][:-1], integer(attributes, "query_out")),
             (*inputs[1][:-1], integer(attributes, "key_value_out")),
@@ -128,7 +134,9 @@ class CrossProjection(Kind):
         biases = (REPLICATE,) * (count - 2)
         own = {
             "column": Split((REPLICATE,) * 2, (Shard(2),) * 2, (Shard(0),) * count),
-            "row": Split((Shard(2),) * 2, (PARTIAL,) * 2, (Shard(1), Shard(1), *biases), whole_gradients=(2, 3)),
+            "row": Split(
+                (Shard(2),) * 2, (PARTIAL,) * 2, (Shard(1), Shard(1), *biases), whole_gradients=(2, 3)
+            ),
             "sequence": Split((Shard(1),) * 2, (Shard(1),) * 2, (REPLICATE,) * count),
         }
         return SplitTable(2, 2, count, own).build()

@@ -190,15 +190,21 @@ class Blocks:
     def _add_row(self, role: str, key: str, x: str) -> str:
         attributes = self._attributes[key]
         sequence = "row_sequence" if self.bias else "row"
-        return self.graph.add(role, "linear", [x], attributes, tensor="row", alternative="column", sequence=sequence)
+        return self.graph.add(
+            role, "linear", [x], attributes, tensor="row", alternative="column", sequence=sequence
+        )
 
     def _add_attention(self, prefix: str, query: str, key: str, which: str, tie: str | None) -> str:
         graph, attributes = self.graph, self._attributes
         prefix = self.prefix + prefix
         if self.attention == "flash":
-            context = graph.add(f"{prefix}_flash", "flash_attention", [query, key], attributes[which], tensor="head")
+            context = graph.add(
+                f"{prefix}_flash", "flash_attention", [query, key], attributes[which], tensor="head"
+            )
         else:
-            scores = graph.add(f"{prefix}_score", "attention_score", [query, key], attributes[which], tensor="head")
+            scores = graph.add(
+                f"{prefix}_score", "attention_score", [query, key], attributes[which], tensor="head"
+            )
             ties: Mapping[str, str] = {"relative_bias": tie} if tie and self.position_buckets else {}
             softmax = attributes[SOFTMAX_OF.get(which, "softmax")]
             scores = graph.add(f"{prefix}_softmax", "softmax", [scores], softmax, tensor="head", ties=ties)
@@ -220,7 +226,9 @@ class Blocks:
             x = graph.add(f"{self.prefix}mlp_dropout", "dropout", [x], attributes["mlp_dropout"], tensor="column")
         return self._add_row(f"{self.prefix}mlp_linear_2", "linear_2", x)
 
-    def add_pre_norm_layer(self, x: str, *, causal: bool, parallel: bool = False, tie: str | None = None) -> str:
+    def add_pre_norm_layer(
+        self, x: str, *, causal: bool, parallel: bool = False, tie: str | None = None
+    ) -> str:
         """Add a layer whose norms come first (GPT, ViT, T5, LLaMA).
 
         Args:

@@ -61,11 +61,15 @@ def build(spec: GPTSpec, attention: str) -> Workload:
         x = blocks.add_pre_norm_layer(x, causal=True, parallel=spec.parallel_residual)
     graph.layer("head")
     x = blocks.add_norm("final_norm", x)
-    graph.add("lm_loss", "lm_loss", [x, labels], {"vocab": vocab, "hidden": spec.hidden}, tensor="vocab", ties=ties)
+    graph.add(
+        "lm_loss", "lm_loss", [x, labels], {"vocab": vocab, "hidden": spec.hidden}, tensor="vocab", ties=ties
+    )
     return graph.build()
 
 
-def _spec(name: str, layers: int, hidden: int, heads: int, seq_len: int, vocab: int, **more: object) -> GPTSpec:
+def _spec(
+    name: str, layers: int, hidden: int, heads: int, seq_len: int, vocab: int, **more: object
+) -> GPTSpec:
     return GPTSpec.model_validate(
         {
             "name": name,
@@ -102,7 +106,9 @@ def _presets() -> dict[str, GPTSpec]:
         "39b": (48, 8192, 64),
         "76b": (60, 10240, 80),
     }
-    found += [_spec(f"alpa-gpt-{size}", *shape, 1024, 51200, tied_embeddings=False) for size, shape in alpa.items()]
+    found += [
+        _spec(f"alpa-gpt-{size}", *shape, 1024, 51200, tied_embeddings=False) for size, shape in alpa.items()
+    ]
     # Megatron-LM (SC 2021), Table 1; 2,048 tokens, vocabulary 51,200.
     megatron = {
         "1.7b": (24, 2304, 24),
@@ -130,7 +136,10 @@ def _presets() -> dict[str, GPTSpec]:
         _spec(f"galvatron-gpt3-{size}", *shape, 2048, 50257, attention_dropout=0.0) for size, shape in galvatron.items()
     ]
     # Aceso, Section 5.3: deep narrow models.
-    found += [_spec(f"gpt-scale-{depth}", depth, 512, 8, 2048, 51200) for depth in (2**power for power in range(3, 11))]
+    found += [
+        _spec(f"gpt-scale-{depth}", depth, 512, 8, 2048, 51200)
+        for depth in (2**power for power in range(3, 11))
+    ]
     return {spec.name: spec for spec in found}
 
 

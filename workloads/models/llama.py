@@ -88,7 +88,9 @@ def build(spec: LlamaSpec, attention: str) -> Workload:
         x = blocks.add_pre_norm_layer(x, causal=True)
     graph.layer("head")
     x = blocks.add_norm("final_norm", x)
-    graph.add("lm_loss", "lm_loss", [x, labels], {"vocab": vocab, "hidden": spec.hidden}, tensor="vocab", ties=ties)
+    graph.add(
+        "lm_loss", "lm_loss", [x, labels], {"vocab": vocab, "hidden": spec.hidden}, tensor="vocab", ties=ties
+    )
     return graph.build()
 
 

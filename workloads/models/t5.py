@@ -126,7 +126,9 @@ def build(spec: T5Spec, attention: str) -> Workload:
     graph.layer("head")
     x = blocks.add_norm("final_norm", x)
     head = {"vocab": vocab, "hidden": spec.hidden, "bias": megatron}
-    graph.add("lm_loss", "lm_loss", [x, labels], head, tensor="vocab", ties=tie if spec.tied_embeddings else {})
+    graph.add(
+        "lm_loss", "lm_loss", [x, labels], head, tensor="vocab", ties=tie if spec.tied_embeddings else {}
+    )
     return graph.build()
 
 

@@ -90,7 +90,9 @@ def build(spec: XLNetSpec, attention: str) -> Workload:
         y = graph.add("mlp_activation", "gelu", [y], {"groups": ffn}, tensor="column")
         if spec.dropout > 0:
             y = graph.add("mlp_dropout", "dropout", [y], {**residual, "groups": ffn}, tensor="column")
-        y = graph.add("mlp_linear_2", "linear", [y], down, tensor="row", alternative="column", sequence="row_sequence")
+        y = graph.add(
+            "mlp_linear_2", "linear", [y], down, tensor="row", alternative="column", sequence="row_sequence"
+        )
         x = graph.add("post_mlp_dropout", "dropout_add", [y, x], residual, sequence="sequence")
         x = graph.add("norm_2", "layer_norm", [x], norm, sequence="sequence")
     graph.layer("head")

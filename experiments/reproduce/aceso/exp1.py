@@ -44,7 +44,9 @@ def chosen(settings: tuple[Setting, ...], context: Context) -> tuple[Setting, ..
     return settings[1:2] if context.quick else settings
 
 
-def best_simulated(plans: tuple[RankedPlan, ...], problem: Problem) -> tuple[RankedPlan, SimulationResult]:
+def best_simulated(
+    plans: tuple[RankedPlan, ...], problem: Problem
+) -> tuple[RankedPlan, SimulationResult]:
     """Return the plan that simulates fastest of the first five that fit there, or of all if none does."""
     found: list[tuple[RankedPlan, SimulationResult]] = []
     for plan in plans:

@@ -63,10 +63,8 @@ def run(context: Context) -> Report:
         "alpa_accounted_s": "Alpa, accounted", "paper_alpa_s": "Alpa, paper",
     }  # fmt: skip
     figure = bars(
-        list(table["model"]),
-        {words: [float(each) for each in table[name]] for name, words in columns.items()},
-        y="search time, s",
-        title="Aceso's Exp#2: what the search costs",
+        list(table["model"]), {words: [float(each) for each in table[name]] for name, words in columns.items()},
+        y="search time, s", title="Aceso's Exp#2: what the search costs",
     )
     figure.axes[0].set_yscale("log")
     notes = [

@@ -36,7 +36,9 @@ def configurations(layers: int, mechanisms: int, devices: int = DEVICES) -> int:
             total, size = 0, 1
             while size <= used:
                 choices = size.bit_length()
-                total += sum(ways[done - length][used - size] * choices**length for length in range(1, done + 1))
+                total += sum(
+                    ways[done - length][used - size] * choices**length for length in range(1, done + 1)
+                )
                 size *= 2
             ways[done][used] = total
     return ways[layers][devices]

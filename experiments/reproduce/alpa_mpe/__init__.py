@@ -9,8 +9,12 @@ _MPE = "Yun and Park, IEEE CAL 2023"
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("mpe-counts", "Compilations and profiles of Alpa and MPE.", f"{_MPE}, III-A", f"{_HERE}.counts:run"),
-    Experiment("mpe-fig3", "The worked example of the holistic MPE.", f"{_MPE}, Fig. 3", f"{_HERE}.worked_example:run"),
-    Experiment("mpe-fig4", "Search cost of Alpa with and without MPE.", f"{_MPE}, Fig. 4", f"{_HERE}.search_cost:run"),
+    Experiment(
+        "mpe-fig3", "The worked example of the holistic MPE.", f"{_MPE}, Fig. 3", f"{_HERE}.worked_example:run"
+    ),
+    Experiment(
+        "mpe-fig4", "Search cost of Alpa with and without MPE.", f"{_MPE}, Fig. 4", f"{_HERE}.search_cost:run"
+    ),
     Experiment(
         "mpe-fig5",
         "Error of MPE and of the naive estimator by mesh, time and peak memory.",

@@ -36,8 +36,12 @@ def tflops(problem: Problem, seconds: float) -> float:
 
 def run(context: Context) -> Report:
     """Put measured rows, their simulated plans, and what searches find side by side."""
-    table = load_table(context.data_file(cases.TABLE), floats=("tflops_per_gpu",), integers=("gpus", "global_batch"))
-    stated = {case.row_id: case for case in cases.cases(context.data) if isinstance(case, Case)}
+    table = load_table(
+        context.data_file(cases.TABLE), floats=("tflops_per_gpu",), integers=("gpus", "global_batch")
+    )
+    stated = {
+        case.row_id: case for case in cases.cases(context.data) if isinstance(case, Case)
+    }
     rows, slower = [], []
     for gpus, model in ROWS.items():
         if context.quick and gpus > 4:

@@ -81,7 +81,7 @@ def _errors(problem: Problem, model: str, mesh: LogicalMesh, context: Context) -
         "profiled side by side": side_by_side,
     }
     count = len(oracle.spans)
-    intervals = [(first, last) for first in range(count) for last in range(first, count)][::STRIDE]
+    intervals = [(first, last) for first in range(count) for last in range(first, count)][:: STRIDE]
     rows: list[dict[str, object]] = []
     for first, last in intervals:
         true = oracle.answer(mesh, first, last)

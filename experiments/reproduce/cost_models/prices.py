@@ -76,7 +76,9 @@ class Priced:
         return self.own_bytes / self.simulated_bytes - 1
 
 
-def priced(model: str, cluster: str, runtime: str, shapes: Sequence[tuple[int, str]] = SHAPES) -> Iterator[Priced]:
+def priced(
+    model: str, cluster: str, runtime: str, shapes: Sequence[tuple[int, str]] = SHAPES
+) -> Iterator[Priced]:
     """Yield every uniform plan of a problem by every searcher whose words it is in."""
     problem = ProblemSpec(model=model, cluster=cluster, runtime=runtime, global_batch=BATCH).load()
     for (tp, pp, dp), (microbatch, recompute) in product(DEGREES, shapes):

@@ -37,7 +37,8 @@ def _summary(plans: pd.DataFrame) -> pd.DataFrame:
     for searcher in SEARCHERS:
         own = plans[plans["searcher"] == searcher]
         ranks = [
-            each["own_s"].corr(each["simulated_s"], method="spearman") for _, each in own.groupby(["model", "cluster"])
+            each["own_s"].corr(each["simulated_s"], method="spearman")
+            for _, each in own.groupby(["model", "cluster"])
         ]
         row = {
             "searcher": searcher,
@@ -60,7 +61,9 @@ def _summary(plans: pd.DataFrame) -> pd.DataFrame:
 def _figure(plans: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(9, 4), layout="constrained")
     sides = figure.subplots(1, 2)
-    for axes, column, names in zip(sides, ("time_error_pct", "memory_error_pct"), (SEARCHERS, OWN_MEMORY), strict=True):
+    for axes, column, names in zip(
+        sides, ("time_error_pct", "memory_error_pct"), (SEARCHERS, OWN_MEMORY), strict=True
+    ):
         axes.boxplot([plans[plans["searcher"] == name][column] for name in names], whis=(0, 100))
         axes.set_xticks(range(1, len(names) + 1), names, rotation=40, ha="right")
         axes.axhline(0, linewidth=0.8, color="grey")

@@ -64,7 +64,7 @@ def cases(draw: st.DrawFn) -> tuple[PerformanceModel, int, Configuration]:
 @given(cases())
 @settings(deadline=None)
 def test_no_figure_of_a_price_is_nan_and_what_cannot_run_is_infinite(
-    case: tuple[PerformanceModel, int, Configuration],
+    case: tuple[PerformanceModel, int, Configuration]
 ) -> None:
     model, heads, configuration = case
     found = model.price(configuration)

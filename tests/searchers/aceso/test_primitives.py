@@ -32,7 +32,9 @@ ROWS = {
 @st.composite
 def configurations(draw: st.DrawFn, model: PerformanceModel = MODEL) -> Configuration:
     """Draw stages of uniform degrees on all devices, with borders anywhere."""
-    gpus = draw(st.sampled_from([[8], [4, 4], [2, 2, 4], [4, 2, 2], [2, 2, 2, 2], [1, 1, 2, 4], [4, 2, 1, 1], [1] * 8]))
+    gpus = draw(
+        st.sampled_from([[8], [4, 4], [2, 2, 4], [4, 2, 2], [2, 2, 2, 2], [1, 1, 2, 4], [4, 2, 1, 1], [1] * 8])
+    )
     count = model.num_operators
     inner = draw(
         st.lists(st.integers(1, count - 1), min_size=len(gpus) - 1, max_size=len(gpus) - 1, unique=True).map(sorted)
@@ -47,15 +49,17 @@ def configurations(draw: st.DrawFn, model: PerformanceModel = MODEL) -> Configur
     return Configuration(microbatch, tuple(stages))
 
 
-def applied(
-    primitive: Primitive, configuration: Configuration, stage: int, model: PerformanceModel = MODEL
-) -> list[Configuration]:
+def applied(primitive: Primitive, configuration: Configuration, stage: int, model: PerformanceModel = MODEL) -> list[
+    Configuration
+]:
     price = model.price(configuration)
     return list(primitive.apply(Move(model, configuration, price, stage, balances=False)))
 
 
 def test_the_registry_is_table_1() -> None:
-    assert {name: (each.computation, each.communication, each.memory) for name, each in PRIMITIVES.items()} == ROWS
+    assert {
+        name: (each.computation, each.communication, each.memory) for name, each in PRIMITIVES.items()
+    } == ROWS
     assert all(PRIMITIVES[each.inverse].inverse == each.name for each in PRIMITIVES.values())
 
 

@@ -36,7 +36,9 @@ def random_table(seed: int, layers: int, submeshes_: int, configs: int) -> tuple
     return seconds, random.integers(-1, 4, seconds.shape)
 
 
-def exhaustive(seconds: np.ndarray, successors: np.ndarray, sizes: list[int], devices: int, microbatches: int) -> float:
+def exhaustive(
+    seconds: np.ndarray, successors: np.ndarray, sizes: list[int], devices: int, microbatches: int
+) -> float:
     """Return the best objective over every partition, submesh and config."""
     layers = len(seconds)
     best = np.inf
@@ -53,7 +55,9 @@ def exhaustive(seconds: np.ndarray, successors: np.ndarray, sizes: list[int], de
                 for config in range(seconds.shape[3]):
                     t = seconds[first, last, mesh, config]
                     if size <= left and np.isfinite(t):
-                        extend(last + 1, left - size, [*times, t], [*rooms, int(successors[first, last, mesh, config])])
+                        extend(
+                            last + 1, left - size, [*times, t], [*rooms, int(successors[first, last, mesh, config])]
+                        )
 
     extend(0, devices, [], [])
     return best
@@ -154,8 +158,8 @@ def test_mixed_clusters_are_refused_in_words() -> None:
         submeshes(parse_cluster("v100-32g-dgx1:1x8+v100-32g-dgx1:1x4"))
 
 
-STATED = """{"n_auto_layers": 6, "layers": [[0, 1, 2], [3, 4, 5]], "submesh": [[1, 2], [1, 2]],
-"logical": [[2, 1], [2, 1]], "force_dp": [1, 1], "num_microbatches": 8}"""
+STATED = '''{"n_auto_layers": 6, "layers": [[0, 1, 2], [3, 4, 5]], "submesh": [[1, 2], [1, 2]],
+"logical": [[2, 1], [2, 1]], "force_dp": [1, 1], "num_microbatches": 8}'''
 
 
 def test_a_stated_plan_is_imported(tmp_path: Path) -> None:
