@@ -231,9 +231,10 @@ class LayerProfiles:
             core_workspace = max(core_workspace, needed if inside else 0.0)
             if index == layer.core[1] - 1:
                 core_ends = segment_ends_bytes(index, cost, self.costs.problem)
-            # What waits beside an operator grows by the gradients of the next one, whose loss has let its logits go.
-            made = self._waiting_bytes(cost) - parted_bytes(workload, index, cost)
-            waiting = max(waiting + made, needed)
+            # What waits beside an operator grows by the gradients of the next one, whose loss has let its logits go
+            # (of those behind the core all that they kept goes: ``behind``).
+            made = self._waiting_bytes(cost)
+            waiting = max(waiting + made - parted_bytes(workload, index, cost), needed)
             if index >= layer.core[0]:
                 core_waiting = max(core_waiting + made, needed if inside else 0.0)
             if cost.output_bytes:
