@@ -112,12 +112,12 @@ class CostTables:
 
     @cached_property
     def leading_operators(self) -> frozenset[int]:
-        """Of each layer, the first operator with parameters."""
+        """Of each unit, the first operator with parameters."""
         workload = self.problem.workload
         found: dict[int, int] = {}
-        for index, op in enumerate(workload.operators):
+        for index, unit in enumerate(self.units):
             if workload.parameters(index):
-                found.setdefault(op.layer, index)
+                found.setdefault(unit, index)
         return frozenset(found.values())
 
     @cached_property

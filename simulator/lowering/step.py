@@ -66,7 +66,7 @@ def work_of(groups: Iterable[ParameterGroup], runtime: Runtime) -> StepWork:
         elements += group.num_elements / shards
         num_tensors += 1
         # A flat tensor stands at its first parameter.
-        num_stepped += group.leads_layer or not (runtime.flattens_sharded and is_gathered(group))
+        num_stepped += group.leads_unit or not (runtime.flattens_sharded and is_gathered(group))
     return StepWork(passed_bytes, elements * _touched_bytes(runtime), num_tensors, num_stepped)
 
 

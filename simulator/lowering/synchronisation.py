@@ -63,7 +63,7 @@ class ParameterGroup:
         num_elements: Local elements before ZeRO.
         tie: Tie key or None.
         users: Operators of the stage that hold the parameter in this layout; more than one only where it is tied.
-        leads_layer: It is the first parameter of its layer.
+        leads_unit: It is the first parameter of its unit (``CostTables.units``).
     """
 
     operator: int
@@ -75,7 +75,7 @@ class ParameterGroup:
     num_elements: int
     tie: str | None
     users: tuple[int, ...]
-    leads_layer: bool
+    leads_unit: bool
 
     @property
     def num_shards(self) -> int:
@@ -165,7 +165,7 @@ def _parameter_groups(view: StageView) -> list[ParameterGroup]:
                     num_elements=elements,
                     tie=parameter.tie,
                     users=(index,),
-                    leads_layer=number == 0 and index in view.costs.leading_operators,
+                    leads_unit=number == 0 and index in view.costs.leading_operators,
                 )
             )
     return found

@@ -251,3 +251,10 @@ def test_a_slower_host_is_behind_for_longer() -> None:
     for factor in (0.1, 2.0, 8.0):
         slower = replace(problem, hardware=with_factors(cluster, {"host": factor}, "test").hardware(cluster))
         check(uniform_plan(slower, microbatch=4), slower, 2.5e-3)
+
+
+def test_a_final_norm_that_is_wrapped_by_itself_is_stepped_by_itself() -> None:
+    """Under Galvatron 1.0: 24 layers, embedding, norm and head."""
+    problem = vit_large("hetu-galvatron")
+    (view,) = views_of(uniform_plan(problem, dp=8, zero=3), problem)
+    assert step_work(view).num_stepped == 27
