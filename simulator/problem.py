@@ -111,7 +111,7 @@ class Problem:
             limit = min(limit, self.memory_limit_bytes)
         return limit - self.runtime.context_bytes - self.runtime.communication_buffer_bytes
 
-    @property
+    @cached_property
     def matmul_workspace_bytes(self) -> int:
         """Bytes that a device holds for its library of matrix products (``Runtime.matmul_workspaces``)."""
         largest = max(node.gpu.matmul_workspace_bytes for node in self.hardware.cluster.nodes)
