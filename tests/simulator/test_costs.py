@@ -15,7 +15,7 @@ from simulator.fidelity import Fidelity
 from simulator.plan import Axis, resolve
 from simulator.segments import EMPTY, Segment
 from simulator.simulate import simulate
-from simulator.uniform import uniform_plan
+from simulator.uniform import repeated_layers, uniform_plan
 from tests.simulator.problems import small_problem
 from workloads.kernels import MemoryBound
 
@@ -201,3 +201,18 @@ def test_a_dtype_that_the_gpu_lacks_is_answered_with_runtimes_that_fit() -> None
         simulate(uniform_plan(problem, dp=4), problem)
     dtypes = [load_runtime(name).implementation.dtype for name in str(refused.value).split("fit: ")[1].split(", ")]
     assert dtypes == ["fp16"] * 4  # 16 bits before 32
+
+
+@pytest.mark.parametrize(("family", "alone"), [("gpt", 1), ("llama", 1), ("vit", 1), ("t5", 2), ("bert", 0)])
+def test_a_norm_that_ends_repeated_layers_can_be_a_unit_of_its_own(family: str, alone: int) -> None:
+    """T5 has one behind its encoder too; BERT's comes inside its head, which is wrapped whole."""
+    problem = small_problem(family)
+    workload, layers = problem.workload, [op.layer for op in problem.workload.operators]
+    assert CostTables(problem).units == tuple(layers)
+    runtime = replace(problem.runtime, wraps_final_norms=True, keeps_root_gathered=True)
+    costs = CostTables(replace(problem, runtime=runtime))
+    assert list(costs.units) == sorted(costs.units) and costs.units[-1] == layers[-1] + alone
+    norms = [index for index, op in enumerate(workload.operators) if op.role.endswith("final_norm")]
+    assert sum(costs.units.count(costs.units[index]) == 1 for index in norms) == alone
+    assert all(costs.units[index] in costs.root_units for index in norms)
+    assert len(costs.root_units) == len(set(costs.units)) - len(repeated_layers(workload))

@@ -23,6 +23,7 @@ from simulator.problem import Problem, ProblemSpec
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import SMALL, chain_of_opaque, chain_problem, small_problem
+from workloads.registry import build_workload
 
 SETTINGS = [
     ("v100-32g-dgx1:2x4", "megatron-lm-2021"),  # a mesh of unequal links; transfers in parts
@@ -380,3 +381,15 @@ def test_what_has_no_array_form_is_refused_with_a_reason() -> None:
         found.arrays([swapped])
     with pytest.raises(ValueError, match="a placement must name different devices"):
         found.placement((0, 99))
+
+
+@pytest.mark.parametrize("holds", [None, ()])
+def test_what_is_copied_of_a_large_unit_is_in_both(holds: tuple[()] | None) -> None:
+    """A head of 128,000 words that is no part of the root: beside its copy in fp32 alone the unit below is gathered."""
+    problem = ProblemSpec("gpt3-1.3b", "a100-80g-dgx:1x8", "pytorch-fsdp2", 8).load()
+    shape = {"layers": 4, "seq_len": 64, "vocab": 128_000, "tied_embeddings": False}
+    workload = build_workload("gpt3-1.3b", attention="flash", overrides=shape)
+    runtime = replace(problem.runtime, keeps_root_gathered=False, holds_next_unit=holds)
+    found = FastEstimator(replace(problem, workload=workload, runtime=runtime))
+    plan = uniform_plan(found.problem, dp=8, zero=3, gradient_reduction="every")
+    assert_equal(validate(plan, found.problem), found)

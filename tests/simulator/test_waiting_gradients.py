@@ -10,6 +10,7 @@ import pytest
 
 from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.lowering.synchronisation import parameter_groups
@@ -149,6 +150,7 @@ def test_the_closed_form_has_a_stage_of_one_layer(layers: int, pp: int) -> None:
     plan = uniform_plan(problem, pp=pp, dp=8 // pp, zero=3)
     expected = estimate(plan, problem).peak_bytes
     views = stage_views(validate(plan, problem), CostTables(problem))
+    assert FastEstimator(problem).estimate(plan).peak_bytes == expected
     found = simulate(plan, problem, fidelity=Fidelity().without("allocator")).memory
     for memory, own, view in zip(found, expected, views, strict=True):
         shards = sum(4 * group.num_elements * pp / 8 for group in parameter_groups(view))
