@@ -231,3 +231,19 @@ def test_the_heads_gradients_wait_beside_all_that_the_last_layer_works_in(runtim
     assert share is not None and last.behind_bytes > 0
     waiting = share * problem.runtime.gradient_accumulation_bytes * (32000 + 1) * 4096  # The head, and the last norm.
     assert last.core_waiting_bytes == middle.core_waiting_bytes + waiting
+
+
+def test_checkpointing_holds_the_end_of_a_layer_and_its_gradient() -> None:
+    """Reentrant checkpointing's (``Runtime.recompute_holds_ends``): of one sample of 4,096 tokens in bf16, each."""
+    problem = problem_of("llama2-7b", ("a100-80g-dgx:1x8", "composer-fsdp"), 8)
+    let_go = replace(problem, runtime=replace(problem.runtime, recompute_holds_ends=False))
+    end_bytes = 2 * 4096 * 4096
+    held = []
+    for each in (problem, let_go):
+        profiles = LayerProfiles(CostTables(each))
+        held.append([profiles.profile(layer.kind, 1, 1).core_ends_bytes for layer in profiles.layers])
+    assert held == [[2 * end_bytes] * 32, [0.0] * 32]
+    plan = uniform_plan(problem, dp=8, microbatch=1, zero=3, recompute="full", gradient_reduction="every")
+    more, less = (assess(plan, each) for each in (problem, let_go))
+    assert more is not None and less is not None
+    assert more.peak_bytes - less.peak_bytes == pytest.approx(2 * end_bytes, abs=2**20)  # (Peaks in steps of 1 MiB.)

@@ -149,18 +149,23 @@ def test_megatrons_fused_softmax_takes_what_its_kernels_take(
 
 
 @pytest.mark.parametrize(
-    ("how", "forward", "backward"),
+    ("how", "forward", "backward", "product"),
     [
-        (Implementation(dtype="bf16", loss_subtracts_anew=True), 2 + 4, 2),
-        (Implementation(dtype="bf16"), 2, 2),
-        (Implementation(dtype="bf16", fused_loss=True), 2 + 4, 4 + 4),
+        (Implementation(dtype="bf16", loss_subtracts_anew=True), 2 + 4, 2, 2),
+        (Implementation(dtype="fp32", loss_subtracts_anew=True), 4, 0, 4),
+        (Implementation(dtype="bf16", logits_dtype="bf16", loss_subtracts_anew=True), 2, 0, 2),
+        (Implementation(dtype="bf16"), 2, 2, 2),
+        (Implementation(dtype="bf16", fused_loss=True), 2 + 4, 4 + 4, 2),
     ],
-    ids=["Megatron's core", "in place", "torch"],
+    ids=["Megatron's core", "in fp32", "of bf16 logits", "in place", "torch"],
 )
 def test_what_a_loss_works_in_beside_the_softmax_that_it_keeps(
-    how: Implementation, forward: int, backward: int
+    how: Implementation, forward: int, backward: int, product: int
 ) -> None:
-    """Bytes a logit, as torch's profiler counts the same lines on a CPU."""
+    """Bytes a logit, as torch's profiler counts the same lines on a CPU.
+
+    Megatron's makes its gradient in the softmax, which counts as gone when it is multiplied: as the gradient instead.
+    """
     vocab, hidden = 64, 16
     local = localize(
         kind_named("lm_loss"),
@@ -172,6 +177,7 @@ def test_what_a_loss_works_in_beside_the_softmax_that_it_keeps(
     logits = SAMPLES * TOKENS * vocab
     assert workspace_bytes(kind_named("lm_loss"), FORWARD, local) == forward * logits
     assert workspace_bytes(kind_named("lm_loss"), BACKWARD_INPUT, local) == backward * logits
+    assert workspace_bytes(kind_named("lm_loss"), BACKWARD_WEIGHT, local) == product * logits
 
 
 def test_torchs_loss_writes_zeros_before_it_has_a_gradient() -> None:
