@@ -246,7 +246,7 @@ def _report_mapping(report: GroupReport) -> dict[str, Any]:
 def _print_errors(
     outcomes: Sequence[Outcome], features: Sequence[str], before: Mapping[str, float], *, one_by_one: bool = False
 ) -> None:
-    """Print the time error by features; where there is a baseline, that of its runs, before and now."""
+    """Print the error by features (``run.judged``); where there is a baseline, that of its runs, before and now."""
     from experiments.accuracy.run import residuals_by
     from experiments.commands.accuracy import print_residuals
 

@@ -259,7 +259,7 @@ class Whole:
     Attributes:
         root: Parameters of the root that are gathered, from a forward pass to the end of its backward pass.
         beside: All else in the backward pass, by the operator from which on it counts, never more than before: in
-            layers below the first to be scattered; in that one or what of the root is above it; and before any whole
+            units below the first to be scattered; in that one or what of the root is above it; and before any whole
             gradient is made.
         first: All else while the stage's first operator works.
         end: All else when that is through; where the root is given back before it is reduced, less that then.
@@ -291,28 +291,28 @@ def whole_for_a_while(view: StageView) -> Whole:
     root, pair = _root_and_pair(gathered, roots, 1.0, 1.0 if runtime.holds_next("backward") else 0.0)
     apart = waits and not runtime.flattens_sharded  # A unit is given back before its gradients are copied.
     outer, waiting = _root_and_pair(scattered, roots, wait, wait, copied=waits and not apart)
-    layers = [unit for unit in sorted(scattered) if unit not in roots and scattered[unit]]
-    pair_bytes, layers_bytes = pair * parameter_bytes, pair * parameter_bytes + waiting * gradient_bytes
-    if apart and layers:
+    others = [unit for unit in sorted(scattered) if unit not in roots and scattered[unit]]
+    pair_bytes, others_bytes = pair * parameter_bytes, pair * parameter_bytes + waiting * gradient_bytes
+    if apart and others:
         below = [gathered[unit] for unit in sorted(gathered) if unit not in roots and gathered[unit]][:-1]
         next_one = max(below, default=0.0) if runtime.holds_next("backward") else 0.0
-        copying = max(scattered[unit] for unit in layers) * (1.0 + wait)
-        layers_bytes = max(layers_bytes, next_one * parameter_bytes + copying * gradient_bytes)
-    root_above = sum(made_at[index] for index in units if layers and units[index] > layers[-1])
+        copying = max(scattered[unit] for unit in others) * (1.0 + wait)
+        others_bytes = max(others_bytes, next_one * parameter_bytes + copying * gradient_bytes)
+    root_above = sum(made_at[index] for index in units if others and units[index] > others[-1])
     beside = {}
-    if layers and layers_bytes > 0:
+    if others and others_bytes > 0:
         made = max(index for index in units if made_at[index])
         bare = made if waits else made + 1  # What waits begins to when it is made.
-        above = next(index for index in units if units[index] >= layers[-1] + (root_above > 0))
+        above = next(index for index in units if units[index] >= others[-1] + (root_above > 0))
         if root_above:
             own_bytes = root_above * wait * gradient_bytes
-            beside = {view.operators[0]: own_bytes + layers_bytes, above: own_bytes, bare: 0.0}
+            beside = {view.operators[0]: own_bytes + others_bytes, above: own_bytes, bare: 0.0}
         else:
-            own_bytes = scattered[layers[-1]] * wait * gradient_bytes
-            beside = {view.operators[0]: layers_bytes, above: own_bytes + pair_bytes, bare: pair_bytes}
+            own_bytes = scattered[others[-1]] * wait * gradient_bytes
+            beside = {view.operators[0]: others_bytes, above: own_bytes + pair_bytes, bare: pair_bytes}
     root_bytes = root * parameter_bytes
     of_root, above_bytes = outer * gradient_bytes, root_above * gradient_bytes
-    lowest_bytes = (scattered[layers[0]] if layers else 0.0) * gradient_bytes
+    lowest_bytes = (scattered[others[0]] if others else 0.0) * gradient_bytes
     given_back_bytes = root_bytes if apart else 0.0
     first, end = unscattered_bytes(of_root, above_bytes, lowest_bytes, wait, waits, given_back_bytes)
     pair_bytes = 0.0 if units[view.operators[0]] in roots else pair_bytes

@@ -1,7 +1,7 @@
-"""Closed form of what a stage sends beside its passes: gathers one layer ahead, and reductions behind gradients.
+"""Closed form of what a stage sends beside its passes: gathers one unit ahead, and reductions behind gradients.
 
 While computation and communication both run, both are slower by the device's factors, as in the engine; what is left of
-the longer then runs alone. Layers count as equal, and gathers and reductions as sharing their links in full.
+the longer then runs alone. Units count as equal, and gathers and reductions as sharing their links in full.
 
 Source: the engine's rules (``docs/model.md``); slowing both sides down is Galvatron-BMW's (TKDE 2024, Section V).
 """
@@ -26,7 +26,7 @@ class Sent(NamedTuple):
         root_copied_s, gathered_copied_s: Copying what either gathered into parameters.
         reduced_s: A reduction of all gradients.
         copied_s, copied_back_s: Copying them for it, and back.
-        layer_share: What the first layer of a pass is of the gathers, and of the pass.
+        unit_share: What the first unit of a pass is of the gathers, and of the pass.
         first_share: What part of a backward pass has gone before the first gradients are reduced.
         last_share: What part of the gradients is there when it has ended, and not before.
         computation_slowdown, communication_slowdown: Factors while both run.
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
     reduced_s: float
     copied_s: float
     copied_back_s: float
-    layer_share: float
+    unit_share: float
     first_share: float
     last_share: float
     computation_slowdown: float
@@ -82,17 +82,17 @@ def beside_s(computed_s: float, sent_s: float, computation_slowdown: float, comm
 
 
 @also_compiled
-def calls_of_unit(num_layers: int, num_large: float, share: float) -> float:
-    """Return by how many calls a layer's parameters are gathered: one, or one for each that is large.
+def calls_of_unit(num_units: int, num_large: float, share: float) -> float:
+    """Return by how many calls a unit's parameters are gathered: one, or one for each that is large.
 
     Args:
-        num_layers, num_large: Layers of the stage, and its parameters that are gathered by calls of their own.
+        num_units, num_large: Units of the stage, and its parameters that are gathered by calls of their own.
         share: What part of the stage's parameters is gathered so.
 
     >>> calls_of_unit(4, 24.0, 1.0), calls_of_unit(4, 24.0, 0.1), calls_of_unit(4, 0.0, 1.0)
     (6.0, 1.0, 1.0)
     """
-    return max(1.0, num_large * share / num_layers)
+    return max(1.0, num_large * share / num_units)
 
 
 def filled_buckets(elements: float, bucket_elements: float) -> float:
@@ -124,18 +124,18 @@ def bucket_shares(num_buckets: float, begun_share: float) -> tuple[float, float,
     return num_buckets, 1.0 / num_buckets, max(1.0 / num_buckets, begun_share)
 
 
-def unit_shares(num_layers: int, num_root: int, begins_in_root: bool, root_share: float) -> tuple[float, float, float]:
-    """Return what ``bucket_shares`` does where each layer is reduced by itself, and the root unit at once.
+def unit_shares(num_others: int, num_root: int, begins_in_root: bool, root_share: float) -> tuple[float, float, float]:
+    """Return what ``bucket_shares`` does where each unit is reduced by itself, and the root at once.
 
     Args:
-        num_layers, num_root: Layers of the stage, without and of the root unit.
-        begins_in_root: The first layer is of the root unit, whose gradients are complete when it has been passed.
-        root_share: What part of the stage's parameters is of the root unit.
+        num_others, num_root: Units of the stage, without and of the root.
+        begins_in_root: The first unit is of the root, whose gradients are complete when it has been passed.
+        root_share: What part of the stage's parameters is of the root.
 
     >>> unit_shares(7, 0, False, 0.0), unit_shares(3, 2, True, 0.4)
     ((7.0, 0.14285714285714285, 0.14285714285714285), (4.0, 0.25, 0.4))
     """
-    count = float(max(1, num_layers + min(num_root, 1)))
+    count = float(max(1, num_others + min(num_root, 1)))
     return count, 1.0 / count, root_share if begins_in_root and root_share > 0.0 else 1.0 / count
 
 
@@ -143,7 +143,7 @@ class SendingRules(NamedTuple):
     """How a stage sends.
 
     Attributes:
-        prefetches: A layer's parameters are gathered while the one before computes.
+        prefetches: A unit's parameters are gathered while the one before computes.
         reshards: They are gathered for each pass; else for the first forward pass alone.
         overlaps: Passes go on while gradients are reduced.
         every: Each microbatch's gradients are reduced, not only the sums of all.
@@ -210,10 +210,10 @@ def gathered_s(forward_s: float, backward_s: float, sent: Sent, rules: SendingRu
     returning_s = backward_s + (sent.gathered_copied_s if rules.reshards else 0.0)
     passed_s, returned_s = gathering_s + sent.gathered_s, returning_s + sent.gathered_s
     if rules.prefetches and sent.gathered_s > 0.0:
-        layer, rest = sent.layer_share, 1.0 - sent.layer_share
+        one, rest = sent.unit_share, 1.0 - sent.unit_share
         ahead_s = rest * sent.gathered_s
-        passed_s = layer * passed_s + beside_s(rest * gathering_s, ahead_s, slow_s, slow_sent_s)
-        returned_s = layer * returned_s + beside_s(rest * returning_s, ahead_s, slow_s, slow_sent_s)
+        passed_s = one * passed_s + beside_s(rest * gathering_s, ahead_s, slow_s, slow_sent_s)
+        returned_s = one * returned_s + beside_s(rest * returning_s, ahead_s, slow_s, slow_sent_s)
     passed_s += sent.root_s + sent.root_copied_s
     inline, _ = inline_s(sent, rules)
     if rules.reshards:
@@ -262,11 +262,11 @@ def with_reductions_s(
     # The pass that reduces, of the device; then what travels once the first gradients are there, if hosts take longer.
     backward_s += gathered_copied_s + sent.copied_s
     reducing_pass_s = returned_s if rules.every else returned_s + sent.copied_s
-    layer, share, last_s = sent.layer_share, sent.first_share, sent.last_share * sent.reduced_s
+    one, share, last_s = sent.unit_share, sent.first_share, sent.last_share * sent.reduced_s
     latency_s, reduced_latency_s = sent.gathered_latency_s, sent.reduced_latency_s
-    before, ahead, rest = share * (1.0 - layer), (1.0 - share) * (1.0 - layer), 1.0 - sent.last_share
+    before, ahead, rest = share * (1.0 - one), (1.0 - share) * (1.0 - one), 1.0 - sent.last_share
     meanwhile_s = together_s(ahead * ahead_s, ahead * latency_s, rest * sent.reduced_s, rest * reduced_latency_s)
-    reducing_s = alone_s + layer * ahead_s + beside_s(share * backward_s, before * ahead_s, slow_s, slow_sent_s)
+    reducing_s = alone_s + one * ahead_s + beside_s(share * backward_s, before * ahead_s, slow_s, slow_sent_s)
     reducing_s += beside_s((1.0 - share) * backward_s, meanwhile_s, slow_s, slow_sent_s) + last_s
     reducing_s = max(reducing_s, share * reducing_pass_s + meanwhile_s + last_s)
     left_s = max(last_s, reducing_s - reducing_pass_s)

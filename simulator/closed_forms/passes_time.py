@@ -20,8 +20,8 @@ class PassWork(NamedTuple):
         forward_s, backward_s: The device.
         forward_host_s, backward_host_s: A host that runs ahead, passes of the framework included.
         pass_s: Of what a pass takes such a host, what comes before its first launch.
-        forward_left_s, backward_left_s: What the device has left of each layer when it was launched (``left_s``), all
-            layers together; 0 where no host waits for gathers.
+        forward_left_s, backward_left_s: What the device has left of each unit when it was launched (``left_s``), all
+            units together; 0 where no host waits for gathers.
     """
 
     forward_s: float
@@ -99,7 +99,7 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
     """Return what the passes of a stage take.
 
     A host that waits for each gather launches the next one when the device has nothing left to do, and waits for
-    reductions that do; what the device has left of a layer hides the launches of reductions.
+    reductions that do; what the device has left of a unit hides the launches of reductions.
 
     Args:
         work: Its operators.

@@ -1,7 +1,7 @@
 """What a stage sends beside its passes and copies for that, for ``overlap_time``.
 
-Of a stage's gathers and gradients by their sums: its parameters count as spread evenly over its layers, copies as one
-pass over all of them and a kernel for each layer or tensor, calls by parameter (DeepSpeed 2021) in the same shares.
+Of a stage's gathers and gradients by their sums: its parameters count as spread evenly over its units, copies as one
+pass over all of them and a kernel for each unit or tensor, calls by parameter (DeepSpeed 2021) in the same shares.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
 
 
 def gathered_again_s(view: StageView, forward: Sequence[Item], backward: Sequence[Item]) -> float:
-    """Return the seconds of what recomputed layers gather once more.
+    """Return the seconds of what recomputed units gather once more.
 
     Args:
         view, forward, backward: The stage, and items of its passes.

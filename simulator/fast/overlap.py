@@ -70,7 +70,7 @@ def _num_units(unit_of: Ints, gathers_of: Ints, first: int, stop: int) -> tuple[
 
 
 @inlined
-def left_of_layers_s(
+def left_of_units_s(
     beyond_host_s: Floats, unit_of: Ints, run_stops: Ints, run_tables: Ints, run: int, first: int, stop: int
 ) -> tuple[float, float]:
     """Return what the device has left of each unit when it was launched, forward and backward, all together.
@@ -249,7 +249,7 @@ def stage_sent(
     each, once = _num_units(shape.unit_of, shape.gathers_of, first, stop)
 
     root_s, others_s = gather_s[0], gather_s[1]
-    root_share, layer_share, gathered_copied_s, gather_host_s, latency_s = 0.0, 1.0, 0.0, 0.0, 0.0
+    root_share, unit_share, gathered_copied_s, gather_host_s, latency_s = 0.0, 1.0, 0.0, 0.0, 0.0
     if root_s + others_s > 0.0:
         gathered, more_s = 0.0, 0.0
         for at in range(num_sums[GATHERED_KEYS]):
@@ -274,7 +274,7 @@ def stage_sent(
         if root_s > 0.0:
             root_share = root_s / (root_s + others_s)
         if others_s > 0.0:
-            layer_share = 1.0 / max(1, each)
+            unit_share = 1.0 / max(1, each)
     else:
         root_copied_s = 0.0
 
@@ -319,7 +319,7 @@ def stage_sent(
     copied_back_s = copied[TIMES_BACK] * num_tensors * start_s + copied[NUM_BYTES_BACK] * s_per_byte
     reduced_host_s += (copied[TIMES] + copied[TIMES_BACK]) * num_tensors * launch_s
     sent = Sent(
-        root_s, others_s, root_copied_s, gathered_copied_s, reduced_s, copied_s, copied_back_s, layer_share,
+        root_s, others_s, root_copied_s, gathered_copied_s, reduced_s, copied_s, copied_back_s, unit_share,
         first_share, last_share, computation, communication, latency_s, reduced_latency_s,
     )  # fmt: skip
     return sent, SentHost((each + once) * gather_host_s, each * gather_host_s, reduced_host_s), waits

@@ -86,7 +86,7 @@ from simulator.fast.arrays import (
 )
 from simulator.fast.boundaries import add_transfers, key_of_arrivals
 from simulator.fast.gathers import add_gathers
-from simulator.fast.overlap import COPIED, add_copies, left_of_layers_s, stage_sent
+from simulator.fast.overlap import COPIED, add_copies, left_of_units_s, stage_sent
 from simulator.fast.pipeline import add_passes, weights_s
 from simulator.fast.prices import channels_s, mixed, wanted
 from simulator.fast.recompute import recomputed_s
@@ -153,7 +153,7 @@ def estimate_times(
         chosen: Numbers of plans.
         stops_early: The tail of a segment that nothing saved needs is not computed again.
         ties_by_use: A whole weight that several operators of a stage use is reduced for each.
-        regathers: Layers that are computed again whole are gathered once more.
+        regathers: Units that are computed again whole are gathered once more.
         blocking: A stage goes on only when what it sent has arrived.
         parameter_bytes: Per element, as refreshed.
         passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
@@ -352,7 +352,7 @@ def estimate_times(
             )
             forward_left_s, backward_left_s = 0.0, 0.0
             if beside.waits_for_gathers:
-                forward_left_s, backward_left_s = left_of_layers_s(
+                forward_left_s, backward_left_s = left_of_units_s(
                     tables.beyond_host_s, shape.unit_of, plans.run_stops, run_tables, begin, first, stop
                 )
             apart = plans.schedule[plan] == GPIPE

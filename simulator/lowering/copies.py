@@ -9,7 +9,7 @@ from simulator.segments import EMPTY, Segment
 from workloads.kernels import MemoryBound
 
 GRADIENT_COPY, GATHERED_COPY = COPIES = ("gradient copy", "gathered copy")
-"""Phases of an operator: its gradients are gone over once; what was gathered of its layer is copied into parameters."""
+"""Phases of an operator: its gradients are gone over once; what was gathered of its unit is copied into parameters."""
 
 
 def copied_groups(view: StageView) -> dict[int, list[ParameterGroup]]:

@@ -25,7 +25,7 @@ class ProgramBuilder(ParameterGathers):
         """Return the forward pass of one microbatch.
 
         Args:
-            gather: Gather ZeRO-3 parameters before each layer.
+            gather: Gather ZeRO-3 parameters before each unit.
             received: Gathers that make whole what arrived in parts.
         """
         self.items, self._pass_cause = self._made_whole(received), "forward"
@@ -55,7 +55,7 @@ class ProgramBuilder(ParameterGathers):
 
         Args:
             phases: BACKWARD_INPUT, BACKWARD_WEIGHT or both.
-            gather: Gather ZeRO-3 parameters before each layer.
+            gather: Gather ZeRO-3 parameters before each unit.
             sync: Reduce gradients as they become complete; waited for, unless the plan overlaps them.
             received: Gathers that make whole what arrived in parts.
             first: It is of the stage's first microbatch.

@@ -198,7 +198,7 @@ def test_they_are_behind_a_smaller_last_microbatch_too(schedule: str, pp: int, m
 def test_of_many_layers_the_longer_of_passes_and_gathers_is_left() -> None:
     """Of n equal layers whose gathers take as long as they compute: (n + 1) / n."""
     for count in (1, 4, 100):
-        sent = NOTHING._replace(gathered_s=10.0, layer_share=1 / count)
+        sent = NOTHING._replace(gathered_s=10.0, unit_share=1 / count)
         rules = SendingRules(prefetches=True, reshards=True, overlaps=False, every=False, waits=False)
         passed_s, returned_s, _ = gathered_s(10.0, 10.0, sent, rules)
         assert passed_s == returned_s == pytest.approx(10.0 * (count + 1) / count)
@@ -236,7 +236,7 @@ def test_hiding_is_never_slower_than_waiting(
     """Without slowdown, over eight microbatches; and never quicker than what computes, or what travels."""
     sent = NOTHING._replace(
         root_s=root_s, gathered_s=others_s, reduced_s=reduced_s, root_copied_s=copied_s, gathered_copied_s=copied_s,
-        copied_s=copied_s, copied_back_s=copied_s, layer_share=layer, first_share=first, last_share=last,
+        copied_s=copied_s, copied_back_s=copied_s, unit_share=layer, first_share=first, last_share=last,
     )  # fmt: skip
 
     def total_s(prefetches: bool, overlaps: bool) -> float:
