@@ -218,8 +218,11 @@ def _print(
     print_table(None, columns, rows)
     if missed:
         for report in reports:
-            target = known_groups()[report.name].target_time
-            if report.time is not None and target is not None and report.time.mean_absolute > target:
+            known = known_groups()[report.name]
+            errors, target = report.time, known.target_time
+            if errors is None:
+                errors, target = report.memory, known.target_memory
+            if errors is not None and target is not None and errors.mean_absolute > target:
                 own = [each for each in outcomes if report.name in each.case.groups]
                 print_residuals(own, features, f": {report.name}", one_by_one=not features)
     elif features:

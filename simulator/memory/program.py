@@ -82,24 +82,25 @@ class StageMemory:
             ]
             for name, _ in self._saves[index]:
                 self._savers.setdefault(name, []).append(index)
-        self._held = self._held_ends()
+        self._ends = self._held_ends()
+        self._held = {name for names in self._ends.values() for name in names}
         self._scattered = {index: view.scattered_inputs(index) for index in view.operators}
         self._kept = self._kept_tensors()
         self._users = self._all_users()
 
-    def _held_ends(self) -> dict[str, int]:
-        """Return what segments make for others, and where they start, if it is held (``recompute_holds_ends``).
+    def _held_ends(self) -> dict[int, list[str]]:
+        """Return what segments make for others, by where they start, if it is held (``recompute_holds_ends``).
 
         Not between the halves of a backward pass, which such checkpointing knows nothing of.
         """
-        held: dict[str, int] = {}
+        held: dict[int, list[str]] = {}
         splits = schedule_named(self.view.plan.schedule).splits_backward
         if self.view.costs.problem.runtime.recompute_holds_ends and not splits:
             for start, stop in self.view.stage.recompute:
                 for name in (name for index in range(start, stop) for name in self.workload.operators[index].outputs):
                     readers = self._readers.get(name, ())
                     if name in self.view.leaving or any(not start <= reader < stop for reader in readers):
-                        held[name] = start
+                        held.setdefault(start, []).append(name)
         return held
 
     def _kept_tensors(self) -> dict[str, str]:
@@ -253,7 +254,7 @@ class StageMemory:
 
     def _ends_of_segment(self, start: int) -> list[str]:
         """Return what is held until the backward pass of the segment that begins with an operator is through."""
-        made = [name for name, first in self._held.items() if first == start]
+        made = self._ends.get(start, ())
         return [instance for name in made for instance in (self._instance(name, True), f"{name}/gradient")]
 
     def _releases(self, with_inputs: bool, with_weights: bool) -> dict[int, list[str]]:

@@ -44,6 +44,7 @@ class WholeUnits:
         every = range(len(view.costs.problem.workload.operators))
         self._waiting = self._gradients(every, scattered * wait) if sharded_gradients and wait is not None else {}
         self._bucket = bucket_buffer_bytes(parameter_groups(view), runtime) if sharded_gradients else 0.0
+        self._unmade, self._at_end = list[int](), list[int]()  # units without gradients yet, and those made at the end
         self._open: int | None = None  # the unit whose gradients wait
         self._travelling: int | None = None  # the unit whose gradients are being scattered
 
@@ -130,7 +131,8 @@ class WholeUnits:
     # Gradients
 
     def begin(self, events: Pass) -> None:
-        """Make the buffer that gradients of a backward pass are written into."""
+        """Begin a backward pass: make the buffer that gradients are written into, where there is one."""
+        self._unmade, self._at_end = sorted(self._anew), []
         events.allocate("gradient bucket", self._bucket, UNSHARDED)
 
     def scatters(self, unit: int) -> bool:
@@ -189,10 +191,13 @@ class WholeUnits:
 
     def _make_anew(self, lowest: int | None, events: Pass) -> None:
         """Make gradients that no pass has made before, of units from one on but the root's; of all where it is None."""
-        for unit, size in self._anew.items():
-            behind = lowest is not None and unit >= lowest and not (unit in self._root and self.scatters(unit))
-            if behind or lowest is None:
-                events.allocate(f"unit {unit}/gradients", size, GRADIENTS, lasting=True)
+        made = list[int]()
+        while self._unmade and (lowest is None or self._unmade[-1] >= lowest):
+            unit = self._unmade.pop()
+            waits = lowest is not None and unit in self._root and self.scatters(unit)
+            (self._at_end if waits else made).append(unit)
+        for unit in [*reversed(made), *(self._at_end[::-1] if lowest is None else ())]:
+            events.allocate(f"unit {unit}/gradients", self._anew[unit], GRADIENTS, lasting=True)
 
     def _waits_as(self, index: int) -> str:
         return f"operator {index}/waiting"

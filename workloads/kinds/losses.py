@@ -154,13 +154,13 @@ class LanguageModelLoss(Kind):
         choice = local.implementation
         low, high = (self._logits(local), "activation"), (self._logits(local), choice.logits_dtype)
         if not choice.fused_loss:
-            # Megatron works in place, in what it keeps; or in a copy, when the narrow logits are gone, or beside both.
-            # Its gradient is made in what it kept too, and cast.
+            # Megatron works in place, in what it keeps: the logits themselves, or cast. Or it works in a copy, when the
+            # narrow logits are gone, or beside both. Its gradient is made in what it kept too, and cast.
+            if phase == FORWARD and choice.loss_clones_logits:
+                return (high,)
             if phase == FORWARD and choice.loss_subtracts_anew:
                 return (low, high) if choice.casts_logits else (low,)
-            if phase == BACKWARD_INPUT and not choice.casts_logits:
-                return ()
-            return (high,) if choice.loss_clones_logits and phase == FORWARD else (low,)
+            return (low,) if choice.casts_logits or phase == BACKWARD_WEIGHT else ()
         if phase == BACKWARD_INPUT:
             return (high,) * choice.loss_temporaries
         if phase == BACKWARD_WEIGHT:
