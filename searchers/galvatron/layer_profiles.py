@@ -236,7 +236,8 @@ class LayerProfiles:
             made = self._waiting_bytes(cost)
             waiting = max(waiting + made - parted_bytes(workload, index, cost), needed)
             if index >= layer.core[0]:
-                core_waiting = max(core_waiting + made, needed if inside else 0.0)
+                beside = made if self._waits_beside(index, layer) else 0.0
+                core_waiting = max(core_waiting + beside, needed if inside else 0.0)
             if cost.output_bytes:
                 output = cost.output_bytes[0]
         entering = {name for name in saved if self._comes_from(name, layer) == "before"}
@@ -267,6 +268,16 @@ class LayerProfiles:
             behind_bytes=behind,
             output_bytes=output,
         )
+
+    def _waits_beside(self, index: int, layer: Layer) -> bool:
+        """Return whether an operator's weight gradients still wait while those of the layer's core are made.
+
+        A head's do not where what is scattered is freed once that is launched (the first FSDP), unless they are the
+        root's, which wait to the end.
+        """
+        units, runtime = self.costs.units, self.costs.problem.runtime
+        lets_go = runtime.flattens_sharded and units[index] not in self.costs.root_units
+        return units[index] == units[layer.core[0]] or not lets_go
 
     def _waiting_bytes(self, cost: OperatorCost) -> float:
         """Return what an operator's weight gradients take while they wait."""
