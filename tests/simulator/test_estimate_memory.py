@@ -132,9 +132,9 @@ def test_gathered_channels_are_kept_and_not_gathered_again(alike: bool) -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("runtime", ["composer-fsdp", "hetu-galvatron", "megatron-lm-2021", "megatron-lm-2021-fp32"])
 def test_a_heads_logits_are_gone_when_its_gradients_are_multiplied(runtime: str, recompute: str) -> None:
-    """A layer below 400,000 words, whose logits and gradients rule the peak: 4 to 8 % more if both were there."""
+    """A short layer below 400,000 words, whose logits and gradients rule the peak: more if both were there."""
     problem = ProblemSpec("gpt3-1.3b", "a100-80g-dgx:1x1", runtime, 4).load()
-    shape = {"layers": 1, "vocab": 400_000}
+    shape = {"layers": 1, "vocab": 400_000, "seq_len": 512}
     workload = build_workload("gpt3-1.3b", attention=problem.runtime.attention, overrides=shape)
     found = FastEstimator(replace(problem, workload=workload))
     assert abs(errors(uniform_plan(found.problem, microbatch=4, recompute=recompute), found)[0]) < 0.001
