@@ -38,6 +38,7 @@ class LayerCost:
         state_bytes: O_ms: parameters, gradients, optimizer states.
         optimizer_bytes: What the optimizer step works in, when nothing is kept for backward any more.
         output_bytes: What one rank hands to the next layer.
+        sent_bytes: Of that, what a stage that ends here holds besides, per microbatch in flight.
     """
 
     step_s: float
@@ -48,6 +49,7 @@ class LayerCost:
     state_bytes: float
     optimizer_bytes: float
     output_bytes: float
+    sent_bytes: float
 
 
 class Estimator:
@@ -147,6 +149,7 @@ class Estimator:
     ) -> LayerCost:
         local = samples // strategy.data
         profile = self.profiles.profile(kind, strategy.tensor, local)
+        times, memory = profile.times, profile.memory
         moved = self.profiles.collectives(kind, strategy.tensor)
         parameters = self.profiles.parameters(kind, strategy.tensor)
         elements = sum(count for tie, count in parameters.items() if tie not in held_ties)
@@ -163,13 +166,13 @@ class Estimator:
         reduce_s = self._axis_s("reduce_scatter", elements * travelling, strategy, sizes, SHARDED)
         hidden_s, after_s = self._bucketed_s((elements / strategy.sharded + again) * travelling, strategy, sizes)
         reduce_s += hidden_s
-        forward_s = profile.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
-        forward_s = max(forward_s, profile.forward_host_s)
-        behind_s, exposed_s = profile.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
-        host_s = profile.backward_host_s
+        forward_s = times.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
+        forward_s = max(forward_s, times.forward_host_s)
+        behind_s, exposed_s = times.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
+        host_s = times.backward_host_s
         if strategy.checkpoint:
-            behind_s += profile.core_forward_s
-            host_s += profile.core_host_s
+            behind_s += times.core_forward_s
+            host_s += times.core_host_s
             exposed_s += self._collectives_s(moved.core_forward, local, strategy, sizes)
             exposed_s += gather_s if runtime.regathers_recomputed else 0.0
         prefetched_s = gather_s if self.gathers_ahead else 0.0
@@ -179,24 +182,19 @@ class Estimator:
         synced_s = max(overlapped_s(behind_s, prefetched_s + reduce_s, self.factors) + exposed_s, host_s) + after_s
         slowed_s = stretch_s(behind_s, prefetched_s + reduce_s, self.factors)
         slowed_s -= stretch_s(behind_s, prefetched_s, self.factors)
-        released = profile.core_saved_bytes if strategy.checkpoint else 0.0
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
-        entering = profile.core_unkept_bytes if strategy.checkpoint else 0.0
-        forward_bytes = profile.saved_bytes - released + entering
+        forward_bytes = memory.saved_bytes
+        if strategy.checkpoint:
+            forward_bytes += memory.core_unkept_bytes - memory.core_saved_bytes
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered: all from
         # the first, or each from when it is made until they are joined, when nothing else of the layer is there.
         share = runtime.waiting_gradient_share
         scatters = shards > 1 and not accumulates
-        working, core_working = profile.workspace_bytes, profile.core_workspace_bytes
+        peak_bytes = memory.again_peak_bytes if strategy.checkpoint else memory.peak_bytes
         if scatters and share is not None:
-            joined_bytes = (1.0 + share) * elements * travelling
-            working = max(profile.waiting_bytes, joined_bytes - forward_bytes)
-            core_working = profile.core_waiting_bytes
-        if strategy.checkpoint:
-            # The head's backward pass comes first: what it kept is gone when the layer is computed again.
-            again_bytes = released + core_working + profile.core_ends_bytes
-            working = max(working, again_bytes - profile.behind_bytes)
+            peak_bytes = memory.again_waiting_peak_bytes if strategy.checkpoint else memory.waiting_peak_bytes
+            peak_bytes = max(peak_bytes, (1.0 + share) * elements * travelling)
         gathered_bytes = used_bytes if shards > 1 else 0.0
         gathered_bytes += elements * travelling if scatters and share is None else 0.0
         cost = LayerCost(
@@ -204,12 +202,13 @@ class Estimator:
             sync_s=synced_s - plain_s + self._optimizer_s * elements / shards,
             stretch_s=min(slowed_s, synced_s - plain_s),
             forward_bytes=forward_bytes,
-            backward_bytes=working + gathered_bytes,
+            backward_bytes=peak_bytes - forward_bytes + gathered_bytes,
             state_bytes=parameter_bytes / shards
             + gradient_bytes / whole_gradients
             + elements * runtime.optimizer_bytes / shards,
             optimizer_bytes=elements * runtime.optimizer_workspace_bytes / shards,
-            output_bytes=profile.output_bytes,
+            output_bytes=memory.output_bytes,
+            sent_bytes=memory.unkept_output_bytes if runtime.keeps_stage_outputs else 0.0,
         )
         return replace(cost, **self.released.layer(kind, strategy, samples)._asdict()) if self.released else cost
 
@@ -374,7 +373,7 @@ def pipeline_s(
     return (num_microbatches - 1) * max(step_s) + sum(step_s) + synced_s
 
 
-def peak_bytes(costs: Sequence[LayerCost], held: float) -> float:
+def peak_bytes(costs: Sequence[LayerCost], held: float, sent_bytes: float = 0.0) -> float:
     """Return Eq. 2 of a stage: the largest of what is kept up to a layer plus its backward need, and all states.
 
     The optimizer step, which comes when nothing is kept any more, can need more.
@@ -382,6 +381,7 @@ def peak_bytes(costs: Sequence[LayerCost], held: float) -> float:
     Args:
         costs: Layers of the stage in order.
         held: Microbatches in flight; the others of them keep every layer's forward memory.
+        sent_bytes: What is held of the stage's output for each of them.
     """
     whole = sum(cost.forward_bytes for cost in costs)
     running = peak = 0.0
@@ -389,7 +389,7 @@ def peak_bytes(costs: Sequence[LayerCost], held: float) -> float:
         running += cost.forward_bytes
         peak = max(peak, running + cost.backward_bytes)
     step = sum(cost.optimizer_bytes for cost in costs)
-    return max((held - 1) * whole + peak, step) + sum(cost.state_bytes for cost in costs)
+    return max((held - 1) * whole + peak + held * sent_bytes, step) + sum(cost.state_bytes for cost in costs)
 
 
 def released_bytes(costs: Sequence[LayerCost], held: float) -> float:

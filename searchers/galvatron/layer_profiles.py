@@ -6,18 +6,18 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from searchers.galvatron.layer_memory import LayerMemory, LayerWalk
 from searchers.layers import blocks
-from simulator.closed_forms.estimate_memory import segment_ends_bytes, working_bytes
 from simulator.costs import CostTables
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import parameter_layout
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, Sharding, resolve
-from simulator.saved import is_private, parted_bytes, saved_tensors
 from simulator.uniform import repeated_layers
 from workloads.kinds.base import FORWARD
 from workloads.local import dtype_bytes
@@ -43,27 +43,13 @@ class Layer:
     core: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class LayerProfile:
-    """One layer for one microbatch on one rank under a tensor degree.
+class LayerTimes(NamedTuple):
+    """Seconds of one layer for one microbatch on one rank, no collective.
 
     Attributes:
-        forward_s, backward_s: Computation on the device, no collective.
+        forward_s, backward_s: On the device.
         core_forward_s: Of that, what is computed again under checkpointing.
         forward_host_s, backward_host_s, core_host_s: What launching these takes the host, whatever the device does.
-        saved_bytes: Kept for backward, the input included.
-        input_bytes: Of that, the layer's input.
-        core_saved_bytes: Of that, what checkpointing lets go: the core's, without the input.
-        core_input_bytes: What the core keeps of its input.
-        core_unkept_bytes: What enters the core and nobody keeps (Swin's patch merging needs its shape alone), which
-            checkpointing does.
-        workspace_bytes: The most that one operator needs besides: buffers, gradients of its inputs and outputs.
-        core_workspace_bytes: Of one in the core.
-        core_ends_bytes: What checkpointing holds of what the core makes, and gradients of that.
-        waiting_bytes, core_waiting_bytes: The same with weight gradients of the operators behind it, as they wait where
-            those of a layer are joined before they are scattered (``Runtime.waiting_gradient_share``).
-        behind_bytes: Of what is kept, what lies behind the core (the head), gone when the core's backward pass begins.
-        output_bytes: What leaves the layer.
     """
 
     forward_s: float
@@ -72,18 +58,14 @@ class LayerProfile:
     forward_host_s: float
     backward_host_s: float
     core_host_s: float
-    saved_bytes: float
-    input_bytes: float
-    core_saved_bytes: float
-    core_input_bytes: float
-    core_unkept_bytes: float
-    workspace_bytes: float
-    core_workspace_bytes: float
-    core_ends_bytes: float
-    waiting_bytes: float
-    core_waiting_bytes: float
-    behind_bytes: float
-    output_bytes: float
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer for one microbatch on one rank under a tensor degree: how long it takes and what it holds."""
+
+    times: LayerTimes
+    memory: LayerMemory
 
 
 @dataclass(frozen=True)
@@ -197,10 +179,9 @@ class LayerProfiles:
             return first
         second = self._exact(kind, tensor, high)
         share = (samples - low) / (high - low)
-        fields = LayerProfile.__dataclass_fields__
-        return LayerProfile(
-            **{name: (1 - share) * getattr(first, name) + share * getattr(second, name) for name in fields}
-        )
+        seconds = ((1 - share) * one + share * other for one, other in zip(first.times, second.times, strict=True))
+        sizes = ((1 - share) * one + share * other for one, other in zip(first.memory, second.memory, strict=True))
+        return LayerProfile(LayerTimes(*seconds), LayerMemory(*sizes))
 
     def _exact(self, kind: int, tensor: int, samples: int) -> LayerProfile:
         key = (kind, tensor, samples)
@@ -210,80 +191,14 @@ class LayerProfiles:
 
     def _build(self, kind: int, tensor: int, samples: int) -> LayerProfile:
         layer = self.examples[kind]
-        workload = self.costs.problem.workload
         times = np.max([self._times(layer, tensor, samples, gpu_type) for gpu_type in self.gpu_types], axis=0).tolist()
-        saved: dict[str, tuple[float, bool]] = {}
-        entered: dict[str, float] = {}
-        workspace = core_workspace = core_ends = waiting = core_waiting = output = behind = 0.0
-        for index in range(*layer.span):
-            cost = self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
-            inside = layer.core[0] <= index < layer.core[1]
-            if inside:
-                for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True):
-                    if workload.producer.get(name, index) < layer.core[0]:
-                        entered[name] = size
-            for name, size in saved_tensors(workload, index, cost):
-                if index >= layer.core[1] and name not in saved and workload.producer.get(name, index) >= layer.core[1]:
-                    behind += size
-                saved.setdefault(name, (size, inside))
-            needed = working_bytes(index, cost, self.costs.problem)
-            workspace = max(workspace, needed)
-            core_workspace = max(core_workspace, needed if inside else 0.0)
-            if index == layer.core[1] - 1:
-                core_ends = segment_ends_bytes(index, cost, self.costs.problem)
-            # What waits beside an operator grows by the gradients of the next one, whose loss has let its logits go
-            # (of those behind the core all that they kept goes: ``behind``).
-            made = self._waiting_bytes(cost)
-            waiting = max(waiting + made - parted_bytes(workload, index, cost), needed)
-            if index >= layer.core[0]:
-                beside = made if self._waits_beside(index, layer) else 0.0
-                core_waiting = max(core_waiting + beside, needed if inside else 0.0)
-            if cost.output_bytes:
-                output = cost.output_bytes[0]
-        entering = {name for name in saved if self._comes_from(name, layer) == "before"}
-        borrowed = {name for name in saved if self._comes_from(name, layer) == "far"}
-        kept = {name: value for name, value in saved.items() if name not in borrowed}
-        core_input = {
-            name for name in kept if not is_private(name) and workload.producer.get(name, -1) < layer.core[0]
-        }
-        return LayerProfile(
-            forward_s=times[0],
-            backward_s=times[1],
-            core_forward_s=times[2],
-            forward_host_s=times[3],
-            backward_host_s=times[4],
-            core_host_s=times[5],
-            saved_bytes=sum(size for size, _ in kept.values()),
-            input_bytes=sum(kept[name][0] for name in entering),
-            core_saved_bytes=sum(size for name, (size, inside) in kept.items() if inside and name not in core_input),
-            core_input_bytes=sum(size for name, (size, inside) in kept.items() if inside and name in core_input),
-            core_unkept_bytes=sum(
-                size for name, size in entered.items() if name not in saved and self._comes_from(name, layer) != "far"
-            ),
-            workspace_bytes=workspace,
-            core_workspace_bytes=core_workspace,
-            core_ends_bytes=core_ends,
-            waiting_bytes=waiting,
-            core_waiting_bytes=core_waiting,
-            behind_bytes=behind,
-            output_bytes=output,
-        )
+        before = self.layers[layer.number - 1].span[0] if layer.number else layer.span[0]
 
-    def _waits_beside(self, index: int, layer: Layer) -> bool:
-        """Return whether an operator's weight gradients still wait while those of the layer's core are made.
+        def cost_of(index: int) -> OperatorCost:
+            return self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
 
-        A head's do not where what is scattered is freed once that is launched (the first FSDP), unless they are the
-        root's, which wait to the end.
-        """
-        units, runtime = self.costs.units, self.costs.problem.runtime
-        lets_go = runtime.flattens_sharded and units[index] not in self.costs.root_units
-        return units[index] == units[layer.core[0]] or not lets_go
-
-    def _waiting_bytes(self, cost: OperatorCost) -> float:
-        """Return what an operator's weight gradients take while they wait."""
-        runtime = self.costs.problem.runtime
-        share = runtime.waiting_gradient_share or 0.0
-        return share * runtime.gradient_accumulation_bytes * sum(elements for _, elements in cost.parameters)
+        walk = LayerWalk(self.costs, layer.span, layer.core, before, cost_of)
+        return LayerProfile(LayerTimes(*times), walk.memory())
 
     def _times(self, layer: Layer, tensor: int, samples: int, gpu_type: str) -> NDArray[np.float64]:
         """Return seconds forward, backward and of the core forward: those of the device, then those of the host."""
@@ -295,16 +210,6 @@ class LayerProfiles:
                 forward, backward = getattr(cost.forward, name), getattr(cost.backward, name)
                 total[first : first + 3] += forward, backward, inside * forward
         return total
-
-    def _comes_from(self, name: str, layer: Layer) -> str:
-        """Return whether a saved tensor is made in the layer, in the one before, or far away (an encoder's output).
-
-        What a far layer makes is held once for all that read it; graph inputs count as made here.
-        """
-        producer = self.costs.problem.workload.producer.get(name)
-        if producer is None or producer >= layer.span[0]:
-            return "here"
-        return "before" if layer.number and producer >= self.layers[layer.number - 1].span[0] else "far"
 
     def _sharding(self, tensor: int, index: int) -> Sharding:
         return resolve((Axis("tensor", tensor),), self.costs.problem.workload.operators[index])

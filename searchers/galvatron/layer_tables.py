@@ -43,6 +43,7 @@ class LayerTables:
         cut: Cut,
         ties: Sequence[frozenset[str]],
         *,
+        sends: bool = False,
         steps: bool = False,
         once: bool = False,
     ) -> LayerTable:
@@ -53,6 +54,7 @@ class LayerTables:
             held: Microbatches in flight.
             cut: Weighs a layer's step against its synchronisation.
             ties: By group, the tied parameters that the stage holds already.
+            sends: Another stage follows.
             steps: A layer keeps at least what the optimizer works in.
             once: Steps count once here too.
         """
@@ -81,6 +83,8 @@ class LayerTables:
                     least = found.optimizer_bytes if steps else 0.0
                     each = max(held * found.forward_bytes, least) + found.state_bytes
                     kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
+                    if sends and number == len(groups) - 1 and not released:
+                        kept[number, place] += held * found.sent_bytes
                     backward[number, place] = found.backward_bytes * (held if released else 1)
                     forward[number, place] = 0.0 if released else size * found.forward_bytes
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))

@@ -115,8 +115,8 @@ class ReleasedMemory:
         states = self._layer_states(kind) / strategy.tensor
         if strategy.sharded > 1:
             states *= 1 / strategy.sharded + GATHERED_SHARE[self.one_node]
-        entering = profile.core_input_bytes
-        whole = self._measured_shares.get(strategy.tensor, 1.0) * (entering + profile.core_saved_bytes)
+        entering = profile.memory.core_input_bytes
+        whole = self._measured_shares.get(strategy.tensor, 1.0) * (entering + profile.memory.core_saved_bytes)
         if strategy.checkpoint:
             return LayerMemory(entering, whole - entering, states)
         return LayerMemory(whole, 0.0, states)

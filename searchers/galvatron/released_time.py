@@ -126,7 +126,7 @@ class ReleasedTime:
             if forward_ms is not None:
                 return forward_ms * 1e-3
         profile = self.profiles.profile(kind, 1, MANY_SAMPLES)
-        return max(profile.core_forward_s, profile.core_host_s) / MANY_SAMPLES
+        return max(profile.times.core_forward_s, profile.times.core_host_s) / MANY_SAMPLES
 
     def _all_reduce_s(self, num_bytes: float, strategy: Strategy, axis: str) -> float:
         """Return seconds of an all-reduce over an axis of the stage's mesh, all of its groups at once."""

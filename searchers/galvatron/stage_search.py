@@ -269,13 +269,21 @@ class DegreeSearch:
         """Return what a stage costs, or None if a strategy cannot be used; equal stages are worked out once."""
         held = self._held(place, batch, cut)
         outside = self.outside_bytes(place, cut, batch)
-        key = (tuple(layer.kind for layer in layers), chosen, held, outside, cut)
+        sends = place < self.num_stages - 1
+        key = (tuple(layer.kind for layer in layers), chosen, held, outside, cut, sends)
         if key not in self._stages:
-            self._stages[key] = self._stage_anew(layers, chosen, held, outside, cut)
+            self._stages[key] = self._stage_anew(layers, chosen, held, outside, cut, sends=sends)
         return self._stages[key]
 
     def _stage_anew(
-        self, layers: Sequence[Layer], chosen: tuple[Strategy, ...], held: float, outside: float, cut: Cut
+        self,
+        layers: Sequence[Layer],
+        chosen: tuple[Strategy, ...],
+        held: float,
+        outside: float,
+        cut: Cut,
+        *,
+        sends: bool,
     ) -> _StageCost | None:
         costs = self._costs_of(layers, chosen, cut.samples, cut.parts > 1)
         last = costs if cut.last is None else self._costs_of(layers, chosen, cut.last, cut.parts > 1)
@@ -283,8 +291,10 @@ class DegreeSearch:
             return None
         step_s = self._step_s(costs, chosen)
         last_step_s = step_s if cut.last is None else self._step_s(last, chosen)
-        whole = self.estimator.released is None
-        peak = peak_bytes(costs, held) if whole else released_bytes(costs, held) + outside
+        if self.estimator.released is None:
+            peak = peak_bytes(costs, held, costs[-1].sent_bytes if sends else 0.0)
+        else:
+            peak = released_bytes(costs, held) + outside
         sync_s, stretch_s = sum(cost.sync_s for cost in last), sum(cost.stretch_s for cost in last)
         return _StageCost(step_s, sync_s, stretch_s, peak, last_step_s)
 
@@ -331,11 +341,13 @@ class DegreeSearch:
         """
         held = self._held(place, batch, cut)
         outside = self.outside_bytes(place, cut, batch)
-        key = (tuple(layer.kind for layer in layers), held, outside, cut, steps, once)
+        sends = place < self.num_stages - 1
+        key = (tuple(layer.kind for layer in layers), held, outside, cut, sends, steps, once)
         if key not in self._found:
             self.num_searches += 1
             groups = self._groups(layers)
-            found = self._found_for(groups, held, cut, self.budget_bytes - outside, steps=steps, once=once)
+            left = self.budget_bytes - outside
+            found = self._found_for(groups, held, cut, left, sends=sends, steps=steps, once=once)
             if found is not None:
                 found = np.repeat(found, [len(group) for group in groups])
             self._found[key] = found
@@ -348,6 +360,7 @@ class DegreeSearch:
         cut: Cut,
         budget_bytes: float,
         *,
+        sends: bool,
         steps: bool,
         once: bool,
     ) -> NDArray[np.int64] | None:
@@ -356,7 +369,7 @@ class DegreeSearch:
         layers = [group[0] for group in groups]
 
         def table(ties: Sequence[frozenset[str]]) -> LayerTable:
-            return self.tables.table(groups, held, cut, ties, steps=steps, once=once)
+            return self.tables.table(groups, held, cut, ties, sends=sends, steps=steps, once=once)
 
         if self.options.outside == "data":  # tied weights lie alike under every strategy
             plain = table(self.tables.held_before(layers))

@@ -1,8 +1,8 @@
 """Closed form of memory: what a stage holds, from sums over its operators, and the peak of a device from that.
 
-A stretch is a recomputed segment, or what lies between two. While its backward pass runs, a device holds model
-states, what all microbatches in flight keep up to this stretch, what the segment makes again, and the largest need of
-one of its operators. That is above the exact walk (``memory_program``) where what is large comes early in a stretch.
+A stretch is a recomputed segment, or what lies between two. While the backward pass of one of its operators runs, a
+device holds model states, what all microbatches in flight keep up to this operator, what its segment makes again up to
+it, what it works in, and gradients that wait for operators before it (``memory.program`` goes through every event).
 Gradients that the first backward pass makes are not there yet while all microbatches are in flight, but for those of
 the stretches behind, which keep nothing any more. Interleaved stages: ``interleaved_memory``.
 """
@@ -116,26 +116,43 @@ def refreshed_bytes(group: ParameterGroup, costs: CostTables) -> tuple[float, fl
     return refreshed - whole, whole
 
 
-def working_bytes(index: int, cost: OperatorCost, problem: Problem) -> float:
-    """Return what an operator needs besides what is kept: work space, and the gradients of its inputs and outputs."""
+def working_bytes(index: int, cost: OperatorCost, problem: Problem, *, alone: bool = True) -> float:
+    """Return what an operator needs besides what is kept: work space, and the gradients of its inputs and outputs.
+
+    Args:
+        index, cost, problem: The operator.
+        alone: Gradients of inputs count that others read behind it, though these have begun them already.
+    """
+    workload = problem.workload
+    inputs = {
+        name: size
+        for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True)
+        if name not in workload.input_names and (alone or workload.consumers[name][-1] == index)
+    }
+    forward, backward = own_working_bytes(index, cost, problem)
+    return max(forward, backward + sum(inputs.values()))
+
+
+def own_working_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:
+    """Return what an operator works in forward, and backward with the gradients of its outputs."""
     gradient_bytes = problem.runtime.implementation.activation_bytes
     before, at_product = cost.backward_temporaries_bytes(gradient_bytes, inputs=True, weights=True)
     temporary = max(before, at_product - parted_bytes(problem.workload, index, cost))
-    op, given = problem.workload.operators[index], problem.workload.input_names
-    inputs = {name: size for name, size in zip(op.inputs, cost.input_bytes, strict=True) if name not in given}
-    return max(cost.workspace_forward_bytes, temporary + sum(inputs.values()) + sum(cost.output_bytes))
+    return cost.workspace_forward_bytes, temporary + sum(cost.output_bytes)
 
 
-def segment_ends_bytes(index: int, cost: OperatorCost, problem: Problem) -> float:
-    """Return what a segment that ends with an operator holds besides until its backward pass is through.
+def segment_ends_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:
+    """Return what a segment that ends with an operator holds until its backward pass is through.
 
-    That is what it made for those behind it, and the gradients of that (``Runtime.recompute_holds_ends``).
+    That is what it made for those behind it, unless that is saved, and the gradients of all that
+    (``Runtime.recompute_holds_ends``), which are the operator's own.
     """
     if not problem.runtime.recompute_holds_ends:
-        return 0.0
+        return 0.0, 0.0
     outputs = problem.workload.operators[index].outputs
     saved = dict(saved_tensors(problem.workload, index, cost))
-    return sum(size * (1 + (name not in saved)) for name, size in zip(outputs, cost.output_bytes, strict=True))
+    made = sum(size for name, size in zip(outputs, cost.output_bytes, strict=True) if name not in saved)
+    return made, sum(cost.output_bytes)
 
 
 def saved_bytes(made: float, read: float, *, regathers: bool) -> tuple[float, float]:
@@ -159,8 +176,8 @@ def _activations(
     The third comes twice: of any microbatch, and with gradients that the first one makes anew. While a stretch works,
     those of the operators behind it are there, and what these kept is not.
 
-    A segment needs all that its operators read from outside, saved by one of them or not. What comes from another stage
-    is there anyway (``_ends``).
+    A segment needs all that its operators read from outside, saved by one of them or not, to its end. What comes from
+    another stage is there anyway (``_ends``).
 
     Args:
         view: The stage.
@@ -168,50 +185,87 @@ def _activations(
             its start.
         anew_of: By operator, gradients that the first backward pass makes.
     """
-    runtime, workload = view.costs.problem.runtime, view.costs.problem.workload
+    problem, workload = view.costs.problem, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
-    kept: dict[str, float] = {}
-    inside: dict[str, float] = {}
-    again = most = most_first = working = beside_bytes = stretch_bytes = 0.0
+    kept, inside = _Tally(), _Tally()
+    again = most = most_first = highest = beside_bytes = stretch_bytes = 0.0
     behind = sum(anew_of.values())
     first = view.operators[0]
-    lowest = working_bytes(first, view.cost(first), view.costs.problem) + whole.first
+    lowest = working_bytes(first, view.cost(first), problem) + whole.first
+    waiting = sum(_held_bytes(view, name) for name in view.arrivals)
     for place, index in enumerate(view.operators):
         beside_bytes, behind = whole.beside.get(index, beside_bytes), behind - anew_of[index]
         stretch_bytes = max(stretch_bytes, beside_bytes)
         op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
-        for name, size in dict(saved_tensors(workload, index, cost)).items():
+        in_segment, gathered = segment is not None, 0.0
+        for name, saved in dict(saved_tensors(workload, index, cost)).items():
             producer = workload.producer.get(name)
-            gathered = 0.0
-            source = None if is_private(name) else _source(view, name)
-            if source is not None:
-                sharding, made, in_shards = source
-                alike = batch_degree(sharding) == batch_degree(view.shardings[index])
-                regathers = in_shards and alike and not runtime.keeps_gathered_inputs
-                size, gathered = saved_bytes(made, size, regathers=regathers)
-            if segment is None:
-                kept[name] = size + gathered
+            made, stays, gathers = _saved(view, index, name, saved, in_segment=in_segment)
+            gathered += gathers
+            if not in_segment:
+                kept.put(name, made + stays)
             elif producer is not None and segment_of.get(producer) != segment and not is_private(name):
-                kept[name] = size
+                kept.put(name, made)
             else:
-                inside[name] = size
-        if segment is not None:
+                inside.put(name, made)
+        if in_segment:
             for name, read in zip(op.inputs, cost.input_bytes, strict=True):
                 producer = workload.producer.get(name)
-                if producer in view.shardings and segment_of.get(producer) != segment and name not in kept:
-                    kept[name] = min(_made_bytes(view, name), read)
-        working = max(working, working_bytes(index, cost, view.costs.problem))
+                if producer in view.shardings and segment_of.get(producer) != segment and name not in kept.sizes:
+                    kept.put(name, min(_held_bytes(view, name), read))
+        waiting -= sum(_held_bytes(view, name) for name in dict.fromkeys(op.inputs) if _begins_at(view, name, index))
         following = view.operators[place + 1] if place + 1 < len(view.operators) else None
-        if following is None or segment_of.get(following) != segment or (segment is None and following in whole.beside):
-            ends_bytes = 0.0 if segment is None else segment_ends_bytes(index, cost, view.costs.problem)
-            taken = sum(kept.values()) + sum(inside.values()) + working + stretch_bytes + ends_bytes
+        ends = following is None or segment_of.get(following) != segment
+        ends = ends or (not in_segment and following in whole.beside)
+        ends_made, ends_gradients = segment_ends_bytes(index, cost, problem) if in_segment and ends else (0.0, 0.0)
+        needed = working_bytes(index, cost, problem, alone=False) - ends_gradients + gathered + waiting
+        highest = max(highest, (inside if in_segment else kept).total + needed)
+        waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
+        if ends:
+            highest += stretch_bytes + ends_made + ends_gradients
+            taken = highest + (kept.total if in_segment else 0.0)
             most, most_first = max(most, taken), max(most_first, taken + behind)
             if segment == 0:
-                lowest = max(lowest, sum(inside.values()) + working + stretch_bytes + ends_bytes)
-            again += sum(inside.values())
-            inside, working, stretch_bytes = {}, 0.0, 0.0
-    ends = sum(_ends(view, kept))
-    return sum(kept.values()) + ends, again, most + ends, most_first + ends, lowest
+                lowest = max(lowest, highest)
+            again += inside.total
+            inside, highest, stretch_bytes = _Tally(), 0.0, 0.0
+    at_ends = sum(_ends(view, kept.sizes))
+    return kept.total + at_ends, again, most + at_ends, most_first + at_ends, lowest
+
+
+class _Tally:
+    """Sizes by name, and their sum."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, float] = {}
+        self.total = 0.0
+
+    def put(self, name: str, size: float) -> None:
+        self.total += size - self.sizes.get(name, 0.0)
+        self.sizes[name] = size
+
+
+def _begins_at(view: StageView, name: str, index: int) -> bool:
+    """Return whether the gradient of a tensor begins in the backward pass of an operator, its last reader of all."""
+    workload = view.costs.problem.workload
+    return name not in workload.input_names and workload.consumers[name][-1] == index
+
+
+def _saved(view: StageView, index: int, name: str, read: float, *, in_segment: bool) -> tuple[float, float, float]:
+    """Return the bytes of what an operator saves as it is made, as it stays gathered, and as backward gathers it again.
+
+    Args:
+        view, index: The operator.
+        name, read: What it saves, and the bytes of that as it reads it.
+        in_segment: The operator is computed again.
+    """
+    source = None if is_private(name) else _source(view, name)
+    if source is None:
+        return read, 0.0, 0.0
+    sharding, made, in_shards = source
+    alike = batch_degree(sharding) == batch_degree(view.shardings[index])
+    regathers = in_shards and alike and not view.costs.problem.runtime.keeps_gathered_inputs
+    return *saved_bytes(made, read, regathers=regathers), read if read > made and (in_segment or regathers) else 0.0
 
 
 def _source(view: StageView, name: str) -> tuple[Sharding, float, bool] | None:
@@ -227,17 +281,19 @@ def _source(view: StageView, name: str) -> tuple[Sharding, float, bool] | None:
     if producer in view.shardings:
         number, sharding = workload.operators[producer].outputs.index(name), view.shardings[producer]
         placements = [split.outputs[number] for split in costs.splits(producer, sharding)]
-        return sharding, _made_bytes(view, name), made_in_shards(sharding, placements)
+        return sharding, _held_bytes(view, name), made_in_shards(sharding, placements)
     if name not in view.entering:
         return None
-    arrival = view.arrivals[name]
-    return arrival.sharding, arrival.arriving_bytes(view.cost(arrival.reader[0])), True
+    return view.arrivals[name].sharding, _held_bytes(view, name), True
 
 
-def _made_bytes(view: StageView, name: str) -> float:
-    """Return the bytes of a tensor as an operator of the stage makes it."""
+def _held_bytes(view: StageView, name: str) -> float:
+    """Return the bytes of a tensor as an operator of the stage makes it, or as it arrives."""
     workload = view.costs.problem.workload
     producer = workload.producer[name]
+    if producer not in view.shardings:
+        arrival = view.arrivals[name]
+        return arrival.arriving_bytes(view.cost(arrival.reader[0]))
     return view.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
 
 
@@ -246,10 +302,10 @@ def _ends(view: StageView, kept: Container[str]) -> Iterator[float]:
     if view.costs.problem.runtime.keeps_stage_outputs:
         for name in view.leaving:
             if name not in kept:
-                yield _made_bytes(view, name)
-    for name, arrival in view.arrivals.items():
+                yield _held_bytes(view, name)
+    for name in view.arrivals:
         if name not in kept:
-            yield arrival.arriving_bytes(view.cost(arrival.reader[0]))
+            yield _held_bytes(view, name)
 
 
 @dataclass(frozen=True)

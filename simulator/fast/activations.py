@@ -9,17 +9,20 @@ from simulator.fast.arrays import DONE, NEVER, Floats, Ints, PlanColumns, Struct
 from simulator.fast.memory import (
     ABOVE_BYTES,
     AGAIN,
+    AGAIN_PEAK,
     ANEW,
     ANEW_BYTES,
     BARE_BYTES,
     BELOW_BYTES,
     BEYOND_BYTES,
+    END_GRADIENTS,
     ENDS,
     FIRST_BYTES,
     FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
     KEPT,
     KEPT_BYTES,
+    KEPT_PEAK,
     LAST_BYTES,
     OWN,
     SHARD,
@@ -28,7 +31,6 @@ from simulator.fast.memory import (
     UNSHARDED,
     WEIGHTED,
     WHOLE,
-    WORKING,
     WORKING_BYTES,
     MemoryTables,
     Savings,
@@ -131,6 +133,35 @@ def _borders(
 
 
 @inlined
+def _differ(changes_at: Ints, changes: Floats, count: int, index: int, num_bytes: float) -> int:
+    """Note, in order, that a table has so much too little from an operator on; return how many changes there are."""
+    if num_bytes == 0.0:
+        return count
+    at = count
+    while at > 0 and changes_at[at - 1] > index:
+        changes_at[at], changes[at] = changes_at[at - 1], changes[at - 1]
+        at -= 1
+    changes_at[at], changes[at] = index, num_bytes
+    return count + 1
+
+
+@inlined
+def _peak(
+    maxima: Floats, table: int, kind: int, start: int, ends: int, changes_at: Ints, changes: Floats, count: int
+) -> float:
+    """Return the largest of ``[start, ends)`` from range maxima and what changes from some operators on."""
+    highest, more, place = -np.inf, 0.0, start
+    for change in range(count):
+        if changes_at[change] > place:
+            highest = max(highest, more + longest(maxima, table, kind, place, min(ends, changes_at[change])))
+            place = changes_at[change]
+        if place >= ends:
+            break
+        more += changes[change]
+    return max(highest, more + longest(maxima, table, kind, place, ends)) if place < ends else highest
+
+
+@inlined
 def hold_activations(
     shape: Structure,
     savings: Savings,
@@ -165,6 +196,9 @@ def hold_activations(
     crosses_in_shards = np.zeros(len(shape.producers), np.int64)
     # What a segment reads and nobody saves up to there: the stage where that is so, and bytes.
     read_in, read_unsaved = np.full(len(shape.producers), -1), np.empty(len(shape.producers))
+    # Where neighbours have another strategy: from which operators on a piece's table has how much too little.
+    most_changes = 3 * len(savings.operators) + 2 * len(shape.producers) + 1
+    changes_at, changes = np.empty(most_changes, np.int64), np.empty(most_changes)
     saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
     in_shards = tables.in_shards
     run_stops = plans.run_stops
@@ -177,12 +211,12 @@ def hold_activations(
         for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop = plans.run_stops[end - 1]
-            kept, inside, again, most, working = 0.0, 0.0, 0.0, 0.0, 0.0
+            kept, inside, again, most, highest = 0.0, 0.0, 0.0, 0.0, 0.0
             makes_anew, made, most_first = held[stage, ANEW_BYTES] > 0.0, 0.0, 0.0
             weighted, to_multiply = 0.0, 0.0
             num_pieces = 0
             run = begin
-            lowest = maxima[run_tables[begin], WORKING, 0, first] + held[stage, FIRST_BYTES]
+            lowest = tables.working[run_tables[begin], first] + held[stage, FIRST_BYTES]
             above = bare = stop
             if held[stage, BELOW_BYTES] > 0.0:
                 above, bare = _borders(shape, tables, plans, run_tables, begin, end, first, waits)
@@ -212,13 +246,13 @@ def hold_activations(
                     upto = plans.run_stops[run]
                     weighted += all_sums[table, upto, WEIGHTED] - all_sums[table, start, WEIGHTED]
                     to_multiply += all_sums[table, upto, TO_MULTIPLY] - all_sums[table, start, TO_MULTIPLY]
-                working = max(working, longest(maxima, table, WORKING, start, ends))
                 if makes_anew:
                     made += all_sums[table, ends, STATES + ANEW + sharded]
                     made -= all_sums[table, start, STATES + ANEW + sharded]
                 in_segment = segment_first >= 0
                 kind, summed = (SHARD, AGAIN) if in_segment else (WHOLE, KEPT)
                 own = all_sums[table, ends, summed] - all_sums[table, start, summed]
+                num_changes, entered = 0, 0.0
                 for place in range(savings.entering_offsets[start], savings.entering_offsets[start + 1]):
                     tensor = savings.entering[place]
                     saving, past = savings.offsets[tensor], savings.offsets[tensor + 1]
@@ -226,16 +260,12 @@ def hold_activations(
                         saving += 1
                     if saving == past or savings.operators[saving] >= ends:
                         continue
-                    # In the sums, the first saving here counts what it keeps more than the one before, all as if
-                    # makers and savers had this strategy ...
-                    before = saved_bytes[table, saving - 1, kind] if saving > savings.offsets[tensor] else 0.0
-                    last = saving
-                    while last + 1 < past and savings.operators[last + 1] < ends:
-                        last += 1
+                    # In the sums, a saving here counts what it keeps more than the one before, all as if makers and
+                    # savers had this strategy ...
+                    summed_bytes = saved_bytes[table, saving - 1, kind] if saving > savings.offsets[tensor] else 0.0
                     producer = savings.producers[tensor]
                     given = producer == NEVER
                     inner = in_segment and (given or producer >= segment_first)
-                    summed_here = saved_bytes[table, last, kind] - before
                     arrived, arrived_replicas = -1.0, -1
                     number = savings.tensors[tensor]
                     if not given and producer < first and number >= 0 and crosses_in_shards[number]:
@@ -245,15 +275,6 @@ def hold_activations(
                         read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
                         arrived = tables.read_bytes[read_by, reading] / tables.num_parts[read_by, reading]
                         arrived_replicas = replicas[read_by]
-                    if given or (producer < first and arrived < 0.0):
-                        value = saved_bytes[table, last, OWN]
-                    elif producer >= first and (run == begin or run_stops[run - 1] <= producer):
-                        value = saved_bytes[table, last, kind]
-                    else:
-                        value = _value(
-                            saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
-                            first, begin, producer, number, run, last, kind, arrived, arrived_replicas,
-                        )  # fmt: skip
                     # ... but of those before, only one that is held in the same way counts.
                     earlier = saving - 1
                     counted = 0.0
@@ -272,20 +293,70 @@ def hold_activations(
                             )  # fmt: skip
                             break
                         earlier -= 1
-                    if counted == 0.0 and value > 0.0 and not inner and number >= 0 and read_in[number] == stage:
-                        counted = read_unsaved[number]
-                    if not in_segment or inner:
-                        own += value - counted - summed_here
+                    while saving < past and savings.operators[saving] < ends:
+                        index = savings.operators[saving]
+                        if given or (producer < first and arrived < 0.0):
+                            value = saved_bytes[table, saving, OWN]
+                        elif producer >= first and (run == begin or run_stops[run - 1] <= producer):
+                            value = saved_bytes[table, saving, kind]
+                        else:
+                            value = _value(
+                                saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
+                                first, begin, producer, number, run, saving, kind, arrived, arrived_replicas,
+                            )  # fmt: skip
+                        if counted == 0.0 and value > 0.0 and not inner and number >= 0 and read_in[number] == stage:
+                            counted = read_unsaved[number]
+                        more = summed_bytes - saved_bytes[table, saving, kind]
+                        if not in_segment or inner:
+                            more += value - counted
+                        else:
+                            entered += value - counted
+                        own += more
+                        num_changes = _differ(changes_at, changes, num_changes, index, more)
+                        # What is kept in parts is gathered again, and whole while the operator works.
+                        summed_bytes, counted = saved_bytes[table, saving, kind], value
+                        read = saved_bytes[table, saving, OWN]
+                        gathered = (value < read) * read - (summed_bytes < read) * read
+                        num_changes = _differ(changes_at, changes, num_changes, index, gathered)
+                        num_changes = _differ(changes_at, changes, num_changes, index + 1, -gathered)
+                        saving += 1
+                # Gradients that wait for operators before these.
+                for place in range(shape.crossing_offsets[start], shape.crossing_offsets[start + 1]):
+                    tensor = shape.crossing[place]
+                    maker, reading = shape.producers[tensor], shape.reader_offsets[tensor]
+                    until = shape.readers[shape.reader_offsets[tensor + 1] - 1]
+                    if until == start or (maker >= first and (run == begin or run_stops[run - 1] <= maker)):
+                        continue
+                    more = 0.0
+                    if maker >= first:
+                        more = made_bytes[_table_at(plans, run_tables, begin, run, maker), tensor]
                     else:
-                        own -= summed_here
-                        kept += value - counted
+                        while shape.readers[reading] < first:
+                            reading += 1
+                        if shape.readers[reading] < stop:
+                            read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
+                            parts = tables.num_parts[read_by, reading] if crosses_in_shards[tensor] else 1
+                            more = tables.read_bytes[read_by, reading] / parts
+                    more -= made_bytes[table, tensor]
+                    num_changes = _differ(changes_at, changes, num_changes, start, more)
+                    num_changes = _differ(changes_at, changes, num_changes, until, -more)
+                following = plans.segment_firsts[segment] if segment < last_segment else stop
+                if in_segment:
+                    following = plans.segment_stops[segment]
+                end_gradients = 0.0
+                if in_segment and ends == following:
+                    end_gradients = all_sums[table, ends, END_GRADIENTS] - all_sums[table, ends - 1, END_GRADIENTS]
+                    num_changes = _differ(changes_at, changes, num_changes, ends - 1, -end_gradients)
+                peak = _peak(
+                    maxima, table, AGAIN_PEAK if in_segment else KEPT_PEAK, start, ends, changes_at, changes,
+                    num_changes,
+                )  # fmt: skip
+                highest = max(highest, (inside if in_segment else kept) + peak - all_sums[table, start, summed])
+                kept += entered
                 if in_segment:
                     inside += own
                 else:
                     kept += own
-                following = plans.segment_firsts[segment] if segment < last_segment else stop
-                if in_segment:
-                    following = plans.segment_stops[segment]
                 if in_segment and ends == following:
                     # What enters the segment and none of its operators saves, nor one before.
                     unsaved, past = savings.unsaved_offsets[segment_first], savings.unsaved_offsets[segment_first + 1]
@@ -312,7 +383,8 @@ def hold_activations(
                 if ends in (stop, following) or (ends == border and not in_segment):
                     beside = BELOW_BYTES if begun < above else ABOVE_BYTES if begun < bare else BARE_BYTES
                     held_ends = all_sums[table, ends, ENDS] - all_sums[table, ends - 1, ENDS] if in_segment else 0.0
-                    taken = kept + inside + working + held[stage, beside] + held_ends
+                    highest += held[stage, beside] + held_ends + end_gradients
+                    taken = highest + kept if in_segment else highest
                     most = max(most, taken)
                     if makes_anew:
                         behind = held[stage, ANEW_BYTES] - made
@@ -320,9 +392,9 @@ def hold_activations(
                             behind -= tied_anew[stage, place] if shape.tied[place] < ends else 0.0
                         most_first = max(most_first, taken + behind)
                     if in_segment and segment == plans.segment_offsets[stage]:
-                        lowest = max(lowest, inside + working + held[stage, beside] + held_ends)
+                        lowest = max(lowest, highest)
                     again += inside
-                    inside, working = 0.0, 0.0
+                    inside, highest = 0.0, 0.0
                     segment += in_segment
                 start = ends
 

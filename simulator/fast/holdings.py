@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.closed_forms.estimate_memory import (
     never_given_back_bytes,
+    own_working_bytes,
     refreshed_bytes,
     segment_ends_bytes,
     working_bytes,
@@ -86,7 +87,8 @@ class Holding:
     weighted: float
     to_multiply: float
     working: float
-    ends: float
+    own_working: tuple[float, float]
+    ends: tuple[float, float]
     gathered: float
     unsharded: float
     states: Floats
@@ -178,6 +180,7 @@ class Holdings:
             weighted=weighted,
             to_multiply=to_multiply,
             working=working_bytes(index, cost, problem),
+            own_working=own_working_bytes(index, cost, problem),
             ends=segment_ends_bytes(index, cost, problem),
             gathered=gathered,
             unsharded=unsharded,
@@ -207,7 +210,8 @@ class Holdings:
             weighted=0.0,
             to_multiply=0.0,
             working=0.0,
-            ends=0.0,
+            own_working=(0.0, 0.0),
+            ends=(0.0, 0.0),
             gathered=0.0,
             unsharded=0.0,
             states=np.zeros(NUM_STATES),

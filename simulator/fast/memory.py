@@ -9,17 +9,17 @@ from simulator.fast.arrays import Floats, Ints
 
 # Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
 # in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
-# gathers and scatters, what a segment that ends with the operator holds besides; model states but for gradients made
-# anew by (gradients sharded, parameters resharded), those gradients by sharded, what the optimizer step works in, and
-# what refreshing takes but for its largest tensor.
-KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, STATES = range(8)
+# gathers and scatters, what a segment that ends with the operator made for others and their gradients, to its end;
+# model states but for gradients made anew by (gradients sharded, parameters resharded), those gradients by sharded,
+# what the optimizer step works in, and what refreshing takes but for its largest tensor.
+KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, END_GRADIENTS, STATES = range(9)
 ANEW, STEP, REFRESHED, TIED_GATHERED, TIED_SCATTERED, NUM_STATES = 4, 6, 7, 8, 9, 10
 MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
 OWN, SHARD, WHOLE = range(3)
-WORKING, LARGEST, BUFFER, BUCKET = range(4)
-MAXIMA = 4
+KEPT_PEAK, AGAIN_PEAK, LARGEST, BUFFER, BUCKET = range(5)
+MAXIMA = 5
 
 # Columns of what a stage holds; see ``HeldBytes``. The first five are of activations. Before a backward pass has made a
 # whole gradient that ZeRO scatters, BARE_BYTES of what it has whole count, in the first unit with one, or what of the
@@ -66,9 +66,10 @@ class MemoryTables(NamedTuple):
         in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
         num_parts: int64[tables, readings]. In how many of them it arrives where this reading is a stage's first.
         replicas: int64[tables]. Product of the batch axes.
-        maxima: float64[tables, MAXIMA, levels, N]. Range maxima of what operators work in, of tensors that are
-            refreshed, of buffers that are never given back, and of those that a backward pass fills with gradients: row
-            k covers 2^k operators.
+        working: float64[tables, N]. What operators work in.
+        maxima: float64[tables, MAXIMA, levels, N]. Range maxima of what the sums of kept bytes have up to an operator
+            and what it needs besides, the same in recomputed segments, of tensors that are refreshed, of buffers that
+            are never given back, and of those that a backward pass fills with gradients: row k covers 2^k operators.
         tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, and what ZeRO gathers and scatters.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].
@@ -81,6 +82,7 @@ class MemoryTables(NamedTuple):
     in_shards: Ints
     num_parts: Ints
     replicas: Ints
+    working: Floats
     maxima: Floats
     tied_bytes: Floats
     tied_layouts: Ints

@@ -47,11 +47,14 @@ from simulator.fast.holdings import Holding, Holdings, view_of
 from simulator.fast.layouts import Layouts, Spent, spent
 from simulator.fast.memory import (
     AGAIN,
+    AGAIN_PEAK,
     BUCKET,
     BUFFER,
+    END_GRADIENTS,
     ENDS,
     GATHERED,
     KEPT,
+    KEPT_PEAK,
     LARGEST,
     MAXIMA,
     MEMORY_COLUMNS,
@@ -63,7 +66,6 @@ from simulator.fast.memory import (
     UNSHARDED,
     WEIGHTED,
     WHOLE,
-    WORKING,
     Savings,
 )
 from simulator.fast.structure import Names
@@ -87,6 +89,7 @@ class Table:
     read_bytes: Floats
     replicas: int
     has_private: Ints
+    working: Floats
     maxima: Floats
     made: Ints
     read: Ints
@@ -213,12 +216,12 @@ class TableBuilder:
             scattered = ADDED_SCATTERED_S - ADDED_S if scatters(resolved[index], self.problem.runtime) else 0
             sums[index + 1, [ADDED_S + scattered, ADDED_HOST_S + scattered]] = added[key]
             has_private[index] = found.private > 0
-            maxima[[WORKING, LARGEST], index] = found.working, found.largest
-            maxima[[BUFFER, BUCKET], index] = found.buffer, found.bucket
+            maxima[[LARGEST, BUFFER, BUCKET], index] = found.largest, found.buffer, found.bucket
             column = memory_sums[index + 1]
             column[KEPT] = column[AGAIN] = found.private
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
-            column[GATHERED], column[UNSHARDED], column[ENDS] = found.gathered, found.unsharded, found.ends
+            column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
+            column[[ENDS, END_GRADIENTS]] = found.ends
             column[STATES:] = found.states
             sums[index + 1, PASSED_BYTES:BUCKETS] = found.work
             sums[index + 1, BUCKETS], sums[index + 1, LARGE] = found.buckets, found.num_large
@@ -229,12 +232,14 @@ class TableBuilder:
             holdings.append(found)
         made_bytes, read_bytes = self._sizes(holdings)
         made, settling_s, in_shards = self.layouts.made(resolved, devices, microbatch_size)
-        saved = self._saved(holdings, made_bytes, in_shards)
+        saved, gathered = self._saved(holdings, made_bytes, in_shards)
         for kind, summed in ((WHOLE, KEPT), (SHARD, AGAIN)):
             less = np.concatenate([[0.0], saved[:-1, kind]])
             less[self.savings.offsets[:-1]] = 0.0
             np.add.at(memory_sums[:, summed], self.savings.operators + 1, saved[:, kind] - less)
         np.cumsum(memory_sums, axis=0, out=memory_sums)
+        needed = self._needed(holdings, made_bytes, read_bytes) + gathered
+        maxima[[KEPT_PEAK, AGAIN_PEAK]] = memory_sums[1:, [KEPT, AGAIN]].T + needed
         np.cumsum(sums, axis=0, out=sums)
         self._add_gathers(sums, families)
         read, parts = self.layouts.read(resolved)
@@ -248,6 +253,7 @@ class TableBuilder:
             read_bytes=read_bytes,
             replicas=replicas,
             has_private=has_private,
+            working=np.array([found.working for found in holdings]),
             maxima=np.stack([_range_maxima(row) for row in maxima]),
             made=made,
             read=read,
@@ -271,18 +277,38 @@ class TableBuilder:
                 read.append(holdings[reader].read[workload.operators[reader].inputs.index(name)])
         return np.array(made, dtype=np.float64), np.array(read, dtype=np.float64)
 
-    def _saved(self, holdings: Sequence[Holding], made_bytes: Floats, in_shards: Ints) -> Floats:
-        """Return what each saving keeps where neighbours have the same strategy; see ``MemoryTables.saved_bytes``."""
+    def _saved(self, holdings: Sequence[Holding], made_bytes: Floats, in_shards: Ints) -> tuple[Floats, Floats]:
+        """Return what each saving keeps where neighbours have the same strategy, and what operators gather again.
+
+        Returns:
+            As ``MemoryTables.saved_bytes``; float64[2, N], outside segments and in them.
+        """
         drops = not self.problem.runtime.keeps_gathered_inputs
-        saved = np.zeros((len(self.names.savings), 3))
+        saved, gathered = np.zeros((len(self.names.savings), 3)), np.zeros((2, len(holdings)))
         tensor_of = np.repeat(self.savings.tensors, np.diff(self.savings.offsets))
         for saving, ((index, place), tensor) in enumerate(zip(self.names.savings, tensor_of.tolist(), strict=True)):
             own = holdings[index].saved[place]
             shard, more = own, 0.0
             if tensor >= 0:
-                shard, more = saved_bytes(made_bytes[tensor], own, regathers=drops and bool(in_shards[tensor]))
+                regathers = drops and bool(in_shards[tensor])
+                shard, more = saved_bytes(made_bytes[tensor], own, regathers=regathers)
+                gathered[:, index] += (own > shard) * own * np.array([regathers, True])
             saved[saving, OWN], saved[saving, SHARD], saved[saving, WHOLE] = own, shard, shard + more
-        return saved
+        return saved, gathered
+
+    def _needed(self, holdings: Sequence[Holding], made_bytes: Floats, read_bytes: Floats) -> Floats:
+        """Return by operator what it works in, and gradients that wait for others, if all have the same strategy.
+
+        A gradient is there from the last reader of a tensor, where its backward pass begins it, to who made that.
+        """
+        shape, last_reading = self.structure, self.structure.reader_offsets[1:] - 1
+        waiting, begun = np.zeros(len(holdings) + 1), np.zeros(len(holdings))
+        np.add.at(waiting, shape.producers + 1, made_bytes)
+        np.add.at(waiting, shape.readers[last_reading], -made_bytes)
+        np.add.at(begun, shape.readers[last_reading], read_bytes[last_reading])
+        forward, backward = np.array([found.own_working for found in holdings]).T
+        needed: Floats = np.maximum(forward, backward + begun) + np.cumsum(waiting)[:-1]
+        return needed
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
         """Fill the seconds of gathering whole units; tied parameters are added up by plan."""

@@ -52,7 +52,7 @@ def test_shares_are_those_of_the_measured_profile() -> None:
             for degree in (1, 2, 4, 8, 16):
                 cell = row["act_MiB_per_sample_tp1" if degree == 1 else f"act_tp{degree}"]
                 if cell:
-                    own = costs.profile(kind, degree, 1)
+                    own = costs.profile(kind, degree, 1).memory
                     shapes = own.core_saved_bytes + own.core_input_bytes
                     ratios[costs.costs.problem.workload.family, degree].append(float(cell) * 2**20 / shapes)
     assert len(ratios) == sum(len(shares) for shares in MEASURED_SHARES.values())
@@ -67,5 +67,5 @@ def test_only_the_first_decoder_layer_of_a_model_keeps_the_encoders_output() -> 
     first, second, third = (costs.layers[number].kind for number in (16, 17, 18))
     assert first != second == third
     memory = 512 * 1024 * 4  # tokens, features, fp32
-    kept = [costs.profile(kind, 1, 1).core_input_bytes for kind in (first, second)]
+    kept = [costs.profile(kind, 1, 1).memory.core_input_bytes for kind in (first, second)]
     assert kept == [2 * memory, memory]

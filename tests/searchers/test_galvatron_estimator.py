@@ -18,6 +18,7 @@ from simulator.problem import Problem, ProblemSpec
 from simulator.result import SimulationResult
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
+from workloads.registry import build_workload
 
 TITANS = ("titan-rtx-pcie:2x8", "galvatron-v1")
 A100S = ("a100-40g-dgx-100g:2x8", "galvatron-v1-tf32")
@@ -73,10 +74,10 @@ def test_checkpointing_keeps_what_enters_a_layer_even_if_its_first_operator_does
     own, simulated = both("swin-huge-32", TITANS, microbatch=64, parts=1, tp=8, dp=2, recompute="full")
     assert own.peak_bytes == pytest.approx(simulated.peak_allocated_bytes, rel=0.03)
     profiles = LayerProfiles(CostTables(problem_of("swin-huge-32", TITANS, 16)))
-    merging = [layer for layer in profiles.layers if profiles.profile(layer.kind, 1, 1).core_unkept_bytes]
+    merging = [layer for layer in profiles.layers if profiles.profile(layer.kind, 1, 1).memory.core_unkept_bytes]
     assert [layer.number for layer in merging] == [2, 4, 30]
     # The tokens of the stage before, in fp32.
-    assert [profiles.profile(layer.kind, 1, 1).core_unkept_bytes for layer in merging] == [
+    assert [profiles.profile(layer.kind, 1, 1).memory.core_unkept_bytes for layer in merging] == [
         4 * 3136 * 320, 4 * 784 * 640, 4 * 196 * 1280,
     ]  # fmt: skip
 
@@ -221,33 +222,38 @@ def test_more_memory_never_gives_a_slower_plan_where_the_optimizer_works_in_much
         least_s = best_s
 
 
+def of_few_words(runtime: str) -> Problem:
+    """Return LLaMA-2 7B with 8,064 words: its head needs less than the last layer beside the head's gradients."""
+    problem = problem_of("llama2-7b", ("a100-80g-dgx:1x8", runtime), 8)
+    words = build_workload("llama2-7b", attention=problem.runtime.attention, overrides={"vocab": 8064})
+    return replace(problem, workload=words)
+
+
 @pytest.mark.parametrize(
     ("runtime", "waits"), [("pytorch-fsdp2", True), ("composer-fsdp", True), ("galvatron-v1", False)]
 )
 def test_the_heads_gradients_wait_beside_all_that_the_last_layer_works_in(runtime: str, waits: bool) -> None:
     """As they are the root's, or are copied. Galvatron's head is a unit of its own, which is let go by then.
 
-    That its logits are gone too is in ``behind_bytes``, and counted once.
     """
-    problem = problem_of("llama2-7b", ("a100-80g-dgx:1x8", runtime), 8)
+    problem = of_few_words(runtime)
     profiles = LayerProfiles(CostTables(problem))
-    *_, middle, last = (profiles.profile(layer.kind, 1, 1) for layer in profiles.layers)
+    *_, middle, last = (profiles.profile(layer.kind, 1, 1).memory for layer in profiles.layers)
     share = problem.runtime.waiting_gradient_share
-    assert share is not None and last.behind_bytes > 0
-    waiting = share * problem.runtime.gradient_accumulation_bytes * (32000 + 1) * 4096  # The head, and the last norm.
-    assert last.core_waiting_bytes == middle.core_waiting_bytes + (waiting if waits else 0.0)
+    assert share is not None
+    waiting = share * problem.runtime.gradient_accumulation_bytes * (8064 + 1) * 4096  # The head, and the last norm.
+    assert last.again_waiting_peak_bytes == middle.again_waiting_peak_bytes + (waiting if waits else 0.0)
 
 
 def test_checkpointing_holds_the_end_of_a_layer_and_its_gradient() -> None:
     """Reentrant checkpointing's (``Runtime.recompute_holds_ends``): of one sample of 4,096 tokens in bf16, each."""
-    problem = problem_of("llama2-7b", ("a100-80g-dgx:1x8", "composer-fsdp"), 8)
+    problem = of_few_words("composer-fsdp")
     let_go = replace(problem, runtime=replace(problem.runtime, recompute_holds_ends=False))
     end_bytes = 2 * 4096 * 4096
-    held = []
-    for each in (problem, let_go):
-        profiles = LayerProfiles(CostTables(each))
-        held.append([profiles.profile(layer.kind, 1, 1).core_ends_bytes for layer in profiles.layers])
-    assert held == [[2 * end_bytes] * 32, [0.0] * 32]
+    holding, letting_go = (
+        LayerProfiles(CostTables(each)).profile(1, 1, 1).memory.again_peak_bytes for each in (problem, let_go)
+    )
+    assert holding - letting_go == 2 * end_bytes
     plan = uniform_plan(problem, dp=8, microbatch=1, zero=3, recompute="full", gradient_reduction="every")
     more, less = (assess(plan, each) for each in (problem, let_go))
     assert more is not None and less is not None

@@ -74,7 +74,7 @@ def run(context: Context) -> Report:
 def size_of(layer: Layer, profiles: LayerProfiles) -> tuple[float, float]:
     """Return the MiB of a layer's parameters, and of its activations for a sample."""
     parameters = sum(profiles.parameters(layer.kind, 1).values())
-    return parameters * 4 / MIB, profiles.profile(layer.kind, 1, 1).saved_bytes / MIB
+    return parameters * 4 / MIB, profiles.profile(layer.kind, 1, 1).memory.saved_bytes / MIB
 
 
 def runs_of(plan: PipelinePlan, profiles: LayerProfiles) -> Iterator[tuple[int, list[Layer], Strategy]]:
