@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class HeldBytes:
         last: What the end of a backward pass needs: gathered units, unscattered gradients, and what the stage's first
             operator works in, or its first segment takes.
         for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
-        beyond_kept: Of that, what is not ``kept``.
+        working_split: As ``working``, where weight gradients come later, and what they need stays until then.
         step: What the optimizer step works in.
         refreshed: What gathering its results takes.
         buffer: What its operators share and never give back, as do stages of one device.
@@ -63,7 +64,7 @@ class HeldBytes:
     gathered: float
     last: float
     for_weights: float
-    beyond_kept: float
+    working_split: float
     step: float
     refreshed: float
     buffer: float
@@ -79,25 +80,21 @@ def held_bytes(view: StageView) -> HeldBytes:
         anew_of[group.operator] += sum(static_bytes([group], view.costs, **zero).gradients_anew.values())
     anew = sum(anew_of.values())
     whole = whole_for_a_while(view)
-    kept, again, peak, first_peak, lowest = _activations(view, whole, anew_of)
+    for_weights = {index: _for_weights(view, index) for index in view.operators}
+    walked = _walk(view, whole, anew_of, {index: sum(sizes) for index, sizes in for_weights.items()})
     bucket = bucket_buffer_bytes(parameter_groups(view), problem.runtime) if reduces_in_backward(plan) else 0.0
-    weighted = to_multiply = 0.0
-    for index in view.operators:
-        if problem.workload.parameters(index):
-            cost = view.cost(index)
-            saved, gradients = needed_for_weights(problem.workload, index, cost)
-            weighted, to_multiply = weighted + saved, to_multiply + gradients
+    weighted, to_multiply = (sum(sizes) for sizes in zip(*for_weights.values(), strict=True))
     refreshed = [refreshed_bytes(group, view.costs) for group in parameter_groups(view)]
     return HeldBytes(
         states=float(sum(static.parameters) + sum(static.gradients) + anew + sum(static.optimizer)),
         anew=float(anew),
-        kept=kept,
-        working=peak - kept + bucket,
-        working_first=first_peak - kept + bucket,
+        kept=walked.kept,
+        working=walked.most - walked.kept + bucket,
+        working_first=walked.most_first - walked.kept + bucket,
         gathered=whole.root,
-        last=max(lowest, whole.end) + bucket,
-        for_weights=min(weighted, kept + again) + to_multiply,
-        beyond_kept=min(weighted, again) + to_multiply,
+        last=max(walked.lowest, whole.end) + bucket,
+        for_weights=min(weighted, walked.kept + walked.again) + to_multiply,
+        working_split=walked.most_split - walked.kept + bucket,
         step=float(sum(static.step_workspace)),
         refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),
         buffer=max(never_given_back_bytes(view.cost(index), problem) for index in view.operators),
@@ -168,13 +165,38 @@ def saved_bytes(made: float, read: float, *, regathers: bool) -> tuple[float, fl
     return min(made, read), 0.0 if regathers or read <= made else read
 
 
-def _activations(
-    view: StageView, whole: Whole, anew_of: Mapping[int, float]
-) -> tuple[float, float, float, float, float]:
-    """Return bytes kept, made again by all segments, the most that one microbatch takes, and needs of the first.
+class _Walked(NamedTuple):
+    """What the backward pass of one microbatch takes, in bytes.
 
-    The third comes twice: of any microbatch, and with gradients that the first one makes anew. While a stretch works,
-    those of the operators behind it are there, and what these kept is not.
+    Attributes:
+        kept: Between the passes.
+        again: Made again by all segments.
+        most: What is there at most of the microbatch.
+        most_first: The same with gradients that the first one makes anew.
+        most_split: The same without weight gradients, and with what these need.
+        lowest: What the first operator of the stage, or its first segment, needs besides what is kept.
+    """
+
+    kept: float
+    again: float
+    most: float
+    most_first: float
+    most_split: float
+    lowest: float
+
+
+def _for_weights(view: StageView, index: int) -> tuple[float, float]:
+    """Return what an operator's weight gradients need: of what is saved, and gradients of its outputs."""
+    workload = view.costs.problem.workload
+    return needed_for_weights(workload, index, view.cost(index)) if workload.parameters(index) else (0.0, 0.0)
+
+
+def _walk(
+    view: StageView, whole: Whole, anew_of: Mapping[int, float], for_weights: Mapping[int, float]
+) -> _Walked:
+    """Return what the backward pass of a microbatch takes.
+
+    While a stretch works, gradients that operators behind it make anew are there, and what these kept is not.
 
     A segment needs all that its operators read from outside, saved by one of them or not, to its end. What comes from
     another stage is there anyway (``_ends``).
@@ -184,12 +206,13 @@ def _activations(
         whole: What ZeRO has whole besides. Where that changes a stretch ends; a segment stays one, with what counts at
             its start.
         anew_of: By operator, gradients that the first backward pass makes.
+        for_weights: By operator, what its weight gradients need.
     """
     problem, workload = view.costs.problem, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept, inside = _Tally(), _Tally()
-    again = most = most_first = highest = beside_bytes = stretch_bytes = 0.0
-    behind = sum(anew_of.values())
+    again = most = most_first = most_split = highest = split = beside_bytes = stretch_bytes = 0.0
+    behind, weights_behind = sum(anew_of.values()), sum(for_weights.values())
     first = view.operators[0]
     lowest = working_bytes(first, view.cost(first), problem) + whole.first
     waiting = sum(_held_bytes(view, name) for name in view.arrivals)
@@ -218,19 +241,24 @@ def _activations(
         ends = following is None or segment_of.get(following) != segment
         ends = ends or (not in_segment and following in whole.beside)
         ends_made, ends_gradients = segment_ends_bytes(index, cost, problem) if in_segment and ends else (0.0, 0.0)
-        needed = working_bytes(index, cost, problem, alone=False) - ends_gradients + gathered + waiting
-        highest = max(highest, (inside if in_segment else kept).total + needed)
+        needed = working_bytes(index, cost, problem, alone=False) + gathered + waiting
+        needed += (inside if in_segment else kept).total
+        weights_behind -= for_weights[index]
+        highest, split = max(highest, needed - ends_gradients), max(split, needed + weights_behind)
         waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
         if ends:
             highest += stretch_bytes + ends_made + ends_gradients
-            taken = highest + (kept.total if in_segment else 0.0)
-            most, most_first = max(most, taken), max(most_first, taken + behind)
+            entered = kept.total if in_segment else 0.0
+            most, most_first = max(most, highest + entered), max(most_first, highest + entered + behind)
+            most_split = max(most_split, split + stretch_bytes + entered)
             if segment == 0:
                 lowest = max(lowest, highest)
             again += inside.total
-            inside, highest, stretch_bytes = _Tally(), 0.0, 0.0
+            inside, highest, split, stretch_bytes = _Tally(), 0.0, 0.0, 0.0
     at_ends = sum(_ends(view, kept.sizes))
-    return kept.total + at_ends, again, most + at_ends, most_first + at_ends, lowest
+    return _Walked(
+        kept.total + at_ends, again, most + at_ends, most_first + at_ends, most_split + at_ends, lowest
+    )
 
 
 class _Tally:
@@ -419,9 +447,11 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
         if holds_all:
             kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
         before = states - sum(held[stage].anew for stage in own) if holds_all else states
-        most, most_first = max(held[i].working for i in own), max(held[i].working_first for i in own)
-        beyond = max(held[stage].beyond_kept for stage in own) if plan.schedule == "zb-h1" else 0.0
-        most, most_first = most + beyond, (most_first if holds_all else most) + beyond
+        if plan.schedule == "zb-h1":
+            most = most_first = max(held[stage].working_split for stage in own)
+        else:
+            most, most_first = max(held[i].working for i in own), max(held[i].working_first for i in own)
+            most_first = most_first if holds_all else most
         last = max(held[stage].last for stage in own)
         later = kept - max(held[stage].kept for stage in own) + (max(most, last) if plan.num_microbatches > 1 else last)
         peaks[rank] = max(before + kept + most_first + gathered, states + max(later + gathered, in_step))

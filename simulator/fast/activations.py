@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.compiled_cache import inlined
-from simulator.fast.arrays import DONE, NEVER, Floats, Ints, PlanColumns, Structure
+from simulator.fast.arrays import DONE, NEVER, ZB_H1, Floats, Ints, PlanColumns, Structure
 from simulator.fast.memory import (
     ABOVE_BYTES,
     AGAIN,
     AGAIN_PEAK,
+    AGAIN_SPLIT_PEAK,
     ANEW,
     ANEW_BYTES,
     BARE_BYTES,
     BELOW_BYTES,
-    BEYOND_BYTES,
     END_GRADIENTS,
     ENDS,
     FIRST_BYTES,
@@ -23,9 +23,11 @@ from simulator.fast.memory import (
     KEPT,
     KEPT_BYTES,
     KEPT_PEAK,
+    KEPT_SPLIT_PEAK,
     LAST_BYTES,
     OWN,
     SHARD,
+    SPLIT_WORKING_BYTES,
     STATES,
     TO_MULTIPLY,
     UNSHARDED,
@@ -207,13 +209,21 @@ def hold_activations(
         if states[plan] != DONE:
             continue
         sharded = plans.reduces_every[plan] != 0 or (plans.num_microbatches[plan] == 1 and plans.overlaps[plan] != 0)
-        first = 0
+        first, schedule = 0, plans.schedule[plan]
         for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop = plans.run_stops[end - 1]
             kept, inside, again, most, highest = 0.0, 0.0, 0.0, 0.0, 0.0
             makes_anew, made, most_first = held[stage, ANEW_BYTES] > 0.0, 0.0, 0.0
             weighted, to_multiply = 0.0, 0.0
+            start = first
+            for run in range(begin, end):
+                sums, ends = all_sums[run_tables[run]], run_stops[run]
+                weighted += sums[ends, WEIGHTED] - sums[start, WEIGHTED]
+                to_multiply += sums[ends, TO_MULTIPLY] - sums[start, TO_MULTIPLY]
+                start = ends
+            # What weight gradients of the operators behind need, where they come later.
+            splits, weights_behind, most_split, highest_split = schedule == ZB_H1, weighted + to_multiply, 0.0, 0.0
             num_pieces = 0
             run = begin
             lowest = tables.working[run_tables[begin], first] + held[stage, FIRST_BYTES]
@@ -242,10 +252,6 @@ def hold_activations(
                 piece_run[num_pieces] = run
                 piece_segment[num_pieces] = segment_first
                 num_pieces += 1
-                if start == first or start == plans.run_stops[run - 1]:
-                    upto = plans.run_stops[run]
-                    weighted += all_sums[table, upto, WEIGHTED] - all_sums[table, start, WEIGHTED]
-                    to_multiply += all_sums[table, upto, TO_MULTIPLY] - all_sums[table, start, TO_MULTIPLY]
                 if makes_anew:
                     made += all_sums[table, ends, STATES + ANEW + sharded]
                     made -= all_sums[table, start, STATES + ANEW + sharded]
@@ -343,6 +349,15 @@ def hold_activations(
                 following = plans.segment_firsts[segment] if segment < last_segment else stop
                 if in_segment:
                     following = plans.segment_stops[segment]
+                before = (inside if in_segment else kept) - all_sums[table, start, summed]
+                if splits:
+                    weights_behind += all_sums[table, start, WEIGHTED] + all_sums[table, start, TO_MULTIPLY]
+                    peak = _peak(
+                        maxima, table, AGAIN_SPLIT_PEAK if in_segment else KEPT_SPLIT_PEAK, start, ends, changes_at,
+                        changes, num_changes,
+                    )  # fmt: skip
+                    highest_split = max(highest_split, before + peak + weights_behind)
+                    weights_behind -= all_sums[table, ends, WEIGHTED] + all_sums[table, ends, TO_MULTIPLY]
                 end_gradients = 0.0
                 if in_segment and ends == following:
                     end_gradients = all_sums[table, ends, END_GRADIENTS] - all_sums[table, ends - 1, END_GRADIENTS]
@@ -351,7 +366,7 @@ def hold_activations(
                     maxima, table, AGAIN_PEAK if in_segment else KEPT_PEAK, start, ends, changes_at, changes,
                     num_changes,
                 )  # fmt: skip
-                highest = max(highest, (inside if in_segment else kept) + peak - all_sums[table, start, summed])
+                highest = max(highest, before + peak)
                 kept += entered
                 if in_segment:
                     inside += own
@@ -385,6 +400,8 @@ def hold_activations(
                     held_ends = all_sums[table, ends, ENDS] - all_sums[table, ends - 1, ENDS] if in_segment else 0.0
                     highest += held[stage, beside] + held_ends + end_gradients
                     taken = highest + kept if in_segment else highest
+                    highest_split += held[stage, beside]
+                    most_split = max(most_split, highest_split + kept if in_segment else highest_split)
                     most = max(most, taken)
                     if makes_anew:
                         behind = held[stage, ANEW_BYTES] - made
@@ -394,7 +411,7 @@ def hold_activations(
                     if in_segment and segment == plans.segment_offsets[stage]:
                         lowest = max(lowest, highest)
                     again += inside
-                    inside, highest = 0.0, 0.0
+                    inside, highest, highest_split = 0.0, 0.0, 0.0
                     segment += in_segment
                 start = ends
 
@@ -434,10 +451,11 @@ def hold_activations(
                     ends_bytes += tables.read_bytes[read_by, reading] / parts
             kept += ends_bytes
             most += ends_bytes
+            most_split += ends_bytes
             row = held[stage]
             row[KEPT_BYTES], row[WORKING_BYTES] = kept, most - kept
             row[FIRST_WORKING_BYTES] = most_first + ends_bytes - kept if makes_anew else most - kept
             row[LAST_BYTES] = max(row[LAST_BYTES], lowest)
             row[FOR_WEIGHTS_BYTES] = min(weighted, kept + again) + to_multiply
-            row[BEYOND_BYTES] = min(weighted, again) + to_multiply
+            row[SPLIT_WORKING_BYTES] = most_split - kept
             first = stop

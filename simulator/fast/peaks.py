@@ -13,7 +13,6 @@ from simulator.fast.activations import hold_activations
 from simulator.fast.arrays import DONE, GPIPE, INTERLEAVED, ZB_H1, Floats, Ints, PlanColumns, Structure
 from simulator.fast.memory import (
     ANEW_BYTES,
-    BEYOND_BYTES,
     BUCKET_BYTES,
     BUFFER_BYTES,
     FIRST_WORKING_BYTES,
@@ -23,6 +22,7 @@ from simulator.fast.memory import (
     KEPT_BYTES,
     LAST_BYTES,
     REFRESHED_BYTES,
+    SPLIT_WORKING_BYTES,
     STATES_BYTES,
     STEP_BYTES,
     WORKING_BYTES,
@@ -96,7 +96,7 @@ def estimate_peaks(
                 continue
             own_states, anew, kept, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
             working_first = 0.0
-            step, refreshed, gathered, beyond, later, buffer = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+            step, refreshed, gathered, later, buffer = 0.0, 0.0, 0.0, 0.0, 0.0
             holds_all = True
             for other in range(stage, high):
                 if plans.placements[other] != plans.placements[stage]:
@@ -112,12 +112,15 @@ def estimate_peaks(
                 if schedule == ZB_H1:
                     kept += (min(m, num_stages) - in_flight) * row[FOR_WEIGHTS_BYTES]
                 most_kept = max(most_kept, row[KEPT_BYTES])
-                working = max(working, row[WORKING_BYTES] + row[BUCKET_BYTES])
-                working_first = max(working_first, row[FIRST_WORKING_BYTES] + row[BUCKET_BYTES])
+                own_working, own_first = row[WORKING_BYTES], row[FIRST_WORKING_BYTES]
+                if schedule == ZB_H1:
+                    own_working = own_first = row[SPLIT_WORKING_BYTES]
+                working = max(working, own_working + row[BUCKET_BYTES])
+                working_first = max(working_first, own_first + row[BUCKET_BYTES])
                 own_states += row[STATES_BYTES]
                 anew += row[ANEW_BYTES]
                 step += row[STEP_BYTES]
-                refreshed, beyond = max(refreshed, row[REFRESHED_BYTES]), max(beyond, row[BEYOND_BYTES])
+                refreshed = max(refreshed, row[REFRESHED_BYTES])
                 gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES] + row[BUCKET_BYTES])
                 buffer = max(buffer, row[BUFFER_BYTES])
                 if schedule == INTERLEAVED:
@@ -127,11 +130,9 @@ def estimate_peaks(
                     flight[count, interleaved_memory.LAST] = row[LAST_BYTES] + row[BUCKET_BYTES]
                     flight[count, interleaved_memory.ANEW] = row[ANEW_BYTES]
                     count += 1
-            beyond = beyond if schedule == ZB_H1 else 0.0
-            most = working + beyond
-            in_first = working_first + beyond - anew if holds_all else most
+            in_first = working_first - anew if holds_all else working
             if m > 1:
-                later = max(later, most)
+                later = max(later, working)
             if schedule == INTERLEAVED:
                 in_passes = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
             else:

@@ -48,6 +48,7 @@ from simulator.fast.layouts import Layouts, Spent, spent
 from simulator.fast.memory import (
     AGAIN,
     AGAIN_PEAK,
+    AGAIN_SPLIT_PEAK,
     BUCKET,
     BUFFER,
     END_GRADIENTS,
@@ -55,6 +56,7 @@ from simulator.fast.memory import (
     GATHERED,
     KEPT,
     KEPT_PEAK,
+    KEPT_SPLIT_PEAK,
     LARGEST,
     MAXIMA,
     MEMORY_COLUMNS,
@@ -240,6 +242,8 @@ class TableBuilder:
         np.cumsum(memory_sums, axis=0, out=memory_sums)
         needed = self._needed(holdings, made_bytes, read_bytes) + gathered
         maxima[[KEPT_PEAK, AGAIN_PEAK]] = memory_sums[1:, [KEPT, AGAIN]].T + needed
+        for_weights = memory_sums[1:, [WEIGHTED, TO_MULTIPLY]].sum(axis=1)
+        maxima[[KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK]] = maxima[[KEPT_PEAK, AGAIN_PEAK]] - for_weights
         np.cumsum(sums, axis=0, out=sums)
         self._add_gathers(sums, families)
         read, parts = self.layouts.read(resolved)

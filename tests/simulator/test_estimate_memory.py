@@ -16,12 +16,12 @@ from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from workloads.registry import build_workload
 
-BELOW = 0.03
-"""What the estimate may be below the simulated peak of a stage, as a share: gradients that wait for a second reader."""
-ABOVE = 0.27
-"""What it may be above it: needs of one stretch that are not there at once."""
-ABOVE_ZERO = 0.19
-"""What it may be above it under ZeRO-2 and 3, where what is whole counts by place."""
+EQUAL = 0.0003
+"""What the estimate may differ from the simulated peak of a stage, as a share: sizes in blocks of 512 bytes."""
+NEAR = 0.01
+"""The same where the layouts of neighbours differ, and where weight gradients come later."""
+ABOVE_ZERO = 0.15
+"""What it may be above it under ZeRO-2 and 3, where what is whole counts by place, and with a single microbatch."""
 
 
 @lru_cache
@@ -70,7 +70,7 @@ def errors(plan: Plan, found: FastEstimator) -> list[float]:
 def test_peaks_are_those_of_the_simulator(shape, runtime: str, recompute: str) -> None:
     found = fast(runtime)
     for error in errors(uniform_plan(found.problem, recompute=recompute, **shape), found):
-        assert -BELOW < error < ABOVE
+        assert abs(error) < (NEAR if shape.get("schedule") == "zb-h1" else EQUAL)
 
 
 @pytest.mark.parametrize("runtime", ["megatron-lm-2021", "megatron-lm-2023", "windtunnel-executor"])
@@ -80,7 +80,7 @@ def test_an_interleaved_pipeline_of_one_group_of_microbatches_holds_them_all(run
     plan = uniform_plan(found.problem, pp=4, dp=2, microbatch=4, schedule="interleaved", chunks=2)
     assert plan.num_microbatches == 4
     for error in errors(plan, found):
-        assert -BELOW < error < ABOVE
+        assert abs(error) < EQUAL
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -92,7 +92,7 @@ def test_peaks_under_zero_are_those_of_the_simulator(zero, microbatches, runtime
     for shape in (dict(dp=8), dict(dp=4, tp=2)):
         plan = uniform_plan(found.problem, zero=zero, recompute=recompute, **shape)  # type: ignore[arg-type]
         for error in errors(plan, found):
-            assert -0.015 < error < (ABOVE_ZERO if zero >= 2 else ABOVE)
+            assert -0.001 < error < (EQUAL if zero == 1 and microbatches > 1 else ABOVE_ZERO)
 
 
 @pytest.mark.parametrize(("keeps", "batch_first"), [(False, True), (True, True), (False, False)])
@@ -104,7 +104,7 @@ def test_what_is_gathered_between_unlike_strategies_counts_where_it_is_kept(keep
     runs = ((count // 2, first if batch_first else then), (count - count // 2, then if batch_first else first))
     plan = Plan((Stage(((0, count),), tuple(range(8)), runs),), 8, 4)
     for error in errors(validate(plan, base), found):
-        assert -BELOW < error < ABOVE
+        assert abs(error) < NEAR
 
 
 def test_inputs_gathered_along_the_sequence_count_at_their_shard() -> None:
@@ -113,7 +113,7 @@ def test_inputs_gathered_along_the_sequence_count_at_their_shard() -> None:
     whole = estimate(uniform_plan(found.problem, **parts), found.problem).peak_bytes[0]  # type: ignore[arg-type]
     plan = uniform_plan(found.problem, sequence_parallel=True, **parts)  # type: ignore[arg-type]
     assert estimate(plan, found.problem).peak_bytes[0] < whole
-    assert abs(errors(plan, found)[0]) < 2 * BELOW
+    assert abs(errors(plan, found)[0]) < EQUAL
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -126,7 +126,7 @@ def test_gathered_channels_are_kept_and_not_gathered_again(alike: bool) -> None:
         words = (Axis("tensor", 4),), (Axis("tensor", 2), Axis("tensor", 2))
         runs = tuple((1, words[index % 2]) for index in range(len(problem.workload)))
         plan = replace(plan, stages=(replace(plan.stages[0], shardings=runs),))
-    assert abs(errors(validate(plan, problem), FastEstimator(problem))[0]) < BELOW
+    assert abs(errors(validate(plan, problem), FastEstimator(problem))[0]) < NEAR
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
