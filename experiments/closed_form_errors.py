@@ -1,9 +1,9 @@
-"""How far the closed form of the iteration time is from the simulator, on random uniform plans.
+"""How far the closed forms of time and memory are from the simulator, on random uniform plans.
 
 Models, clusters, runtimes, degrees, ZeRO levels, schedules and how gradients are reduced are drawn with equal odds, but
 for those that stand twice in a list; what is not legal is drawn again. Nothing is fitted on these plans.
 
-Run: ``python -m experiments.closed_form_errors --plans 1500 --seed 41`` (three minutes)
+Run: ``python -m experiments.closed_form_errors --plans 1500 --seed 41 [--of memory]`` (three minutes)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from simulator.closed_forms.estimate import estimate
+from simulator.closed_forms.estimate import Estimate, estimate
 from simulator.costs import CostTables
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
@@ -46,12 +46,12 @@ PLANS_OF_A_PROBLEM = 4
 
 
 class Drawn(NamedTuple):
-    """A random plan, its closed form, and how it was drawn."""
+    """A random plan, its closed forms, and how it was drawn."""
 
     problem: Problem
     costs: CostTables
     plan: Plan
-    estimated_s: float
+    estimate: Estimate
     spec: ProblemSpec
     words: dict[str, Any]
 
@@ -69,8 +69,7 @@ def drawn_plans(random: Random) -> Iterator[Drawn]:
                 words = _words(random, problem.num_devices)
                 with suppress(ValueError):  # Degrees that do not divide, or numbers that a GPU has no curves for.
                     plan = _plan(problem, words)
-                    estimated_s = estimate(plan, problem, costs).iteration_time_s
-                    yield Drawn(problem, costs, plan, estimated_s, spec, words)
+                    yield Drawn(problem, costs, plan, estimate(plan, problem, costs), spec, words)
 
 
 def _plan(problem: Problem, words: dict[str, Any]) -> Plan:
@@ -98,29 +97,43 @@ def _words(random: Random, num_devices: int) -> dict[str, Any]:
     }
 
 
-def error_of(drawn: Drawn) -> float:
-    """Return how much longer the closed form is than what the simulator finds, as a share of that."""
+def errors_of(drawn: Drawn, of: str) -> list[float]:
+    """Return how far the closed form is above what the simulator finds, as shares of that.
+
+    Args:
+        drawn: The plan.
+        of: ``time``, of the iteration, or ``memory``, of the largest live bytes of each stage.
+    """
     simulated = simulate(drawn.plan, drawn.problem, engine="compiled", costs=drawn.costs, leave_out_periods=True)
-    return drawn.estimated_s / simulated.iteration_time_s - 1
+    if of == "time":
+        return [drawn.estimate.iteration_time_s / simulated.iteration_time_s - 1]
+    peaks = [0.0] * len(drawn.plan.stages)
+    for memory, members in zip(simulated.memory, simulated.graph.device_members, strict=True):
+        for position, stage in enumerate(drawn.plan.stages):
+            if members[0] in stage.devices:
+                peaks[position] = max(peaks[position], memory.peak_allocated_bytes)
+    return [own / peak - 1 for own, peak in zip(drawn.estimate.peak_bytes, peaks, strict=True)]
 
 
 def main() -> None:
-    """Print errors by what was drawn, and the farthest plans."""
+    """Print errors by what was drawn, and the farthest of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=1500, help="how many")
     parser.add_argument("--seed", type=int, default=41, help="the same plans for the same seed")
+    parser.add_argument("--of", choices=("time", "memory"), default="time", help="of iterations, or of stages' peaks")
     parser.add_argument("--json", action="store_true", help="print each plan and its error instead")
     options = parser.parse_args()
     if options.plans < 1:
         parser.error(f"--plans must be at least 1, got {options.plans}")
     plans = islice(drawn_plans(Random(options.seed)), options.plans)
     console = Console(stderr=True)
-    found = [(error_of(each), each) for each in track(plans, "plans", options.plans, console=console)]
+    drawn = track(plans, "plans", options.plans, console=console)
+    found = [(error, each) for each in drawn for error in errors_of(each, options.of)]
     if options.json:
         print(json.dumps([{"error": error, **asdict(each.spec), **each.words} for error, each in found], indent=1))
         return
     _print("all", [error for error, _ in found])
-    for word in ("zero", "schedule", "pp", "tp", "gradient_reduction", "reshards"):
+    for word in ("zero", "schedule", "recompute", "pp", "tp", "gradient_reduction", "reshards"):
         for value in sorted({each.words[word] for _, each in found}):
             _print(f"{word} {value}", [error for error, each in found if each.words[word] == value])
     for runtime in RUNTIMES:
@@ -131,7 +144,7 @@ def main() -> None:
 
 def _print(name: str, errors: list[float]) -> None:
     if errors:
-        print(f"{name}: {len(errors)}, {np.abs(errors).mean():.1%} ({min(errors):+.1%} to {max(errors):+.1%})")
+        print(f"{name}: {len(errors)}, {np.abs(errors).mean():.2%} ({min(errors):+.1%} to {max(errors):+.1%})")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from searchers.aceso.arrays import (
     WEIGHT,
 )
 from searchers.aceso.links import slowest_s
-from simulator.closed_forms.estimate_memory import saved_bytes, working_bytes
+from simulator.closed_forms.operator_needs import saved_bytes, working_bytes
 from simulator.costs import CostTables
 from simulator.lowering.edges import input_collectives
 from simulator.lowering.mesh import MeshCollective, groups, parameter_layout

@@ -21,7 +21,7 @@ from searchers.alpa.intra_op import ATTRIBUTES, IntraOp
 from searchers.alpa.milp import solve_milp
 from searchers.alpa.pareto import solve_within
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph, join, minimised
-from simulator.closed_forms.estimate_memory import working_bytes
+from simulator.closed_forms.operator_needs import working_bytes
 from simulator.plan import Sharding
 
 Spans = tuple[tuple[int, int], ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from simulator.closed_forms.estimate_memory import segment_ends_bytes, working_bytes
+from simulator.closed_forms.operator_needs import segment_ends_bytes, working_bytes
 from simulator.costs import CostTables
 from simulator.operator_cost import OperatorCost
 from simulator.saved import is_private, saved_tensors

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from simulator.batch import pipeline
 from simulator.batch.pipeline import row_of
 from simulator.batch.stages import ModelShape, StageRows
-from simulator.closed_forms.estimate_memory import never_given_back_bytes
+from simulator.closed_forms.operator_needs import never_given_back_bytes
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.costs import CostTables
 from simulator.lowering.mesh import parameter_layout

@@ -6,6 +6,8 @@ import numpy as np
 
 from simulator.compiled_cache import inlined
 from simulator.fast.arrays import DONE, NEVER, ZB_H1, Floats, Ints, PlanColumns, Structure
+from simulator.fast.changes import differ, peak_between
+from simulator.fast.kept_tensor import kept_bytes, table_at
 from simulator.fast.memory import (
     ABOVE_BYTES,
     AGAIN,
@@ -20,17 +22,19 @@ from simulator.fast.memory import (
     FIRST_BYTES,
     FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
+    INPUT_PASS_BYTES,
     KEPT,
     KEPT_BYTES,
     KEPT_PEAK,
     KEPT_SPLIT_PEAK,
     LAST_BYTES,
     OWN,
+    PRODUCT,
     SHARD,
-    SPLIT_WORKING_BYTES,
     STATES,
     TO_MULTIPLY,
     UNSHARDED,
+    WEIGHT_PASS_BYTES,
     WEIGHTED,
     WHOLE,
     WORKING_BYTES,
@@ -38,67 +42,6 @@ from simulator.fast.memory import (
     Savings,
     longest,
 )
-
-
-@inlined
-def _table_at(plans: PlanColumns, run_tables: Ints, begin: int, run: int, index: int) -> int:
-    """Return the table of an operator of a stage, looked for from a run at or behind it down to the stage's first."""
-    while run > begin and plans.run_stops[run - 1] > index:
-        run -= 1
-    return int(run_tables[run])
-
-
-@inlined
-def _value(
-    saved_bytes: Floats,
-    made_bytes: Floats,
-    in_shards: Ints,
-    replicas: Ints,
-    run_stops: Ints,
-    run_tables: Ints,
-    keeps_gathered: bool,
-    first: int,
-    begin: int,
-    producer: int,
-    number: int,
-    run: int,
-    saving: int,
-    kind: int,
-    arrived: float,
-    arrived_replicas: int,
-) -> float:
-    """Return what is kept of a tensor once one of its savers has run: whole arrays, since each costs a reference.
-
-    Args:
-        saved_bytes, made_bytes, in_shards, replicas: See ``MemoryTables``.
-        run_stops, run_tables, keeps_gathered: See ``estimate_peaks``.
-        first, begin: First operator and first run of the stage.
-        producer, number: Of the tensor; its number among those that somebody reads.
-        run, saving: Of the saver.
-        kind: SHARD in segments, else WHOLE.
-        arrived, arrived_replicas: Its bytes and replicas where it came in shards of the sequence; -1 where not.
-    """
-    table = run_tables[run]
-    value = saved_bytes[table, saving, OWN]
-    if arrived >= 0.0:
-        own = value
-        value = min(arrived, own)
-        if own > arrived and kind == WHOLE and (keeps_gathered or arrived_replicas != replicas[table]):
-            value += own
-    elif producer != NEVER and producer >= first and number >= 0:
-        maker = run
-        while maker > begin and run_stops[maker - 1] > producer:
-            maker -= 1
-        if maker == run or run_tables[maker] == table:
-            value = saved_bytes[table, saving, kind]
-        else:
-            made_by = run_tables[maker]
-            made, own = made_bytes[made_by, number], value
-            value = min(made, own)
-            stays = keeps_gathered or replicas[made_by] != replicas[table] or not in_shards[made_by, number]
-            if own > made and kind == WHOLE and stays:
-                value += own
-    return float(value)
 
 
 @inlined
@@ -132,35 +75,6 @@ def _borders(
                 above = min(stop, shape.part_stop[part]) if in_root else max(first, shape.part_first[part])
                 return above, made if waits else made + 1
     return stop, stop
-
-
-@inlined
-def _differ(changes_at: Ints, changes: Floats, count: int, index: int, num_bytes: float) -> int:
-    """Note, in order, that a table has so much too little from an operator on; return how many changes there are."""
-    if num_bytes == 0.0:
-        return count
-    at = count
-    while at > 0 and changes_at[at - 1] > index:
-        changes_at[at], changes[at] = changes_at[at - 1], changes[at - 1]
-        at -= 1
-    changes_at[at], changes[at] = index, num_bytes
-    return count + 1
-
-
-@inlined
-def _peak(
-    maxima: Floats, table: int, kind: int, start: int, ends: int, changes_at: Ints, changes: Floats, count: int
-) -> float:
-    """Return the largest of ``[start, ends)`` from range maxima and what changes from some operators on."""
-    highest, more, place = -np.inf, 0.0, start
-    for change in range(count):
-        if changes_at[change] > place:
-            highest = max(highest, more + longest(maxima, table, kind, place, min(ends, changes_at[change])))
-            place = changes_at[change]
-        if place >= ends:
-            break
-        more += changes[change]
-    return max(highest, more + longest(maxima, table, kind, place, ends)) if place < ends else highest
 
 
 @inlined
@@ -215,10 +129,11 @@ def hold_activations(
             stop = plans.run_stops[end - 1]
             kept, inside, again, most, highest = 0.0, 0.0, 0.0, 0.0, 0.0
             makes_anew, made, most_first = held[stage, ANEW_BYTES] > 0.0, 0.0, 0.0
-            weighted, to_multiply = 0.0, 0.0
+            weighted, to_multiply, product = 0.0, 0.0, 0.0
             start = first
             for run in range(begin, end):
                 sums, ends = all_sums[run_tables[run]], run_stops[run]
+                product = max(product, longest(maxima, run_tables[run], PRODUCT, start, ends))
                 weighted += sums[ends, WEIGHTED] - sums[start, WEIGHTED]
                 to_multiply += sums[ends, TO_MULTIPLY] - sums[start, TO_MULTIPLY]
                 start = ends
@@ -278,7 +193,7 @@ def hold_activations(
                         reading = shape.reader_offsets[number]
                         while shape.readers[reading] < first:
                             reading += 1
-                        read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
+                        read_by = table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
                         arrived = tables.read_bytes[read_by, reading] / tables.num_parts[read_by, reading]
                         arrived_replicas = replicas[read_by]
                     # ... but of those before, only one that is held in the same way counts.
@@ -292,7 +207,7 @@ def hold_activations(
                         its_inner = its_segment >= 0 and (given or producer >= its_segment)
                         same = its_segment == segment_first if inner else not its_inner
                         if its_inner == inner and same:
-                            counted = _value(
+                            counted = kept_bytes(
                                 saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
                                 first, begin, producer, number, piece_run[piece], earlier,
                                 SHARD if its_segment >= 0 else WHOLE, arrived, arrived_replicas,
@@ -306,7 +221,7 @@ def hold_activations(
                         elif producer >= first and (run == begin or run_stops[run - 1] <= producer):
                             value = saved_bytes[table, saving, kind]
                         else:
-                            value = _value(
+                            value = kept_bytes(
                                 saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
                                 first, begin, producer, number, run, saving, kind, arrived, arrived_replicas,
                             )  # fmt: skip
@@ -318,13 +233,13 @@ def hold_activations(
                         else:
                             entered += value - counted
                         own += more
-                        num_changes = _differ(changes_at, changes, num_changes, index, more)
+                        num_changes = differ(changes_at, changes, num_changes, index, more)
                         # What is kept in parts is gathered again, and whole while the operator works.
                         summed_bytes, counted = saved_bytes[table, saving, kind], value
                         read = saved_bytes[table, saving, OWN]
                         gathered = (value < read) * read - (summed_bytes < read) * read
-                        num_changes = _differ(changes_at, changes, num_changes, index, gathered)
-                        num_changes = _differ(changes_at, changes, num_changes, index + 1, -gathered)
+                        num_changes = differ(changes_at, changes, num_changes, index, gathered)
+                        num_changes = differ(changes_at, changes, num_changes, index + 1, -gathered)
                         saving += 1
                 # Gradients that wait for operators before these.
                 for place in range(shape.crossing_offsets[start], shape.crossing_offsets[start + 1]):
@@ -335,24 +250,24 @@ def hold_activations(
                         continue
                     more = 0.0
                     if maker >= first:
-                        more = made_bytes[_table_at(plans, run_tables, begin, run, maker), tensor]
+                        more = made_bytes[table_at(plans, run_tables, begin, run, maker), tensor]
                     else:
                         while shape.readers[reading] < first:
                             reading += 1
                         if shape.readers[reading] < stop:
-                            read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
+                            read_by = table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
                             parts = tables.num_parts[read_by, reading] if crosses_in_shards[tensor] else 1
                             more = tables.read_bytes[read_by, reading] / parts
                     more -= made_bytes[table, tensor]
-                    num_changes = _differ(changes_at, changes, num_changes, start, more)
-                    num_changes = _differ(changes_at, changes, num_changes, until, -more)
+                    num_changes = differ(changes_at, changes, num_changes, start, more)
+                    num_changes = differ(changes_at, changes, num_changes, until, -more)
                 following = plans.segment_firsts[segment] if segment < last_segment else stop
                 if in_segment:
                     following = plans.segment_stops[segment]
                 before = (inside if in_segment else kept) - all_sums[table, start, summed]
                 if splits:
                     weights_behind += all_sums[table, start, WEIGHTED] + all_sums[table, start, TO_MULTIPLY]
-                    peak = _peak(
+                    peak = peak_between(
                         maxima, table, AGAIN_SPLIT_PEAK if in_segment else KEPT_SPLIT_PEAK, start, ends, changes_at,
                         changes, num_changes,
                     )  # fmt: skip
@@ -361,8 +276,8 @@ def hold_activations(
                 end_gradients = 0.0
                 if in_segment and ends == following:
                     end_gradients = all_sums[table, ends, END_GRADIENTS] - all_sums[table, ends - 1, END_GRADIENTS]
-                    num_changes = _differ(changes_at, changes, num_changes, ends - 1, -end_gradients)
-                peak = _peak(
+                    num_changes = differ(changes_at, changes, num_changes, ends - 1, -end_gradients)
+                peak = peak_between(
                     maxima, table, AGAIN_PEAK if in_segment else KEPT_PEAK, start, ends, changes_at, changes,
                     num_changes,
                 )  # fmt: skip
@@ -390,8 +305,8 @@ def hold_activations(
                                 stays = saved_bytes[run_tables[piece_run[piece]], saving, OWN] > 0.0
                                 is_kept = is_kept or (saver < ends and outside and stays)
                         if not is_kept:
-                            made_by = _table_at(plans, run_tables, begin, run, maker)
-                            read_by = _table_at(plans, run_tables, begin, run, reader)
+                            made_by = table_at(plans, run_tables, begin, run, maker)
+                            read_by = table_at(plans, run_tables, begin, run, reader)
                             read_in[tensor] = stage
                             read_unsaved[tensor] = min(made_bytes[made_by, tensor], tables.read_bytes[read_by, reading])
                             kept += read_unsaved[tensor]
@@ -422,7 +337,7 @@ def hold_activations(
                 maker, number = shape.producers[tensor], savings.numbers[tensor]
                 if maker < first:
                     continue
-                made_by = _table_at(plans, run_tables, begin, end - 1, maker)
+                made_by = table_at(plans, run_tables, begin, end - 1, maker)
                 crosses_in_shards[tensor] = tables.in_shards[made_by, tensor]
                 if not keeps_outputs:
                     continue
@@ -446,7 +361,7 @@ def hold_activations(
                     for saving in range(savings.offsets[number], savings.offsets[number + 1]):
                         is_kept = is_kept or first <= savings.operators[saving] < stop
                 if not is_kept:
-                    read_by = _table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
+                    read_by = table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
                     parts = tables.num_parts[read_by, reading] if crosses_in_shards[tensor] else 1
                     ends_bytes += tables.read_bytes[read_by, reading] / parts
             kept += ends_bytes
@@ -457,5 +372,6 @@ def hold_activations(
             row[FIRST_WORKING_BYTES] = most_first + ends_bytes - kept if makes_anew else most - kept
             row[LAST_BYTES] = max(row[LAST_BYTES], lowest)
             row[FOR_WEIGHTS_BYTES] = min(weighted, kept + again) + to_multiply
-            row[SPLIT_WORKING_BYTES] = most_split - kept
+            row[INPUT_PASS_BYTES] = most_split - kept
+            row[WEIGHT_PASS_BYTES] = product + max(row[BELOW_BYTES], row[ABOVE_BYTES], row[BARE_BYTES])
             first = stop

@@ -9,10 +9,11 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms.estimate_memory import (
+from simulator.closed_forms.estimate_memory import refreshed_bytes
+from simulator.closed_forms.operator_needs import (
     never_given_back_bytes,
     own_working_bytes,
-    refreshed_bytes,
+    product_bytes,
     segment_ends_bytes,
     working_bytes,
 )
@@ -88,6 +89,7 @@ class Holding:
     to_multiply: float
     working: float
     own_working: tuple[float, float]
+    product: float
     ends: tuple[float, float]
     gathered: float
     unsharded: float
@@ -181,6 +183,7 @@ class Holdings:
             to_multiply=to_multiply,
             working=working_bytes(index, cost, problem),
             own_working=own_working_bytes(index, cost, problem),
+            product=product_bytes(cost, problem),
             ends=segment_ends_bytes(index, cost, problem),
             gathered=gathered,
             unsharded=unsharded,
@@ -211,6 +214,7 @@ class Holdings:
             to_multiply=0.0,
             working=0.0,
             own_working=(0.0, 0.0),
+            product=0.0,
             ends=(0.0, 0.0),
             gathered=0.0,
             unsharded=0.0,

@@ -18,17 +18,17 @@ MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
 OWN, SHARD, WHOLE = range(3)
-KEPT_PEAK, AGAIN_PEAK, KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK, LARGEST, BUFFER, BUCKET = range(7)
-MAXIMA = 7
+KEPT_PEAK, AGAIN_PEAK, KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK, PRODUCT, LARGEST, BUFFER, BUCKET = range(8)
+MAXIMA = 8
 
 # Columns of what a stage holds; see ``HeldBytes``. The first five are of activations. Before a backward pass has made a
 # whole gradient that ZeRO scatters, BARE_BYTES of what it has whole count, in the first unit with one, or what of the
 # root is above it, ABOVE_BYTES, and in those below BELOW_BYTES; FIRST_BYTES do in the stage's first operator.
-KEPT_BYTES, WORKING_BYTES, FOR_WEIGHTS_BYTES, SPLIT_WORKING_BYTES, LAST_BYTES = range(5)
+KEPT_BYTES, WORKING_BYTES, FOR_WEIGHTS_BYTES, INPUT_PASS_BYTES, LAST_BYTES = range(5)
 BELOW_BYTES, ABOVE_BYTES, BARE_BYTES = range(5, 8)
 FIRST_BYTES, GATHERED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(8, 14)
-BUFFER_BYTES, BUCKET_BYTES, FIRST_WORKING_BYTES = 14, 15, 16
-HELD = 17
+BUFFER_BYTES, BUCKET_BYTES, FIRST_WORKING_BYTES, WEIGHT_PASS_BYTES = range(14, 18)
+HELD = 18
 
 
 class Savings(NamedTuple):
@@ -69,8 +69,8 @@ class MemoryTables(NamedTuple):
         working: float64[tables, N]. What operators work in.
         maxima: float64[tables, MAXIMA, levels, N]. Range maxima of what the sums of kept bytes have up to an operator
             and what it needs besides, the same in recomputed segments, both less what weight gradients up to there
-            need, of tensors that are refreshed, of buffers that are never given back, and of those that a backward pass
-            fills with gradients: row k covers 2^k operators.
+            need, of what weight gradients are made in, of tensors that are refreshed, of buffers that are never given
+            back, and of those that a backward pass fills with gradients: row k covers 2^k operators.
         tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, and what ZeRO gathers and scatters.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms import interleaved_memory, unscattered
+from simulator.closed_forms import interleaved_memory, unscattered, zero_bubble_memory
 from simulator.closed_forms.interleaved_memory import FLIGHT, interleaved_peak_bytes
+from simulator.closed_forms.zero_bubble_memory import zero_bubble_peak_bytes
 from simulator.compiled_cache import compiled, compiled_with
-from simulator.fast import activations, arrays, memory, states
+from simulator.fast import activations, arrays, changes, kept_tensor, memory, states
 from simulator.fast.activations import hold_activations
 from simulator.fast.arrays import DONE, GPIPE, INTERLEAVED, ZB_H1, Floats, Ints, PlanColumns, Structure
 from simulator.fast.memory import (
@@ -19,12 +20,13 @@ from simulator.fast.memory import (
     FOR_WEIGHTS_BYTES,
     GATHERED_BYTES,
     HELD,
+    INPUT_PASS_BYTES,
     KEPT_BYTES,
     LAST_BYTES,
     REFRESHED_BYTES,
-    SPLIT_WORKING_BYTES,
     STATES_BYTES,
     STEP_BYTES,
+    WEIGHT_PASS_BYTES,
     WORKING_BYTES,
     MemoryTables,
     Savings,
@@ -32,9 +34,12 @@ from simulator.fast.memory import (
 from simulator.fast.states import hold_states
 
 _interleaved_peak_bytes = compiled(interleaved_peak_bytes)
+_zero_bubble_peak_bytes = compiled(zero_bubble_peak_bytes)
 
 
-@compiled_with(activations, arrays, memory, states, interleaved_memory, unscattered)
+@compiled_with(
+    activations, arrays, changes, kept_tensor, memory, states, interleaved_memory, unscattered, zero_bubble_memory
+)  # fmt: skip
 def estimate_peaks(
     shape: Structure,
     savings: Savings,
@@ -109,14 +114,9 @@ def estimate_peaks(
                     in_flight = min(m, plans.warmups[other])
                 holds_all = holds_all and in_flight == m
                 kept += in_flight * row[KEPT_BYTES]
-                if schedule == ZB_H1:
-                    kept += (min(m, num_stages) - in_flight) * row[FOR_WEIGHTS_BYTES]
                 most_kept = max(most_kept, row[KEPT_BYTES])
-                own_working, own_first = row[WORKING_BYTES], row[FIRST_WORKING_BYTES]
-                if schedule == ZB_H1:
-                    own_working = own_first = row[SPLIT_WORKING_BYTES]
-                working = max(working, own_working + row[BUCKET_BYTES])
-                working_first = max(working_first, own_first + row[BUCKET_BYTES])
+                working = max(working, row[WORKING_BYTES] + row[BUCKET_BYTES])
+                working_first = max(working_first, row[FIRST_WORKING_BYTES] + row[BUCKET_BYTES])
                 own_states += row[STATES_BYTES]
                 anew += row[ANEW_BYTES]
                 step += row[STEP_BYTES]
@@ -135,6 +135,14 @@ def estimate_peaks(
                 later = max(later, working)
             if schedule == INTERLEAVED:
                 in_passes = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
+            elif schedule == ZB_H1:
+                row, bucket = held[stage], held[stage, BUCKET_BYTES]
+                in_passes = _zero_bubble_peak_bytes(
+                    row[KEPT_BYTES], row[FOR_WEIGHTS_BYTES], row[INPUT_PASS_BYTES] + bucket,
+                    row[WEIGHT_PASS_BYTES] + bucket, row[LAST_BYTES] + bucket, row[ANEW_BYTES], stage - low, num_stages,
+                    m,
+                )  # fmt: skip
+                in_passes -= anew
             else:
                 in_passes = max(kept + in_first, kept - most_kept + later)
             peak_bytes[stage] = own_states + buffer + max(in_passes + gathered, step, refreshed)

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from hardware_models.crowding import unlike_groups
-from simulator.closed_forms.estimate_memory import saved_bytes
+from simulator.closed_forms.operator_needs import saved_bytes
 from simulator.closed_forms.stage_prices import added_s, beyond_host_s, collective_s, transfers_s, weights_s
 from simulator.costs import CostTables
 from simulator.fast.arrays import (
@@ -62,6 +62,7 @@ from simulator.fast.memory import (
     MEMORY_COLUMNS,
     NUM_STATES,
     OWN,
+    PRODUCT,
     SHARD,
     STATES,
     TO_MULTIPLY,
@@ -218,7 +219,8 @@ class TableBuilder:
             scattered = ADDED_SCATTERED_S - ADDED_S if scatters(resolved[index], self.problem.runtime) else 0
             sums[index + 1, [ADDED_S + scattered, ADDED_HOST_S + scattered]] = added[key]
             has_private[index] = found.private > 0
-            maxima[[LARGEST, BUFFER, BUCKET], index] = found.largest, found.buffer, found.bucket
+            maxima[[PRODUCT, LARGEST], index] = found.product, found.largest
+            maxima[[BUFFER, BUCKET], index] = found.buffer, found.bucket
             column = memory_sums[index + 1]
             column[KEPT] = column[AGAIN] = found.private
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply

@@ -13,7 +13,7 @@ from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.oracle import StageCost
 from searchers.base import Searcher, cost_tables
 from searchers.registry import searcher_named
-from simulator.closed_forms.estimate_memory import working_bytes
+from simulator.closed_forms.operator_needs import working_bytes
 from simulator.plan import Plan, Stage, batch_replicas, resolve
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate

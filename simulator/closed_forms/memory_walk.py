@@ -1,0 +1,184 @@
+"""Closed form of the activations of one microbatch: a walk over the operators of a stage.
+
+A stretch is a recomputed segment, or what lies between two. While the backward pass of one of its operators runs, a
+device holds what is kept up to this operator, what its segment makes again up to it, what it works in, and gradients
+that wait for operators before it (``memory.program`` goes through every event).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from typing import NamedTuple
+
+from simulator.closed_forms.operator_needs import saved_bytes, segment_ends_bytes, working_bytes
+from simulator.closed_forms.whole_for_a_while import Whole
+from simulator.lowering.crossing import made_in_shards
+from simulator.lowering.mesh import batch_degree
+from simulator.lowering.program import StageView
+from simulator.plan import Sharding
+from simulator.saved import is_private, saved_tensors
+
+
+class Walked(NamedTuple):
+    """What the backward pass of one microbatch takes, in bytes.
+
+    Attributes:
+        kept: Between the passes.
+        again: Made again by all segments.
+        most: What is there at most of the microbatch.
+        most_first: The same with gradients that the first one makes anew.
+        most_split: The same without weight gradients, and with what these need.
+        lowest: What the first operator of the stage, or its first segment, needs besides what is kept.
+    """
+
+    kept: float
+    again: float
+    most: float
+    most_first: float
+    most_split: float
+    lowest: float
+
+
+def walk(
+    view: StageView, whole: Whole, anew_of: Mapping[int, float], for_weights: Mapping[int, float]
+) -> Walked:
+    """Return what the backward pass of a microbatch takes.
+
+    While a stretch works, gradients that operators behind it make anew are there, and what these kept is not.
+
+    A segment needs all that its operators read from outside, saved by one of them or not, to its end. What comes from
+    another stage is there anyway (``_ends``).
+
+    Args:
+        view: The stage.
+        whole: What ZeRO has whole besides. Where that changes a stretch ends; a segment stays one, with what counts at
+            its start.
+        anew_of: By operator, gradients that the first backward pass makes.
+        for_weights: By operator, what its weight gradients need.
+    """
+    problem, workload = view.costs.problem, view.costs.problem.workload
+    segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
+    kept, inside = _Tally(), _Tally()
+    again = most = most_first = most_split = highest = split = beside_bytes = stretch_bytes = 0.0
+    behind, weights_behind = sum(anew_of.values()), sum(for_weights.values())
+    first = view.operators[0]
+    lowest = working_bytes(first, view.cost(first), problem) + whole.first
+    waiting = sum(_held_bytes(view, name) for name in view.arrivals)
+    for place, index in enumerate(view.operators):
+        beside_bytes, behind = whole.beside.get(index, beside_bytes), behind - anew_of[index]
+        stretch_bytes = max(stretch_bytes, beside_bytes)
+        op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
+        in_segment, gathered = segment is not None, 0.0
+        for name, saved in dict(saved_tensors(workload, index, cost)).items():
+            producer = workload.producer.get(name)
+            made, stays, gathers = _saved(view, index, name, saved, in_segment=in_segment)
+            gathered += gathers
+            if not in_segment:
+                kept.put(name, made + stays)
+            elif producer is not None and segment_of.get(producer) != segment and not is_private(name):
+                kept.put(name, made)
+            else:
+                inside.put(name, made)
+        if in_segment:
+            for name, read in zip(op.inputs, cost.input_bytes, strict=True):
+                producer = workload.producer.get(name)
+                if producer in view.shardings and segment_of.get(producer) != segment and name not in kept.sizes:
+                    kept.put(name, min(_held_bytes(view, name), read))
+        waiting -= sum(_held_bytes(view, name) for name in dict.fromkeys(op.inputs) if _begins_at(view, name, index))
+        following = view.operators[place + 1] if place + 1 < len(view.operators) else None
+        ends = following is None or segment_of.get(following) != segment
+        ends = ends or (not in_segment and following in whole.beside)
+        ends_made, ends_gradients = segment_ends_bytes(index, cost, problem) if in_segment and ends else (0.0, 0.0)
+        needed = working_bytes(index, cost, problem, alone=False) + gathered + waiting
+        needed += (inside if in_segment else kept).total
+        weights_behind -= for_weights[index]
+        highest, split = max(highest, needed - ends_gradients), max(split, needed + weights_behind)
+        waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
+        if ends:
+            highest += stretch_bytes + ends_made + ends_gradients
+            entered = kept.total if in_segment else 0.0
+            most, most_first = max(most, highest + entered), max(most_first, highest + entered + behind)
+            most_split = max(most_split, split + stretch_bytes + entered)
+            if segment == 0:
+                lowest = max(lowest, highest)
+            again += inside.total
+            inside, highest, split, stretch_bytes = _Tally(), 0.0, 0.0, 0.0
+    at_ends = sum(_ends(view, kept.sizes))
+    return Walked(
+        kept.total + at_ends, again, most + at_ends, most_first + at_ends, most_split + at_ends, lowest
+    )
+
+
+class _Tally:
+    """Sizes by name, and their sum."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, float] = {}
+        self.total = 0.0
+
+    def put(self, name: str, size: float) -> None:
+        self.total += size - self.sizes.get(name, 0.0)
+        self.sizes[name] = size
+
+
+def _begins_at(view: StageView, name: str, index: int) -> bool:
+    """Return whether the gradient of a tensor begins in the backward pass of an operator, its last reader of all."""
+    workload = view.costs.problem.workload
+    return name not in workload.input_names and workload.consumers[name][-1] == index
+
+
+def _saved(view: StageView, index: int, name: str, read: float, *, in_segment: bool) -> tuple[float, float, float]:
+    """Return the bytes of what an operator saves as it is made, as it stays gathered, and as backward gathers it again.
+
+    Args:
+        view, index: The operator.
+        name, read: What it saves, and the bytes of that as it reads it.
+        in_segment: The operator is computed again.
+    """
+    source = None if is_private(name) else _source(view, name)
+    if source is None:
+        return read, 0.0, 0.0
+    sharding, made, in_shards = source
+    alike = batch_degree(sharding) == batch_degree(view.shardings[index])
+    regathers = in_shards and alike and not view.costs.problem.runtime.keeps_gathered_inputs
+    return *saved_bytes(made, read, regathers=regathers), read if read > made and (in_segment or regathers) else 0.0
+
+
+def _source(view: StageView, name: str) -> tuple[Sharding, float, bool] | None:
+    """Return on which mesh a stage has a tensor, its bytes there, and whether it has shards of the sequence.
+
+    There is where it is made, or where it arrives in such shards.
+    """
+    costs = view.costs
+    workload = costs.problem.workload
+    producer = workload.producer.get(name)
+    if producer is None:
+        return None
+    if producer in view.shardings:
+        number, sharding = workload.operators[producer].outputs.index(name), view.shardings[producer]
+        placements = [split.outputs[number] for split in costs.splits(producer, sharding)]
+        return sharding, _held_bytes(view, name), made_in_shards(sharding, placements)
+    if name not in view.entering:
+        return None
+    return view.arrivals[name].sharding, _held_bytes(view, name), True
+
+
+def _held_bytes(view: StageView, name: str) -> float:
+    """Return the bytes of a tensor as an operator of the stage makes it, or as it arrives."""
+    workload = view.costs.problem.workload
+    producer = workload.producer[name]
+    if producer not in view.shardings:
+        arrival = view.arrivals[name]
+        return arrival.arriving_bytes(view.cost(arrival.reader[0]))
+    return view.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
+
+
+def _ends(view: StageView, kept: Container[str]) -> Iterator[float]:
+    """Yield the bytes of what a stage received, and of what it sent if that is held, unless kept anyway."""
+    if view.costs.problem.runtime.keeps_stage_outputs:
+        for name in view.leaving:
+            if name not in kept:
+                yield _held_bytes(view, name)
+    for name in view.arrivals:
+        if name not in kept:
+            yield _held_bytes(view, name)

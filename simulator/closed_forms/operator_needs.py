@@ -1,0 +1,70 @@
+"""What one operator needs of memory, whatever stands around it, in bytes."""
+
+from __future__ import annotations
+
+from simulator.operator_cost import OperatorCost
+from simulator.problem import Problem
+from simulator.saved import parted_bytes, saved_tensors
+
+
+def working_bytes(index: int, cost: OperatorCost, problem: Problem, *, alone: bool = True) -> float:
+    """Return what an operator needs besides what is kept: work space, and the gradients of its inputs and outputs.
+
+    Args:
+        index, cost, problem: The operator.
+        alone: Gradients of inputs count that others read behind it, though these have begun them already.
+    """
+    workload = problem.workload
+    inputs = {
+        name: size
+        for name, size in zip(workload.operators[index].inputs, cost.input_bytes, strict=True)
+        if name not in workload.input_names and (alone or workload.consumers[name][-1] == index)
+    }
+    forward, backward = own_working_bytes(index, cost, problem)
+    return max(forward, backward + sum(inputs.values()))
+
+
+def own_working_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:
+    """Return what an operator works in forward, and backward with the gradients of its outputs."""
+    gradient_bytes = problem.runtime.implementation.activation_bytes
+    before, at_product = cost.backward_temporaries_bytes(gradient_bytes, inputs=True, weights=True)
+    temporary = max(before, at_product - parted_bytes(problem.workload, index, cost))
+    return cost.workspace_forward_bytes, temporary + sum(cost.output_bytes)
+
+
+def product_bytes(cost: OperatorCost, problem: Problem) -> float:
+    """Return what an operator's weight gradients are made in."""
+    gradient_bytes = problem.runtime.implementation.activation_bytes
+    return cost.backward_temporaries_bytes(gradient_bytes, inputs=False, weights=True)[1]
+
+
+def segment_ends_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:
+    """Return what a segment that ends with an operator holds until its backward pass is through.
+
+    That is what it made for those behind it, unless that is saved, and the gradients of all that
+    (``Runtime.recompute_holds_ends``), which are the operator's own.
+    """
+    if not problem.runtime.recompute_holds_ends:
+        return 0.0, 0.0
+    outputs = problem.workload.operators[index].outputs
+    saved = dict(saved_tensors(problem.workload, index, cost))
+    made = sum(size for name, size in zip(outputs, cost.output_bytes, strict=True) if name not in saved)
+    return made, sum(cost.output_bytes)
+
+
+def never_given_back_bytes(cost: OperatorCost, problem: Problem) -> float:
+    """Return what an operator takes once and shares with all others of its device."""
+    return cost.lasting_buffer_bytes + problem.matmul_workspace_bytes
+
+
+def saved_bytes(made: float, read: float, *, regathers: bool) -> tuple[float, float]:
+    """Return what a saved tensor takes as it is made and, besides, as its reader has gathered it.
+
+    Args:
+        made, read: Bytes of the tensor where it is made and where it is read.
+        regathers: What was gathered is dropped, and gathered again in the backward pass.
+
+    >>> saved_bytes(1.0, 8.0, regathers=True), saved_bytes(1.0, 8.0, regathers=False)
+    ((1.0, 0.0), (1.0, 8.0))
+    """
+    return min(made, read), 0.0 if regathers or read <= made else read

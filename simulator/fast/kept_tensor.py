@@ -1,0 +1,68 @@
+"""Compiled: what is kept of one tensor that an operator of a stage saves, made there or not."""
+
+from __future__ import annotations
+
+from simulator.compiled_cache import inlined
+from simulator.fast.arrays import NEVER, Floats, Ints, PlanColumns
+from simulator.fast.memory import OWN, WHOLE
+
+
+@inlined
+def table_at(plans: PlanColumns, run_tables: Ints, begin: int, run: int, index: int) -> int:
+    """Return the table of an operator of a stage, looked for from a run at or behind it down to the stage's first."""
+    while run > begin and plans.run_stops[run - 1] > index:
+        run -= 1
+    return int(run_tables[run])
+
+
+@inlined
+def kept_bytes(
+    saved_bytes: Floats,
+    made_bytes: Floats,
+    in_shards: Ints,
+    replicas: Ints,
+    run_stops: Ints,
+    run_tables: Ints,
+    keeps_gathered: bool,
+    first: int,
+    begin: int,
+    producer: int,
+    number: int,
+    run: int,
+    saving: int,
+    kind: int,
+    arrived: float,
+    arrived_replicas: int,
+) -> float:
+    """Return what is kept of a tensor once one of its savers has run: whole arrays, since each costs a reference.
+
+    Args:
+        saved_bytes, made_bytes, in_shards, replicas: See ``MemoryTables``.
+        run_stops, run_tables, keeps_gathered: See ``estimate_peaks``.
+        first, begin: First operator and first run of the stage.
+        producer, number: Of the tensor; its number among those that somebody reads.
+        run, saving: Of the saver.
+        kind: SHARD in segments, else WHOLE.
+        arrived, arrived_replicas: Its bytes and replicas where it came in shards of the sequence; -1 where not.
+    """
+    table = run_tables[run]
+    value = saved_bytes[table, saving, OWN]
+    if arrived >= 0.0:
+        own = value
+        value = min(arrived, own)
+        if own > arrived and kind == WHOLE and (keeps_gathered or arrived_replicas != replicas[table]):
+            value += own
+    elif producer != NEVER and producer >= first and number >= 0:
+        maker = run
+        while maker > begin and run_stops[maker - 1] > producer:
+            maker -= 1
+        if maker == run or run_tables[maker] == table:
+            value = saved_bytes[table, saving, kind]
+        else:
+            made_by = run_tables[maker]
+            made, own = made_bytes[made_by, number], value
+            value = min(made, own)
+            stays = keeps_gathered or replicas[made_by] != replicas[table] or not in_shards[made_by, number]
+            if own > made and kind == WHOLE and stays:
+                value += own
+    return float(value)
