@@ -28,8 +28,8 @@ from simulator.validate import validate
 GIB = 2**30
 OBJECTIVES = ("paper", "simulator")
 LOWERED_BUDGETS = (0.97, 0.93, 0.88)
-"""Shares of the memory that searchers who fill it to the last byte look at again: what an allocator loses is in no
-estimate. Plans of lower budgets come after the others, unless these are known not to fit."""
+"""Shares of the memory that are looked at again: what an allocator loses is in no estimate. The best plan within each
+comes after the others, unless these are known not to fit."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Searcher(ABC):
     Args:
         objective: ``"paper"`` for the objective of the searcher's own paper, ``"simulator"`` for a full
             simulation of every candidate, or a function of plan and problem.
-        keep: How many of the best plans to return.
+        keep: How many of the best plans to return; besides, the best within each of ``LOWERED_BUDGETS``.
 
     Attributes:
         ledger: The books of the latest search that opened any: what is left of a search that is interrupted.
@@ -239,6 +239,7 @@ class Ledger:
             compile_ahead(self.problem)
         self.clock = self.budget.start()
         self._best: list[RankedPlan] = []
+        self._spares: dict[float, RankedPlan] = {}
         self._history: list[HistoryEntry] = []
         self._seen: dict[Plan, float] = {}
         self._closest: tuple[float, Score, Plan] | None = None
@@ -292,6 +293,10 @@ class Ledger:
         elif plan not in self._seen:
             improved = score.objective < self.best_objective
             self._seen[plan] = score.objective
+            for share in LOWERED_BUDGETS:
+                within = score.peak_bytes <= share * score.capacity_bytes
+                if within and (share not in self._spares or score.objective < self._spares[share].objective):
+                    self._spares[share] = RankedPlan(plan, score.objective)
             if not self._is_among_best(plan, score.objective):
                 # Stable: of equals, the first found stays ahead, so that the result does not depend on hashing.
                 self._best.append(RankedPlan(plan, score.objective))
@@ -336,8 +341,9 @@ class Ledger:
             chosen = RankedPlan(self._chosen, self._seen[self._chosen])
             others = [ranked for ranked in self._best if ranked.plan != self._chosen]
             plans = [chosen, *others][: self.searcher.keep]
+        spares = (self._spares[share] for share in LOWERED_BUDGETS if share in self._spares)
         return SearchResult(
-            plans=tuple(plans),
+            plans=tuple(dict.fromkeys((*plans, *spares))),
             history=tuple(self._history),
             counters={"evaluations": self.clock.evaluations, **self.counters},
             searcher=self.searcher.name,

@@ -48,7 +48,7 @@ class Galvatron(Searcher):
 
     Args:
         objective: See `searchers.base.Searcher`.
-        keep: How many of the best plans to return; besides, the best of each lower budget.
+        keep: How many of the best plans to return; see `searchers.base.Searcher`.
         choices: Fields of `searchers.galvatron.options.Options` that differ from the variant's.
     """
 
@@ -57,7 +57,6 @@ class Galvatron(Searcher):
 
     def __init__(self, *, objective: str | Objective = "paper", keep: int = 5, **choices: Any) -> None:
         super().__init__(objective=objective, keep=keep)
-        self.num_whole, self.keep = keep, keep + len(LOWERED_BUDGETS)
         unknown = set(choices) - set(Options.__dataclass_fields__)
         if unknown:
             known = ", ".join(Options.__dataclass_fields__)
@@ -111,7 +110,7 @@ class Galvatron(Searcher):
         scores: dict[Plan, Score | None] = {}
         searched: set[tuple[int, int]] = set()
         fitting = 0
-        while queue and fitting < self.num_whole and not ledger.spent:
+        while queue and fitting < self.keep and not ledger.spent:
             _, _, own, lowered = heappop(queue)
             plan = to_plan(own, ledger.problem)
             known = plan in scores

@@ -312,6 +312,20 @@ def test_a_chosen_plan_comes_first_and_once() -> None:
     assert [ranked.plan for ranked in ledger.result().plans] == [by_score[1], by_score[0], by_score[2]]
 
 
+def test_plans_that_leave_memory_free_come_after_the_best() -> None:
+    """What an allocator loses is in no estimate: of 100 bytes, plans within 97, 93 and 88 are kept."""
+    sizes = {1: 100.0, 2: 96.0, 4: 95.0, 8: 88.0}
+
+    def own(plan: Plan, problem: Problem) -> Score:
+        return Score(plan.microbatch_size, True, sizes[plan.microbatch_size], 100.0, "")
+
+    ledger = Ledger(searcher_named("megatron-grid", objective=own, keep=1), tiny_problem(2, 8))
+    plans = {size: uniform_plan(ledger.problem, tp=2, microbatch=size) for size in sizes}
+    for plan in plans.values():
+        ledger.evaluate(plan)
+    assert [ranked.plan for ranked in ledger.result().plans] == [plans[1], plans[2], plans[8]]
+
+
 def test_the_best_plans_are_different_ones() -> None:
     """Tensor parallel alone: ZeRO levels, how gradients would be reduced, and axes of one device mean nothing."""
     ledger = Ledger(searcher_named("megatron-grid"), tiny_problem())
