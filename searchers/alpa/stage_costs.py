@@ -7,7 +7,7 @@ enter the layer to those that leave it. Joining such tables in turn gives every 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -21,7 +21,7 @@ from searchers.alpa.intra_op import ATTRIBUTES, IntraOp
 from searchers.alpa.milp import solve_milp
 from searchers.alpa.pareto import solve_within
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph, join, minimised
-from simulator.closed_forms.operator_needs import working_bytes
+from searchers.layer_memory import LayerWalk
 from simulator.plan import Sharding
 
 Spans = tuple[tuple[int, int], ...]
@@ -72,6 +72,23 @@ class StageCosts:
     output_bytes: Array
 
 
+def layer_working_bytes(
+    problem: IntraOp, shardings: Mapping[int, Sharding], before: int, again: tuple[int, int] | None
+) -> float:
+    """Return what the backward pass of a layer needs besides what its stage keeps.
+
+    Args:
+        problem: The intra-operator problem.
+        shardings: Of each operator of the layer.
+        before: First operator of the layer before it.
+        again: Operators ``[start, stop)`` of it that are recomputed, None if it is not.
+    """
+    span = min(shardings), max(shardings) + 1
+    walk = LayerWalk(problem.costs, span, again or span, before, lambda index: problem.cost(index, shardings[index]))
+    found = walk.memory()
+    return found.again_peak_bytes - found.checkpointed_bytes if again else found.peak_bytes - found.saved_bytes
+
+
 class StageSolver:
     """All stages of a workload on one logical mesh.
 
@@ -119,20 +136,20 @@ class StageSolver:
         return {name: float(values[first, last]) for name, values in found.items()}
 
     def working_bytes(self) -> list[float]:
-        """Return per layer what its hungriest operator works in, the layer sharded for itself.
+        """Return per layer what its backward pass needs besides what the stage keeps, the layer sharded for itself.
 
-        Besides what the stage keeps; where layers are recomputed, what the layer has made again is there too.
+        Where layers are recomputed, what the layer has made again is there too.
         """
-        problem = self.problem.costs.problem
+        workload = self.problem.costs.problem.workload
         known: dict[tuple[int, ...], float] = {}
         found = []
         for layer, (start, stop) in enumerate(self.spans):
-            key = problem.workload.signatures[start:stop]
+            key = workload.signatures[start:stop]
             if key not in known:
-                chosen = zip(range(start, stop), self.assignment(layer, layer), strict=True)
-                known[key] = max(
-                    working_bytes(index, self.problem.cost(index, sharding), problem) for index, sharding in chosen
-                ) + (self.stage(layer, layer)["saved_bytes"] if self.problem.options.recompute else 0.0)
+                shardings = dict(zip(range(start, stop), self.assignment(layer, layer), strict=True))
+                before = self.spans[max(0, layer - 1)][0]
+                again = (start, stop) if self.problem.options.recompute else None
+                known[key] = layer_working_bytes(self.problem, shardings, before, again)
             found.append(known[key])
         return found
 

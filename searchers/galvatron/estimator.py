@@ -184,9 +184,7 @@ class Estimator:
         slowed_s -= stretch_s(behind_s, prefetched_s, self.factors)
         shards = strategy.sharded
         whole_gradients = 1 if accumulates else shards
-        forward_bytes = memory.saved_bytes
-        if strategy.checkpoint:
-            forward_bytes += memory.core_unkept_bytes - memory.core_saved_bytes
+        forward_bytes = memory.checkpointed_bytes if strategy.checkpoint else memory.saved_bytes
         # A sharded layer's backward holds its parameters whole, and its gradients until they are scattered: all from
         # the first, or each from when it is made until they are joined, when nothing else of the layer is there.
         share = runtime.waiting_gradient_share

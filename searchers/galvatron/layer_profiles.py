@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.galvatron.layer_memory import LayerMemory, LayerWalk
+from searchers.layer_memory import LayerMemory, LayerWalk
 from searchers.layers import blocks
 from simulator.costs import CostTables
 from simulator.lowering.edges import input_collectives

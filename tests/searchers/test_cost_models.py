@@ -23,22 +23,22 @@ class Tolerance(NamedTuple):
 
     Attributes:
         one_node, two_nodes: Of time, on four GPUs of one node, and on two nodes of two with 10 Gb/s between.
-        memory, recomputed: Of peak memory, with everything kept, and with every layer recomputed: then another stage is
-            the fullest by the closed form than by the simulator, which lets the head's logits go before its product.
+        memory, recomputed: Of peak memory, with everything kept, and with every layer recomputed.
     """
 
     one_node: tuple[float, float]
     two_nodes: tuple[float, float]
-    memory: tuple[float, float] = (0.0, 0.02)
-    recomputed: tuple[float, float] = (0.0, 0.13)
+    memory: tuple[float, float] = (0.0, 0.0)
+    recomputed: tuple[float, float] = (0.0, 0.0)
 
 
 TOLERANCES = {
     # Stages that differ, as T5's encoder and decoder, are 8 % above by the papers' formulas of a pipeline. By this one
     # the hungriest operator's memory comes on top of what a recomputed layer brings back.
-    "aceso": Tolerance((-0.04, 0.1), (-0.03, 0.03), recomputed=(0.0, 0.39)),
+    "aceso": Tolerance((-0.04, 0.1), (-0.03, 0.03), (0.0, 0.02), (0.0, 0.39)),
     # No transfers between stages and no gradient synchronisation: little inside a node, most of the time outside.
-    "alpa": Tolerance((-0.05, 0.09), (-0.79, 0.0)),
+    # What later layers keep is there, in its memory, while an earlier one works.
+    "alpa": Tolerance((-0.05, 0.09), (-0.79, 0.0), (-0.01, 0.01), (-0.01, 0.03)),
     # Groups of a reduction as if alone, and weights that stages share left out: on 10 Gb/s a third of an iteration.
     "amp": Tolerance((-0.05, 0.09), (-0.4, 0.0)),
     # Transfers and reductions as if alone on their card; no layer stops recomputing early.
@@ -70,8 +70,8 @@ def test_the_searchers_estimate_is_within_its_tolerance_of_the_simulator(
         least, most = allowed.two_nodes if ":2x" in each.cluster else allowed.one_node
         assert least <= each.time_error <= most, each
         least, most = allowed.recomputed if each.plan.endswith("full") else allowed.memory
-        # The closed form is an upper bound but for what rounds to blocks.
-        assert least - 1e-3 <= each.memory_error <= most, each
+        # (Sizes in blocks of 512 bytes.)
+        assert least - 1e-4 <= each.memory_error <= most + 1e-4, each
 
 
 def test_searchers_with_an_account_of_memory_are_known() -> None:

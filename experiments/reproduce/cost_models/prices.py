@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -11,10 +11,10 @@ from math import isfinite
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.oracle import StageCost
+from searchers.alpa.stage_costs import layer_working_bytes
 from searchers.base import Searcher, cost_tables
 from searchers.registry import searcher_named
-from simulator.closed_forms.operator_needs import working_bytes
-from simulator.plan import Plan, Stage, batch_replicas, resolve
+from simulator.plan import Plan, Sharding, Stage, batch_replicas, resolve
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -131,8 +131,7 @@ def _alpa_price(plan: Plan, problem: Problem) -> tuple[float, float]:
 def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
     """Return what Alpa counts of a stage whose operators are sharded and recomputed as given.
 
-    Alpa's own plans recompute every layer or none; here the embedding and the head do not run again, but memory is
-    Alpa's: what one layer keeps is there at a time.
+    Alpa's own plans recompute every layer or none; here the embedding and the head do not run again.
     """
     per_node = problem.hardware.cluster.devices_per_node
     size, rows = len(stage.devices), batch_replicas(stage)
@@ -155,17 +154,12 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
     for (u, v), table in once.edges.items():
         table = recomputed.edges[u, v] if operators[v] in again else table
         seconds += float(table[chosen[u], chosen[v]])
-    layers: dict[int, tuple[float, float]] = {}
     for place, index in enumerate(operators):
         graph = recomputed if index in again else once
         own_costs = dict(zip(ATTRIBUTES, graph.attributes[place][:, chosen[place]].tolist(), strict=True))
         seconds += own_costs["seconds"]
         elements += own_costs["elements"]
         kept_bytes += own_costs["output_bytes" if again else "saved_bytes"]
-        kept, most = layers.get(layer_of[place], (0.0, 0.0))
-        own = working_bytes(index, intra.cost(index, shardings[index]), problem)
-        kept += own_costs["saved_bytes"] if again else 0.0
-        layers[layer_of[place]] = kept, max(most, own)
     seen: set[Hashable] = set()
     for index in operators:
         for layout, shared, _ in intra.tied_layouts(index, shardings[index]):
@@ -176,6 +170,23 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
         seconds,
         elements * per_element,
         kept_bytes,
-        max(kept + most for kept, most in layers.values()),
+        max(_layers_working_bytes(intra, shardings, layer_of, again)),
         elements * problem.runtime.optimizer_workspace_bytes,
     )
+
+
+def _layers_working_bytes(
+    intra: IntraOp, shardings: Mapping[int, Sharding], layer_of: Sequence[int], again: Set[int]
+) -> Iterator[float]:
+    """Yield what the backward pass of each layer of a stage needs besides what the stage keeps.
+
+    Where layers are recomputed that is the inputs of all, so what embedding and head keep comes on top of it.
+    """
+    layers: dict[int, dict[int, Sharding]] = {}
+    for (index, sharding), layer in zip(shardings.items(), layer_of, strict=True):
+        layers.setdefault(layer, {})[index] = sharding
+    before = min(shardings)
+    for own in layers.values():
+        inside = [index for index in own if index in again] or list(own if again else ())
+        yield layer_working_bytes(intra, own, before, (inside[0], inside[-1] + 1) if inside else None)
+        before = min(own)

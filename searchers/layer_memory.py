@@ -41,13 +41,18 @@ class LayerMemory(NamedTuple):
     output_bytes: float
     unkept_output_bytes: float
 
+    @property
+    def checkpointed_bytes(self) -> float:
+        """What is kept where the core is computed again."""
+        return self.saved_bytes - self.core_saved_bytes + self.core_unkept_bytes
+
 
 class LayerWalk:
     """Walks the operators of a layer.
 
     Args:
         costs: Cost tables.
-        span, core: Of the layer, see `searchers.galvatron.layer_profiles.Layer`.
+        span, core: Of the layer, where checkpointing computes the core again.
         before: First operator of the layer before; that of this one for the first.
         cost_of: What an operator costs.
     """
