@@ -87,7 +87,7 @@ def held_bytes(view: StageView) -> HeldBytes:
         for_weights=min(weighted, walked.kept + walked.again) + to_multiply,
         input_pass=walked.most_split - walked.kept + bucket,
         weight_pass=max(product_bytes(view.cost(i), problem) for i in view.operators)
-        + max(whole.beside.values(), default=0.0)
+        + whole.gradients
         + bucket,
         step=float(sum(static.step_workspace)),
         refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),

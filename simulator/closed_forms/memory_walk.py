@@ -51,24 +51,24 @@ def walk(
 
     Args:
         view: The stage.
-        whole: What ZeRO has whole besides. Where that changes a stretch ends; a segment stays one, with what counts at
-            its start.
+        whole: What ZeRO has whole besides.
         anew_of: By operator, gradients that the first backward pass makes.
         for_weights: By operator, what its weight gradients need.
     """
     problem, workload = view.costs.problem, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept, inside = _Tally(), _Tally()
-    again = most = most_first = most_split = highest = split = beside_bytes = stretch_bytes = 0.0
+    again = most = most_first = most_split = highest = split = 0.0
     behind, weights_behind = sum(anew_of.values()), sum(for_weights.values())
     first = view.operators[0]
-    lowest = working_bytes(first, view.cost(first), problem) + whole.first
+    lowest = working_bytes(first, view.cost(first), problem) + whole.beside[first]
     waiting = sum(_held_bytes(view, name) for name in view.arrivals)
     for place, index in enumerate(view.operators):
-        beside_bytes, behind = whole.beside.get(index, beside_bytes), behind - anew_of[index]
-        stretch_bytes = max(stretch_bytes, beside_bytes)
+        behind -= anew_of[index]
         op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
         in_segment, gathered = segment is not None, 0.0
+        if index in whole.joining:
+            highest = max(highest, (inside if in_segment else kept).total + waiting + whole.joining[index])
         for name, saved in dict(saved_tensors(workload, index, cost)).items():
             producer = workload.producer.get(name)
             made, stays, gathers = _saved(view, index, name, saved, in_segment=in_segment)
@@ -87,22 +87,22 @@ def walk(
         waiting -= sum(_held_bytes(view, name) for name in dict.fromkeys(op.inputs) if _begins_at(view, name, index))
         following = view.operators[place + 1] if place + 1 < len(view.operators) else None
         ends = following is None or segment_of.get(following) != segment
-        ends = ends or (not in_segment and following in whole.beside)
         ends_made, ends_gradients = segment_ends_bytes(index, cost, problem) if in_segment and ends else (0.0, 0.0)
         needed = working_bytes(index, cost, problem, alone=False) + gathered + waiting
         needed += (inside if in_segment else kept).total
         weights_behind -= for_weights[index]
-        highest, split = max(highest, needed - ends_gradients), max(split, needed + weights_behind)
+        highest = max(highest, needed + whole.beside[index] - ends_gradients)
+        split = max(split, needed + whole.gathers[index] + weights_behind)
         waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
         if ends:
-            highest += stretch_bytes + ends_made + ends_gradients
+            highest += ends_made + ends_gradients
             entered = kept.total if in_segment else 0.0
             most, most_first = max(most, highest + entered), max(most_first, highest + entered + behind)
-            most_split = max(most_split, split + stretch_bytes + entered)
+            most_split = max(most_split, split + entered)
             if segment == 0:
                 lowest = max(lowest, highest)
             again += inside.total
-            inside, highest, split, stretch_bytes = _Tally(), 0.0, 0.0, 0.0
+            inside, highest, split = _Tally(), 0.0, 0.0
     at_ends = sum(_ends(view, kept.sizes))
     return Walked(
         kept.total + at_ends, again, most + at_ends, most_first + at_ends, most_split + at_ends, lowest

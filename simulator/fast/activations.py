@@ -9,72 +9,41 @@ from simulator.fast.arrays import DONE, NEVER, ZB_H1, Floats, Ints, PlanColumns,
 from simulator.fast.changes import differ, peak_between
 from simulator.fast.kept_tensor import kept_bytes, table_at
 from simulator.fast.memory import (
-    ABOVE_BYTES,
     AGAIN,
     AGAIN_PEAK,
     AGAIN_SPLIT_PEAK,
+    AGAIN_WAIT_PEAK,
     ANEW,
     ANEW_BYTES,
-    BARE_BYTES,
-    BELOW_BYTES,
     END_GRADIENTS,
     ENDS,
-    FIRST_BYTES,
     FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
+    GATHERED_BYTES,
     INPUT_PASS_BYTES,
     KEPT,
     KEPT_BYTES,
     KEPT_PEAK,
     KEPT_SPLIT_PEAK,
+    KEPT_WAIT_PEAK,
     LAST_BYTES,
     OWN,
     PRODUCT,
     SHARD,
     STATES,
+    TIED_SCATTERED,
     TO_MULTIPLY,
     UNSHARDED,
     WEIGHT_PASS_BYTES,
     WEIGHTED,
     WHOLE,
+    WHOLE_BYTES,
     WORKING_BYTES,
     MemoryTables,
     Savings,
     longest,
 )
-
-
-@inlined
-def _borders(
-    shape: Structure,
-    tables: MemoryTables,
-    plans: PlanColumns,
-    run_tables: Ints,
-    begin: int,
-    end: int,
-    first: int,
-    waits: bool,
-) -> tuple[int, int]:
-    """Return from which operators of a stage on what is whole changes; see ``ABOVE_BYTES`` and ``BARE_BYTES``.
-
-    Args:
-        shape, tables, plans, run_tables, waits: See ``peaks.estimate_peaks``.
-        begin, end: Runs of the stage.
-        first: Its first operator.
-    """
-    stop, run = plans.run_stops[end - 1], end - 1
-    made = -1
-    for index in range(stop - 1, first - 1, -1):
-        while run > begin and plans.run_stops[run - 1] > index:
-            run -= 1
-        sums = tables.sums[run_tables[run]]
-        if sums[index + 1, UNSHARDED] > sums[index, UNSHARDED]:
-            part, in_root = shape.part_of[index], made >= 0
-            made = max(made, index)
-            if shape.gathers_of[shape.unit_of[index]] != 1:
-                above = min(stop, shape.part_stop[part]) if in_root else max(first, shape.part_first[part])
-                return above, made if waits else made + 1
-    return stop, stop
+from simulator.fast.whole_parts import Parts, counts_later, fill_parts
 
 
 @inlined
@@ -88,24 +57,31 @@ def hold_activations(
     run_tables: Ints,
     keeps_gathered: bool,
     keeps_outputs: bool,
+    prefetches: bool,
+    apart: bool,
     waits: bool,
+    waiting: float,
     held: Floats,
     tied_anew: Floats,
 ) -> None:
     """Fill the columns of activations for the stages of the chosen plans whose state is DONE.
 
     Args:
-        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waits:
-            See ``peaks.estimate_peaks``.
+        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, prefetches, apart,
+            waits, waiting: See ``peaks.estimate_peaks``.
         held: float64[S, HELD]. Result; has what ``hold_states`` fills.
         tied_anew: As that fills it.
     """
-    most_pieces = 0
+    most_pieces, num_parts = 0, len(shape.part_first)
+    whole = Parts(
+        np.empty(num_parts), np.empty(num_parts, np.int64), np.empty(num_parts), np.empty(num_parts),
+        np.empty(num_parts), np.empty(num_parts),
+    )  # fmt: skip
     for plan in chosen:
         for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
             runs = plans.run_offsets[stage + 1] - plans.run_offsets[stage]
             segments = plans.segment_offsets[stage + 1] - plans.segment_offsets[stage]
-            most_pieces = max(most_pieces, runs + 2 * segments + 3)
+            most_pieces = max(most_pieces, runs + 2 * segments + num_parts + 3)
     piece_first = np.empty(most_pieces, np.int64)
     piece_run = np.empty(most_pieces, np.int64)
     piece_segment = np.empty(most_pieces, np.int64)  # First operator of the segment; -1 for none.
@@ -113,7 +89,7 @@ def hold_activations(
     # What a segment reads and nobody saves up to there: the stage where that is so, and bytes.
     read_in, read_unsaved = np.full(len(shape.producers), -1), np.empty(len(shape.producers))
     # Where neighbours have another strategy: from which operators on a piece's table has how much too little.
-    most_changes = 3 * len(savings.operators) + 2 * len(shape.producers) + 1
+    most_changes = 3 * len(savings.operators) + 2 * len(shape.producers) + 2 * len(shape.tied) + 1
     changes_at, changes = np.empty(most_changes, np.int64), np.empty(most_changes)
     saved_bytes, made_bytes, replicas, maxima = tables.saved_bytes, tables.made_bytes, tables.replicas, tables.maxima
     in_shards = tables.in_shards
@@ -141,10 +117,27 @@ def hold_activations(
             splits, weights_behind, most_split, highest_split = schedule == ZB_H1, weighted + to_multiply, 0.0, 0.0
             num_pieces = 0
             run = begin
-            lowest = tables.working[run_tables[begin], first] + held[stage, FIRST_BYTES]
-            above = bare = stop
-            if held[stage, BELOW_BYTES] > 0.0:
-                above, bare = _borders(shape, tables, plans, run_tables, begin, end, first, waits)
+            # What ZeRO has whole, by part; of the part at hand, gradients that are made behind the piece at hand.
+            has_whole, in_root, end_bytes, gradients = held[stage, WHOLE_BYTES] > 0.0, 0.0, 0.0, 0.0
+            parted, gathers, behind_part = False, 0.0, 0.0
+            if has_whole:
+                in_root, end_bytes, gradients = fill_parts(
+                    shape, tables, plans, run_tables, begin, first, stop, plans.reshards[plan] != 0, sharded,
+                    prefetches, apart, waits, waiting, whole,
+                )  # fmt: skip
+                parted = sharded and waits
+            table, part = run_tables[begin], shape.part_of[first]
+            lowest = tables.working[table, first]
+            if has_whole:
+                lowest += whole.beside[part]
+            if parted:
+                own_bytes = all_sums[table, first + 1, UNSHARDED] - all_sums[table, first, UNSHARDED]
+                for place in range(len(shape.tied)):
+                    if shape.tied[place] == first and counts_later(
+                        shape, tables, plans, run_tables, begin, stop, place
+                    ):
+                        own_bytes -= tables.tied_bytes[table, place, TIED_SCATTERED]
+                lowest += waiting * (whole.scattered[part] - own_bytes)
             segment, last_segment = plans.segment_offsets[stage], plans.segment_offsets[stage + 1]
             start = first
             while start < stop:
@@ -158,11 +151,13 @@ def hold_activations(
                         ends = min(ends, plans.segment_stops[segment])
                     else:
                         ends = min(ends, plans.segment_firsts[segment])
-                begun = segment_first if segment_first >= 0 else start
-                border = above if start < above else bare if start < bare else stop
-                if segment_first < 0:
-                    ends = min(ends, border)
-                table = run_tables[run]
+                table, part = run_tables[run], shape.part_of[start]
+                begins_part = has_whole and (start == first or start == shape.part_first[part])
+                beside = 0.0
+                if has_whole:
+                    ends = min(ends, shape.part_stop[part])
+                    beside, gathers = whole.beside[part], whole.gathers[part]
+                    behind_part = whole.scattered[part] if begins_part else behind_part
                 piece_first[num_pieces] = start
                 piece_run[num_pieces] = run
                 piece_segment[num_pieces] = segment_first
@@ -242,14 +237,18 @@ def hold_activations(
                         num_changes = differ(changes_at, changes, num_changes, index + 1, -gathered)
                         saving += 1
                 # Gradients that wait for operators before these.
+                begun_bytes = 0.0
                 for place in range(shape.crossing_offsets[start], shape.crossing_offsets[start + 1]):
                     tensor = shape.crossing[place]
                     maker, reading = shape.producers[tensor], shape.reader_offsets[tensor]
                     until = shape.readers[shape.reader_offsets[tensor + 1] - 1]
-                    if until == start or (maker >= first and (run == begin or run_stops[run - 1] <= maker)):
+                    alike = maker >= first and (run == begin or run_stops[run - 1] <= maker)
+                    if not begins_part and (alike or until == start):
                         continue
                     more = 0.0
-                    if maker >= first:
+                    if alike:
+                        more = made_bytes[table, tensor]
+                    elif maker >= first:
                         more = made_bytes[table_at(plans, run_tables, begin, run, maker), tensor]
                     else:
                         while shape.readers[reading] < first:
@@ -258,9 +257,11 @@ def hold_activations(
                             read_by = table_at(plans, run_tables, begin, end - 1, shape.readers[reading])
                             parts = tables.num_parts[read_by, reading] if crosses_in_shards[tensor] else 1
                             more = tables.read_bytes[read_by, reading] / parts
+                    begun_bytes += more
                     more -= made_bytes[table, tensor]
-                    num_changes = differ(changes_at, changes, num_changes, start, more)
-                    num_changes = differ(changes_at, changes, num_changes, until, -more)
+                    if until > start:
+                        num_changes = differ(changes_at, changes, num_changes, start, more)
+                        num_changes = differ(changes_at, changes, num_changes, until, -more)
                 following = plans.segment_firsts[segment] if segment < last_segment else stop
                 if in_segment:
                     following = plans.segment_stops[segment]
@@ -271,17 +272,32 @@ def hold_activations(
                         maxima, table, AGAIN_SPLIT_PEAK if in_segment else KEPT_SPLIT_PEAK, start, ends, changes_at,
                         changes, num_changes,
                     )  # fmt: skip
-                    highest_split = max(highest_split, before + peak + weights_behind)
+                    highest_split = max(highest_split, before + peak + weights_behind + gathers)
                     weights_behind -= all_sums[table, ends, WEIGHTED] + all_sums[table, ends, TO_MULTIPLY]
                 end_gradients = 0.0
                 if in_segment and ends == following:
                     end_gradients = all_sums[table, ends, END_GRADIENTS] - all_sums[table, ends - 1, END_GRADIENTS]
                     num_changes = differ(changes_at, changes, num_changes, ends - 1, -end_gradients)
-                peak = peak_between(
-                    maxima, table, AGAIN_PEAK if in_segment else KEPT_PEAK, start, ends, changes_at, changes,
-                    num_changes,
-                )  # fmt: skip
-                highest = max(highest, before + peak)
+                if begins_part and whole.joining[part] > 0.0:
+                    highest = max(highest, (inside if in_segment else kept) + begun_bytes + whole.joining[part])
+                peak_kind = AGAIN_PEAK if in_segment else KEPT_PEAK
+                if parted:
+                    # The table has those of its own part; a weight that counts where a later operator has it does not.
+                    peak_kind = AGAIN_WAIT_PEAK if in_segment else KEPT_WAIT_PEAK
+                    behind_part -= all_sums[table, ends, UNSHARDED] - all_sums[table, start, UNSHARDED]
+                    for place in range(len(shape.tied)):
+                        index = shape.tied[place]
+                        if start <= index < ends and counts_later(
+                            shape, tables, plans, run_tables, begin, stop, place
+                        ):
+                            num_bytes = tables.tied_bytes[table, place, TIED_SCATTERED]
+                            behind_part += num_bytes
+                            num_changes = differ(changes_at, changes, num_changes, start, -waiting * num_bytes)
+                            num_changes = differ(changes_at, changes, num_changes, index, waiting * num_bytes)
+                    own_bytes = all_sums[table, shape.part_stop[part], UNSHARDED] - all_sums[table, ends, UNSHARDED]
+                    beside += waiting * (behind_part - own_bytes)
+                peak = peak_between(maxima, table, peak_kind, start, ends, changes_at, changes, num_changes)
+                highest = max(highest, before + peak + beside)
                 kept += entered
                 if in_segment:
                     inside += own
@@ -310,12 +326,10 @@ def hold_activations(
                             read_in[tensor] = stage
                             read_unsaved[tensor] = min(made_bytes[made_by, tensor], tables.read_bytes[read_by, reading])
                             kept += read_unsaved[tensor]
-                if ends in (stop, following) or (ends == border and not in_segment):
-                    beside = BELOW_BYTES if begun < above else ABOVE_BYTES if begun < bare else BARE_BYTES
+                if ends in (stop, following):
                     held_ends = all_sums[table, ends, ENDS] - all_sums[table, ends - 1, ENDS] if in_segment else 0.0
-                    highest += held[stage, beside] + held_ends + end_gradients
+                    highest += held_ends + end_gradients
                     taken = highest + kept if in_segment else highest
-                    highest_split += held[stage, beside]
                     most_split = max(most_split, highest_split + kept if in_segment else highest_split)
                     most = max(most, taken)
                     if makes_anew:
@@ -370,8 +384,8 @@ def hold_activations(
             row = held[stage]
             row[KEPT_BYTES], row[WORKING_BYTES] = kept, most - kept
             row[FIRST_WORKING_BYTES] = most_first + ends_bytes - kept if makes_anew else most - kept
-            row[LAST_BYTES] = max(row[LAST_BYTES], lowest)
+            row[LAST_BYTES], row[GATHERED_BYTES] = max(end_bytes, lowest), in_root
             row[FOR_WEIGHTS_BYTES] = min(weighted, kept + again) + to_multiply
             row[INPUT_PASS_BYTES] = most_split - kept
-            row[WEIGHT_PASS_BYTES] = product + max(row[BELOW_BYTES], row[ABOVE_BYTES], row[BARE_BYTES])
+            row[WEIGHT_PASS_BYTES] = product + gradients
             first = stop

@@ -18,17 +18,16 @@ MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
 OWN, SHARD, WHOLE = range(3)
-KEPT_PEAK, AGAIN_PEAK, KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK, PRODUCT, LARGEST, BUFFER, BUCKET = range(8)
-MAXIMA = 8
+KEPT_PEAK, AGAIN_PEAK, KEPT_WAIT_PEAK, AGAIN_WAIT_PEAK, KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK = range(6)
+PRODUCT, LARGEST, BUFFER, BUCKET = range(6, 10)
+MAXIMA = 10
 
-# Columns of what a stage holds; see ``HeldBytes``. The first five are of activations. Before a backward pass has made a
-# whole gradient that ZeRO scatters, BARE_BYTES of what it has whole count, in the first unit with one, or what of the
-# root is above it, ABOVE_BYTES, and in those below BELOW_BYTES; FIRST_BYTES do in the stage's first operator.
-KEPT_BYTES, WORKING_BYTES, FOR_WEIGHTS_BYTES, INPUT_PASS_BYTES, LAST_BYTES = range(5)
-BELOW_BYTES, ABOVE_BYTES, BARE_BYTES = range(5, 8)
-FIRST_BYTES, GATHERED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(8, 14)
-BUFFER_BYTES, BUCKET_BYTES, FIRST_WORKING_BYTES, WEIGHT_PASS_BYTES = range(14, 18)
-HELD = 18
+# Columns of what a stage holds; see ``HeldBytes``. The first six are of activations; WHOLE_BYTES is what ZeRO has whole
+# some time, all added up.
+KEPT_BYTES, WORKING_BYTES, FIRST_WORKING_BYTES, FOR_WEIGHTS_BYTES, INPUT_PASS_BYTES, WEIGHT_PASS_BYTES = range(6)
+LAST_BYTES, GATHERED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(6, 12)
+BUFFER_BYTES, BUCKET_BYTES, WHOLE_BYTES = range(12, 15)
+HELD = 15
 
 
 class Savings(NamedTuple):
@@ -67,10 +66,11 @@ class MemoryTables(NamedTuple):
         num_parts: int64[tables, readings]. In how many of them it arrives where this reading is a stage's first.
         replicas: int64[tables]. Product of the batch axes.
         working: float64[tables, N]. What operators work in.
-        maxima: float64[tables, MAXIMA, levels, N]. Range maxima of what the sums of kept bytes have up to an operator
-            and what it needs besides, the same in recomputed segments, both less what weight gradients up to there
-            need, of what weight gradients are made in, of tensors that are refreshed, of buffers that are never given
-            back, and of those that a backward pass fills with gradients: row k covers 2^k operators.
+        maxima: float64[tables, MAXIMA, levels, N]. Range maxima: of what the sums of kept bytes have up to an operator
+            and what it needs besides, and the same in recomputed segments; both with gradients that wait of operators
+            behind in the same part; both less what weight gradients up to there need; of what those are made in, of
+            tensors that are refreshed, of buffers that are never given back, and of those that a backward pass fills
+            with gradients. Row k covers 2^k operators.
         tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, and what ZeRO gathers and scatters.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_forms import interleaved_memory, unscattered, zero_bubble_memory
+from simulator.closed_forms import interleaved_memory, zero_bubble_memory
 from simulator.closed_forms.interleaved_memory import FLIGHT, interleaved_peak_bytes
 from simulator.closed_forms.zero_bubble_memory import zero_bubble_peak_bytes
 from simulator.compiled_cache import compiled, compiled_with
-from simulator.fast import activations, arrays, changes, kept_tensor, memory, states
+from simulator.fast import activations, arrays, changes, kept_tensor, memory, states, whole_parts
 from simulator.fast.activations import hold_activations
 from simulator.fast.arrays import DONE, GPIPE, INTERLEAVED, ZB_H1, Floats, Ints, PlanColumns, Structure
 from simulator.fast.memory import (
@@ -38,7 +38,7 @@ _zero_bubble_peak_bytes = compiled(zero_bubble_peak_bytes)
 
 
 @compiled_with(
-    activations, arrays, changes, kept_tensor, memory, states, interleaved_memory, unscattered, zero_bubble_memory
+    activations, arrays, changes, kept_tensor, memory, states, whole_parts, interleaved_memory, zero_bubble_memory
 )  # fmt: skip
 def estimate_peaks(
     shape: Structure,
@@ -72,10 +72,10 @@ def estimate_peaks(
     """
     held = np.empty((len(plans.placements), HELD))
     tied_anew = np.empty((len(plans.placements), len(shape.tied)))
-    hold_states(shape, tables, plans, chosen, states, run_tables, prefetches, apart, waits, waiting, held, tied_anew)
+    hold_states(shape, tables, plans, chosen, states, run_tables, held, tied_anew)
     hold_activations(
-        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, waits, held,
-        tied_anew,
+        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, prefetches, apart,
+        waits, waiting, held, tied_anew,
     )  # fmt: skip
     most_stages = 0
     for plan in chosen:

@@ -49,6 +49,7 @@ from simulator.fast.memory import (
     AGAIN,
     AGAIN_PEAK,
     AGAIN_SPLIT_PEAK,
+    AGAIN_WAIT_PEAK,
     BUCKET,
     BUFFER,
     END_GRADIENTS,
@@ -57,6 +58,7 @@ from simulator.fast.memory import (
     KEPT,
     KEPT_PEAK,
     KEPT_SPLIT_PEAK,
+    KEPT_WAIT_PEAK,
     LARGEST,
     MAXIMA,
     MEMORY_COLUMNS,
@@ -244,6 +246,9 @@ class TableBuilder:
         np.cumsum(memory_sums, axis=0, out=memory_sums)
         needed = self._needed(holdings, made_bytes, read_bytes) + gathered
         maxima[[KEPT_PEAK, AGAIN_PEAK]] = memory_sums[1:, [KEPT, AGAIN]].T + needed
+        waiting_sums = memory_sums[:, UNSHARDED] * (self.problem.runtime.waiting_gradient_share or 0.0)
+        waiting = waiting_sums[self.structure.part_stop[self.structure.part_of]] - waiting_sums[1:]
+        maxima[[KEPT_WAIT_PEAK, AGAIN_WAIT_PEAK]] = maxima[[KEPT_PEAK, AGAIN_PEAK]] + waiting
         for_weights = memory_sums[1:, [WEIGHTED, TO_MULTIPLY]].sum(axis=1)
         maxima[[KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK]] = maxima[[KEPT_PEAK, AGAIN_PEAK]] - for_weights
         np.cumsum(sums, axis=0, out=sums)

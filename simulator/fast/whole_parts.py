@@ -1,0 +1,147 @@
+"""Compiled: what ZeRO has whole of a stage for a while, by what is whole at once; see ``whole_for_a_while``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from simulator.compiled_cache import inlined
+from simulator.fast.arrays import Floats, Ints, PlanColumns, Structure
+from simulator.fast.memory import GATHERED, TIED_GATHERED, TIED_SCATTERED, UNSHARDED, MemoryTables
+
+
+class Parts(NamedTuple):
+    """Room for what is whole at once, by ``Structure.part_of``: bytes, of the stage that was looked at last.
+
+    Attributes:
+        gathered: Parameters of a part, but for those of the root.
+        before: The next part below that has any; -1 for none.
+        scattered: Gradients of a part.
+        gathers: Parameters that are gathered while its operators work.
+        beside: These, and gradients, but for its own that wait.
+        joining: The same when its gradients are joined; 0 where they are not.
+    """
+
+    gathered: Floats
+    before: Ints
+    scattered: Floats
+    gathers: Floats
+    beside: Floats
+    joining: Floats
+
+
+@inlined
+def counts_later(
+    shape: Structure, tables: MemoryTables, plans: PlanColumns, run_tables: Ints, begin: int, stop: int, place: int
+) -> bool:
+    """Return whether a tied parameter of the root counts where a later operator of the root has it.
+
+    Args:
+        shape, tables, plans, run_tables: See ``peaks.estimate_peaks``.
+        begin, stop: First run of the stage, and its end.
+        place: Among ``Structure.tied``; in the stage.
+    """
+    if shape.gathers_of[shape.unit_of[shape.tied[place]]] != 1:
+        return False
+    run = begin
+    while plans.run_stops[run] <= shape.tied[place]:
+        run += 1
+    layout = tables.tied_layouts[run_tables[run], place]
+    for other in range(place + 1, len(shape.tied)):
+        index = shape.tied[other]
+        if index >= stop:
+            break
+        while plans.run_stops[run] <= index:
+            run += 1
+        in_root = shape.gathers_of[shape.unit_of[index]] == 1
+        if in_root and tables.tied_layouts[run_tables[run], other] == layout:
+            return True
+    return False
+
+
+@inlined
+def fill_parts(
+    shape: Structure,
+    tables: MemoryTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    begin: int,
+    first: int,
+    stop: int,
+    reshards: bool,
+    sharded: bool,
+    prefetches: bool,
+    apart: bool,
+    waits: bool,
+    waiting: float,
+    parts: Parts,
+) -> tuple[float, float, float]:
+    """Fill ``parts`` for a stage; return what of the root is gathered, what is there at the end, and gradients alone.
+
+    Args:
+        shape, tables, plans, run_tables, prefetches, apart, waits, waiting: See ``peaks.estimate_peaks``.
+        begin, first, stop: First run of the stage, and its operators.
+        reshards, sharded: Parameters are given back, gradients scattered in each pass.
+        parts: Result.
+    """
+    low, high = shape.part_of[first], shape.part_of[stop - 1]
+    run, before, in_root = begin, -1, 0.0
+    for part in range(low, high + 1):
+        place, ends = max(first, shape.part_first[part]), min(stop, shape.part_stop[part])
+        of_root = shape.gathers_of[shape.unit_of[place]] == 1
+        gathered, scattered = 0.0, 0.0
+        while place < ends:
+            while plans.run_stops[run] <= place:
+                run += 1
+            upto = min(ends, plans.run_stops[run])
+            sums = tables.sums[run_tables[run]]
+            gathered += sums[upto, GATHERED] - sums[place, GATHERED]
+            scattered += sums[upto, UNSHARDED] - sums[place, UNSHARDED]
+            place = upto
+        gathered = gathered if reshards else 0.0
+        parts.scattered[part] = scattered if sharded else 0.0
+        parts.gathered[part], parts.before[part] = 0.0 if of_root else gathered, before
+        if of_root:
+            in_root += gathered
+        elif gathered > 0.0:
+            before = part
+    for place in range(len(shape.tied)):
+        index = shape.tied[place]
+        if first <= index < stop and counts_later(shape, tables, plans, run_tables, begin, stop, place):
+            run = begin
+            while plans.run_stops[run] <= index:
+                run += 1
+            if reshards:
+                in_root -= tables.tied_bytes[run_tables[run], place, TIED_GATHERED]
+            if sharded:
+                parts.scattered[shape.part_of[index]] -= tables.tied_bytes[run_tables[run], place, TIED_SCATTERED]
+    ahead = 1.0 if prefetches else 0.0
+    root_above, travelling, last_but_one, most = 0.0, 0.0, 0.0, 0.0
+    is_open = False
+    for back in range(high + 1 - low):
+        part = high - back
+        of_root = shape.gathers_of[shape.unit_of[shape.part_first[part]]] == 1
+        is_open = is_open or parts.gathered[part] > 0.0
+        prefetched = ahead * parts.gathered[parts.before[part]] if is_open and parts.before[part] >= 0 else 0.0
+        gathers, scattered = parts.gathered[part] + prefetched, parts.scattered[part]
+        is_scattered = not of_root and scattered > 0.0
+        joined, own = 0.0, root_above * waiting
+        if waits:
+            own += travelling if apart else 0.0
+            if is_scattered:
+                joined = root_above * waiting + scattered * (1.0 + waiting)
+            most = max(most, max(joined, own + scattered * waiting))
+        else:
+            own += scattered + travelling + (0.0 if is_scattered else last_but_one)
+            most = max(most, own)
+        parts.gathers[part], parts.beside[part] = gathers, gathers + own
+        parts.joining[part] = joined + (prefetched if apart else gathers) if joined > 0.0 else 0.0
+        if is_scattered:
+            travelling, last_but_one = scattered, travelling
+        elif of_root:
+            root_above += scattered
+    end = parts.beside[low]
+    if waits:
+        at_last = root_above * (1.0 + waiting)
+        end = max(parts.joining[low], at_last + (-in_root if apart else parts.gathers[low]))
+        most = max(most, at_last)
+    return in_root, end, most
