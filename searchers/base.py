@@ -138,8 +138,10 @@ def estimated(plan: Plan, problem: Problem) -> Score:
         found = _estimator(problem).estimate(plan)  # the same, quicker
     except ValueError:  # what has no array form, or was measured as the fast estimate does not know it
         found = estimate(plan, problem, cost_tables(problem))
-    excess = [peak - capacity for peak, capacity in zip(found.peak_bytes, found.capacity_bytes, strict=True)]
-    worst = excess.index(max(excess))
+    pairs = list(zip(found.peak_bytes, found.capacity_bytes, strict=True))
+    # Of plans that fit the fullest device, of others the one that lacks most.
+    fullness = [peak / capacity if found.fits else peak - capacity for peak, capacity in pairs]
+    worst = fullness.index(max(fullness))
     return Score(
         objective=found.iteration_time_s,
         fits=found.fits,

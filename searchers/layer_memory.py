@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from simulator.closed_forms.operator_needs import segment_ends_bytes, working_bytes
+from simulator.closed_forms.operator_needs import never_given_back_bytes, segment_ends_bytes, working_bytes
 from simulator.costs import CostTables
 from simulator.operator_cost import OperatorCost
 from simulator.saved import is_private, saved_tensors
@@ -27,6 +27,9 @@ class LayerMemory(NamedTuple):
         again_peak_bytes, again_waiting_peak_bytes: Both where the core is computed again.
         output_bytes: What leaves the layer.
         unkept_output_bytes: All that later layers read and nothing here keeps.
+        far_input_bytes: What it reads of layers before the one before it (an encoder's output). The first layer that
+            reads it keeps it for all; a stage that begins behind that one holds it, too.
+        buffer_bytes: What operators take once and never give back, as all of a device share.
     """
 
     saved_bytes: float
@@ -40,6 +43,8 @@ class LayerMemory(NamedTuple):
     again_waiting_peak_bytes: float
     output_bytes: float
     unkept_output_bytes: float
+    far_input_bytes: float
+    buffer_bytes: float
 
     @property
     def checkpointed_bytes(self) -> float:
@@ -92,7 +97,18 @@ class LayerWalk:
             **self._peaks(core_input),
             output_bytes=outputs[-1][0] if outputs else 0.0,
             unkept_output_bytes=sum(self._unkept_outputs()),
+            far_input_bytes=sum(size for name, size in self._received().items() if self._comes_from(name) == "far"),
+            buffer_bytes=max(never_given_back_bytes(cost, self.costs.problem) for cost in self.cost.values()),
         )
+
+    def _received(self) -> dict[str, float]:
+        """Return what other layers make and this one reads, as it reads it first."""
+        found: dict[str, float] = {}
+        for index in self.operators:
+            for name, size in zip(self.workload.operators[index].inputs, self.cost[index].input_bytes, strict=True):
+                if self.workload.producer.get(name, self.start) < self.start:
+                    found.setdefault(name, size)
+        return found
 
     def _unkept_outputs(self) -> Iterator[float]:
         for index in self.operators:
@@ -160,12 +176,7 @@ class LayerWalk:
 
     def _needed(self) -> dict[int, float]:
         """Return by operator what it works in, and gradients that wait for others."""
-        waiting: dict[str, float] = {}
-        for index in self.operators:
-            for name, size in zip(self.workload.operators[index].inputs, self.cost[index].input_bytes, strict=True):
-                if self.workload.producer.get(name, self.start) < self.start:
-                    waiting.setdefault(name, size)
-        found = {}
+        waiting, found = self._received(), {}
         for index in self.operators:
             op, cost = self.workload.operators[index], self.cost[index]
             for name in op.inputs:

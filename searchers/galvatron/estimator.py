@@ -39,6 +39,8 @@ class LayerCost:
         optimizer_bytes: What the optimizer step works in, when nothing is kept for backward any more.
         output_bytes: What one rank hands to the next layer.
         sent_bytes: Of that, what a stage that ends here holds besides, per microbatch in flight.
+        received_bytes: What one that begins here does.
+        buffer_bytes: What is never given back, as all layers of a stage share.
     """
 
     step_s: float
@@ -50,6 +52,8 @@ class LayerCost:
     optimizer_bytes: float
     output_bytes: float
     sent_bytes: float
+    received_bytes: float
+    buffer_bytes: float
 
 
 class Estimator:
@@ -207,6 +211,8 @@ class Estimator:
             optimizer_bytes=elements * runtime.optimizer_workspace_bytes / shards,
             output_bytes=memory.output_bytes,
             sent_bytes=memory.unkept_output_bytes if runtime.keeps_stage_outputs else 0.0,
+            received_bytes=memory.far_input_bytes,
+            buffer_bytes=memory.buffer_bytes,
         )
         return replace(cost, **self.released.layer(kind, strategy, samples)._asdict()) if self.released else cost
 
@@ -371,7 +377,7 @@ def pipeline_s(
     return (num_microbatches - 1) * max(step_s) + sum(step_s) + synced_s
 
 
-def peak_bytes(costs: Sequence[LayerCost], held: float, sent_bytes: float = 0.0) -> float:
+def peak_bytes(costs: Sequence[LayerCost], held: float, *, sends: bool = False) -> float:
     """Return Eq. 2 of a stage: the largest of what is kept up to a layer plus its backward need, and all states.
 
     The optimizer step, which comes when nothing is kept any more, can need more.
@@ -379,7 +385,7 @@ def peak_bytes(costs: Sequence[LayerCost], held: float, sent_bytes: float = 0.0)
     Args:
         costs: Layers of the stage in order.
         held: Microbatches in flight; the others of them keep every layer's forward memory.
-        sent_bytes: What is held of the stage's output for each of them.
+        sends: Another stage follows.
     """
     whole = sum(cost.forward_bytes for cost in costs)
     running = peak = 0.0
@@ -387,7 +393,9 @@ def peak_bytes(costs: Sequence[LayerCost], held: float, sent_bytes: float = 0.0)
         running += cost.forward_bytes
         peak = max(peak, running + cost.backward_bytes)
     step = sum(cost.optimizer_bytes for cost in costs)
-    return max((held - 1) * whole + peak + held * sent_bytes, step) + sum(cost.state_bytes for cost in costs)
+    ends = costs[0].received_bytes + (costs[-1].sent_bytes if sends else 0.0)
+    lasting = sum(cost.state_bytes for cost in costs) + max(cost.buffer_bytes for cost in costs)
+    return max((held - 1) * whole + peak + held * ends, step) + lasting
 
 
 def released_bytes(costs: Sequence[LayerCost], held: float) -> float:

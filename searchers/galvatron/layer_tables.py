@@ -43,7 +43,7 @@ class LayerTables:
         cut: Cut,
         ties: Sequence[frozenset[str]],
         *,
-        sends: bool = False,
+        sends: bool,
         steps: bool = False,
         once: bool = False,
     ) -> LayerTable:
@@ -83,6 +83,8 @@ class LayerTables:
                     least = found.optimizer_bytes if steps else 0.0
                     each = max(held * found.forward_bytes, least) + found.state_bytes
                     kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
+                    if number == 0 and not released:
+                        kept[number, place] += held * found.received_bytes
                     if sends and number == len(groups) - 1 and not released:
                         kept[number, place] += held * found.sent_bytes
                     backward[number, place] = found.backward_bytes * (held if released else 1)

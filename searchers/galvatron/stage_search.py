@@ -292,7 +292,7 @@ class DegreeSearch:
         step_s = self._step_s(costs, chosen)
         last_step_s = step_s if cut.last is None else self._step_s(last, chosen)
         if self.estimator.released is None:
-            peak = peak_bytes(costs, held, costs[-1].sent_bytes if sends else 0.0)
+            peak = peak_bytes(costs, held, sends=sends)
         else:
             peak = released_bytes(costs, held) + outside
         sync_s, stretch_s = sum(cost.sync_s for cost in last), sum(cost.stretch_s for cost in last)
@@ -346,7 +346,8 @@ class DegreeSearch:
         if key not in self._found:
             self.num_searches += 1
             groups = self._groups(layers)
-            left = self.budget_bytes - outside
+            shared = 0.0 if self.estimator.released else self.estimator.problem.matmul_workspace_bytes
+            left = self.budget_bytes - outside - shared
             found = self._found_for(groups, held, cut, left, sends=sends, steps=steps, once=once)
             if found is not None:
                 found = np.repeat(found, [len(group) for group in groups])

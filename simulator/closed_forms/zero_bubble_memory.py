@@ -40,7 +40,9 @@ def zero_bubble_peak_bytes(
     depth = min(num_stages - stage, num_microbatches)
     # As many as no weight pass comes before wait at most; those that are left at the end make gradients one by one.
     waiting = min(stage, num_microbatches - 1)
-    highest = max((waiting + 1) * for_weights + weight_pass, anew + waiting * for_weights + max(weight_pass, last))
+    highest = max((waiting + 1) * for_weights + weight_pass, anew + waiting * for_weights + last)
+    if num_microbatches > 1:
+        highest = max(highest, anew + waiting * for_weights + weight_pass)
     for microbatch in (0, stage, num_microbatches - depth, stage + 1, num_microbatches - 1):
         if 0 <= microbatch < num_microbatches:
             held = (min(num_microbatches, depth + microbatch) - microbatch) * kept

@@ -8,11 +8,14 @@ import pytest
 
 from searchers.galvatron.estimator import Estimator
 from searchers.galvatron.layer_profiles import LayerProfiles
+from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.planner import Planner
+from searchers.galvatron.plans import to_plan
 from searchers.galvatron.searcher import assess
 from searchers.galvatron.strategies import DATA, TENSOR, Level, Strategy
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.problem import Problem, ProblemSpec
 from simulator.result import SimulationResult
@@ -258,3 +261,41 @@ def test_checkpointing_holds_the_end_of_a_layer_and_its_gradient() -> None:
     more, less = (assess(plan, each) for each in (problem, let_go))
     assert more is not None and less is not None
     assert more.peak_bytes - less.peak_bytes == pytest.approx(2 * end_bytes, abs=2**20)  # (Peaks in steps of 1 MiB.)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("runtime", "schedule"),
+    [
+        ("galvatron-v1", "1f1b"),
+        ("galvatron-v1", "gpipe"),
+        ("hetu-galvatron", "1f1b"),  # (Gradients that its first microbatch makes anew are states by Eq. 2.)
+        ("megatron-lm-2021", "gpipe"),
+        ("megatron-lm-2023", "1f1b"),
+    ],
+)
+@pytest.mark.parametrize("model", ["bert-large", "gpt3-350m", "t5-770m"])
+def test_peaks_are_those_of_the_closed_form(model: str, runtime: str, recompute: str, schedule: str) -> None:
+    """What stages send, workspaces that are never given back and a recomputed layer's ends included."""
+    problem = problem_of(model, ("a100-80g-dgx:1x4", runtime), 16)
+    plan = uniform_plan(problem, pp=2, dp=2, microbatch=2, recompute=recompute, schedule=schedule)
+    found = assess(plan, problem)
+    assert found is not None
+    expected = estimate(plan, problem).peak_bytes
+    assert [stage.peak_bytes for stage in found.stages] == pytest.approx(expected, rel=0.004)
+
+
+@pytest.mark.parametrize("runtime", ["galvatron-v1", "megatron-lm-2021"])
+def test_a_stage_of_later_decoder_layers_holds_the_encoders_output(runtime: str) -> None:
+    """For each microbatch in flight, though the first decoder layer, which keeps it, is in another stage."""
+    problem = problem_of("t5-770m", ("a100-80g-dgx:1x4", runtime), 16)
+    short = build_workload("t5-770m", attention=problem.runtime.attention, overrides={"layers": 2})
+    problem = replace(problem, workload=short)
+    planner = Planner(problem, Options())
+    search = planner.degree_search(2)
+    assert search is not None
+    layers, strategy = planner.profiles.layers, Strategy((Level(DATA, 2),))
+    found = search.assess([layers[:3], layers[3:]], [[strategy] * 3, [strategy]], 16, Cut(4, 4, None))
+    assert found is not None
+    expected = estimate(to_plan(found, problem), problem).peak_bytes
+    assert [stage.peak_bytes for stage in found.stages] == pytest.approx(expected, rel=0.004)
