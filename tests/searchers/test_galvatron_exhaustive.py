@@ -73,7 +73,8 @@ def test_the_search_takes_the_time_of_a_stage_as_the_plan_has_it() -> None:
     planner = small_planner("swin", "galvatron")
     search = planner.searches[1]
     (cut,) = search.rule_cuts(4)
-    table = search.tables.table([(layer,) for layer in search.layers], 1, cut, [frozenset()] * len(search.layers))
+    groups = [(layer,) for layer in search.layers]
+    table = search.tables.table(groups, 1, cut, [frozenset()] * len(search.layers), sends=False)
     usable = itertools.product(*(np.flatnonzero(np.isfinite(row)) for row in table.cost_s))
     for numbers in usable:
         plan = search.assess([search.layers], [[search.strategies[each] for each in numbers]], 4, cut)

@@ -20,8 +20,8 @@ EQUAL = 0.0003
 """What the estimate may differ from the simulated peak of a stage, as a share: sizes in blocks of 512 bytes."""
 NEAR = 0.01
 """The same where the layouts of neighbours differ, and where weight gradients come later."""
-ABOVE_ZERO = 0.15
-"""What it may be above it under ZeRO-2 and 3, where what is whole counts by place, and with a single microbatch."""
+ABOVE_ONE = 0.06
+"""What it may be above it with a single microbatch, all of whose gradients count at its end."""
 
 
 @lru_cache
@@ -92,7 +92,7 @@ def test_peaks_under_zero_are_those_of_the_simulator(zero, microbatches, runtime
     for shape in (dict(dp=8), dict(dp=4, tp=2)):
         plan = uniform_plan(found.problem, zero=zero, recompute=recompute, **shape)  # type: ignore[arg-type]
         for error in errors(plan, found):
-            assert -0.001 < error < (EQUAL if zero == 1 and microbatches > 1 else ABOVE_ZERO)
+            assert -0.001 < error < (EQUAL if microbatches > 1 else ABOVE_ONE)
 
 
 @pytest.mark.parametrize(("keeps", "batch_first"), [(False, True), (True, True), (False, False)])

@@ -25,7 +25,7 @@ from simulator.saved import saved_tensors
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import SMALL, small_problem
-from tests.simulator.test_estimate_memory import ABOVE_ZERO, EQUAL, simulated_peaks
+from tests.simulator.test_estimate_memory import ABOVE_ONE, simulated_peaks
 from workloads.registry import build_workload
 
 MODELS = {**SMALL, "swin": ("swin-huge-32", {"depths": (1, 1, 2, 1)})}
@@ -129,8 +129,9 @@ def test_peaks_of_plans_by_operator_are_those_of_the_replay(data, family: str, r
     plan = validate(data.draw(plans(found.problem)), found.problem)
     peaks = estimate(plan, found.problem, found.costs).peak_bytes
     assert found.estimate(plan).peak_bytes == peaks
+    # (Of what a segment makes for others only its last operator's outputs count to the segment's end.)
     for own, replayed in zip(peaks, simulated_peaks(plan, found.problem), strict=True):
-        assert -EQUAL < own / replayed - 1 < ABOVE_ZERO
+        assert -0.01 < own / replayed - 1 < ABOVE_ONE
 
 
 def test_gradients_of_large_last_layers_are_there_while_early_ones_still_keep_theirs() -> None:

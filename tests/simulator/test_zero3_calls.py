@@ -162,9 +162,14 @@ def test_what_is_whole_at_once_fills_a_bucket_of_gradients(family: str) -> None:
     assert len(set(with_parameters)) == len(with_parameters)
     assert list(costs.unit_parts) == sorted(costs.unit_parts)
     (view,) = stage_views(validate(sharded(problem), problem), costs)
-    neighbours = [2 * (first + second) for first, second in pairwise(filter(None, own))]  # fp16
     whole = whole_for_a_while(view)
-    assert (whole.root, whole.beside[0]) == (0, 2 * max(neighbours)), "parameters and gradients"
+    units = [(index, elements) for index, elements in enumerate(own) if elements]
+    sizes = [0, *(2 * elements for _, elements in units), 0]  # fp16
+    expected = {
+        index: sizes[place] + 2 * sizes[place + 1] + sizes[place + 2] for place, (index, _) in enumerate(units)
+    }
+    found = {index: whole.beside[index] for index in expected}
+    assert (whole.root, found) == (0, expected), "parameters of a unit and the next one, gradients of it and the last"
     assert FastEstimator(problem).estimate(sharded(problem)).peak_bytes == pytest.approx(
         estimate(sharded(problem), problem).peak_bytes, rel=1e-11
     )
@@ -183,7 +188,8 @@ def test_a_layer_of_530b_is_never_whole() -> None:
     plan = uniform_plan(problem, dp=640, zero=3, microbatch=4, recompute="full")
     (view,) = stage_views(validate(plan, problem), CostTables(problem))
     h = 20480
-    assert whole_for_a_while(view).beside[0] == 2 * 2 * ((4 * h * h + 4 * h) + (4 * h * h + h))
+    whole, most = whole_for_a_while(view), 2 * ((4 * h * h + 4 * h) + (4 * h * h + h))
+    assert (max(whole.gathers.values()), whole.gradients) == (most, most)
 
 
 def test_merged_tasks_of_a_launch_bound_run_that_waits_end_a_little_earlier() -> None:
