@@ -2,7 +2,7 @@
 
 A device holds model states, what microbatches in flight keep, the most that the backward pass of one of them needs
 besides (``memory_walk``), and what ZeRO has whole. Gradients that the first backward pass makes are not there yet while
-all microbatches are in flight, but for those of the stretches behind, which keep nothing any more.
+all microbatches are in flight, but for those of the parts behind, which keep nothing any more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HeldBytes:
         working_first: The same in the first backward pass, with those of ``anew`` that it has made by then.
         gathered: Parameters of the root that ZeRO-3 has gathered.
         last: What the end of a backward pass needs: gathered units, unscattered gradients, and what the stage's first
-            operator works in, or its first segment takes.
+            operator works in, or its lowest segment takes (wherever that begins).
         for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
         input_pass: As ``working``, where weight gradients come later, and what they need stays until then.
         weight_pass: What is there besides ``for_weights`` while these are made.

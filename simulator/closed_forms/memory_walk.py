@@ -44,8 +44,6 @@ def walk(
 ) -> Walked:
     """Return what the backward pass of a microbatch takes.
 
-    While a stretch works, gradients that operators behind it make anew are there, and what these kept is not.
-
     A segment needs all that its operators read from outside, saved by one of them or not, to its end. What comes from
     another stage is there anyway (``_ends``).
 
@@ -58,17 +56,17 @@ def walk(
     problem, workload = view.costs.problem, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept, inside = _Tally(), _Tally()
-    again = most = most_first = most_split = highest = split = 0.0
-    behind, weights_behind = sum(anew_of.values()), sum(for_weights.values())
+    again = most = most_first = most_split = highest = highest_first = split = 0.0
+    made_by_then, weights_behind = _made_by_then(view, anew_of), sum(for_weights.values())
     first = view.operators[0]
     lowest = working_bytes(first, view.cost(first), problem) + whole.beside[first]
     waiting = sum(_held_bytes(view, name) for name in view.arrivals)
     for place, index in enumerate(view.operators):
-        behind -= anew_of[index]
         op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
         in_segment, gathered = segment is not None, 0.0
         if index in whole.joining:
-            highest = max(highest, (inside if in_segment else kept).total + waiting + whole.joining[index])
+            joining = (inside if in_segment else kept).total + waiting + whole.joining[index]
+            highest, highest_first = max(highest, joining), max(highest_first, joining + made_by_then[index])
         for name, saved in dict(saved_tensors(workload, index, cost)).items():
             producer = workload.producer.get(name)
             made, stays, gathers = _saved(view, index, name, saved, in_segment=in_segment)
@@ -90,23 +88,39 @@ def walk(
         ends_made, ends_gradients = segment_ends_bytes(index, cost, problem) if in_segment and ends else (0.0, 0.0)
         needed = working_bytes(index, cost, problem, alone=False) + gathered + waiting
         needed += (inside if in_segment else kept).total
+        # (What an ending segment made for others and its gradients stay to its end; its last operator has the latter.)
         weights_behind -= for_weights[index]
-        highest = max(highest, needed + whole.beside[index] - ends_gradients)
+        own = needed + whole.beside[index] - ends_gradients
+        highest, highest_first = max(highest, own), max(highest_first, own + made_by_then[index])
         split = max(split, needed + whole.gathers[index] + weights_behind)
         waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
         if ends:
-            highest += ends_made + ends_gradients
+            highest, held = highest + ends_made + ends_gradients, ends_made + ends_gradients
             entered = kept.total if in_segment else 0.0
-            most, most_first = max(most, highest + entered), max(most_first, highest + entered + behind)
+            most, most_first = max(most, highest + entered), max(most_first, highest_first + held + entered)
             most_split = max(most_split, split + entered)
             if segment == 0:
                 lowest = max(lowest, highest)
             again += inside.total
-            inside, highest, split = _Tally(), 0.0, 0.0
+            inside, highest, highest_first, split = _Tally(), 0.0, 0.0, 0.0
     at_ends = sum(_ends(view, kept.sizes))
     return Walked(
         kept.total + at_ends, again, most + at_ends, most_first + at_ends, most_split + at_ends, lowest
     )
+
+
+def _made_by_then(view: StageView, anew_of: Mapping[int, float]) -> dict[int, float]:
+    """Return by operator the gradients that are made anew by then: those of its part (``unit_parts``) and behind it."""
+    parts, made, found = view.costs.unit_parts, 0.0, dict[int, float]()
+    by_part: dict[int, float] = {}
+    for index, num_bytes in anew_of.items():
+        by_part[parts[index]] = by_part.get(parts[index], 0.0) + num_bytes
+    for part in sorted(by_part, reverse=True):
+        made += by_part[part]
+        by_part[part] = made
+    for index in view.operators:
+        found[index] = by_part[parts[index]]
+    return found
 
 
 class _Tally:

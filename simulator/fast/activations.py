@@ -104,7 +104,9 @@ def hold_activations(
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop = plans.run_stops[end - 1]
             kept, inside, again, most, highest = 0.0, 0.0, 0.0, 0.0, 0.0
-            makes_anew, made, most_first = held[stage, ANEW_BYTES] > 0.0, 0.0, 0.0
+            # Gradients that the first backward pass has made by then: of parts from the one at hand on.
+            makes_anew, made_below, made, most_first = held[stage, ANEW_BYTES] > 0.0, 0.0, 0.0, 0.0
+            highest_first = 0.0
             weighted, to_multiply, product = 0.0, 0.0, 0.0
             start = first
             for run in range(begin, end):
@@ -152,7 +154,14 @@ def hold_activations(
                     else:
                         ends = min(ends, plans.segment_firsts[segment])
                 table, part = run_tables[run], shape.part_of[start]
-                begins_part = has_whole and (start == first or start == shape.part_first[part])
+                begins_part = start == first or start == shape.part_first[part]
+                if makes_anew:
+                    ends = min(ends, shape.part_stop[part])
+                    if begins_part:
+                        made_below = made
+                        for place in range(len(shape.tied)):
+                            made_below += tied_anew[stage, place] if shape.tied[place] < start else 0.0
+                begins_part = begins_part and has_whole
                 beside = 0.0
                 if has_whole:
                     ends = min(ends, shape.part_stop[part])
@@ -279,7 +288,9 @@ def hold_activations(
                     end_gradients = all_sums[table, ends, END_GRADIENTS] - all_sums[table, ends - 1, END_GRADIENTS]
                     num_changes = differ(changes_at, changes, num_changes, ends - 1, -end_gradients)
                 if begins_part and whole.joining[part] > 0.0:
-                    highest = max(highest, (inside if in_segment else kept) + begun_bytes + whole.joining[part])
+                    joining = (inside if in_segment else kept) + begun_bytes + whole.joining[part]
+                    highest = max(highest, joining)
+                    highest_first = max(highest_first, joining + held[stage, ANEW_BYTES] - made_below)
                 peak_kind = AGAIN_PEAK if in_segment else KEPT_PEAK
                 if parted:
                     # The table has those of its own part; a weight that counts where a later operator has it does not.
@@ -298,6 +309,7 @@ def hold_activations(
                     beside += waiting * (behind_part - own_bytes)
                 peak = peak_between(maxima, table, peak_kind, start, ends, changes_at, changes, num_changes)
                 highest = max(highest, before + peak + beside)
+                highest_first = max(highest_first, before + peak + beside + held[stage, ANEW_BYTES] - made_below)
                 kept += entered
                 if in_segment:
                     inside += own
@@ -332,15 +344,12 @@ def hold_activations(
                     taken = highest + kept if in_segment else highest
                     most_split = max(most_split, highest_split + kept if in_segment else highest_split)
                     most = max(most, taken)
-                    if makes_anew:
-                        behind = held[stage, ANEW_BYTES] - made
-                        for place in range(len(shape.tied)):
-                            behind -= tied_anew[stage, place] if shape.tied[place] < ends else 0.0
-                        most_first = max(most_first, taken + behind)
+                    highest_first += held_ends + end_gradients
+                    most_first = max(most_first, highest_first + kept if in_segment else highest_first)
                     if in_segment and segment == plans.segment_offsets[stage]:
                         lowest = max(lowest, highest)
                     again += inside
-                    inside, highest, highest_split = 0.0, 0.0, 0.0
+                    inside, highest, highest_first, highest_split = 0.0, 0.0, 0.0, 0.0
                     segment += in_segment
                 start = ends
 
