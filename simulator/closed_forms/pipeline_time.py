@@ -83,6 +83,7 @@ def one_f_one_b_s(
             down_s += sent_s + down_lag_s
             up_s += returned_s + up_lag_s
             longest_down_s, longest_up_s = max(longest_down_s, sent_s), max(longest_up_s, returned_s)
+            all_up_s = max(all_up_s, returned_s + (m - 2) * longest_up_s)
         down_s += each_s[stage, FORWARD]
         up_s += each_s[stage, INPUT]
         longest_down_s = max(longest_down_s, each_s[stage, FORWARD])

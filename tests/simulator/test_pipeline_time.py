@@ -72,11 +72,11 @@ def test_pipelines_with_free_transfers_take_exactly_what_the_engine_says(case) -
 @given(pipelines(), st.floats(0.01, 4.0))
 @example((np.array([[1.0, 1.0], [0.5, 0.5]]), (2, 1), 2), 3.0)  # the second transfer waits for the first
 @example((np.array([[0.1, 0.1], [0.5, 0.5]]), (9, 2), 24), 4.0)
-@example((np.array([[1.0, 0.1], [0.1, 0.1]]), (2, 2), 2), 4.0)  # GPipe: the last pass waits for all transfers
+@example((np.array([[1.0, 0.1], [0.1, 0.1]]), (2, 2), 2), 4.0)  # GPipe: the second transfer back waits, too
 def test_pipelines_with_transfers_take_at_most_what_the_engine_says_and_little_less(  # type: ignore[no-untyped-def]
     case, link_s: float
 ) -> None:
-    assert -0.25 < closed_s(*case, link_s) / engine_s(*case, link_s) - 1 < 1e-12
+    assert -0.15 < closed_s(*case, link_s) / engine_s(*case, link_s) - 1 < 1e-12
 
 
 @pytest.mark.parametrize("depths", [(4, 3, 2, 1), (7, 5, 3, 1), (9, 9, 9, 9)])
