@@ -19,7 +19,12 @@ from simulator.closed_forms.whole_for_a_while import whole_for_a_while
 from simulator.closed_forms.zero_bubble_memory import zero_bubble_peak_bytes
 from simulator.costs import CostTables
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import ParameterGroup, bucket_buffer_bytes, parameter_groups
+from simulator.lowering.synchronisation import (
+    ParameterGroup,
+    bucket_buffer_bytes,
+    parameter_groups,
+    whole_gradients_begin,
+)
 from simulator.memory.model_states import reduces_in_backward, static_bytes
 from simulator.plan import Plan, batch_replicas
 from simulator.saved import needed_for_weights
@@ -36,8 +41,7 @@ class HeldBytes:
         working: What is there besides ``kept`` while a microbatch's backward pass needs most.
         working_first: The same in the first backward pass, with those of ``anew`` that it has made by then.
         gathered: Parameters of the root that ZeRO-3 has gathered.
-        last: What the end of a backward pass needs: gathered units, unscattered gradients, and what the stage's first
-            operator works in, or its lowest segment takes (wherever that begins).
+        last: What the end of a backward pass needs: gathered units and unscattered gradients.
         for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
         input_pass: As ``working``, where weight gradients come later, and what they need stays until then.
         weight_pass: What is there besides ``for_weights`` while these are made.
@@ -66,13 +70,16 @@ def held_bytes(view: StageView) -> HeldBytes:
     problem, plan = view.costs.problem, view.plan
     zero = {"sharded_gradients": reduces_in_backward(plan), "reshards": plan.reshard_after_forward}
     static = static_bytes(list(parameter_groups(view)), view.costs, **zero)
-    anew_of = dict.fromkeys(view.operators, 0.0)
+    anew_of, late_of = dict.fromkeys(view.operators, 0.0), dict.fromkeys(view.operators, 0.0)
     for group in parameter_groups(view):
-        anew_of[group.operator] += sum(static_bytes([group], view.costs, **zero).gradients_anew.values())
+        own_bytes = sum(static_bytes([group], view.costs, **zero).gradients_anew.values())
+        anew_of[group.operator] += own_bytes
+        if reduces_in_backward(plan) and whole_gradients_begin(view, group):
+            late_of[group.operator] += own_bytes
     anew = sum(anew_of.values())
     whole = whole_for_a_while(view)
     for_weights = {index: _for_weights(view, index) for index in view.operators}
-    walked = walk(view, whole, anew_of, {index: sum(sizes) for index, sizes in for_weights.items()})
+    walked = walk(view, whole, anew_of, late_of, {index: sum(sizes) for index, sizes in for_weights.items()})
     bucket = bucket_buffer_bytes(parameter_groups(view), problem.runtime) if reduces_in_backward(plan) else 0.0
     weighted, to_multiply = (sum(sizes) for sizes in zip(*for_weights.values(), strict=True))
     refreshed = [refreshed_bytes(group, view.costs) for group in parameter_groups(view)]
@@ -83,7 +90,7 @@ def held_bytes(view: StageView) -> HeldBytes:
         working=walked.most - walked.kept + bucket,
         working_first=walked.most_first - walked.kept + bucket,
         gathered=whole.root,
-        last=max(walked.lowest, whole.end) + bucket,
+        last=whole.end + bucket,
         for_weights=min(weighted, walked.kept + walked.again) + to_multiply,
         input_pass=walked.most_split - walked.kept + bucket,
         weight_pass=max(product_bytes(view.cost(i), problem) for i in view.operators)

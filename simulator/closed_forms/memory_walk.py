@@ -28,7 +28,6 @@ class Walked(NamedTuple):
         most: What is there at most of the microbatch.
         most_first: The same with gradients that the first one makes anew.
         most_split: The same without weight gradients, and with what these need.
-        lowest: What the first operator of the stage, or its first segment, needs besides what is kept.
     """
 
     kept: float
@@ -36,11 +35,14 @@ class Walked(NamedTuple):
     most: float
     most_first: float
     most_split: float
-    lowest: float
 
 
 def walk(
-    view: StageView, whole: Whole, anew_of: Mapping[int, float], for_weights: Mapping[int, float]
+    view: StageView,
+    whole: Whole,
+    anew_of: Mapping[int, float],
+    late_of: Mapping[int, float],
+    for_weights: Mapping[int, float],
 ) -> Walked:
     """Return what the backward pass of a microbatch takes.
 
@@ -51,15 +53,14 @@ def walk(
         view: The stage.
         whole: What ZeRO has whole besides.
         anew_of: By operator, gradients that the first backward pass makes.
+        late_of: Of those, shards, which are made when the whole gradients of a part have been scattered.
         for_weights: By operator, what its weight gradients need.
     """
     problem, workload = view.costs.problem, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept, inside = _Tally(), _Tally()
     again = most = most_first = most_split = highest = highest_first = split = 0.0
-    made_by_then, weights_behind = _made_by_then(view, anew_of), sum(for_weights.values())
-    first = view.operators[0]
-    lowest = working_bytes(first, view.cost(first), problem) + whole.beside[first]
+    made_by_then, weights_behind = _made_by_then(view, anew_of, late_of), sum(for_weights.values())
     waiting = sum(_held_bytes(view, name) for name in view.arrivals)
     for place, index in enumerate(view.operators):
         op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
@@ -95,32 +96,32 @@ def walk(
         split = max(split, needed + whole.gathers[index] + weights_behind)
         waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
         if ends:
-            highest, held = highest + ends_made + ends_gradients, ends_made + ends_gradients
             entered = kept.total if in_segment else 0.0
-            most, most_first = max(most, highest + entered), max(most_first, highest_first + held + entered)
+            to_the_end = ends_made + ends_gradients + entered
+            most, most_first = max(most, highest + to_the_end), max(most_first, highest_first + to_the_end)
             most_split = max(most_split, split + entered)
-            if segment == 0:
-                lowest = max(lowest, highest)
             again += inside.total
             inside, highest, highest_first, split = _Tally(), 0.0, 0.0, 0.0
     at_ends = sum(_ends(view, kept.sizes))
-    return Walked(
-        kept.total + at_ends, again, most + at_ends, most_first + at_ends, most_split + at_ends, lowest
-    )
+    return Walked(kept.total + at_ends, again, most + at_ends, most_first + at_ends, most_split + at_ends)
 
 
-def _made_by_then(view: StageView, anew_of: Mapping[int, float]) -> dict[int, float]:
-    """Return by operator the gradients that are made anew by then: those of its part (``unit_parts``) and behind it."""
-    parts, made, found = view.costs.unit_parts, 0.0, dict[int, float]()
-    by_part: dict[int, float] = {}
-    for index, num_bytes in anew_of.items():
-        by_part[parts[index]] = by_part.get(parts[index], 0.0) + num_bytes
-    for part in sorted(by_part, reverse=True):
-        made += by_part[part]
-        by_part[part] = made
+def _made_by_then(view: StageView, anew_of: Mapping[int, float], late_of: Mapping[int, float]) -> dict[int, float]:
+    """Return by operator the gradients that are made anew by then: those of its part (``unit_parts``) and behind it.
+
+    But for shards of its own part, and of the root, which come last.
+    """
+    costs = view.costs
+    at_once, later = dict[int, float](), dict[int, float]()
     for index in view.operators:
-        found[index] = by_part[parts[index]]
-    return found
+        part, in_root = costs.unit_parts[index], costs.units[index] in costs.root_units
+        at_once[part] = at_once.get(part, 0.0) + anew_of[index] - late_of[index]
+        later[part] = later.get(part, 0.0) + (0.0 if in_root else late_of[index])
+    made, found = 0.0, dict[int, float]()
+    for part in sorted(at_once, reverse=True):
+        found[part] = made + at_once[part]
+        made = found[part] + later[part]
+    return {index: found[costs.unit_parts[index]] for index in view.operators}
 
 
 class _Tally:

@@ -75,7 +75,7 @@ def hold_activations(
     most_pieces, num_parts = 0, len(shape.part_first)
     whole = Parts(
         np.empty(num_parts), np.empty(num_parts, np.int64), np.empty(num_parts), np.empty(num_parts),
-        np.empty(num_parts), np.empty(num_parts),
+        np.empty(num_parts), np.empty(num_parts), np.empty(num_parts), np.empty(num_parts),
     )  # fmt: skip
     for plan in chosen:
         for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
@@ -104,8 +104,9 @@ def hold_activations(
             begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
             stop = plans.run_stops[end - 1]
             kept, inside, again, most, highest = 0.0, 0.0, 0.0, 0.0, 0.0
-            # Gradients that the first backward pass has made by then: of parts from the one at hand on.
-            makes_anew, made_below, made, most_first = held[stage, ANEW_BYTES] > 0.0, 0.0, 0.0, 0.0
+            # Gradients that the first backward pass makes: of operators so far, and all that it has not made when the
+            # part at hand works.
+            makes_anew, unmade, made, most_first = held[stage, ANEW_BYTES] > 0.0, 0.0, 0.0, 0.0
             highest_first = 0.0
             weighted, to_multiply, product = 0.0, 0.0, 0.0
             start = first
@@ -125,21 +126,9 @@ def hold_activations(
             if has_whole:
                 in_root, end_bytes, gradients = fill_parts(
                     shape, tables, plans, run_tables, begin, first, stop, plans.reshards[plan] != 0, sharded,
-                    prefetches, apart, waits, waiting, whole,
+                    prefetches, apart, waits, waiting, tied_anew[stage], whole,
                 )  # fmt: skip
                 parted = sharded and waits
-            table, part = run_tables[begin], shape.part_of[first]
-            lowest = tables.working[table, first]
-            if has_whole:
-                lowest += whole.beside[part]
-            if parted:
-                own_bytes = all_sums[table, first + 1, UNSHARDED] - all_sums[table, first, UNSHARDED]
-                for place in range(len(shape.tied)):
-                    if shape.tied[place] == first and counts_later(
-                        shape, tables, plans, run_tables, begin, stop, place
-                    ):
-                        own_bytes -= tables.tied_bytes[table, place, TIED_SCATTERED]
-                lowest += waiting * (whole.scattered[part] - own_bytes)
             segment, last_segment = plans.segment_offsets[stage], plans.segment_offsets[stage + 1]
             start = first
             while start < stop:
@@ -158,9 +147,10 @@ def hold_activations(
                 if makes_anew:
                     ends = min(ends, shape.part_stop[part])
                     if begins_part:
-                        made_below = made
+                        unmade = made
                         for place in range(len(shape.tied)):
-                            made_below += tied_anew[stage, place] if shape.tied[place] < start else 0.0
+                            unmade += tied_anew[stage, place] if shape.tied[place] < start else 0.0
+                        unmade += whole.unmade[part] if has_whole else 0.0
                 begins_part = begins_part and has_whole
                 beside = 0.0
                 if has_whole:
@@ -290,7 +280,7 @@ def hold_activations(
                 if begins_part and whole.joining[part] > 0.0:
                     joining = (inside if in_segment else kept) + begun_bytes + whole.joining[part]
                     highest = max(highest, joining)
-                    highest_first = max(highest_first, joining + held[stage, ANEW_BYTES] - made_below)
+                    highest_first = max(highest_first, joining + held[stage, ANEW_BYTES] - unmade)
                 peak_kind = AGAIN_PEAK if in_segment else KEPT_PEAK
                 if parted:
                     # The table has those of its own part; a weight that counts where a later operator has it does not.
@@ -309,7 +299,7 @@ def hold_activations(
                     beside += waiting * (behind_part - own_bytes)
                 peak = peak_between(maxima, table, peak_kind, start, ends, changes_at, changes, num_changes)
                 highest = max(highest, before + peak + beside)
-                highest_first = max(highest_first, before + peak + beside + held[stage, ANEW_BYTES] - made_below)
+                highest_first = max(highest_first, before + peak + beside + held[stage, ANEW_BYTES] - unmade)
                 kept += entered
                 if in_segment:
                     inside += own
@@ -346,8 +336,6 @@ def hold_activations(
                     most = max(most, taken)
                     highest_first += held_ends + end_gradients
                     most_first = max(most_first, highest_first + kept if in_segment else highest_first)
-                    if in_segment and segment == plans.segment_offsets[stage]:
-                        lowest = max(lowest, highest)
                     again += inside
                     inside, highest, highest_first, highest_split = 0.0, 0.0, 0.0, 0.0
                     segment += in_segment
@@ -393,7 +381,7 @@ def hold_activations(
             row = held[stage]
             row[KEPT_BYTES], row[WORKING_BYTES] = kept, most - kept
             row[FIRST_WORKING_BYTES] = most_first + ends_bytes - kept if makes_anew else most - kept
-            row[LAST_BYTES], row[GATHERED_BYTES] = max(end_bytes, lowest), in_root
+            row[LAST_BYTES], row[GATHERED_BYTES] = end_bytes, in_root
             row[FOR_WEIGHTS_BYTES] = min(weighted, kept + again) + to_multiply
             row[INPUT_PASS_BYTES] = most_split - kept
             row[WEIGHT_PASS_BYTES] = product + gradients

@@ -15,7 +15,6 @@ from simulator.closed_forms.operator_needs import (
     own_working_bytes,
     product_bytes,
     segment_ends_bytes,
-    working_bytes,
 )
 from simulator.closed_forms.overlap_time import filled_buckets
 from simulator.closed_forms.stage_overlap import bucket_elements, is_large, num_gradient_copies
@@ -87,7 +86,6 @@ class Holding:
     private: float
     weighted: float
     to_multiply: float
-    working: float
     own_working: tuple[float, float]
     product: float
     ends: tuple[float, float]
@@ -155,7 +153,7 @@ class Holdings:
         for group in parameter_groups(view):
             number += 1
             family = self._family(view, group, family_of, families)
-            own_states = _states(group, self.costs)
+            own_states = _states(view, group)
             largest = max(largest, own_states.pop())
             to_gather, to_scatter = _zero_bytes(view, group)
             gathered, unsharded = gathered + to_gather, unsharded + to_scatter
@@ -181,7 +179,6 @@ class Holdings:
             private=private,
             weighted=weighted,
             to_multiply=to_multiply,
-            working=working_bytes(index, cost, problem),
             own_working=own_working_bytes(index, cost, problem),
             product=product_bytes(cost, problem),
             ends=segment_ends_bytes(index, cost, problem),
@@ -212,7 +209,6 @@ class Holdings:
             private=0.0,
             weighted=0.0,
             to_multiply=0.0,
-            working=0.0,
             own_working=(0.0, 0.0),
             product=0.0,
             ends=(0.0, 0.0),
@@ -272,12 +268,14 @@ def _zero_bytes(view: StageView, group: ParameterGroup) -> tuple[float, float]:
     return float(to_gather), float(len(begins) * group.num_elements * runtime.gradient_accumulation_bytes)
 
 
-def _states(group: ParameterGroup, costs: CostTables) -> list[float]:
+def _states(view: StageView, group: ParameterGroup) -> list[float]:
     """Return model states as ``memory`` has them, and the largest tensor that is refreshed."""
     lasting, anew = [], []
     for sharded in (False, True):
         for reshards in (False, True):
-            held = static_bytes([group], costs, sharded_gradients=sharded, reshards=reshards)
+            held = static_bytes([group], view.costs, sharded_gradients=sharded, reshards=reshards)
             lasting.append(float(sum(held.parameters) + sum(held.gradients) + sum(held.optimizer)))
         anew.append(float(sum(held.gradients_anew.values())))
-    return [*lasting, *anew, float(sum(held.step_workspace)), *refreshed_bytes(group, costs)]
+    chunks, largest = refreshed_bytes(group, view.costs)
+    late = anew[True] if whole_gradients_begin(view, group) else 0.0
+    return [*lasting, *anew, float(sum(held.step_workspace)), chunks, late, largest]

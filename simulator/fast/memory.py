@@ -11,9 +11,9 @@ from simulator.fast.arrays import Floats, Ints
 # in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
 # gathers and scatters, what a segment that ends with the operator made for others and their gradients, to its end;
 # model states but for gradients made anew by (gradients sharded, parameters resharded), those gradients by sharded,
-# what the optimizer step works in, and what refreshing takes but for its largest tensor.
+# what the optimizer step works in, what refreshing takes but for its largest tensor, and of gradients made anew shards.
 KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, END_GRADIENTS, STATES = range(9)
-ANEW, STEP, REFRESHED, TIED_GATHERED, TIED_SCATTERED, NUM_STATES = 4, 6, 7, 8, 9, 10
+ANEW, STEP, REFRESHED, LATE, TIED_GATHERED, TIED_SCATTERED, NUM_STATES = 4, 6, 7, 8, 9, 10, 11
 MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
@@ -65,7 +65,6 @@ class MemoryTables(NamedTuple):
         in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
         num_parts: int64[tables, readings]. In how many of them it arrives where this reading is a stage's first.
         replicas: int64[tables]. Product of the batch axes.
-        working: float64[tables, N]. What operators work in.
         maxima: float64[tables, MAXIMA, levels, N]. Range maxima: of what the sums of kept bytes have up to an operator
             and what it needs besides, and the same in recomputed segments; both with gradients that wait of operators
             behind in the same part; both less what weight gradients up to there need; of what those are made in, of
@@ -83,7 +82,6 @@ class MemoryTables(NamedTuple):
     in_shards: Ints
     num_parts: Ints
     replicas: Ints
-    working: Floats
     maxima: Floats
     tied_bytes: Floats
     tied_layouts: Ints

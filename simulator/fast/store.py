@@ -72,7 +72,6 @@ class Store:
             in_shards=np.zeros((0, len(shape.producers)), dtype=np.int64),
             num_parts=np.zeros((0, len(shape.readers)), dtype=np.int64),
             replicas=none,
-            working=np.zeros((0, count)),
             maxima=np.zeros((0, MAXIMA, levels, count)),
             tied_bytes=np.zeros((0, tied, NUM_STATES)),
             tied_layouts=np.zeros((0, tied), dtype=np.int64),
@@ -98,7 +97,7 @@ class Store:
         layouts = ("made", "read", "passed", "in_shards")
         of_operators = ("sums", "entering_s", "settling_s", "has_private", "beyond_host_s")
         own = (*of_operators, *layouts, "families", "tied", "tied_work")
-        sizes = ("saved_bytes", "made_bytes", "read_bytes", "working", "tied_bytes")
+        sizes = ("saved_bytes", "made_bytes", "read_bytes", "tied_bytes")
         same = (*sizes, "in_shards", "num_parts", "replicas")
         of_memory = (*same, "sums", "maxima", "tied_layouts")
         number = self._next("table", (*own, "aliases"), of_memory)

@@ -94,7 +94,6 @@ class Table:
     read_bytes: Floats
     replicas: int
     has_private: Ints
-    working: Floats
     maxima: Floats
     made: Ints
     read: Ints
@@ -264,7 +263,6 @@ class TableBuilder:
             read_bytes=read_bytes,
             replicas=replicas,
             has_private=has_private,
-            working=np.array([found.working for found in holdings]),
             maxima=np.stack([_range_maxima(row) for row in maxima]),
             made=made,
             read=read,

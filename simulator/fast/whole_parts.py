@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from simulator.compiled_cache import inlined
 from simulator.fast.arrays import Floats, Ints, PlanColumns, Structure
-from simulator.fast.memory import GATHERED, TIED_GATHERED, TIED_SCATTERED, UNSHARDED, MemoryTables
+from simulator.fast.memory import GATHERED, LATE, STATES, TIED_GATHERED, TIED_SCATTERED, UNSHARDED, MemoryTables
 
 
 class Parts(NamedTuple):
@@ -19,6 +19,8 @@ class Parts(NamedTuple):
         gathers: Parameters that are gathered while its operators work.
         beside: These, and gradients, but for its own that wait.
         joining: The same when its gradients are joined; 0 where they are not.
+        late: Of its gradients that the first backward pass makes anew, shards.
+        unmade: Of those of it and the parts above, what is not made yet when its operators work.
     """
 
     gathered: Floats
@@ -27,6 +29,8 @@ class Parts(NamedTuple):
     gathers: Floats
     beside: Floats
     joining: Floats
+    late: Floats
+    unmade: Floats
 
 
 @inlined
@@ -73,6 +77,7 @@ def fill_parts(
     apart: bool,
     waits: bool,
     waiting: float,
+    tied_anew: Floats,
     parts: Parts,
 ) -> tuple[float, float, float]:
     """Fill ``parts`` for a stage; return what of the root is gathered, what is there at the end, and gradients alone.
@@ -81,6 +86,7 @@ def fill_parts(
         shape, tables, plans, run_tables, prefetches, apart, waits, waiting: See ``peaks.estimate_peaks``.
         begin, first, stop: First run of the stage, and its operators.
         reshards, sharded: Parameters are given back, gradients scattered in each pass.
+        tied_anew: Of the stage, as ``hold_states`` fills it.
         parts: Result.
     """
     low, high = shape.part_of[first], shape.part_of[stop - 1]
@@ -88,7 +94,7 @@ def fill_parts(
     for part in range(low, high + 1):
         place, ends = max(first, shape.part_first[part]), min(stop, shape.part_stop[part])
         of_root = shape.gathers_of[shape.unit_of[place]] == 1
-        gathered, scattered = 0.0, 0.0
+        gathered, scattered, late = 0.0, 0.0, 0.0
         while place < ends:
             while plans.run_stops[run] <= place:
                 run += 1
@@ -96,9 +102,10 @@ def fill_parts(
             sums = tables.sums[run_tables[run]]
             gathered += sums[upto, GATHERED] - sums[place, GATHERED]
             scattered += sums[upto, UNSHARDED] - sums[place, UNSHARDED]
+            late += sums[upto, STATES + LATE] - sums[place, STATES + LATE]
             place = upto
         gathered = gathered if reshards else 0.0
-        parts.scattered[part] = scattered if sharded else 0.0
+        parts.scattered[part], parts.late[part] = (scattered, late) if sharded else (0.0, 0.0)
         parts.gathered[part], parts.before[part] = 0.0 if of_root else gathered, before
         if of_root:
             in_root += gathered
@@ -106,6 +113,11 @@ def fill_parts(
             before = part
     for place in range(len(shape.tied)):
         index = shape.tied[place]
+        if sharded and tied_anew[place] > 0.0:
+            run = begin
+            while plans.run_stops[run] <= index:
+                run += 1
+            parts.late[shape.part_of[index]] += tables.tied_bytes[run_tables[run], place, LATE]
         if first <= index < stop and counts_later(shape, tables, plans, run_tables, begin, stop, place):
             run = begin
             while plans.run_stops[run] <= index:
@@ -115,11 +127,13 @@ def fill_parts(
             if sharded:
                 parts.scattered[shape.part_of[index]] -= tables.tied_bytes[run_tables[run], place, TIED_SCATTERED]
     ahead = 1.0 if prefetches else 0.0
-    root_above, travelling, last_but_one, most = 0.0, 0.0, 0.0, 0.0
+    root_above, root_late, travelling, last_but_one, most = 0.0, 0.0, 0.0, 0.0, 0.0
     is_open = False
     for back in range(high + 1 - low):
         part = high - back
         of_root = shape.gathers_of[shape.unit_of[shape.part_first[part]]] == 1
+        root_late += parts.late[part] if of_root else 0.0
+        parts.unmade[part] = root_late + (0.0 if of_root else parts.late[part])
         is_open = is_open or parts.gathered[part] > 0.0
         prefetched = ahead * parts.gathered[parts.before[part]] if is_open and parts.before[part] >= 0 else 0.0
         gathers, scattered = parts.gathered[part] + prefetched, parts.scattered[part]

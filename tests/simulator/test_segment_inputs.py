@@ -25,7 +25,7 @@ from simulator.saved import saved_tensors
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import SMALL, small_problem
-from tests.simulator.test_estimate_memory import ABOVE_ONE, simulated_peaks
+from tests.simulator.test_estimate_memory import NEAR, simulated_peaks
 from workloads.registry import build_workload
 
 MODELS = {**SMALL, "swin": ("swin-huge-32", {"depths": (1, 1, 2, 1)})}
@@ -131,7 +131,7 @@ def test_peaks_of_plans_by_operator_are_those_of_the_replay(data, family: str, r
     assert found.estimate(plan).peak_bytes == peaks
     # (Of what a segment makes for others only its last operator's outputs count to the segment's end.)
     for own, replayed in zip(peaks, simulated_peaks(plan, found.problem), strict=True):
-        assert -0.02 < own / replayed - 1 < ABOVE_ONE
+        assert abs(own / replayed - 1) < 2 * NEAR
 
 
 def test_gradients_of_large_last_layers_are_there_while_early_ones_still_keep_theirs() -> None:
@@ -146,7 +146,7 @@ def test_gradients_of_large_last_layers_are_there_while_early_ones_still_keep_th
     (peak,) = estimate(plan, found.problem, found.costs).peak_bytes
     assert found.estimate(plan).peak_bytes == (peak,)
     (replayed,) = simulated_peaks(plan, found.problem)
-    assert peak == pytest.approx(replayed, rel=0.02)
+    assert peak == pytest.approx(replayed, rel=0.012)
 
 
 def test_a_segment_that_begins_with_the_softmax_keeps_the_scores() -> None:
