@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from searchers.base import SearchResult, cost_tables
+from searchers.base import SearchResult
 from searchers.plan_words import describe_plan
+from searchers.scores import cost_tables
 from simulator.fidelity import Fidelity
 from simulator.memory.usage import DeviceMemory
 from simulator.plan import Plan

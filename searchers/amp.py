@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.amp_cuts import best_cuts
-from searchers.base import CandidateSearcher, Ledger, Objective, Score, cost_tables, estimated
+from searchers.base import CandidateSearcher, Ledger
 from searchers.layers import LayerTables, blocks
+from searchers.scores import Objective, Score, cost_tables, estimated
 from simulator.divisors import divisors
 from simulator.lowering.mesh import groups
 from simulator.plan import Axis, Plan, Sharding, Stage, resolve

@@ -8,9 +8,8 @@ merely list candidates subclass `CandidateSearcher` and write one method.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from math import isfinite
 from typing import ClassVar
 
@@ -18,40 +17,16 @@ import numpy as np
 
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
-from simulator.closed_forms.estimate import estimate
-from simulator.costs import CostTables
-from simulator.fast.estimate import FastEstimator, compile_ahead
+from searchers.scores import OBJECTIVES, Objective, Score, estimated, simulated
+from simulator.fast.estimate import compile_ahead
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
 
 GIB = 2**30
-OBJECTIVES = ("paper", "simulator")
 LOWERED_BUDGETS = (0.97, 0.93, 0.88)
 """Shares of the memory that are looked at again: what an allocator loses is in no estimate. The best plan within each
 comes after the others, unless these are known not to fit."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """What an objective says of one plan.
-
-    Attributes:
-        objective: What is minimised, >= 0; seconds per iteration unless the paper says otherwise.
-        fits: No device needs more memory than it has.
-        peak_bytes: Peak of the device that is nearest to, or farthest over, its capacity.
-        capacity_bytes: That device's capacity.
-        where: Which device or stage that is.
-    """
-
-    objective: float
-    fits: bool
-    peak_bytes: float
-    capacity_bytes: float
-    where: str
-
-
-Objective = Callable[[Plan, Problem], Score]
 
 
 @dataclass(frozen=True)
@@ -119,51 +94,6 @@ class NoFeasiblePlan(ValueError):  # noqa: N818 (the name is part of the design)
         self.closest = closest
         self.closest_plan = closest_plan
         super().__init__(f"{searcher}: {message}")
-
-
-@lru_cache(maxsize=4)
-def cost_tables(problem: Problem) -> CostTables:
-    """Return the cost tables of a problem, shared by all that plan for it."""
-    return CostTables(problem)
-
-
-@lru_cache(maxsize=2)
-def _estimator(problem: Problem) -> FastEstimator:
-    return FastEstimator(problem, cost_tables(problem))
-
-
-def estimated(plan: Plan, problem: Problem) -> Score:
-    """Score by the closed form on the cost tables (``simulator.closed_forms.estimate``; no engine)."""
-    try:
-        found = _estimator(problem).estimate(plan)  # the same, quicker
-    except ValueError:  # what has no array form, or was measured as the fast estimate does not know it
-        found = estimate(plan, problem, cost_tables(problem))
-    pairs = list(zip(found.peak_bytes, found.capacity_bytes, strict=True))
-    # Of plans that fit the fullest device, of others the one that lacks most.
-    fullness = [peak / capacity if found.fits else peak - capacity for peak, capacity in pairs]
-    worst = fullness.index(max(fullness))
-    return Score(
-        objective=found.iteration_time_s,
-        fits=found.fits,
-        peak_bytes=found.peak_bytes[worst],
-        capacity_bytes=found.capacity_bytes[worst],
-        where=f"stage {worst}",
-    )
-
-
-def simulated(plan: Plan, problem: Problem) -> Score:
-    """Score by a simulation with every effect on: slower, and what finally judges every plan."""
-    from simulator.simulate import simulate
-
-    result = simulate(plan, problem, engine="compiled", costs=cost_tables(problem), leave_out_periods=True)
-    tightest = max(result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
-    return Score(
-        objective=result.iteration_time_s,
-        fits=result.fits,
-        peak_bytes=tightest.peak_reserved_bytes,
-        capacity_bytes=tightest.capacity_bytes,
-        where=tightest.peak_where,
-    )
 
 
 class Searcher(ABC):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from searchers.base import CandidateSearcher, Ledger, Objective
+from searchers.base import CandidateSearcher, Ledger
+from searchers.scores import Objective
 from searchers.space import LayerSpace
 from simulator.plan import Plan
 from simulator.problem import Problem

@@ -15,8 +15,9 @@ from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.searcher import CAPACITY_STEPS
 from searchers.alpa.strategy_graph import StrategyGraph
-from searchers.base import Ledger, Objective, Searcher, SearchResult, cost_tables
+from searchers.base import Ledger, Searcher, SearchResult
 from searchers.budget import Budget
+from searchers.scores import Objective, cost_tables
 from simulator.plan import Plan, Stage, run_lengths
 from simulator.problem import Problem
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from searchers.base import CandidateSearcher, Ledger, Objective
+from searchers.base import CandidateSearcher, Ledger
 from searchers.degrees import microbatch_sizes
+from searchers.scores import Objective
 from simulator.divisors import divisors
 from simulator.plan import Plan
 from simulator.problem import Problem

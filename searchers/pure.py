@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from searchers.base import Ledger, Objective, Searcher, SearchResult
+from searchers.base import Ledger, Searcher, SearchResult
 from searchers.budget import Budget
 from searchers.degrees import microbatch_sizes
+from searchers.scores import Objective
 from simulator.plan import Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan

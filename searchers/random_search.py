@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from searchers.base import CandidateSearcher, Ledger, Objective, SearchResult
+from searchers.base import CandidateSearcher, Ledger, SearchResult
 from searchers.budget import Budget
+from searchers.scores import Objective
 from searchers.space import LayerSpace, Point
 from simulator.plan import Plan
 from simulator.problem import Problem

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from searchers.base import CandidateSearcher as CandidateSearcher
     from searchers.base import Ledger as Ledger
     from searchers.base import NoFeasiblePlan as NoFeasiblePlan
-    from searchers.base import Score as Score
     from searchers.base import Searcher as Searcher
     from searchers.base import SearchResult as SearchResult
     from searchers.budget import Budget as Budget
     from searchers.registry import searcher_named as searcher_named
     from searchers.registry import searcher_names as searcher_names
+    from searchers.scores import Score as Score
     from simulator.closed_forms.estimate import estimate as estimate
     from simulator.fidelity import Fidelity as Fidelity
     from simulator.plan import Axis as Axis
@@ -50,7 +50,7 @@ _HOMES = {
     "Plan": "simulator.plan",
     "Problem": "simulator.problem",
     "ProblemSpec": "simulator.problem",
-    "Score": "searchers.base",
+    "Score": "searchers.scores",
     "SearchResult": "searchers.base",
     "Searcher": "searchers.base",
     "SimulationResult": "simulator.result",

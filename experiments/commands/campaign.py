@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 if TYPE_CHECKING:
     from simulator.plan import Plan
     from validation.campaigns.definition import Campaign
+    from validation.campaigns.fit import Calibration
     from validation.campaigns.result import CampaignResult, PlanOutcome
     from validation.campaigns.run import Listener
     from validation.campaigns.work import UnitWork
@@ -52,7 +53,8 @@ def validate_campaign(
         typer.Exit: With 1 above the limit, 130 when interrupted.
     """
     from validation.campaigns.definition import campaign_names
-    from validation.campaigns.run import missing_devices
+    from validation.campaigns.profiles import load_calibrations
+    from validation.campaigns.run import finished_units, missing_devices
     from validation.campaigns.work import campaign_work, estimated_s
     from validation.profiling.machine_profile import other_gpu
 
@@ -61,8 +63,10 @@ def validate_campaign(
         raise ValueError(f"accuracy cases are of the campaigns {known}, got {campaign.name!r}; leave --write-cases out")
     work = campaign_work(campaign, with_profiling=profile is None)
     turns = rounds or campaign.options.rounds
+    folder = output or Path("out") / f"validate-{campaign.name}"
     missing = missing_devices(campaign)
-    if missing and not dry_run:
+    kept = finished_units(campaign, work, folder, with_profiling=profile is None) if missing else []
+    if missing and not dry_run and not kept:
         messages().print(f"skipped: the campaign {missing}; --dry-run lists its plans")
         if limit is not None:
             messages().print("no plan ran, so the limit was not met")
@@ -72,7 +76,7 @@ def validate_campaign(
     if dry_run:
         show_plans(campaign, work, seconds, turns, as_json=as_json)
         return
-    if campaign.device == "cuda":
+    if campaign.device == "cuda" and not missing:
         notes = [other_gpu(campaign.report[0].problem)]
         notes += [
             f"{name} is set to {os.environ[name]}: measured memory is with it, predicted is PyTorch's defaults'"
@@ -81,13 +85,22 @@ def validate_campaign(
         ]
         for words in filter(None, notes):
             messages().print(f"note: {words}", markup=False, soft_wrap=True)
-    folder = output or Path("out") / f"validate-{campaign.name}"
-    result = _run(campaign, work, folder, turns, seconds, profile)
+    given = None if profile is None else load_calibrations(profile, work)  # Before hours of measuring.
+    if missing:
+        messages().print(f"nothing is run, since the campaign {missing}: reported is what {folder} holds")
+    else:
+        _run(campaign, work, folder, turns, seconds, fresh=profile is None)
+    result = _evaluated(campaign, work, folder, turns, given)
     if result is None:
         raise typer.Exit(INTERRUPTED)
     _report(result, folder, write_cases, as_json=as_json)
-    if result.rounds < turns:
+    reported = {each.plan.unit for each in result.outcomes}
+    left_out = [unit.name for unit in work if unit.report and unit.name not in reported]
+    if left_out:
+        messages().print(f"no round has measured {', '.join(left_out)}; the same command goes on", soft_wrap=True)
+    elif result.rounds < turns:
         messages().print(f"interrupted after {result.rounds} of {turns} rounds; the same command goes on")
+    if (left_out or result.rounds < turns) and not missing:
         raise typer.Exit(INTERRUPTED)
     if limit is not None and not result.median_absolute <= limit:
         messages().print(f"the median error is {100 * result.median_absolute:.1f} %, the limit is {100 * limit:g} %")
@@ -95,18 +108,12 @@ def validate_campaign(
 
 
 def _run(
-    campaign: Campaign, work: Sequence[UnitWork], folder: Path, rounds: int, seconds: float, profile: Path | None
-) -> CampaignResult | None:
-    """Run what is missing and return what finished rounds say; None if there is none."""
-    from validation.campaigns.fit import fit_campaign
-    from validation.campaigns.profiles import load_calibrations
-    from validation.campaigns.result import evaluate
-    from validation.campaigns.run import finished_rounds, load_rounds, prepare_folder, run_campaign
+    campaign: Campaign, work: Sequence[UnitWork], folder: Path, rounds: int, seconds: float, *, fresh: bool
+) -> None:
+    """Run what the folder lacks, until it is interrupted."""
+    from validation.campaigns.run import finished_rounds, prepare_folder, run_campaign
     from validation.execution.launch import WorkerError
-    from validation.profiling.machine_profile import machine_name
 
-    fresh, statistic = profile is None, campaign.options.statistic
-    known = None if profile is None else load_calibrations(profile, work)
     prepare_folder(campaign, folder, with_profiling=fresh)
     before = finished_rounds(campaign, work, folder, with_profiling=fresh)
     left_s = seconds * max(0, rounds - before) / rounds
@@ -120,13 +127,37 @@ def _run(
         with terminate_means_interrupt(), campaign_progress(campaign.name) as listener:
             run_campaign(campaign, work, folder, rounds=rounds, with_profiling=fresh, listener=listener)
     except KeyboardInterrupt:
-        if not finished_rounds(campaign, work, folder, with_profiling=fresh):
-            messages().print("interrupted before a round was finished; the same command goes on where this one stopped")
-            return None
+        pass  # What is finished is reported.
     except WorkerError as error:
         raise ValueError(f"the campaign stopped: {error}; what is finished is kept in {folder}") from None
-    turns = list(load_rounds(campaign, work, folder, with_profiling=fresh, limit=rounds))
-    return evaluate(campaign, work, turns, known or fit_campaign(work, turns, statistic=statistic), machine_name())
+
+
+def _evaluated(
+    campaign: Campaign,
+    work: Sequence[UnitWork],
+    folder: Path,
+    rounds: int,
+    known: Mapping[str, Calibration] | None,
+) -> CampaignResult | None:
+    """Return what finished rounds say, or the finished models of the first; None if there are none.
+
+    Args:
+        campaign, work, folder, rounds: As measured.
+        known: Calibrations of an earlier run, by model; None fits them.
+    """
+    from validation.campaigns.fit import fit_campaign
+    from validation.campaigns.result import evaluate
+    from validation.campaigns.run import finished_units, load_rounds, measured_on
+
+    fresh = known is None
+    units = finished_units(campaign, work, folder, with_profiling=fresh)
+    if not units:
+        messages().print("interrupted before a model was finished; the same command goes on where this one stopped")
+        return None
+    machine = measured_on(campaign, folder, with_profiling=fresh)
+    turns = list(load_rounds(campaign, units, folder, with_profiling=fresh, limit=rounds))
+    calibrations = known or fit_campaign(units, turns, statistic=campaign.options.statistic)
+    return evaluate(campaign, units, turns, calibrations, machine)
 
 
 @contextmanager

@@ -167,9 +167,10 @@ def _problem(spec: ProblemSpec, digests: tuple[tuple[str, str], ...]) -> Problem
 
 
 def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> Outcome:
-    from searchers.base import NoFeasiblePlan, cost_tables
+    from searchers.base import NoFeasiblePlan
     from searchers.checked_search import checked_search
     from searchers.registry import searcher_named
+    from searchers.scores import cost_tables
     from simulator.compiled_cache import load_compiler
     from simulator.problem import ProblemSpec
 

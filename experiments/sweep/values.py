@@ -179,7 +179,7 @@ class ValueChecker:
         return Checked({"searcher": name, "options": text}, checked.paths, checked.digests)
 
     def _objective(self, value: str | None) -> Checked:
-        from searchers.base import OBJECTIVES
+        from searchers.scores import OBJECTIVES
 
         return Checked({"objective": _one_of("objective", _given(value), OBJECTIVES)})
 

@@ -15,8 +15,9 @@ from searchers.aceso.initial import initial_configuration
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.stage_kernels import price_stops
 from searchers.aceso.tables import powers_of_two
-from searchers.base import Ledger, Objective, SearchResult
+from searchers.base import Ledger, SearchResult
 from searchers.budget import Budget
+from searchers.scores import Objective
 from simulator.problem import Problem
 
 IMPOSSIBLE_S = 1e30

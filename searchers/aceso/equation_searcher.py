@@ -5,7 +5,8 @@ from __future__ import annotations
 from searchers.aceso.configuration import from_plan
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.prices import Price
-from searchers.base import Objective, Score, Searcher, cost_tables
+from searchers.base import Searcher
+from searchers.scores import Objective, Score, cost_tables
 from simulator.plan import Plan
 from simulator.problem import Problem
 

@@ -35,7 +35,7 @@ from searchers.aceso.prices import Price, StagePrice
 from searchers.aceso.release_tables import release_arrays
 from searchers.aceso.stage_kernels import stage_figures
 from searchers.aceso.tables import Tables, cost_arrays
-from searchers.base import cost_tables
+from searchers.scores import cost_tables
 from simulator.closed_forms.stage_prices import tied_s
 from simulator.costs import CostTables
 from simulator.lowering.lower import stage_views

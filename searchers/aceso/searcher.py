@@ -12,20 +12,10 @@ from searchers.aceso.equation_searcher import EquationSearcher, score_of
 from searchers.aceso.multihop import SearchOptions, StageCountSearch
 from searchers.aceso.stage_counts import Round, search_stage_counts, stage_counts_of
 from searchers.aceso.warm_up import warm_up
-from searchers.base import (
-    GIB,
-    LOWERED_BUDGETS,
-    HistoryEntry,
-    Ledger,
-    NoFeasiblePlan,
-    Objective,
-    RankedPlan,
-    SearchResult,
-    cost_tables,
-    estimated,
-)
+from searchers.base import GIB, LOWERED_BUDGETS, HistoryEntry, Ledger, NoFeasiblePlan, RankedPlan, SearchResult
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
+from searchers.scores import Objective, cost_tables, estimated
 from simulator.fast.estimate import compile_ahead
 from simulator.plan import Plan
 from simulator.problem import Problem

@@ -20,8 +20,9 @@ from searchers.alpa.oracle import CostModelOracle, Oracle, SearchCost
 from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
 from searchers.alpa.stage_costs import Solver, Spans
 from searchers.alpa.stage_table import Lookup, stage_arrays, to_plan
-from searchers.base import Ledger, Objective, Searcher, SearchResult, cost_tables
+from searchers.base import Ledger, Searcher, SearchResult
 from searchers.budget import Budget
+from searchers.scores import Objective, cost_tables
 from simulator.problem import Problem
 from simulator.uniform import repeated_layers
 

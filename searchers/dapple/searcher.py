@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 
-from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
+from searchers.base import Ledger, Searcher, SearchResult
 from searchers.budget import Budget
 from searchers.dapple.baselines import WINDOWS, data_parallel
 from searchers.dapple.chain import GRANULARITIES, build_chain, cuts_of, layer_spans
 from searchers.dapple.communication import COMMUNICATION, CommunicationCosts
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
+from searchers.scores import Objective, Score, cost_tables, estimated
 from simulator.closed_forms.stage_prices import tied_s
 from simulator.divisors import divisors
 from simulator.lowering.lower import stage_views

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.galvatron.dynamic_programming import LayerTable
-from searchers.galvatron.estimator import Estimator, LayerCost, released_layer_bytes
+from searchers.galvatron.estimator import Estimator
 from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
+from searchers.galvatron.pipeline_costs import LayerCost, released_layer_bytes
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import Strategy
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.galvatron.estimator import in_flight
 from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
+from searchers.galvatron.pipeline_costs import in_flight
 from searchers.galvatron.pipeline_plan import Partition
 from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import SHARDED, TENSOR, Strategy

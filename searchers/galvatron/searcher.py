@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
-from searchers.base import LOWERED_BUDGETS, Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
+from searchers.base import LOWERED_BUDGETS, Ledger, Searcher, SearchResult
 from searchers.budget import Budget
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import SCHEDULES, Options
@@ -17,6 +17,7 @@ from searchers.galvatron.pipeline_plan import ATTEMPTS, PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
 from searchers.galvatron.strategies import DATA, TENSOR
+from searchers.scores import Objective, Score, cost_tables, estimated
 from simulator.plan import Plan
 from simulator.problem import Problem
 

@@ -10,18 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
-from searchers.galvatron.estimator import (
-    Estimator,
-    LayerCost,
-    in_flight,
-    peak_bytes,
-    pipeline_s,
-    released_bytes,
-)
+from searchers.galvatron.estimator import Estimator
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.layer_tables import LayerTables
 from searchers.galvatron.microbatches import Cut, cuts
 from searchers.galvatron.options import Options
+from searchers.galvatron.pipeline_costs import LayerCost, in_flight, peak_bytes, pipeline_s, released_bytes
 from searchers.galvatron.pipeline_plan import Partition, PipelinePlan, StagePlan, split
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.strategies import Strategy, strategies

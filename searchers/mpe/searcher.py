@@ -15,9 +15,9 @@ from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.oracle import Oracle
 from searchers.alpa.searcher import Alpa
 from searchers.alpa.stage_table import Lookup
-from searchers.base import cost_tables
 from searchers.mpe.estimator import Reuse, StageEstimator
 from searchers.mpe.holistic import shortest_path
+from searchers.scores import cost_tables
 from simulator.problem import Problem
 
 PathObjective = Literal["1f1b", "sum"]

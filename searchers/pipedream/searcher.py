@@ -8,12 +8,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
+from searchers.base import Ledger, Searcher, SearchResult
 from searchers.budget import Budget
 from searchers.dapple.chain import layer_spans
 from searchers.layer_graph import LayerGraph, layer_graph
 from searchers.pipedream.antichains import States, antichain_states
 from searchers.pipedream.planner import Level, PipeDreamOptions, PipeDreamStage, bottleneck_s, plan_pipeline
+from searchers.scores import Objective, Score, cost_tables, estimated
 from simulator.divisors import divisors
 from simulator.plan import Axis, Plan, Stage, batch_replicas
 from simulator.problem import Problem

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from searchers.base import Ledger, Objective, Score, Searcher, SearchResult, cost_tables, estimated
+from searchers.base import Ledger, Searcher, SearchResult
 from searchers.budget import Budget
 from searchers.dapple.chain import layer_spans
 from searchers.layer_graph import LayerGraph, layer_graph
@@ -16,6 +16,7 @@ from searchers.layers import LayerTables
 from searchers.pipedream.searcher import bus_bytes_per_s
 from searchers.piper.model import Edge, Implementation, PiperInput, Tie
 from searchers.piper.planner import KNAPSACKS, PiperPlan, plan_piper
+from searchers.scores import Objective, Score, cost_tables, estimated
 from simulator.divisors import divisors
 from simulator.lowering.mesh import parameter_layout
 from simulator.plan import Axis, Plan, Sharding, Stage, batch_replicas, resolve

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from searchers.amp import Amp, crossing_s, formula_s, layer_costs
 from searchers.amp_cuts import best_cuts
-from searchers.base import NoFeasiblePlan, cost_tables
+from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
 from searchers.layers import blocks
+from searchers.scores import cost_tables
 from simulator.plan import Axis
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate

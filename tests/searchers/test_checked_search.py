@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from searchers.base import HistoryEntry, RankedPlan, Searcher, SearchResult, estimated
+from searchers.base import HistoryEntry, RankedPlan, Searcher, SearchResult
 from searchers.budget import Budget
 from searchers.checked_search import UnfitResultError, checked_search
 from searchers.registry import searcher_named
+from searchers.scores import estimated
 from simulator.problem import Problem
 from tests.simulator.problems import small_problem
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from searchers.base import cost_tables
 from searchers.dapple.planner import PipelinePlan
 from searchers.dapple.searcher import Dapple, DataParallelNoOverlap, make_planner
+from searchers.scores import cost_tables
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from searchers.galvatron.estimator import LayerCost, released_bytes
 from searchers.galvatron.import_plan import import_plan
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.overlap import overlapped_s
+from searchers.galvatron.pipeline_costs import LayerCost, released_bytes
 from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, plan_of_layers

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from searchers.base import cost_tables
 from searchers.layers import LayerTables, blocks
+from searchers.scores import cost_tables
 from simulator.plan import Axis
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate

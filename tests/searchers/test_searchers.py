@@ -16,7 +16,7 @@ import pytest
 from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.group_shapes import GroupShape
 from hardware_models.model import HardwareModel
-from searchers.base import CandidateSearcher, Ledger, NoFeasiblePlan, Score, estimated
+from searchers.base import CandidateSearcher, Ledger, NoFeasiblePlan
 from searchers.budget import Budget
 from searchers.dapple.searcher import Dapple
 from searchers.megatron_grid import MegatronGrid
@@ -24,6 +24,7 @@ from searchers.plan_words import describe_plan
 from searchers.pure import DistributedDataParallel, GPipe
 from searchers.random_search import RandomSearch
 from searchers.registry import searcher_class, searcher_named, searcher_names
+from searchers.scores import Score, estimated
 from searchers.space import LayerSpace, Mesh
 from simulator.closed_forms.estimate import Estimate, estimate
 from simulator.fast.estimate import FastEstimator

@@ -19,7 +19,7 @@ from workloads.registry import build_workload
 EQUAL = 0.0003
 """What the estimate may differ from the simulated peak of a stage, as a share: sizes in blocks of 512 bytes."""
 NEAR = 0.01
-"""The same where the layouts of neighbours differ, and with a single microbatch, whose gradients are made part by part."""
+"""The same where layouts of neighbours differ, and with one microbatch, whose gradients are made part by part."""
 
 
 @lru_cache

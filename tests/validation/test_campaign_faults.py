@@ -21,6 +21,7 @@ from experiments.commands.campaign import validate_campaign  # noqa: E402
 from experiments.commands.validate import validate_file  # noqa: E402
 from tests.validation.test_campaign_files import mapping  # noqa: E402
 from tests.validation.test_faults import ROOT, wait_until, workers_of  # noqa: E402
+from validation.campaigns import run as campaign_run  # noqa: E402
 from validation.campaigns.definition import campaign_from_mapping, load_campaign  # noqa: E402
 from validation.campaigns.profiles import load_calibrations, save_calibration  # noqa: E402
 from validation.campaigns.run import fastest_round, finished_rounds, load_rounds, run_campaign  # noqa: E402
@@ -146,3 +147,38 @@ def test_cases_are_of_campaigns_that_have_a_group(tmp_path: Path) -> None:
     path.write_text(dump_yaml(mapping()))
     with pytest.raises(ValueError, match=r"accuracy cases are of the campaigns cpu-gloo, .* got 'mine'"):
         run_command(path, write_cases=tmp_path / "cases.yaml")
+
+
+def test_models_that_are_finished_are_reported_where_no_round_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that is lent for less than a round, and what it left behind, elsewhere."""
+    models = {name: {**ALONE["models"]["gpt"], "layers": layers} for name, layers in (("first", 1), ("second", 2))}
+    plans = {part: [{**ALONE[part][0], "model": list(models)}] for part in ("calibration", "report")}
+    campaign = campaign_from_mapping({**ALONE, "models": models, **plans}, "two models")
+    run_unit = campaign_run._run_unit
+
+    def until_the_second(campaign, unit, folder, number):  # type: ignore[no-untyped-def]
+        if unit.name.startswith("second"):
+            raise KeyboardInterrupt
+        return run_unit(campaign, unit, folder, number)
+
+    def report() -> str:
+        validate_campaign(
+            campaign, profile=None, limit=None, rounds=1, output=tmp_path, dry_run=False, write_cases=None,
+            as_json=False,
+        )  # fmt: skip
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(campaign_run, "_run_unit", until_the_second)
+    with pytest.raises(typer.Exit) as ended:
+        report()
+    assert ended.value.exit_code == 130
+    shown = capsys.readouterr()
+    assert "no round has measured second" in shown.err
+    assert "1 rounds: iteration time off by" in shown.out
+    summary = (tmp_path / "summary.md").read_text()
+    assert "first" in summary and "second" not in summary
+
+    monkeypatch.setattr(campaign_run, "missing_devices", lambda _: "alone needs 9 CUDA GPUs, this machine has 0")
+    assert "nothing is run, since the campaign alone needs 9 CUDA GPUs" in report()

@@ -164,16 +164,30 @@ def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) ->
         }
         write_text_atomically(path, dump_json(identity))
         return
+    theirs = measured_on(campaign, folder, with_profiling=with_profiling)
+    if machine_name() != theirs:
+        raise _another("machine", folder, theirs, machine_name())
+
+
+def measured_on(campaign: Campaign, folder: Path, *, with_profiling: bool) -> str:
+    """Return the machine whose results a folder holds.
+
+    Raises:
+        ValueError: If they are of another campaign, or of one that used a profile where this one does not.
+    """
+    path = folder / "campaign.json"
     found = validated(_Identity, load_mapping(path), str(path))
     for what, own, theirs in (
         ("campaign", f"{campaign.name} {campaign.fingerprint}", f"{found.campaign} {found.fingerprint}"),
-        ("machine", machine_name(), found.machine),
         ("use of a profile", not with_profiling, not found.with_profiling),
     ):
         if own != theirs:
-            raise ValueError(
-                f"the folder {folder} has results of another {what} ({theirs}; this is {own}); give another -o"
-            )
+            raise _another(what, folder, theirs, own)
+    return found.machine
+
+
+def _another(what: str, folder: Path, theirs: object, own: object) -> ValueError:
+    return ValueError(f"the folder {folder} has results of another {what} ({theirs}; this is {own}); give another -o")
 
 
 def finished_rounds(campaign: Campaign, work: Sequence[UnitWork], folder: Path, *, with_profiling: bool = True) -> int:
@@ -183,6 +197,17 @@ def finished_rounds(campaign: Campaign, work: Sequence[UnitWork], folder: Path, 
     while names and all(_path(folder, number + 1, name).exists() for name in names):
         number += 1
     return number
+
+
+def finished_units(
+    campaign: Campaign, work: Sequence[UnitWork], folder: Path, *, with_profiling: bool = True
+) -> list[UnitWork]:
+    """Return the models that can be reported: all if a round is finished, else those of the first that are."""
+    if _communicates(campaign, with_profiling) and not _path(folder, 1, COMMUNICATION).exists():
+        return []
+    if finished_rounds(campaign, work, folder, with_profiling=with_profiling):
+        return list(work)
+    return [unit for unit in work if _path(folder, 1, unit.name).exists()]
 
 
 def load_rounds(

@@ -16,7 +16,7 @@ from experiments.reproduce.experiment import Context
 from experiments.reproduce.kept import kept_rows
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.multihop import Limits, StageCountSearch
-from searchers.base import cost_tables
+from searchers.scores import cost_tables
 from simulator.problem import Problem
 
 

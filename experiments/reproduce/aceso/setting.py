@@ -19,8 +19,9 @@ from hardware_models.import_aceso import import_collectives, import_table
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
 from searchers.aceso.searcher import Aceso
-from searchers.base import SearchResult, cost_tables
+from searchers.base import SearchResult
 from searchers.budget import Budget
+from searchers.scores import cost_tables
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult

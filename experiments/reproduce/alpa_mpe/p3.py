@@ -12,9 +12,10 @@ from experiments.reproduce.alpa_mpe.counting import problem_named
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.legends import legend_beside
 from searchers.alpa.searcher import Alpa
-from searchers.base import Searcher, cost_tables
+from searchers.base import Searcher
 from searchers.megatron_grid import MegatronGrid
 from searchers.plan_words import describe_plan
+from searchers.scores import cost_tables
 from simulator.problem import Problem
 from simulator.reports.difference import difference
 from simulator.result import SimulationResult

@@ -12,8 +12,9 @@ from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.oracle import StageCost
 from searchers.alpa.stage_costs import layer_working_bytes
-from searchers.base import Searcher, cost_tables
+from searchers.base import Searcher
 from searchers.registry import searcher_named
+from searchers.scores import cost_tables
 from simulator.plan import Plan, Sharding, Stage, batch_replicas, resolve
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate

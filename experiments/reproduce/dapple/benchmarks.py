@@ -10,10 +10,10 @@ from experiments.cases.case import hardware
 from experiments.reproduce.experiment import Context
 from hardware_models.gpus import load_gpu
 from hardware_models.runtime import Runtime, load_runtime
-from searchers.base import cost_tables
 from searchers.dapple.baselines import data_parallel
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
 from searchers.dapple.searcher import Dapple, make_planner
+from searchers.scores import cost_tables
 from simulator.divisors import divisors
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem

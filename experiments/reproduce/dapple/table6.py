@@ -17,13 +17,13 @@ from experiments.reproduce.dapple.benchmarks import (
 )
 from experiments.reproduce.dapple.fig11 import best_hybrid
 from experiments.reproduce.experiment import Context, Report, Verdict
-from searchers.base import cost_tables
 from searchers.dapple.planner import PlannerOptions
 from searchers.dapple.searcher import make_planner
 from searchers.layer_graph import layer_graph
 from searchers.pipedream.antichains import antichain_states
 from searchers.pipedream.planner import Level, PipeDreamPlan, plan_pipeline
 from searchers.pipedream.searcher import PipeDream
+from searchers.scores import cost_tables
 from simulator.divisors import divisors
 from simulator.result import SimulationResult
 from simulator.simulate import simulate

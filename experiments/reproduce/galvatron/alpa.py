@@ -7,10 +7,11 @@ from dataclasses import replace
 from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.galvatron.cells import Cell
 from searchers.alpa.searcher import Alpa
-from searchers.base import NoFeasiblePlan, RankedPlan, SearchResult, cost_tables
+from searchers.base import NoFeasiblePlan, RankedPlan, SearchResult
 from searchers.galvatron.pipeline_plan import ATTEMPTS
 from searchers.galvatron.planner import SATURATED
 from searchers.plan_words import describe_plan
+from searchers.scores import cost_tables
 from simulator.problem import Problem
 from simulator.result import SimulationResult
 from simulator.simulate import simulate

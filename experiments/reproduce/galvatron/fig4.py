@@ -11,10 +11,10 @@ from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.figures import new_figure
 from experiments.reproduce.galvatron.machines import A100_RUNTIME
-from searchers.galvatron.estimator import balance_degree
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.options import Options
 from searchers.galvatron.partitions import least_maximum, weigh
+from searchers.galvatron.pipeline_costs import balance_degree
 from searchers.galvatron.pipeline_plan import PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan

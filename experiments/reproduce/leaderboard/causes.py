@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from searchers.base import cost_tables
+from searchers.scores import cost_tables
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.plan_file import load_plan

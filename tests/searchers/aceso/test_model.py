@@ -18,7 +18,7 @@ from searchers.aceso.initial import even_gpus, initial_configuration
 from searchers.aceso.model import RECOMPUTE_ORDERS, PerformanceModel
 from searchers.aceso.operator_columns import tied_operators
 from searchers.aceso.stage_kernels import transfer_time
-from searchers.base import estimated
+from searchers.scores import estimated
 from simulator.closed_forms.stage_prices import stage_step_s
 from simulator.costs import CostTables
 from simulator.lowering.lower import stage_views

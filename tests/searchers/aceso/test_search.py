@@ -17,9 +17,10 @@ from searchers.aceso.initial import INITIALS, initial_configuration
 from searchers.aceso.model import PerformanceModel, Price
 from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
 from searchers.aceso.searcher import Aceso
-from searchers.base import LOWERED_BUDGETS, NoFeasiblePlan, estimated
+from searchers.base import LOWERED_BUDGETS, NoFeasiblePlan
 from searchers.budget import Budget
 from searchers.megatron_grid import MegatronGrid
+from searchers.scores import estimated
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
 from simulator.uniform import uniform_plan

@@ -15,9 +15,9 @@ from searchers.alpa.intra_op import IntraOpOptions
 from searchers.alpa.meshes import all_logical_meshes
 from searchers.alpa.oracle import CostModelOracle, SearchCost
 from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
-from searchers.base import cost_tables
 from searchers.mpe.estimator import StageEstimator
 from searchers.mpe.holistic import shortest_path
+from searchers.scores import cost_tables
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
 from simulator.result import SimulationResult
