@@ -236,9 +236,7 @@ def of_few_words(runtime: str) -> Problem:
     ("runtime", "waits"), [("pytorch-fsdp2", True), ("composer-fsdp", True), ("galvatron-v1", False)]
 )
 def test_the_heads_gradients_wait_beside_all_that_the_last_layer_works_in(runtime: str, waits: bool) -> None:
-    """As they are the root's, or are copied. Galvatron's head is a unit of its own, which is let go by then.
-
-    """
+    """As they are the root's, or are copied. Galvatron's head is a unit of its own, which is let go by then."""
     problem = of_few_words(runtime)
     profiles = LayerProfiles(CostTables(problem))
     *_, middle, last = (profiles.profile(layer.kind, 1, 1).memory for layer in profiles.layers)
