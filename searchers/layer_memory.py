@@ -97,12 +97,12 @@ class LayerWalk:
             **self._peaks(core_input),
             output_bytes=outputs[-1][0] if outputs else 0.0,
             unkept_output_bytes=sum(self._unkept_outputs()),
-            far_input_bytes=sum(size for name, size in self._received().items() if self._comes_from(name) == "far"),
+            far_input_bytes=sum(size for name, size in self.received().items() if self._comes_from(name) == "far"),
             buffer_bytes=max(never_given_back_bytes(cost, self.costs.problem) for cost in self.cost.values()),
         )
 
-    def _received(self) -> dict[str, float]:
-        """Return what other layers make and this one reads, as it reads it first."""
+    def received(self) -> dict[str, float]:
+        """Return bytes by name of what other layers make and this one reads, as it reads it first."""
         found: dict[str, float] = {}
         for index in self.operators:
             for name, size in zip(self.workload.operators[index].inputs, self.cost[index].input_bytes, strict=True):
@@ -176,7 +176,7 @@ class LayerWalk:
 
     def _needed(self) -> dict[int, float]:
         """Return by operator what it works in, and gradients that wait for others."""
-        waiting, found = self._received(), {}
+        waiting, found = self.received(), {}
         for index in self.operators:
             op, cost = self.workload.operators[index], self.cost[index]
             for name in op.inputs:

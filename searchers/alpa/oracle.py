@@ -16,7 +16,7 @@ import numpy as np
 
 from searchers.alpa.intra_op import IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh
-from searchers.alpa.stage_costs import Room, Solver, Spans, StageCosts, StageSolver
+from searchers.alpa.stage_costs import LayerNeeds, Room, Solver, Spans, StageCosts, StageSolver
 from simulator.costs import CostTables
 from simulator.plan import Sharding
 
@@ -28,6 +28,7 @@ class StageCost(NamedTuple):
         seconds: One microbatch, forward and backward.
         state_bytes: Parameters, gradients, optimizer states of a device.
         kept_bytes: What one microbatch keeps between its forward and its backward.
+        ends_bytes: What it holds besides of what the stages before sent and of what is sent on.
         working_bytes: What is alive besides, at most, while a pass runs.
         step_bytes: What the optimizer step works in, when nothing is kept any more.
     """
@@ -35,16 +36,22 @@ class StageCost(NamedTuple):
     seconds: float
     state_bytes: float
     kept_bytes: float
+    ends_bytes: float
     working_bytes: float
     step_bytes: float
 
+    @property
+    def microbatch_bytes(self) -> float:
+        """What one microbatch more takes."""
+        return self.kept_bytes + self.ends_bytes
+
     def peak_bytes(self, microbatches_in_flight: int = 1) -> float:
         """Return the peak with so many microbatches between forward and backward."""
-        passes = microbatches_in_flight * self.kept_bytes + self.working_bytes
+        passes = microbatches_in_flight * self.microbatch_bytes + self.working_bytes
         return self.state_bytes + max(passes, self.step_bytes)
 
 
-NOT_LEGAL = StageCost(np.inf, np.inf, np.inf, np.inf, np.inf)
+NOT_LEGAL = StageCost(*[np.inf] * len(StageCost._fields))
 
 
 @dataclass
@@ -159,14 +166,14 @@ class CostModelOracle(Oracle):
         super().__init__(self.spans, self.cost)
         self._solvers: dict[LogicalMesh, StageSolver] = {}
         self._tables: dict[LogicalMesh, StageCosts] = {}
-        self._working: dict[LogicalMesh, list[float]] = {}
+        self._needs: dict[LogicalMesh, list[LayerNeeds]] = {}
         self._shared: dict[tuple[LogicalMesh, int, int], tuple[float, float]] = {}
 
     def sharding_states(self) -> CostModelOracle:
         """Return the same oracle with model states sharded over the batch axes; measurements are shared."""
         other = replace(self, zero=2)
         other._solvers, other._tables, other._asked = self._solvers, self._tables, self._asked
-        other._working, other._shared = self._working, self._shared
+        other._needs, other._shared = self._needs, self._shared
         return other
 
     def solver(self, mesh: LogicalMesh) -> StageSolver:
@@ -183,8 +190,11 @@ class CostModelOracle(Oracle):
         table = self._tables[mesh]
         if not np.isfinite(table.seconds[first, last]):
             return NOT_LEGAL
-        if mesh not in self._working:
-            self._working[mesh] = self.solver(mesh).working_bytes()
+        if mesh not in self._needs:
+            self._needs[mesh] = self.solver(mesh).needs()
+        needs = self._needs[mesh][first : last + 1]
+        received = needs[0].received_bytes if first > 0 else 0.0
+        sent = needs[-1].sent_bytes if last < len(self.spans) - 1 else 0.0
         recompute = self.options.recompute
         kept = table.output_bytes if recompute else table.saved_bytes
         interval = mesh, first, last
@@ -198,7 +208,8 @@ class CostModelOracle(Oracle):
             float(table.seconds[first, last]),
             elements * per_element + sharded * per_sharded,
             float(kept[first, last]),
-            max(self._working[mesh][first : last + 1]),
+            received + sent,
+            max(each.working_bytes for each in needs),
             (sharded if self.zero else elements) * self.costs.problem.runtime.optimizer_workspace_bytes,
         )
 

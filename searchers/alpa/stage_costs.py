@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.alpa.elimination import Trail, eliminate, follow
-from searchers.alpa.intra_op import ATTRIBUTES, IntraOp
+from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, saved_first
 from searchers.alpa.milp import solve_milp
 from searchers.alpa.pareto import solve_within
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph, join, minimised
@@ -40,7 +40,7 @@ class Room(NamedTuple):
     """Memory that a stage may fill.
 
     Attributes:
-        limit_bytes: Of one device, working memory already taken off.
+        limit_bytes: Of one device, working memory and what is received and sent already taken off.
         microbatches_in_flight: Microbatches between forward and backward.
         sharded: Model states are sharded over the batch axes.
     """
@@ -72,10 +72,45 @@ class StageCosts:
     output_bytes: Array
 
 
-def layer_working_bytes(
+class LayerNeeds(NamedTuple):
+    """What a layer takes of its stage's memory besides what operators keep, in bytes.
+
+    Attributes:
+        working_bytes: Alive at most while its backward pass runs, what operators never give back included.
+        received_bytes: Held per microbatch in flight by a stage that begins here: what earlier stages sent.
+        sent_bytes: The same by one that ends here, of what it sends on.
+    """
+
+    working_bytes: float
+    received_bytes: float
+    sent_bytes: float
+
+
+def layer_needs(
     problem: IntraOp, shardings: Mapping[int, Sharding], before: int, again: tuple[int, int] | None
-) -> float:
-    """Return what the backward pass of a layer needs besides what its stage keeps.
+) -> LayerNeeds:
+    """Return what a layer takes besides what its stage keeps of it.
+
+    A stage keeps what operators are the first to keep (``saved_bytes``); where layers are recomputed, what leaves them
+    (``output_bytes``). See `layer_walk` for arguments.
+    """
+    walk = layer_walk(problem, shardings, before, again)
+    found, received = walk.memory(), walk.received()
+    if again:
+        working = found.again_peak_bytes - found.checkpointed_bytes
+        return LayerNeeds(working + found.buffer_bytes, sum(received.values()), 0.0)
+    counted = {name for index in shardings for name in saved_first(problem.costs).get(index, ())}
+    return LayerNeeds(
+        found.peak_bytes - found.saved_bytes + found.buffer_bytes,
+        sum(size for name, size in received.items() if name not in counted),
+        found.unkept_output_bytes if problem.costs.problem.runtime.keeps_stage_outputs else 0.0,
+    )
+
+
+def layer_walk(
+    problem: IntraOp, shardings: Mapping[int, Sharding], before: int, again: tuple[int, int] | None
+) -> LayerWalk:
+    """Return the walk over a layer that is sharded so.
 
     Args:
         problem: The intra-operator problem.
@@ -84,9 +119,7 @@ def layer_working_bytes(
         again: Operators ``[start, stop)`` of it that are recomputed, None if it is not.
     """
     span = min(shardings), max(shardings) + 1
-    walk = LayerWalk(problem.costs, span, again or span, before, lambda index: problem.cost(index, shardings[index]))
-    found = walk.memory()
-    return found.again_peak_bytes - found.checkpointed_bytes if again else found.peak_bytes - found.saved_bytes
+    return LayerWalk(problem.costs, span, again or span, before, lambda index: problem.cost(index, shardings[index]))
 
 
 class StageSolver:
@@ -135,21 +168,22 @@ class StageSolver:
             self._walk(first, last, found)
         return {name: float(values[first, last]) for name, values in found.items()}
 
-    def working_bytes(self) -> list[float]:
-        """Return per layer what its backward pass needs besides what the stage keeps, the layer sharded for itself.
+    def needs(self) -> list[LayerNeeds]:
+        """Return per layer what it takes besides what its stage keeps, the layer sharded for itself.
 
         Where layers are recomputed, what the layer has made again is there too.
         """
         workload = self.problem.costs.problem.workload
-        known: dict[tuple[int, ...], float] = {}
+        known: dict[object, LayerNeeds] = {}
         found = []
         for layer, (start, stop) in enumerate(self.spans):
-            key = workload.signatures[start:stop]
+            keeps = tuple(self.problem.keeps_first(index) for index in range(start, stop))
+            key = workload.signatures[start:stop], keeps
             if key not in known:
                 shardings = dict(zip(range(start, stop), self.assignment(layer, layer), strict=True))
                 before = self.spans[max(0, layer - 1)][0]
                 again = (start, stop) if self.problem.options.recompute else None
-                known[key] = layer_working_bytes(self.problem, shardings, before, again)
+                known[key] = layer_needs(self.problem, shardings, before, again)
             found.append(known[key])
         return found
 

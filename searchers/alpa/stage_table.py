@@ -49,9 +49,9 @@ def max_successors(cost: StageCost, capacity_bytes: float) -> int:
     left = capacity_bytes - cost.state_bytes - cost.working_bytes
     if left < 0 or cost.state_bytes + cost.step_bytes > capacity_bytes:
         return -1
-    if cost.kept_bytes <= 0:
+    if cost.microbatch_bytes <= 0:
         return NO_LIMIT
-    return max(-1, min(NO_LIMIT, int(np.floor(left / cost.kept_bytes)) - 1))
+    return max(-1, min(NO_LIMIT, int(np.floor(left / cost.microbatch_bytes)) - 1))
 
 
 def placed(sizes: Sequence[Submesh], devices_per_node: int) -> list[tuple[int, ...]]:
@@ -88,8 +88,8 @@ def to_plan(
     devices = placed([mesh.submesh for mesh in chosen], problem.hardware.cluster.devices_per_node)
     stages = []
     for position, (stage, mesh, own) in enumerate(zip(solution.stages, chosen, devices, strict=True)):
-        working = oracle.answer(mesh, stage.first, stage.last).working_bytes
-        room = Room(capacity_bytes - working, len(chosen) - position)
+        cost, held = oracle.answer(mesh, stage.first, stage.last), len(chosen) - position
+        room = Room(capacity_bytes - cost.working_bytes - held * cost.ends_bytes, held)
         spans = oracle.spans[stage.first : stage.last + 1]
         stages.append(
             Stage(

@@ -76,7 +76,7 @@ class Outside(NamedTuple):
     passing_bytes: float
 
 
-class LayerMemory(NamedTuple):
+class ReleasedLayerMemory(NamedTuple):
     """A layer for one microbatch: kept, needed on top in backward, model states."""
 
     forward_bytes: float
@@ -108,7 +108,7 @@ class ReleasedMemory:
         self._states: dict[int, float] = {}
         self._outside = self._first_and_last(problem)
 
-    def layer(self, kind: int, strategy: Strategy, samples: int) -> LayerMemory:
+    def layer(self, kind: int, strategy: Strategy, samples: int) -> ReleasedLayerMemory:
         """Return what a repeated layer takes for a microbatch of that many samples over the stage."""
         kind = self.profiles.plain_kinds[kind]
         profile = self.profiles.profile(kind, strategy.tensor, samples // strategy.data)
@@ -118,8 +118,8 @@ class ReleasedMemory:
         entering = profile.memory.core_input_bytes
         whole = self._measured_shares.get(strategy.tensor, 1.0) * (entering + profile.memory.core_saved_bytes)
         if strategy.checkpoint:
-            return LayerMemory(entering, whole - entering, states)
-        return LayerMemory(whole, 0.0, states)
+            return ReleasedLayerMemory(entering, whole - entering, states)
+        return ReleasedLayerMemory(whole, 0.0, states)
 
     def outside_bytes(self, stage: int, in_flight: float, microbatch: float) -> float:
         """Return what embedding and head take on a device of a stage.

@@ -11,7 +11,7 @@ from math import isfinite
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.oracle import StageCost
-from searchers.alpa.stage_costs import layer_working_bytes
+from searchers.alpa.stage_costs import LayerNeeds, layer_needs, layer_walk
 from searchers.base import Searcher
 from searchers.registry import searcher_named
 from searchers.scores import cost_tables
@@ -146,9 +146,14 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
     words = zip(operators, stage.sharding_per_operator(), strict=True)
     shardings = {index: resolve(sharding, problem.workload.operators[index]) for index, sharding in words}
     layer_of = [problem.workload.operators[index].layer for index in operators]
-    following = [*layer_of[1:], -1]
-    last = [index for index, own, behind in zip(operators, layer_of, following, strict=True) if own != behind]
-    once, recomputed = (each.graph(operators[0], operators[-1] + 1, last) for each in (intra, twice))
+    ends = {layer: index for index, layer in zip(operators, layer_of, strict=True)}
+    leaving = {
+        index
+        for index, layer in zip(operators, layer_of, strict=True)
+        for name in problem.workload.operators[index].outputs
+        if problem.workload.consumers.get(name, (-1,))[-1] > ends[layer]
+    }
+    once, recomputed = (each.graph(operators[0], operators[-1] + 1, leaving) for each in (intra, twice))
     again = {index for start, stop in stage.recompute for index in range(start, stop)}
     chosen = [intra.strategies(index).index(shardings[index]) for index in operators]
     seconds = kept_bytes = elements = 0.0
@@ -167,27 +172,37 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
             elements -= shared if layout in seen else 0.0
             seen.add(layout)
     per_element, _ = intra.state_bytes_per_element(sharded=False)
+    needs, added = zip(*_layers_needs(intra, shardings, layer_of, again), strict=True)
+    received = needs[0].received_bytes if operators[0] > 0 else 0.0
+    sent = needs[-1].sent_bytes if operators[-1] < len(problem.workload) - 1 else 0.0
     return StageCost(
         seconds,
         elements * per_element,
-        kept_bytes,
-        max(_layers_working_bytes(intra, shardings, layer_of, again)),
+        kept_bytes + sum(added),
+        received + sent,
+        max(each.working_bytes for each in needs),
         elements * problem.runtime.optimizer_workspace_bytes,
     )
 
 
-def _layers_working_bytes(
+def _layers_needs(
     intra: IntraOp, shardings: Mapping[int, Sharding], layer_of: Sequence[int], again: Set[int]
-) -> Iterator[float]:
-    """Yield what the backward pass of each layer of a stage needs besides what the stage keeps.
+) -> Iterator[tuple[LayerNeeds, float]]:
+    """Yield what each layer of a stage needs besides what the stage keeps, and what it adds to that.
 
-    Where layers are recomputed that is the inputs of all, so what embedding and head keep comes on top of it.
+    Where layers are recomputed a stage keeps what leaves each. An embedding is not and keeps all of its own; a head
+    does so, too, but only while it is at work itself, as if it were.
     """
     layers: dict[int, dict[int, Sharding]] = {}
     for (index, sharding), layer in zip(shardings.items(), layer_of, strict=True):
         layers.setdefault(layer, {})[index] = sharding
     before = min(shardings)
     for own in layers.values():
-        inside = [index for index in own if index in again] or list(own if again else ())
-        yield layer_working_bytes(intra, own, before, (inside[0], inside[-1] + 1) if inside else None)
+        inside = [index for index in own if index in again]
+        if again and not inside and len(intra.costs.problem.workload) - 1 in own:
+            inside = list(own)
+        segment = (inside[0], inside[-1] + 1) if inside else None
+        memory = layer_walk(intra, own, before, segment).memory()
+        added = memory.saved_bytes - memory.input_bytes if again and not inside else 0.0
+        yield layer_needs(intra, own, before, segment), added
         before = min(own)

@@ -107,7 +107,7 @@ def test_placed_stages_are_disjoint_and_small_ones_stay_in_a_node(sizes: list[in
 
 def test_successors_are_what_memory_leaves_room_for() -> None:
     for step_bytes in (0, 7):  # the optimizer's 17 are more than the 15 of passes with one microbatch
-        cost = StageCost(seconds=1.0, state_bytes=10, kept_bytes=3, working_bytes=2, step_bytes=step_bytes)
+        cost = StageCost(1.0, state_bytes=10, kept_bytes=2, ends_bytes=1, working_bytes=2, step_bytes=step_bytes)
         for capacity in range(10, 40):
             room = max_successors(cost, capacity)
             assert (room >= 0) == (cost.peak_bytes(1) <= capacity)
