@@ -206,11 +206,11 @@ def _fill_class(
     values[OWN] = sum(size for name, size in own.items() if is_private(name))
     near += values[OWN]
     for name, made in zip(workload.operators[index].outputs, cost.output_bytes, strict=True):
-        # A tensor that any reader keeps stays, whoever made it, as it was made and, if gathered, as the reader sees it.
+        # A tensor that any reader keeps stays, whoever made it, as it was made or, if gathered, as the reader sees it.
         sizes = {index: own.get(name, 0.0)}
         for reader in workload.consumers.get(name, ())[:READERS]:
             read = dict(saved_tensors(workload, reader, cost_of(reader))).get(name, 0.0)
-            sizes[reader] = sum(saved_bytes(made, read, regathers=False))
+            sizes[reader] = saved_bytes(made, read, regathers=False, by_maker=name in own, in_segment=False)
         size = max(sizes.values())
         if any(found and reader > index + 1 for reader, found in sizes.items()):
             far += size

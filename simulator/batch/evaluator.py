@@ -271,8 +271,10 @@ class BatchEvaluator:
             use.saved,
             use.saver_offsets,
             use.savers,
+            use.saver_readings,
             use.user_offsets,
             use.users,
+            use.user_readings,
         )
         count = batch.num_microbatches[batch.plan_of_stage]
         in_flight, anew = np.minimum(batch.warmups, count), found[:, GRADIENTS_ANEW]

@@ -49,9 +49,11 @@ class TensorUse:
         output_offsets, outputs: Tensors that each operator makes (and somebody reads).
         input_offsets, inputs, readings: Tensors that each operator reads, and the number of the reading.
         saved_offsets, saved: Tensors that each operator saves.
-        saver_offsets, savers: Operators that save each tensor, ascending.
-        user_offsets, users: Operators whose backward pass needs what forward kept of each tensor under
-            recomputation, ascending: savers outside segments, and readers in other segments than its maker.
+        saver_offsets, savers, saver_readings: Operators that save each tensor, ascending, and the numbers of their
+            readings; -1 for its maker.
+        user_offsets, users, user_readings: Operators whose backward pass needs what forward kept of each tensor
+            under recomputation, ascending: savers outside segments, with the numbers of their readings, and readers
+            in other segments than its maker, with -1.
     """
 
     output_offsets: Ints
@@ -63,8 +65,10 @@ class TensorUse:
     saved: Ints
     saver_offsets: Ints
     savers: Ints
+    saver_readings: Ints
     user_offsets: Ints
     users: Ints
+    user_readings: Ints
 
 
 def tensor_use(costs: CostTables, shape: ModelShape) -> TensorUse:
@@ -91,19 +95,27 @@ def tensor_use(costs: CostTables, shape: ModelShape) -> TensorUse:
         for tensor in saved[-1]:
             savers[tensor].append(index)
     users: list[list[int]] = []
+    saver_readings: list[list[int]] = []
+    user_readings: list[list[int]] = []
     for tensor, producer in enumerate(shape.producers.tolist()):
-        readers = shape.readers[shape.reader_offsets[tensor] : shape.reader_offsets[tensor + 1]].tolist()
+        start = int(shape.reader_offsets[tensor])
+        readers = shape.readers[start : shape.reader_offsets[tensor + 1]].tolist()
+        saver_readings.append([-1 if user == producer else start + readers.index(user) for user in savers[tensor]])
+        reading_of = dict(zip(savers[tensor], saver_readings[-1], strict=True))
         own = shape.segment_first[producer]
         outside = {user for user in savers[tensor] if shape.segment_stop[user] < 0}
         inside = {user for user in readers if shape.segment_stop[user] >= 0 and shape.segment_first[user] != own}
         users.append(sorted(outside | inside))
+        user_readings.append([reading_of[user] if user in outside else -1 for user in users[-1]])
     return TensorUse(
         *_csr(outputs),
         *_csr(inputs),
         _csr(readings)[1],
         *_csr(saved),
         *_csr(savers),
+        _csr(saver_readings)[1],
         *_csr(users),
+        _csr(user_readings)[1],
     )
 
 
@@ -196,6 +208,14 @@ def _lower_bound(items: Ints, low: int, high: int, value: int) -> int:
     return low
 
 
+@compiled
+def _first_need(needs: Ints, need_readings: Ints, low: int, high: int, made: float, read: Floats) -> int:
+    """Return the first place in ``[low, high)`` of an operator that needs a tensor as it was made, not as gathered."""
+    while low < high and need_readings[low] >= 0 and read[need_readings[low]] > made:
+        low += 1
+    return low
+
+
 @compiled_with(pipeline)
 def measure_memory(
     firsts: Ints,
@@ -229,8 +249,10 @@ def measure_memory(
     saved: Ints,
     saver_offsets: Ints,
     savers: Ints,
+    saver_readings: Ints,
     user_offsets: Ints,
     users: Ints,
+    user_readings: Ints,
 ) -> Floats:
     """Return float64[S, MEMORY] in bytes; see ``StageBytes``, ``ModelShape`` and ``TensorUse``.
 
@@ -245,7 +267,7 @@ def measure_memory(
         producers, reader_offsets, readers, crossing_offsets, crossing: Of the shape.
         row_offsets, row_limits, layer_first, segment_first, segment_stop: Of the shape.
         output_offsets, outputs, input_offsets, inputs, readings: Of the use.
-        saved_offsets, saved, saver_offsets, savers, user_offsets, users: Of the use.
+        saved_offsets, saved, saver_offsets, savers, saver_readings, user_offsets, users, user_readings: Of the use.
     """
     result = np.zeros((len(firsts), MEMORY))
     for stage in range(len(firsts)):
@@ -254,6 +276,7 @@ def measure_memory(
         again = recompute[stage]
         gathered, tied_before = gathered_bytes[tables[stage]], previous_tied[tables[stage]]
         need_offsets, needs = (user_offsets, users) if again else (saver_offsets, savers)
+        need_readings = user_readings if again else saver_readings
 
         # Model states.
         states, step, buffer = 0.0, 0.0, 0.0
@@ -289,15 +312,17 @@ def measure_memory(
             for place in range(input_offsets[index], input_offsets[index + 1]):
                 tensor = inputs[place]
                 last = readers[reader_offsets[tensor + 1] - 1]
-                need = need_offsets[tensor]
-                is_kept = need < need_offsets[tensor + 1] and needs[need] < stop
+                end = need_offsets[tensor + 1]
+                need = _first_need(needs, need_readings, need_offsets[tensor], end, made[tensor], read)
+                is_kept = need < end and needs[need] < stop
                 if producers[tensor] >= first and last == index and not is_kept:
                     live -= made[tensor]
         if not keeps_outputs:
             for place in range(crossing_offsets[stop], crossing_offsets[stop + 1]):
                 tensor = crossing[place]
-                need = need_offsets[tensor]
-                is_kept = need < need_offsets[tensor + 1] and needs[need] < stop
+                end = need_offsets[tensor + 1]
+                need = _first_need(needs, need_readings, need_offsets[tensor], end, made[tensor], read)
+                is_kept = need < end and needs[need] < stop
                 if producers[tensor] >= first and not is_kept:
                     live -= made[tensor]
         kept, forward_peak = live, peak
@@ -379,8 +404,9 @@ def measure_memory(
             for place in range(input_offsets[index], input_offsets[index + 1]):
                 tensor = inputs[place]
                 if producers[tensor] >= first:
-                    need = need_offsets[tensor]
-                    if need < need_offsets[tensor + 1] and needs[need] == index:
+                    end = need_offsets[tensor + 1]
+                    need = _first_need(needs, need_readings, need_offsets[tensor], end, made[tensor], read)
+                    if need < end and needs[need] == index:
                         live -= made[tensor]
                 else:  # (Of what another stage made, any segment that reads it.)
                     reading = _lower_bound(readers, reader_offsets[tensor], reader_offsets[tensor + 1], first)
@@ -395,8 +421,9 @@ def measure_memory(
                         live -= read[reading]
             for place in range(output_offsets[index], output_offsets[index + 1]):
                 tensor = outputs[place]
-                need = need_offsets[tensor]
-                if need < need_offsets[tensor + 1] and needs[need] == index:
+                end = need_offsets[tensor + 1]
+                need = _first_need(needs, need_readings, need_offsets[tensor], end, made[tensor], read)
+                if need < end and needs[need] == index:
                     live -= made[tensor]
             # ... and what recomputation made with the first of its segment that saved it.
             for place in range(saved_offsets[index], saved_offsets[index + 1]):

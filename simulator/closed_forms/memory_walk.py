@@ -70,14 +70,10 @@ def walk(
             highest, highest_first = max(highest, joining), max(highest_first, joining + made_by_then[index])
         for name, saved in dict(saved_tensors(workload, index, cost)).items():
             producer = workload.producer.get(name)
-            made, stays, gathers = _saved(view, index, name, saved, in_segment=in_segment)
+            stays, gathers = _saved(view, index, name, saved, in_segment=in_segment)
             gathered += gathers
-            if not in_segment:
-                kept.put(name, made + stays)
-            elif producer is not None and segment_of.get(producer) != segment and not is_private(name):
-                kept.put(name, made)
-            else:
-                inside.put(name, made)
+            from_outside = producer is not None and segment_of.get(producer) != segment and not is_private(name)
+            (kept if not in_segment or from_outside else inside).put(name, stays)
         if in_segment:
             for name, read in zip(op.inputs, cost.input_bytes, strict=True):
                 producer = workload.producer.get(name)
@@ -142,8 +138,8 @@ def _begins_at(view: StageView, name: str, index: int) -> bool:
     return name not in workload.input_names and workload.consumers[name][-1] == index
 
 
-def _saved(view: StageView, index: int, name: str, read: float, *, in_segment: bool) -> tuple[float, float, float]:
-    """Return the bytes of what an operator saves as it is made, as it stays gathered, and as backward gathers it again.
+def _saved(view: StageView, index: int, name: str, read: float, *, in_segment: bool) -> tuple[float, float]:
+    """Return the bytes of what an operator saves, and of what backward gathers again of it.
 
     Args:
         view, index: The operator.
@@ -152,11 +148,19 @@ def _saved(view: StageView, index: int, name: str, read: float, *, in_segment: b
     """
     source = None if is_private(name) else _source(view, name)
     if source is None:
-        return read, 0.0, 0.0
+        return read, 0.0
     sharding, made, in_shards = source
     alike = batch_degree(sharding) == batch_degree(view.shardings[index])
     regathers = in_shards and alike and not view.costs.problem.runtime.keeps_gathered_inputs
-    return *saved_bytes(made, read, regathers=regathers), read if read > made and (in_segment or regathers) else 0.0
+    stays = saved_bytes(made, read, regathers=regathers, by_maker=_has_maker(view, name), in_segment=in_segment)
+    return stays, read if read > made and (in_segment or regathers) else 0.0
+
+
+def _has_maker(view: StageView, name: str) -> bool:
+    """Return whether a stage has a tensor as it is made, whoever gathers it: its maker saves it, or it was received."""
+    workload = view.costs.problem.workload
+    producer = workload.producer[name]
+    return producer not in view.shardings or name in dict(saved_tensors(workload, producer, view.cost(producer)))
 
 
 def _source(view: StageView, name: str) -> tuple[Sharding, float, bool] | None:

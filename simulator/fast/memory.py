@@ -36,6 +36,7 @@ class Savings(NamedTuple):
     Attributes:
         offsets, operators: Savings of each tensor, ascending by operator.
         producers: Per tensor; NEVER for inputs of the graph.
+        by_maker: Per tensor, whether its producer saves it, too.
         tensors: Per tensor, its number among those that somebody reads; -1 if nobody does.
         numbers: The way back: per tensor that somebody reads, its number here; -1 if nobody saves it.
         entering_offsets, entering: Per cut, tensors made before it (or given) and saved behind it.
@@ -46,6 +47,7 @@ class Savings(NamedTuple):
     offsets: Ints
     operators: Ints
     producers: Ints
+    by_maker: Ints
     tensors: Ints
     numbers: Ints
     entering_offsets: Ints
@@ -59,8 +61,8 @@ class MemoryTables(NamedTuple):
 
     Attributes:
         sums: float64[tables, N + 1, MEMORY_COLUMNS]. Prefix sums.
-        saved_bytes: float64[tables, Q, 3]. As its saver reads it; as it is made where its maker has the same strategy;
-            and with what the saver has gathered, if that is kept.
+        saved_bytes: float64[tables, Q, 3]. As its saver reads it; where its maker has the same strategy, as it is
+            computed again; and as it stays, gathered if that is kept.
         made_bytes, read_bytes: float64[tables, T], [tables, readings]. Sizes of tensors.
         in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
         num_parts: int64[tables, readings]. In how many of them it arrives where this reading is a stage's first.

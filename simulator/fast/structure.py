@@ -137,6 +137,7 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
     saved = Savings(
         *_rows([[index for index, _ in found_savers] for found_savers in savers.values()]),
         np.array(saved_producers, dtype=np.int64),
+        (np.array([found[0][0] for found in savers.values()]) == np.array(saved_producers)).astype(np.int64),
         np.array([number_in.get(name, -1) for name in savers], dtype=np.int64),
         np.array([place_of.get(name, -1) for name in names], dtype=np.int64),
         *_rows(entering),

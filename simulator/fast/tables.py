@@ -63,7 +63,6 @@ from simulator.fast.memory import (
     MAXIMA,
     MEMORY_COLUMNS,
     NUM_STATES,
-    OWN,
     PRODUCT,
     SHARD,
     STATES,
@@ -294,15 +293,19 @@ class TableBuilder:
         """
         drops = not self.problem.runtime.keeps_gathered_inputs
         saved, gathered = np.zeros((len(self.names.savings), 3)), np.zeros((2, len(holdings)))
-        tensor_of = np.repeat(self.savings.tensors, np.diff(self.savings.offsets))
-        for saving, ((index, place), tensor) in enumerate(zip(self.names.savings, tensor_of.tolist(), strict=True)):
-            own = holdings[index].saved[place]
-            shard, more = own, 0.0
+        counts = np.diff(self.savings.offsets)
+        tensor_of = np.repeat(self.savings.tensors, counts).tolist()
+        saved_by_maker = np.repeat(self.savings.by_maker, counts).tolist()
+        for saving, (index, place) in enumerate(self.names.savings):
+            saved[saving] = own = holdings[index].saved[place]
+            tensor, by_maker = tensor_of[saving], bool(saved_by_maker[saving])
             if tensor >= 0:
-                regathers = drops and bool(in_shards[tensor])
-                shard, more = saved_bytes(made_bytes[tensor], own, regathers=regathers)
-                gathered[:, index] += (own > shard) * own * np.array([regathers, True])
-            saved[saving, OWN], saved[saving, SHARD], saved[saving, WHOLE] = own, shard, shard + more
+                made, regathers = made_bytes[tensor], drops and bool(in_shards[tensor])
+                for kind in (SHARD, WHOLE):
+                    saved[saving, kind] = saved_bytes(
+                        made, own, regathers=regathers, by_maker=by_maker, in_segment=kind == SHARD
+                    )
+                gathered[:, index] += (own > made) * own * np.array([regathers, True])
         return saved, gathered
 
     def _needed(self, holdings: Sequence[Holding], made_bytes: Floats, read_bytes: Floats) -> Floats:

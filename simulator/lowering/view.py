@@ -144,6 +144,16 @@ class StageView:
         in_shards = name in self.entering if made_by is None else is_sequence_parallel(made_by)
         return gathers_again(self.costs, self.input_collectives(index), position, in_shards=in_shards)
 
+    def saves_gathered(self, index: int, name: str) -> bool:
+        """Return whether an operator keeps an input as it has gathered it, and does not need it as it was made."""
+        workload = self.costs.problem.workload
+        producer, op = workload.producer.get(name), workload.operators[index]
+        if producer not in self.shardings or producer == index:
+            return False
+        made = self.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
+        position = op.inputs.index(name)
+        return self.cost(index).input_bytes[position] > made and not self.gathers_again(index, position)
+
     def gathers_alone(self, index: int, position: int) -> bool:
         """Return whether an operator shares no gathered copy of an input with other readers."""
         name = self.costs.problem.workload.operators[index].inputs[position]

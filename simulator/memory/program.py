@@ -1,8 +1,9 @@
 """Allocations and frees of one stage for one microbatch, in host program order.
 
 A tensor lives from the operator that makes it to its last reader, or, if something saves it, to the
-backward pass of its last saver. Inside a recompute segment only what enters it is kept; the rest lives
-again during the backward pass of the segment.
+backward pass of its last saver. Who saves what it has gathered does not need the shard as well. Inside
+a recompute segment only what enters it is kept; the rest lives again during the backward pass of the
+segment.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class StageMemory:
             for saver in savers:
                 segment = self._segment_of.get(saver)
                 if segment is None:
-                    kept[name] = SAVED
+                    if not self.view.saves_gathered(saver, name):
+                        kept[name] = SAVED
                 elif producer is not None and not segment[0] <= producer < segment[1]:
                     kept.setdefault(name, SEGMENT)
         for index in self.view.operators:
@@ -280,7 +282,11 @@ class StageMemory:
         """Return, per instance of a tensor that outlives a pass, the operators whose backward pass needs it."""
         users: dict[str, list[int]] = {name: [] for name in self._kept}
         for name in self._kept:
-            users[name] += [saver for saver in self._savers.get(name, ()) if saver not in self._segment_of]
+            users[name] += [
+                saver
+                for saver in self._savers.get(name, ())
+                if saver not in self._segment_of and not self.view.saves_gathered(saver, name)
+            ]
             producer = self.workload.producer.get(name)
             for reader in self._readers.get(name, ()):
                 segment = self._segment_of.get(reader)
