@@ -247,6 +247,7 @@ class ImplementationFile(FileModel):
     flash_causal_skip: bool
     sequence_first: bool = False
     repeats_groups: bool = False
+    copies_groups: bool = False
     flash_generation: Literal[1, 2]
     keeps_scores: bool = False
     elementary: bool = False

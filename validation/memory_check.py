@@ -1,6 +1,7 @@
 """The simulator's live bytes against torch's own, plan by plan, under fake tensors: no GPU, any machine.
 
-Prints the table of `CHECKS`: models of about 1.3 billion parameters, in about two minutes.
+Prints the table of `CHECKS`: GPT and BERT of 1.3 billion parameters and one model or more of other families, in about
+three minutes.
 
 Run: ``python -m validation.memory_check``
 """
@@ -111,6 +112,19 @@ CHECKS = (
     Check(GPT, 4, 16, {"pp": 4, "microbatch": 2, "recompute": "selective"}, (0, 3), attention="plain"),
     Check("arena-bert-1.3b", 4, 8, {"pp": 4, "microbatch": 1}, (0, 3)),
     Check("arena-bert-1.3b", 2, 4, {"pp": 2, "microbatch": 1, "recompute": "full"}, (0, 1), attention="flash"),
+    Check(GPT, 2, 4, {"tp": 2, "microbatch": 2, "recompute": "full"}),
+    Check("llama3-8b", 1, 2, {"microbatch": 1}, attention="flash"),
+    Check("llama3-8b", 2, 2, {"tp": 2, "sequence_parallel": True, "microbatch": 1}, attention="flash"),
+    Check("t5-large-48", 1, 4, {"microbatch": 2, "recompute": "selective"}),
+    Check("t5-large-48", 2, 4, {"tp": 2, "microbatch": 2}),
+    Check("xlnet-large", 2, 8, {"tp": 2, "microbatch": 4}),
+    Check("vit-large", 2, 64, {"tp": 2, "microbatch": 32}, attention="flash"),
+    Check("swin-huge-32", 2, 64, {"tp": 2, "microbatch": 32}),
+    Check("wide-resnet-500m", 1, 16, {"microbatch": 8}),
+    Check("wide-resnet-500m", 2, 16, {"tp": 2, "microbatch": 8}),
+    Check("wide-resnet-500m", 4, 16, {"tp": 4, "microbatch": 8, "recompute": "full"}),
+    Check("wide-resnet-500m", 4, 32, {"pp": 2, "tp": 2, "microbatch": 8}, (0, 3), runtime="windtunnel-executor-fp32"),
+    Check("vgg-16", 2, 64, {"tp": 2, "microbatch": 32}),
 )
 
 

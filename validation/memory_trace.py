@@ -2,8 +2,10 @@
 
 Fake tensors have shapes and storages but no data, so a model of any size runs on this machine; a fake process
 group answers every collective at once, so one process is any rank. The executor is the real one, with torch's
-autograd and optimizer. What a fake run cannot show is what CUDA kernels allocate inside, the context, and the
-buffers of NCCL.
+autograd and optimizer. Two operations hold on CUDA what they do not on the CPU, and are given it here: RMS norm is
+one kernel that keeps its input and statistics, and softmax's backward multiplies gradient and result into a tensor of
+its own (aten/native/cuda/SoftMax.cu). What a fake run cannot show is what else CUDA kernels allocate inside, the
+context, and the buffers of NCCL.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
@@ -31,6 +34,7 @@ from validation.execution.plan_executor import PlanExecutor
 from validation.kinds.shared_tensors import forget_shared
 
 _Mode: Any = _python_dispatch.TorchDispatchMode
+_Function: Any = torch.autograd.Function
 
 BLOCK_BYTES = 512
 """The caching allocator's rounding, so that sums compare with its ``allocated``."""
@@ -66,6 +70,8 @@ class StorageTracer(_Mode):  # type: ignore[misc]
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self.see(leaf)
+        if func is torch.ops.aten._softmax_backward_data.default:
+            self.see(torch.empty_like(args[1]))
         return result
 
     @property
@@ -160,7 +166,7 @@ def trace_memory(plan: Plan, problem: Problem, devices: Sequence[int] | None = N
 
 def _trace_rank(plan: Plan, problem: Problem, rank: int, world_size: int) -> TracedMemory:
     tracer = StorageTracer()
-    with fake_processes(rank, world_size) as backend, FakeTensorMode(), tracer:
+    with fake_processes(rank, world_size) as backend, _norms_as_on_cuda(), FakeTensorMode(), tracer:
         pool = GroupPool(rank=rank, world_size=world_size, backend=backend)
         worker = Worker(rank, world_size, pool, torch.device("cpu"))
         executor = PlanExecutor(plan, problem, worker)
@@ -182,6 +188,36 @@ def _trace_rank(plan: Plan, problem: Problem, rank: int, world_size: int) -> Tra
         device = executor.device_id
         del executor, worker
     return _summary(tracer.events, first, marks, device)
+
+
+class _RmsNormOfCuda(_Function):  # type: ignore[misc]
+    """What ``aten::_fused_rms_norm`` makes and keeps on CUDA; tensors without data."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        statistics = torch.empty(*source.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(source, weight, statistics)
+        return torch.empty_like(source)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        source, weight, _ = ctx.saved_tensors
+        return torch.empty_like(source), torch.empty_like(weight)
+
+
+@contextmanager
+def _norms_as_on_cuda() -> Iterator[None]:
+    plain = F.rms_norm
+
+    def fused(source: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        found: torch.Tensor = _RmsNormOfCuda.apply(source, weight)
+        return found
+
+    F.rms_norm = fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.rms_norm = plain
 
 
 class _Position:

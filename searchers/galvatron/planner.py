@@ -31,7 +31,7 @@ PATIENCE = 8
 SATURATED = 0.03
 """Rise of throughput below which a doubled batch is not worth exploring further."""
 
-WAYPOINTS = 3
+WAYPOINTS = 7
 """Partitions between the memory- and the time-balanced one from which Algorithm 2 walks besides."""
 
 

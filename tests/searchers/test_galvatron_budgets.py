@@ -21,7 +21,7 @@ from workloads.registry import build_workload
 
 def test_plans_of_lower_budgets_come_after_those_that_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the allocator loses is in no estimate: here it takes the plans that fill memory to the last step."""
-    problem = titan("vit-huge-32", 64, 8)
+    problem = titan("vit-huge-48", 64, 12)
     times = []
     for shares in ((), LOWERED_BUDGETS):
         monkeypatch.setattr("searchers.galvatron.searcher.LOWERED_BUDGETS", shares)

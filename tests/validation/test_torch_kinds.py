@@ -73,13 +73,6 @@ def allowed(context: OperatorContext, example: Example, dtype: str) -> tuple[int
         # Batched products copy queries, keys and values out of the packed tensor, which itself is let go: see the
         # test of a whole layer for the sum.
         return 0, stated
-    if kind == "flash_attention":
-        # With several groups of heads, queries are copied so that heads lie evenly.
-        heads, groups = (int(context.local.attributes[name]) for name in ("heads", "kv_heads"))
-        local_groups = groups * context.local.outputs[0][2] // context.output_shapes[0][2]
-        grouped = heads != groups and local_groups > 1
-        queries = context.local.implementation.activation_bytes * prod(context.local.outputs[0])
-        return (stated + queries, stated + queries) if grouped else (stated, stated)
     if kind == "lstm":
         # cuDNN's layer is what the kind states; the CPU's library keeps packed weights and a workspace in pages.
         ends = context.local.element_bytes * (prod(context.local.inputs[0]) + prod(context.local.outputs[0]))

@@ -257,14 +257,15 @@ def test_bytes_are_those_of_the_passes(
             {"autocast": True},
             (4 * X + 3 * X + 8 * B * S, 3 * X + 10 * X + 8 * B * S, 4 * X + 8 * B * S + 3 * WIDE * 2 * H),
         ),
-        # Casts, scale, mask and softmax apart: 18.5 times the tensor, as Aceso's rows of 13B move.
-        ("softmax", {"heads": A}, [(B, A, S, S)], {"fused_softmax": False}, (18.5 * SCORES, 24.5 * SCORES, 0)),
+        # Casts, scale, mask and softmax apart: 18.5 times the tensor, as Aceso's rows of 13B move; backward 1.65 times
+        # that, for 1.63 times the seconds.
+        ("softmax", {"heads": A}, [(B, A, S, S)], {"fused_softmax": False}, (18.5 * SCORES, 30.5 * SCORES, 0)),
         (
             "softmax",
             {"heads": A},
             [(B, A, S, S)],
             {"fused_softmax": False, "dtype": "fp32"},
-            (6 * 2 * SCORES, 7 * 2 * SCORES, 0),
+            (6 * 2 * SCORES, 10 * 2 * SCORES, 0),
         ),
         # A bias that the next operator adds in its own kernel, if it does.
         ("linear", {"in": H, "out": 20, "defer_bias": True}, [(B, S, H)], {}, (0, 0, E * (B * S * 20 + 20))),
@@ -332,9 +333,9 @@ def test_tokens_and_labels_are_long_and_losses_are_in_fp32(
 
 
 def test_a_softmax_in_separate_operations_works_in_fp32() -> None:
-    """Masked scores beside what they become; in backward both gradients, of which fp32 needs no second."""
+    """Masked scores beside what they become; in backward both gradients and a product, of which fp32 needs one."""
     kind = kind_named("softmax")
-    for dtype, forward, backward in (("fp16", WIDE, WIDE + E), ("fp32", WIDE, WIDE)):
+    for dtype, forward, backward in (("fp16", WIDE, 2 * WIDE + E), ("fp32", WIDE, WIDE)):
         local = localize(
             kind, {"heads": A}, [(B, A, S, S)], [], Implementation(dtype=dtype, fused_softmax=False)
         )  # fmt: skip

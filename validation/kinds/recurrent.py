@@ -53,10 +53,21 @@ def _sinusoid(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device
 
 
 @shared
-def _distance_index(tokens: int, device: torch.device) -> torch.Tensor:
-    """Return which row of the sinusoid belongs to query i and key j: that of distance i - j."""
-    places = torch.arange(tokens, device=device)
-    return places[None, :] - places[:, None] + tokens - 1
+def _other_half(tokens: int, device: torch.device) -> torch.Tensor:
+    """Return 1 where query and key are in different halves of the tokens, else 0: ``(S, S)``."""
+    halves = torch.arange(tokens, device=device) * 2 >= tokens
+    return (halves[:, None] != halves[None, :]).to(torch.int64)
+
+
+def _shifted(scores: torch.Tensor) -> torch.Tensor:
+    """Return what query i has for key j, ``(..., S, S)``, of scores for rows of the sinusoid, ``(..., S, 2 S - 1)``.
+
+    It is that of distance i - j, row ``S - 1 - i + j``: one step less to the right in each row, by strides alone, so
+    that autograd keeps nothing.
+    """
+    *leading, tokens, rows = scores.shape
+    dense = scores.contiguous()
+    return dense.as_strided((*leading, tokens, tokens), (*dense.stride()[:-2], rows - 1, 1), tokens - 1)
 
 
 @builds("relative_score")
@@ -77,13 +88,10 @@ def build_relative_score(context: OperatorContext) -> Forward:
         scores = (queries + by_head(content_bias)) @ keys.transpose(-1, -2)
         encodings = _sinusoid(tokens, hidden, queries.dtype, queries.device).expand(samples, -1, -1) @ position.T
         places = encodings.view(samples, -1, heads, dim).permute(0, 2, 3, 1)
-        far = (queries + by_head(position_bias)) @ places
-        index = _distance_index(tokens, queries.device).expand(samples, heads, tokens, tokens)
-        scores = scores + far.gather(-1, index)
+        scores = scores + _shifted((queries + by_head(position_bias)) @ places)
         kinds = segment.view(2, heads, dim).permute(1, 2, 0)
         same = (queries + by_head(segment_bias)) @ kinds
-        halves = torch.arange(tokens, device=queries.device) * 2 >= tokens
-        other = (halves[:, None] != halves[None, :]).to(torch.int64).expand(samples, heads, tokens, tokens)
+        other = _other_half(tokens, queries.device).expand(samples, heads, tokens, tokens)
         return (scores + same.gather(-1, other),)
 
     return forward

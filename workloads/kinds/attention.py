@@ -95,7 +95,9 @@ class Softmax(ByHead):
 
     Fused: one kernel that keeps its output. Unfused: scale, mask and softmax apart; scores of 16 bits go through fp32,
     with a cast before and after and a mask that copies the gradient (Aceso's rows of 13B without the fused kernel move
-    18.5 times the tensor forward, as this counts). The result is kept in fp32; one of lower precision is a copy, kept
+    18.5 times the tensor forward and take 1.63 times as long backward; this counts 18.5, and 1.65 times as many
+    bytes). Backward, torch multiplies gradient and result into a tensor of its own first (aten/native/cuda/SoftMax.cu,
+    ``softmax_backward_cuda_out``). The result is kept in fp32; one of lower precision is a copy, kept
     only by who reads it: GPT 13B without the fused kernel (tensor parallel 4) holds 160 MiB = 4 a s^2 / t more in
     Aceso's profile. Where the scaled scores are kept as well (``Implementation.keeps_scores``), BERT layers hold three
     fp32 score tensors and a mask byte with dropout (13 a s^2 bytes), two without (8 a s^2), as measured by Galvatron.
@@ -161,11 +163,13 @@ class Softmax(ByHead):
         if local.implementation.elementary:
             return elementary.chain(elementary.SOFTMAX_BACKWARD, size)
         if local.element_bytes == DTYPE_BYTES["fp32"]:
-            return [MemoryBound(2 * size, size, "reduction"), MemoryBound(size, size), MemoryBound(size, size)]
+            softmax = [MemoryBound(2 * size, size), MemoryBound(2 * size, size, "reduction")]
+            return [*softmax, MemoryBound(size, size), MemoryBound(size, size)]
         elements = size / local.element_bytes
         wide = elements * DTYPE_BYTES["fp32"]
         return [
             MemoryBound(size, wide),
+            MemoryBound(2 * wide, wide),
             MemoryBound(2 * wide, wide, "reduction"),
             MemoryBound(wide, wide),  # the mask's gradient is masked in a copy
             MemoryBound(wide + elements, wide),
@@ -184,11 +188,13 @@ class Softmax(ByHead):
         if self._is_fused(local) or phase == BACKWARD_WEIGHT:
             return ()
         # Forward: masked scores beside what they become, in fp32. Backward: the gradient in fp32 before and after
-        # the softmax, of which the second is not there yet where the gradient needs no conversion.
+        # the softmax, and its product with the result; where the gradient needs no conversion, one of them less.
         scores = (local.outputs[0], "fp32")
         if phase == FORWARD or local.element_bytes == DTYPE_BYTES["fp32"]:
             return (scores,)
-        return scores, (local.outputs[0], "activation")
+        if local.implementation.elementary:
+            return scores, (local.outputs[0], "activation")
+        return scores, scores, (local.outputs[0], "activation")
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size = size_bytes(local, local.inputs)

@@ -57,6 +57,8 @@ class Implementation:
             is given copies of queries, keys and values, and what it made of several samples is copied for the
             projection, which keeps the copy (Megatron-LM's ParallelAttention).
         repeats_groups: Flash attention is given keys and values repeated for each query head of their group.
+        copies_groups: Queries of several groups are copied out of where they lie with keys and values for flash
+            attention, whose result is laid out as they are then, and copied for the projection.
         flash_generation: 1 for the Triton port of the flash attention of 2022, 2 for FlashAttention-2.
         keeps_scores: The unfused softmax keeps its scaled scores besides its result (PyTorch of 2022 and before,
             whose division keeps its operand).
@@ -94,6 +96,7 @@ class Implementation:
     flash_causal_skip: bool = True
     sequence_first: bool = False
     repeats_groups: bool = False
+    copies_groups: bool = False
     flash_generation: int = 2
     keeps_scores: bool = False
     elementary: bool = False

@@ -30,10 +30,22 @@ HEAD_MULTIPLE = 8
 """Features that a head comes in: flash-attn 2.5.8 (csrc/flash_attn/flash_api.cpp, ``mha_fwd``) pads to it."""
 
 
+def _is_grouped(local: Local) -> bool:
+    """Return whether query heads lie with the keys and values of their group in one tensor."""
+    grouped = key_value_heads(local.attributes) < integer(local.attributes, "heads")
+    return grouped and not flag(local.attributes, "cross")
+
+
 def _repeats(local: Local) -> bool:
     """Return whether keys and values are repeated for each query head of their group."""
-    grouped = key_value_heads(local.attributes) < integer(local.attributes, "heads")
-    return grouped and local.implementation.repeats_groups and not flag(local.attributes, "cross")
+    return _is_grouped(local) and local.implementation.repeats_groups
+
+
+def _copies_queries(local: Local) -> bool:
+    """Return whether queries alone are copied, and so is what is made of them: not if a rank has a single group."""
+    packed_heads = local.inputs[0][2] // integer(local.attributes, "head_dim")
+    groups = (packed_heads - local_heads(local)) // 2
+    return _is_grouped(local) and local.implementation.copies_groups and groups > 1
 
 
 def _padding(local: Local) -> int:
@@ -59,7 +71,7 @@ def _repeated(local: Local) -> tuple[Shape, ...]:
 
 
 def _copies_output(local: Local) -> bool:
-    return local.implementation.sequence_first and local.inputs[0][0] > 1
+    return (local.implementation.sequence_first and local.inputs[0][0] > 1) or _copies_queries(local)
 
 
 def _copies(local: Local, phase: str) -> tuple[list[Kernel], list[Kernel]]:
@@ -72,6 +84,8 @@ def _copies(local: Local, phase: str) -> tuple[list[Kernel], list[Kernel]]:
         before.append(MemoryBound(few, many) if phase == FORWARD else MemoryBound(many, few, "reduction"))
     if local.implementation.sequence_first:
         before.append(MemoryBound(repeated, repeated))
+    elif _copies_queries(local):
+        before.append(MemoryBound(made, made))
     after: list[Kernel] = [MemoryBound(made, made)] if _copies_output(local) else []
     if _padding(local):
         wider = size_bytes(local, [_padded(shape, local) for shape in _repeated(local)])
@@ -88,7 +102,8 @@ class FlashAttentionOperator(ByHead):
     eight features: others are padded before and cut after (flash-attn 2.5, ``FlashAttnFunc``; torch's
     ``pad_last_dim``), and the padded tensors are kept. Where samples are not the first dimension in memory
     (``Implementation.sequence_first``), queries, keys and values are copied as well, and the output of several samples.
-    Grouped keys and values are read as they are, unless the framework repeats them (``repeats_groups``).
+    Grouped keys and values are read as they are, unless the framework repeats them (``repeats_groups``); their queries
+    can be copied (``copies_groups``).
     """
 
     name = "flash_attention"
@@ -107,6 +122,8 @@ class FlashAttentionOperator(ByHead):
         sources: tuple[Saved, ...] = (Saved("input:0"), Saved("input:1"))
         if taken != _given(local):
             sources = tuple(Saved(f"taken {place}", shape) for place, shape in enumerate(taken))
+        elif _copies_queries(local):
+            sources = *sources, Saved("queries", local.outputs[0])
         if _padding(local) or _copies_output(local):
             return *sources, Saved("made", _padded(local.outputs[0], local)), logsumexp
         return *sources, Saved("output:0"), logsumexp

@@ -161,10 +161,14 @@ class LanguageModelLoss(Kind):
             if phase == FORWARD and choice.loss_subtracts_anew:
                 return (low, high) if choice.casts_logits else (low,)
             return (low,) if choice.casts_logits or phase == BACKWARD_WEIGHT else ()
-        if phase == BACKWARD_INPUT:
-            return (high,) * choice.loss_temporaries
         if phase == BACKWARD_WEIGHT:
             return (low,)
+        if choice.loss_temporaries > 1 and local.parameters[0][0] < integer(local.attributes, "vocab"):
+            # Torch has no loss of a vocabulary that is cut; Megatron's has the cast logits beside what it keeps, and
+            # one gradient.
+            return (high,)
+        if phase == BACKWARD_INPUT:
+            return (high,) * choice.loss_temporaries
         made = [high] if choice.casts_logits else []
         return tuple(made) if choice.loss_keeps_logits else (low, *made)
 

@@ -71,10 +71,14 @@ class RelativeScore(Kind):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         samples, heads, tokens, _ = local.outputs[0]
         width = heads * integer(local.attributes, "head_dim")
+        far = 2 * tokens - 1
+        # The samples' sinusoids are one, until their product copies it (torch; TensorFlow 1 tiles it for all layers).
+        encodings = [] if local.implementation.elementary else [(samples, far, integer(local.attributes, "hidden"))]
         return (
             Saved("input:0"),
             Saved("queries", (3, samples, tokens, width)),
-            Saved("positions", (samples, 2 * tokens - 1, width)),
+            Saved("positions", (samples, far, width)),
+            *(Saved("encodings", shape) for shape in encodings),
         )
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
