@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.workloads.test_splits import example
@@ -382,3 +384,30 @@ def test_patches_have_a_class_token_and_positions_unless_told_not_to() -> None:
 def test_an_lstm_keeps_the_gates_and_the_cell_of_every_token() -> None:
     local = localize(kind_named("lstm"), {"in": H, "hidden": 20}, [(B, S, H)], [], HALF)
     assert saved_bytes(kind_named("lstm"), local) == E * B * S * (H + 20 + 5 * 20)
+
+
+def test_the_loss_of_a_cut_vocabulary_makes_one_gradient_beside_what_it_keeps() -> None:
+    """Torch's own makes two, and has narrow logits beside cast ones; a loss whose gradient is one kernel stays that."""
+    kind = kind_named("lm_loss")
+    torch_loss = Implementation(dtype="bf16", fused_loss=True)
+    for axes, implementation, expected in (
+        ([], torch_loss, (E + WIDE, 2 * WIDE, E)),
+        ([("vocab", 2)], torch_loss, (WIDE, WIDE, E)),
+        ([("vocab", 2)], replace(torch_loss, loss_temporaries=1), (E + WIDE, WIDE, E)),
+    ):
+        local = localize(kind, {"vocab": 64, "hidden": H}, [(B, S, H), (B, S)], axes, implementation)
+        logits = B * S * local.parameters[0][0]
+        assert [workspace_bytes(kind, phase, local) for phase in PHASES] == [size * logits for size in expected]
+
+
+@pytest.mark.parametrize(("groups", "copies"), [(4, 0), (2, 1), (1, 0)])  # each its own; several; one, so even
+def test_queries_of_several_groups_are_copied_for_fused_attention(groups: int, copies: int) -> None:
+    """What it made of them is kept as well as they, instead of its output, a copy that the projection keeps."""
+    kind, heads, dim = kind_named("flash_attention"), 4, 8
+    attributes: Attributes = {"heads": heads, "head_dim": dim, "kv_heads": groups}
+    packed = (B, S, (heads + 2 * groups) * dim)
+    as_they_lie, copied = (
+        saved_bytes(kind, localize(kind, attributes, [packed, packed], [], how))
+        for how in (HALF, replace(HALF, copies_groups=True))
+    )
+    assert copied - as_they_lie == copies * E * B * S * heads * dim
