@@ -114,6 +114,8 @@ class Runtime:
             ``none``, ``scattered`` (those that ZeRO-2 and 3 reduce in each pass) or ``all``.
         refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
             for all of them, from which it is copied.
+        scatters_anew: The sums that ZeRO-1 leaves a rank of whole gradients are tensors of their own, which stay
+            beside those through the optimizer step and what follows it; else they lie in them.
         holds_next_unit: Passes in which what ZeRO-3 gathers of the next unit is there while one computes, by the order
             of the host, in which memory is taken: where it asks for the next only when this one was given back, neither
             is there beside the other, though the gather travels meanwhile. None: both where gathers are prefetched.
@@ -204,6 +206,7 @@ class Runtime:
     wraps_final_norms: bool = False
     matmul_workspaces: int = 0
     recompute_holds_ends: bool = False
+    scatters_anew: bool = False
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -326,6 +329,7 @@ class RuntimeFile(FileModel):
     wraps_final_norms: bool = False
     matmul_workspaces: Annotated[int, Field(ge=0, le=64)] = 0
     recompute_holds_ends: bool = False
+    scatters_anew: bool = False
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

@@ -125,6 +125,7 @@ CHECKS = (
     Check("wide-resnet-500m", 4, 16, {"tp": 4, "microbatch": 8, "recompute": "full"}),
     Check("wide-resnet-500m", 4, 32, {"pp": 2, "tp": 2, "microbatch": 8}, (0, 3), runtime="windtunnel-executor-fp32"),
     Check("vgg-16", 2, 64, {"tp": 2, "microbatch": 32}),
+    Check("vgg-19", 2, 24, {"dp": 2, "zero": 1, "microbatch": 4}),
 )
 
 

@@ -21,7 +21,8 @@ class StaticBytes:
         parameters, gradients, optimizer: Bytes of each tensor.
         gradients_anew: By unit, gradients that do not outlive an iteration: the first backward pass makes them.
         step_workspace: Bytes per parameter tensor that live only during the optimizer step.
-        refreshed: Bytes that gathering updated parameters takes: all chunks, gathered, and the largest cut out.
+        refreshed: Bytes that gathering updated parameters takes: all chunks, gathered, and the largest cut out; beside
+            sums of gradients that are still there (``Runtime.scatters_anew``).
     """
 
     parameters: list[int]
@@ -61,9 +62,12 @@ def static_bytes(
         else:
             gradients.append(size)
         optimizer.append(int(elements * runtime.optimizer_bytes / (shards if group.zero >= 1 else 1)))
-        workspace.append(int(elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)))
+        sums = elements * runtime.gradient_bytes / shards if shards > 1 and group.zero == 1 else 0.0
+        sums = sums if runtime.scatters_anew else 0.0
+        work = elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)
+        workspace.append(int(work + sums))
         if shards > 1 and group.zero in (1, 2) and not runtime.refreshes_in_place:
-            refreshed += elements * runtime.parameter_bytes * (1 + 1 / shards)
+            refreshed += elements * runtime.parameter_bytes * (1 + 1 / shards) + sums
             largest = max(largest, elements * runtime.parameter_bytes)
     return StaticBytes(parameters, gradients, anew, optimizer, workspace, int(refreshed + largest))
 
