@@ -251,6 +251,7 @@ class ImplementationFile(FileModel):
     sequence_first: bool = False
     repeats_groups: bool = False
     copies_groups: bool = False
+    holds_operands: bool = False
     flash_generation: Literal[1, 2]
     keeps_scores: bool = False
     elementary: bool = False

@@ -1,17 +1,23 @@
 """The simulator's live bytes against torch's own, plan by plan, under fake tensors: no GPU, any machine.
 
 Prints the table of `CHECKS`: GPT and BERT of 1.3 billion parameters and one model or more of other families, in about
-three minutes.
+three minutes. Or that of plans drawn at random, of other models too.
 
-Run: ``python -m validation.memory_check``
+Run: ``python -m validation.memory_check [--random 40 --seed 1]``
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
+from random import Random
 from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import track
 
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
@@ -22,6 +28,7 @@ from simulator.memory.usage import DeviceMemory
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
+from simulator.validate import validate
 from workloads.registry import build_workload
 
 if TYPE_CHECKING:
@@ -129,6 +136,42 @@ CHECKS = (
 )
 
 
+RANDOM_MODELS = (
+    "gpt3-350m", "gpt2-1.5b", "alpa-gpt-125m", "bert-large", "bert-48", "llama2-7b", "llama3-8b", "t5-large-32",
+    "t5-770m", "vit-large", "swin-huge-32", "xlnet-large", "wide-resnet-500m", "resnet-50", "vgg-19",
+)  # fmt: skip
+MOST_GPUS = 8
+
+
+def random_checks(random: Random) -> Iterator[Check]:
+    """Yield checks of legal plans without end: degrees, ZeRO, schedule, recomputation and precision drawn evenly."""
+    while True:
+        tp, pp, dp = random.choice((1, 1, 2, 4)), random.choice((1, 1, 2, 4)), random.choice((1, 1, 2))
+        count, microbatch = tp * pp * dp, random.choice((1, 2, 4))
+        words: dict[str, object] = {"tp": tp, "pp": pp, "dp": dp, "microbatch": microbatch}
+        words["recompute"] = random.choice(("none", "none", "full", "selective"))
+        if tp > 1:
+            words["sequence_parallel"] = random.random() < 0.4
+        if dp > 1:
+            words |= {"zero": random.choice((0, 1, 2, 3)), "overlap_gradient_sync": random.random() < 0.5}
+        if pp > 1:
+            words["schedule"] = random.choice(("1f1b", "1f1b", "gpipe", "zb-h1"))
+        check = Check(
+            model=random.choice(RANDOM_MODELS),
+            num_gpus=count,
+            global_batch=microbatch * dp * random.choice((2, 3, 4)),
+            degrees=words,
+            devices=(0,) if pp == 1 else (0, count - 1),
+            runtime=random.choice(("windtunnel-executor", "windtunnel-executor-fp32")),
+            attention=random.choice(("plain", "flash")),
+        )
+        with suppress(ValueError):  # Degrees that do not divide, or attention that the model has not.
+            problem = check.problem()
+            validate(uniform_plan(problem, **words), problem)  # type: ignore[arg-type]
+            if count <= MOST_GPUS:
+                yield check
+
+
 def compare(check: Check) -> list[Compared]:
     """Return predicted and traced bytes of a check's devices."""
     from validation.memory_trace import trace_memory  # torch, which --help does not wait for
@@ -165,13 +208,17 @@ def table(rows: list[Compared]) -> str:
 
 
 def main() -> None:
-    """Print the table of all checks."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    rows = [row for check in CHECKS for row in compare(check)]
+    """Print the table of all checks, or of random ones."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="draw so many plans instead")
+    parser.add_argument("--seed", type=int, default=0, help="the same plans for the same seed")
+    given = parser.parse_args()
+    checks = list(islice(random_checks(Random(given.seed)), given.random)) or CHECKS
+    rows = [row for check in track(checks, "plans", console=Console(stderr=True)) for row in compare(check)]
     worst = max(rows, key=lambda row: abs(row.error))
     mean = sum(abs(row.error) for row in rows) / len(rows)
     print(table(rows))
-    print(f"{len(CHECKS)} plans, {len(rows)} devices: mean absolute error {100 * mean:.2f} %, ", end="")
+    print(f"{len(checks)} plans, {len(rows)} devices: mean absolute error {100 * mean:.2f} %, ", end="")
     print(f"worst {100 * worst.error:+.2f} % ({worst.check}, device {worst.device})")
 
 

@@ -1,11 +1,11 @@
 """Live bytes of a plan's execution without a device: torch runs it on fake tensors, every storage is counted.
 
-Fake tensors have shapes and storages but no data, so a model of any size runs on this machine; a fake process
-group answers every collective at once, so one process is any rank. The executor is the real one, with torch's
-autograd and optimizer. Two operations hold on CUDA what they do not on the CPU, and are given it here: RMS norm is
-one kernel that keeps its input and statistics, and softmax's backward multiplies gradient and result into a tensor of
-its own (aten/native/cuda/SoftMax.cu). What a fake run cannot show is what else CUDA kernels allocate inside, the
-context, and the buffers of NCCL.
+Fake tensors have shapes and storages but no data, so a model of any size runs on this machine; a fake process group
+answers every collective at once, so one process is any rank, and what was sent is let go at once. The executor is
+the real one, with torch's autograd and optimizer. Two operations hold on CUDA what they do not on the CPU, and are
+given it here: RMS norm is one kernel that keeps its input and statistics, and softmax's backward multiplies gradient
+and result into a tensor of its own (aten/native/cuda/SoftMax.cu). What a fake run cannot show is what else CUDA
+kernels allocate inside, the context, and the buffers of NCCL.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def trace_memory(plan: Plan, problem: Problem, devices: Sequence[int] | None = N
 
 def _trace_rank(plan: Plan, problem: Problem, rank: int, world_size: int) -> TracedMemory:
     tracer = StorageTracer()
-    with fake_processes(rank, world_size) as backend, _norms_as_on_cuda(), FakeTensorMode(), tracer:
+    with fake_processes(rank, world_size) as backend, _norms_as_on_cuda(), _sends_done(), FakeTensorMode(), tracer:
         pool = GroupPool(rank=rank, world_size=world_size, backend=backend)
         worker = Worker(rank, world_size, pool, torch.device("cpu"))
         executor = PlanExecutor(plan, problem, worker)
@@ -218,6 +218,30 @@ def _norms_as_on_cuda() -> Iterator[None]:
         yield
     finally:
         F.rms_norm = plain
+
+
+class _Sent:
+    """A send that has arrived; the fake process group's never say so."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@contextmanager
+def _sends_done() -> Iterator[None]:
+    plain = dist.isend
+
+    def sent(*arguments: Any, **named: Any) -> _Sent:
+        return _Sent()
+
+    dist.isend = sent  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.isend = plain
 
 
 class _Position:

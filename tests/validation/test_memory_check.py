@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from random import Random
+
 import pytest
 
 from simulator.uniform import uniform_plan
 from tests.validation.tiny import problem
-from validation.memory_check import CHECKS, GPT, STATES, Check, compare, table
+from validation.memory_check import CHECKS, GPT, STATES, Check, compare, random_checks, table
 from validation.memory_trace import trace_memory
 
 WITHIN = 0.03
@@ -53,6 +56,16 @@ def test_the_checks_cover_what_the_report_claims() -> None:
         assert plan.num_microbatches > 1
         for end in (plan.stages[0], plan.stages[-1]):
             assert set(end.devices) & set(check.devices)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_random_plans() -> None:
+    """But of models whose layers are unlike or smaller than a bucket: gradients that ZeRO scatters, zb-h1, receives."""
+    images = ("vgg", "resnet", "wide-resnet", "swin")
+    checks = (check for check in random_checks(Random(3)) if not check.model.startswith(images))
+    for check in islice(checks, 25):
+        for row in compare(check):
+            assert abs(row.error) <= WITHIN, table([row])
 
 
 @pytest.mark.slow

@@ -114,6 +114,12 @@ class SwiGLU(_Elementwise):
             return (Saved("input:0"),)
         return Saved("input:0"), Saved("silu", local.outputs[0])
 
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        # Gradients of gate and up are put together when autograd has let go of what they were made from, unless that is
+        # held to the end of the operator's backward pass.
+        holds = local.implementation.holds_operands and not self._is_fused(local)
+        return ((local.inputs[0], "activation"),) if phase == BACKWARD_INPUT and holds else ()
+
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         half = size_bytes(local, local.outputs)
         fused = self._is_fused(local)

@@ -59,6 +59,8 @@ class Implementation:
         repeats_groups: Flash attention is given keys and values repeated for each query head of their group.
         copies_groups: Queries of several groups are copied out of where they lie with keys and values for flash
             attention, whose result is laid out as they are then, and copied for the projection.
+        holds_operands: What an operator read and kept is there until its whole backward pass is through; else each of
+            the operations that it consists of lets go of its own.
         flash_generation: 1 for the Triton port of the flash attention of 2022, 2 for FlashAttention-2.
         keeps_scores: The unfused softmax keeps its scaled scores besides its result (PyTorch of 2022 and before,
             whose division keeps its operand).
@@ -97,6 +99,7 @@ class Implementation:
     sequence_first: bool = False
     repeats_groups: bool = False
     copies_groups: bool = False
+    holds_operands: bool = False
     flash_generation: int = 2
     keeps_scores: bool = False
     elementary: bool = False
