@@ -87,6 +87,8 @@ class Runtime:
             layer, and all before it; the gradient norm.
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
+        keeps_gathered_shards: What an operator has gathered and keeps does not replace the shard that it gathered from:
+            that is kept as well.
         recompute_stops_early: Recomputation ends once the last saved tensor is back.
         recompute_holds_ends: What a segment makes for those behind it, and the gradients that it gets for that, are
             there until its backward pass is through (reentrant checkpointing, whose backward has both as locals).
@@ -207,6 +209,7 @@ class Runtime:
     matmul_workspaces: int = 0
     recompute_holds_ends: bool = False
     scatters_anew: bool = False
+    keeps_gathered_shards: bool = False
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -331,6 +334,7 @@ class RuntimeFile(FileModel):
     matmul_workspaces: Annotated[int, Field(ge=0, le=64)] = 0
     recompute_holds_ends: bool = False
     scatters_anew: bool = False
+    keeps_gathered_shards: bool = False
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

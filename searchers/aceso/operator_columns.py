@@ -208,9 +208,10 @@ def _fill_class(
     for name, made in zip(workload.operators[index].outputs, cost.output_bytes, strict=True):
         # A tensor that any reader keeps stays, whoever made it, as it was made or, if gathered, as the reader sees it.
         sizes = {index: own.get(name, 0.0)}
+        keeps_made = name in own or costs.problem.runtime.keeps_gathered_shards
         for reader in workload.consumers.get(name, ())[:READERS]:
             read = dict(saved_tensors(workload, reader, cost_of(reader))).get(name, 0.0)
-            sizes[reader] = saved_bytes(made, read, regathers=False, by_maker=name in own, in_segment=False)
+            sizes[reader] = saved_bytes(made, read, regathers=False, keeps_made=keeps_made, in_segment=False)
         size = max(sizes.values())
         if any(found and reader > index + 1 for reader, found in sizes.items()):
             far += size

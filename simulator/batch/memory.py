@@ -50,7 +50,7 @@ class TensorUse:
         input_offsets, inputs, readings: Tensors that each operator reads, and the number of the reading.
         saved_offsets, saved: Tensors that each operator saves.
         saver_offsets, savers, saver_readings: Operators that save each tensor, ascending, and the numbers of their
-            readings; -1 for its maker.
+            readings; -1 for its maker, and where the runtime keeps what is gathered as it was made, too.
         user_offsets, users, user_readings: Operators whose backward pass needs what forward kept of each tensor
             under recomputation, ascending: savers outside segments, with the numbers of their readings, and readers
             in other segments than its maker, with -1.
@@ -100,7 +100,10 @@ def tensor_use(costs: CostTables, shape: ModelShape) -> TensorUse:
     for tensor, producer in enumerate(shape.producers.tolist()):
         start = int(shape.reader_offsets[tensor])
         readers = shape.readers[start : shape.reader_offsets[tensor + 1]].tolist()
-        saver_readings.append([-1 if user == producer else start + readers.index(user) for user in savers[tensor]])
+        keeps_made = costs.problem.runtime.keeps_gathered_shards
+        saver_readings.append(
+            [-1 if keeps_made or user == producer else start + readers.index(user) for user in savers[tensor]]
+        )
         reading_of = dict(zip(savers[tensor], saver_readings[-1], strict=True))
         own = shape.segment_first[producer]
         outside = {user for user in savers[tensor] if shape.segment_stop[user] < 0}

@@ -152,15 +152,17 @@ def _saved(view: StageView, index: int, name: str, read: float, *, in_segment: b
     sharding, made, in_shards = source
     alike = batch_degree(sharding) == batch_degree(view.shardings[index])
     regathers = in_shards and alike and not view.costs.problem.runtime.keeps_gathered_inputs
-    stays = saved_bytes(made, read, regathers=regathers, by_maker=_has_maker(view, name), in_segment=in_segment)
+    stays = saved_bytes(made, read, regathers=regathers, keeps_made=_keeps_made(view, name), in_segment=in_segment)
     return stays, read if read > made and (in_segment or regathers) else 0.0
 
 
-def _has_maker(view: StageView, name: str) -> bool:
+def _keeps_made(view: StageView, name: str) -> bool:
     """Return whether a stage has a tensor as it is made, whoever gathers it: its maker saves it, or it was received."""
-    workload = view.costs.problem.workload
-    producer = workload.producer[name]
-    return producer not in view.shardings or name in dict(saved_tensors(workload, producer, view.cost(producer)))
+    problem = view.costs.problem
+    producer = problem.workload.producer[name]
+    if problem.runtime.keeps_gathered_shards or producer not in view.shardings:
+        return True
+    return name in dict(saved_tensors(problem.workload, producer, view.cost(producer)))
 
 
 def _source(view: StageView, name: str) -> tuple[Sharding, float, bool] | None:

@@ -57,20 +57,20 @@ def never_given_back_bytes(cost: OperatorCost, problem: Problem) -> float:
     return cost.lasting_buffer_bytes + problem.matmul_workspace_bytes
 
 
-def saved_bytes(made: float, read: float, *, regathers: bool, by_maker: bool, in_segment: bool) -> float:
+def saved_bytes(made: float, read: float, *, regathers: bool, keeps_made: bool, in_segment: bool) -> float:
     """Return what a saved tensor takes, as it is made or as its reader has gathered it.
 
     Args:
         made, read: Bytes of the tensor where it is made and where it is read.
         regathers: What was gathered is dropped, and gathered again in the backward pass.
-        by_maker: Who made the tensor saves it, too, as it is made.
+        keeps_made: The tensor is there as it was made, too, whoever gathers it.
         in_segment: The reader is computed again, and what it gathers with it.
 
-    >>> saved_bytes(1.0, 8.0, regathers=True, by_maker=False, in_segment=False)
+    >>> saved_bytes(1.0, 8.0, regathers=True, keeps_made=False, in_segment=False)
     1.0
-    >>> [saved_bytes(1.0, 8.0, regathers=False, by_maker=by_maker, in_segment=False) for by_maker in (False, True)]
+    >>> [saved_bytes(1.0, 8.0, regathers=False, keeps_made=keeps, in_segment=False) for keeps in (False, True)]
     [8.0, 9.0]
     """
     if regathers or read <= made or in_segment:
         return min(made, read)
-    return read + made if by_maker else read
+    return read + made if keeps_made else read

@@ -178,7 +178,7 @@ def hold_activations(
                     # In the sums, a saving here counts what it keeps more than the one before, all as if makers and
                     # savers had this strategy ...
                     summed_bytes = saved_bytes[table, saving - 1, kind] if saving > savings.offsets[tensor] else 0.0
-                    producer, by_maker = savings.producers[tensor], savings.by_maker[tensor] != 0
+                    producer, keeps_made = savings.producers[tensor], savings.keeps_made[tensor] != 0
                     given = producer == NEVER
                     inner = in_segment and (given or producer >= segment_first)
                     arrived, arrived_replicas = -1.0, -1
@@ -203,7 +203,7 @@ def hold_activations(
                         if its_inner == inner and same:
                             counted = kept_bytes(
                                 saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
-                                by_maker, first, begin, producer, number, piece_run[piece], earlier,
+                                keeps_made, first, begin, producer, number, piece_run[piece], earlier,
                                 SHARD if its_segment >= 0 else WHOLE, arrived, arrived_replicas,
                             )  # fmt: skip
                             break
@@ -217,7 +217,8 @@ def hold_activations(
                         else:
                             value = kept_bytes(
                                 saved_bytes, made_bytes, in_shards, replicas, run_stops, run_tables, keeps_gathered,
-                                by_maker, first, begin, producer, number, run, saving, kind, arrived, arrived_replicas,
+                                keeps_made, first, begin, producer, number, run, saving, kind, arrived,
+                                arrived_replicas,
                             )  # fmt: skip
                         if counted == 0.0 and value > 0.0 and not inner and number >= 0 and read_in[number] == stage:
                             counted = read_unsaved[number]

@@ -24,7 +24,7 @@ def kept_bytes(
     run_stops: Ints,
     run_tables: Ints,
     keeps_gathered: bool,
-    by_maker: bool,
+    keeps_made: bool,
     first: int,
     begin: int,
     producer: int,
@@ -40,7 +40,7 @@ def kept_bytes(
     Args:
         saved_bytes, made_bytes, in_shards, replicas: See ``MemoryTables``.
         run_stops, run_tables, keeps_gathered: See ``estimate_peaks``.
-        by_maker: Whether its maker saves the tensor, too.
+        keeps_made: The tensor is there as it was made, whoever gathers it.
         first, begin: First operator and first run of the stage.
         producer, number: Of the tensor; its number among those that somebody reads.
         run, saving: Of the saver.
@@ -66,5 +66,5 @@ def kept_bytes(
             value = min(made, own)
             stays = keeps_gathered or replicas[made_by] != replicas[table] or not in_shards[made_by, number]
             if own > made and kind == WHOLE and stays:
-                value = own + made if by_maker else own
+                value = own + made if keeps_made else own
     return float(value)

@@ -36,7 +36,8 @@ class Savings(NamedTuple):
     Attributes:
         offsets, operators: Savings of each tensor, ascending by operator.
         producers: Per tensor; NEVER for inputs of the graph.
-        by_maker: Per tensor, whether its producer saves it, too.
+        keeps_made: Per tensor, whether it is there as it was made, whoever gathers it: its producer saves it, too, or
+            the runtime keeps shards.
         tensors: Per tensor, its number among those that somebody reads; -1 if nobody does.
         numbers: The way back: per tensor that somebody reads, its number here; -1 if nobody saves it.
         entering_offsets, entering: Per cut, tensors made before it (or given) and saved behind it.
@@ -47,7 +48,7 @@ class Savings(NamedTuple):
     offsets: Ints
     operators: Ints
     producers: Ints
-    by_maker: Ints
+    keeps_made: Ints
     tensors: Ints
     numbers: Ints
     entering_offsets: Ints

@@ -134,10 +134,15 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array(tie_numbers, dtype=np.int64),
     )
     place_of = {name: number for number, name in enumerate(savers)}
+    first_savers = [found_savers[0][0] for found_savers in savers.values()]
+    keeps_made = [
+        problem.runtime.keeps_gathered_shards or first == made_by
+        for first, made_by in zip(first_savers, saved_producers, strict=True)
+    ]
     saved = Savings(
         *_rows([[index for index, _ in found_savers] for found_savers in savers.values()]),
         np.array(saved_producers, dtype=np.int64),
-        (np.array([found[0][0] for found in savers.values()]) == np.array(saved_producers)).astype(np.int64),
+        np.array(keeps_made, dtype=np.int64),
         np.array([number_in.get(name, -1) for name in savers], dtype=np.int64),
         np.array([place_of.get(name, -1) for name in names], dtype=np.int64),
         *_rows(entering),

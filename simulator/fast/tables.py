@@ -295,15 +295,15 @@ class TableBuilder:
         saved, gathered = np.zeros((len(self.names.savings), 3)), np.zeros((2, len(holdings)))
         counts = np.diff(self.savings.offsets)
         tensor_of = np.repeat(self.savings.tensors, counts).tolist()
-        saved_by_maker = np.repeat(self.savings.by_maker, counts).tolist()
+        keeps_made = np.repeat(self.savings.keeps_made, counts).tolist()
         for saving, (index, place) in enumerate(self.names.savings):
             saved[saving] = own = holdings[index].saved[place]
-            tensor, by_maker = tensor_of[saving], bool(saved_by_maker[saving])
+            tensor = tensor_of[saving]
             if tensor >= 0:
                 made, regathers = made_bytes[tensor], drops and bool(in_shards[tensor])
                 for kind in (SHARD, WHOLE):
                     saved[saving, kind] = saved_bytes(
-                        made, own, regathers=regathers, by_maker=by_maker, in_segment=kind == SHARD
+                        made, own, regathers=regathers, keeps_made=keeps_made[saving] != 0, in_segment=kind == SHARD
                     )
                 gathered[:, index] += (own > made) * own * np.array([regathers, True])
         return saved, gathered

@@ -148,7 +148,8 @@ class StageView:
         """Return whether an operator keeps an input as it has gathered it, and does not need it as it was made."""
         workload = self.costs.problem.workload
         producer, op = workload.producer.get(name), workload.operators[index]
-        if producer not in self.shardings or producer == index:
+        keeps_shards = self.costs.problem.runtime.keeps_gathered_shards
+        if keeps_shards or producer not in self.shardings or producer == index:
             return False
         made = self.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
         position = op.inputs.index(name)

@@ -80,7 +80,7 @@ def test_a_final_norm_is_a_unit_of_its_own_in_these_runs_alone() -> None:
 
 
 def test_peaks_without_pipelines_and_recomputation_are_met() -> None:
-    """Two layers: of one device's samples all within 0.5 %, of LLaMA tensor-parallel ones within 0.6; nothing fitted.
+    """Two layers: of one device's samples all within 0.5 %, of LLaMA also tensor-parallel ones; no constant is fitted.
 
     Layers of GPT under tensor parallelism let go of their last output, which is kept here: 3.5 % too much.
     """
@@ -96,4 +96,4 @@ def test_peaks_without_pipelines_and_recomputation_are_met() -> None:
     for case in plain:
         error = run_case(case).memory_error
         exact = case.features["tp"] == 1 or str(case.features["model"]).startswith("llama")
-        assert error is not None and -0.006 < error < (0.005 if exact else 0.035), case.row_id
+        assert error is not None and -0.005 < error < (0.005 if exact else 0.035), case.row_id
