@@ -165,7 +165,11 @@ def stage_bytes(
         sharding = resolve((Axis("tensor", tp),), op)
         cost = costs.operator(index, sharding, samples, gpu_type)
         found.append(cost)
-        inside = [size for name, size in saved_tensors(workload, index, cost) if is_private(name)]
+        inside = [
+            size
+            for name, size in dict(saved_tensors(workload, index, cost)).items()
+            if is_private(name) or name in workload.input_names
+        ]
         unread = [
             size for name, size in zip(op.outputs, cost.output_bytes, strict=True) if name not in workload.consumers
         ]

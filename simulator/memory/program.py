@@ -76,11 +76,7 @@ class StageMemory:
         self._savers: dict[str, list[int]] = {}
         self._saves: dict[int, list[tuple[str, float]]] = {}
         for index in view.operators:
-            self._saves[index] = [
-                (name, size)
-                for name, size in dict(saved_tensors(self.workload, index, cost_of(index))).items()
-                if name not in self.workload.input_names
-            ]
+            self._saves[index] = list(dict(saved_tensors(self.workload, index, cost_of(index))).items())
             for name, _ in self._saves[index]:
                 self._savers.setdefault(name, []).append(index)
         self._ends = self._held_ends()
@@ -174,8 +170,9 @@ class StageMemory:
                 events.allocate(self._instance(name, recomputing), size, category)
             if not in_segment:
                 for name, size in self._saves[index]:
-                    if is_private(name):
-                        category = LOGITS if op.kind == "lm_loss" else RECOMPUTED if recomputing else SAVED
+                    if self._is_own(name):
+                        of_loss = op.kind == "lm_loss" and is_private(name)
+                        category = LOGITS if of_loss else RECOMPUTED if recomputing else SAVED
                         events.allocate(name, size, category)
             events.free(f"{op.name}/workspace")
             for position, _ in self._gathered[index]:
@@ -190,6 +187,10 @@ class StageMemory:
                     self._free_if_done(name, inside, events, recomputing)
         if not recomputing:
             self._whole.gather(unit, None, events)
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a saved tensor is there with its saver alone: made inside it, or given (images, tokens)."""
+        return is_private(name) or name in self.workload.input_names
 
     def _free_if_done(self, name: str, inside: set[int], events: Pass, recomputing: bool) -> None:
         producer = self.workload.producer.get(name)
@@ -296,7 +297,7 @@ class StageMemory:
             for saver in savers:
                 segment = self._segment_of.get(saver)
                 producer = self.workload.producer.get(name)
-                if is_private(name):
+                if self._is_own(name):
                     users.setdefault(name, []).append(saver)
                 elif segment is not None and producer is not None and segment[0] <= producer < segment[1]:
                     users.setdefault(self._instance(name, True), []).append(saver)
