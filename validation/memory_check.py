@@ -165,11 +165,12 @@ def random_checks(random: Random) -> Iterator[Check]:
             runtime=random.choice(("windtunnel-executor", "windtunnel-executor-fp32")),
             attention=random.choice(("plain", "flash")),
         )
+        if count > MOST_GPUS:
+            continue
         with suppress(ValueError):  # Degrees that do not divide, or attention that the model has not.
             problem = check.problem()
             validate(uniform_plan(problem, **words), problem)  # type: ignore[arg-type]
-            if count <= MOST_GPUS:
-                yield check
+            yield check
 
 
 def compare(check: Check) -> list[Compared]:
@@ -213,6 +214,8 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, metavar="N", help="draw so many plans instead")
     parser.add_argument("--seed", type=int, default=0, help="the same plans for the same seed")
     given = parser.parse_args()
+    if given.random < 0:
+        parser.error(f"--random must be the number of plans to draw, at least 0, got {given.random}")
     checks = list(islice(random_checks(Random(given.seed)), given.random)) or CHECKS
     rows = [row for check in track(checks, "plans", console=Console(stderr=True)) for row in compare(check)]
     worst = max(rows, key=lambda row: abs(row.error))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -166,7 +167,7 @@ def trace_memory(plan: Plan, problem: Problem, devices: Sequence[int] | None = N
 
 def _trace_rank(plan: Plan, problem: Problem, rank: int, world_size: int) -> TracedMemory:
     tracer = StorageTracer()
-    with fake_processes(rank, world_size) as backend, _norms_as_on_cuda(), _sends_done(), FakeTensorMode(), tracer:
+    with fake_processes(rank, world_size) as backend, _as_on_cuda(), FakeTensorMode(), tracer:
         pool = GroupPool(rank=rank, world_size=world_size, backend=backend)
         worker = Worker(rank, world_size, pool, torch.device("cpu"))
         executor = PlanExecutor(plan, problem, worker)
@@ -205,19 +206,9 @@ class _RmsNormOfCuda(_Function):  # type: ignore[misc]
         return torch.empty_like(source), torch.empty_like(weight)
 
 
-@contextmanager
-def _norms_as_on_cuda() -> Iterator[None]:
-    plain = F.rms_norm
-
-    def fused(source: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        found: torch.Tensor = _RmsNormOfCuda.apply(source, weight)
-        return found
-
-    F.rms_norm = fused  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.rms_norm = plain
+def _norm_as_on_cuda(source: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    found: torch.Tensor = _RmsNormOfCuda.apply(source, weight)
+    return found
 
 
 class _Sent:
@@ -231,17 +222,10 @@ class _Sent:
 
 
 @contextmanager
-def _sends_done() -> Iterator[None]:
-    plain = dist.isend
-
-    def sent(*arguments: Any, **named: Any) -> _Sent:
-        return _Sent()
-
-    dist.isend = sent  # type: ignore[assignment]
-    try:
+def _as_on_cuda() -> Iterator[None]:
+    """Norms keep what they do on CUDA, and what is sent has arrived."""
+    with patch.object(F, "rms_norm", _norm_as_on_cuda), patch.object(dist, "isend", lambda *_, **__: _Sent()):
         yield
-    finally:
-        dist.isend = plain
 
 
 class _Position:

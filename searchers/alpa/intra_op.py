@@ -30,10 +30,11 @@ from workloads.placements import PARTIAL
 
 NOT_OF_ALPA = ("row_sequence",)
 """Splits that are Megatron-LM's: to Alpa a row split whose sum is scattered is a row split."""
-ATTRIBUTES = ("seconds", "sync_s", "elements", "sharded_elements", "saved_bytes", "output_bytes")
+ATTRIBUTES = ("seconds", "sync_s", "elements", "sharded_elements", "saved_bytes", "remaining_bytes")
 """What a choice of strategies adds up besides its objective: seconds of one microbatch forward and backward,
 seconds of gradient synchronisation, elements of parameters (whole, and divided over the batch axes that sum their
-gradients, as ZeRO-2 shards states), tensors kept for backward, what leaves the layer."""
+gradients, as ZeRO-2 shards states), tensors kept for backward, what remains of them where the layer is recomputed (what
+leaves it, and inputs of the graph)."""
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,13 @@ class IntraOp:
             whole += elements
             sharded += elements / shards
         # An operator may keep a tensor twice: scores of attention read queries and keys from one.
-        kept = dict(saved_tensors(costs.problem.workload, index, cost))
-        saved = sum(size for name, size in kept.items() if name in counted)
+        workload = costs.problem.workload
+        kept = {name: size for name, size in saved_tensors(workload, index, cost) if name in counted}
         seconds = computation + communication
         objective = sync / self.num_microbatches + (seconds if self.options.counts_computation else communication)
-        leaving = sum(cost.output_bytes) if leaves_layer else 0.0
-        return objective, [seconds, sync, whole, sharded, float(saved), float(leaving)]
+        saved, remaining = sum(kept.values()), sum(kept[name] for name in kept.keys() & workload.input_names)
+        remaining += sum(cost.output_bytes) if leaves_layer else 0.0
+        return objective, [seconds, sync, whole, sharded, float(saved), float(remaining)]
 
     def state_bytes_per_element(self, *, sharded: bool) -> tuple[float, float]:
         """Return bytes of model states per element, and per element that is divided over the batch axes."""

@@ -196,7 +196,7 @@ class CostModelOracle(Oracle):
         received = needs[0].received_bytes if first > 0 else 0.0
         sent = needs[-1].sent_bytes if last < len(self.spans) - 1 else 0.0
         recompute = self.options.recompute
-        kept = table.output_bytes if recompute else table.saved_bytes
+        kept = table.remaining_bytes if recompute else table.saved_bytes
         interval = mesh, first, last
         if interval not in self._shared:
             self._shared[interval] = self.solver(mesh).shared_elements(first, last)

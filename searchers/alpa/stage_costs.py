@@ -60,7 +60,9 @@ class StageCosts:
         objective: What the intra-operator problem minimises.
         seconds: One microbatch, forward and backward.
         sync_s: Synchronisation of gradients, once per iteration.
-        elements, sharded_elements, saved_bytes, output_bytes: Sums over the interval.
+        elements, sharded_elements: Of parameters; sums over the interval, as those that follow.
+        saved_bytes: Kept of a microbatch.
+        remaining_bytes: The same where layers are recomputed: what leaves each, and tokens or images.
     """
 
     objective: Array
@@ -69,7 +71,7 @@ class StageCosts:
     elements: Array
     sharded_elements: Array
     saved_bytes: Array
-    output_bytes: Array
+    remaining_bytes: Array
 
 
 class LayerNeeds(NamedTuple):
@@ -92,7 +94,7 @@ def layer_needs(
     """Return what a layer takes besides what its stage keeps of it.
 
     A stage keeps what operators are the first to keep (``saved_bytes``); where layers are recomputed, what leaves them
-    (``output_bytes``). See `layer_walk` for arguments.
+    and tokens or images (``remaining_bytes``). See `layer_walk` for arguments.
     """
     walk = layer_walk(problem, shardings, before, again)
     found, received = walk.memory(), walk.received()
@@ -247,7 +249,7 @@ class StageSolver:
 
         A shared weight is there once where its user has the layout of the user before.
         """
-        kept = "output_bytes" if self.problem.options.recompute else "saved_bytes"
+        kept = "remaining_bytes" if self.problem.options.recompute else "saved_bytes"
         rows = [ATTRIBUTES.index(name) for name in ("elements", "sharded_elements", kept)]
         states = self.problem.state_bytes_per_element(sharded=room.sharded)
         weights = np.array([*states, float(room.microbatches_in_flight)])

@@ -32,9 +32,9 @@ BLOCK_BYTES = 512  # The caching allocator's rounding.
 
 # Columns of ``op_bytes``.
 FORWARD_WORKSPACE, BACKWARD_WORKSPACE, INSIDE, UNREAD, STATES, TIED_STATES, STEP, TIED_STEP = range(8)
-# (GRADIENTS: those that the first backward pass makes.)
-HAS_PARAMETERS, GRADIENTS, TIED_GRADIENTS, BUFFER = range(8, 12)
-OP_BYTES = 12
+# (GRADIENTS: those that the first backward pass makes; GIVEN: of the graph's inputs, what is saved.)
+HAS_PARAMETERS, GRADIENTS, TIED_GRADIENTS, BUFFER, GIVEN = range(8, 13)
+OP_BYTES = 13
 
 # Columns of the result.
 KEPT, FORWARD_PEAK, BACKWARD_PEAK, MODEL_STATES, STEP_WORKSPACE, FIRST_BACKWARD_PEAK, GRADIENTS_ANEW = range(7)
@@ -165,11 +165,7 @@ def stage_bytes(
         sharding = resolve((Axis("tensor", tp),), op)
         cost = costs.operator(index, sharding, samples, gpu_type)
         found.append(cost)
-        inside = [
-            size
-            for name, size in dict(saved_tensors(workload, index, cost)).items()
-            if is_private(name) or name in workload.input_names
-        ]
+        inside = [size for name, size in saved_tensors(workload, index, cost) if is_private(name)]
         unread = [
             size for name, size in zip(op.outputs, cost.output_bytes, strict=True) if name not in workload.consumers
         ]
@@ -180,6 +176,7 @@ def stage_bytes(
         parted = sum(_blocks(size) for name, size in saved if ends_at_parting(workload, index, name))
         row[BACKWARD_WORKSPACE] = max(_blocks(before), _blocks(at_product) - parted)
         row[INSIDE] = sum(_blocks(size) for size in inside)
+        row[GIVEN] = sum(_blocks(size) for name, size in saved if name in workload.input_names)
         row[UNREAD] = sum(_blocks(size) for size in unread)
         row[HAS_PARAMETERS] = bool(cost.parameters)
         row[BUFFER] = _blocks(never_given_back_bytes(cost, costs.problem))
@@ -307,7 +304,7 @@ def measure_memory(
         for index in range(first, stop):
             in_segment = again and segment_stop[index] >= 0
             whole = gathered[row_of(first, index, row_offsets, row_limits)]
-            live += whole + sizes[index, FORWARD_WORKSPACE] + sizes[index, UNREAD]
+            live += whole + sizes[index, FORWARD_WORKSPACE] + sizes[index, UNREAD] + sizes[index, GIVEN]
             for place in range(output_offsets[index], output_offsets[index + 1]):
                 live += made[outputs[place]]
             if not in_segment:
@@ -399,7 +396,7 @@ def measure_memory(
                 if not leaves and (following == end or readers[following] >= stop):
                     live += read[readings[place]]
             peak, first_peak = max(peak, live), max(first_peak, live + anew)
-            live -= whole + sizes[index, BACKWARD_WORKSPACE] + sizes[index, INSIDE]
+            live -= whole + sizes[index, BACKWARD_WORKSPACE] + sizes[index, INSIDE] + sizes[index, GIVEN]
             for place in range(output_offsets[index], output_offsets[index + 1]):
                 tensor = outputs[place]
                 last = reader_offsets[tensor + 1] - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
-from simulator.closed_forms.operator_needs import saved_bytes, segment_ends_bytes, working_bytes
+from simulator.closed_forms.operator_needs import passes_working_bytes, saved_bytes, segment_ends_bytes
 from simulator.closed_forms.whole_for_a_while import Whole
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
@@ -72,7 +72,7 @@ def walk(
             producer = workload.producer.get(name)
             stays, gathers = _saved(view, index, name, saved, in_segment=in_segment)
             gathered += gathers
-            from_outside = producer is not None and segment_of.get(producer) != segment and not is_private(name)
+            from_outside = not is_private(name) and (producer is None or segment_of.get(producer) != segment)
             (kept if not in_segment or from_outside else inside).put(name, stays)
         if in_segment:
             for name, read in zip(op.inputs, cost.input_bytes, strict=True):
@@ -83,13 +83,16 @@ def walk(
         following = view.operators[place + 1] if place + 1 < len(view.operators) else None
         ends = following is None or segment_of.get(following) != segment
         ends_made, ends_gradients = segment_ends_bytes(index, cost, problem) if in_segment and ends else (0.0, 0.0)
-        needed = working_bytes(index, cost, problem, alone=False) + gathered + waiting
+        forward, backward = passes_working_bytes(index, cost, problem, alone=False)
+        # (A segment's forward work is done again in backward; other operators' is beside no gradients.)
+        needed = (max(forward, backward) if in_segment else backward) + gathered + waiting
         needed += (inside if in_segment else kept).total
+        begins = 0.0 if in_segment else kept.total + forward + gathered + whole.gathers[index]
         # (What an ending segment made for others and its gradients stay to its end; its last operator has the latter.)
         weights_behind -= for_weights[index]
         own = needed + whole.beside[index] - ends_gradients
-        highest, highest_first = max(highest, own), max(highest_first, own + made_by_then[index])
-        split = max(split, needed + whole.gathers[index] + weights_behind)
+        highest, highest_first = max(highest, own, begins), max(highest_first, own + made_by_then[index], begins)
+        split = max(split, needed + whole.gathers[index] + weights_behind, begins)
         waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
         if ends:
             entered = kept.total if in_segment else 0.0

@@ -8,7 +8,14 @@ from simulator.saved import parted_bytes, saved_tensors
 
 
 def working_bytes(index: int, cost: OperatorCost, problem: Problem, *, alone: bool = True) -> float:
-    """Return what an operator needs besides what is kept: work space, and the gradients of its inputs and outputs.
+    """Return what an operator needs besides what is kept, forward or backward: see `passes_working_bytes`."""
+    return max(passes_working_bytes(index, cost, problem, alone=alone))
+
+
+def passes_working_bytes(
+    index: int, cost: OperatorCost, problem: Problem, *, alone: bool = True
+) -> tuple[float, float]:
+    """Return what an operator needs besides what is kept: work space forward; backward the gradients around it, too.
 
     Args:
         index, cost, problem: The operator.
@@ -21,7 +28,7 @@ def working_bytes(index: int, cost: OperatorCost, problem: Problem, *, alone: bo
         if name not in workload.input_names and (alone or workload.consumers[name][-1] == index)
     }
     forward, backward = own_working_bytes(index, cost, problem)
-    return max(forward, backward + sum(inputs.values()))
+    return forward, backward + sum(inputs.values())
 
 
 def own_working_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from simulator.fast.memory import (
     ENDS,
     FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
+    FORWARD_PEAK,
     GATHERED_BYTES,
     INPUT_PASS_BYTES,
     KEPT,
@@ -180,7 +181,7 @@ def hold_activations(
                     summed_bytes = saved_bytes[table, saving - 1, kind] if saving > savings.offsets[tensor] else 0.0
                     producer, keeps_made = savings.producers[tensor], savings.keeps_made[tensor] != 0
                     given = producer == NEVER
-                    inner = in_segment and (given or producer >= segment_first)
+                    inner = in_segment and not given and producer >= segment_first
                     arrived, arrived_replicas = -1.0, -1
                     number = savings.tensors[tensor]
                     if not given and producer < first and number >= 0 and crosses_in_shards[number]:
@@ -198,7 +199,7 @@ def hold_activations(
                         while piece_first[piece] > savings.operators[earlier]:
                             piece -= 1
                         its_segment = piece_segment[piece]
-                        its_inner = its_segment >= 0 and (given or producer >= its_segment)
+                        its_inner = its_segment >= 0 and not given and producer >= its_segment
                         same = its_segment == segment_first if inner else not its_inner
                         if its_inner == inner and same:
                             counted = kept_bytes(
@@ -236,6 +237,14 @@ def hold_activations(
                         num_changes = differ(changes_at, changes, num_changes, index, gathered)
                         num_changes = differ(changes_at, changes, num_changes, index + 1, -gathered)
                         saving += 1
+                before = (inside if in_segment else kept) - all_sums[table, start, summed]
+                if not in_segment:
+                    # Forward no gradients wait, nor does ZeRO hold any.
+                    forward = before + gathers + peak_between(
+                        maxima, table, FORWARD_PEAK, start, ends, changes_at, changes, num_changes
+                    )
+                    highest, highest_first = max(highest, forward), max(highest_first, forward)
+                    highest_split = max(highest_split, forward)
                 # Gradients that wait for operators before these.
                 begun_bytes = 0.0
                 for place in range(shape.crossing_offsets[start], shape.crossing_offsets[start + 1]):
@@ -265,7 +274,6 @@ def hold_activations(
                 following = plans.segment_firsts[segment] if segment < last_segment else stop
                 if in_segment:
                     following = plans.segment_stops[segment]
-                before = (inside if in_segment else kept) - all_sums[table, start, summed]
                 if splits:
                     weights_behind += all_sums[table, start, WEIGHTED] + all_sums[table, start, TO_MULTIPLY]
                     peak = peak_between(

@@ -18,9 +18,9 @@ MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
 OWN, SHARD, WHOLE = range(3)
-KEPT_PEAK, AGAIN_PEAK, KEPT_WAIT_PEAK, AGAIN_WAIT_PEAK, KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK = range(6)
-PRODUCT, LARGEST, BUFFER, BUCKET = range(6, 10)
-MAXIMA = 10
+KEPT_PEAK, AGAIN_PEAK, KEPT_WAIT_PEAK, AGAIN_WAIT_PEAK, KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK, FORWARD_PEAK = range(7)
+PRODUCT, LARGEST, BUFFER, BUCKET = range(7, 11)
+MAXIMA = 11
 
 # Columns of what a stage holds; see ``HeldBytes``. The first six are of activations; WHOLE_BYTES is what ZeRO has whole
 # some time, all added up.
@@ -69,10 +69,11 @@ class MemoryTables(NamedTuple):
         num_parts: int64[tables, readings]. In how many of them it arrives where this reading is a stage's first.
         replicas: int64[tables]. Product of the batch axes.
         maxima: float64[tables, MAXIMA, levels, N]. Range maxima: of what the sums of kept bytes have up to an operator
-            and what it needs besides, and the same in recomputed segments; both with gradients that wait of operators
-            behind in the same part; both less what weight gradients up to there need; of what those are made in, of
-            tensors that are refreshed, of buffers that are never given back, and of those that a backward pass fills
-            with gradients. Row k covers 2^k operators.
+            and what it needs besides in backward, and the same in recomputed segments; both with gradients that wait of
+            operators behind in the same part; both less what weight gradients up to there need; of kept bytes and what
+            an operator needs besides in forward; of what weight gradients are made in, of tensors that are refreshed,
+            of buffers that are never given back, and of those that a backward pass fills with gradients. Row k covers
+            2^k operators.
         tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, and what ZeRO gathers and scatters.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].

@@ -82,8 +82,7 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         saved_producers.append(NEVER if made is None else made)
         if made is not None:
             first_saver[made] = min(first_saver[made], found_savers[0][0])
-        start = found_savers[0][0] if made is None else made
-        for cut in range(start + 1, found_savers[-1][0] + 1):
+        for cut in range(0 if made is None else made + 1, found_savers[-1][0] + 1):
             entering[cut].append(number)
     unsaved: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
     reading = 0

@@ -54,6 +54,7 @@ from simulator.fast.memory import (
     BUFFER,
     END_GRADIENTS,
     ENDS,
+    FORWARD_PEAK,
     GATHERED,
     KEPT,
     KEPT_PEAK,
@@ -242,11 +243,13 @@ class TableBuilder:
             less[self.savings.offsets[:-1]] = 0.0
             np.add.at(memory_sums[:, summed], self.savings.operators + 1, saved[:, kind] - less)
         np.cumsum(memory_sums, axis=0, out=memory_sums)
-        needed = self._needed(holdings, made_bytes, read_bytes) + gathered
-        maxima[[KEPT_PEAK, AGAIN_PEAK]] = memory_sums[1:, [KEPT, AGAIN]].T + needed
+        forward, backward, waiting = self._needed(holdings, made_bytes, read_bytes)
+        maxima[KEPT_PEAK] = memory_sums[1:, KEPT] + (backward + waiting + gathered[0])
+        maxima[AGAIN_PEAK] = memory_sums[1:, AGAIN] + (np.maximum(forward, backward) + waiting + gathered[1])
+        maxima[FORWARD_PEAK] = memory_sums[1:, KEPT] + (forward + gathered[0])
         waiting_sums = memory_sums[:, UNSHARDED] * (self.problem.runtime.waiting_gradient_share or 0.0)
-        waiting = waiting_sums[self.structure.part_stop[self.structure.part_of]] - waiting_sums[1:]
-        maxima[[KEPT_WAIT_PEAK, AGAIN_WAIT_PEAK]] = maxima[[KEPT_PEAK, AGAIN_PEAK]] + waiting
+        weights_wait = waiting_sums[self.structure.part_stop[self.structure.part_of]] - waiting_sums[1:]
+        maxima[[KEPT_WAIT_PEAK, AGAIN_WAIT_PEAK]] = maxima[[KEPT_PEAK, AGAIN_PEAK]] + weights_wait
         for_weights = memory_sums[1:, [WEIGHTED, TO_MULTIPLY]].sum(axis=1)
         maxima[[KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK]] = maxima[[KEPT_PEAK, AGAIN_PEAK]] - for_weights
         np.cumsum(sums, axis=0, out=sums)
@@ -308,8 +311,12 @@ class TableBuilder:
                 gathered[:, index] += (own > made) * own * np.array([regathers, True])
         return saved, gathered
 
-    def _needed(self, holdings: Sequence[Holding], made_bytes: Floats, read_bytes: Floats) -> Floats:
-        """Return by operator what it works in, and gradients that wait for others, if all have the same strategy.
+    def _needed(
+        self, holdings: Sequence[Holding], made_bytes: Floats, read_bytes: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return by operator what it works in forward and backward, and gradients that wait for others.
+
+        All operators have the same strategy.
 
         A gradient is there from the last reader of a tensor, where its backward pass begins it, to who made that.
         """
@@ -319,8 +326,7 @@ class TableBuilder:
         np.add.at(waiting, shape.readers[last_reading], -made_bytes)
         np.add.at(begun, shape.readers[last_reading], read_bytes[last_reading])
         forward, backward = np.array([found.own_working for found in holdings]).T
-        needed: Floats = np.maximum(forward, backward + begun) + np.cumsum(waiting)[:-1]
-        return needed
+        return forward, backward + begun, np.cumsum(waiting)[:-1]
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
         """Fill the seconds of gathering whole units; tied parameters are added up by plan."""

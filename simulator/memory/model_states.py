@@ -62,8 +62,8 @@ def static_bytes(
         else:
             gradients.append(size)
         optimizer.append(int(elements * runtime.optimizer_bytes / (shards if group.zero >= 1 else 1)))
-        sums = elements * runtime.gradient_bytes / shards if shards > 1 and group.zero == 1 else 0.0
-        sums = sums if runtime.scatters_anew else 0.0
+        adds_anew = runtime.scatters_anew and shards > 1 and group.zero == 1
+        sums = elements * runtime.gradient_bytes / shards if adds_anew else 0.0
         work = elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)
         workspace.append(int(work + sums))
         if shards > 1 and group.zero in (1, 2) and not runtime.refreshes_in_place:

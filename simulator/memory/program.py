@@ -110,7 +110,7 @@ class StageMemory:
                 if segment is None:
                     if not self.view.saves_gathered(saver, name):
                         kept[name] = SAVED
-                elif producer is not None and not segment[0] <= producer < segment[1]:
+                elif not is_private(name) and (producer is None or not segment[0] <= producer < segment[1]):
                     kept.setdefault(name, SEGMENT)
         for index in self.view.operators:
             segment = self._segment_of.get(index)
@@ -168,12 +168,12 @@ class StageMemory:
             for name, size in zip(op.outputs, cost.output_bytes, strict=True):
                 category = RECOMPUTED if recomputing else self._kept.get(name, TEMPORARY)
                 events.allocate(self._instance(name, recomputing), size, category)
-            if not in_segment:
-                for name, size in self._saves[index]:
-                    if self._is_own(name):
-                        of_loss = op.kind == "lm_loss" and is_private(name)
-                        category = LOGITS if of_loss else RECOMPUTED if recomputing else SAVED
-                        events.allocate(name, size, category)
+            for name, size in self._saves[index]:
+                if is_private(name) and not in_segment:
+                    category = LOGITS if op.kind == "lm_loss" else RECOMPUTED if recomputing else SAVED
+                    events.allocate(name, size, category)
+                elif name in self.workload.input_names and not recomputing:
+                    events.allocate(name, size, self._kept[name])
             events.free(f"{op.name}/workspace")
             for position, _ in self._gathered[index]:
                 if recomputing or in_segment or self.view.gathers_again(index, position):
@@ -187,10 +187,6 @@ class StageMemory:
                     self._free_if_done(name, inside, events, recomputing)
         if not recomputing:
             self._whole.gather(unit, None, events)
-
-    def _is_own(self, name: str) -> bool:
-        """Return whether a saved tensor is there with its saver alone: made inside it, or given (images, tokens)."""
-        return is_private(name) or name in self.workload.input_names
 
     def _free_if_done(self, name: str, inside: set[int], events: Pass, recomputing: bool) -> None:
         producer = self.workload.producer.get(name)
@@ -297,7 +293,7 @@ class StageMemory:
             for saver in savers:
                 segment = self._segment_of.get(saver)
                 producer = self.workload.producer.get(name)
-                if self._is_own(name):
+                if is_private(name):
                     users.setdefault(name, []).append(saver)
                 elif segment is not None and producer is not None and segment[0] <= producer < segment[1]:
                     users.setdefault(self._instance(name, True), []).append(saver)

@@ -86,7 +86,9 @@ def plans(draw: st.DrawFn, problem: Problem) -> Plan:
     distinct = list(dict.fromkeys(keys))
     marks = draw(st.lists(st.integers(0, 2), min_size=len(distinct), max_size=len(distinct)))
     mark_of = dict(zip(distinct, marks, strict=True))
-    return recomputing(plan, [mark_of[key] for key in keys])
+    # (No runtime recomputes the loss. Its logits would be made again before the gradients of its own unit.)
+    kinds = [op.kind for op in problem.workload.operators]
+    return recomputing(plan, [0 if kind == "lm_loss" else mark_of[key] for key, kind in zip(keys, kinds, strict=True)])
 
 
 def left_bytes(view: StageView) -> int:
@@ -114,9 +116,10 @@ def test_peaks_of_plans_by_operator_are_those_of_the_replay(data, family: str, r
     plan = validate(data.draw(plans(found.problem)), found.problem)
     peaks = estimate(plan, found.problem, found.costs).peak_bytes
     assert found.estimate(plan).peak_bytes == peaks
-    # (Of what a segment makes for others only its last operator's outputs count to the segment's end.)
+    # (Of what a segment makes for others only its last operator's outputs count to the segment's end. With one
+    # microbatch a part's gradients count from the start of its backward pass.)
     for own, replayed in zip(peaks, simulated_peaks(plan, found.problem), strict=True):
-        assert abs(own / replayed - 1) < 2 * NEAR
+        assert -2 * NEAR < own / replayed - 1 < 3 * NEAR
 
 
 def test_gradients_of_large_last_layers_are_there_while_early_ones_still_keep_theirs() -> None:

@@ -165,7 +165,7 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
         own_costs = dict(zip(ATTRIBUTES, graph.attributes[place][:, chosen[place]].tolist(), strict=True))
         seconds += own_costs["seconds"]
         elements += own_costs["elements"]
-        kept_bytes += own_costs["output_bytes" if again else "saved_bytes"]
+        kept_bytes += own_costs["remaining_bytes" if again else "saved_bytes"]
     seen: set[Hashable] = set()
     for index in operators:
         for layout, shared, _ in intra.tied_layouts(index, shardings[index]):

@@ -201,7 +201,7 @@ def test_followed_choices_are_those_behind_the_tables(number: int) -> None:
         shardings = solver.assignment(first, last)
         chosen = [intra.strategies(start + place).index(sharding) for place, sharding in enumerate(shardings)]
         assert graph.objective(chosen) == pytest.approx(stages.objective[first, last], rel=1e-9)
-        for name in ("elements", "saved_bytes", "output_bytes"):
+        for name in ("elements", "saved_bytes", "remaining_bytes"):
             expected = float(getattr(stages, name)[first, last])
             assert graph.total(ATTRIBUTES.index(name), chosen) == pytest.approx(expected, rel=1e-9)
 
