@@ -404,14 +404,16 @@ def measure_memory(
                 is_held = holds_ends and in_segment and readers[last] >= high
                 at_end += gradient if is_held else 0.0
                 live -= 0.0 if is_held else gradient
-            # What forward kept goes with the first operator that needs it, ...
+            # What forward kept goes with the first operator that needs it, or the segment that this is in, ...
             for place in range(input_offsets[index], input_offsets[index + 1]):
                 tensor = inputs[place]
+                enters = in_segment and producers[tensor] < low
                 if producers[tensor] >= first:
                     end = need_offsets[tensor + 1]
                     need = _first_need(needs, need_readings, need_offsets[tensor], end, made[tensor], read)
                     if need < end and needs[need] == index:
-                        live -= made[tensor]
+                        at_end += made[tensor] if enters else 0.0
+                        live -= 0.0 if enters else made[tensor]
                 else:  # (Of what another stage made, any segment that reads it.)
                     reading = _lower_bound(readers, reader_offsets[tensor], reader_offsets[tensor + 1], first)
                     need = _lower_bound(needs, need_offsets[tensor], need_offsets[tensor + 1], first)
@@ -422,7 +424,8 @@ def measure_memory(
                     if again and reader < reader_offsets[tensor + 1]:
                         earliest = min(earliest, readers[reader])
                     if earliest == index:
-                        live -= read[reading]
+                        at_end += read[reading] if enters else 0.0
+                        live -= 0.0 if enters else read[reading]
             for place in range(output_offsets[index], output_offsets[index + 1]):
                 tensor = outputs[place]
                 end = need_offsets[tensor + 1]

@@ -288,7 +288,7 @@ class StageMemory:
             for reader in self._readers.get(name, ()):
                 segment = self._segment_of.get(reader)
                 if segment is not None and not (producer is not None and segment[0] <= producer < segment[1]):
-                    users[name].append(reader)
+                    users[name].append(segment[0])  # Checkpointing has its arguments to the end of its backward pass.
         for name, savers in self._savers.items():
             for saver in savers:
                 segment = self._segment_of.get(saver)
