@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from random import Random
 
@@ -58,18 +59,27 @@ def test_the_checks_cover_what_the_report_claims() -> None:
             assert set(end.devices) & set(check.devices)
 
 
+def drawn_checks() -> Iterator[Check]:
+    """Yield 25 plans, but of models whose layers are unlike or smaller than a bucket: gradients that ZeRO scatters."""
+    images = ("vgg", "resnet", "wide-resnet", "swin")
+    return islice((check for check in random_checks(Random(3)) if not check.model.startswith(images)), 25)
+
+
 @pytest.mark.slow
 def test_so_are_those_of_random_plans() -> None:
-    """But of zb-h1, and of models whose layers are unlike or smaller than a bucket: see docs/memory.md."""
-    images = ("vgg", "resnet", "wide-resnet", "swin")
-    checks = (
-        check
-        for check in random_checks(Random(3))
-        if not check.model.startswith(images) and check.degrees.get("schedule") != "zb-h1"
-    )
-    for check in islice(checks, 20):
-        for row in compare(check):
-            assert abs(row.error) <= WITHIN, table([row])
+    for check in drawn_checks():
+        if check.degrees.get("schedule") != "zb-h1":
+            for row in compare(check):
+                assert abs(row.error) <= WITHIN, table([row])
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="BERT-Large, tp 4 with sequence parallelism: -4.0 %, see docs/memory.md")
+def test_so_are_those_of_random_plans_with_split_backward_passes() -> None:
+    for check in drawn_checks():
+        if check.degrees.get("schedule") == "zb-h1":
+            for row in compare(check):
+                assert abs(row.error) <= WITHIN, table([row])
 
 
 @pytest.mark.slow
