@@ -21,6 +21,8 @@ from numba.core import types
 from numba.extending import register_jitable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_njit = cast(Any, numba.njit)  # Its stub leaves out what numba's own code uses: ``_nrt``, counting references.
+_UNCOUNTED = {"_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def compiled(function: Function) -> Function:
@@ -29,17 +31,23 @@ def compiled(function: Function) -> Function:
     Args:
         function: Module-level function of scalars and arrays. Whatever compiled functions it calls must be in
             the same file (numba looks only at that file's date to tell whether the cache is stale), or named to
-            `compiled_with`.
+            `compiled_with`. It may make arrays, so references are counted on every array that it uses: who loops
+            leaves the loop to an `inlined` function, which is given the arrays.
     """
     try:
-        made = numba.njit(cache=True)(function)
+        made = _counting(function)
     except RuntimeError as error:  # No folder to cache in.
         if "cannot cache" not in str(error):
             raise
         config: Any = numba.config
         config.CACHE_DIR = private_folder()
-        made = numba.njit(cache=True)(function)
+        made = _counting(function)
     return cast(Function, _for_any_number(made))
+
+
+def _counting(function: Function) -> Any:
+    # Said aloud, since what is not said numba takes from the function that calls this one first.
+    return _njit(cache=True, _nrt=True)(function)
 
 
 def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
@@ -66,12 +74,21 @@ def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
 
 
 def inlined(function: Function) -> Function:
-    """Return ``function`` to be copied into the machine code of the compiled functions that call it.
+    """Return ``function``, which makes no arrays, to be copied into the machine code of the compiled ones that call it.
 
-    Callers in other files name this one to `compiled_with`. A call proper counts references on every array that it is
-    given, which costs more than a short function. So does a copy in an inner loop if it is given many: see `pasted`.
+    Callers in other files name this one to `compiled_with`. No references are counted in it (nor in what it calls, but
+    for `compiled` functions), so it works on views of arrays, and on tuples of arrays, as if they were numbers; that
+    counting was two thirds of what the compiled estimate of time took. Numba refuses a function that makes an array.
     """
-    return cast(Function, _for_any_number(numba.njit(forceinline=True)(function)))
+    return cast(Function, _for_any_number(_njit(forceinline=True, **_UNCOUNTED)(function)))
+
+
+def uncounted(function: Function) -> Function:
+    """Return ``function``, which makes no arrays, compiled as `inlined` does but not copied, for compiled callers.
+
+    For what is called seldom: a copy is optimised again with each function that it is copied into.
+    """
+    return cast(Function, _for_any_number(_njit(**_UNCOUNTED)(function)))
 
 
 def pasted(function: Function) -> Function:
@@ -84,8 +101,8 @@ def pasted(function: Function) -> Function:
 
 
 def also_compiled(function: Function) -> Function:
-    """Return ``function`` as it is, for Python, and callable by compiled functions, which compile it."""
-    return register_jitable(function)
+    """Return ``function`` as it is, for Python, and callable by compiled functions, which compile it as `inlined`."""
+    return register_jitable(_nrt=False)(function)
 
 
 def _for_any_number(function: Any) -> Any:

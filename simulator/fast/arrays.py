@@ -184,6 +184,30 @@ class TimeTables(NamedTuple):
     placement_types: Ints
 
 
+class PassRules(NamedTuple):
+    """What holds for the passes of any plan.
+
+    Attributes:
+        stops_early: The tail of a segment that nothing saved needs is not computed again.
+        ties_by_use: A whole weight that several operators of a stage use is reduced for each.
+        regathers: Units that are computed again whole are gathered once more.
+        blocking: A stage goes on only when what it sent has arrived.
+        parameter_bytes: Per element, as refreshed.
+        passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
+        pass_host_s: What a pass takes a host that runs ahead.
+        waits_to_receive: Such a host waits for what a pass receives.
+    """
+
+    stops_early: bool
+    ties_by_use: bool
+    regathers: bool
+    blocking: bool
+    parameter_bytes: float
+    passes_s: Floats
+    pass_host_s: float
+    waits_to_receive: bool
+
+
 class BesideRules(NamedTuple):
     """What holds for what any plan sends beside its passes, as ``overlap_time`` has it.
 

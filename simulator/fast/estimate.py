@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware_models.runtime import Runtime
 from simulator.closed_forms.estimate import Estimate
 from simulator.closed_forms.stage_prices import pass_host_s, passes_s
 from simulator.compiled_cache import is_cached
@@ -42,9 +43,11 @@ from simulator.fast.arrays import (
     BAD_SEGMENTS,
     BAD_STRATEGY,
     INCOMPLETE,
+    PassRules,
     PlanColumns,
 )
 from simulator.fast.channels import Channels, Interner
+from simulator.fast.memory import MemoryRules
 from simulator.fast.misses import MissingRows, first_operator
 from simulator.fast.overlap import beside_rules
 from simulator.fast.peaks import estimate_peaks
@@ -81,6 +84,33 @@ class FastEstimates:
     fits: NDArray[np.bool_]
 
 
+def pass_rules(costs: CostTables) -> PassRules:
+    """Return what holds for the passes of any plan."""
+    runtime, gpu_type = costs.problem.runtime, costs.problem.gpu_types[0]
+    return PassRules(
+        stops_early=runtime.recompute_stops_early,
+        ties_by_use=runtime.reduces_ties_by_use,
+        regathers=runtime.regathers_recomputed,
+        blocking=runtime.transfer_mode == "blocking",
+        parameter_bytes=float(runtime.parameter_bytes),
+        passes_s=np.array([passes_s(costs, gpu_type, schedule) for schedule in SCHEDULES]),
+        pass_host_s=pass_host_s(costs),
+        waits_to_receive="receive" in runtime.host_waits,
+    )
+
+
+def memory_rules(runtime: Runtime) -> MemoryRules:
+    """Return what holds for the memory of any plan."""
+    return MemoryRules(
+        keeps_gathered=runtime.keeps_gathered_inputs,
+        keeps_outputs=runtime.keeps_stage_outputs,
+        prefetches=runtime.holds_next("backward"),
+        apart=runtime.waiting_gradient_share is not None and not runtime.flattens_sharded,
+        waits=runtime.waiting_gradient_share is not None,
+        waiting=runtime.waiting_gradient_share or 1.0,
+    )
+
+
 def compile_ahead(problem: Problem) -> None:
     """Compile the estimate where this machine has not yet, lest a search's seconds go by with it (up to a minute)."""
     if not (is_cached(estimate_times) and is_cached(estimate_peaks)):
@@ -113,7 +143,8 @@ class FastEstimator:
         self._structure, self._savings, names = structure(problem, self.costs)
         builder = TableBuilder(self.costs, self._structure, self._savings, names, Channels(self.costs))
         self._store = Store(builder)
-        self._rules, self._beside = step_rules(self.costs), beside_rules(self.problem.runtime)
+        self._pass_rules, self._step_rules = pass_rules(self.costs), step_rules(self.costs)
+        self._beside, self._memory_rules = beside_rules(problem.runtime), memory_rules(problem.runtime)
         self._strategies: dict[Sharding, int] = {}
         self._strategy_list: list[Sharding] = []
         self._placements: dict[tuple[int, ...], int] = {}
@@ -240,9 +271,7 @@ class FastEstimator:
         run_tables = np.empty(len(columns.strategies), dtype=np.int64)
         states = np.empty(count, dtype=np.int64)
         chosen = np.arange(count)
-        runtime, store = self.problem.runtime, self._store
-        passes = np.array([passes_s(self.costs, self.problem.gpu_types[0], schedule) for schedule in SCHEDULES])
-        everything = chosen
+        store, everything = self._store, chosen
         while True:
             misses, counts = store.misses, store.counts
             counts[0] = 0
@@ -251,15 +280,8 @@ class FastEstimator:
                 store.time,
                 columns,
                 chosen,
-                runtime.recompute_stops_early,
-                runtime.reduces_ties_by_use,
-                runtime.regathers_recomputed,
-                runtime.transfer_mode == "blocking",
-                float(runtime.parameter_bytes),
-                passes,
-                pass_host_s(self.costs),
-                "receive" in runtime.host_waits,
-                self._rules,
+                self._pass_rules,
+                self._step_rules,
                 self._beside,
                 iteration_s,
                 stage_s,
@@ -284,12 +306,7 @@ class FastEstimator:
             everything,
             states,
             run_tables,
-            runtime.keeps_gathered_inputs,
-            runtime.keeps_stage_outputs,
-            runtime.holds_next("backward"),
-            runtime.waiting_gradient_share is not None and not runtime.flattens_sharded,
-            runtime.waiting_gradient_share is not None,
-            runtime.waiting_gradient_share or 1.0,
+            self._memory_rules,
             peak_bytes,
             capacity_bytes,
             fits,

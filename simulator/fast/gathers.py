@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from simulator.compiled_cache import pasted
+from typing import NamedTuple
+
+from simulator.compiled_cache import inlined
 from simulator.fast.arrays import (
     ELEMENTS,
     GATHER,
@@ -21,22 +23,32 @@ from simulator.fast.prices import channels_s
 from simulator.fast.ties import tied_elements
 
 
-@pasted
+class UnitGathers(NamedTuple):
+    """Room for the gathers of one unit.
+
+    Attributes:
+        keys, channels: int64[MAX_PENDING].
+        elements: float64[MAX_PENDING]. Parameters.
+    """
+
+    keys: Ints
+    channels: Ints
+    elements: Floats
+
+
+@inlined
 def add_gathers(
     shape: Structure,
     tables: TimeTables,
     plans: PlanColumns,
     run_tables: Ints,
-    table: int,
-    first: int,
-    begin: int,
+    run: int,
     start: int,
-    ends: int,
+    stage: int,
+    first: int,
     reshards: bool,
     gathered_bytes: float,
-    keys: Ints,
-    channels: Ints,
-    elements: Floats,
+    pending: UnitGathers,
     count: int,
     pending_unit: int,
     gather_s: Floats,
@@ -47,15 +59,15 @@ def add_gathers(
 
     Args:
         shape, tables, plans, run_tables, gathered_bytes: See ``time.estimate_times``.
-        table, start, ends: The run's, and its operators.
-        first, begin: First operator of its stage, and first run.
+        run, start, stage, first: The run, its first operator, its stage, and that's.
         reshards: Units are gathered for each pass.
-        keys, channels, elements, count: Gathers of the unit that may not be through; more than MAX_PENDING of them
-            are too many.
+        pending, count: Gathers of the unit that may not be through; more than MAX_PENDING of them are too many.
         pending_unit: Its number; -1 for none.
         gather_s: float64[2]. Where seconds are added, of the root and of other units.
     """
+    begin, table, ends = plans.run_offsets[stage], run_tables[run], plans.run_stops[run]
     sums, families = tables.sums[table], tables.families[table]
+    keys, channels, elements = pending
     unit, last_unit = shape.unit_of[start], shape.unit_of[ends - 1]
     whole_first = unit + (shape.unit_first[unit] < start)
     whole_last = last_unit - (shape.unit_stop[last_unit] > ends)

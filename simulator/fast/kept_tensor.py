@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from simulator.compiled_cache import inlined
-from simulator.fast.arrays import NEVER, Floats, Ints, PlanColumns
-from simulator.fast.memory import OWN, WHOLE
+from simulator.fast.arrays import NEVER, Ints, PlanColumns
+from simulator.fast.memory import OWN, WHOLE, MemoryRules, MemoryTables
+
+
+class StageRuns(NamedTuple):
+    """A stage: its number, its runs from ``begin`` on, and its operators from ``first`` on."""
+
+    number: int
+    begin: int
+    end: int
+    first: int
+    stop: int
 
 
 @inlined
@@ -17,16 +29,12 @@ def table_at(plans: PlanColumns, run_tables: Ints, begin: int, run: int, index: 
 
 @inlined
 def kept_bytes(
-    saved_bytes: Floats,
-    made_bytes: Floats,
-    in_shards: Ints,
-    replicas: Ints,
-    run_stops: Ints,
+    tables: MemoryTables,
+    plans: PlanColumns,
     run_tables: Ints,
-    keeps_gathered: bool,
+    rules: MemoryRules,
     keeps_made: bool,
-    first: int,
-    begin: int,
+    stage: StageRuns,
     producer: int,
     number: int,
     run: int,
@@ -35,36 +43,36 @@ def kept_bytes(
     arrived: float,
     arrived_replicas: int,
 ) -> float:
-    """Return what is kept of a tensor once one of its savers has run: whole arrays, since each costs a reference.
+    """Return what is kept of a tensor once one of its savers has run.
 
     Args:
-        saved_bytes, made_bytes, in_shards, replicas: See ``MemoryTables``.
-        run_stops, run_tables, keeps_gathered: See ``estimate_peaks``.
+        tables, plans, run_tables, rules: See ``peaks.estimate_peaks``.
         keeps_made: The tensor is there as it was made, whoever gathers it.
-        first, begin: First operator and first run of the stage.
+        stage: Whose savers these are.
         producer, number: Of the tensor; its number among those that somebody reads.
         run, saving: Of the saver.
         kind: SHARD in segments, else WHOLE.
         arrived, arrived_replicas: Its bytes and replicas where it came in shards of the sequence; -1 where not.
     """
+    saved_bytes, replicas = tables.saved_bytes, tables.replicas
     table = run_tables[run]
     value = saved_bytes[table, saving, OWN]
     if arrived >= 0.0:
         own = value
         value = min(arrived, own)
-        if own > arrived and kind == WHOLE and (keeps_gathered or arrived_replicas != replicas[table]):
+        if own > arrived and kind == WHOLE and (rules.keeps_gathered or arrived_replicas != replicas[table]):
             value += own
-    elif producer != NEVER and producer >= first and number >= 0:
+    elif producer != NEVER and producer >= stage.first and number >= 0:
         maker = run
-        while maker > begin and run_stops[maker - 1] > producer:
+        while maker > stage.begin and plans.run_stops[maker - 1] > producer:
             maker -= 1
         if maker == run or run_tables[maker] == table:
             value = saved_bytes[table, saving, kind]
         else:
             made_by = run_tables[maker]
-            made, own = made_bytes[made_by, number], value
+            made, own = tables.made_bytes[made_by, number], value
             value = min(made, own)
-            stays = keeps_gathered or replicas[made_by] != replicas[table] or not in_shards[made_by, number]
-            if own > made and kind == WHOLE and stays:
+            differs = replicas[made_by] != replicas[table] or not tables.in_shards[made_by, number]
+            if own > made and kind == WHOLE and (rules.keeps_gathered or differs):
                 value = own + made if keeps_made else own
     return float(value)

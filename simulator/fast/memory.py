@@ -30,6 +30,24 @@ BUFFER_BYTES, BUCKET_BYTES, WHOLE_BYTES = range(12, 15)
 HELD = 15
 
 
+class MemoryRules(NamedTuple):
+    """What holds for the memory of any plan.
+
+    Attributes:
+        keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
+        prefetches: ZeRO-3 holds a unit and the next one.
+        apart: A unit is given back before its gradients are copied into what is scattered.
+        waits, waiting: Whether there is a ``Runtime.waiting_gradient_share``, and that, or 1.
+    """
+
+    keeps_gathered: bool
+    keeps_outputs: bool
+    prefetches: bool
+    apart: bool
+    waits: bool
+    waiting: float
+
+
 class Savings(NamedTuple):
     """Who saves what in one workload. Q savings of tensors that have a name.
 

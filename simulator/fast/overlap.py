@@ -12,7 +12,6 @@ from simulator.fast.arrays import (
     CALL_S,
     COMMUNICATION_SLOWDOWN,
     COMPUTATION_SLOWDOWN,
-    COPIES,
     COPY_S_PER_BYTE,
     COPY_START_S,
     ELEMENTS,
@@ -34,12 +33,11 @@ from simulator.fast.arrays import (
     Structure,
     TimeTables,
 )
+from simulator.fast.parameters import NUM_BYTES, NUM_BYTES_BACK, TIMES, TIMES_BACK, Synchronised
 from simulator.fast.prices import channel_s
 
 _shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
 _calls_of_unit, _left_s = inlined(calls_of_unit), inlined(left_s)
-NUM_BYTES, NUM_BYTES_BACK, TIMES, TIMES_BACK, COPIED = range(5)
-"""Of gradients that are copied before they are reduced, and back: bytes read and written, and how often."""
 
 
 def beside_rules(runtime: Runtime) -> BesideRules:
@@ -157,7 +155,7 @@ def _bucket_shares(
         shape, tables, plans, run_tables, stage, first, stop, num_buckets, ties_by_use: See ``stage_sent``.
         total: Elements that are reduced.
     """
-    families, sums, stops = tables.families, tables.sums, plans.run_stops  # In inner loops no call that is given many.
+    families, sums, stops = tables.families, tables.sums, plans.run_stops
     begun, run, index = 0.0, plans.run_offsets[stage], first
     while index < stop and begun <= 0.0:
         while stops[run] <= index:
@@ -178,27 +176,6 @@ def _bucket_shares(
 
 
 @inlined
-def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats) -> None:
-    """Add the copies of gradients that are reduced alike.
-
-    Args:
-        family: int64[FAMILY]. How they are.
-        elements: So many.
-        rules: See ``time.estimate_times``.
-        copied: float64[COPIED]. Where bytes are added, and the most times of any.
-    """
-    times = family[COPIES]
-    if times > 0:
-        whole = family[GATHER] < 0 and family[SCATTER] < 0
-        num_bytes = elements * (rules.whole_copied_bytes if whole else rules.sharded_copied_bytes)
-        copied[NUM_BYTES] += times * num_bytes
-        copied[TIMES] = max(copied[TIMES], times)
-        if whole:
-            copied[NUM_BYTES_BACK] += num_bytes
-            copied[TIMES_BACK] = 1.0
-
-
-@inlined
 def stage_sent(
     shape: Structure,
     tables: TimeTables,
@@ -207,10 +184,7 @@ def stage_sent(
     stage: int,
     first: int,
     stop: int,
-    num_sums: Ints,
-    sum_table: Ints,
-    sum_family: Ints,
-    sum_elements: Floats,
+    synchronised: Synchronised,
     copied: Floats,
     gather_s: Floats,
     is_sharded: bool,
@@ -226,8 +200,7 @@ def stage_sent(
     Args:
         shape, tables, plans, run_tables, stage: See ``time.estimate_times``.
         first, stop: Operators of the stage.
-        num_sums: int64[3]. How many there are of each kind of keys.
-        sum_table, sum_family, sum_elements: [3, .]. A table and family that prices each, and its parameters.
+        synchronised: Its parameters.
         copied: float64[COPIED]. What ``add_copies`` has added.
         gather_s: float64[2]. Gathers of the root, and of the other units, each in one call.
         is_sharded: Parameters of all its operators are gathered.
@@ -237,6 +210,7 @@ def stage_sent(
             that are gathered by calls of their own, all.
     """
     families, rates, hosts_s = tables.families, tables.step_rates, tables.channel_hosts_s
+    num_sums, _, sum_table, sum_family, sum_elements = synchronised
     types = tables.placement_types[plans.placements[stage]]
     computation, communication, start_s, s_per_byte, launch_s = 1.0, 1.0, 0.0, 0.0, 0.0
     for gpu_type in range(len(rates)):

@@ -8,10 +8,22 @@ from numpy.typing import NDArray
 from simulator.closed_forms import interleaved_memory, zero_bubble_memory
 from simulator.closed_forms.interleaved_memory import FLIGHT, interleaved_peak_bytes
 from simulator.closed_forms.zero_bubble_memory import zero_bubble_peak_bytes
-from simulator.compiled_cache import compiled, compiled_with
-from simulator.fast import activations, arrays, changes, kept_tensor, memory, states, whole_parts
-from simulator.fast.activations import hold_activations
+from simulator.compiled_cache import compiled_with, inlined, uncounted
+from simulator.fast import (
+    activations,
+    arrays,
+    changes,
+    kept_tensor,
+    memory,
+    saved_tensors,
+    states,
+    waiting,
+    whole_parts,
+)
+from simulator.fast.activations import WalkRoom, hold_activations
 from simulator.fast.arrays import DONE, GPIPE, INTERLEAVED, ZB_H1, Floats, Ints, PlanColumns, Structure
+from simulator.fast.changes import Changes
+from simulator.fast.kept_tensor import StageRuns
 from simulator.fast.memory import (
     ANEW_BYTES,
     BUCKET_BYTES,
@@ -28,19 +40,20 @@ from simulator.fast.memory import (
     STEP_BYTES,
     WEIGHT_PASS_BYTES,
     WORKING_BYTES,
+    MemoryRules,
     MemoryTables,
     Savings,
 )
+from simulator.fast.saved_tensors import Crossing, Pieces
 from simulator.fast.states import hold_states
+from simulator.fast.whole_parts import Parts
 
-_interleaved_peak_bytes = compiled(interleaved_peak_bytes)
-_zero_bubble_peak_bytes = compiled(zero_bubble_peak_bytes)
+_interleaved_peak_bytes = inlined(interleaved_peak_bytes)
+_zero_bubble_peak_bytes = inlined(zero_bubble_peak_bytes)
 
 
-@compiled_with(
-    activations, arrays, changes, kept_tensor, memory, states, whole_parts, interleaved_memory, zero_bubble_memory
-)  # fmt: skip
-def estimate_peaks(
+@uncounted
+def _fill(
     shape: Structure,
     savings: Savings,
     tables: MemoryTables,
@@ -48,43 +61,29 @@ def estimate_peaks(
     chosen: Ints,
     states: Ints,
     run_tables: Ints,
-    keeps_gathered: bool,
-    keeps_outputs: bool,
-    prefetches: bool,
-    apart: bool,
-    waits: bool,
-    waiting: float,
+    rules: MemoryRules,
     peak_bytes: Floats,
     capacity_bytes: Floats,
     fits: NDArray[np.bool_],
+    tied_anew: Floats,
+    room: WalkRoom,
+    held: Floats,
+    flight: Floats,
 ) -> None:
-    """Fill the peaks of the chosen plans whose state is DONE, as ``estimate`` has them.
-
-    Args:
-        shape, savings, tables, plans: See there.
-        chosen, states, run_tables: From ``estimate_times``.
-        keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
-        prefetches: ZeRO-3 holds a unit and the next one.
-        apart: A unit is given back before its gradients are copied into what is scattered.
-        waits, waiting: Whether there is a ``Runtime.waiting_gradient_share``, and that, or 1.
-        peak_bytes, capacity_bytes: Results, per stage.
-        fits: Result, per plan.
-    """
-    held = np.empty((len(plans.placements), HELD))
-    tied_anew = np.empty((len(plans.placements), len(shape.tied)))
-    hold_states(shape, tables, plans, chosen, states, run_tables, held, tied_anew)
-    hold_activations(
-        shape, savings, tables, plans, chosen, states, run_tables, keeps_gathered, keeps_outputs, prefetches, apart,
-        waits, waiting, held, tied_anew,
-    )  # fmt: skip
-    most_stages = 0
-    for plan in chosen:
-        most_stages = max(most_stages, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
-    flight = np.empty((most_stages, FLIGHT))
+    """Fill the peaks of the chosen plans: ``estimate_peaks``, given room to work in."""
     for plan in chosen:
         if states[plan] != DONE:
             continue
-        low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+        low, high, first = plans.stage_offsets[plan], plans.stage_offsets[plan + 1], 0
+        for number in range(low, high):
+            end = plans.run_offsets[number + 1]
+            stage_runs = StageRuns(number, plans.run_offsets[number], end, first, plans.run_stops[end - 1])
+            row = held[number - low]
+            hold_states(shape, tables, plans, run_tables, plan, stage_runs, tied_anew, row)
+            hold_activations(
+                shape, savings, tables, plans, run_tables, rules, plan, stage_runs, tied_anew, room, row
+            )
+            first = stage_runs.stop
         m = plans.num_microbatches[plan]
 
         # Stages on one placement add up.
@@ -106,7 +105,7 @@ def estimate_peaks(
             for other in range(stage, high):
                 if plans.placements[other] != plans.placements[stage]:
                     continue
-                row = held[other]
+                row = held[other - low]
                 in_flight = min(m, num_stages - (other - low))
                 if schedule == GPIPE:
                     in_flight = m
@@ -136,7 +135,7 @@ def estimate_peaks(
             if schedule == INTERLEAVED:
                 in_passes = _interleaved_peak_bytes(flight[:count], stage - low, num_stages // count, m)
             elif schedule == ZB_H1:
-                row, bucket = held[stage], held[stage, BUCKET_BYTES]
+                row, bucket = held[stage - low], held[stage - low, BUCKET_BYTES]
                 in_passes = _zero_bubble_peak_bytes(
                     row[KEPT_BYTES], row[FOR_WEIGHTS_BYTES], row[INPUT_PASS_BYTES] + bucket,
                     row[WEIGHT_PASS_BYTES] + bucket, row[LAST_BYTES] + bucket, row[ANEW_BYTES], stage - low, num_stages,
@@ -148,3 +147,63 @@ def estimate_peaks(
             peak_bytes[stage] = own_states + buffer + max(in_passes + gathered, step, refreshed)
             capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
             fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]
+
+
+@compiled_with(
+    activations,
+    arrays,
+    changes,
+    kept_tensor,
+    memory,
+    saved_tensors,
+    states,
+    waiting,
+    whole_parts,
+    interleaved_memory,
+    zero_bubble_memory,
+)
+def estimate_peaks(
+    shape: Structure,
+    savings: Savings,
+    tables: MemoryTables,
+    plans: PlanColumns,
+    chosen: Ints,
+    states: Ints,
+    run_tables: Ints,
+    rules: MemoryRules,
+    peak_bytes: Floats,
+    capacity_bytes: Floats,
+    fits: NDArray[np.bool_],
+) -> None:
+    """Fill the peaks of the chosen plans whose state is DONE, as ``estimate`` has them.
+
+    Args:
+        shape, savings, tables, plans: See there.
+        chosen, states, run_tables: From ``estimate_times``.
+        rules: Of memory.
+        peak_bytes, capacity_bytes: Results, per stage.
+        fits: Result, per plan.
+    """
+    num_parts, num_tensors, num_tied = len(shape.part_first), len(shape.producers), len(shape.tied)
+    most_stages, most_pieces = 1, 1
+    for plan in chosen:
+        low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+        most_stages = max(most_stages, high - low)
+        for stage in range(low, high):
+            runs = plans.run_offsets[stage + 1] - plans.run_offsets[stage]
+            segments = plans.segment_offsets[stage + 1] - plans.segment_offsets[stage]
+            most_pieces = max(most_pieces, runs + 2 * segments + num_parts + 3)
+    most_changes = 3 * len(savings.operators) + 2 * num_tensors + 2 * num_tied + 1
+    room = WalkRoom(
+        Pieces(np.empty(most_pieces, np.int64), np.empty(most_pieces, np.int64), np.empty(most_pieces, np.int64)),
+        Crossing(np.zeros(num_tensors, np.int64), np.full(num_tensors, -1, np.int64), np.empty(num_tensors)),
+        Changes(np.empty(most_changes, np.int64), np.empty(most_changes)),
+        Parts(
+            np.empty(num_parts), np.empty(num_parts, np.int64), np.empty(num_parts), np.empty(num_parts),
+            np.empty(num_parts), np.empty(num_parts), np.empty(num_parts), np.empty(num_parts),
+        ),
+    )  # fmt: skip
+    _fill(
+        shape, savings, tables, plans, chosen, states, run_tables, rules, peak_bytes, capacity_bytes, fits,
+        np.empty(num_tied), room, np.empty((most_stages, HELD)), np.empty((most_stages, FLIGHT)),
+    )  # fmt: skip

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
 
-from simulator.closed_forms import breadth_first_time, interleaved_time, pipeline_time, stage_rows, zero_bubble_time
+from simulator.closed_forms import stage_rows
 from simulator.closed_forms.breadth_first_time import breadth_first_s
 from simulator.closed_forms.interleaved_time import interleaved_s
-from simulator.closed_forms.pipeline_time import SCRATCH, one_f_one_b_s
+from simulator.closed_forms.pipeline_time import one_f_one_b_s
 from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT, LESS, ONCE, UP, WEIGHT
 from simulator.closed_forms.zero_bubble_time import zero_bubble_s
-from simulator.compiled_cache import compiled, compiled_with
-from simulator.fast import arrays
+from simulator.compiled_cache import compiled_with, inlined
 from simulator.fast.arrays import (
-    DONE,
     GPIPE,
     INTERLEAVED,
     PASSED,
@@ -27,13 +25,28 @@ from simulator.fast.arrays import (
     TimeTables,
 )
 
+_one_f_one_b_s = inlined(one_f_one_b_s)
 _zero_bubble_s = compiled_with(stage_rows)(zero_bubble_s)
-_one_f_one_b_s = compiled_with(stage_rows)(one_f_one_b_s)
 _interleaved_s = compiled_with(stage_rows)(interleaved_s)
 _breadth_first_s = compiled_with(stage_rows)(breadth_first_s)
 
 
-@compiled_with(arrays)
+class PipelineRoom(NamedTuple):
+    """Room for one plan of so many stages.
+
+    Attributes:
+        depths, ranks: int64[stages].
+        sums_s: float64[stages].
+        scratch_s: float64[stages, pipeline_time.SCRATCH].
+    """
+
+    depths: Ints
+    ranks: Ints
+    sums_s: Floats
+    scratch_s: Floats
+
+
+@inlined
 def weights_s(tables: TimeTables, plans: PlanColumns, run_tables: Ints, stage: int, first: int) -> float:
     """Return what the weight gradients of a stage take.
 
@@ -49,7 +62,7 @@ def weights_s(tables: TimeTables, plans: PlanColumns, run_tables: Ints, stage: i
     return float(found_s)
 
 
-@compiled
+@inlined
 def _fill_ranks(placements: Ints, low: int, high: int, ranks: Ints) -> int:
     """Write the rank of each stage from ``low`` to ``high``, and return how many there are: one for each placement."""
     num_ranks = 0
@@ -64,75 +77,70 @@ def _fill_ranks(placements: Ints, low: int, high: int, ranks: Ints) -> int:
     return num_ranks
 
 
-@compiled
-def _longest_s(ranks: Ints, seconds: Floats, num_ranks: int) -> float:
-    """Return the most of the sums over the stages of a rank."""
-    sums = np.zeros(num_ranks)
+@inlined
+def _longest_s(ranks: Ints, seconds: Floats, sums_s: Floats) -> float:
+    """Return the most of the sums over the stages of a rank; ``sums_s`` is room for them."""
+    longest_s = 0.0
+    sums_s[:] = 0.0
     for stage in range(len(seconds)):
-        sums[ranks[stage]] += seconds[stage]
-    return float(sums.max())
+        sums_s[ranks[stage]] += seconds[stage]
+        longest_s = max(longest_s, sums_s[ranks[stage]])
+    return longest_s
 
 
-@compiled_with(arrays, breadth_first_time, interleaved_time, pipeline_time, stage_rows, zero_bubble_time)
-def add_passes(
+@inlined
+def passes_of_plan_s(
     plans: PlanColumns,
-    chosen: Ints,
-    states: Ints,
+    plan: int,
     stage_s: Floats,
     once_s: Floats,
     rows_s: Floats,
     blocking: bool,
-    iteration_s: Floats,
-) -> None:
-    """Add the passes of all microbatches, and what comes once behind them, to the times of chosen plans that are done.
-
-    For all plans at once: a call for each of them would count references on every array that it is given.
+    room: PipelineRoom,
+) -> float:
+    """Return the seconds of the passes of all microbatches of a plan, and of what comes once behind them.
 
     Args:
-        plans, chosen, states, stage_s, blocking, iteration_s: See ``time.estimate_times``.
+        plans, stage_s, blocking: See ``time.estimate_times``.
+        plan: Its number.
         once_s: float64[3, stages]. What each stage does behind its last pass, as ``step_time.phases_s`` has it.
         rows_s: float64[stages, NUM_COLUMNS]. Of each stage, as ``stage_rows`` has them, but for ONCE, and INPUT,
             the rest of ``stage_s``, which are filled here. What recomputed layers gather once more counts as of the
             backward pass.
+        room: To work in.
     """
-    most = 0
-    for plan in chosen:
-        most = max(most, plans.stage_offsets[plan + 1] - plans.stage_offsets[plan])
-    depths, scratch_s = np.empty(most, np.int64), np.empty((most, SCRATCH))
-    ranks = np.empty(most, np.int64)
-    for plan in chosen:
-        if states[plan] != DONE:
-            continue
-        low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
-        m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
-        if high - low == 1:
-            iteration_s[plan] += rows_s[low, FORWARD_LAG] + m * stage_s[low] - rows_s[low, LESS]
-            iteration_s[plan] += once_s[REDUCED, low] + once_s[PASSED, low] + once_s[UPDATED, low]
-            continue
-        num_ranks = high - low
-        if schedule in (INTERLEAVED, GPIPE):
-            num_ranks = _fill_ranks(plans.placements, low, high, ranks)
-            for phase in (PASSED, UPDATED):
-                iteration_s[plan] += _longest_s(ranks, once_s[phase, low:high], num_ranks)
-        else:
-            iteration_s[plan] += np.max(once_s[PASSED, low:high]) + np.max(once_s[UPDATED, low:high])
-        for stage in range(low, high):
-            forward_s, down_s, up_s = rows_s[stage, FORWARD], rows_s[stage, DOWN], rows_s[stage, UP]
-            rows_s[stage, ONCE] = once_s[REDUCED, stage]
-            rows_s[stage, INPUT] = stage_s[stage] - forward_s - rows_s[stage, WEIGHT] - down_s - up_s
-            if blocking and schedule != INTERLEAVED:
-                rows_s[stage, FORWARD] += down_s
-                rows_s[stage, INPUT] += up_s
-                rows_s[stage, DOWN] = rows_s[stage, UP] = 0.0
-            depths[stage - low] = plans.warmups[stage] if plans.warmups[stage] > 0 else min(high - stage, m)
-            if schedule == GPIPE:
-                depths[stage - low] = m
-        own_s = rows_s[low:high]
-        if schedule == ZB_H1:
-            iteration_s[plan] += _zero_bubble_s(own_s, own_s, m)
-        elif schedule == INTERLEAVED:
-            iteration_s[plan] += _interleaved_s(own_s, own_s, num_ranks, m, blocking)
-        elif num_ranks < high - low:
-            iteration_s[plan] += _breadth_first_s(own_s, own_s, ranks, m)
-        else:
-            iteration_s[plan] += _one_f_one_b_s(own_s, own_s, depths, m, scratch_s)
+    low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+    m, schedule = plans.num_microbatches[plan], plans.schedule[plan]
+    if high - low == 1:
+        passes_s = rows_s[low, FORWARD_LAG] + m * stage_s[low] - rows_s[low, LESS]
+        return float(passes_s + once_s[REDUCED, low] + once_s[PASSED, low] + once_s[UPDATED, low])
+    depths, ranks, sums_s, scratch_s = room
+    num_ranks = high - low
+    if schedule in (INTERLEAVED, GPIPE):
+        num_ranks = _fill_ranks(plans.placements, low, high, ranks)
+    else:
+        for stage in range(num_ranks):
+            ranks[stage] = stage
+    behind_s = _longest_s(ranks, once_s[PASSED, low:high], sums_s)
+    behind_s += _longest_s(ranks, once_s[UPDATED, low:high], sums_s)
+    for stage in range(low, high):
+        forward_s, down_s, up_s = rows_s[stage, FORWARD], rows_s[stage, DOWN], rows_s[stage, UP]
+        rows_s[stage, ONCE] = once_s[REDUCED, stage]
+        rows_s[stage, INPUT] = stage_s[stage] - forward_s - rows_s[stage, WEIGHT] - down_s - up_s
+        if blocking and schedule != INTERLEAVED:
+            rows_s[stage, FORWARD] += down_s
+            rows_s[stage, INPUT] += up_s
+            rows_s[stage, DOWN] = rows_s[stage, UP] = 0.0
+        depths[stage - low] = plans.warmups[stage] if plans.warmups[stage] > 0 else min(high - stage, m)
+        if schedule == GPIPE:
+            depths[stage - low] = m
+    own_s = rows_s[low:high]
+    if schedule == ZB_H1:
+        passes_s = _zero_bubble_s(own_s, own_s, m)
+    elif schedule == INTERLEAVED:
+        passes_s = _interleaved_s(own_s, own_s, num_ranks, m, blocking)
+    elif num_ranks < high - low:
+        passes_s = _breadth_first_s(own_s, own_s, ranks, m)
+    else:
+        passes_s = _one_f_one_b_s(own_s, own_s, depths, m, scratch_s)
+    return float(behind_s + passes_s)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.compiled_cache import compiled_with, inlined, pasted
+from simulator.compiled_cache import compiled_with, inlined
 from simulator.fast import arrays
 from simulator.fast.arrays import LATENCY_S, PENDING, S_PER_BYTE, START_S, STRETCH, Floats, Ints, Keys, TimeTables
 
@@ -70,7 +70,7 @@ def channel_s(tables: TimeTables, channel: int, num_bytes: float) -> float:
     return slowest
 
 
-@pasted
+@inlined
 def channels_s(tables: TimeTables, channels: Ints, elements: Floats, count: int, element_bytes: float) -> float:
     """Return the seconds of ``count`` channels one after the other, each with so many elements of so many bytes."""
     total = 0.0

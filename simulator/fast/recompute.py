@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from simulator.compiled_cache import inlined
-from simulator.fast.arrays import FORWARD_HOST_S, FORWARD_S, Floats, Ints, PlanColumns, Structure, TimeTables
+from simulator.fast.arrays import FORWARD_HOST_S, FORWARD_S, Ints, PlanColumns, Structure, TimeTables
+from simulator.fast.neighbours import Unlike
 
 
 @inlined
@@ -15,10 +16,8 @@ def recomputed_s(
     stage: int,
     first: int,
     stops_early: bool,
-    over_op: Ints,
-    over_row: Ints,
-    over_s: Floats,
-    num_over: int,
+    unlike: Unlike,
+    num_unlike: int,
 ) -> tuple[float, float, bool]:
     """Return the seconds of device and host of a stage's recomputed segments, without what enters them.
 
@@ -27,9 +26,9 @@ def recomputed_s(
     Args:
         shape, tables, plans, run_tables, stops_early: See ``time.estimate_times``.
         stage, first: The stage and its first operator.
-        over_op, over_row, over_s, num_over: Operators of it with neighbours in another run or stage, their rows, and by
-            how much these differ from the sums: float64[., 2], seconds of device and host.
+        unlike, num_unlike: Operators of it with neighbours in another run or stage.
     """
+    over_op, over_row, over_s = unlike
     begin, end = plans.run_offsets[stage], plans.run_offsets[stage + 1]
     stop = plans.run_stops[end - 1]
     seconds, host_s = 0.0, 0.0
@@ -60,10 +59,10 @@ def recomputed_s(
             host_s += sums[ends, FORWARD_HOST_S] - sums[place, FORWARD_HOST_S]
             place = ends
             other += 1
-        while over < num_over and over_op[over] < a:
+        while over < num_unlike and over_op[over] < a:
             over += 1
         at = over
-        while at < num_over and over_op[at] < tail:
+        while at < num_unlike and over_op[at] < tail:
             seconds += over_s[at, 0]
             host_s += over_s[at, 1]
             at += 1
@@ -72,14 +71,14 @@ def recomputed_s(
             index = shape.touched[place]
             if index >= tail:
                 break
-            while at < num_over and over_op[at] < index:
+            while at < num_unlike and over_op[at] < index:
                 at += 1
             while plans.run_stops[other] <= index:
                 other += 1
             base = shape.input_offsets[index]
             for number in range(base, shape.input_offsets[index + 1]):
                 if shape.input_producers[number] < a:
-                    if at < num_over and over_op[at] == index:
+                    if at < num_unlike and over_op[at] == index:
                         seconds -= tables.rows[over_row[at], 2 + number - base, 0]
                         host_s -= tables.rows[over_row[at], 2 + number - base, 1]
                     else:

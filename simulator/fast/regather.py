@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from simulator.compiled_cache import compiled_with
-from simulator.fast import arrays, prices, ties
+from simulator.compiled_cache import inlined
 from simulator.fast.arrays import (
     ELEMENTS,
     GATHER,
     GATHER_CHANNEL,
     MAX_FAMILIES,
-    MAX_PENDING,
     Floats,
     Ints,
     PlanColumns,
     Structure,
     TimeTables,
 )
+from simulator.fast.gathers import UnitGathers
 from simulator.fast.prices import channels_s
 from simulator.fast.ties import tied_elements
 
 
-@compiled_with(arrays, prices, ties)
+@inlined
 def add_regathers(
     shape: Structure,
     tables: TimeTables,
@@ -30,15 +27,16 @@ def add_regathers(
     run_tables: Ints,
     plan: int,
     gathered_bytes: float,
+    pending: UnitGathers,
     stage_s: Floats,
 ) -> None:
     """Add to the times of stages one more gather of every unit that lies whole in a recomputed segment.
 
-    Arguments as for ``time.estimate_times``.
+    Args:
+        shape, tables, plans, run_tables, plan, gathered_bytes, stage_s: See ``time.estimate_times``.
+        pending: To work in.
     """
-    keys = np.empty(MAX_PENDING, np.int64)
-    channels = np.empty(len(keys), np.int64)
-    elements = np.empty(len(keys), np.float64)
+    keys, channels, elements = pending
     first = 0
     for stage in range(plans.stage_offsets[plan], plans.stage_offsets[plan + 1]):
         begin, run = plans.run_offsets[stage], plans.run_offsets[stage]

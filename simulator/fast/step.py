@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.closed_forms import stage_rows, step_time
 from simulator.closed_forms.stage_rows import WEIGHT
 from simulator.closed_forms.step_time import host_goes_on, phases_s, step_s, waited_s
-from simulator.compiled_cache import compiled_with, inlined
+from simulator.compiled_cache import inlined
 from simulator.costs import CostTables
-from simulator.fast import arrays, prices
 from simulator.fast.arrays import (
     AHEAD,
     BEHIND,
@@ -20,7 +18,6 @@ from simulator.fast.arrays import (
     COMPUTATION_SLOWDOWN,
     COPY_S_PER_BYTE,
     COPY_START_S,
-    DONE,
     FLOOR_S,
     GPIPE,
     INTERLEAVED,
@@ -51,8 +48,8 @@ from simulator.fast.arrays import (
     Structure,
     TimeTables,
 )
+from simulator.fast.parameters import Synchronised
 from simulator.fast.prices import channel_s, mixed, wanted
-from simulator.lowering import step as lowering_step
 from simulator.lowering.copies import copying_s
 from simulator.lowering.step import adam_launches, gradient_pass_s, has_norm, num_launches, passes_gradients
 
@@ -94,20 +91,19 @@ def step_rates(costs: CostTables, gpu_type: str) -> Floats:
 
 
 @inlined
-def refreshed_s(
-    tables: TimeTables, num_sums: Ints, sum_table: Ints, sum_family: Ints, sum_elements: Floats, parameter_bytes: float
-) -> float:
+def refreshed_s(tables: TimeTables, synchronised: Synchronised, parameter_bytes: float) -> float:
     """Return the seconds in which a stage gathers its parameters after the step.
 
     Args:
-        tables, num_sums, sum_table, sum_family, sum_elements: See ``overlap.stage_sent``.
+        tables: See ``time.estimate_times``.
+        synchronised: Parameters of the stage.
         parameter_bytes: Of one parameter.
     """
     found_s = 0.0
-    for at in range(num_sums[REFRESHED_KEYS]):
-        table, family = sum_table[REFRESHED_KEYS, at], sum_family[REFRESHED_KEYS, at]
+    for at in range(synchronised.num[REFRESHED_KEYS]):
+        table, family = synchronised.tables[REFRESHED_KEYS, at], synchronised.families[REFRESHED_KEYS, at]
         channel = tables.families[table, family, REFRESH_CHANNEL]
-        found_s += channel_s(tables, channel, sum_elements[REFRESHED_KEYS, at] * parameter_bytes)
+        found_s += channel_s(tables, channel, synchronised.elements[REFRESHED_KEYS, at] * parameter_bytes)
     return found_s
 
 
@@ -180,68 +176,58 @@ def _has_own_ranks(plans: PlanColumns, plan: int) -> bool:
     return bool(schedule != INTERLEAVED)
 
 
-@compiled_with(arrays, prices, stage_rows, step_time, lowering_step)
-def add_steps(
+@inlined
+def add_step(
     shape: Structure,
     tables: TimeTables,
     plans: PlanColumns,
     run_tables: Ints,
-    chosen: Ints,
-    states: Ints,
+    plan: int,
     rules: StepRules,
-    ties_s: Floats,
-    norms_s: Floats,
+    ties_s: float,
+    norm_s: float,
     launched_s: Floats,
     stage_s: Floats,
     rows_s: Floats,
     once_s: Floats,
+    work: Floats,
 ) -> None:
-    """Add the step to what comes once per iteration of chosen plans that are done.
-
-    For all plans at once, as ``pipeline.add_passes``.
+    """Add the step to what comes once per iteration of a plan.
 
     Args:
-        shape, tables, plans, run_tables, chosen, states, rules: See ``time.estimate_times``.
-        ties_s, norms_s: float64[plans]. Of summing tied weights, and of the norm over all ranks; 0 for none.
+        shape, tables, plans, run_tables, rules: See ``time.estimate_times``.
+        plan: Its number.
+        ties_s, norm_s: Of summing tied weights, and of the norm over all ranks; 0 for none.
         launched_s: float64[stages, LAUNCHED]. Of each stage.
-        stage_s, rows_s: See ``pipeline.add_passes``, before it.
+        stage_s, rows_s: See ``pipeline.passes_of_plan_s``, before it.
         once_s: float64[3, stages]. Of each phase; so far of collectives.
+        work: float64[STEP_COLUMNS]. To work in.
     """
-    work = np.empty(STEP_COLUMNS, np.float64)
-    for plan in chosen:
-        if states[plan] != DONE:
-            continue
-        first, low, high = 0, plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
-        goes_on = rules.goes_on and high > low + 1
-        has_own = goes_on and _has_own_ranks(plans, plan)
-        for stage in range(low, high):
-            first = _fill_work(shape, tables, plans, run_tables, stage, first, work)
-            pass_s, update_s, launch_s = 0.0, 0.0, 0.0
-            types = tables.placement_types[plans.placements[stage]]
-            for gpu_type in range(len(tables.step_rates)):
-                if types >> gpu_type & 1:
-                    rates = tables.step_rates[gpu_type]
-                    pass_s = max(pass_s, rates[FLOOR_S], rates[PASS_START_S] + work[0] * rates[PASS_S_PER_BYTE])
-                    update_s = max(update_s, work[1] * rates[UPDATE_S_PER_BYTE])
-                    launch_s = max(launch_s, rates[LAUNCH_S])
-            num_kernels = _num_launches(rules.launches, work[3], work[1])
-            waits = rules.waits and norms_s[plan] > 0
-            ahead_s, reduced_s = launched_s[stage, AHEAD], once_s[REDUCED, stage]
-            if has_own:
-                weight_s = rows_s[stage, WEIGHT] if plans.schedule[plan] == ZB_H1 else 0.0
-                apart, m = plans.schedule[plan] == GPIPE, plans.num_microbatches[plan]
-                ahead_s += _waited_s(rows_s[low:high], stage_s[low:high], stage - low, m, apart, weight_s)
-            if not goes_on or has_own:  # Else nobody knows how long its stage waits.
-                ahead_s -= launched_s[stage, LAUNCHING]
-                reduced_s = max(reduced_s, launched_s[stage, LAST] - ahead_s)
-            ahead_s += launched_s[stage, BEHIND] + reduced_s
-            passed_s, updated_s = _step_s(
-                pass_s, update_s, num_kernels, launch_s, ahead_s, rules.runs_ahead, waits
-            )
-            once_s[REDUCED, stage], once_s[PASSED, stage], once_s[UPDATED, stage] = _phases_s(
-                reduced_s,
-                once_s[PASSED, stage] + passed_s,
-                once_s[UPDATED, stage] + updated_s,
-                ties_s[plan] > 0,
-                norms_s[plan] > 0,
-            )
+    first, low, high = 0, plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+    goes_on = rules.goes_on and high > low + 1
+    has_own = goes_on and _has_own_ranks(plans, plan)
+    for stage in range(low, high):
+        first = _fill_work(shape, tables, plans, run_tables, stage, first, work)
+        pass_s, update_s, launch_s = 0.0, 0.0, 0.0
+        types = tables.placement_types[plans.placements[stage]]
+        for gpu_type in range(len(tables.step_rates)):
+            if types >> gpu_type & 1:
+                rates = tables.step_rates[gpu_type]
+                pass_s = max(pass_s, rates[FLOOR_S], rates[PASS_START_S] + work[0] * rates[PASS_S_PER_BYTE])
+                update_s = max(update_s, work[1] * rates[UPDATE_S_PER_BYTE])
+                launch_s = max(launch_s, rates[LAUNCH_S])
+        num_kernels = _num_launches(rules.launches, work[3], work[1])
+        waits = rules.waits and norm_s > 0
+        ahead_s, reduced_s = launched_s[stage, AHEAD], once_s[REDUCED, stage]
+        if has_own:
+            weight_s = rows_s[stage, WEIGHT] if plans.schedule[plan] == ZB_H1 else 0.0
+            apart, m = plans.schedule[plan] == GPIPE, plans.num_microbatches[plan]
+            ahead_s += _waited_s(rows_s[low:high], stage_s[low:high], stage - low, m, apart, weight_s)
+        if not goes_on or has_own:  # Else nobody knows how long its stage waits.
+            ahead_s -= launched_s[stage, LAUNCHING]
+            reduced_s = max(reduced_s, launched_s[stage, LAST] - ahead_s)
+        ahead_s += launched_s[stage, BEHIND] + reduced_s
+        passed_s, updated_s = _step_s(pass_s, update_s, num_kernels, launch_s, ahead_s, rules.runs_ahead, waits)
+        once_s[REDUCED, stage], once_s[PASSED, stage], once_s[UPDATED, stage] = _phases_s(
+            reduced_s, once_s[PASSED, stage] + passed_s, once_s[UPDATED, stage] + updated_s, ties_s > 0, norm_s > 0
+        )

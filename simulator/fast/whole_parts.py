@@ -6,7 +6,17 @@ from typing import NamedTuple
 
 from simulator.compiled_cache import inlined
 from simulator.fast.arrays import Floats, Ints, PlanColumns, Structure
-from simulator.fast.memory import GATHERED, LATE, STATES, TIED_GATHERED, TIED_SCATTERED, UNSHARDED, MemoryTables
+from simulator.fast.kept_tensor import StageRuns
+from simulator.fast.memory import (
+    GATHERED,
+    LATE,
+    STATES,
+    TIED_GATHERED,
+    TIED_SCATTERED,
+    UNSHARDED,
+    MemoryRules,
+    MemoryTables,
+)
 
 
 class Parts(NamedTuple):
@@ -68,27 +78,24 @@ def fill_parts(
     tables: MemoryTables,
     plans: PlanColumns,
     run_tables: Ints,
-    begin: int,
-    first: int,
-    stop: int,
+    stage: StageRuns,
     reshards: bool,
     sharded: bool,
-    prefetches: bool,
-    apart: bool,
-    waits: bool,
-    waiting: float,
+    rules: MemoryRules,
     tied_anew: Floats,
     parts: Parts,
 ) -> tuple[float, float, float]:
     """Fill ``parts`` for a stage; return what of the root is gathered, what is there at the end, and gradients alone.
 
     Args:
-        shape, tables, plans, run_tables, prefetches, apart, waits, waiting: See ``peaks.estimate_peaks``.
-        begin, first, stop: First run of the stage, and its operators.
+        shape, tables, plans, run_tables, rules: See ``peaks.estimate_peaks``.
+        stage: The stage.
         reshards, sharded: Parameters are given back, gradients scattered in each pass.
         tied_anew: Of the stage, as ``hold_states`` fills it.
         parts: Result.
     """
+    begin, first, stop = stage.begin, stage.first, stage.stop
+    apart, waits, waiting = rules.apart, rules.waits, rules.waiting
     low, high = shape.part_of[first], shape.part_of[stop - 1]
     run, before, in_root = begin, -1, 0.0
     for part in range(low, high + 1):
@@ -126,7 +133,7 @@ def fill_parts(
                 in_root -= tables.tied_bytes[run_tables[run], place, TIED_GATHERED]
             if sharded:
                 parts.scattered[shape.part_of[index]] -= tables.tied_bytes[run_tables[run], place, TIED_SCATTERED]
-    ahead = 1.0 if prefetches else 0.0
+    ahead = 1.0 if rules.prefetches else 0.0
     root_above, root_late, travelling, last_but_one, most = 0.0, 0.0, 0.0, 0.0, 0.0
     is_open = False
     for back in range(high + 1 - low):

@@ -1,0 +1,122 @@
+"""Compiled: parameters of a stage, added up by what reduces them, gathers them after the step, and before use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from simulator.compiled_cache import inlined
+from simulator.fast.arrays import (
+    COPIES,
+    ELEMENTS,
+    GATHER,
+    MAX_FAMILIES,
+    MAX_PENDING,
+    REDUCTION,
+    REFRESH,
+    REST,
+    SCATTER,
+    BesideRules,
+    Floats,
+    Ints,
+    PlanColumns,
+    Structure,
+    TimeTables,
+)
+from simulator.fast.ties import tied_elements
+
+NUM_BYTES, NUM_BYTES_BACK, TIMES, TIMES_BACK, COPIED = range(5)
+"""Of gradients that are copied before they are reduced, and back: bytes read and written, and how often."""
+
+
+class Synchronised(NamedTuple):
+    """Room for the parameters of one stage; the first axis is REDUCED_KEYS, REFRESHED_KEYS, GATHERED_KEYS.
+
+    Attributes:
+        num: int64[3]. How many keys there are.
+        keys: int64[3, MAX_PENDING]. What does it.
+        tables, families: int64[3, MAX_PENDING]. A table and a family of it that says what that takes.
+        elements: float64[3, MAX_PENDING].
+    """
+
+    num: Ints
+    keys: Ints
+    tables: Ints
+    families: Ints
+    elements: Floats
+
+
+@inlined
+def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats) -> None:
+    """Add the copies of gradients that are reduced alike.
+
+    Args:
+        family: int64[FAMILY]. How they are.
+        elements: So many.
+        rules: See ``time.estimate_times``.
+        copied: float64[COPIED]. Where bytes are added, and the most times of any.
+    """
+    times = family[COPIES]
+    if times > 0:
+        whole = family[GATHER] < 0 and family[SCATTER] < 0
+        num_bytes = elements * (rules.whole_copied_bytes if whole else rules.sharded_copied_bytes)
+        copied[NUM_BYTES] += times * num_bytes
+        copied[TIMES] = max(copied[TIMES], times)
+        if whole:
+            copied[NUM_BYTES_BACK] += num_bytes
+            copied[TIMES_BACK] = 1.0
+
+
+@inlined
+def add_parameters(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    run: int,
+    start: int,
+    stage: int,
+    first: int,
+    ties_by_use: bool,
+    rules: BesideRules,
+    copied: Floats,
+    found: Synchronised,
+) -> tuple[bool, bool, bool]:
+    """Add the parameters of a run; return whether all are gathered before use, whether any is, and if there was room.
+
+    Args:
+        shape, tables, plans, run_tables, ties_by_use: See ``time.estimate_times``.
+        run, start, stage, first: The run, its first operator, its stage, and that's.
+        rules: ``beside`` there.
+        copied: float64[COPIED]. Where copies of gradients are added (``add_copies``).
+        found: Those of the runs before; added to.
+    """
+    begin, table, ends = plans.run_offsets[stage], run_tables[run], plans.run_stops[run]
+    sums, families = tables.sums[table], tables.families[table]
+    is_sharded, gathers = True, False
+    for family in range(MAX_FAMILIES):
+        if families[family, REDUCTION] < 0:
+            break
+        elements = sums[ends, ELEMENTS + family] - sums[start, ELEMENTS + family]
+        by_use = ties_by_use and families[family, REFRESH] < 0 and families[family, GATHER] < 0
+        elements += tied_elements(shape, tables, plans, run_tables, table, family, first, begin, start, ends, by_use)
+        gathers = gathers or families[family, GATHER] >= 0
+        if elements <= 0.0:
+            continue
+        is_sharded = is_sharded and families[family, GATHER] >= 0
+        if families[family, SCATTER] >= 0 or families[family, REST] >= 0:
+            add_copies(families[family], elements, rules, copied)
+        for way in range(3):
+            own_key = families[family, (REDUCTION, REFRESH, GATHER)[way]]
+            if own_key < 0:
+                continue
+            at = 0
+            while at < found.num[way] and found.keys[way, at] != own_key:
+                at += 1
+            if at == MAX_PENDING:
+                return is_sharded, gathers, False
+            if at == found.num[way]:
+                found.num[way] += 1
+                found.keys[way, at], found.elements[way, at] = own_key, 0.0
+                found.tables[way, at], found.families[way, at] = table, family
+            found.elements[way, at] += elements
+    return is_sharded, gathers, True
