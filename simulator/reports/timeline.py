@@ -54,6 +54,8 @@ MAX_LABELS = 2_500
 MAX_ROWS = 48
 DIGIT_WIDTH = 0.62
 """Of the font size, in matplotlib's default font."""
+ALIKE = 1e-6
+"""By what boxes of one pass may differ in width and count as alike: rounding, as times grow along an iteration."""
 
 BUSY_STYLES = {
     "forward": ("forward", BLUE),
@@ -344,7 +346,7 @@ def _draw_labels(
         name, color = BUSY_STYLES.get(cause, OTHER_BUSY)
         white = name in ("forward", "optimizer")
         for y, center, width, microbatch, _ in chosen:
-            if DIGIT_WIDTH * size * len(str(microbatch)) + 1.0 > width * points_per_s:
+            if DIGIT_WIDTH * size * len(str(microbatch)) + 1.0 > width * points_per_s * (1 + ALIKE):
                 continue
             text = axes.text(
                 center, y, str(microbatch), ha="center", va="center_baseline", fontsize=size,

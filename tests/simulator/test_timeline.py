@@ -15,6 +15,7 @@ from simulator.reports.timeline import (
     MAX_BOXES,
     NUM_COLUMNS,
     Boxes,
+    _draw_labels,
     _legend,
     _lighten,
     _timeline_figure,
@@ -166,3 +167,13 @@ def test_the_legend_has_the_paler_boxes_of_later_chunks() -> None:
     three = _legend([("transfer", _lighten(GREEN, 0.0)), *(("forward", _lighten(BLUE, x)) for x in (0.0, 0.3, 0.55))])
     assert [words for words, _ in three] == ["forward", "forward, chunks 2 to 3", "transfer"]
     assert three[1][1] == _lighten(BLUE, 0.55)
+
+
+def test_boxes_that_rounding_alone_makes_narrower_are_numbered_too() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    widths = [0.1 + 1e-16 * k for k in (3, 3, 2, 2, 2, 2, 2, 2, 1, 0)]
+    labels = [(0.5, float(place), width, place, "forward") for place, width in enumerate(widths)]
+    _draw_labels(axes, [(*label[:3], 10 + label[3], label[4]) for label in labels], 110.0, 40.0)
+    assert len(axes.texts) == len(labels)
