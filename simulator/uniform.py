@@ -43,8 +43,8 @@ def uniform_plan(
         sequence_parallel: Split norms and dropouts along the sequence over the tensor axis.
         schedule: Pipeline schedule.
         chunks: Virtual stages per device: above 1 with ``interleaved``, which with one is 1F1B; else 1.
-        gradient_reduction: ``every`` microbatch or the ``last``. None: every one from ZeRO-2 on, so that no device
-            keeps whole gradients; else the runtime's default.
+        gradient_reduction: ``every`` microbatch or the ``last``. None: every one from ZeRO-2 on over replicas, so that
+            no device keeps whole gradients; else the runtime's default.
         overlap_gradient_sync: None for the runtime's default.
         smaller_last: The last microbatch takes what is left of a batch that the others do not divide.
 
@@ -107,7 +107,8 @@ def uniform_plan(
         microbatch_size=microbatch * dp,
         num_microbatches=count + (left > 0),
         schedule=schedule,
-        gradient_reduction=gradient_reduction or ("every" if zero >= 2 else problem.runtime.reduce_gradients),
+        gradient_reduction=gradient_reduction
+        or ("every" if zero >= 2 and dp > 1 else problem.runtime.reduce_gradients),
         overlap_gradient_sync=(
             problem.runtime.overlap_gradient_sync if overlap_gradient_sync is None else overlap_gradient_sync
         ),

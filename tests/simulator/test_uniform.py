@@ -15,6 +15,15 @@ from tests.simulator.problems import small_problem
 from workloads import build_workload
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_over_a_single_replica_is_none(zero: int) -> None:
+    """Norms of sequence parallelism and tied weights are not reduced more often either."""
+    problem = small_problem("gpt", global_batch=16)
+    alone, plain = (uniform_plan(problem, tp=2, pp=2, zero=level, sequence_parallel=True) for level in (zero, 0))
+    assert alone.gradient_reduction == plain.gradient_reduction == "last"
+    assert simulate(alone, problem).iteration_time_s == simulate(plain, problem).iteration_time_s
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_from_zero_2_on_no_device_keeps_whole_gradients(zero: int) -> None:
     """Megatron-LM reduces once an iteration, for which whole gradients would wait."""
