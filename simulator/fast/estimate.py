@@ -104,6 +104,7 @@ def memory_rules(runtime: Runtime) -> MemoryRules:
     return MemoryRules(
         keeps_gathered=runtime.keeps_gathered_inputs,
         keeps_outputs=runtime.keeps_stage_outputs,
+        keeps_shards=runtime.keeps_gathered_shards,
         prefetches=runtime.holds_next("backward"),
         apart=runtime.waiting_gradient_share is not None and not runtime.flattens_sharded,
         waits=runtime.waiting_gradient_share is not None,

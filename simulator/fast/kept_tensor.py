@@ -33,7 +33,7 @@ def kept_bytes(
     plans: PlanColumns,
     run_tables: Ints,
     rules: MemoryRules,
-    keeps_made: bool,
+    made_saving: int,
     stage: StageRuns,
     producer: int,
     number: int,
@@ -47,7 +47,7 @@ def kept_bytes(
 
     Args:
         tables, plans, run_tables, rules: See ``peaks.estimate_peaks``.
-        keeps_made: The tensor is there as it was made, whoever gathers it.
+        made_saving: The saving of its producer, if that can save it; else -1.
         stage: Whose savers these are.
         producer, number: Of the tensor; its number among those that somebody reads.
         run, saving: Of the saver.
@@ -74,5 +74,6 @@ def kept_bytes(
             value = min(made, own)
             differs = replicas[made_by] != replicas[table] or not tables.in_shards[made_by, number]
             if own > made and kind == WHOLE and (rules.keeps_gathered or differs):
-                value = own + made if keeps_made else own
+                saves_made = made_saving >= 0 and saved_bytes[made_by, made_saving, OWN] > 0.0
+                value = own + made if rules.keeps_shards or saves_made else own
     return float(value)

@@ -35,6 +35,7 @@ class MemoryRules(NamedTuple):
 
     Attributes:
         keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
+        keeps_shards: So is a tensor as it was made, beside what was gathered of it, though its producer saves none.
         prefetches: ZeRO-3 holds a unit and the next one.
         apart: A unit is given back before its gradients are copied into what is scattered.
         waits, waiting: Whether there is a ``Runtime.waiting_gradient_share``, and that, or 1.
@@ -42,6 +43,7 @@ class MemoryRules(NamedTuple):
 
     keeps_gathered: bool
     keeps_outputs: bool
+    keeps_shards: bool
     prefetches: bool
     apart: bool
     waits: bool
@@ -54,8 +56,6 @@ class Savings(NamedTuple):
     Attributes:
         offsets, operators: Savings of each tensor, ascending by operator.
         producers: Per tensor; NEVER for inputs of the graph.
-        keeps_made: Per tensor, whether it is there as it was made, whoever gathers it: its producer saves it, too, or
-            the runtime keeps shards.
         tensors: Per tensor, its number among those that somebody reads; -1 if nobody does.
         numbers: The way back: per tensor that somebody reads, its number here; -1 if nobody saves it.
         entering_offsets, entering: Per cut, tensors made before it (or given) and saved behind it.
@@ -66,7 +66,6 @@ class Savings(NamedTuple):
     offsets: Ints
     operators: Ints
     producers: Ints
-    keeps_made: Ints
     tensors: Ints
     numbers: Ints
     entering_offsets: Ints

@@ -106,7 +106,9 @@ def save_earlier(
             continue
         summed_bytes = saved_bytes[table, saving - 1, kind] if saving > savings.offsets[tensor] else 0.0
         producer, number = savings.producers[tensor], savings.tensors[tensor]
-        given, keeps_made = producer == NEVER, savings.keeps_made[tensor] != 0
+        given, made_saving = producer == NEVER, savings.offsets[tensor]
+        if savings.operators[made_saving] != producer:
+            made_saving = -1
         inner = in_segment and not given and producer >= segment_first
         arrived, arrived_replicas = _came_in_shards(
             shape, tables, plans, run_tables, stage, crossing, producer, number
@@ -121,7 +123,7 @@ def save_earlier(
             same = its_segment == segment_first if inner else not its_inner
             if its_inner == inner and same:
                 counted = kept_bytes(
-                    tables, plans, run_tables, rules, keeps_made, stage, producer, number, pieces.run[its_piece],
+                    tables, plans, run_tables, rules, made_saving, stage, producer, number, pieces.run[its_piece],
                     earlier, SHARD if its_segment >= 0 else WHOLE, arrived, arrived_replicas,
                 )  # fmt: skip
                 break
@@ -134,7 +136,7 @@ def save_earlier(
                 value = saved_bytes[table, saving, kind]
             else:
                 value = kept_bytes(
-                    tables, plans, run_tables, rules, keeps_made, stage, producer, number, run, saving, kind, arrived,
+                    tables, plans, run_tables, rules, made_saving, stage, producer, number, run, saving, kind, arrived,
                     arrived_replicas,
                 )  # fmt: skip
             was_read = not inner and number >= 0 and crossing.read_in[number] == stage.number
@@ -243,7 +245,8 @@ def kept_at_ends(
                     piece = 0
                     while piece + 1 < num_pieces and pieces.first[piece + 1] <= savings.operators[saving]:
                         piece += 1
-                    is_kept = is_kept or pieces.segment[piece] < 0 or maker < pieces.segment[piece]
+                    if tables.saved_bytes[run_tables[pieces.run[piece]], saving, OWN] > 0.0:
+                        is_kept = is_kept or pieces.segment[piece] < 0 or maker < pieces.segment[piece]
         if not is_kept:
             found_bytes += tables.made_bytes[made_by, tensor]
     for place in range(shape.crossing_offsets[first], shape.crossing_offsets[first + 1]):

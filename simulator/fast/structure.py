@@ -46,10 +46,12 @@ def saved_names(costs: CostTables, index: int, gpu_type: str) -> list[str]:
     """Return the named tensors that an operator can save, whatever its strategy.
 
     A fused softmax saves its output, and the unfused one that takes its place for few heads a private copy instead;
-    so the names are those of as many samples as the fused kernel asks for.
+    flash attention saves its output of one sample, and a private copy of several where the sequence comes first. So the
+    names are those of one sample, and of as many as the fused kernel asks for.
     """
-    samples = costs.problem.runtime.implementation.fused_softmax_multiple
-    return [name for name in saved_by(costs, index, (), samples, gpu_type) if not is_private(name)]
+    several = costs.problem.runtime.implementation.fused_softmax_multiple
+    saved = (name for samples in (several, 1) for name in saved_by(costs, index, (), samples, gpu_type))
+    return [name for name in dict.fromkeys(saved) if not is_private(name)]
 
 
 def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, Names]:
@@ -133,15 +135,9 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
         np.array(tie_numbers, dtype=np.int64),
     )
     place_of = {name: number for number, name in enumerate(savers)}
-    first_savers = [found_savers[0][0] for found_savers in savers.values()]
-    keeps_made = [
-        problem.runtime.keeps_gathered_shards or first == made_by
-        for first, made_by in zip(first_savers, saved_producers, strict=True)
-    ]
     saved = Savings(
         *_rows([[index for index, _ in found_savers] for found_savers in savers.values()]),
         np.array(saved_producers, dtype=np.int64),
-        np.array(keeps_made, dtype=np.int64),
         np.array([number_in.get(name, -1) for name in savers], dtype=np.int64),
         np.array([place_of.get(name, -1) for name in names], dtype=np.int64),
         *_rows(entering),

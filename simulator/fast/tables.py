@@ -64,6 +64,7 @@ from simulator.fast.memory import (
     MAXIMA,
     MEMORY_COLUMNS,
     NUM_STATES,
+    OWN,
     PRODUCT,
     SHARD,
     STATES,
@@ -298,15 +299,19 @@ class TableBuilder:
         saved, gathered = np.zeros((len(self.names.savings), 3)), np.zeros((2, len(holdings)))
         counts = np.diff(self.savings.offsets)
         tensor_of = np.repeat(self.savings.tensors, counts).tolist()
-        keeps_made = np.repeat(self.savings.keeps_made, counts).tolist()
+        firsts = np.repeat(self.savings.offsets[:-1], counts).tolist()
+        makers = np.repeat(self.savings.producers, counts).tolist()
+        keeps_shards = self.problem.runtime.keeps_gathered_shards
         for saving, (index, place) in enumerate(self.names.savings):
             saved[saving] = own = holdings[index].saved[place]
+            first = firsts[saving]
+            keeps_made = keeps_shards or (self.names.savings[first][0] == makers[saving] and saved[first, OWN] > 0.0)
             tensor = tensor_of[saving]
             if tensor >= 0:
                 made, regathers = made_bytes[tensor], drops and bool(in_shards[tensor])
                 for kind in (SHARD, WHOLE):
                     saved[saving, kind] = saved_bytes(
-                        made, own, regathers=regathers, keeps_made=keeps_made[saving] != 0, in_segment=kind == SHARD
+                        made, own, regathers=regathers, keeps_made=keeps_made, in_segment=kind == SHARD
                     )
                 gathered[:, index] += (own > made) * own * np.array([regathers, True])
         return saved, gathered

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.group_shapes import GroupShape
+from hardware_models.runtime import runtime_names
 from simulator.closed_forms.estimate import estimate
 from simulator.engines.engine_compiled import run_compiled
 from simulator.fast.estimate import FastEstimator, PlanArrays, StageColumns
@@ -33,6 +34,7 @@ SETTINGS = [
     ("a100-40g-dgx:2x4", "deepspeed-zero3-2021"),  # a host that waits for gathers; calls by parameter
     ("v100-1gpu-25g:6x1", "galvatron-v1"),  # only the network; whole transfers; recomputation does not stop early
     ("v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "megatron-deepspeed"),  # unequal nodes
+    ("a100-80g-dgx:1x8", "megatron-lm-2023-flash"),  # what flash attention makes of several samples is copied
     ("a100-80g-dgx:2x4", "megatron-deepspeed-timed"),  # a host that never runs ahead
     ("p3.8xlarge:1x3+p3.8xlarge:1x2+v100-32g-dgx1:1x4", "megatron-lm-2021"),  # groups that share cards, unlike ones too
 ]
@@ -172,6 +174,15 @@ def test_too_few_heads_for_the_fused_softmax_keep_something_else(tp, microbatch)
             uniform_plan(problem, tp=tp, pp=8 // tp, microbatch=microbatch, recompute=recompute),
             FastEstimator(problem),
         )
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 4])
+@pytest.mark.parametrize("runtime", runtime_names())
+def test_every_runtime_has_plans_of_one_sample_a_replica_and_of_several(runtime, microbatch) -> None:
+    """Megatron-LM's flash attention keeps its output of one sample, and a copy of several."""
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime=runtime, global_batch=16)
+    for recompute in ("none", "selective"):
+        assert_equal(uniform_plan(problem, dp=4, microbatch=microbatch, recompute=recompute), FastEstimator(problem))
 
 
 def test_measured_collectives_are_interpolated_as_in_the_hardware_model() -> None:
