@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
 from datafiles.tables import load_table
@@ -70,3 +72,27 @@ def test_passes_count_tensors_read_and_written() -> None:
     (reduction,) = elementary.chain((elementary.REDUCE,), 8.0)
     assert isinstance(reduction, MemoryBound)
     assert (reduction.total_bytes, reduction.pattern) == (8.0, "reduction")
+
+
+@pytest.mark.parametrize(
+    ("kind", "forward", "backward"),
+    [
+        # A quotient, erf, one more, a half, a product. Back two products, a half, erf's derivative (a square, its
+        # negative, an exponential, a constant, a product), a quotient, a sum: four read two tensors.
+        ("gelu", (5, 4 * 2 + 3), (10, 6 * 2 + 4 * 3)),
+        # Scale, mask, maximum, sum, quotient. Back a product and its sum, a difference, a product, the scale's.
+        ("softmax", (5, 3 * 2 + 2 * 1), (5, 2 * 3 + 1 + 2 * 2)),
+        # A draw, three maps, a product. Back a product and the scaling's.
+        ("dropout", (5, 1 + 3 * 2 + 3), (2, 3 + 2)),
+    ],
+)
+def test_a_chain_has_a_kernel_for_each_operation_of_berts_graph(
+    kind: str, forward: tuple[int, int], backward: tuple[int, int]
+) -> None:
+    """``gelu``, ``attention_layer`` and ``dropout`` of google-research/bert: kernels, and tensors moved."""
+    index, op = next((i, op) for i, op in enumerate(WORKLOAD.operators) if op.kind == kind)
+    local = localize(op.definition, op.attributes, WORKLOAD.input_shapes(index, 1), [], CHAINS)
+    for phase, expected in ((FORWARD, forward), (BACKWARD_INPUT, backward), (BACKWARD_WEIGHT, (0, 0))):
+        found = op.definition.kernels(phase, local)
+        moved = sum(kernel.total_bytes for kernel in found if isinstance(kernel, MemoryBound))
+        assert (len(found), moved) == (expected[0], expected[1] * 4 * prod(local.inputs[0])), phase

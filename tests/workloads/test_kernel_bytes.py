@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
 from tests.workloads.graphs import MEGATRON, local_operator
 from workloads import build_workload
-from workloads.kernels import MemoryBound
-from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Attributes, Implementation
+from workloads.kernels import FlashAttention, MemoryBound
+from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PHASES, Attributes, Implementation
 from workloads.kinds.registry import kind_named
-from workloads.local import localize, workspace_bytes
+from workloads.local import lasting_buffer_bytes, localize, matmul_flop, saved_bytes, workspace_bytes
 
 SAMPLES, TOKENS, DIM = 2, 8, 4
 
@@ -188,3 +189,172 @@ def test_torchs_loss_writes_zeros_before_it_has_a_gradient() -> None:
     logits = SAMPLES * TOKENS * vocab
     found = moved("lm_loss", {"vocab": vocab, "hidden": hidden}, shapes, BACKWARD_INPUT, how)
     assert found == pytest.approx(logits * (4 + 3 * 4 + 4 + 2), rel=1e-3)
+
+
+CROSS: Attributes = {"heads": 4, "head_dim": 8, "cross": True}
+FAR = 24
+ENDS = [(SAMPLES, TOKENS, 4 * 8), (SAMPLES, FAR, 2 * 4 * 8)]
+QUERIES, PAIRS = SAMPLES * TOKENS * 4 * 8, SAMPLES * FAR * 2 * 4 * 8
+"""Eight queries on 24 keys: elements of the queries, of keys and values together."""
+
+
+def test_fused_attention_on_a_longer_memory_has_its_keys() -> None:
+    """Two products of 2 B A S_q S_k D each, five backward; the half that a causal mask leaves unless it is not left out
+    (FlashAttention-2, Section 3.1); heads of five features are computed as eight."""
+    kind, how = kind_named("flash_attention"), Implementation(dtype="bf16")
+    one = 2 * SAMPLES * 4 * TOKENS * FAR * 8
+    for attributes, choice, products in (
+        (CROSS, how, 2),
+        ({**CROSS, "causal": True}, how, 1),
+        ({**CROSS, "causal": True}, replace(how, flash_causal_skip=False), 2),
+    ):
+        local = localize(kind, attributes, ENDS, [], choice)
+        found = [matmul_flop(kind.kernels(phase, local)) for phase in PHASES]
+        assert found == [products * one, 2.5 * products * one, 0]
+    narrow = [(SAMPLES, TOKENS, 4 * 5), (SAMPLES, FAR, 2 * 4 * 5)]
+    assert matmul_flop(kind.kernels(FORWARD, localize(kind, {**CROSS, "head_dim": 5}, narrow, [], how))) == 2 * one
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_fused_attention_is_of_the_runtimes_generation(generation: int) -> None:
+    kind, how = kind_named("flash_attention"), Implementation(dtype="bf16", flash_generation=generation)
+    local = localize(kind, CROSS, ENDS, [], how)
+    for phase in (FORWARD, BACKWARD_INPUT):
+        (kernel,) = [each for each in kind.kernels(phase, local) if isinstance(each, FlashAttention)]
+        assert (kernel.generation, kernel.backward) == (generation, phase == BACKWARD_INPUT)
+
+
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD_INPUT])
+def test_with_the_sequence_first_both_sources_of_a_cross_attention_are_copied(phase: str) -> None:
+    """Queries, keys and values, and what is made of the queries: read and written, two bytes each."""
+    plain, copied = (
+        moved("flash_attention", CROSS, list(ENDS), phase, Implementation(dtype="bf16", sequence_first=first))
+        for first in (False, True)
+    )
+    assert copied - plain == 2 * 2 * (QUERIES + PAIRS + QUERIES)
+
+
+def test_queries_that_were_copied_with_the_rest_are_not_copied_once_more() -> None:
+    attributes: Attributes = {"heads": 8, "kv_heads": 2, "head_dim": 8}
+    shapes = [(SAMPLES, TOKENS, (8 + 2 * 2) * 8)] * 2
+    once, both = (
+        moved("flash_attention", attributes, shapes, FORWARD, replace(Implementation(sequence_first=True), **own))
+        for own in ({}, {"copies_groups": True})
+    )
+    assert both == once
+
+
+def test_grouped_gradients_are_made_for_every_query_head_at_each_key_unless_keys_were_repeated() -> None:
+    """FlashAttention-2's mha_bwd: dk_expanded, dv_expanded, of the keys' length; dq_accum of the queries'."""
+    kind, how = kind_named("flash_attention"), Implementation(dtype="bf16")
+    grouped: Attributes = {**CROSS, "kv_heads": 2}
+    local = localize(kind, grouped, [ENDS[0], (SAMPLES, FAR, 2 * 2 * 8)], [], how)
+    assert workspace_bytes(kind, BACKWARD_INPUT, local) == 4 * QUERIES + 2 * PAIRS
+    alone: Attributes = {"heads": 4, "kv_heads": 2, "head_dim": 8}
+    packed = (SAMPLES, TOKENS, (4 + 2 * 2) * 8)
+    local = localize(kind, alone, [packed, packed], [], replace(how, repeats_groups=True))
+    assert workspace_bytes(kind, BACKWARD_INPUT, local) == 4 * QUERIES
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
+def test_rotated_queries_and_keys_are_kept_beside_the_packed_tensor(heads: int, kv_heads: int) -> None:
+    kind, how = kind_named("rotary"), Implementation(dtype="bf16", packed_rotary=True)
+    packed = (SAMPLES, TOKENS, (heads + 2 * kv_heads) * DIM)
+    local = localize(kind, {"heads": heads, "kv_heads": kv_heads, "head_dim": DIM}, [packed], [], how)
+    assert saved_bytes(kind, local) == 2 * SAMPLES * TOKENS * (heads + kv_heads) * DIM
+
+
+def test_where_each_operation_is_a_kernel_heads_are_copied_to_where_products_read_them() -> None:
+    """BERT's ``transpose_for_scores`` of queries, keys and values, and their gradients; read and written, in fp32.
+
+    What comes out goes from heads to tokens everywhere: a copy that is there in any case.
+    """
+    chains, torch = Implementation(dtype="fp32", elementary=True), Implementation(dtype="fp32")
+    scores = (SAMPLES, 4, TOKENS, FAR)
+    for kind, shapes, forward, backward in (
+        ("attention_score", ENDS, QUERIES + PAIRS // 2, QUERIES + PAIRS // 2),
+        ("attention_context", [scores, ENDS[1]], PAIRS // 2, QUERIES + PAIRS // 2),
+    ):
+        for phase, elements in ((FORWARD, forward), (BACKWARD_INPUT, backward)):
+            more = moved(kind, CROSS, list(shapes), phase, chains) - moved(kind, CROSS, list(shapes), phase, torch)
+            assert more == 2 * 4 * elements, (kind, phase)
+
+
+def test_a_buffer_that_products_of_queries_and_keys_are_added_to_is_as_large_as_the_scores() -> None:
+    kind = kind_named("attention_score")
+    for keeps, elements in ((True, SAMPLES * 4 * TOKENS * FAR), (False, 0)):
+        how = Implementation(dtype="bf16", keeps_score_buffer=keeps)
+        assert lasting_buffer_bytes(kind, localize(kind, CROSS, list(ENDS), [], how)) == 2 * elements
+
+
+def test_a_softmax_in_windows_has_the_bias_of_one_window() -> None:
+    """Two windows of four tokens: a bias of 4 x 4 for each head, looked up, added to all, and summed from all."""
+    attributes: Attributes = {"heads": 3, "window": 4, "position_buckets": 49}
+    scores, bias = 2 * SAMPLES * 3 * TOKENS * 4, 2 * 3 * 4 * 4
+    found = [moved("softmax", attributes, [(SAMPLES, 3, TOKENS, 4)], phase, MEGATRON) for phase in PHASES]
+    assert found == [2 * bias + (2 * scores + bias) + 2 * scores, 3 * scores, (scores + bias) + 2 * bias]
+
+
+@pytest.mark.parametrize(("dtype", "calls"), [("bf16", 5), ("fp32", 3)])
+def test_a_softmax_in_separate_operations_is_called_for_each(dtype: str, calls: int) -> None:
+    """To fp32, scale, mask, softmax, and back, with a node each in backward (Megatron's forward_torch_softmax)."""
+    kind, how = kind_named("softmax"), Implementation(dtype=dtype, fused_softmax=False)
+    local = localize(kind, {"heads": 3}, [(SAMPLES, 3, TOKENS, TOKENS)], [], how)
+    assert [kind.num_calls(phase, local) for phase in PHASES] == [calls, calls, 0]
+
+
+IDS = (SAMPLES, TOKENS)
+TABLES: Attributes = {"vocab": 64, "hidden": DIM, "positions": TOKENS, "segments": 2, "dropout": 0.1}
+ROWS, FOUND = 8 * SAMPLES * TOKENS, 2 * SAMPLES * TOKENS * DIM
+"""Bytes of token ids, and of what is looked up for them."""
+
+
+def test_segments_are_looked_up_like_tokens_and_dropout_comes_last() -> None:
+    """Two look-ups, a sum and dropout with its mask; back the mask, then a table of zeros and a scatter, and a sum."""
+    attributes: Attributes = {**TABLES, "positions": 0}
+    mask, tables = FOUND // 2, 2 * DIM * (64 + 2)
+    found = [moved("embedding", attributes, [IDS], phase, MEGATRON) for phase in PHASES]
+    assert found == [
+        2 * (2 * FOUND + ROWS) + 3 * FOUND + (2 * FOUND + mask),
+        2 * FOUND + mask,
+        tables + (2 * FOUND + ROWS) + (FOUND + ROWS),
+    ]
+
+
+def test_an_embedding_that_goes_on_with_a_part_of_the_sequence_copies_that_and_drops_in_it() -> None:
+    kind, attributes = kind_named("embedding"), {"vocab": 64, "hidden": DIM, "dropout": 0.1}
+    local = localize(kind, attributes, [IDS], [("vocab_sequence", 4)], MEGATRON)
+    part, mask = FOUND // 4, FOUND // 8
+    found = [sum(each.total_bytes for each in kind.kernels(phase, local)) for phase in PHASES]  # type: ignore[union-attr]
+    assert found[:2] == [(2 * FOUND + ROWS) + 2 * part + (2 * part + mask), 2 * part + mask]
+
+
+def test_an_embedding_is_called_for_each_look_up_sum_and_table() -> None:
+    """Three look-ups, two sums and dropout; back dropout, and a node for each table."""
+    kind = kind_named("embedding")
+    local = localize(kind, TABLES, [IDS], [], MEGATRON)
+    assert [kind.num_calls(phase, local) for phase in PHASES] == [6, 1, 3]
+
+
+def test_patches_without_a_class_token_and_positions_are_a_product_and_a_bias() -> None:
+    """16 patches of 3 x 2 x 2 pixels; dropout draws for each feature of each, and its mask is read back."""
+    attributes: Attributes = {"patch": 2, "image": 8, "channels": 3, "hidden": DIM}
+    images = (SAMPLES, 3, 8, 8)
+    size, pixels = 2 * SAMPLES * 16 * DIM, 2 * prod(images)
+    bare: Attributes = {**attributes, "class_token": False, "positions": False, "dropout": 0.1}
+    found = [moved("patch_embedding", bare, [images], phase, MEGATRON) for phase in PHASES]
+    assert found == [2 * pixels + 2 * size + size // 2, 2 * size + size // 2, size + 2 * DIM]
+    kind = kind_named("patch_embedding")
+    for own in (bare, attributes):  # a class token is no patch: nothing is multiplied for it
+        local = localize(kind, own, [images], [], MEGATRON)
+        flop = 2 * SAMPLES * 16 * DIM * (3 * 2 * 2)
+        assert [matmul_flop(kind.kernels(phase, local)) for phase in PHASES] == [flop, 0, flop]
+
+
+@pytest.mark.parametrize(("queries", "keys", "fused"), [(132, 256, True), (197, 256, False), (256, 197, False)])
+def test_queries_on_another_sequence_come_in_fours_too_for_megatrons_fused_softmax(
+    queries: int, keys: int, fused: bool
+) -> None:
+    how = Implementation(dtype="bf16", fused_softmax_longest=4096)
+    local = localize(kind_named("softmax"), {"heads": 4}, [(1, 4, queries, keys)], [], how)
+    assert (len(kind_named("softmax").kernels(FORWARD, local)) == 1) == fused
