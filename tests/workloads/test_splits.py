@@ -180,6 +180,28 @@ def test_a_bias_of_a_row_split_needs_no_reduction() -> None:
     assert [vocab.parameter_gradient(index) for index in range(2)] == [Shard(0), REPLICATE]
 
 
+@pytest.mark.parametrize(
+    ("kind", "attributes", "split", "late"),
+    [
+        ("linear", {"in": 8, "out": 8}, "row", (1,)),
+        ("cross_projection", {"in": 8, "query_out": 8, "key_value_out": 16}, "row", (2, 3)),
+        ("conv2d", {"in": 8, "out": 8, "kernel": 1, "bias": True}, "in_channel", (1,)),
+        *(
+            ("embedding", {"vocab": 8, "hidden": 8, "positions": 4, "segments": 2}, split, (1, 2))
+            for split in ("vocab", "vocab_sequence")
+        ),
+    ],
+)
+def test_what_is_added_after_the_sum_over_ranks_has_its_whole_gradient_on_each(
+    kind: str, attributes: Attributes, split: str, late: tuple[int, ...]
+) -> None:
+    """Biases, positions and segments; weights of which a rank has a part have that part's."""
+    entry = splits_of(kind_named(kind), attributes)[split]
+    for index, placement in enumerate(entry.parameters):
+        assert entry.parameter_gradient(index) == (REPLICATE if index in late else placement)
+        assert isinstance(placement, Shard) == (index not in late)
+
+
 def test_a_bias_of_a_row_split_under_sequence_parallelism_has_the_gradient_of_its_tokens() -> None:
     """Megatron-LM adds it to a shard: its gradient reads b s h / t numbers and is summed over ranks as norms' are."""
     kind, attributes = kind_named("linear"), {"in": 8, "out": 8, "bias": True}
@@ -195,6 +217,9 @@ def test_a_bias_of_a_row_split_under_sequence_parallelism_has_the_gradient_of_it
 
     assert read_bytes("row") == 2 * batch * tokens * hidden
     assert read_bytes("row_sequence") == 2 * batch * tokens * hidden / ways
+    twice = localize(kind, attributes, [(batch, tokens, hidden)], [("row_sequence", 2), ("row_sequence", 4)], HALF)
+    (gradient,) = [one for one in kind.kernels(BACKWARD_WEIGHT, twice) if isinstance(one, MemoryBound)]
+    assert gradient.read_bytes == 2 * batch * tokens * hidden / 8
 
 
 def test_two_axes_cut_twice() -> None:
