@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from datafiles.tables import load_table
 from hardware_models.calibration.communication_fit import communication_parts, far_rates
 from hardware_models.calibration.kernel_calibration import as_shipped, fit_curves
-from hardware_models.calibration.kernel_fit import KernelRow, predict_s, report_errors
+from hardware_models.calibration.kernel_fit import KernelRow, build_curves, predict_s, report_errors
 from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import SeriesLaw, fit_series
 from hardware_models.cluster import parse_cluster
@@ -105,6 +105,14 @@ def test_a_fit_prices_kernels_as_predictions_do(dtype: str) -> None:
     assert predict_s(gpu, curves_of(gpu), dtype, kernels) == pytest.approx(
         sum(kernel_time_s(gpu, kernel, dtype) for kernel in kernels)
     )
+
+
+def test_one_limit_of_gradients_is_that_of_both() -> None:
+    """Layers timed backward as a whole do not tell them apart (``fit_titan``)."""
+    shipped = curves_of(load_gpu("titan-rtx-24gb"))
+    limit = build_curves(shipped, "fp32", {"limit.gradient": 0.5}, "test").matmul["fp32"].limit
+    forward = shipped.matmul["fp32"].limit["forward"]
+    assert limit == {"forward": forward, "data_gradient": 0.5, "weight_gradient": 0.5}
 
 
 def test_a_report_returns_the_mean_of_all_rows_errors_without_signs() -> None:

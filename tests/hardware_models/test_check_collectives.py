@@ -14,6 +14,7 @@ from hardware_models.calibration.collective_rows import (
     aceso_rows,
     alpa_rows,
     galvatron_rows,
+    measured_rows,
 )
 from hardware_models.calibration.fit_collectives import LINKS, V100, Constant, fit, is_fitted
 from hardware_models.cluster import parse_cluster
@@ -50,6 +51,32 @@ def test_acesos_all_reduces_are_the_quickest_of_each_size_without_empty_ones(tmp
     (row,) = aceso_rows(path, "eurosys", "v100-32g-dgx1")
     assert (row.cluster, row.groups, row.num_bytes) == ("v100-32g-dgx1:1x4", ((0, 1, 2, 3),), 2_097_152)
     assert row.seconds == pytest.approx(0.5e-3)
+
+
+def test_alpas_rows_are_of_all_groups_at_once_without_the_measuring_loop(tmp_path: Path) -> None:
+    """An all-to-all is stated by the whole tensor, of which each of four ranks holds a quarter."""
+    path = tmp_path / "collectives.csv"
+    columns = "mesh,collective,group_size,stride,num_groups,gpus_per_node_in_group,dtype,bytes,seconds"
+    rows = [f"2x4,{kind},4,2,2,2,f16,{2**20},0.001" for kind in ("all-reduce", "all-to-all")]
+    left_out = ("2x4,all-reduce,4,2,2,2,f16,0,0.000016", "2x4,broadcast,4,2,2,2,f16,8,1")
+    path.write_text("\n".join([columns, *rows, *left_out]))
+    reduced, exchanged = alpa_rows(path, "p3.16xlarge")
+    assert (reduced.num_bytes, exchanged.num_bytes) == (2**20, 2**18)
+    for row in (reduced, exchanged):
+        assert (row.cluster, row.groups) == ("p3.16xlarge:2x4", ((0, 2, 4, 6), (1, 3, 5, 7)))
+        assert (row.ranks_per_process, row.seconds) == (2, pytest.approx(0.001 - 16e-6))
+
+
+def test_measured_rows_are_all_reduces_inside_a_node(tmp_path: Path) -> None:
+    path = tmp_path / "collectives_measured.csv"
+    path.write_text(
+        "gpu,source,op,num_gpus,gpus_per_node,bytes,time_ms\nA100,vTrain x,all_reduce,8,8,1048576,0.1\n"
+        "A100,vTrain x,all_reduce,16,8,1048576,0.2\nA100,vTrain x,all_gather,8,8,1048576,0.3\n"
+        "A100,Vidur,all_reduce,8,8,1048576,0.4\nV100,vTrain x,all_reduce,8,8,1048576,0.5\n"
+    )
+    (row,) = measured_rows(path, "A100", "vTrain", "a100-80g-dgx")
+    assert (row.cluster, row.groups, row.num_bytes) == ("a100-80g-dgx:1x8", (tuple(range(8)),), 2**20)
+    assert (row.ranks_per_process, row.seconds) == (0, pytest.approx(1e-4))
 
 
 def test_galvatrons_rows_are_of_one_group_each(tmp_path: Path) -> None:

@@ -171,8 +171,13 @@ def test_rows_that_hold_a_collective_are_no_rows_of_kernels() -> None:
 
     table = data_folder("aceso_v100") / "ops.csv.gz"
     alone, parallel = ({row.group for row in gpt_rows(table, sizes=("6_7B",), tensor_sizes=(n,))} for n in (1, 4))
-    assert {"attention_dense forward", "mlp_linear_2 forward", "attention_qkv backward"} <= alone - parallel
-    assert {"attention_dense backward", "mlp_linear_2 backward", "attention_qkv forward"} <= alone & parallel
+    assert alone - parallel >= {
+        "attention_dense forward", "mlp_linear_2 forward", "attention_qkv backward", "mlp_linear_1 backward",
+        "embedding forward", "lm_loss forward", "lm_loss backward",  # vocabularies are cut
+    }  # fmt: skip
+    assert alone & parallel >= {
+        "attention_dense backward", "mlp_linear_2 backward", "attention_qkv forward", "mlp_linear_1 forward"
+    }  # fmt: skip
 
 
 def test_the_triton_port_is_slower_than_flash_attention_two_by_the_published_factors() -> None:

@@ -15,7 +15,7 @@ from hardware_models.calibration.kernel_calibration import fit_curves, num_of_an
 from hardware_models.calibration.kernel_fit import predict_s
 from hardware_models.compute import kernel_time_s
 from hardware_models.gpus import load_curves, load_gpu
-from hardware_models.importers.kineto import kernel_class, read_trace
+from hardware_models.importers.kineto import Collective, GpuKernel, kernel_class, read_trace
 from workloads.kernels import Matmul, MemoryBound
 
 GEMM = "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn"
@@ -251,3 +251,74 @@ def test_any_bytes_end_in_success_or_a_clear_error(tmp_path_factory: pytest.Temp
         assert read_trace(path).kernels
     except ValueError as error:
         assert "trace.json" in str(error)
+
+
+def product(start_us: float, us: float) -> GpuKernel:
+    """Return a run of one and the same product."""
+    return GpuKernel("gemm", "matmul", start_us * 1e-6, us * 1e-6, ("gemm", 1))
+
+
+def reduction(start_us: float, us: float) -> GpuKernel:
+    return GpuKernel("nccl", "collective", start_us * 1e-6, us * 1e-6, ("nccl",))
+
+
+def test_the_medians_of_covered_and_of_lonely_kernels_are_compared_and_partly_covered_ones_are_neither() -> None:
+    """Covered 140, 150 and 190 us, alone 90, 100 and 110; one of 400 us covered by a quarter says nothing."""
+    talking = [reduction(0, 700), reduction(10, 50), reduction(2_300, 1_000)]  # the second ends within the first
+    covered = [product(100, 140), product(250, 150), product(450, 190)]
+    alone = [product(800, 90), product(900, 100), product(1_050, 110)]
+    computing, _ = overlap_slowdowns([*talking, *covered, *alone, product(2_000, 400)], [])
+    assert computing == [pytest.approx(150 / 100)]
+
+
+def test_copies_beside_a_collective_do_not_slow_it_as_computation_does() -> None:
+    """400 us beside a product of 500; a copy of as long beside another collective leaves that alone."""
+    copy = GpuKernel("Memcpy DtoD", "copy", 2e-3, 500e-6, ("copy",))
+    spans = (5e-5, 4e-4), (2.05e-3, 3e-4)
+    beside = [Collective("all_reduce", 1e6, 8, (), start_s, seconds) for start_s, seconds in spans]
+    _, talking = overlap_slowdowns([product(0, 500), copy], beside)
+    assert talking == [pytest.approx(4 / 3)]
+    assert overlap_slowdowns([copy, reduction(2_010, 400)], []) == ([], [])
+
+
+def test_repeats_of_one_kernel_tell_its_rate_and_no_curve() -> None:
+    """Eight runs of one product and of one copy: how rates change with size is not in them."""
+    gpu = load_gpu("a100-sxm4-80gb")
+    rows: list[tuple[Matmul | MemoryBound, str, float]] = []
+    for number in range(8):
+        rows += [(Matmul(4096, 4096, 4096), "bf16", 7e-4 * (1 + 0.01 * number))]
+        rows += [(MemoryBound(2.0**27, 2.0**27), "", 2e-4 * (1 + 0.01 * number))]
+    found = fit_curves(gpu, rows, "test")
+    assert found is not None and set(found[1]) == {"bf16.limit.forward", "fraction.elementwise"}
+
+
+def test_a_recorded_gradient_is_the_guide_to_the_other_and_forward_to_fused_attention() -> None:
+    """Forward at 0.9 of the shipped rate, what backward passes record at 0.5: the data gradient is as slow as that."""
+    gpu = load_gpu("a100-sxm4-80gb")
+    shipped = load_curves(gpu.curves)
+    rows = []
+    for n in range(2048, 8193, 1024):
+        for role, slower in (("forward", 0.9), ("weight_gradient", 0.5)):
+            each = Matmul(n, n, n, role=role)
+            rows.append((each, "bf16", predict_s(gpu, shipped, "bf16", [each]) / slower))
+    found = fit_curves(gpu, rows, "test")
+    assert found is not None
+    moved = {role: share / shipped.matmul["bf16"].limit[role] for role, share in found[0].matmul["bf16"].limit.items()}
+    assert moved == pytest.approx({"forward": 0.9, "data_gradient": 0.5, "weight_gradient": 0.5}, rel=0.06)
+    for name in ("forward", "backward"):
+        assert getattr(found[0].attention, name) / getattr(shipped.attention, name) == pytest.approx(0.9, rel=0.06)
+
+
+def test_formats_that_no_row_is_about_follow_the_one_of_most_rows() -> None:
+    """Seven sizes in bf16 at 0.6 of the shipped rate, two in tf32 at 0.9: fp16 is as slow as bf16."""
+    gpu = load_gpu("a100-sxm4-80gb")
+    shipped = load_curves(gpu.curves)
+    rows = []
+    for dtype, sizes, slower in (("bf16", range(2048, 8193, 1024), 0.6), ("tf32", (4096, 8192), 0.9)):
+        for each in (Matmul(n, n, n) for n in sizes):
+            rows.append((each, dtype, predict_s(gpu, shipped, dtype, [each]) / slower))
+    found = fit_curves(gpu, rows, "test")
+    assert found is not None
+    moved = [found[0].matmul[dtype].limit["forward"] / shipped.matmul[dtype].limit["forward"]
+             for dtype in ("bf16", "fp16", "tf32")]  # fmt: skip
+    assert moved == pytest.approx([0.6, 0.6, 0.9], rel=0.06)

@@ -226,3 +226,31 @@ def test_a_network_far_from_the_presets_is_found_from_its_largest_message(slower
     fit = fit_links("a100-80g-dgx", rows, "test")
     for (_, _, size, seconds), predicted in zip(fit.used, fit.predicted_s, strict=True):
         assert predicted == pytest.approx(seconds, rel=0.15), size
+
+
+EIGHTS, TWOS = ("all_reduce", GroupShape(8, 1, 1)), ("all_reduce", GroupShape(2, 1, 1, 4))
+
+
+@pytest.mark.parametrize(("asked", "is_told"), [((EIGHTS, TWOS), True), ((EIGHTS,), False), ((TWOS,), False)])
+def test_what_pairs_reach_of_a_rate_is_told_by_pairs_beside_larger_groups(
+    asked: tuple[tuple[str, GroupShape], ...], is_told: bool
+) -> None:
+    """Either alone has one rate, which is taken for the links'; what pairs reach of it stays the preset's."""
+    preset = parse_cluster("titan-rtx-pcie:1x8")
+    links = preset.nodes[0].links
+    other = links.model_copy(update={"pair_fraction": 0.5 * links.pair_fraction})
+    true = Cluster(preset.name, tuple(replace(each, links=other) for each in preset.nodes))
+    found = fit_links("titan-rtx-pcie", rows_of(true, *asked), "test")
+    assert ("links.pair_fraction" in found.constants) == is_told
+    assert found.links is not None
+    expected = other if is_told else links
+    assert found.links.pair_fraction == pytest.approx(expected.pair_fraction, rel=0.1)
+
+
+def test_of_gathers_alone_the_rate_is_theirs_and_no_share_of_another() -> None:
+    """Links of half the rate: told apart from a lower efficiency of gathers by nothing, and of all that goes there."""
+    found = fit_links("a100-80g-dgx", rows_of(unlike("a100-80g-dgx:1x8", links=0.5, network=1.0),
+                                              ("all_gather", GroupShape(8, 1, 1))), "test")  # fmt: skip
+    preset = parse_cluster("a100-80g-dgx:1x8").nodes[0].links
+    assert found.links is not None and found.links.efficiency == preset.efficiency
+    assert found.constants["links.rate"] == pytest.approx(0.5, rel=0.05)
