@@ -103,3 +103,13 @@ def test_a_deviation_counts_what_the_fit_took_up_of_the_scatter() -> None:
     further = np.array([log_error(run, {"products": fitted.factors["products"] * 1.05}) for run in (quick, slow)])
     gains = np.abs(further - at).mean() / np.log(1.05)
     assert fitted.deviations["products"] == pytest.approx(0.03 / gains, rel=0.15)
+
+
+def test_runs_left_out_are_further_off_by_what_they_weighed_in_the_fit() -> None:
+    """Weights of runs in what is fitted to them (the hat matrix's diagonal) add up to one for a factor."""
+    alone = small_problem("gpt", cluster="v100-32g-dgx1:1x1")
+    quick, slow = (replace(run, seconds=run.seconds * off) for run, off in
+                   zip(runs_under({"products": 0.7}, alone, ({},)), (0.97, 1.03), strict=True))  # fmt: skip
+    fitted = fit_constants([quick, slow], ("products",))
+    weights = 1 - np.log1p(fitted.after) / np.log1p(fitted.left_out)
+    assert (weights > 0.3).all() and 0.9 < weights.sum() <= 1  # the prior weighs the rest

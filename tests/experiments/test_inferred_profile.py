@@ -70,6 +70,23 @@ def test_a_part_without_a_run_gets_what_its_relatives_have_in_common() -> None:
     assert sums(60, deviations).estimate(Prior({"samples": 0.2}, 1e-4), [unseen])[unseen] == 1.0  # none has four
 
 
+def test_parts_covary_by_the_levels_that_they_share() -> None:
+    """A level is named by what its members have in common beside their block; where that differs they share nothing."""
+    one = Part("a", LAYER, 2, 4)
+    others = {
+        one: set(LEVELS),
+        Part("a", LAYER, 2, 8): {"block", "sharding"},
+        Part("a", LAYER, 1, 4): {"block", "samples"},
+        Part("b", LAYER, 2, 4): {"block", "shapes"},
+        Part("b", LAYER, 1, 4): {"block"},
+        Part("a", AFTER, 2, 4): set(),
+    }
+    for other, shared in others.items():
+        for name in LEVELS:
+            (found,) = Prior({name: 0.2}, noise=0.01).covariance([one], [other]).flatten()
+            assert found == pytest.approx(0.04 if name in shared else 0.0), (name, other)
+
+
 def test_a_run_left_out_is_predicted_as_if_it_had_never_been_there() -> None:
     given = sums(9, np.linspace(-0.2, 0.2, len(PARTS)), noise=0.02)
     prior = Prior({"block": 0.1, "part": 0.05}, noise=0.02)
@@ -131,6 +148,13 @@ def test_samples_are_those_of_a_rank() -> None:
     assert {part.samples for part in a_run({}, dp=2, microbatch=2).parts()} == {2}
 
 
+def test_of_unequal_slices_the_larger_is_a_part() -> None:
+    """Three samples on two replicas: 2 + 1, and the step waits for two."""
+    run = a_run({}, dp=2, microbatch=1, batch=6)
+    plan = replace(run.plan, microbatch_size=3, num_microbatches=2)
+    assert {part.samples for part in parts_of(run.problem, plan, SHAPE)} == {2}
+
+
 def test_factors_scale_the_operators_of_their_own_part_only() -> None:
     run = a_run({}, tp=2, microbatch=2)
     plain = profile_of([(run.problem, run.plan)], SHAPE, dict.fromkeys(run.parts(), 1.0), "x")
@@ -176,6 +200,15 @@ def test_runs_on_known_factors_give_them_back_and_predict_a_plan_that_was_not_ru
     unseen = a_run(truth, batch=32, dp=2, microbatch=2)
     assert unseen.predicted_s(found.factors) == pytest.approx(unseen.seconds, rel=5e-3)
     assert abs(unseen.predicted_s({}) / unseen.seconds - 1) > 0.05
+
+
+def test_a_run_that_took_longer_than_the_others_say_is_predicted_too_short() -> None:
+    """Errors are of predictions: a fifth longer than predicted from all others is 1 / 1.2 - 1."""
+    runs = [a_run({}, batch=batch, microbatch=2) for batch in (4, 8, 16, 32)]
+    odd = replace(runs[1], seconds=1.2 * runs[1].seconds)
+    found = infer([runs[0], odd, *runs[2:]], [Prior({"block": 0.3}, noise=0.01)])
+    assert found.left_out_errors[1] == pytest.approx(1 / 1.2 - 1, abs=0.01)
+    assert (found.left_out_errors[[0, 2, 3]] > 0).all()
 
 
 def test_shares_of_a_run_are_at_most_the_whole_and_no_other_runs() -> None:

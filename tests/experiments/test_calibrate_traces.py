@@ -1,0 +1,83 @@
+"""What ``windtunnel calibrate`` takes from traces and layer files, and what it leaves out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.calibrate.galvatron import galvatron
+from experiments.calibrate.sources import _trace_rows, kineto
+from hardware_models.calibration.outcome import Outcome
+from hardware_models.gpus import load_curves, load_gpu
+from hardware_models.group_shapes import GroupShape
+from hardware_models.importers.kineto import Collective
+from tests.hardware_models.test_importer_kineto import GEMM, REDUCE, Maker, collective
+
+GPU = "a100-sxm4-80gb"
+
+
+def calibrated(maker: Maker, path: Path) -> Outcome:
+    return kineto(maker.write(path / "t.json"), preset=None, gpu=GPU, gpus_per_node=8)
+
+
+def test_the_optimizer_moves_as_much_as_what_memory_rules(tmp_path: Path) -> None:
+    """Copies at half the shipped share of the peak: the optimizer's share is halved."""
+    gpu, maker = load_gpu(GPU), Maker()
+    share = load_curves(gpu.curves).memory.fraction["elementwise"]
+    for power in range(28, 31):
+        seconds = 2 * 2.0**power / (0.5 * share * gpu.memory_bytes_per_s)
+        maker.kernel("Memcpy DtoD (Device -> Device)", seconds, cat="gpu_memcpy", bytes=2**power)
+    constants = calibrated(maker, tmp_path).calibration.gpus[GPU]
+    assert constants.optimizer_bandwidth_fraction == pytest.approx(0.5 * gpu.optimizer_bandwidth_fraction, rel=0.02)
+
+
+def test_slowdowns_are_the_medians_of_kinds_of_work_each_on_its_own_side(tmp_path: Path) -> None:
+    """Three products that take 1.1, 1.2 and 1.9 times as long beside an all-reduce, which takes 1.5 times as long."""
+    maker, slower, us = Maker(), (1.1, 1.2, 1.9), 1e-6
+    for number in range(3):
+        maker.kernel(f"{GEMM}_{number}", 100 * us)
+    all_reduce = collective("allreduce", 1 << 20, 1 << 20)
+    maker.kernel(REDUCE, 280 * us, **all_reduce)
+    at = maker.clock
+    maker.kernel(REDUCE, 420 * us, start=at, **all_reduce)
+    for number, factor in enumerate(slower):
+        maker.kernel(f"{GEMM}_{number}", 100 * factor * us, start=at + sum(100 * each for each in slower[:number]))
+    constants = calibrated(maker, tmp_path).calibration.gpus[GPU]
+    assert constants.overlap_slowdown_computation == pytest.approx(1.2)
+    assert constants.overlap_slowdown_communication == pytest.approx(1.5)
+
+
+def test_collectives_of_a_trace_are_placed_by_their_ranks() -> None:
+    """On nodes of four; nobody knows where a group without ranks lies that is larger than one."""
+
+    def of(ranks: tuple[int, ...], size: int, kind: str = "all_reduce") -> Collective:
+        return Collective(kind, 2.0**20, size, ranks, 0.0, 1e-3)
+
+    known = [of((0, 2), 2), of((1, 5), 2), of((0, 1, 4, 5), 4), of((), 4)]
+    rows, notes = _trace_rows([*known, of((), 8), of((0, 1, 4), 3), of((0, 4), 2, "send")], gpus_per_node=4)
+    assert rows == [
+        ("all_reduce", shape, 2.0**20, 1e-3)
+        for shape in (GroupShape(2, 1, 2), GroupShape(2, 2), GroupShape(4, 2, 1), GroupShape(4))
+    ]
+    assert sorted(notes) == [
+        "1 collectives were not used: groups over several nodes without their ranks",
+        "2 collectives were not used: transfers and uneven groups",
+    ]
+
+
+def layer_files(folder: Path, contents: dict[str, object]) -> Outcome:
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    files = [folder / name for name in contents]
+    return galvatron(files, preset="titan-rtx-pcie", model="bert-huge-32", runtime="galvatron-v1")
+
+
+@pytest.mark.parametrize(("batches", "is_told"), [((1, 8), False), ((1, 2, 8), True)])
+def test_a_line_through_two_batches_says_nothing_of_itself(
+    tmp_path: Path, batches: tuple[int, ...], is_told: bool
+) -> None:
+    times = {f"layernum[{n}]_bsz{b}_seq512": 5.0 + n * (0.5 + 2.0 * b) for n in (2, 4) for b in batches}
+    fits = layer_files(tmp_path, {"layers.json": times}).calibration.fits
+    assert ("layer kind 0: time over batch" in [fit.what for fit in fits]) == is_told
