@@ -107,3 +107,20 @@ def test_requested_peaks_are_those_of_the_live_set(steps: list[tuple[bool, int, 
     assert history_peaks(history).requested_bytes == peak
     result = replay_history(history, 2**40)
     assert result.requested_peak_bytes == peak <= result.allocated_peak_bytes <= result.reserved_peak_bytes
+
+
+def test_pages_of_expandable_segments_are_reserved_while_they_are_mapped() -> None:
+    """Four MiB, two more, and what is unmapped is gone: torch notes the bytes of each mapping."""
+    events = [event(word, 0, size * MIB) for word, size in
+              (("segment_map", 4), ("segment_map", 2), ("segment_unmap", 3), ("segment_map", 2))]  # fmt: skip
+    history = history_mapping({"segments": [], "device_traces": [events]})
+    assert history_peaks(history).reserved_bytes == 6 * MIB
+
+
+def test_memory_that_another_stream_still_uses_is_not_given_out_again() -> None:
+    """Asked back at once, free once that stream is done: what comes in between needs a segment of its own."""
+    size = 20 * MIB
+    words = ("alloc", 0), ("free_requested", 0), ("alloc", size), ("free_completed", 0)
+    events = [event(word, address, size) for word, address in words]
+    result = replay_history(history_mapping({"segments": [], "device_traces": [events]}), 2**34)
+    assert result.reserved_peak_bytes == 2 * size
