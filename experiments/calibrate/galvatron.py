@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 from experiments.calibrate.layers import calibrate_layers
@@ -63,13 +64,20 @@ def galvatron(files: Sequence[Path], *, preset: str | None, model: str | None, r
     if layers:
         if model is None:
             raise ValueError(f"--model must name the model that {layers[0][0]} is about (windtunnel list models)")
-        found = calibrate_layers([each for _, each in layers], model, f"{preset}:1x1", runtime, source)
+        found = calibrate_layers([each for _, each in layers], model, _room_for(layers, preset), runtime, source)
         calibration = replace(calibration, operators=found.operators)
         fits, points = [*fits, *found.fits], [*points, *found.points]
         if found.operators is not None:
             notes.append(LAYERS_NOTE)
         notes += found.notes
     return _with_links(parts, calibration, fits, points, notes, source)
+
+
+def _room_for(layers: Sequence[tuple[Path, GalvatronFile]], preset: str) -> str:
+    """Return a cluster with as many GPUs as the largest tensor-parallel degree that activations were measured at."""
+    most = max((degree for _, file in layers for each in file.memory for degree in each.saved_bytes), default=1)
+    per_node = min(most, cluster_gpus_per_node(preset))
+    return f"{preset}:{ceil(most / per_node)}x{per_node}"
 
 
 def _with_links(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,10 @@ from simulator.problem import Problem, ProblemSpec
 
 IMPLAUSIBLE = 3.0
 """By what factor layer times may differ from the shipped model's before that is said."""
+
+
+ALIKE = 0.01
+"""By what part an operator may take longer in one kind of layer than in another before that is said."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,8 @@ def calibrate_layers(
     _check_length(times, problem, kinds)
     points: list[Point] = []
     fits: list[FitRecord] = []
-    rows: dict[tuple[str, int], ProfileRow] = {}
+    rows: dict[tuple[str, int], list[tuple[int, ProfileRow]]] = {}
+    num_layers = _layers_of(problem, kinds)
     costs = CostTables(problem)
     impossible: list[str] = []
     tables = {}
@@ -72,8 +78,9 @@ def calibrate_layers(
         if time.seconds <= 0 or modelled <= 0:
             continue
         points.append(Point(what, time.seconds, modelled))
-        for row in _rows(problem, costs, members, time, time.seconds / modelled, source):
-            rows[row.role, row.samples] = row
+        weight = num_layers[time.layer_type] if time.layer_type >= 0 else 1
+        for count, row in _rows(problem, costs, members, time, time.seconds / modelled, source):
+            rows.setdefault((row.role, row.samples), []).append((weight * count, row))
     for group in dict.fromkeys(point.group for point in points):
         members_of = [point for point in points if point.group == group]
         fits.append(fit_record(f"{group}: forward, shipped model against measured", "checked", members_of))
@@ -85,7 +92,7 @@ def calibrate_layers(
         model=problem.workload.name,
         gpu_type=problem.gpu_types[0],
         dtype=problem.runtime.implementation.dtype,
-        rows=tuple(rows.values()),
+        rows=tuple(_mean(same) for same in rows.values()),
         source=source,
     )
     if rows:
@@ -101,6 +108,13 @@ def calibrate_layers(
         notes.append(
             f"layer times must be above 0 and below the whole model's, got others for {', '.join(impossible)}, which "
             "are left out: runs of more layers must take longer, by as much for each"
+        )
+    spread = max((max(row.forward_s for _, row in same) / min(row.forward_s for _, row in same)
+                  for same in rows.values() if min(row.forward_s for _, row in same) > 0), default=1.0)  # fmt: skip
+    if spread > 1 + ALIKE:
+        notes.append(
+            f"operators of one name were measured in layers of several kinds, up to {spread:.3g} times as long in one "
+            "as in another; a profile has one time for a name, so each has their mean over the model's layers"
         )
     return LayerCalibration(
         operators if rows else None, tuple(fits), (*points, *memory), tuple(notes)
@@ -129,6 +143,24 @@ def layer_kinds(problem: Problem) -> list[list[int]]:
     return [layers[0] for layers in seen.values() if len(layers) > 1]
 
 
+def _layers_of(problem: Problem, kinds: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many layers each kind has."""
+    signatures = problem.workload.signatures
+    first = Counter(signatures)
+    return [first[signatures[members[0]]] // [signatures[i] for i in members].count(signatures[members[0]])
+            for members in kinds]  # fmt: skip
+
+
+def _mean(rows: Sequence[tuple[int, ProfileRow]]) -> ProfileRow:
+    """Return one row for operators of equal role, so many of each: with their mean times."""
+    total = sum(count for count, _ in rows)
+    return replace(
+        rows[0][1],
+        forward_s=sum(count * row.forward_s for count, row in rows) / total,
+        backward_s=sum(count * row.backward_s for count, row in rows) / total,
+    )
+
+
 def _outside(problem: Problem, kinds: Sequence[Sequence[int]]) -> list[int]:
     signatures = problem.workload.signatures
     inside = {signatures[index] for members in kinds for index in members}
@@ -137,9 +169,9 @@ def _outside(problem: Problem, kinds: Sequence[Sequence[int]]) -> list[int]:
 
 def _rows(
     problem: Problem, costs: CostTables, members: Sequence[int], time: LayerTime, factor: float, source: str
-) -> list[ProfileRow]:
-    found: dict[str, ProfileRow] = {}
-    counts: dict[str, int] = {}
+) -> list[tuple[int, ProfileRow]]:
+    """Return the rows of a layer's operators, by how many operators each is the mean of."""
+    found: dict[str, list[tuple[int, ProfileRow]]] = {}
     for index in members:
         op = problem.workload.operators[index]
         cost = costs.operator(index, (), time.samples, problem.gpu_types[0])
@@ -153,15 +185,8 @@ def _rows(
             parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
             includes_collectives=False, num_groups=1, source=source,
         )  # fmt: skip
-        if op.role in found:  # operators of equal role share one row: their mean
-            old, n = found[op.role], counts[op.role]
-            row = replace(
-                row,
-                forward_s=(old.forward_s * n + row.forward_s) / (n + 1),
-                backward_s=(old.backward_s * n + row.backward_s) / (n + 1),
-            )
-        found[op.role], counts[op.role] = row, counts.get(op.role, 0) + 1
-    return list(found.values())
+        found.setdefault(op.role, []).append((1, row))
+    return [(len(same), _mean(same)) for same in found.values()]
 
 
 def _across_batches(times: Sequence[LayerTime]) -> list[FitRecord]:

@@ -36,6 +36,9 @@ PULL = 0.002
 """Weight of the start values: what no row tells apart (a launch from steps, where all groups are of one size) stays
 like the preset's. A constant that is ten times as large costs as much as all rows 2 % off."""
 
+SLOWER = (0.8, 0.6, 0.4)
+"""Of the rate that the largest message says, which ones are tried where the links inside nodes rule at that."""
+
 HARDLY, UNSEEN, AS_GOOD = 0.2, 1e-3, 1.05
 """By how much a double rate of the network moves the rows of which it may not be what rules, and of which it is not;
 and how much worse such rows may be told without a rate of its own."""
@@ -115,6 +118,16 @@ def fit_links(preset: str, rows: Iterable[Sample], source: str) -> LinkFit:
     parameters = _parameters(cluster, fitting)
     constants, cost = _least(parameters, predicted, measured)
     inside = any(shape.num_nodes == 1 for _, shape, _, _ in fitting)
+    if inside and "network.rate" in constants and moves(constants) < HARDLY:
+        # Where links rule, the network's rate has no slope: once more from lower ones.
+        starts = {each.name: each.start for each in parameters}
+        for rate in SLOWER:
+            again, its_cost = _least(
+                parameters, predicted, measured, {**starts, "network.rate": rate * starts["network.rate"]}
+            )
+            if its_cost * AS_GOOD < cost:
+                constants, cost = again, its_cost
+                break
     notes = [] if inside else ["nothing inside a node was measured: its links are the preset's"]
     notes += [] if num_nodes > 1 else ["nothing over several nodes was measured: their network is the preset's"]
     notes += [
@@ -145,9 +158,19 @@ def fit_links(preset: str, rows: Iterable[Sample], source: str) -> LinkFit:
 
 
 def _least(
-    parameters: Sequence[_Parameter], predicted: Callable[[Mapping[str, float]], Vector], measured: Vector
+    parameters: Sequence[_Parameter],
+    predicted: Callable[[Mapping[str, float]], Vector],
+    measured: Vector,
+    begin: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, float], float]:
-    """Return the values with which predictions come closest to measured seconds, and how close that is."""
+    """Return the values with which predictions come closest to measured seconds, and how close that is.
+
+    Args:
+        parameters: What may move; what no row tells apart is pulled to their starts.
+        predicted: Seconds by values.
+        measured: Seconds.
+        begin: Where to look first; None for the starts.
+    """
 
     def named(vector: Vector) -> dict[str, float]:
         return {parameter.name: float(value) for parameter, value in zip(parameters, vector, strict=True)}
@@ -158,9 +181,10 @@ def _least(
 
     start = np.array([parameter.start for parameter in parameters])
     scale = np.array([max(parameter.start, 0.01 * parameter.high) for parameter in parameters])
+    first = start if begin is None else np.array([begin[parameter.name] for parameter in parameters])
     found = least_squares(
         residuals,
-        start,
+        first,
         bounds=([parameter.low for parameter in parameters], [parameter.high for parameter in parameters]),
         x_scale=scale,
         loss="soft_l1",

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from experiments.calibrate.galvatron import galvatron
+from experiments.calibrate.layers import calibrate_layers, layer_kinds
 from experiments.calibrate.sources import _trace_rows, kineto
 from hardware_models.calibration.outcome import Outcome
 from hardware_models.gpus import load_curves, load_gpu
 from hardware_models.group_shapes import GroupShape
+from hardware_models.importers.galvatron import GalvatronFile, LayerTime
 from hardware_models.importers.kineto import Collective
+from simulator.problem import ProblemSpec
 from tests.hardware_models.test_importer_kineto import GEMM, REDUCE, Maker, collective
 
 GPU = "a100-sxm4-80gb"
@@ -81,3 +84,27 @@ def test_a_line_through_two_batches_says_nothing_of_itself(
     times = {f"layernum[{n}]_bsz{b}_seq512": 5.0 + n * (0.5 + 2.0 * b) for n in (2, 4) for b in batches}
     fits = layer_files(tmp_path, {"layers.json": times}).calibration.fits
     assert ("layer kind 0: time over batch" in [fit.what for fit in fits]) == is_told
+
+
+def test_activations_of_every_tensor_parallel_degree_are_compared(tmp_path: Path) -> None:
+    """BERT-Huge-32 as released, at degrees 1 and 2: two points, and parameters."""
+    part = {"parameter_size": 76.98, "tp_activation_per_bsz_dict": {"1": 94.07, "2": 52.5}}
+    points = layer_files(tmp_path, {"memory.json": {"layertype_0": part}}).points
+    assert [point.group for point in points].count("layer kind 0: activations of a sample") == 2
+
+
+def test_kinds_of_layers_that_share_names_of_operators_have_their_mean_and_a_note() -> None:
+    """The first two kinds of Swin, two layers each, 40 and 20 ms: their sum is right, their shares cannot be."""
+    times = (LayerTime(0, 8, 0.04), LayerTime(1, 8, 0.02))
+    one = ProblemSpec("swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", 1).load()
+    kinds = layer_kinds(one)
+    found = calibrate_layers([GalvatronFile(layers=times)], "swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", "t")
+    assert found.operators is not None
+    taken = {row.role: row.forward_s for row in found.operators.rows}
+    both_s = sum(taken[one.workload.operators[index].role] for kind in kinds[:2] for index in kind)
+    assert both_s == pytest.approx(0.06, rel=1e-9)
+    assert any("operators of one name were measured in layers of several kinds" in note for note in found.notes)
+    alike = calibrate_layers(
+        [GalvatronFile(layers=times[:1])], "swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", "t"
+    )
+    assert not any("of one name" in note for note in alike.notes)

@@ -254,3 +254,12 @@ def test_of_gathers_alone_the_rate_is_theirs_and_no_share_of_another() -> None:
     preset = parse_cluster("a100-80g-dgx:1x8").nodes[0].links
     assert found.links is not None and found.links.efficiency == preset.efficiency
     assert found.constants["links.rate"] == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_network_a_little_slower_than_the_links_is_told() -> None:
+    """Large all-reduces over two nodes take a fifth longer than their NVLinks have it: the cards are at 0.6."""
+    true = unlike("a100-80g-dgx:2x8", links=1.0, network=0.6)
+    assert at_once_s(true, *OVER, 2.0**29) > 1.15 * at_once_s(parse_cluster("a100-80g-dgx:2x8"), *OVER, 2.0**29)
+    found = fit_links("a100-80g-dgx", rows_of(true, INSIDE, OVER), "test")
+    assert found.network is not None
+    assert found.network.nic_bytes_per_s == pytest.approx(true.nodes[0].network.nic_bytes_per_s, rel=0.1)
