@@ -76,7 +76,7 @@ class RankReport:
 
     @property
     def correlation(self) -> float:
-        """(agreeing - disagreeing) / pairs: Kendall's correlation over distinguishable pairs."""
+        """(agreeing - others) / pairs: Kendall's correlation over distinguishable pairs; one predicted alike is none."""
         return (2 * self.num_agreeing - self.num_pairs) / self.num_pairs
 
 

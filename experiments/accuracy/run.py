@@ -30,6 +30,7 @@ class Outcome:
         out_of_memory: Predicted.
         peak_bytes: Predicted live or reserved bytes, as measured: fullest device, or the mean where that is measured.
         wall_s: Seconds the simulation took, problem and plan included.
+        plan_hash: Of the plan, whatever its spelling; empty where it is not known.
     """
 
     case: Case
@@ -37,6 +38,7 @@ class Outcome:
     out_of_memory: bool
     peak_bytes: float
     wall_s: float
+    plan_hash: str = ""
 
     @property
     def time_error(self) -> float | None:
@@ -94,7 +96,8 @@ def run_case(case: Case, *, fidelity: Fidelity | None = None, engine: str | None
     """Simulate one case."""
     began = perf_counter()
     problem = case.problem()
-    result = simulate(case.plan(problem), problem, fidelity=fidelity, engine=engine or fastest_engine())
+    plan = case.plan(problem)
+    result = simulate(plan, problem, fidelity=fidelity, engine=engine or fastest_engine())
     peak = float(result.peak_reserved_bytes if case.measured.peak_is_reserved else result.peak_allocated_bytes)
     if case.measured.peak_is_average:
         members = result.graph.device_members
@@ -108,6 +111,7 @@ def run_case(case: Case, *, fidelity: Fidelity | None = None, engine: str | None
         out_of_memory=out_of_memory,
         peak_bytes=peak,
         wall_s=perf_counter() - began,
+        plan_hash=plan.canonical_hash(problem.workload),
     )
 
 
@@ -183,17 +187,24 @@ def group_reports(
     ]
 
 
+def _rivals(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, float]]]:
+    """Return predicted and measured seconds of a sample by set of rivals; runs of one plan are one, with their mean."""
+    found: dict[str, dict[tuple[str, float], list[float]]] = {}
+    for number, each in enumerate(outcomes):
+        measured, samples = each.case.measured.iteration_time_s, each.case.rival_samples
+        if each.case.rivals is not None and measured is not None:
+            plan = (each.plan_hash or f"outcome {number}", each.iteration_time_s / samples)
+            found.setdefault(each.case.rivals, {}).setdefault(plan, []).append(measured / samples)
+    return {
+        word: [(predicted_s, fmean(runs)) for (_, predicted_s), runs in plans.items()] for word, plans in found.items()
+    }
+
+
 def report_of(name: str, outcomes: Sequence[Outcome], skipped: Sequence[Skipped] = ()) -> GroupReport:
     """Return the figures of some outcomes together."""
     left_out = [entry for entry in skipped if name in entry.groups]
     asked = [each for each in outcomes if each.case.measured.out_of_memory is not None]
     wrong = [each for each in asked if each.out_of_memory != each.case.measured.out_of_memory]
-    rivals: dict[str, list[tuple[float, float]]] = {}
-    for each in outcomes:
-        measured = each.case.measured.iteration_time_s
-        if each.case.rivals is not None and measured is not None:
-            samples = each.case.rival_samples
-            rivals.setdefault(each.case.rivals, []).append((each.iteration_time_s / samples, measured / samples))
     return GroupReport(
         name=name,
         num_run=len(outcomes),
@@ -212,7 +223,7 @@ def report_of(name: str, outcomes: Sequence[Outcome], skipped: Sequence[Skipped]
         num_fits_asked=len(asked),
         num_fits_right=len(asked) - len(wrong),
         num_wrong_fits=sum(not each.out_of_memory for each in wrong),
-        rank=rank_report(rivals),
+        rank=rank_report(_rivals(outcomes)),
         error_by_feature={name: _shared_values(outcomes, name) for name in telling_features(outcomes)},
     )
 

@@ -234,6 +234,21 @@ def test_the_figures_of_a_group_are_counted() -> None:
     assert found.rank is not None and (found.rank.num_pairs, found.rank.num_agreeing) == (1, 1)
 
 
+def test_runs_of_one_plan_are_ranked_as_one() -> None:
+    """Two runs of a plan, 20 % apart, are no pair in the wrong order, as two plans with one prediction are."""
+
+    def outcome(number: int, predicted: float, measured: float, plan: str) -> Outcome:
+        case = a_case(f"t.csv#{number}", rivals="m", measured=Measured(iteration_time_s=measured))
+        return Outcome(case, predicted, False, 5e9, 0.1, plan)
+
+    twice = [outcome(1, 1.0, 1.0, "a"), outcome(2, 1.0, 1.2, "a")]
+    assert report_of("a", twice).rank is None
+    tied = report_of("a", [twice[0], outcome(2, 1.0, 1.2, "b")]).rank
+    assert tied is not None and (tied.num_pairs, tied.num_agreeing) == (1, 0)
+    found = report_of("a", [*twice, outcome(3, 2.0, 3.0, "c")]).rank
+    assert found is not None and (found.num_pairs, found.num_agreeing, found.correlation) == (1, 1, 1.0)
+
+
 def test_only_the_groups_asked_for_are_run_and_each_case_is_said() -> None:
     said: list[tuple[int, int, str]] = []
     cases = [a_case(f"tiny.csv#{number}", groups=(group,)) for number, group in enumerate(("vtrain-single-node",) * 2)]
