@@ -78,9 +78,10 @@ def inlined(function: Function) -> Function:
 
     Callers in other files name this one to `compiled_with`. No references are counted in it (nor in what it calls, but
     for `compiled` functions), so it works on views of arrays, and on tuples of arrays, as if they were numbers; that
-    counting was two thirds of what the compiled estimate of time took. Numba refuses a function that makes an array.
+    counting was two thirds of what the compiled estimate of time took. Numba refuses a function that makes an
+    array, and ``a[:] = b`` of two arrays, for which it may.
     """
-    return cast(Function, _for_any_number(_njit(forceinline=True, **_UNCOUNTED)(function)))
+    return cast(Function, _for_compiled_callers(_njit(forceinline=True, **_UNCOUNTED)(function)))
 
 
 def uncounted(function: Function) -> Function:
@@ -88,16 +89,7 @@ def uncounted(function: Function) -> Function:
 
     For what is called seldom: a copy is optimised again with each function that it is copied into.
     """
-    return cast(Function, _for_any_number(_njit(**_UNCOUNTED)(function)))
-
-
-def pasted(function: Function) -> Function:
-    """Return ``function`` to be copied into the text of the compiled functions that call it, as `inlined` otherwise.
-
-    Numba then sees through it and counts no references, but reads each copy anew: for what is called in inner loops,
-    where it halves what Aceso's choice of recomputation takes. Where it does not, `inlined` is compiled sooner.
-    """
-    return cast(Function, numba.njit(inline="always")(function))
+    return cast(Function, _for_compiled_callers(_njit(**_UNCOUNTED)(function)))
 
 
 def also_compiled(function: Function) -> Function:
@@ -120,6 +112,22 @@ def _for_any_number(function: Any) -> Any:
 
     function.get_call_template = get_call_template
     return function
+
+
+def _for_compiled_callers(function: Any) -> Any:
+    """Return a compiled function that has no entry for Python, and says so where Python calls it: numba would crash."""
+    if not hasattr(function, "overloads"):  # numba is switched off (NUMBA_DISABLE_JIT)
+        return function
+
+    def add_overload(made: Any) -> None:
+        function.overloads[tuple(made.signature.args)] = made
+
+    def refuse(*args: Any, **kws: Any) -> None:
+        name = function.__name__
+        raise TypeError(f"{name} is called by compiled functions; in Python call {name}.py_func")
+
+    function.add_overload, function._compile_for_args = add_overload, refuse
+    return _for_any_number(function)
 
 
 def private_folder() -> str:

@@ -76,7 +76,7 @@ class RankReport:
 
     @property
     def correlation(self) -> float:
-        """(agreeing - others) / pairs: Kendall's correlation over distinguishable pairs; one predicted alike is none."""
+        """(agreeing - others) / pairs: Kendall's correlation over pairs that differ; those predicted alike disagree."""
         return (2 * self.num_agreeing - self.num_pairs) / self.num_pairs
 
 

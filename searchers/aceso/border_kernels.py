@@ -21,10 +21,8 @@ from searchers.aceso.arrays import (
     Floats,
     Int32s,
 )
-from searchers.aceso.stage_kernels import microbatch_time, stage_figures
-from simulator.compiled_cache import compiled_with
-
-kernel = compiled_with(layout, recompute_kernels, stage_kernels)
+from searchers.aceso.stage_kernels import fill_figures, microbatch_time
+from simulator.compiled_cache import compiled_with, uncounted
 
 CAPACITY = 1 << 19
 """Rows of what is remembered: 21 MB; where half are taken it begins anew."""
@@ -58,6 +56,34 @@ def nothing_known() -> Known:
     return Known(np.zeros(CAPACITY, np.int64), np.zeros((CAPACITY, 4)), np.zeros(1, np.int64))
 
 
+class Room(NamedTuple):
+    """To price a stage in: int32[operators] and uint8[operators] twice, float64[NUM_FIGURES]."""
+
+    cells: Int32s
+    flags: Bytes
+    other: Bytes
+    figures: Floats
+
+
+class Paths(NamedTuple):
+    """To move all borders in: of each stage by where it begins and ends in the window, and of each border.
+
+    Attributes:
+        seconds, load: float64[stages, width, width].
+        reachable: uint8[stages + 1, width].
+        summed, before: float64 and int32[stages + 1, width]. Least seconds up to a border, and where that one began.
+        path, chosen: int32[stages + 1].
+    """
+
+    seconds: Floats
+    load: Floats
+    reachable: Bytes
+    summed: Floats
+    before: Int32s
+    path: Int32s
+    chosen: Int32s
+
+
 class Stages(NamedTuple):
     """The stages of a pipeline but for their borders.
 
@@ -76,7 +102,7 @@ class Stages(NamedTuple):
     recompute: int
 
 
-@kernel
+@compiled_with(layout, recompute_kernels, stage_kernels)
 def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, cuts: Int32s, window: int) -> int:
     """Move the borders of stages of one cell each to where the pipeline is fastest; return stages newly priced.
 
@@ -97,8 +123,7 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
         known.used[0] = 0
     before = known.used[0]
     num_stages, count = len(stages.cells), cuts[-1]
-    flags = np.zeros(count, np.uint8)
-    cells = np.zeros(count, np.int32)
+    room = Room(np.zeros(count, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.uint8), np.zeros(NUM_FIGURES))
     total = 0.0
     for index in range(count):
         least = np.inf
@@ -108,7 +133,7 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
         total += least
     low, high = total / num_stages, 0.0
     for stage in range(num_stages):
-        row = _row_of(arrays, stages, known, stage, cuts[stage], cuts[stage + 1], cells, flags)
+        row = _row_of(arrays, stages, known, stage, cuts[stage], cuts[stage + 1], room)
         fits = known.figures[row, BYTES] <= stages.limit
         high = max(high, known.figures[row, TIME]) if fits else np.inf
         if not fits:
@@ -119,7 +144,7 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
     if high == np.inf:
         high = low * 1.5
         for _ in range(8):
-            _greedy_cuts(arrays, stages, known, high, count, trial, cells, flags)
+            _greedy_cuts(arrays, stages, known, high, count, trial, room)
             if trial[0] == 0:
                 found[:] = trial
                 break
@@ -128,19 +153,26 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
             return int(known.used[0] - before)
     while high - low > 1e-3 * high:
         middle = 0.5 * (low + high)
-        _greedy_cuts(arrays, stages, known, middle, count, trial, cells, flags)
+        _greedy_cuts(arrays, stages, known, middle, count, trial, room)
         if trial[0] == 0:
             high = middle
             found[:] = trial
         else:
             low = middle
     if window > 0 and num_stages > 1:
-        _polish(arrays, stages, known, weight, found, window, cells, flags)
+        width = 2 * window + 1
+        paths = Paths(
+            np.empty((num_stages, width, width)), np.empty((num_stages, width, width)),
+            np.empty((num_stages + 1, width), np.uint8), np.empty((num_stages + 1, width)),
+            np.empty((num_stages + 1, width), np.int32), np.empty(num_stages + 1, np.int32),
+            np.empty(num_stages + 1, np.int32),
+        )  # fmt: skip
+        _polish(arrays, stages, known, weight, found, window, room, paths)
     cuts[:] = found
     return int(known.used[0] - before)
 
 
-@kernel
+@uncounted
 def _row_of(
     arrays: Arrays,
     stages: Stages,
@@ -148,10 +180,9 @@ def _row_of(
     stage: int,
     start: int,
     stop: int,
-    cells: Int32s,
-    flags: Bytes,
+    room: Room,
 ) -> int:
-    """Return the row of a stage, priced if it is new; ``cells`` and ``flags`` are room to work in."""
+    """Return the row of a stage, priced if it is new."""
     cell, gpus = stages.cells[stage], stages.gpus[stage]
     in_flight, links = stages.in_flight[stage], stages.links[stage]
     key = np.int64(cell)
@@ -166,13 +197,12 @@ def _row_of(
     row = ((key * SPREAD) >> 32) & last
     while known.keys[row] != key:
         if known.keys[row] == 0:
-            figures = np.zeros(NUM_FIGURES)
-            size = stop - start
-            cells[:size] = cell
-            stage_figures(
-                arrays, cells[:size], start, stop, gpus, in_flight, links, stages.limit, stages.recompute,
-                flags[:size], figures,
-            )
+            size, figures = stop - start, room.figures
+            room.cells[:size], figures[:] = cell, 0.0
+            fill_figures(
+                arrays, room.cells[:size], start, stop, gpus, in_flight, links, stages.limit, stages.recompute,
+                room.flags[:size], room.other[:size], figures,
+            )  # fmt: skip
             known.keys[row] = key
             known.used[0] += 1
             known.figures[row, TIME] = microbatch_time(figures)
@@ -184,7 +214,7 @@ def _row_of(
     return int(row)
 
 
-@kernel
+@uncounted
 def _greedy_cuts(
     arrays: Arrays,
     stages: Stages,
@@ -192,8 +222,7 @@ def _greedy_cuts(
     goal: float,
     count: int,
     cuts: Int32s,
-    cells: Int32s,
-    flags: Bytes,
+    room: Room,
 ) -> None:
     """Give each stage as many operators as it does within ``goal`` seconds; ``cuts[0]`` is -1 where some remain."""
     num_stages = len(stages.gpus)
@@ -206,7 +235,7 @@ def _greedy_cuts(
             low = most - 1
         while low < high:
             stop = (low + high + 1) // 2
-            row = _row_of(arrays, stages, known, stage, start, stop, cells, flags)
+            row = _row_of(arrays, stages, known, stage, start, stop, room)
             if known.figures[row, STEADY] <= goal and known.figures[row, BYTES] <= stages.limit:
                 low = stop
             else:
@@ -216,7 +245,7 @@ def _greedy_cuts(
         for _ in range(14):
             if stop <= start or (stage == num_stages - 1 and stop < most):
                 break
-            row = _row_of(arrays, stages, known, stage, start, stop, cells, flags)
+            row = _row_of(arrays, stages, known, stage, start, stop, room)
             if known.figures[row, TIME] <= goal and known.figures[row, BYTES] <= stages.limit:
                 reached = True
                 break
@@ -228,7 +257,7 @@ def _greedy_cuts(
         cuts[stage + 1] = stop
 
 
-@kernel
+@uncounted
 def _polish(
     arrays: Arrays,
     stages: Stages,
@@ -236,8 +265,8 @@ def _polish(
     weight: float,
     cuts: Int32s,
     window: int,
-    cells: Int32s,
-    flags: Bytes,
+    room: Room,
+    paths: Paths,
 ) -> None:
     """Move all borders within a window so that Equation 2, ``max(weight * time + sync) + sum(time)``, is least.
 
@@ -246,9 +275,8 @@ def _polish(
     """
     num_stages, count = len(stages.gpus), cuts[-1]
     width = 2 * window + 1
-    seconds = np.full((num_stages, width, width), np.inf)
-    load = np.full((num_stages, width, width), np.inf)
-    reachable = np.zeros((num_stages + 1, width), np.uint8)
+    seconds, load, reachable, summed, before, path, chosen = paths
+    seconds[:], load[:], reachable[:] = np.inf, np.inf, 0
     reachable[0, window] = 1
     for stage in range(num_stages):
         for place in range(width):
@@ -259,16 +287,13 @@ def _polish(
                 start = cuts[stage] + from_place - window
                 if reachable[stage, from_place] == 0 or start >= stop or start < 0:
                     continue
-                row = _row_of(arrays, stages, known, stage, start, stop, cells, flags)
+                row = _row_of(arrays, stages, known, stage, start, stop, room)
                 if known.figures[row, BYTES] <= stages.limit:
                     own = known.figures[row, TIME]
                     seconds[stage, from_place, place] = own
                     load[stage, from_place, place] = weight * own + known.figures[row, SYNC]
                     reachable[stage + 1, place] = 1
-    summed = np.zeros((num_stages + 1, width))
-    before = np.zeros((num_stages + 1, width), np.int32)
-    path = np.full(num_stages + 1, window, np.int32)
-    chosen = np.full(num_stages + 1, window, np.int32)
+    path[:], chosen[:] = window, window
     bound, best = np.inf, np.inf
     while True:
         summed[:] = np.inf
@@ -290,7 +315,8 @@ def _polish(
             largest = max(largest, load[stage - 1, path[stage - 1], path[stage]])
         if largest + total < best:
             best = largest + total
-            chosen[:] = path
+            for border in range(num_stages + 1):
+                chosen[border] = path[border]
         bound = largest
     for stage in range(num_stages):
         cuts[stage] += chosen[stage] - window

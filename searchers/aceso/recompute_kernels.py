@@ -6,12 +6,10 @@ import numpy as np
 
 from searchers.aceso import arrays as layout
 from searchers.aceso.arrays import ENTRY, FAR, FORWARD, KEPT, LISTED, OWN, Arrays, Bytes, Int32s
-from simulator.compiled_cache import compiled_with, pasted
-
-kernel = compiled_with(layout)
+from simulator.compiled_cache import compiled_with, inlined, uncounted
 
 
-@pasted
+@inlined
 def run_made(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -> float:
     """Return bytes that recomputing the operators ``[first, last]`` of a stage drops and brings back at once.
 
@@ -26,7 +24,7 @@ def run_made(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -
     return float(total)
 
 
-@pasted
+@inlined
 def run_kept(
     arrays: Arrays, cells: Int32s, flags: Bytes, first: int, last: int, start: int, stop: int
 ) -> float:
@@ -40,7 +38,7 @@ def run_kept(
     return float(total)
 
 
-@pasted
+@inlined
 def run_freed(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) -> float:
     """Return bytes per microbatch that recomputing ``[first, last]`` frees: without what it must keep to begin."""
     if last < first:
@@ -49,7 +47,7 @@ def run_freed(arrays: Arrays, cells: Int32s, first: int, last: int, start: int) 
     return float(run_made(arrays, cells, first, last, start) - entry)
 
 
-@pasted
+@inlined
 def joined_run(
     arrays: Arrays, cells: Int32s, flags: Bytes, offset: int, start: int, stop: int
 ) -> tuple[float, int, int]:
@@ -66,7 +64,7 @@ def joined_run(
     return run_freed(arrays, cells, first, last, start) - before - behind, first, last
 
 
-@kernel
+@inlined
 def freed_and_largest(
     arrays: Arrays, cells: Int32s, flags: Bytes, start: int, stop: int
 ) -> tuple[float, float, float]:
@@ -88,7 +86,7 @@ def freed_and_largest(
     return freed, largest, seconds
 
 
-@kernel
+@uncounted
 def choose(
     arrays: Arrays,
     cells: Int32s,
@@ -159,7 +157,7 @@ def choose(
     return freed, largest, seconds
 
 
-@kernel
+@compiled_with(layout)
 def choose_as_released(
     arrays: Arrays,
     cells: Int32s,

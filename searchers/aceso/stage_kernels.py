@@ -39,12 +39,12 @@ from searchers.aceso.arrays import (
     Int32s,
 )
 from searchers.aceso.recompute_kernels import choose, choose_as_released, freed_and_largest
-from simulator.compiled_cache import compiled_with
+from simulator.compiled_cache import compiled_with, inlined, uncounted
 
 kernel = compiled_with(layout, recompute_kernels)
 
 
-@kernel
+@inlined
 def transfer_time(arrays: Arrays, between_nodes: int, gpus_log: int, num_bytes: float) -> float:
     """Return seconds of a message from each GPU of a stage, all at once."""
     sizes = arrays.transfer_bytes[between_nodes]
@@ -67,7 +67,7 @@ def transfer_time(arrays: Arrays, between_nodes: int, gpus_log: int, num_bytes: 
     return float(seconds[place] + part * (seconds[place + 1] - seconds[place]))
 
 
-@kernel
+@inlined
 def border_time(
     arrays: Arrays, between_nodes: int, gpus_log: int, cell: int, index: int, neighbour: int, is_end: bool
 ) -> float:
@@ -101,7 +101,7 @@ def border_time(
     return float(seconds)
 
 
-@kernel
+@inlined
 def sync_time(arrays: Arrays, gpus_log: int, tensor_log: int, num_bytes: float) -> float:
     """Return seconds in which the replicas of a stage sum gradients."""
     replicas_log = gpus_log - tensor_log
@@ -110,7 +110,7 @@ def sync_time(arrays: Arrays, gpus_log: int, tensor_log: int, num_bytes: float) 
     return float(arrays.sync[tensor_log, replicas_log, 0] + arrays.sync[tensor_log, replicas_log, 1] * num_bytes)
 
 
-@kernel
+@inlined
 def reshard_time(arrays: Arrays, before: int, after: int, index: int) -> float:
     """Return seconds to move what enters operator ``index`` from one cell's layout to another's, both passes.
 
@@ -124,8 +124,8 @@ def reshard_time(arrays: Arrays, before: int, after: int, index: int) -> float:
     return float(arrays.gather[shift, 0] + arrays.gather[shift, 1] * num_bytes)
 
 
-@kernel
-def stage_figures(
+@uncounted
+def fill_figures(
     arrays: Arrays,
     cells: Int32s,
     start: int,
@@ -136,6 +136,7 @@ def stage_figures(
     limit: float,
     recompute: int,
     flags: Bytes,
+    other: Bytes,
     figures: Floats,
 ) -> None:
     """Write the figures of one stage.
@@ -152,6 +153,7 @@ def stage_figures(
         recompute: 0: ``flags`` are given; 1: choose the largest activations first; 2: the most bytes per second
             first; 3: whichever of the two takes less time; 4: as the public code does.
         flags: uint8[stop - start]; recomputed operators, written if chosen.
+        other: uint8[stop - start]. To work in.
         figures: float64[NUM_FIGURES]; times of both passes and memory are infinite where an operator has no such cell.
     """
     forward = backward = states = weights = kept = gradients = step = reshard = 0.0
@@ -207,12 +209,13 @@ def stage_figures(
             arrays, cells, flags, start, stop, in_flight, fixed, kept, limit, recompute == 2
         )
         if recompute == 3:
-            other = np.zeros(stop - start, np.uint8)
+            other[:] = 0
             found = choose(arrays, cells, other, start, stop, in_flight, fixed, kept, limit, True)
             first = fixed + (kept - freed) * in_flight + largest <= limit
             second = fixed + (kept - found[0]) * in_flight + found[1] <= limit
             if second and (not first or found[2] < seconds):
-                flags[:] = other
+                for offset in range(stop - start):
+                    flags[offset] = other[offset]
         freed, largest, seconds = freed_and_largest(arrays, cells, flags, start, stop)
     else:
         flags[:] = 0
@@ -237,6 +240,25 @@ def stage_figures(
 
 
 @kernel
+def stage_figures(
+    arrays: Arrays,
+    cells: Int32s,
+    start: int,
+    stop: int,
+    gpus: int,
+    in_flight: int,
+    links: int,
+    limit: float,
+    recompute: int,
+    flags: Bytes,
+    figures: Floats,
+) -> None:
+    """Write the figures of one stage: ``fill_figures``, for Python."""
+    other = np.empty(stop - start, np.uint8)
+    fill_figures(arrays, cells, start, stop, gpus, in_flight, links, limit, recompute, flags, other, figures)
+
+
+@inlined
 def microbatch_time(figures: Floats) -> float:
     """Return the seconds per microbatch of a stage."""
     return float(
@@ -267,11 +289,12 @@ def price_stops(
     The first is infinity where a stage does not fit.
     """
     figures = np.zeros(NUM_FIGURES)
-    flags = np.zeros(len(cells), np.uint8)
+    flags, other = np.zeros(len(cells), np.uint8), np.empty(len(cells), np.uint8)
     for place in range(len(stops)):
         size = stops[place] - start
-        stage_figures(
-            arrays, cells[:size], start, stops[place], gpus, in_flight, links, limit, recompute, flags[:size], figures
-        )
+        fill_figures(
+            arrays, cells[:size], start, stops[place], gpus, in_flight, links, limit, recompute, flags[:size],
+            other[:size], figures,
+        )  # fmt: skip
         seconds[place] = microbatch_time(figures) if figures[MEMORY] <= limit else np.inf
         sync[place] = figures[TIME_SYNC]

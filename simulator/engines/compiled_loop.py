@@ -50,7 +50,7 @@ def _slowness(
 def advance(graph: FixedArrays, state: RunState, until_ended: int) -> bool:
     """Run until so many tasks have ended; return whether anything is left that can run.
 
-    One long function: passing dozens of arrays to helpers would take most of the time.
+    One long function: its parts share a dozen numbers that change.
     """
     work_s, latency_s, lead_s, host_s, bound_s = graph[:5]
     kinds, host_waits, successor_offsets, successors, host_offsets, hosts = graph[5:11]

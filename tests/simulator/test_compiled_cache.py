@@ -15,13 +15,15 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import numba
+import numpy as np
 import pytest
 from numba.core.caching import FunctionCache
 from numba.core.registry import CPUDispatcher
 
 from simulator import compiled_cache
-from simulator.compiled_cache import inlined
+from simulator.compiled_cache import compiled, inlined
 
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("simulator", "searchers")
 
@@ -90,6 +92,61 @@ def test_a_number_that_is_written_out_is_no_other_kind_of_argument() -> None:
     """Else each of them would be compiled anew."""
     assert numba.njit(_counted)(4) == 1 + 2 + 3 + 4  # Not from the cache.
     assert len(cast(Any, _plus).signatures) == 1
+
+
+def test_what_is_compiled_for_compiled_callers_says_so_in_python() -> None:
+    """It has no entry for Python: a call ended the process, once a compiled caller had it compiled."""
+    assert numba.njit(_counted)(4) == 10
+    with pytest.raises(TypeError, match=r"_plus is called by compiled functions; in Python call _plus\.py_func"):
+        _plus(1, 2)
+    assert cast(Any, _plus).py_func(1, 2) == 3
+
+
+@inlined
+def _makes_one(count: int) -> int:
+    return len(np.zeros(count))
+
+
+@inlined
+def _asks_for_one(count: int) -> int:
+    return _zeros_of(count) + 1
+
+
+@compiled
+def _zeros_of(count: int) -> int:
+    return len(np.zeros(count))
+
+
+def test_only_what_counts_references_makes_arrays() -> None:
+    """Whoever is compiled first: numba gives what does not say whether it counts the caller's answer."""
+    with pytest.raises(numba.core.errors.NumbaError, match=r"NRT required|returning of array"):
+        numba.njit(lambda count: _makes_one(count))(3)
+    assert numba.njit(lambda count: _asks_for_one(count))(3) == 4
+
+
+@inlined
+def _sum_of(view: Floats) -> float:
+    total = 0.0
+    for number in range(len(view)):
+        total += view[number]
+    return total
+
+
+@inlined
+def _sums_of_rows(rows: Floats) -> float:
+    total = 0.0
+    for row in range(len(rows)):
+        total += _sum_of(rows[row])
+    return total
+
+
+def test_inlined_functions_count_no_references() -> None:
+    """Not on views of an array in a loop either; the caller counts its own, however long the loop."""
+    caller = numba.njit(lambda rows: _sums_of_rows(rows))
+    assert caller(np.ones((5, 7))) == 35.0
+    for function in (_sum_of, _sums_of_rows):
+        (code,) = cast(Any, function).inspect_asm().values()
+        assert "NRT_incref" not in code and "NRT_decref" not in code
 
 
 def imported_from(module: ModuleType) -> dict[str, ModuleType]:
