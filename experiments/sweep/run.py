@@ -119,7 +119,8 @@ class Sweep:
                     failed += status == "failed"
                     expected_s = (time.perf_counter() - began_s) / done * total
                 elapsed_s = time.perf_counter() - began_s
-                remaining_s = None if expected_s is None else max(0.0, expected_s - elapsed_s)
+                # Once what was expected is over nobody knows: no "0 s left" for as long as a long run takes.
+                remaining_s = expected_s - elapsed_s if expected_s is not None and expected_s > elapsed_s else None
                 tell(Progress(done, total, failed, elapsed_s, remaining_s, run, status))
         finally:
             self.pending = list(left.values())
