@@ -35,7 +35,7 @@ class Progress:
         failed: How many of those that ended failed.
         elapsed_s: Seconds since the call began to run.
         remaining_s: Estimate of the seconds left, should the runs to come end as fast as those before. None
-            before the first end.
+            before the first end, and while runs take longer than that.
         last: The run that ended just now; None when this is only a sign of life.
         status: Its status.
     """
@@ -119,8 +119,9 @@ class Sweep:
                     failed += status == "failed"
                     expected_s = (time.perf_counter() - began_s) / done * total
                 elapsed_s = time.perf_counter() - began_s
-                # Once what was expected is over nobody knows: no "0 s left" for as long as a long run takes.
-                remaining_s = expected_s - elapsed_s if expected_s is not None and expected_s > elapsed_s else None
+                remaining_s = None
+                if expected_s is not None and (expected_s > elapsed_s or done == total):
+                    remaining_s = max(0.0, expected_s - elapsed_s)
                 tell(Progress(done, total, failed, elapsed_s, remaining_s, run, status))
         finally:
             self.pending = list(left.values())

@@ -124,15 +124,16 @@ def test_a_run_without_a_plan_says_how_long_it_searched_and_where(place: Place) 
 def test_an_interrupted_sweep_says_what_remained_and_goes_on_with_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of four runs of 10 s end, the second failed, and nothing for 4 s."""
+    """Three of four runs of 10 s end, the second failed, and nothing for 4 s, then for longer than a run takes."""
     clock = [100.0]
 
     def outcomes(pending: Sequence[Job], workers: object) -> Iterator[tuple[Job, Outcome] | None]:
         for number, job in enumerate(pending[:3]):
             clock[0] += 10.0
             yield job, Outcome({"status": "failed" if number == 1 else "ok"})
-        clock[0] += 4.0
-        yield None
+        for waited_s in (4.0, 8.0):
+            clock[0] += waited_s
+            yield None
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_module, "outcomes", outcomes)
@@ -143,7 +144,8 @@ def test_an_interrupted_sweep_says_what_remained_and_goes_on_with_it(
     with pytest.raises(KeyboardInterrupt):
         found.run(None, said.append)  # type: ignore[arg-type]
     assert [(each.done, each.total, each.failed, each.elapsed_s, each.remaining_s) for each in said] == [
-        (0, 4, 0, 0.0, None), (1, 4, 0, 10.0, 30.0), (2, 4, 1, 20.0, 20.0), (3, 4, 1, 30.0, 10.0), (3, 4, 1, 34.0, 6.0)
+        (0, 4, 0, 0.0, None), (1, 4, 0, 10.0, 30.0), (2, 4, 1, 20.0, 20.0), (3, 4, 1, 30.0, 10.0), (3, 4, 1, 34.0, 6.0),
+        (3, 4, 1, 42.0, None),
     ]  # fmt: skip
     assert [job.run.global_batch for job in found.pending] == [8]
     assert found.counts() == {"ok": 2, "failed": 1}
