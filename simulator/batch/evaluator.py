@@ -82,6 +82,11 @@ class BatchEvaluator:
                 "batch evaluation adds up the collectives of a pass, but the runtime "
                 f"{problem.runtime.name} has overlaps_input_reductions: true; use a runtime without, or simulate"
             )
+        if problem.runtime.implementation.sequence_first and problem.runtime.attention == "flash":
+            raise ValueError(
+                "batch evaluation takes operators to save the same tensors whatever their samples, but flash attention "
+                f"copies what it makes of several in runtime {problem.runtime.name}; use FastEstimator, or simulate"
+            )
         if not problem.runtime.host_runs_ahead:
             raise ValueError(
                 "batch evaluation leaves host time out, but nothing hides it where the host never runs ahead, as in "

@@ -207,6 +207,13 @@ def test_batches_refuse_a_host_that_never_runs_ahead() -> None:
         BatchEvaluator(behind)
 
 
+def test_batches_refuse_flash_attention_that_keeps_another_tensor_of_several_samples() -> None:
+    problem = small_problem("gpt", runtime="megatron-lm-2023-flash")
+    runtime = replace(problem.runtime, overlaps_input_reductions=False)
+    with pytest.raises(ValueError, match="whatever their samples"):
+        BatchEvaluator(replace(problem, runtime=runtime))
+
+
 def unlike_hosts(runtime: str, **changes: object) -> Problem:
     """Return a problem on a V100 whose host takes three times as long as that of eight A100 beside it."""
     problem = small_problem("gpt", cluster="v100-32g-dgx1:1x1+a100-80g-dgx:1x8", runtime=runtime, global_batch=16)
