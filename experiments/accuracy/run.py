@@ -31,6 +31,7 @@ class Outcome:
         peak_bytes: Predicted live or reserved bytes, as measured: fullest device, or the mean where that is measured.
         wall_s: Seconds the simulation took, problem and plan included.
         plan_hash: Of the plan, whatever its spelling; empty where it is not known.
+        num_gpus: Of the problem.
     """
 
     case: Case
@@ -39,6 +40,7 @@ class Outcome:
     peak_bytes: float
     wall_s: float
     plan_hash: str = ""
+    num_gpus: int = 1
 
     @property
     def time_error(self) -> float | None:
@@ -112,6 +114,7 @@ def run_case(case: Case, *, fidelity: Fidelity | None = None, engine: str | None
         peak_bytes=peak,
         wall_s=perf_counter() - began,
         plan_hash=plan.canonical_hash(problem.workload),
+        num_gpus=problem.num_devices,
     )
 
 

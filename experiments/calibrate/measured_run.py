@@ -17,6 +17,10 @@ A_THOUSAND = (400.0, 2500.0)
 """Such ratios are nothing but milliseconds: no prediction is off by more than that from 1,000."""
 
 
+NEAR, FEW_GPUS = 1.3, 4
+"""How near a ratio must be to a number of GPUs to look like it; of fewer any error may."""
+
+
 def doubt(ratios: Iterable[float]) -> str | None:
     """Return what speaks against the unit of measured times, in words, or None.
 
@@ -38,6 +42,27 @@ seconds, of one iteration'
         return f"every run took {least:.3g} times the predicted seconds or more: {WANTED}"
     if most < 1 / IN_DOUBT:
         return f"every run took {most:.3g} of the predicted seconds or less: {WANTED}"
+    return None
+
+
+def doubt_of_one(ratio: float, num_gpus: int) -> str | None:
+    """Return what one run's measured seconds over predicted ones look like, in words, or None.
+
+    >>> doubt_of_one(8.4, 8)
+    'took as many times the predicted seconds as it has GPUs: rates of tokens or samples must be of all'
+    >>> doubt_of_one(0.12, 8)
+    'took the predicted seconds over its number of GPUs: tflops_per_gpu must be of one GPU'
+    >>> doubt_of_one(1020.0, 8)
+    'took about 1,000 times the predicted seconds: times must be in seconds, of one iteration'
+    >>> doubt_of_one(1.5, 2), doubt_of_one(8.4, 16)
+    (None, None)
+    """
+    if num_gpus >= FEW_GPUS and 1 / NEAR < ratio / num_gpus < NEAR:
+        return "took as many times the predicted seconds as it has GPUs: rates of tokens or samples must be of all"
+    if num_gpus >= FEW_GPUS and 1 / NEAR < ratio * num_gpus < NEAR:
+        return "took the predicted seconds over its number of GPUs: tflops_per_gpu must be of one GPU"
+    if A_THOUSAND[0] < ratio < A_THOUSAND[1]:
+        return f"took about 1,000 times the predicted seconds: {WANTED}"
     return None
 
 

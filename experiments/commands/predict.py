@@ -125,6 +125,9 @@ def predict(
     ]
     if measured and (words := doubt(measured)) is not None:
         messages().print(f"[bold red]{words}[/]")
+    else:
+        for line in _doubts(outcomes):
+            messages().print(f"[bold red]{line}[/]", soft_wrap=True)
     for line in other_dtypes(cases):
         messages().print(line, markup=False)
     for line in rows_twice(runs):
@@ -161,6 +164,22 @@ def predict(
         for line in failed:
             messages().print(f"[bold red]{line}[/]", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _doubts(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what measured times of single runs look like that are far off, and of which runs."""
+    from experiments.calibrate.measured_run import doubt_of_one
+
+    found: dict[str, list[str]] = {}
+    for each in outcomes:
+        measured = each.case.measured.iteration_time_s
+        if measured is not None:
+            words = doubt_of_one(measured / each.iteration_time_s, each.num_gpus)
+            if words is not None:
+                found.setdefault(words, []).append(each.case.row_id)
+    return [
+        f"{', '.join(runs[:FEW])}{' and others' if len(runs) > FEW else ''} {words}" for words, runs in found.items()
+    ]
 
 
 def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | None) -> list[Outcome]:

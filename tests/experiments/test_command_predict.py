@@ -48,6 +48,25 @@ def test_json_has_what_the_table_has(runs: Path, capsys: pytest.CaptureFixture[s
     assert found["report"]["num_runs"] == 3 and found["report"]["num_timed"] == 2
 
 
+def test_a_rate_of_one_gpu_and_milliseconds_are_asked_about(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three rows on four GPUs one is a rate of one of them, one in milliseconds, and one as predicted."""
+    head = HEAD.replace("iteration_time_s", "metric,value,unit")
+    shape = "small,4,256,4,128,1024"
+    empty = f"{shape},1,1,4,4,16,,,,x\n"
+    runs.write_text(head + empty)
+    (found,) = json.loads(run(capsys, "predict", runs, *ON, "--json")[1])["runs"]
+    seconds = found["predicted_iteration_time_s"]
+    tokens = 16 * 128 / seconds / 4
+    rows = [f"tokens_per_s,{tokens},", f"iteration_time,{1000 * seconds},s", f"iteration_time,{1000 * seconds},ms"]
+    runs.write_text(head + "".join(empty.replace(",,,,", f",{row},") for row in rows))
+    code, _, err = run(capsys, "predict", runs, *ON)
+    assert code == 0
+    said = " ".join(err.split())
+    assert "runs.csv#1 took as many times the predicted seconds as it has GPUs: rates of tokens" in said
+    assert "runs.csv#2 took about 1,000 times the predicted seconds" in said
+    assert "runs.csv#3" not in err
+
+
 def test_a_table_of_peaks_alone_is_tabulated_and_drawn(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By features the errors are those of the peaks: 25 % above what is measured of the one, equal of the others."""
     found = json.loads(run(capsys, "predict", runs, *ON, "--json")[1])["runs"]
