@@ -9,7 +9,3 @@ def main() -> None:
     from experiments.cli import main as run
 
     run()
-
-
-if __name__ == "__main__":
-    main()

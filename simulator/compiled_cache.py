@@ -47,7 +47,7 @@ def compiled(function: Function) -> Function:
 
 def _counting(function: Function) -> Any:
     # Said aloud, since what is not said numba takes from the function that calls this one first.
-    return _njit(cache=True, _nrt=True)(function)
+    return _njit(cache=True, forceinline=False, _nrt=True)(function)
 
 
 def compiled_with(*modules: ModuleType) -> Callable[[Function], Function]:
@@ -89,12 +89,12 @@ def uncounted(function: Function) -> Function:
 
     For what is called seldom: a copy is optimised again with each function that it is copied into.
     """
-    return cast(Function, _for_compiled_callers(_njit(**_UNCOUNTED)(function)))
+    return cast(Function, _for_compiled_callers(_njit(forceinline=False, **_UNCOUNTED)(function)))
 
 
 def also_compiled(function: Function) -> Function:
     """Return ``function`` as it is, for Python, and callable by compiled functions, which compile it as `inlined`."""
-    return register_jitable(_nrt=False)(function)
+    return register_jitable(forceinline=True, _nrt=False)(function)
 
 
 def _for_any_number(function: Any) -> Any:

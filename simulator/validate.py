@@ -219,8 +219,8 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
             limit = op.definition.split_limit(op.attributes, split) if split in table else None
             if limit is not None and limit % degree:
                 remedy = "; pad the vocabulary (vocab_multiple of the model)" if split == "vocab" else ""
-                if split == "column" and "groups" in op.attributes:
-                    remedy = ", its groups of heads (kv_heads of the model, else heads): none is replicated"
+                if split == "column" and "attention" in op.role:
+                    remedy = "; that many are its groups of heads (kv_heads of the model, else heads), none replicated"
                 problems.append(f"{where}: a {split} split must divide {limit}, got {degree}{remedy}")
         degree = batch_degree(resolved)
         degrees.add(degree)

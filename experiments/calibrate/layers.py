@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -56,10 +56,11 @@ def calibrate_layers(
     kinds = layer_kinds(problem)
     times = [time for file in files for time in file.layers]
     _check_length(times, problem, kinds)
+    times = [time for time in times if not _is_other_length(time.seq_len, problem, kinds)]
     points: list[Point] = []
     fits: list[FitRecord] = []
-    rows: dict[tuple[str, int], list[tuple[int, ProfileRow]]] = {}
-    num_layers = _layers_of(problem, kinds)
+    rows: dict[tuple[str, int], list[tuple[int, int, ProfileRow]]] = {}
+    num_layers = [len(layers) for layers in _layers_by_kind(problem)]
     costs = CostTables(problem)
     impossible: list[str] = []
     tables = {}
@@ -80,7 +81,7 @@ def calibrate_layers(
         points.append(Point(what, time.seconds, modelled))
         weight = num_layers[time.layer_type] if time.layer_type >= 0 else 1
         for count, row in _rows(problem, costs, members, time, time.seconds / modelled, source):
-            rows.setdefault((row.role, row.samples), []).append((weight * count, row))
+            rows.setdefault((row.role, row.samples), []).append((time.layer_type, weight * count, row))
     for group in dict.fromkeys(point.group for point in points):
         members_of = [point for point in points if point.group == group]
         fits.append(fit_record(f"{group}: forward, shipped model against measured", "checked", members_of))
@@ -92,7 +93,7 @@ def calibrate_layers(
         model=problem.workload.name,
         gpu_type=problem.gpu_types[0],
         dtype=problem.runtime.implementation.dtype,
-        rows=tuple(_mean(same) for same in rows.values()),
+        rows=tuple(_mean([(count, row) for _, count, row in same]) for same in rows.values()),
         source=source,
     )
     if rows:
@@ -109,8 +110,7 @@ def calibrate_layers(
             f"layer times must be above 0 and below the whole model's, got others for {', '.join(impossible)}, which "
             "are left out: runs of more layers must take longer, by as much for each"
         )
-    spread = max((max(row.forward_s for _, row in same) / min(row.forward_s for _, row in same)
-                  for same in rows.values() if min(row.forward_s for _, row in same) > 0), default=1.0)  # fmt: skip
+    spread = max(map(_spread_over_kinds, rows.values()), default=1.0)
     if spread > 1 + ALIKE:
         notes.append(
             f"operators of one name were measured in layers of several kinds, up to {spread:.3g} times as long in one "
@@ -133,6 +133,11 @@ def _check_length(times: Sequence[LayerTime], problem: Problem, kinds: Sequence[
 
 def layer_kinds(problem: Problem) -> list[list[int]]:
     """Return operators of the first layer of each repeated kind, kinds in order of appearance."""
+    return [layers[0] for layers in _layers_by_kind(problem)]
+
+
+def _layers_by_kind(problem: Problem) -> list[list[list[int]]]:
+    """Return operators of each layer of each repeated kind."""
     workload = problem.workload
     by_layer: dict[int, list[int]] = {}
     for index, op in enumerate(workload.operators):
@@ -140,15 +145,22 @@ def layer_kinds(problem: Problem) -> list[list[int]]:
     seen: dict[tuple[int, ...], list[list[int]]] = {}
     for members in by_layer.values():
         seen.setdefault(tuple(workload.signatures[index] for index in members), []).append(members)
-    return [layers[0] for layers in seen.values() if len(layers) > 1]
+    return [layers for layers in seen.values() if len(layers) > 1]
 
 
-def _layers_of(problem: Problem, kinds: Sequence[Sequence[int]]) -> list[int]:
-    """Return how many layers each kind has."""
-    signatures = problem.workload.signatures
-    first = Counter(signatures)
-    return [first[signatures[members[0]]] // [signatures[i] for i in members].count(signatures[members[0]])
-            for members in kinds]  # fmt: skip
+def _is_other_length(seq_len: str, problem: Problem, kinds: Sequence[Sequence[int]]) -> bool:
+    """Return whether a figure is of other sequences than the model's, where both have one length."""
+    return len(kinds) == 1 and seq_len not in ("", str(problem.workload.tokens_per_sample))
+
+
+def _spread_over_kinds(rows: Sequence[tuple[int, int, ProfileRow]]) -> float:
+    """Return how many times as long operators of one role and size take in one kind of layer as in another."""
+    times: dict[int, list[float]] = {}
+    for kind, _, row in rows:
+        if kind >= 0 and row.forward_s > 0:
+            times.setdefault(kind, []).append(row.forward_s)
+    means = [fmean(own) for own in times.values()]
+    return max(means) / min(means) if means else 1.0
 
 
 def _mean(rows: Sequence[tuple[int, ProfileRow]]) -> ProfileRow:
@@ -213,8 +225,8 @@ def _memory_points(
         if each.layer_type >= len(kinds):
             continue
         members = kinds[each.layer_type]
-        if len(kinds) == 1 and each.seq_len not in ("", str(problem.workload.tokens_per_sample)):
-            continue  # of other sequences
+        if _is_other_length(each.seq_len, problem, kinds):
+            continue
         for degree, size in each.saved_bytes.items():
             if size <= 0 or (each.sequence_parallel and degree > 1):
                 continue

@@ -49,21 +49,23 @@ def doubt_of_one(ratio: float, num_gpus: int) -> str | None:
     """Return what one run's measured seconds over predicted ones look like, in words, or None.
 
     >>> doubt_of_one(8.4, 8)
-    'took as many times the predicted seconds as it has GPUs: rates of tokens or samples must be of all'
+    'took as many times the predicted seconds as there are GPUs (a rate of tokens or samples must be of all of them)'
     >>> doubt_of_one(0.12, 8)
-    'took the predicted seconds over its number of GPUs: tflops_per_gpu must be of one GPU'
+    'took the predicted seconds over the number of GPUs (tflops_per_gpu must be of one of them)'
     >>> doubt_of_one(1020.0, 8)
-    'took about 1,000 times the predicted seconds: times must be in seconds, of one iteration'
+    'took about 1,000 times the predicted seconds (times must be in seconds, of one iteration)'
     >>> doubt_of_one(1.5, 2), doubt_of_one(8.4, 16)
     (None, None)
     """
+    found = []
     if num_gpus >= FEW_GPUS and 1 / NEAR < ratio / num_gpus < NEAR:
-        return "took as many times the predicted seconds as it has GPUs: rates of tokens or samples must be of all"
+        rates = "a rate of tokens or samples must be of all of them"
+        found.append(f"as many times the predicted seconds as there are GPUs ({rates})")
     if num_gpus >= FEW_GPUS and 1 / NEAR < ratio * num_gpus < NEAR:
-        return "took the predicted seconds over its number of GPUs: tflops_per_gpu must be of one GPU"
+        found.append("the predicted seconds over the number of GPUs (tflops_per_gpu must be of one of them)")
     if A_THOUSAND[0] < ratio < A_THOUSAND[1]:
-        return f"took about 1,000 times the predicted seconds: {WANTED}"
-    return None
+        found.append(f"about 1,000 times the predicted seconds ({WANTED})")
+    return f"took {', '.join(found)}" if found else None
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def predict(
         messages().print(f"[bold red]{words}[/]")
     else:
         for line in _doubts(outcomes):
-            messages().print(f"[bold red]{line}[/]", soft_wrap=True)
+            messages().print(line, style="bold red", markup=False, soft_wrap=True)
     for line in other_dtypes(cases):
         messages().print(line, markup=False)
     for line in rows_twice(runs):

@@ -181,7 +181,9 @@ def _least(
 
     start = np.array([parameter.start for parameter in parameters])
     scale = np.array([max(parameter.start, 0.01 * parameter.high) for parameter in parameters])
-    first = start if begin is None else np.array([begin[parameter.name] for parameter in parameters])
+    first = start
+    if begin is not None:
+        first = np.array([min(max(begin[each.name], each.low), each.high) for each in parameters])
     found = least_squares(
         residuals,
         first,

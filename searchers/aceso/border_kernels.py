@@ -89,9 +89,9 @@ class Stages(NamedTuple):
 
     Attributes:
         cells: int32[num_stages].
-        gpus, in_flight, links: int32[num_stages], as in ``stage_kernels.stage_figures``.
+        gpus, in_flight, links: int32[num_stages], as in ``stage_kernels.fill_figures``.
         limit: Bytes.
-        recompute: As in ``stage_kernels.stage_figures``.
+        recompute: As in ``stage_kernels.fill_figures``.
     """
 
     cells: Int32s

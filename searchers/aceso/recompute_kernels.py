@@ -59,8 +59,8 @@ def joined_run(
     last += 1
     while last + 1 < stop and flags[last + 1 - start] and arrays.layer[last + 1] == layer:
         last += 1
-    before = run_freed(arrays, cells, first, start + offset - 1 + flags[offset], start)
-    behind = run_freed(arrays, cells, start + offset + 2 - flags[offset + 1], last, start)
+    before = run_freed(arrays, cells, first, start + offset - 1 + int(flags[offset]), start)
+    behind = run_freed(arrays, cells, start + offset + 2 - int(flags[offset + 1]), last, start)
     return run_freed(arrays, cells, first, last, start) - before - behind, first, last
 
 

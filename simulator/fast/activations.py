@@ -77,7 +77,8 @@ def _unmade_bytes(shape: Structure, tied_anew: Floats, whole: Parts, has_whole: 
         shape: Of the model.
         tied_anew: Of the stage.
         whole, has_whole: What ZeRO has whole of it, and whether it has any.
-        made: Of operators before ``start``, where the part begins.
+        made: Of operators before the part.
+        start: Where that begins.
     """
     for place in range(len(shape.tied)):
         made += tied_anew[place] if shape.tied[place] < start else 0.0

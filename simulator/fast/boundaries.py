@@ -42,7 +42,7 @@ def add_transfers(
 ) -> bool:
     """Add to the times of stages what they send over the boundaries between them; return whether all is known.
 
-    Arguments as for ``time.estimate_times``, and ``rows_s`` as for ``pipeline.add_passes``.
+    Arguments as for ``time.estimate_times``, and ``rows_s`` as for ``pipeline.passes_of_plan_s``.
     """
     low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
     size, all_known = plans.microbatch_size[plan], True

@@ -39,6 +39,7 @@ from simulator.closed_forms.stage_prices import pass_host_s, passes_s
 from simulator.compiled_cache import is_cached
 from simulator.costs import CostTables
 from simulator.fast.arrays import (
+    BAD_ROUNDS,
     BAD_RUNS,
     BAD_SEGMENTS,
     BAD_STRATEGY,
@@ -294,10 +295,10 @@ class FastEstimator:
             if counts[0]:
                 self._missing.work_out(columns, misses[: counts[0]])
             elif states.any():
-                self._refuse(columns, states)
+                self._refuse(states)
             else:
                 break
-            self._refuse(columns, states)
+            self._refuse(states)
             chosen = np.flatnonzero(states == INCOMPLETE)
         estimate_peaks(
             self._structure,
@@ -326,7 +327,7 @@ class FastEstimator:
 
     # What is missing
 
-    def _refuse(self, columns: PlanColumns, states: Ints) -> None:
+    def _refuse(self, states: Ints) -> None:
         if (states >= 0).all():
             return
         plan = int(np.argmax(states < 0))
@@ -334,6 +335,7 @@ class FastEstimator:
         words = {
             BAD_RUNS: f"runs of a plan must hold operators 0 to {count - 1} one after the other",
             BAD_STRATEGY: "every operator must be one that its strategy can split (validate says which is not)",
+            BAD_ROUNDS: "interleaved stages and microbatches must be multiples of the ranks",
             BAD_SEGMENTS: "recomputed segments must lie inside their stage, ascending, and not overlap",
         }
         raise ValueError(f"{words.get(int(states[plan]), 'too many ways to gather parameters')}; broken in plan {plan}")

@@ -58,7 +58,8 @@ def add_gathers(
     Whole units from sums; parts of units, and units with tied parameters, one by one.
 
     Args:
-        shape, tables, plans, run_tables, gathered_bytes: See ``time.estimate_times``.
+        shape, tables, plans, run_tables: See ``time.estimate_times``.
+        gathered_bytes: See ``BesideRules``.
         run, start, stage, first: The run, its first operator, its stage, and that's.
         reshards: Units are gathered for each pass.
         pending, count: Gathers of the unit that may not be through; more than MAX_PENDING of them are too many.

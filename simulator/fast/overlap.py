@@ -205,7 +205,8 @@ def stage_sent(
         gather_s: float64[2]. Gathers of the root, and of the other units, each in one call.
         is_sharded: Parameters of all its operators are gathered.
         in_parts: Gradients are reduced as they are made.
-        ties_by_use, rules: See ``time.estimate_times``.
+        ties_by_use: See ``PassRules``.
+        rules: What else holds for any plan.
         num_buckets, num_large, num_tensors: Of its parameters but for tied ones: buckets that gradients fill, those
             that are gathered by calls of their own, all.
     """

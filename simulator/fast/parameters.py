@@ -52,7 +52,7 @@ def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats
     Args:
         family: int64[FAMILY]. How they are.
         elements: So many.
-        rules: See ``time.estimate_times``.
+        rules: What holds for any plan.
         copied: float64[COPIED]. Where bytes are added, and the most times of any.
     """
     times = family[COPIES]
@@ -84,9 +84,10 @@ def add_parameters(
     """Add the parameters of a run; return whether all are gathered before use, whether any is, and if there was room.
 
     Args:
-        shape, tables, plans, run_tables, ties_by_use: See ``time.estimate_times``.
+        shape, tables, plans, run_tables: See ``time.estimate_times``.
         run, start, stage, first: The run, its first operator, its stage, and that's.
-        rules: ``beside`` there.
+        ties_by_use: See ``PassRules``.
+        rules: What else holds for any plan.
         copied: float64[COPIED]. Where copies of gradients are added (``add_copies``).
         found: Those of the runs before; added to.
     """

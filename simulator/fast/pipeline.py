@@ -89,6 +89,16 @@ def _longest_s(ranks: Ints, seconds: Floats, sums_s: Floats) -> float:
 
 
 @inlined
+def has_whole_rounds(plans: PlanColumns, plan: int, ranks: Ints) -> bool:
+    """Return whether interleaved stages and microbatches come in whole rounds over the ranks; ``ranks`` is room."""
+    low, high = plans.stage_offsets[plan], plans.stage_offsets[plan + 1]
+    if plans.schedule[plan] != INTERLEAVED or high - low == 1:
+        return True
+    num_ranks = _fill_ranks(plans.placements, low, high, ranks)
+    return bool((high - low) % num_ranks == 0 and plans.num_microbatches[plan] % num_ranks == 0)
+
+
+@inlined
 def passes_of_plan_s(
     plans: PlanColumns,
     plan: int,
@@ -101,8 +111,9 @@ def passes_of_plan_s(
     """Return the seconds of the passes of all microbatches of a plan, and of what comes once behind them.
 
     Args:
-        plans, stage_s, blocking: See ``time.estimate_times``.
+        plans, stage_s: See ``time.estimate_times``.
         plan: Its number.
+        blocking: See ``PassRules``.
         once_s: float64[3, stages]. What each stage does behind its last pass, as ``step_time.phases_s`` has it.
         rows_s: float64[stages, NUM_COLUMNS]. Of each stage, as ``stage_rows`` has them, but for ONCE, and INPUT,
             the rest of ``stage_s``, which are filled here. What recomputed layers gather once more counts as of the

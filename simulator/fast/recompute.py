@@ -24,7 +24,8 @@ def recomputed_s(
     False if segments are not in order or leave the stage.
 
     Args:
-        shape, tables, plans, run_tables, stops_early: See ``time.estimate_times``.
+        shape, tables, plans, run_tables: See ``time.estimate_times``.
+        stops_early: See ``PassRules``.
         stage, first: The stage and its first operator.
         unlike, num_unlike: Operators of it with neighbours in another run or stage.
     """

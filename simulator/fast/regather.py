@@ -33,7 +33,9 @@ def add_regathers(
     """Add to the times of stages one more gather of every unit that lies whole in a recomputed segment.
 
     Args:
-        shape, tables, plans, run_tables, plan, gathered_bytes, stage_s: See ``time.estimate_times``.
+        shape, tables, plans, run_tables, stage_s: See ``time.estimate_times``.
+        plan: Its number.
+        gathered_bytes: See ``BesideRules``.
         pending: To work in.
     """
     keys, channels, elements = pending

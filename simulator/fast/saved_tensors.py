@@ -223,7 +223,8 @@ def kept_at_ends(
     """Return the bytes of what a stage received, and of what it sent if that is held, unless they are kept anyway.
 
     Args:
-        shape, savings, tables, plans, run_tables, keeps_outputs: See ``peaks.estimate_peaks``.
+        shape, savings, tables, plans, run_tables: See ``peaks.estimate_peaks``.
+        keeps_outputs: See ``MemoryRules``.
         stage, crossing: The stage, and what crosses into it; and out of it, which is noted.
         pieces, num_pieces: All of its pieces.
     """

@@ -195,8 +195,8 @@ def add_step(
     """Add the step to what comes once per iteration of a plan.
 
     Args:
-        shape, tables, plans, run_tables, rules: See ``time.estimate_times``.
-        plan: Its number.
+        shape, tables, plans, run_tables: See ``time.estimate_times``.
+        plan, rules: Its number, and what holds for any.
         ties_s, norm_s: Of summing tied weights, and of the norm over all ranks; 0 for none.
         launched_s: float64[stages, LAUNCHED]. Of each stage.
         stage_s, rows_s: See ``pipeline.passes_of_plan_s``, before it.

@@ -41,6 +41,7 @@ from simulator.fast import (
 )
 from simulator.fast.arrays import (
     ADDED_S,
+    BAD_ROUNDS,
     BAD_RUNS,
     DONE,
     ELEMENTS,
@@ -61,7 +62,7 @@ from simulator.fast.boundaries import add_transfers
 from simulator.fast.gathers import UnitGathers
 from simulator.fast.neighbours import Unlike
 from simulator.fast.parameters import COPIED, Synchronised
-from simulator.fast.pipeline import PipelineRoom, passes_of_plan_s
+from simulator.fast.pipeline import PipelineRoom, has_whole_rounds, passes_of_plan_s
 from simulator.fast.regather import add_regathers
 from simulator.fast.stage_times import StageRoom, StageTimes, fill_stage
 from simulator.fast.step import add_step, find_norm
@@ -104,6 +105,8 @@ def _fill(
             first_s += before_s
         if state >= 0 and first != len(shape.classes):
             state = BAD_RUNS
+        if state >= 0 and not has_whole_rounds(plans, plan, pipeline_room.ranks):
+            state = BAD_ROUNDS
         if state < 0:
             states[plan] = state
             continue

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.calibrate.galvatron import galvatron
-from experiments.calibrate.layers import calibrate_layers, layer_kinds
+from experiments.calibrate.layers import _layers_by_kind, calibrate_layers, layer_kinds
 from experiments.calibrate.sources import _trace_rows, kineto
 from hardware_models.calibration.outcome import Outcome
 from hardware_models.gpus import load_curves, load_gpu
@@ -94,17 +94,49 @@ def test_activations_of_every_tensor_parallel_degree_are_compared(tmp_path: Path
 
 
 def test_kinds_of_layers_that_share_names_of_operators_have_their_mean_and_a_note() -> None:
-    """The first two kinds of Swin, two layers each, 40 and 20 ms: their sum is right, their shares cannot be."""
+    """The first two kinds of Swin, 40 and 20 ms: all layers' sum is right, their shares cannot be."""
     times = (LayerTime(0, 8, 0.04), LayerTime(1, 8, 0.02))
     one = ProblemSpec("swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", 1).load()
-    kinds = layer_kinds(one)
+    kinds = _layers_by_kind(one)[:2]
     found = calibrate_layers([GalvatronFile(layers=times)], "swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", "t")
     assert found.operators is not None
     taken = {row.role: row.forward_s for row in found.operators.rows}
-    both_s = sum(taken[one.workload.operators[index].role] for kind in kinds[:2] for index in kind)
-    assert both_s == pytest.approx(0.06, rel=1e-9)
+    both_s = sum(taken[one.workload.operators[index].role] for layers in kinds for layer in layers for index in layer)
+    assert both_s == pytest.approx(0.04 * len(kinds[0]) + 0.02 * len(kinds[1]), rel=1e-9)
     assert any("operators of one name were measured in layers of several kinds" in note for note in found.notes)
     alike = calibrate_layers(
         [GalvatronFile(layers=times[:1])], "swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", "t"
     )
     assert not any("of one name" in note for note in alike.notes)
+
+
+def test_layers_of_other_sequences_beside_the_models_own_are_left_out(tmp_path: Path) -> None:
+    own = {"layernum[2]_bsz8_seq512": 20.0, "layernum[4]_bsz8_seq512": 30.0}
+    longer = {"layernum[2]_bsz8_seq1024": 40.0, "layernum[4]_bsz8_seq1024": 62.0}
+    taken = [layer_files(tmp_path, {"layers.json": times}) for times in (own, {**own, **longer})]
+    rows = [each.calibration.operators.rows for each in taken if each.calibration.operators is not None]
+    assert rows[0] == rows[1] and not any("of one name" in note for note in taken[1].notes)
+
+
+def test_one_kind_measured_twice_has_its_mean_without_a_note() -> None:
+    times = (LayerTime(0, 8, 0.04), LayerTime(0, 8, 0.02))
+    both, first = (
+        calibrate_layers([GalvatronFile(layers=some)], "bert-large", "titan-rtx-pcie:1x1", "galvatron-v1", "t")
+        for some in (times, times[:1])
+    )
+    assert both.operators is not None and first.operators is not None
+    taken, alone = (sum(row.forward_s for row in each.operators.rows) for each in (both, first) if each.operators)
+    assert taken == pytest.approx(0.75 * alone) and not any("of one name" in note for note in both.notes)
+
+
+def test_shares_of_kinds_are_by_how_many_layers_each_has() -> None:
+    """Of VGG-19's convolutions: as many as there are layers, not as there are operators like a layer's first."""
+    problem = ProblemSpec("vgg-19", "titan-rtx-pcie:1x1", "galvatron-v1", 1).load()
+    by_kind = _layers_by_kind(problem)
+    assert [layers[0] for layers in by_kind] == layer_kinds(problem)
+    signatures = problem.workload.signatures
+    for layers in by_kind:
+        assert len({tuple(signatures[index] for index in layer) for layer in layers}) == 1 < len(layers)
+    assert len({index for layers in by_kind for layer in layers for index in layer}) == sum(
+        len(layer) for layers in by_kind for layer in layers
+    )

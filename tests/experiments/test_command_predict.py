@@ -62,7 +62,7 @@ def test_a_rate_of_one_gpu_and_milliseconds_are_asked_about(runs: Path, capsys: 
     code, _, err = run(capsys, "predict", runs, *ON)
     assert code == 0
     said = " ".join(err.split())
-    assert "runs.csv#1 took as many times the predicted seconds as it has GPUs: rates of tokens" in said
+    assert "runs.csv#1 took as many times the predicted seconds as there are GPUs (a rate of tokens" in said
     assert "runs.csv#2 took about 1,000 times the predicted seconds" in said
     assert "runs.csv#3" not in err
 

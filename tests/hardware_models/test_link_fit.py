@@ -263,3 +263,10 @@ def test_a_network_a_little_slower_than_the_links_is_told() -> None:
     found = fit_links("a100-80g-dgx", rows_of(true, INSIDE, OVER), "test")
     assert found.network is not None
     assert found.network.nic_bytes_per_s == pytest.approx(true.nodes[0].network.nic_bytes_per_s, rel=0.1)
+
+
+def test_times_a_thousand_times_too_long_are_fitted_all_the_same() -> None:
+    """Milliseconds taken for seconds: rates far below the preset's, at the bound of what is tried."""
+    rows = [(kind, shape, size, 1e3 * seconds)
+            for kind, shape, size, seconds in rows_of(parse_cluster("a100-80g-dgx:2x8"), INSIDE, OVER)]  # fmt: skip
+    assert fit_links("a100-80g-dgx", rows, "test").constants["links.rate"] < 0.01

@@ -404,3 +404,15 @@ def test_what_is_copied_of_a_large_unit_is_in_both(holds: tuple[()] | None) -> N
     found = FastEstimator(replace(problem, workload=workload, runtime=runtime))
     plan = uniform_plan(found.problem, dp=8, zero=3, gradient_reduction="every")
     assert_equal(validate(plan, found.problem), found)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_interleaved_microbatches_that_do_not_fill_rounds_are_refused(num_microbatches: int) -> None:
+    """They never ended, compiled."""
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x2", global_batch=16)
+    fast = FastEstimator(problem)
+    plans = fast.arrays([uniform_plan(problem, pp=2, schedule="interleaved", chunks=2, microbatch=2)])
+    assert fast.evaluate(plans).fits.all()
+    columns = plans.columns()._replace(num_microbatches=np.array([num_microbatches]))
+    with pytest.raises(ValueError, match="interleaved stages and microbatches must be multiples of the ranks"):
+        fast.evaluate_columns(columns)

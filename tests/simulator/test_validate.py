@@ -119,3 +119,11 @@ def test_stages_may_share_their_devices() -> None:
     count = len(problem.workload)
     stages = tuple(Stage(((start, stop),), (0,), ((stop - start, ()),)) for start, stop in ((0, 29), (29, count)))
     assert validate(Plan(stages=stages, microbatch_size=1, num_microbatches=8, schedule="gpipe"), problem)
+
+
+def test_a_degree_that_heads_do_not_allow_names_them() -> None:
+    """And one that the width of an MLP does not allow does not."""
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x3", global_batch=16)
+    with pytest.raises(ValueError, match=r"attention_qkv.*got 3; that many are its groups of heads") as refused:
+        validate(uniform_plan(problem, tp=3), problem)
+    assert all("heads (kv_heads" not in line for line in str(refused.value).splitlines() if "mlp" in line)
