@@ -77,9 +77,8 @@ def inlined(function: Function) -> Function:
     """Return ``function``, which makes no arrays, to be copied into the machine code of the compiled ones that call it.
 
     Callers in other files name this one to `compiled_with`. No references are counted in it (nor in what it calls, but
-    for `compiled` functions), so it works on views of arrays, and on tuples of arrays, as if they were numbers; that
-    counting was two thirds of what the compiled estimate of time took. Numba refuses a function that makes an
-    array, and ``a[:] = b`` of two arrays, for which it may.
+    for `compiled` functions), so it works on views of arrays, and on tuples of arrays, as if they were numbers. Numba
+    refuses a function that makes an array, and ``a[:] = b`` of two arrays, for which it may.
     """
     return cast(Function, _for_compiled_callers(_njit(forceinline=True, **_UNCOUNTED)(function)))
 

@@ -220,7 +220,7 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
             if limit is not None and limit % degree:
                 remedy = "; pad the vocabulary (vocab_multiple of the model)" if split == "vocab" else ""
                 if split == "column" and "attention" in op.role:
-                    remedy = "; that many are its groups of heads (kv_heads of the model, else heads), none replicated"
+                    remedy = f"; {limit} are its groups of heads (kv_heads of the model, else heads), none replicated"
                 problems.append(f"{where}: a {split} split must divide {limit}, got {degree}{remedy}")
         degree = batch_degree(resolved)
         degrees.add(degree)

@@ -30,7 +30,7 @@ class Outcome:
         out_of_memory: Predicted.
         peak_bytes: Predicted live or reserved bytes, as measured: fullest device, or the mean where that is measured.
         wall_s: Seconds the simulation took, problem and plan included.
-        plan_hash: Of the plan, whatever its spelling; empty where it is not known.
+        plan_hash: Of the plan, whatever its spelling.
         num_gpus: Of the problem.
     """
 
@@ -39,8 +39,8 @@ class Outcome:
     out_of_memory: bool
     peak_bytes: float
     wall_s: float
-    plan_hash: str = ""
-    num_gpus: int = 1
+    plan_hash: str
+    num_gpus: int
 
     @property
     def time_error(self) -> float | None:
@@ -193,10 +193,10 @@ def group_reports(
 def _rivals(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, float]]]:
     """Return predicted and measured seconds of a sample by set of rivals; runs of one plan are one, with their mean."""
     found: dict[str, dict[tuple[str, float], list[float]]] = {}
-    for number, each in enumerate(outcomes):
+    for each in outcomes:
         measured, samples = each.case.measured.iteration_time_s, each.case.rival_samples
         if each.case.rivals is not None and measured is not None:
-            plan = (each.plan_hash or f"outcome {number}", each.iteration_time_s / samples)
+            plan = (each.plan_hash, each.iteration_time_s / samples)
             found.setdefault(each.case.rivals, {}).setdefault(plan, []).append(measured / samples)
     return {
         word: [(predicted_s, fmean(runs)) for (_, predicted_s), runs in plans.items()] for word, plans in found.items()

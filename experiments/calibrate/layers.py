@@ -20,7 +20,6 @@ from simulator.problem import Problem, ProblemSpec
 IMPLAUSIBLE = 3.0
 """By what factor layer times may differ from the shipped model's before that is said."""
 
-
 ALIKE = 0.01
 """By what part an operator may take longer in one kind of layer than in another before that is said."""
 
@@ -53,14 +52,14 @@ def calibrate_layers(
         ValueError: If the model has another number of kinds of layers than the files.
     """
     problem = ProblemSpec(model, cluster, runtime, 1).load()
-    kinds = layer_kinds(problem)
+    by_kind = _layers_by_kind(problem)
+    kinds = [layers[0] for layers in by_kind]
     times = [time for file in files for time in file.layers]
     _check_length(times, problem, kinds)
     times = [time for time in times if not _is_other_length(time.seq_len, problem, kinds)]
     points: list[Point] = []
     fits: list[FitRecord] = []
     rows: dict[tuple[str, int], list[tuple[int, int, ProfileRow]]] = {}
-    num_layers = [len(layers) for layers in _layers_by_kind(problem)]
     costs = CostTables(problem)
     impossible: list[str] = []
     tables = {}
@@ -79,7 +78,7 @@ def calibrate_layers(
         if time.seconds <= 0 or modelled <= 0:
             continue
         points.append(Point(what, time.seconds, modelled))
-        weight = num_layers[time.layer_type] if time.layer_type >= 0 else 1
+        weight = len(by_kind[time.layer_type]) if time.layer_type >= 0 else 1
         for count, row in _rows(problem, costs, members, time, time.seconds / modelled, source):
             rows.setdefault((row.role, row.samples), []).append((time.layer_type, weight * count, row))
     for group in dict.fromkeys(point.group for point in points):

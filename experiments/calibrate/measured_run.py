@@ -16,7 +16,6 @@ WANTED = "times must be in seconds, of one iteration"
 A_THOUSAND = (400.0, 2500.0)
 """Such ratios are nothing but milliseconds: no prediction is off by more than that from 1,000."""
 
-
 NEAR, FEW_GPUS = 1.3, 4
 """How near a ratio must be to a number of GPUs to look like it; of fewer any error may."""
 

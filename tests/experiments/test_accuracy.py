@@ -208,7 +208,8 @@ def test_the_figures_of_a_group_are_counted() -> None:
     """Right twice, once a false alarm, once predicted to fit what did not; per sample 1 s beats 1.5 s, as predicted."""
 
     def outcome(number: int, predicted: bool, measured: bool | None, **more: object) -> Outcome:
-        return Outcome(a_case(f"t.csv#{number}", **more, measured=measured_of(measured)), 12.0, predicted, 5e9, 0.1)
+        case = a_case(f"t.csv#{number}", **more, measured=measured_of(measured))
+        return Outcome(case, 12.0, predicted, 5e9, 0.1, f"plan {number}", 1)
 
     def measured_of(out_of_memory: bool | None) -> Measured:
         return Measured(iteration_time_s=None if out_of_memory else 8.0, out_of_memory=out_of_memory, peak_bytes=4e9)
@@ -239,7 +240,7 @@ def test_runs_of_one_plan_are_ranked_as_one() -> None:
 
     def outcome(number: int, predicted: float, measured: float, plan: str) -> Outcome:
         case = a_case(f"t.csv#{number}", rivals="m", measured=Measured(iteration_time_s=measured))
-        return Outcome(case, predicted, False, 5e9, 0.1, plan)
+        return Outcome(case, predicted, False, 5e9, 0.1, plan, 1)
 
     twice = [outcome(1, 1.0, 1.0, "a"), outcome(2, 1.0, 1.2, "a")]
     assert report_of("a", twice).rank is None

@@ -124,6 +124,6 @@ def test_stages_may_share_their_devices() -> None:
 def test_a_degree_that_heads_do_not_allow_names_them() -> None:
     """And one that the width of an MLP does not allow does not."""
     problem = small_problem("gpt", cluster="a100-80g-dgx:1x3", global_batch=16)
-    with pytest.raises(ValueError, match=r"attention_qkv.*got 3; that many are its groups of heads") as refused:
+    with pytest.raises(ValueError, match=r"attention_qkv.*got 3; 16 are its groups of heads") as refused:
         validate(uniform_plan(problem, tp=3), problem)
     assert all("heads (kv_heads" not in line for line in str(refused.value).splitlines() if "mlp" in line)

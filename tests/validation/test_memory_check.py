@@ -65,19 +65,24 @@ def drawn_checks() -> Iterator[Check]:
     return islice((check for check in random_checks(Random(3)) if not check.model.startswith(images)), 25)
 
 
+def is_known_short(check: Check) -> bool:
+    """Return whether a drawn plan is the one whose peak is known to be too low: see docs/memory.md."""
+    return check.model == "bert-large" and check.degrees.get("schedule") == "zb-h1"
+
+
 @pytest.mark.slow
 def test_so_are_those_of_random_plans() -> None:
     for check in drawn_checks():
-        if check.degrees.get("schedule") != "zb-h1":
+        if not is_known_short(check):
             for row in compare(check):
                 assert abs(row.error) <= WITHIN, table([row])
 
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="BERT-Large, tp 4 with sequence parallelism: -4.0 %, see docs/memory.md")
-def test_so_are_those_of_random_plans_with_split_backward_passes() -> None:
+def test_so_is_that_of_the_plan_that_is_known_to_be_short() -> None:
     for check in drawn_checks():
-        if check.degrees.get("schedule") == "zb-h1":
+        if is_known_short(check):
             for row in compare(check):
                 assert abs(row.error) <= WITHIN, table([row])
 
