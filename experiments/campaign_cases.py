@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+from hardware_models.profile import HOST
 from hardware_models.profile_file import profile_mapping
 from simulator.plan import plan_to_mapping
 
 if TYPE_CHECKING:
-    from hardware_models.profile import OperatorProfile
+    from hardware_models.profile import OperatorProfile, ProfileRow
     from simulator.problem import Problem
     from validation.campaigns.result import CampaignResult
 
@@ -63,19 +64,18 @@ def case_document(result: CampaignResult) -> dict[str, Any]:
                     "factor": _rounded(scaling.factor),
                     "extra_forward_s": _rounded(scaling.extra_forward_s),
                     "extra_backward_s": _rounded(scaling.extra_backward_s),
+                    "host_factor": _rounded(scaling.host_factor),
                     "backward_factors": {role: _rounded(value) for role, value in scaling.backward_factors.items()},
                 },
                 "plan": plan,
             }
         )
-    first = result.outcomes[0]
-    profile = result.calibrations[first.plan.unit].profile
     return {
         "format": FORMAT,
         "campaign": campaign.name,
         "machine": result.machine,
-        "date": profile.date,
-        "versions": dict(first.measured[0].versions),
+        "date": result.date,
+        "versions": dict(result.outcomes[0].measured[0].versions),
         "rounds": result.rounds,
         "cluster": campaign.cluster,
         "models": {name: _model(spec.model_dump(mode="json")) for name, spec in campaign.models.items()},
@@ -94,10 +94,7 @@ def hardware_mapping(problem: Problem, operators: OperatorProfile, source: str) 
         source: In words.
     """
     hardware = problem.hardware
-    rows = tuple(
-        replace(row, source=source, forward_s=_rounded(row.forward_s), backward_s=_rounded(row.backward_s))
-        for row in operators.rows
-    )
+    rows = tuple(replace(row, source=source, **_rounded_times(row)) for row in operators.rows)
     table = hardware.collective_table
     series = {} if table is None else table.series
     gpu = hardware.gpu(operators.gpu_type)
@@ -110,6 +107,11 @@ def hardware_mapping(problem: Problem, operators: OperatorProfile, source: str) 
         ],
         "operators": profile_mapping(replace(operators, rows=rows, source=source)),
     }
+
+
+def _rounded_times(row: ProfileRow) -> dict[str, Any]:
+    times = {name: getattr(row, name) for name in ("forward_s", "backward_s", *HOST)}
+    return {name: _rounded(seconds) for name, seconds in times.items() if seconds is not None}
 
 
 def _model(mapping: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,10 @@ class ProfileRow:
         includes_collectives: The operator's own tensor-parallel collectives are inside the times.
         num_groups: Groups that ran at once on the machine while this was measured.
         source: Where the row comes from.
+        forward_host_s, backward_host_s: What the host takes to launch either pass, whatever the device does; None where
+            it was not measured, and the model's stands for it.
+        recomputed_host_s: What recomputation adds to both: the second forward pass, and what keeping and finding its
+            tensors costs. None: what a forward pass takes.
     """
 
     role: str
@@ -48,6 +52,9 @@ class ProfileRow:
     includes_collectives: bool
     num_groups: int
     source: str
+    forward_host_s: float | None = None
+    backward_host_s: float | None = None
+    recomputed_host_s: float | None = None
 
     def __post_init__(self) -> None:
         where = f"profile row {self.role!r} ({self.source})"
@@ -75,11 +82,14 @@ class ProfileLookup:
     source: Literal["measured", "interpolated", "modelled"]
 
 
+HOST = ("forward_host_s", "backward_host_s", "recomputed_host_s")
+"""Columns that need not be there."""
+
 INTERPOLATED = (
     "forward_s", "backward_s", "saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes",
-    "input_bytes", "output_bytes",
+    "input_bytes", "output_bytes", *HOST,
 )  # fmt: skip
-"""Columns that grow with the number of samples."""
+"""Columns that depend on the number of samples."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,8 @@ class OperatorProfile:
         low, high = series[below], series[above]
         values = {item.name: getattr(low, item.name) for item in fields(ProfileRow)}
         for name in INTERPOLATED:
-            values[name] = getattr(low, name) * (1 - part) + getattr(high, name) * part
+            ends = getattr(low, name), getattr(high, name)
+            values[name] = None if None in ends else ends[0] * (1 - part) + ends[1] * part
         values["samples"] = samples
         return ProfileLookup(ProfileRow(**values), "interpolated")
 

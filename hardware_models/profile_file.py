@@ -13,18 +13,19 @@ from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, dump_yaml, write_text_atomically
-from hardware_models.profile import OperatorProfile, ProfileRow
+from hardware_models.profile import HOST, OperatorProfile, ProfileRow
 from hardware_models.schema import Text
 
 COLUMNS = tuple(item.name for item in fields(ProfileRow))
 _INTEGERS = ("samples", "tensor_size", "num_groups")
 _TEXTS = ("role", "split", "source")
 
-Cell = Annotated[str | bool | int | float, Field()]
+Cell = Annotated[str | bool | int | float | None, Field()]
 
 
 class ProfileFile(FileModel):
-    """``columns`` are the fields of ``ProfileRow``; each entry of ``rows`` has one cell for each."""
+    """``columns`` are the fields of ``ProfileRow``, of which those of the host may be missing; each entry of ``rows``
+    has one cell for each."""
 
     format: Literal["windtunnel-operator-profile-1"]
     model: Text
@@ -38,6 +39,8 @@ class ProfileFile(FileModel):
 
 def profile_mapping(profile: OperatorProfile) -> dict[str, Any]:
     """Return what a profile file holds, as plain data."""
+    has_host = any(getattr(row, name) is not None for row in profile.rows for name in HOST)
+    columns = [name for name in COLUMNS if has_host or name not in HOST]
     return {
         "format": "windtunnel-operator-profile-1",
         "model": profile.model,
@@ -45,8 +48,8 @@ def profile_mapping(profile: OperatorProfile) -> dict[str, Any]:
         "dtype": profile.dtype,
         "source": profile.source,
         "kernels_only": profile.kernels_only,
-        "columns": list(COLUMNS),
-        "rows": [[getattr(row, name) for name in COLUMNS] for row in profile.rows],
+        "columns": columns,
+        "rows": [[getattr(row, name) for name in columns] for row in profile.rows],
     }
 
 
@@ -77,12 +80,13 @@ def profile_from_mapping(mapping: Mapping[str, Any], source: str) -> OperatorPro
         DataFileError: If the data break a rule; rows are counted from 1.
     """
     file = validated(ProfileFile, mapping, source)
-    if set(file.columns) != set(COLUMNS) or len(file.columns) != len(COLUMNS):
+    wanted = [name for name in COLUMNS if name in file.columns or name not in HOST]
+    if sorted(file.columns) != sorted(wanted):
         raise DataFileError(source, f"columns must be {', '.join(COLUMNS)}, got {', '.join(file.columns)}")
     rows = []
     for number, cells in enumerate(file.rows, start=1):
-        if len(cells) != len(COLUMNS):
-            raise DataFileError(source, f"row {number} must have {len(COLUMNS)} cells, got {len(cells)}")
+        if len(cells) != len(wanted):
+            raise DataFileError(source, f"row {number} must have {len(wanted)} cells, got {len(cells)}")
         values = {name: _typed(name, cell, number, source)
                   for name, cell in zip(file.columns, cells, strict=True)}  # fmt: skip
         rows.append(_row(values, source, number))
@@ -107,6 +111,8 @@ def _row(values: dict[str, Any], source: str, number: int) -> ProfileRow:
 
 
 def _typed(name: str, cell: Cell, number: int, source: str) -> Cell:
+    if cell is None and name in HOST:
+        return None
     if name in _TEXTS:
         good = isinstance(cell, str)
     elif name == "includes_collectives":
@@ -115,6 +121,6 @@ def _typed(name: str, cell: Cell, number: int, source: str) -> Cell:
         good = isinstance(cell, int) and not isinstance(cell, bool)
     else:
         good = isinstance(cell, (int, float)) and not isinstance(cell, bool)
-    if not good:
+    if not good or cell is None:
         raise DataFileError(source, f"row {number}: {name} has the wrong type, got {cell!r:.60}")
     return float(cell) if name not in (*_TEXTS, *_INTEGERS, "includes_collectives") else cell

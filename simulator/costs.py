@@ -204,6 +204,7 @@ class CostTables:
         additions = self._additions(kind, local) if runtime.hands_over_gradients else []
         return OperatorCost(
             forward=segments[FORWARD],
+            recomputed=segments[FORWARD],
             backward_input=segments[BACKWARD_INPUT],
             backward_weight_alone=segments[BACKWARD_WEIGHT],
             later_additions=self.launched(additions, gpu_type),

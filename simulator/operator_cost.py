@@ -10,7 +10,8 @@ from simulator.segments import Segment
 from workloads.kinds.base import Parameter
 
 BACKWARD_WEIGHT_ALONE = "backward_weight_alone"
-"""The phase of that name of ``OperatorCost``."""
+RECOMPUTED = "recomputed"
+"""Phases of those names of ``OperatorCost``."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class OperatorCost:
 
     Attributes:
         forward, backward_input: Work of each phase.
+        recomputed: The forward pass once more, with what recomputation costs the host besides.
         backward_weight_alone: The weight phase of a pass whose gradients are added to none.
         later_additions: What others have besides (``Runtime.hands_over_gradients``).
         input_bytes, output_bytes: Local bytes of each input and output.
@@ -36,6 +38,7 @@ class OperatorCost:
     """
 
     forward: Segment
+    recomputed: Segment
     backward_input: Segment
     backward_weight_alone: Segment
     later_additions: Segment

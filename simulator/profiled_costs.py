@@ -58,12 +58,18 @@ def with_profile(
     modelled = cost.backward_alone.device_s
     share = cost.backward_weight_alone.device_s / modelled if modelled > 0 else 0.0
     measured = partial(_measured, source=found.source, kernels_only=profile.kernels_only)
+    row = found.row
+    again_s = row.forward_host_s if row.recomputed_host_s is None else row.recomputed_host_s
+    of_inputs_s, of_weights_s = (
+        None if row.backward_host_s is None else row.backward_host_s * part for part in (1 - share, share)
+    )
     return replace(
         cost,
-        forward=measured(cost.forward, found.row.forward_s),
-        backward_input=measured(cost.backward_input, found.row.backward_s * (1 - share)),
-        backward_weight_alone=measured(cost.backward_weight_alone, found.row.backward_s * share),
-        includes_collectives=found.row.includes_collectives,
+        forward=measured(cost.forward, row.forward_s, row.forward_host_s),
+        recomputed=measured(cost.recomputed, row.forward_s, again_s),
+        backward_input=measured(cost.backward_input, row.backward_s * (1 - share), of_inputs_s),
+        backward_weight_alone=measured(cost.backward_weight_alone, row.backward_s * share, of_weights_s),
+        includes_collectives=row.includes_collectives,
         has_waited=not profile.kernels_only,
     )
 
@@ -130,8 +136,18 @@ def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | Non
     return axis.size, "default" if split == own else "alternative"
 
 
-def _measured(modelled: Segment, seconds: float, source: str, kernels_only: bool) -> Segment:
-    """Return a segment with a measured duration; launch time is kept, at most the duration where that contains it."""
-    host_s = modelled.host_s if kernels_only else min(modelled.host_s, seconds)
+def _measured(modelled: Segment, seconds: float, own_s: float | None, source: str, kernels_only: bool) -> Segment:
+    """Return a segment with a measured duration, and the host's where that was measured too.
+
+    Its kernels are then launched as evenly as the model has them. Where the duration contains the host's, it is at most
+    that; else the modelled launch time is kept.
+    """
     recorded = {"measured": (seconds, 0.0, 0.0), "interpolated": (0.0, seconds, 0.0), "modelled": (0.0, 0.0, seconds)}
-    return Segment(seconds, host_s, seconds, 0.0, recorded[source])
+    host_s = modelled.host_s if own_s is None else own_s
+    if not kernels_only:
+        return Segment(seconds, min(host_s, seconds), seconds, 0.0, recorded[source])
+    if own_s is None:
+        return Segment(seconds, host_s, seconds, 0.0, recorded[source])
+    first = modelled.lead_s / modelled.host_s if modelled.host_s > 0 else 1.0
+    bound_s = max(first * host_s + seconds, host_s + first * seconds)
+    return Segment(seconds, host_s, bound_s, first * host_s, recorded[source])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -13,6 +13,9 @@ import torch
 
 COLLECTIVE, OPTIMIZER = "collective", "optimizer"
 """Phases of spans that are no operator's."""
+
+Samples = dict[tuple[str, int], list[float]]
+"""Seconds, by phase and operator."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Measurement:
         memory: Per device.
         actions: Of the last iteration.
         operator_s: ``(phase, operator)`` to median seconds, where operator times were asked for.
+        operator_host_s: The same of the host that launches them, where the two were measured apart: ``operator_s`` is
+            then of kernels alone.
         devices: Where each device's time went.
         traced: Actions of an iteration whose operators were timed, and spans of those and of its collectives.
         out_of_memory: A device ran out of memory; times are then zero.
@@ -139,6 +144,7 @@ class Measurement:
     backend: str
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    operator_host_s: Mapping[tuple[str, int], float] = field(default_factory=dict, repr=False)
     devices: tuple[DeviceTime, ...] = ()
     traced: tuple[tuple[TimedAction, ...], tuple[TimedSpan, ...]] = field(default=((), ()), repr=False)
     out_of_memory: bool = False
@@ -184,10 +190,11 @@ class Measurement:
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data with units in the keys."""
         mapping = {key: value for key, value in asdict(self).items() if key not in ("traced", "memory_history")}
-        mapping["operator_s"] = [
-            {"phase": phase, "operator": index, "seconds": seconds}
-            for (phase, index), seconds in sorted(self.operator_s.items())
-        ]
+        for name in ("operator_s", "operator_host_s"):
+            mapping[name] = [
+                {"phase": phase, "operator": index, "seconds": seconds}
+                for (phase, index), seconds in sorted(getattr(self, name).items())
+            ]
         mapping["peak_allocated_bytes"] = self.peak_allocated_bytes
         mapping["peak_reserved_bytes"] = self.peak_reserved_bytes
         return mapping
@@ -245,6 +252,7 @@ class RankRecord:
         notes: Things to know.
         out_of_memory: The device ran out of memory.
         memory_history: Of the allocator.
+        operator_host_s: Samples of the host, where they are apart.
     """
 
     rank: int
@@ -256,10 +264,11 @@ class RankRecord:
     traced: IterationRecord | None = None
     losses: list[float] = field(default_factory=list)
     memory: tuple[int, int] = (0, 0)
-    operator_s: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    operator_s: Samples = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     out_of_memory: bool = False
     memory_history: Mapping[str, Any] | None = None
+    operator_host_s: Samples = field(default_factory=dict)
 
 
 class Clock:
@@ -304,13 +313,21 @@ class OperatorTimes:
             for phase, index, began, ended in self._marks
         ]
 
-    def drain(self) -> dict[tuple[str, int], list[float]]:
-        """Return the samples since the last call, in seconds."""
-        found: dict[tuple[str, int], list[float]] = {}
+    def one_pass(self, key: Hashable) -> AbstractContextManager[None]:
+        """Say that the body is a pass; equal passes have equal keys."""
+        return nullcontext()
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Say that the body is a collective."""
+        return nullcontext()
+
+    def drain(self) -> tuple[Samples, Samples]:
+        """Return the samples since the last call, in seconds, and those of the host where they are apart: nowhere."""
+        found: Samples = {}
         for phase, index, start, end in self._marks:
             found.setdefault((phase, index), []).append(self.clock.seconds(start, end))
         self._marks.clear()
-        return found
+        return found, {}
 
 
 class CollectiveTimes:
@@ -362,10 +379,6 @@ def combine(records: list[RankRecord], *, warmup: int, num_stages: int, **known:
             if by_kind["F"]:
                 forward[stage].append(statistics.median(by_kind["F"]))
                 backward[stage].append(sum(statistics.median(by_kind[kind]) for kind in "BIW" if by_kind[kind]))
-    operators: dict[tuple[str, int], list[float]] = {}
-    for record in records:
-        for key, seconds in record.operator_s.items():
-            operators.setdefault(key, []).append(statistics.median(seconds))
     return Measurement(
         iteration_time_s=statistics.median(samples[warmup:]),
         iteration_samples_s=samples[warmup:],
@@ -375,7 +388,8 @@ def combine(records: list[RankRecord], *, warmup: int, num_stages: int, **known:
         losses=tuple(sum(values) for values in zip(*(record.losses for record in records), strict=True)),
         memory=tuple(RankMemory(record.device, *record.memory) for record in records),
         actions=tuple(action for record in records for action in (record.actions or [[]])[-1]),
-        operator_s={key: max(values) for key, values in operators.items()},
+        operator_s=_slowest([record.operator_s for record in records]),
+        operator_host_s=_slowest([record.operator_host_s for record in records]),
         notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
         devices=tuple(_median_time(record.times) for record in records),
         traced=(
@@ -394,3 +408,12 @@ def _median_time(times: list[DeviceTime]) -> DeviceTime:
     return DeviceTime(
         device=times[0].device, **{name: statistics.median(getattr(each, name) for each in times) for name in names}
     )
+
+
+def _slowest(ranks: list[Samples]) -> dict[tuple[str, int], float]:
+    """Return the medians of the slowest rank."""
+    found: Samples = {}
+    for samples in ranks:
+        for key, seconds in samples.items():
+            found.setdefault(key, []).append(statistics.median(seconds))
+    return {key: max(values) for key, values in found.items()}

@@ -15,6 +15,8 @@ from validation.measurement import DeviceTime, Measurement, RankMemory, TimedAct
 MAX_SPANS = 20_000
 """Of a plan; more than a reader of a timeline looks at."""
 
+_OF_OPERATORS = ("operator_s", "operator_host_s")
+
 Text = Annotated[str, Field(max_length=10_000)]
 
 
@@ -58,6 +60,7 @@ class _Measurement(FileModel):
     memory: tuple[_Memory, ...]
     actions: tuple[_Action, ...]
     operator_s: tuple[tuple[Text, int, float], ...]
+    operator_host_s: tuple[tuple[Text, int, float], ...] = ()
     plan_hash: Text
     device_type: Text
     backend: Text
@@ -87,7 +90,10 @@ def measurement_mapping(measured: Measurement, *, with_trace: bool) -> dict[str,
         "losses": list(measured.losses),
         "memory": [asdict(each) for each in measured.memory],
         "actions": [asdict(each) for each in measured.actions] if with_trace else [],
-        "operator_s": [[phase, index, seconds] for (phase, index), seconds in sorted(measured.operator_s.items())],
+        **{
+            name: [[phase, index, seconds] for (phase, index), seconds in sorted(getattr(measured, name).items())]
+            for name in _OF_OPERATORS
+        },
         "versions": dict(measured.versions),
         "notes": list(measured.notes),
         "devices": [asdict(each) for each in measured.devices],
@@ -112,7 +118,10 @@ def measurement_from_mapping(mapping: Mapping[str, Any], source: str) -> Measure
             **own,
             "memory": tuple(RankMemory(**each.model_dump()) for each in file.memory),
             "actions": tuple(TimedAction(**each.model_dump()) for each in file.actions),
-            "operator_s": {(phase, index): seconds for phase, index, seconds in file.operator_s},
+            **{
+                name: {(phase, index): seconds for phase, index, seconds in getattr(file, name)}
+                for name in _OF_OPERATORS
+            },
             "devices": tuple(DeviceTime(**each.model_dump()) for each in file.devices),
             "traced": (
                 tuple(TimedAction(**each.model_dump()) for each in actions),

@@ -60,6 +60,7 @@ class _Scaling(FileModel):
     extra_forward_s: Annotated[float, Field(ge=-10, le=10)]
     extra_backward_s: Annotated[float, Field(ge=-10, le=10)]
     backward_factors: Mapping[Text, Positive]
+    host_factor: Positive = 1.0
 
 
 class _Plan(FileModel):
@@ -74,7 +75,7 @@ class _Plan(FileModel):
 
 
 class CaseFile(FileModel):
-    """What ``windtunnel validate CAMPAIGN --write-cases FILE`` writes."""
+    """What ``windtunnel validate CAMPAIGN --write-cases FILE`` writes; the file's name is that of its group."""
 
     format: Literal["windtunnel-campaign-cases-1"]
     campaign: Literal["cpu-gloo", "single-gpu", "multi-gpu"]
@@ -113,7 +114,7 @@ def cases_of(path: Path) -> Iterator[Case]:
         measured = row.measured
         yield Case(
             row_id=f"{path.name}#{row.name}",
-            groups=(CAMPAIGN_GROUP + file.campaign,),
+            groups=(CAMPAIGN_GROUP + path.stem,),
             problem=partial(_problem, path, number),
             plan=partial(_plan, path, number),
             measured=Measured(

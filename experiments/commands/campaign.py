@@ -154,10 +154,10 @@ def _evaluated(
     if not units:
         messages().print("interrupted before a model was finished; the same command goes on where this one stopped")
         return None
-    machine = measured_on(campaign, folder, with_profiling=fresh)
+    machine, date = measured_on(campaign, folder, with_profiling=fresh)
     turns = list(load_rounds(campaign, units, folder, with_profiling=fresh, limit=rounds))
     calibrations = known or fit_campaign(units, turns, statistic=campaign.options.statistic)
-    return evaluate(campaign, units, turns, calibrations, machine)
+    return evaluate(campaign, units, turns, calibrations, machine, date)
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rou
 
     rows = []
     for unit in work:
-        profiling = [run.job for run in (*unit.profiling.operators, *unit.alone, *unit.halves)]
+        profiling = [run.job for run in (*unit.profiling.profiling, *unit.alone, *unit.halves)]
         named = [("profiling", f"{unit.name} {_profiling_words(job.plan)}", job) for job in profiling]
         named += [("profiling", f"{unit.name} optimizer step", unit.profiling.optimizer)]
         named += [("calibration", plan.name, job) for plan, job in unit.calibration]
@@ -229,6 +229,7 @@ def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rou
 
 def _profiling_words(plan: Plan) -> str:
     words = "in halves " if plan.schedule in ("zb-h1",) else ""
+    words += "recomputed " if any(stage.recompute for stage in plan.stages) else ""
     return f"operators {words}{plan.num_microbatches}x{plan.microbatch_size} on {len(plan.devices)}"
 
 

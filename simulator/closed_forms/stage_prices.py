@@ -21,9 +21,9 @@ from simulator.lowering.program import StageView
 from simulator.lowering.step import adam_launches, gradient_pass_s, num_launches, passes_gradients, step_work
 from simulator.lowering.synchronisation import handed_over
 from simulator.lowering.transfers import Transfer
-from simulator.operator_cost import BACKWARD_WEIGHT_ALONE
+from simulator.operator_cost import BACKWARD_WEIGHT_ALONE, RECOMPUTED
 from simulator.segments import Segment
-from workloads.kinds.base import BACKWARD_WEIGHT
+from workloads.kinds.base import BACKWARD_WEIGHT, FORWARD
 
 ALL = Fidelity()
 """Closed forms have every effect."""
@@ -40,6 +40,12 @@ def added_s(view: StageView) -> tuple[float, float]:
         return 0.0, 0.0
     later, first = ([_gradients(view, GRADIENTS, first=first)] for first in (False, True))
     return items_s(view, later) - items_s(view, first), launches_s(view, later) - launches_s(view, first)
+
+
+def again_s(view: StageView) -> tuple[float, float]:
+    """Return what recomputing a stage's operators takes longer than their forward pass, and their host's launches."""
+    again, forward = ([Item(phase, [(index, phase) for index in view.operators])] for phase in (RECOMPUTED, FORWARD))
+    return items_s(view, again) - items_s(view, forward), launches_s(view, again) - launches_s(view, forward)
 
 
 def _gradients(view: StageView, phases: tuple[str, ...], *, first: bool) -> Item:

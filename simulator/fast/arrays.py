@@ -30,11 +30,12 @@ ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 # Columns of ``TimeTables.sums``: seconds of either pass, what launching them takes a host that runs ahead, seconds of
 # the weight gradients, of gathering whole units once (those of the root apart), how many operators the strategy
 # does not suit, ``StepWork``, how many buckets gradients fill (``overlap_time.filled_buckets``), how many parameters
-# are gathered by calls of their own, what adding gradients to earlier ones takes where first ones are handed over
-# (``ADDED``: device and host, of whole gradients and of those that ZeRO scatters), elements of each family.
+# are gathered by calls of their own, what recomputing takes device and host longer than the forward pass, what adding
+# gradients to earlier ones takes where first ones are handed over (``ADDED``: device and host, of whole gradients and
+# of those that ZeRO scatters), elements of each family.
 FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, ROOT_S, UNSUITED = range(8)
 PASSED_BYTES, TOUCHED_BYTES, TENSORS, STEPPED, BUCKETS, LARGE = range(8, 14)
-ADDED_S, ADDED_HOST_S, ADDED_SCATTERED_S, ADDED_SCATTERED_HOST_S, ELEMENTS = range(14, 19)
+AGAIN_S, AGAIN_HOST_S, ADDED_S, ADDED_HOST_S, ADDED_SCATTERED_S, ADDED_SCATTERED_HOST_S, ELEMENTS = range(14, 21)
 STEP_COLUMNS = 4
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from simulator.compiled_cache import inlined
-from simulator.fast.arrays import FORWARD_HOST_S, FORWARD_S, Ints, PlanColumns, Structure, TimeTables
+from simulator.fast.arrays import (
+    AGAIN_HOST_S,
+    AGAIN_S,
+    FORWARD_HOST_S,
+    FORWARD_S,
+    Ints,
+    PlanColumns,
+    Structure,
+    TimeTables,
+)
 from simulator.fast.neighbours import Unlike
 
 
@@ -56,8 +65,9 @@ def recomputed_s(
         while place < tail:
             ends = min(tail, plans.run_stops[other])
             sums = tables.sums[run_tables[other]]
-            seconds += sums[ends, FORWARD_S] - sums[place, FORWARD_S]
+            seconds += sums[ends, FORWARD_S] - sums[place, FORWARD_S] + sums[ends, AGAIN_S] - sums[place, AGAIN_S]
             host_s += sums[ends, FORWARD_HOST_S] - sums[place, FORWARD_HOST_S]
+            host_s += sums[ends, AGAIN_HOST_S] - sums[place, AGAIN_HOST_S]
             place = ends
             other += 1
         while over < num_unlike and over_op[over] < a:

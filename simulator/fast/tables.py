@@ -14,12 +14,21 @@ import numpy as np
 
 from hardware_models.crowding import unlike_groups
 from simulator.closed_forms.operator_needs import saved_bytes
-from simulator.closed_forms.stage_prices import added_s, beyond_host_s, collective_s, transfers_s, weights_s
+from simulator.closed_forms.stage_prices import (
+    added_s,
+    again_s,
+    beyond_host_s,
+    collective_s,
+    transfers_s,
+    weights_s,
+)
 from simulator.costs import CostTables
 from simulator.fast.arrays import (
     ADDED_HOST_S,
     ADDED_S,
     ADDED_SCATTERED_S,
+    AGAIN_HOST_S,
+    AGAIN_S,
     BACKWARD_HOST_S,
     BACKWARD_S,
     BUCKETS,
@@ -196,6 +205,7 @@ class TableBuilder:
         own: dict[tuple[int, Sharding], Holding] = {}
         weights: dict[tuple[int, Sharding], float] = {}
         added: dict[tuple[int, Sharding], tuple[float, float]] = {}
+        again: dict[tuple[int, Sharding], tuple[float, float]] = {}
         beyond: dict[tuple[int, Sharding], tuple[float, ...]] = {}
         beyond_s = np.zeros((count if self.waits_for_gathers else 0, 4))
         tied_bytes, tied, tied_work = [], [], []
@@ -211,7 +221,7 @@ class TableBuilder:
                     own[key] = self._holdings.nothing(index)
                 view = view_of(self.costs, {index: resolved[index]}, devices, microbatch_size)
                 weights[key] = 0.0 if own[key].unsuited else weights_s(view, first=False)
-                added[key] = (0.0, 0.0) if own[key].unsuited else added_s(view)
+                added[key], again[key] = ((0.0, 0.0),) * 2 if own[key].unsuited else (added_s(view), again_s(view))
                 if self.waits_for_gathers:
                     beyond[key] = (0.0,) * 4 if own[key].unsuited else beyond_host_s(view, index)
             found = own[key]
@@ -220,6 +230,7 @@ class TableBuilder:
             sums[index + 1, WEIGHT_S], sums[index + 1, UNSUITED] = weights[key], found.unsuited
             scattered = ADDED_SCATTERED_S - ADDED_S if scatters(resolved[index], self.problem.runtime) else 0
             sums[index + 1, [ADDED_S + scattered, ADDED_HOST_S + scattered]] = added[key]
+            sums[index + 1, [AGAIN_S, AGAIN_HOST_S]] = again[key]
             has_private[index] = found.private > 0
             maxima[[PRODUCT, LARGEST], index] = found.product, found.largest
             maxima[[BUFFER, BUCKET], index] = found.buffer, found.bucket

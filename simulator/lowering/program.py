@@ -12,7 +12,7 @@ from simulator.lowering.parameter_gathers import ParameterGathers
 from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import GradientBucket, gradient_buckets, handed_over
 from simulator.lowering.view import StageView as StageView
-from simulator.operator_cost import OperatorCost
+from simulator.operator_cost import RECOMPUTED, OperatorCost
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import PARTIAL
 
@@ -118,7 +118,7 @@ class ProgramBuilder(ParameterGathers):
             self._start_unit(index, gathers)
             for item, owner, position in self._forward_collectives(index, inside):
                 self._collective(item, index, owner, self._held(index, position))
-            self._compute(cause, index, (FORWARD,))
+            self._compute(cause, index, (FORWARD if inside is None else RECOMPUTED,))
             for phase, item in self._cost(index).internal:
                 if phase == FORWARD:
                     self._collective(item, index, index)

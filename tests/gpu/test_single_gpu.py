@@ -24,8 +24,9 @@ from validation.campaigns.work import campaign_work  # noqa: E402
 from validation.execution.memory_history import history_peaks, replay_history  # noqa: E402
 from validation.execution.reference import run_reference  # noqa: E402
 from validation.profiling.jobs import execute_rounds, plan_job  # noqa: E402
-from validation.profiling.machine_profile import machine_name  # noqa: E402
+from validation.profiling.machine_profile import machine_name, now  # noqa: E402
 from validation.profiling.overlap import measure_overlap  # noqa: E402
+from validation.profiling.profiler import operator_job  # noqa: E402
 from workloads.models.gpt import GPTSpec  # noqa: E402
 from workloads.registry import build_from_spec  # noqa: E402
 
@@ -75,6 +76,18 @@ def test_memory_and_times_are_measured_and_peaks_are_a_runs_own() -> None:
         assert replayed.reserved_peak_bytes == pytest.approx(peaks.reserved_bytes, rel=0.05)
 
 
+def test_kernels_are_timed_apart_from_the_host_that_launches_them() -> None:
+    """Those of a pass that the GPU rules add up to it; the host takes as long for few samples as for many."""
+    of = problem("windtunnel-executor-fp32", 64)
+    runs = [operator_job(of, samples, 1, iterations=3, device="cuda") for samples in (2, 64)]
+    free = plan_job(uniform_plan(of, microbatch=64), of, iterations=3, device="cuda")
+    ((few, many, whole),) = execute_rounds([*(run.job for run in runs), free], device="cuda")
+    kernels = [sum(each.operator_s.values()) for each in (few, many)]
+    hosts = [sum(each.operator_host_s.values()) for each in (few, many)]
+    assert kernels[1] == pytest.approx(whole.stage_forward_s[0] + whole.stage_backward_s[0], rel=0.1)
+    assert kernels[1] > 10 * kernels[0] and 1 / 3 < hosts[1] / hosts[0] < 3
+
+
 def test_a_run_that_does_not_fit_says_so() -> None:
     of = problem("windtunnel-executor-fp32", 2**14)
     job = plan_job(uniform_plan(of, microbatch=2**14), of, iterations=1, warmup=0, device="cuda")
@@ -106,7 +119,7 @@ def test_a_campaign_runs_on_one_gpu(tmp_path: Path) -> None:
     work = campaign_work(campaign)
     run_campaign(campaign, work, tmp_path, rounds=2)
     rounds = list(load_rounds(campaign, work, tmp_path))
-    result = evaluate(campaign, work, rounds, fit_campaign(work, rounds), machine_name())
+    result = evaluate(campaign, work, rounds, fit_campaign(work, rounds), machine_name(), now())
     assert result.median_absolute < 0.5
     for outcome in result.outcomes:
         assert outcome.memory.measured_allocated is not None

@@ -12,7 +12,7 @@ from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.import_aceso import aceso_role, import_collectives, import_folder, import_table
 from hardware_models.model import HardwareModel
-from hardware_models.profile import OperatorProfile
+from hardware_models.profile import HOST, OperatorProfile
 from hardware_models.profile_file import profile_from_mapping, profile_mapping
 from tests.hardware_models.data_folder import data_folder
 
@@ -105,6 +105,29 @@ def test_a_row_of_a_profile_file_with_a_cell_too_few_is_named(profile: OperatorP
     mapping["rows"][1] = mapping["rows"][1][:-1]
     cells = len(mapping["columns"])
     with pytest.raises(ValueError, match=f"mine: row 2 must have {cells} cells, got {cells - 1}"):
+        profile_from_mapping(mapping, "mine")
+
+
+@pytest.mark.parametrize("name", ["profile.yaml", "profile.json"])
+def test_what_the_host_takes_is_in_a_file_where_a_row_knows_it(
+    profile: OperatorProfile, tmp_path: Path, name: str
+) -> None:
+    assert not set(profile_mapping(profile)["columns"]) & set(HOST)
+    first, *others = profile.rows
+    known = replace(profile, rows=(replace(first, forward_host_s=1e-4, backward_host_s=2e-4), *others))
+    known.save(tmp_path / name)
+    assert OperatorProfile.load(tmp_path / name) == known
+    mapping = profile_mapping(known)
+    without = [mapping["columns"].index(each) for each in HOST[1:]]
+    for table in (mapping["columns"], *mapping["rows"]):
+        for place in sorted(without, reverse=True):
+            del table[place]
+    assert profile_from_mapping(mapping, "mine").rows[0] == replace(known.rows[0], backward_host_s=None)
+    mapping["rows"][0][mapping["columns"].index(HOST[0])] = -1.0
+    with pytest.raises(ValueError, match=r"row 1: .*forward_host_s must be finite and not negative, got -1"):
+        profile_from_mapping(mapping, "mine")
+    mapping["rows"][0][mapping["columns"].index("forward_s")] = None
+    with pytest.raises(ValueError, match="row 1: forward_s has the wrong type, got None"):
         profile_from_mapping(mapping, "mine")
 
 

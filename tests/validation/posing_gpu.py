@@ -35,6 +35,9 @@ class Event:
     def record(self, stream: object = None) -> None:
         self.at_s = time.perf_counter()
 
+    def query(self) -> bool:
+        return False
+
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.at_s - self.at_s)
 
@@ -44,7 +47,7 @@ def posing_gpu() -> Iterator[PosingGpu]:
     """Let the CPU pose as a GPU while the block runs; it counts no memory."""
     nothing: Any = lambda device=None: 0  # noqa: E731
     stand_ins = {"synchronize": nothing, "reset_peak_memory_stats": nothing, "max_memory_allocated": nothing,
-                 "max_memory_reserved": nothing, "empty_cache": lambda: None}  # fmt: skip
+                 "max_memory_reserved": nothing, "empty_cache": lambda: None, "_sleep": nothing}  # fmt: skip
     with (
         patch.multiple(torch.cuda, Event=Event, **stand_ins),
         patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True),

@@ -29,7 +29,7 @@ from validation.campaigns.work import UnitWork, campaign_work  # noqa: E402
 from validation.measurement_file import measurement_from_mapping, measurement_mapping  # noqa: E402
 from validation.profiling.communication_times import measure_communication  # noqa: E402
 from validation.profiling.jobs import execute_rounds  # noqa: E402
-from validation.profiling.machine_profile import machine_name  # noqa: E402
+from validation.profiling.machine_profile import machine_name, now  # noqa: E402
 
 pytestmark = pytest.mark.measured
 
@@ -74,7 +74,7 @@ def results() -> Results:
     rounds = [RoundResult(communication, (), {unit.name: tuple(turn)}) for turn in measured]
     calibrations = fit_campaign(work, rounds, statistic="fastest")
     disturbance = statistics.fmean(each.disturbance for turn in measured for each in turn)
-    return work, evaluate(campaign, work, rounds, calibrations, machine_name()), disturbance
+    return work, evaluate(campaign, work, rounds, calibrations, machine_name(), now()), disturbance
 
 
 def test_a_small_campaign_is_predicted_within_a_bound(results: Results, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def test_what_is_timed_has_a_span_since_the_start_and_is_forgotten_once_it_is_dr
         with operators.measure("forward", 3):
             pass
     assert operators.spans(1, 9.0)[1] == TimedSpan(1, "forward", 3, "", 4.0, 4.5)
-    assert operators.drain() == {("forward", 3): [2.0, 0.5]} and operators.drain() == {}
+    assert operators.drain() == ({("forward", 3): [2.0, 0.5]}, {}) and operators.drain() == ({}, {})
     clock.mark = iter((10.0, 12.0)).__next__  # type: ignore[method-assign]
     collectives = CollectiveTimes(clock)
     with collectives.measure("all_reduce"):

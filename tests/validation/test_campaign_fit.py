@@ -148,7 +148,7 @@ def test_what_is_found_are_medians_of_rounds_and_plans_without_memory_have_no_er
         split, tensor = {"out_of_memory": number == 1}, {"memory": (RankMemory(0, 100 + number, 200 - number),)}
         rounds.append(turn(unit, factor, changes={unit.first_report + 1: split, unit.first_report + 2: tensor}))
     calibrations = fit_campaign([unit], rounds)
-    found = evaluate(campaign, [unit], rounds, calibrations, "here")
+    found = evaluate(campaign, [unit], rounds, calibrations, "here", "today")
     pipeline, failed, parallel = found.outcomes
     assert [each.measured_s for each in pipeline.quantities] == pytest.approx([0.88, *(0.0306, 0.0612) * 2])
     assert pipeline.spread == pytest.approx(0.5 / 1.1) and pipeline.samples_s == pytest.approx((0.8, 0.88, 1.2))

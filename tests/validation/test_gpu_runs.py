@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,6 +175,18 @@ def test_a_run_takes_the_branches_of_a_gpu_and_computes_the_same(
     assert record.traced is not None and len(record.traced.actions) == 4
     assert recorded == ["all", None] and record.memory_history == history_mapping({"segments": [], "device_traces": []})
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_nothing_of_a_run_is_left_for_the_next() -> None:
+    """Its parameters would count in the next one's peaks."""
+    of = problem("gpt")
+    plan = validate(uniform_plan(of, microbatch=2), of)
+    with posing_gpu() as device:
+        worker = Worker(0, 1, GroupPool(rank=0, world_size=1, backend=None), device)  # type: ignore[arg-type]
+        for measures in (False, True):
+            run_rank(worker, Job(plan, of, 1, 1, measure_operators=measures, traced_iterations=1))
+            gc.collect()
+            assert not [each for each in gc.get_objects() if isinstance(each, PlanExecutor)]
 
 
 def test_the_time_of_an_iteration_is_without_reading_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from simulator.lowering.epilogue import tied_groups
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
 from simulator.lowering.program import ProgramBuilder, StageView
-from simulator.operator_cost import OperatorCost
+from simulator.operator_cost import RECOMPUTED, OperatorCost
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult
@@ -207,11 +207,12 @@ def _operator_s(view: StageView, index: int, phase: str, calibration: Calibratio
     for axis in sharding:
         degree *= axis.size if axis.split != "batch" else 1
     raw = calibration.raw(op.role, samples, degree)
-    whole = cost.forward.device_s if phase == FORWARD else cost.backward.device_s
+    is_forward = phase in (FORWARD, RECOMPUTED)
+    whole = cost.forward.device_s if is_forward else cost.backward.device_s
     if raw is None or whole <= 0:
         return seconds
-    alone = raw[phase != FORWARD] * scaling.factor
-    if phase != FORWARD:
+    alone = raw[not is_forward] * scaling.factor
+    if not is_forward:
         alone *= scaling.backward_factors.get(op.role, 1.0)
     return seconds * min(1.0, alone / whole)
 

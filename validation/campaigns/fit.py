@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from hardware_models.profile_scaling import ProfileScaling
 from simulator.plan import Plan
@@ -17,12 +19,27 @@ from simulator.simulate import simulate
 from simulator.taskgraph import COMMUNICATION, COMPUTATION
 from validation.campaigns.run import RoundResult, check_profiling, fastest_round
 from validation.campaigns.work import SPLIT_SCHEDULES, UnitWork
+from validation.execution.executor import Job
 from validation.measurement import Measurement
-from validation.profiling.calibration import ENGINE, doubtful_factor, fit, fit_factor, fit_overhead_s, never_negative
+from validation.profiling.calibration import (
+    ENGINE,
+    doubtful_factor,
+    fit,
+    fit_factor,
+    fit_optimizer_fraction,
+    fit_overhead_s,
+    never_negative,
+)
 from validation.profiling.machine_profile import MachineProfile
 from validation.profiling.profiler import OperatorJob
 
 MAX_COMPANY_COST = 0.9
+TOWARDS_ONE = 0.05
+"""Weight of a factor's distance from 1 beside the misses of plans, all as logarithms."""
+DIFFERENCE = 0.01
+"""Share of a factor between two plans' simulations whose difference is the slope."""
+MOST_APART = 3.0
+"""Factors are at most this, and at least its inverse."""
 
 EXPOSED_COLLECTIVES = (
     "exposed_tensor_parallel_s", "exposed_resharding_s", "exposed_parameter_gather_s", "exposed_embedding_sync_s",
@@ -42,6 +59,7 @@ class Calibration:
         profile: Operators and communication; what was fitted on pipelines: factor on operators, overhead of a pass.
         single_factor: What operators take in a plan of one device, as a multiple of the profiling run; fitted on
             the calibration plans of one device, 1 without any.
+        host_factor: What the host takes for them in any plan, likewise, where it was profiled apart.
         company_cost: Share of an operator's time that is gone when no other process computes: processes share
             memory, caches, perhaps a core. 0 on GPUs.
         num_profiled: Processes that ran while operators were profiled.
@@ -55,6 +73,7 @@ class Calibration:
 
     profile: MachineProfile
     single_factor: float = 1.0
+    host_factor: float = 1.0
     company_cost: float = 0.0
     num_profiled: int = 1
     overlap: tuple[float, float] | None = None
@@ -73,10 +92,11 @@ class Calibration:
             company = company_share(plan, self._on_hardware(problem, plan, ProfileScaling()), self.num_profiled)
             factor *= 1.0 - self.company_cost * (1.0 - company)
         if len(plan.stages) == 1:
-            return ProfileScaling(factor, halves)
+            return ProfileScaling(factor, halves, host_factor=self.host_factor)
         share_s = self.profile.pass_overhead_s * len(plan.stages) / len(problem.workload)
         again_s = share_s if plan.schedule in SPLIT_SCHEDULES else 0.0
-        return ProfileScaling(factor * self.profile.operator_factor, halves, share_s, share_s + again_s)
+        factor *= self.profile.operator_factor
+        return ProfileScaling(factor, halves, share_s, share_s + again_s, self.host_factor)
 
     def apply(self, problem: Problem, plan: Plan) -> Problem:
         """Return the problem with what was measured in the place of the model."""
@@ -192,12 +212,13 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     found = [(position, job) for position, (_, job) in enumerate(unit.calibration, unit.first_calibration)]
     jobs = [(position, job) for position, job in found if not any(turn[position].out_of_memory for turn in measured)]
     singles = [
-        fit_factor(calibration, job, [turn[position] for turn in measured])
-        for position, job in jobs
-        if len(job.plan.devices) == 1
+        (job, [turn[position] for turn in measured]) for position, job in jobs if len(job.plan.devices) == 1
     ]
-    if singles:
-        calibration = replace(calibration, single_factor=statistics.median(singles))
+    if singles and base.operators.kernels_only:
+        calibration = _with_host(_with_step(calibration, unit, measured, singles), singles)
+    elif singles:
+        factor = statistics.median(fit_factor(calibration, job, turns) for job, turns in singles)
+        calibration = replace(calibration, single_factor=factor)
     pipelines = [(position, job) for position, job in jobs if len(job.plan.stages) > 1]
     if not pipelines:
         return calibration
@@ -216,6 +237,40 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     words = "; ".join([base.fitted_on, *(each.name for each, _ in unit.calibration), *notes])
     profile = replace(calibration.profile, pass_overhead_s=overhead_s, fitted_on=words)
     return replace(calibration, profile=profile)
+
+
+def _with_step(
+    calibration: Calibration,
+    unit: UnitWork,
+    measured: Sequence[Sequence[Measurement]],
+    jobs: Sequence[tuple[Job, Sequence[Measurement]]],
+) -> Calibration:
+    """Return the calibration with the shortest optimizer step of any run on one device: where no launch was late."""
+    runs = [[turn[len(unit.profiling.profiling)] for turn in measured], *(turns for _, turns in jobs)]
+    step_s = min(statistics.median(turn.optimizer_s for turn in turns) for turns in runs)
+    fraction = fit_optimizer_fraction(calibration.profile, unit.profiling.optimizer, step_s)
+    return replace(calibration, profile=replace(calibration.profile, optimizer_bandwidth_fraction=fraction))
+
+
+def _with_host(calibration: Calibration, jobs: Sequence[tuple[Job, Sequence[Measurement]]]) -> Calibration:
+    """Return the calibration with factors on kernels and on their host that come nearest to plans of one device.
+
+    Each plan is ruled by one of the two and says little of the other: a factor that none speaks of stays at 1.
+    """
+    measured_s = [statistics.median(turn.iteration_time_s for turn in turns) for _, turns in jobs]
+
+    def scaled(factors: NDArray[np.float64]) -> Calibration:
+        return replace(calibration, single_factor=float(factors[0]), host_factor=float(factors[1]))
+
+    def misses(factors: NDArray[np.float64]) -> NDArray[np.float64]:
+        own = scaled(factors)
+        simulated_s = [
+            simulate(job.plan, own.apply(job.problem, job.plan), engine=ENGINE).iteration_time_s for job, _ in jobs
+        ]
+        return np.concatenate([np.log(np.divide(simulated_s, measured_s)), TOWARDS_ONE * np.log(factors)])
+
+    found = least_squares(misses, np.ones(2), diff_step=[DIFFERENCE] * 2, bounds=(1 / MOST_APART, MOST_APART))
+    return scaled(found.x)
 
 
 def _company_cost(unit: UnitWork, measured: Sequence[Sequence[Measurement]]) -> float:

@@ -20,6 +20,7 @@ from validation.profiling.machine_profile import MachineProfile, load_machine_pr
 class _File(FileModel):
     format: Literal["windtunnel-campaign-calibration-1"]
     single_factor: Annotated[float, Field(gt=0, le=100)]
+    host_factor: Annotated[float, Field(gt=0, le=100)] = 1.0
     company_cost: Annotated[float, Field(ge=0, lt=1)]
     num_profiled: Annotated[int, Field(ge=1, le=10_000)]
     overlap: tuple[Annotated[float, Field(ge=1, le=100)], Annotated[float, Field(ge=1, le=100)]] | None
@@ -36,6 +37,7 @@ def save_calibration(calibration: Calibration, folder: Path, unit: str) -> None:
     mapping: dict[str, Any] = {
         "format": "windtunnel-campaign-calibration-1",
         "single_factor": calibration.single_factor,
+        "host_factor": calibration.host_factor,
         "company_cost": calibration.company_cost,
         "num_profiled": calibration.num_profiled,
         "overlap": list(calibration.overlap) if calibration.overlap is not None else None,
@@ -78,6 +80,7 @@ def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Cali
             calibration = Calibration(
                 profile,
                 file.single_factor,
+                file.host_factor,
                 file.company_cost,
                 file.num_profiled,
                 file.overlap,

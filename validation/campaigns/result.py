@@ -166,6 +166,7 @@ class CampaignResult:
     Attributes:
         campaign: Which.
         machine: Where.
+        date: When its measurement was begun.
         rounds: Finished rounds behind the medians.
         outcomes: Per report plan.
         calibrations: By unit.
@@ -175,6 +176,7 @@ class CampaignResult:
 
     campaign: Campaign
     machine: str
+    date: str
     rounds: int
     outcomes: tuple[PlanOutcome, ...]
     calibrations: Mapping[str, Calibration]
@@ -233,6 +235,7 @@ def evaluate(
     rounds: Sequence[RoundResult],
     calibrations: Mapping[str, Calibration],
     machine: str,
+    date: str,
 ) -> CampaignResult:
     """Return what finished rounds say of a campaign.
 
@@ -240,7 +243,7 @@ def evaluate(
         campaign, work: What ran.
         rounds: At least one.
         calibrations: By unit: fitted on the same rounds, or loaded.
-        machine: Where it ran, in words.
+        machine, date: Where and when it ran, in words.
     """
     if not rounds:
         raise ValueError("a campaign must have at least one finished round to be evaluated")
@@ -258,7 +261,7 @@ def evaluate(
         campaign.options.ranking_margin,
     )
     return CampaignResult(
-        campaign, machine, len(rounds), tuple(outcomes), dict(calibrations), ranking, _overlap(rounds)
+        campaign, machine, date, len(rounds), tuple(outcomes), dict(calibrations), ranking, _overlap(rounds)
     )
 
 

@@ -164,13 +164,13 @@ def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) ->
         }
         write_text_atomically(path, dump_json(identity))
         return
-    theirs = measured_on(campaign, folder, with_profiling=with_profiling)
+    theirs, _ = measured_on(campaign, folder, with_profiling=with_profiling)
     if machine_name() != theirs:
         raise _another("machine", folder, theirs, machine_name())
 
 
-def measured_on(campaign: Campaign, folder: Path, *, with_profiling: bool) -> str:
-    """Return the machine whose results a folder holds.
+def measured_on(campaign: Campaign, folder: Path, *, with_profiling: bool) -> tuple[str, str]:
+    """Return the machine whose results a folder holds, and when it was begun.
 
     Raises:
         ValueError: If they are of another campaign, or of one that used a profile where this one does not.
@@ -183,7 +183,7 @@ def measured_on(campaign: Campaign, folder: Path, *, with_profiling: bool) -> st
     ):
         if own != theirs:
             raise _another(what, folder, theirs, own)
-    return found.machine
+    return found.machine, found.date
 
 
 def _another(what: str, folder: Path, theirs: object, own: object) -> ValueError:

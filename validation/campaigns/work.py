@@ -13,7 +13,7 @@ from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from validation.campaigns.definition import Campaign, CampaignPlan
 from validation.execution.executor import Job
-from validation.profiling.calibration import CalibrationJobs
+from validation.profiling.calibration import CalibrationJobs, recomputed_job
 from validation.profiling.jobs import plan_job
 from validation.profiling.profiler import OperatorJob, operator_job
 
@@ -130,7 +130,8 @@ def _unit(campaign: Campaign, name: str, *, with_profiling: bool) -> UnitWork:
     ]
     one = replace(problem, global_batch=sizes[0][0])
     step = plan_job(uniform_plan(one, microbatch=one.global_batch), one, iterations=options.iterations, device=device)
-    profiling = CalibrationJobs(tuple(operators) if with_profiling else (), step, None)
+    again = recomputed_job(problem, operators, iterations=options.iterations, device=device, reported=reported)
+    profiling = CalibrationJobs(*((tuple(operators), again) if with_profiling else ((), None)), step, None)
 
     def job(each: CampaignPlan, *, traced: int) -> Job:
         return plan_job(

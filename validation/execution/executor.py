@@ -110,7 +110,7 @@ def _run_iterations(worker: Worker, job: Job, executor: PlanExecutor) -> RankRec
         _start_together(worker)
         record.traced = executor.run_iteration(job.warmup + job.iterations + extra)
     if executor.times is not None:
-        record.operator_s = executor.times.drain()
+        record.operator_s, record.operator_host_s = executor.times.drain()
     record.notes = executor.notes()
     return record
 

@@ -140,7 +140,8 @@ def launch(
         if num_processes > 1
         else None
     )
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["validation.profiling.jobs"])
     settings = _Settings(
         num_processes, chosen, device, timeout_s, num_threads or max(1, (os.cpu_count() or 1) // num_processes)
     )

@@ -8,7 +8,8 @@ reductions, tied tensors, optimizer, refresh of sharded parameters (``simulator.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from simulator.schedules.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGH
 from simulator.schedules.registry import schedule_named
 from validation.execution.boundaries import BACKWARD_WAY, FORWARD_WAY, Boundary, Postman
 from validation.execution.gradients import gradient_group_keys
-from validation.execution.groups import GroupKey, StageGroups
+from validation.execution.groups import GroupKey, StageGroups, Timer
 from validation.execution.in_flight import InFlight
 from validation.execution.launch import Worker
 from validation.execution.parameters import input_specs
@@ -31,6 +32,7 @@ from validation.execution.stage_parameters import parameter_group_keys
 from validation.execution.stage_runner import StageRunner
 from validation.execution.ties import find_ties, sum_tied_gradients, tie_keys
 from validation.execution.wiring import StageWiring
+from validation.held_back_times import HeldBackTimes
 from validation.kinds.operator_context import RunState
 from validation.measurement import OPTIMIZER, Clock, CollectiveTimes, IterationRecord, OperatorTimes, TimedAction
 
@@ -47,7 +49,8 @@ class PlanExecutor:
         plan: Canonical plan, checked by ``check_executable``.
         problem: What it is for.
         worker: This process. Ranks are the plan's device ids in ascending order; further processes idle.
-        measure_operators: Time every operator.
+        measure_operators: Time every operator: on CUDA its kernels and its host apart, which an iteration then takes
+            several times as long for.
     """
 
     def __init__(self, plan: Plan, problem: Problem, worker: Worker, *, measure_operators: bool = False) -> None:
@@ -56,7 +59,10 @@ class PlanExecutor:
             is_tf32 = problem.runtime.implementation.dtype == "tf32"
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_tf32
         self.clock = Clock(worker.device)
-        self.times = OperatorTimes(self.clock) if measure_operators else None
+        self.times: OperatorTimes | None = None
+        if measure_operators:
+            on_cuda = worker.device.type == "cuda"
+            self.times = HeldBackTimes(worker.device) if on_cuda else OperatorTimes(self.clock)
         self.collective_times = CollectiveTimes(self.clock)
         self.run_state = RunState()
         costs = CostTables(problem)
@@ -178,7 +184,7 @@ class PlanExecutor:
     def run_iteration(self, iteration: int) -> IterationRecord:
         """Run one iteration and return when what happened."""
         self.run_state.iteration = iteration
-        self.worker.pool.timer = self.collective_times.measure
+        self.worker.pool.timer = timer_of(self.collective_times, self.times)
         processor_start_s, start_s = time.thread_time(), time.perf_counter()
         for runner in self.runners.values():
             runner.gradients.begin()
@@ -195,7 +201,8 @@ class PlanExecutor:
             before = self.clock.mark()
             arrived = self._receive(action, queues)
             ready = self.clock.mark()
-            self._perform(action, arrived, states)
+            with nullcontext() if self.times is None else self.times.one_pass(action):
+                self._perform(action, arrived, states)
             marks.append((action, before, ready, self.clock.mark()))
         assert not states, f"microbatches without a backward: {sorted(states)}"
         self._epilogue()
@@ -328,6 +335,20 @@ class PlanExecutor:
                     "that has them first"
                 )
         return found
+
+
+def timer_of(collectives: CollectiveTimes, operators: OperatorTimes | None) -> Timer:
+    """Return what times a collective, which counts with no operator.
+
+    No method of an executor: communicators outlive it, and would keep its parameters beside those of the next.
+    """
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        with nullcontext() if operators is None else operators.outside(), collectives.measure(name):
+            yield
+
+    return timed
 
 
 def _all_there(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,7 +17,14 @@ from validation.execution.executor import Job
 from validation.measurement import Measurement
 from validation.profiling.jobs import plan_job
 from validation.profiling.machine_profile import MachineProfile, machine_name, now, versions
-from validation.profiling.profiler import OperatorJob, make_profile, median_rows, operator_job, profile_rows
+from validation.profiling.profiler import (
+    OperatorJob,
+    make_profile,
+    median_rows,
+    operator_job,
+    profile_rows,
+    recomputing_host_s,
+)
 from validation.profiling.stage_times import stage_times
 
 ENGINE = "compiled"
@@ -40,18 +47,25 @@ class CalibrationJobs:
 
     Attributes:
         operators: Profiling runs.
+        recomputed: On a GPU the first of them with recomputation, which costs its host more than the passes do.
         optimizer: One microbatch on one device, whose end is the optimizer step and nothing else.
         pipeline: A GPipe run of two stages, on which the overhead of a pass is fitted; None on one device.
     """
 
     operators: tuple[OperatorJob, ...]
+    recomputed: OperatorJob | None
     optimizer: Job
     pipeline: Job | None
 
     @property
+    def profiling(self) -> list[OperatorJob]:
+        """All profiling runs."""
+        return [*self.operators, *([self.recomputed] if self.recomputed is not None else [])]
+
+    @property
     def jobs(self) -> list[Job]:
-        """All of them, the pipeline last."""
-        found = [run.job for run in self.operators] + [self.optimizer]
+        """Profiling runs, the optimizer step, the pipeline."""
+        found = [run.job for run in self.profiling] + [self.optimizer]
         return found + ([self.pipeline] if self.pipeline is not None else [])
 
 
@@ -93,7 +107,31 @@ def calibration_jobs(
         pipeline = plan_job(plan, own, iterations=iterations, device=device)
     alone = replace(problem, global_batch=min(microbatch_sizes))
     step = plan_job(uniform_plan(alone, microbatch=alone.global_batch), alone, iterations=iterations, device=device)
-    return CalibrationJobs(tuple(operators), step, pipeline)
+    again = recomputed_job(problem, operators, iterations=iterations, device=device)
+    return CalibrationJobs(tuple(operators), again, step, pipeline)
+
+
+def recomputed_job(
+    problem: Problem,
+    operators: Sequence[OperatorJob],
+    *,
+    iterations: int,
+    device: str,
+    reported: Container[str] = (),
+) -> OperatorJob | None:
+    """Return the profiling run with recomputation, of the fewest samples; None on the CPU, which is its own host.
+
+    Args:
+        problem, operators: What is profiled, and the runs.
+        iterations, device, reported: As for ``operator_job``.
+    """
+    if device != "cuda" or not operators:
+        return None
+    first = min(operators, key=lambda run: (run.tensor_size, run.samples))
+    return operator_job(
+        problem, first.samples, first.tensor_size, recompute="full", iterations=iterations, device=device,
+        reported=reported,
+    )  # fmt: skip
 
 
 def fit(
@@ -109,8 +147,13 @@ def fit(
     """
     source = f"windtunnel profile, {machine_name()}, {now()}"
     rows = [
-        [row for run, each in zip(work.operators, turn, strict=False) for row in profile_rows(run, each, source)]
+        [
+            row
+            for run, each in zip(work.operators, turn, strict=False)
+            for row in profile_rows(run, each, source, recomputed_s)
+        ]
         for turn in measured
+        for recomputed_s in [_recomputing_host_s(problem, work, turn)]
     ]
     operators = make_profile(problem, median_rows(rows), source)
     profile = MachineProfile(
@@ -125,7 +168,7 @@ def fit(
         fitted_on=_in_words(work),
         preset=problem.hardware.cluster.nodes[0].preset if communication else None,
     )
-    step_s = float(np.median([turn[len(work.operators)].optimizer_s for turn in measured]))
+    step_s = float(np.median([turn[len(work.profiling)].optimizer_s for turn in measured]))
     profile = replace(profile, optimizer_bandwidth_fraction=fit_optimizer_fraction(profile, work.optimizer, step_s))
     if work.pipeline is None:
         return profile
@@ -135,6 +178,17 @@ def fit(
     overhead_s, words = never_negative(found_s)
     words = [*doubtful_factor(profile.operator_factor), *words]
     return replace(profile, pass_overhead_s=overhead_s, fitted_on="; ".join([profile.fitted_on, *words]))
+
+
+def _recomputing_host_s(
+    problem: Problem, work: CalibrationJobs, measured: Sequence[Measurement]
+) -> dict[str, float]:
+    run = work.recomputed
+    if run is None:
+        return {}
+    sizes = [(each.samples, each.tensor_size) for each in work.operators]
+    plain = measured[sizes.index((run.samples, run.tensor_size))]
+    return recomputing_host_s(plain, measured[len(work.operators)], problem)
 
 
 def fit_factor(calibrated: Calibrated, job: Job, measured: Sequence[Measurement]) -> float:

@@ -334,7 +334,7 @@ def _quantities(host: HostTimes | None, overlap: Sequence[OverlapRow]) -> Iterat
 def _stability(work: ProfileWork, measured: Sequence[Sequence[Measurement]]) -> Iterator[Quantity]:
     """Yield the iteration time of every executed plan with its repeats and spread."""
     names = [f"operators at {run.samples} samples, tp {run.tensor_size}" for run in work.jobs.operators]
-    names += ["optimizer", "pipeline"]
+    names += ["operators recomputed"] * (work.jobs.recomputed is not None) + ["optimizer", "pipeline"]
     for number, name in zip(range(len(work.jobs.jobs)), names, strict=False):
         samples = [turn[number].iteration_time_s for turn in measured]
         yield Quantity(f"iteration: {name}", statistics.median(samples), "s", len(samples), spread(samples))
