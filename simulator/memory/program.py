@@ -263,15 +263,12 @@ class StageMemory:
         one by its savers in the segment. Weight gradients need what operators with parameters saved.
         """
         found: dict[int, list[str]] = {}
+        needs_later = {} if with_inputs and with_weights else self._users_for_weights()
         for name, users in self._users.items():
-            weighted = [
-                index
-                for index in users
-                if self.cost_of(index).parameters and not ends_at_parting(self.workload, index, name)
-            ]
-            if with_inputs and (with_weights or not weighted):
+            weighted = needs_later.get(name, ())
+            if with_inputs and not weighted:
                 found.setdefault(min(users, default=-1), []).append(name)
-            elif with_weights and not with_inputs and weighted:
+            elif weighted and not with_inputs:
                 found.setdefault(min(weighted), []).append(name)
         return found
 
@@ -297,6 +294,19 @@ class StageMemory:
                     users.setdefault(name, []).append(saver)
                 elif segment is not None and producer is not None and segment[0] <= producer < segment[1]:
                     users.setdefault(self._instance(name, True), []).append(saver)
+        return users
+
+    def _users_for_weights(self) -> dict[str, list[int]]:
+        """Return, per instance of a tensor, the operators whose weight gradients need it, in a segment or not."""
+        users: dict[str, list[int]] = {}
+        for name, savers in self._savers.items():
+            for saver in savers:
+                if not self.cost_of(saver).parameters or ends_at_parting(self.workload, saver, name):
+                    continue
+                segment = range(*self._segment_of.get(saver, (0, 0)))
+                again = self.workload.producer.get(name, -1) in segment
+                if again or not self.view.saves_gathered(saver, name):
+                    users.setdefault(self._instance(name, again), []).append(saver)
         return users
 
     def _release(self, name: str, events: Pass) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -148,6 +149,25 @@ def test_nothing_is_let_go_before_it_is_needed_and_nothing_stays(data, family: s
                 missing |= memory.held(index) - live
             assert not missing, (index, with_inputs, with_weights)
         assert memory.left == memory.anew
+
+
+@pytest.mark.parametrize("first", [27, 28])
+def test_what_enters_a_segment_stays_until_no_weight_gradient_needs_it(first: int) -> None:
+    """T5's encoded states, saved by the projections of both cross-attentions, one of them in a segment.
+
+    They were gone by then if its first operator had no weights, and stayed for that one's if it had some.
+    """
+    costs = costs_of("t5", "composer-fsdp")
+    zero_bubble = {"schedule": "zb-h1", "gradient_reduction": "every", "overlap_gradient_sync": True}
+    plan = uniform_plan(costs.problem, microbatch=1, **zero_bubble)
+    stage = replace(plan.stages[0], recompute=((first, 30),))
+    (view,) = stage_views(validate(replace(plan, stages=(stage,)), costs.problem), costs)
+    memory = Watched(view)
+    memory.run()
+    late = {index: live for index, with_inputs, _, live in memory.found if not with_inputs}
+    assert memory.needed(29, with_inputs=False) <= late[29]
+    assert min(index for index, live in late.items() if "decoder_embedding.encoder_final_norm" in live) == 29
+    assert memory.left == memory.anew
 
 
 def test_the_next_unit_is_gathered_when_the_ends_of_a_segment_are_gone() -> None:
