@@ -257,6 +257,8 @@ class ImplementationFile(FileModel):
     holds_operands: bool = False
     flash_generation: Literal[1, 2]
     keeps_scores: bool = False
+    adds_mask: bool = False
+    slices_packed: bool = False
     elementary: bool = False
     loss_keeps_logits: bool = False
     loss_clones_logits: bool = False

@@ -14,6 +14,8 @@ from datafiles.schema import FileModel, validated
 
 FILE = Path(__file__).parent.parent / "accuracy_data" / "groups.yaml"
 CAMPAIGN_GROUP = "campaign-"
+MODELLED = "-modelled"
+"""Ends the name of a campaign's group whose machine is not asked: plans as the model has them, without a profile."""
 Share = Annotated[float, Field(ge=0, le=10)]
 Text = Annotated[str, Field(min_length=1, max_length=600)]
 
@@ -71,5 +73,5 @@ def groups() -> Mapping[str, Group]:
 
 
 def _is_there(name: str) -> bool:
-    campaign = name.removeprefix(CAMPAIGN_GROUP)
-    return campaign == name or (FILE.parent / "campaigns" / f"{campaign}.yaml").is_file()
+    campaign = name.removeprefix(CAMPAIGN_GROUP).removesuffix(MODELLED)
+    return not name.startswith(CAMPAIGN_GROUP) or (FILE.parent / "campaigns" / f"{campaign}.yaml").is_file()

@@ -13,7 +13,7 @@ from pydantic import Field
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
-from experiments.accuracy.groups import CAMPAIGN_GROUP
+from experiments.accuracy.groups import CAMPAIGN_GROUP, MODELLED, groups
 from experiments.cases.case import PRINTED, Case, Measured, Skipped
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import CollectiveTable
@@ -112,7 +112,7 @@ def cases_of(path: Path) -> Iterator[Case]:
             if word not in known:
                 raise DataFileError(path.name, f"plans.{number}: {what} must be one of {', '.join(known)}, got {word}")
         measured = row.measured
-        yield Case(
+        case = Case(
             row_id=f"{path.name}#{row.name}",
             groups=(CAMPAIGN_GROUP + path.stem,),
             problem=partial(_problem, path, number),
@@ -132,6 +132,15 @@ def cases_of(path: Path) -> Iterator[Case]:
                 "schedule": str(row.plan.get("schedule", "1f1b")),
             },
         )
+        yield case
+        group = CAMPAIGN_GROUP + path.stem + MODELLED
+        if group in groups():
+            yield replace(
+                case,
+                row_id=f"{case.row_id} on our kernels",
+                groups=(group,),
+                problem=partial(_problem, path, number, profiled=False),
+            )
 
 
 @lru_cache(maxsize=8)
@@ -155,7 +164,7 @@ def _unit(path: Path, unit: str) -> tuple[Cluster, OperatorProfile, CollectiveTa
     return replace(cluster, nodes=nodes), operators, table
 
 
-def _problem(path: Path, number: int) -> Problem:
+def _problem(path: Path, number: int, *, profiled: bool = True) -> Problem:
     file = _file(path)
     row = file.plans[number]
     chosen = file.runtimes[row.runtime]
@@ -164,6 +173,8 @@ def _problem(path: Path, number: int) -> Problem:
         runtime = replace(runtime, attention=chosen.attention)
     spec = spec_from_mapping(file.models[row.model], f"{path.name}: {row.model}")
     workload = build_from_spec(spec, runtime.attention)
+    if not profiled:
+        return Problem(workload, HardwareModel(parse_cluster(file.cluster)), runtime, row.global_batch)
     cluster, operators, table = _unit(path, row.unit)
     scaling = ProfileScaling(**row.scaling.model_dump())
     hardware = HardwareModel(cluster=cluster, operator_profile=scaling.apply(operators), collective_table=table)

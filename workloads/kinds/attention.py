@@ -25,6 +25,8 @@ from workloads.kinds.heads import (
     HEADS_IN_SCORES,
     ByHead,
     check_sources,
+    local_heads,
+    slice_gradients,
     source_features,
 )
 from workloads.kinds.registry import register
@@ -36,6 +38,20 @@ def _transposes(local: Local, *elements: int) -> list[Kernel]:
     if not local.implementation.elementary:
         return []
     return [kernel for count in elements for kernel in elementary.chain((elementary.MAP,), count * local.element_bytes)]
+
+
+def _copies(local: Local, *elements: int) -> list[Kernel]:
+    """Return the copies of what a product reads out of the packed tensor, by head (``slices_packed``)."""
+    if not local.implementation.slices_packed:
+        return []
+    return [MemoryBound(float(local.element_bytes * count), float(local.element_bytes * count)) for count in elements]
+
+
+def _key_value_heads(local: Local) -> int:
+    """Return how many heads keys and values of this rank have."""
+    dim = integer(local.attributes, "head_dim")
+    own = 0 if flag(local.attributes, "cross") else local_heads(local)
+    return (local.inputs[-1][2] // dim - own) // 2
 
 
 def _products(attributes: Attributes, scores: Shape) -> tuple[int, int, int]:
@@ -75,12 +91,16 @@ class AttentionScore(ByHead):
         dim = integer(local.attributes, "head_dim")
         transposes = _transposes(local, batch * queries * dim, batch * keys * dim)
         if phase == FORWARD:
-            return [*transposes, Matmul(m=queries, n=keys, k=dim, batch=batch)]
+            copies = _copies(local, batch * queries * dim, batch * keys * dim)
+            return [*transposes, *copies, Matmul(m=queries, n=keys, k=dim, batch=batch)]
         if phase == BACKWARD_INPUT:
+            heads, few = local_heads(local), _key_value_heads(local)
+            cross = flag(local.attributes, "cross")
             return [
                 Matmul(m=queries, n=dim, k=keys, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
                 *transposes,
+                *slice_gradients(local, [few * dim] if cross else [heads * dim, few * dim], 0 if cross else 1),
             ]
         return []
 
@@ -150,6 +170,9 @@ class Softmax(ByHead):
             return [MemoryBound(size, size), MemoryBound(size, size), MemoryBound(size, size, "reduction")]
         elements = size / local.element_bytes
         wide = elements * DTYPE_BYTES["fp32"]
+        if local.implementation.adds_mask:
+            masked = [MemoryBound(size, size), MemoryBound(size, size), MemoryBound(size, wide)]
+            return [*masked, MemoryBound(wide, wide, "reduction"), MemoryBound(wide, size)]
         return [
             MemoryBound(size, wide),
             MemoryBound(wide, wide),
@@ -164,13 +187,14 @@ class Softmax(ByHead):
             return elementary.chain(elementary.SOFTMAX_BACKWARD, size)
         if local.element_bytes == DTYPE_BYTES["fp32"]:
             softmax = [MemoryBound(2 * size, size), MemoryBound(2 * size, size, "reduction")]
-            return [*softmax, MemoryBound(size, size), MemoryBound(size, size)]
+            return [*softmax, *[MemoryBound(size, size)] * (1 if local.implementation.adds_mask else 2)]
         elements = size / local.element_bytes
         wide = elements * DTYPE_BYTES["fp32"]
+        softmax = [MemoryBound(size, wide), MemoryBound(2 * wide, wide), MemoryBound(2 * wide, wide, "reduction")]
+        if local.implementation.adds_mask:
+            return [*softmax, MemoryBound(wide, size), MemoryBound(size, size)]
         return [
-            MemoryBound(size, wide),
-            MemoryBound(2 * wide, wide),
-            MemoryBound(2 * wide, wide, "reduction"),
+            *softmax,
             MemoryBound(wide, wide),  # the mask's gradient is masked in a copy
             MemoryBound(wide + elements, wide),
             MemoryBound(wide, wide),
@@ -240,13 +264,15 @@ class AttentionContext(ByHead):
         if phase == FORWARD:
             # The product is laid out by head; the projection wants it by token: one copy.
             size = size_bytes(local, local.outputs)
-            transposes = _transposes(local, batch * keys * dim)
-            return [*transposes, Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size)]
+            before = [*_transposes(local, batch * keys * dim), *_copies(local, batch * keys * dim)]
+            return [*before, Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size)]
         if phase == BACKWARD_INPUT:
             return [
                 *_transposes(local, batch * queries * dim),
+                *_copies(local, batch * queries * dim),
                 Matmul(m=queries, n=keys, k=dim, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
                 *_transposes(local, batch * keys * dim),
+                *slice_gradients(local, [_key_value_heads(local) * dim], 1),
             ]
         return []

@@ -37,6 +37,12 @@ class Implementation:
         autocast: Weights of products are cast from fp32 for each pass and kept cast until their gradient, which is cast
             back; norms and a transformer's residuals are in fp32 (``torch.autocast``).
         fused_softmax: Scale, mask and softmax in one kernel; else three, computed and kept in fp32.
+        adds_mask: Unfused, the mask is added to the scores in their own type, and has no gradient; else scores are
+            filled where it says so, in fp32, and so are gradients.
+        slices_packed: Queries, keys and values are views of the packed tensor, which autograd goes back through one by
+            one: each gradient is copied into a packed tensor of zeros, and these are added. Products of scores and of
+            values copy what they read of it, rotary positions turn all of it; else it is taken apart and put together
+            at once.
         fused_bias_activation: Bias and activation in one kernel.
         fused_bias_dropout: Bias, dropout and residual add in one kernel; else three.
         fused_rotary: Rotary positions in one pass over queries and keys; else in plain operations.
@@ -84,6 +90,8 @@ class Implementation:
     dtype: str = "fp16"
     autocast: bool = False
     fused_softmax: bool = True
+    adds_mask: bool = False
+    slices_packed: bool = False
     fused_bias_activation: bool = True
     fused_bias_dropout: bool = True
     fused_norm: bool = True

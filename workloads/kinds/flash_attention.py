@@ -22,6 +22,7 @@ from workloads.kinds.heads import (
     check_sources,
     key_value_heads,
     local_heads,
+    slice_gradients,
     source_features,
 )
 from workloads.kinds.registry import register
@@ -158,7 +159,12 @@ class FlashAttentionOperator(ByHead):
         # First the row sums of gradient times output, in a kernel of their own.
         size = size_bytes(local, local.outputs)
         row_sums = float(DTYPE_BYTES["fp32"] * fused.batch * fused.query_length)
-        return [*before, MemoryBound(2 * size, row_sums, "reduction"), fused, *after]
+        width, cross = integer(local.attributes, "head_dim"), flag(local.attributes, "cross")
+        own = 0 if cross else local_heads(local)
+        few = (local.inputs[1][2] // width - own) // 2
+        views = [*([] if cross else [own * width]), few * width, few * width]
+        slices = slice_gradients(local, views, len(views) - 1)
+        return [*before, MemoryBound(2 * size, row_sums, "reduction"), fused, *after, *slices]
 
 
 @register
@@ -199,12 +205,29 @@ class Rotary(ByHead):
         repeats = self._repeats(phase, size, local)
         if local.implementation.fused_rotary:
             return [MemoryBound(size, size), *repeats]
+        if local.implementation.slices_packed:
+            return self._whole(phase, local)
         # Queries, then keys: to fp32, times a complex number for each pair, and back; gradients alike.
         found: list[Kernel] = repeats
         for part in (size * heads / (heads + kv_heads), size * kv_heads / (heads + kv_heads)):
             wide = part / local.element_bytes * DTYPE_BYTES["fp32"]
             found += [MemoryBound(part, wide), MemoryBound(wide, wide), MemoryBound(wide, part)]
         return found
+
+    @staticmethod
+    def _whole(phase: str, local: Local) -> list[Kernel]:
+        """Return the same of the packed tensor in one, values turned by nothing; repeated heads are stacked anew."""
+        size, made = size_bytes(local, local.inputs), size_bytes(local, local.outputs)
+        wide = size / local.element_bytes * DTYPE_BYTES["fp32"]
+        turned: list[Kernel] = [MemoryBound(wide, wide)]
+        if wide > size:
+            turned = [MemoryBound(size, wide), *turned, MemoryBound(wide, size)]
+        if not flag(local.attributes, "repeats"):
+            return turned
+        if phase == FORWARD:
+            return [*turned, MemoryBound(made, made)]
+        few = (size - made / 3) / 2  # Keys, or values.
+        return [*[MemoryBound(made / 3, few, "reduction")] * 2, MemoryBound(size, size), *turned]
 
     @staticmethod
     def _repeats(phase: str, size: float, local: Local) -> list[Kernel]:

@@ -12,7 +12,9 @@ false), ``causal``; ``window`` (default 0: none), tokens that attend to each oth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
+from workloads.kernels import Kernel, MemoryBound
 from workloads.kinds.attributes import flag, integer, require_rank
 from workloads.kinds.base import Attributes, Kind, Local, Shape, Split, SplitTable
 from workloads.placements import Shard
@@ -48,6 +50,24 @@ def local_heads(local: Local) -> int:
     """Query heads of this rank: the last dimension is cut by whole heads."""
     features = source_features(local.attributes)[0]
     return integer(local.attributes, "heads") * local.inputs[0][2] // features
+
+
+def slice_gradients(local: Local, features: Sequence[int], num_sums: int) -> list[Kernel]:
+    """Return what gradients of views of the packed tensor cost where each goes back alone (``slices_packed``).
+
+    Args:
+        local: The operator; its last input is the packed tensor.
+        features: Features of each view, of all heads of a rank.
+        num_sums: How many of such gradients are added to another.
+    """
+    if not local.implementation.slices_packed:
+        return []
+    *tokens, _ = local.inputs[-1]
+    each, whole = float(local.element_bytes * prod(tokens)), float(local.element_bytes * prod(local.inputs[-1]))
+    found: list[Kernel] = []
+    for count in features:
+        found += [MemoryBound(0.0, whole), MemoryBound(each * count, each * count)]
+    return found + [MemoryBound(2 * whole, whole)] * num_sums
 
 
 class ByHead(Kind):
