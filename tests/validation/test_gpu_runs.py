@@ -186,7 +186,7 @@ def test_nothing_of_a_run_is_left_for_the_next() -> None:
         for measures in (False, True):
             run_rank(worker, Job(plan, of, 1, 1, measure_operators=measures, traced_iterations=1))
             gc.collect()
-            assert not [each for each in gc.get_objects() if isinstance(each, PlanExecutor)]
+            assert not [each for each in gc.get_objects() if type(each) is PlanExecutor]
 
 
 def test_the_time_of_an_iteration_is_without_reading_events(monkeypatch: pytest.MonkeyPatch) -> None:
