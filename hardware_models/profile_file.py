@@ -82,7 +82,11 @@ def profile_from_mapping(mapping: Mapping[str, Any], source: str) -> OperatorPro
     file = validated(ProfileFile, mapping, source)
     wanted = [name for name in COLUMNS if name in file.columns or name not in HOST]
     if sorted(file.columns) != sorted(wanted):
-        raise DataFileError(source, f"columns must be {', '.join(COLUMNS)}, got {', '.join(file.columns)}")
+        needed = [name for name in COLUMNS if name not in HOST]
+        raise DataFileError(
+            source,
+            f"columns must be {', '.join(needed)}, and may be {', '.join(HOST)}, got {', '.join(file.columns)}",
+        )
     rows = []
     for number, cells in enumerate(file.rows, start=1):
         if len(cells) != len(wanted):

@@ -136,17 +136,19 @@ def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | Non
     return axis.size, "default" if split == own else "alternative"
 
 
-def _measured(modelled: Segment, seconds: float, own_s: float | None, source: str, kernels_only: bool) -> Segment:
+def _measured(
+    modelled: Segment, seconds: float, profiled_host_s: float | None, source: str, kernels_only: bool
+) -> Segment:
     """Return a segment with a measured duration, and the host's where that was measured too.
 
     Its kernels are then launched as evenly as the model has them. Where the duration contains the host's, it is at most
     that; else the modelled launch time is kept.
     """
     recorded = {"measured": (seconds, 0.0, 0.0), "interpolated": (0.0, seconds, 0.0), "modelled": (0.0, 0.0, seconds)}
-    host_s = modelled.host_s if own_s is None else own_s
+    host_s = modelled.host_s if profiled_host_s is None else profiled_host_s
     if not kernels_only:
         return Segment(seconds, min(host_s, seconds), seconds, 0.0, recorded[source])
-    if own_s is None:
+    if profiled_host_s is None:
         return Segment(seconds, host_s, seconds, 0.0, recorded[source])
     first = modelled.lead_s / modelled.host_s if modelled.host_s > 0 else 1.0
     bound_s = max(first * host_s + seconds, host_s + first * seconds)

@@ -14,6 +14,9 @@ import torch
 COLLECTIVE, OPTIMIZER = "collective", "optimizer"
 """Phases of spans that are no operator's."""
 
+BACKWARD, RECOMPUTE = "backward", "recompute"
+"""Phases of operators beside those of ``workloads.kinds.base``; halves of a backward pass begin with the first."""
+
 Samples = dict[tuple[str, int], list[float]]
 """Seconds, by phase and operator."""
 

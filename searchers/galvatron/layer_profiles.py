@@ -207,8 +207,10 @@ class LayerProfiles:
             cost = self.costs.operator(index, self._sharding(tensor, index), samples, gpu_type)
             inside = layer.core[0] <= index < layer.core[1]
             for first, name in ((0, "device_s"), (3, "host_s")):
-                forward, backward = getattr(cost.forward, name), getattr(cost.backward, name)
-                total[first : first + 3] += forward, backward, inside * forward
+                forward, backward, again = (
+                    getattr(each, name) for each in (cost.forward, cost.backward, cost.recomputed)
+                )
+                total[first : first + 3] += forward, backward, inside * again
         return total
 
     def _sharding(self, tensor: int, index: int) -> Sharding:

@@ -31,6 +31,16 @@ def die_in_backward(worker: Worker, rank: int) -> None:
         executor.run_iteration(iteration)
 
 
+def rest(worker: Worker, seconds: float) -> None:
+    """Do nothing for a while."""
+    time.sleep(seconds)
+
+
+def environment(worker: Worker, name: str) -> str | None:
+    """Return a variable of the environment."""
+    return os.environ.get(name)
+
+
 def fail(worker: Worker, rank: int) -> str:
     """Raise an error on ``rank`` while the others wait for it."""
     import torch

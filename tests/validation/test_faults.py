@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,19 +32,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def workers_of(parent: int) -> list[int]:
-    """Return the processes that ``parent`` started through multiprocessing and that are alive."""
-    found = []
+    """Return the processes that ``parent`` had started by its fork server and that are alive."""
+    children: dict[int, list[int]] = {}
+    servers = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_bytes()
+            is_server = b"multiprocessing.forkserver" in (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[1]) == parent and fields[0] != "Z" and b"spawn_main" in command:
-            found.append(int(entry.name))
-    return found
+        if fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+        if is_server:
+            servers.add(int(entry.name))
+    return [worker for server in children.get(parent, []) if server in servers for worker in children.get(server, [])]
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +55,24 @@ def no_process_is_left() -> Iterator[None]:
     before = workers_of(os.getpid())
     yield
     assert workers_of(os.getpid()) == before
+
+
+def test_processes_that_work_are_seen() -> None:
+    """Else that none is left would say nothing."""
+    rest = {"num_processes": 2, "timeout_s": 60, "num_threads": 1}
+    working = threading.Thread(target=launch, args=(fault_worker.rest, 3.0), kwargs=rest)
+    working.start()
+    wait_until(lambda: len(workers_of(os.getpid())) == 2, 60)
+    working.join()
+    assert not workers_of(os.getpid())
+
+
+def test_what_a_process_is_told_by_its_environment_is_of_its_own_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word in ("first", "second"):
+        monkeypatch.setenv("WINDTUNNEL_TEST_WORD", word)
+        assert launch(fault_worker.environment, "WINDTUNNEL_TEST_WORD", num_processes=2, num_threads=1) == [word] * 2
+    monkeypatch.delenv("WINDTUNNEL_TEST_WORD")
+    assert launch(fault_worker.environment, "WINDTUNNEL_TEST_WORD", num_processes=1, num_threads=1) == [None]
 
 
 def test_a_rank_that_dies_mid_iteration_is_named() -> None:

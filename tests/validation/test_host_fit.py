@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
+from hardware_models.profile_scaling import ProfileScaling  # noqa: E402
+from simulator.problem import Problem  # noqa: E402
 from simulator.simulate import simulate  # noqa: E402
 from tests.validation.test_campaign_figures import measured  # noqa: E402
 from tests.validation.test_campaign_files import load  # noqa: E402
@@ -16,6 +18,8 @@ from validation.campaigns.run import RoundResult  # noqa: E402
 from validation.campaigns.work import UnitWork, campaign_work  # noqa: E402
 from validation.execution.executor import Job  # noqa: E402
 from validation.measurement import Measurement  # noqa: E402
+from validation.profiling.calibration import calibration_jobs, fit  # noqa: E402
+from validation.profiling.machine_profile import MachineProfile  # noqa: E402
 from validation.profiling.profiler import HELD_BACK_ITERATIONS, recomputing_host_s  # noqa: E402
 
 KERNEL_S, HOST_S = 2e-4, 1e-3
@@ -31,6 +35,16 @@ def unit() -> UnitWork:
     report = [{"model": "gpt", "microbatch": 4, "num_microbatches": 1, "recompute": ["none", "full"]}]
     (found,) = campaign_work(load(device="cuda", cluster="h100-dgx:1x1", calibration=calibration, report=report))
     return found
+
+
+def problem_of(num_devices: int) -> Problem:
+    (found,) = campaign_work(
+        load(
+            device="cuda", cluster=f"h100-dgx:1x{num_devices}",
+            calibration=[{"model": "gpt", "num_microbatches": 1}], report=[{"model": "gpt", "num_microbatches": 2}],
+        )
+    )  # fmt: skip
+    return found.problem
 
 
 def profiled(job: Job) -> Measurement:
@@ -116,3 +130,55 @@ def test_what_recomputation_adds_is_of_operators_that_run_again(unit: UnitWork) 
     assert all(seconds == pytest.approx(6 * HOST_S) for seconds in found.values())
     quicker = replace(again, operator_host_s=dict.fromkeys(again.operator_host_s, 1e-9))
     assert set(recomputing_host_s(plain, quicker, unit.problem).values()) == {0.0}
+
+
+PIPELINE = {"model": "gpt", "pp": 2, "microbatch": SMALL, "num_microbatches": 4}
+
+
+@pytest.fixture(scope="module")
+def pipelined() -> UnitWork:
+    calibration = [{**PIPELINE, "schedule": "gpipe"}]
+    report = [PIPELINE, {**PIPELINE, "microbatch": LARGE}]
+    (found,) = campaign_work(load(device="cuda", cluster="h100-dgx:1x2", calibration=calibration, report=report))
+    return found
+
+
+@pytest.mark.parametrize("host", [0.8, 1.2, 1.5])
+def test_a_pipeline_that_the_host_rules_says_nothing_of_kernels(pipelined: UnitWork, host: float) -> None:
+    """It would make pipelines that the GPU rules as much slower, and find an overhead of passes that hides."""
+
+    def fit_on(seconds: float) -> Calibration:
+        found = [profiled(run.job) for run in pipelined.profiling.profiling]
+        found += [replace(measured(1.0, (9.0,)), optimizer_s=STEP_S), measured(seconds, (9.0, 9.0))]
+        found += [measured(1.0, (9.0, 9.0))] * len(pipelined.report)
+        return fit_campaign([pipelined], [RoundResult((), (), {pipelined.name: tuple(found)})])[pipelined.name]
+
+    (_, calibrating), (_, small), (_, large) = (*pipelined.calibration, *pipelined.report)
+    true = replace(fit_on(1.0), single_factor=1.0, host_factor=host)
+    true = replace(true, profile=replace(true.profile, operator_factor=1.0))
+    found = fit_on(predicted_s(true, calibrating))
+    assert found.host_factor == pytest.approx(host, rel=0.01)
+    assert found.profile.operator_factor == pytest.approx(1.0, rel=0.01) and found.profile.pass_overhead_s == 0
+    for job in (small, large):
+        assert predicted_s(found, job) == pytest.approx(predicted_s(true, job), rel=0.01)
+
+
+@pytest.mark.parametrize("host", [0.8, 1.5])
+def test_so_does_that_of_a_machines_profile(host: float) -> None:
+    of = replace(problem_of(2), global_batch=4 * SMALL)
+    work = calibration_jobs(of, (SMALL,), device="cuda")
+    assert work.pipeline is not None
+    runs = [profiled(run.job) for run in work.profiling]
+    step = replace(measured(1.0, (9.0,)), optimizer_s=STEP_S)
+
+    def pipeline_s(profile: MachineProfile) -> float:
+        assert work.pipeline is not None
+        return simulate(work.pipeline.plan, profile.apply(of, work.pipeline.plan)).iteration_time_s
+
+    plain = fit(of, replace(work, pipeline=None), [[*runs, step]], ())
+    true = replace(plain, operators=ProfileScaling(host_factor=host).apply(plain.operators))
+    found = fit(of, work, [[*runs, step, measured(pipeline_s(true), (9.0, 9.0))]], ())
+    assert pipeline_s(found) == pytest.approx(pipeline_s(true), rel=0.01)
+    assert found.operator_factor == pytest.approx(1.0, rel=0.01) and found.pass_overhead_s == 0
+    hosts = [sum(row.forward_host_s or 0.0 for row in each.operators.rows) for each in (plain, found)]
+    assert hosts[1] == pytest.approx(host * hosts[0], rel=0.01)

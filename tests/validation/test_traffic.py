@@ -32,13 +32,13 @@ from workloads.model_file import spec_from_mapping  # noqa: E402
 from workloads.registry import build_from_spec  # noqa: E402
 
 SAMPLES = 2
-TEXT = {"layers": 1, "hidden": 64, "heads": 4, "seq_len": 64, "vocab": 256}
+TEXT = {"layers": 1, "hidden": 64, "heads": 4, "seq_len": 48, "vocab": 256}
 CALM = {"dropout": 0.0, "attention_dropout": 0.0}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt", **TEXT, **CALM},
     "bert": {"family": "bert", **TEXT, **CALM},
     "llama": {"family": "llama", **TEXT, "kv_heads": 2, "ffn": 128},
-    "vit": {"family": "vit", "layers": 1, "hidden": 64, "heads": 4, "image": 64, "patch": 8, "classes": 10, **CALM},
+    "vit": {"family": "vit", "layers": 1, "hidden": 64, "heads": 4, "image": 56, "patch": 8, "classes": 10, **CALM},
     "t5": {"family": "t5", **TEXT, "decoder_seq_len": 32, "position_buckets": 8, **CALM},
 }
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward")
@@ -127,21 +127,26 @@ def together(found: dict[tuple[str, str], tuple[float, float]], roles: str, word
     return traced, modelled
 
 
+MASK = ("attention_softmax", FORWARD)
+"""Torch reads it as well; it is as large for any batch."""
 PLAIN = [
-    ("attention_softmax", FORWARD, 0.03),
-    ("attention_softmax", "backward", 0.01),
-    ("attention_score attention_context", FORWARD, 0.01),
-    ("attention_score attention_context", "backward", 0.02),
+    MASK,
+    ("attention_softmax", "backward"),
+    ("attention_score attention_context", FORWARD),
+    ("attention_score attention_context", "backward"),
 ]
 
 
 @pytest.mark.parametrize("runtime", ["windtunnel-executor", "windtunnel-executor-fp32"])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "t5"])
-@pytest.mark.parametrize(("roles", "word", "limit"), PLAIN)
-def test_plain_attention_moves_what_torch_moves(model: str, runtime: str, roles: str, word: str, limit: float) -> None:
+@pytest.mark.parametrize(("roles", "word"), PLAIN)
+def test_plain_attention_moves_what_torch_moves(model: str, runtime: str, roles: str, word: str) -> None:
     """Gradients of views are added behind one or the other of the two that read the packed tensor."""
     traced, modelled = together(moved(model, runtime, "plain"), roles, word)
-    assert modelled == pytest.approx(traced, rel=limit)
+    if (roles, word) == MASK:
+        assert modelled < traced <= 1.03 * modelled
+    else:
+        assert modelled == traced
 
 
 @pytest.mark.parametrize(
@@ -151,21 +156,25 @@ def test_plain_attention_moves_what_torch_moves(model: str, runtime: str, roles:
 )  # fmt: skip
 def test_so_does_attention_to_another_stack_and_with_learned_positions(roles: str, word: str) -> None:
     traced, modelled = together(moved("t5", "windtunnel-executor", "plain"), roles, word)
-    assert modelled == pytest.approx(traced, rel=0.06)
+    assert modelled == pytest.approx(traced, rel=0.02)
 
 
-@pytest.mark.parametrize("model", ["gpt", "bert", "vit"])
-def test_gradients_of_views_follow_fused_attention(model: str) -> None:
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "t5"])
+def test_fused_attention_moves_what_torch_moves_around_it(model: str) -> None:
     """Beside the row sums of gradient times output, a kernel inside torch's operation."""
-    traced, modelled = together(moved(model, "windtunnel-executor", "flash"), "attention_flash", "backward")
-    assert modelled == pytest.approx(traced, rel=0.1) and modelled > traced
+    found = moved(model, "windtunnel-executor", "flash")
+    traced, modelled = together(found, "attention_flash", FORWARD)
+    assert modelled == traced
+    traced, modelled = together(found, "attention_flash", "backward")
+    tokens = SAMPLES * (56 // 8) ** 2 + SAMPLES if model == "vit" else SAMPLES * 48
+    assert modelled - traced == 2 * tokens * 64 * 2 + tokens * 4 * 4
 
 
 @pytest.mark.parametrize("runtime", ["windtunnel-executor", "windtunnel-executor-fp32"])
 @pytest.mark.parametrize("attention", ["plain", "flash"])
 def test_rotary_positions_turn_the_packed_tensor(runtime: str, attention: str) -> None:
     """Beside it torch reads the table of factors, and in backward makes its conjugate: as large for any batch."""
-    tokens, groups_of, dim = 64, 2 + 2, 16
+    tokens, groups_of, dim = 48, 2 + 2, 16
     table = tokens * groups_of * dim // 2 * 8
     for word, times in ((FORWARD, 1), ("backward", 3)):
         traced, modelled = together(moved("llama", runtime, attention), "attention_rotary", word)

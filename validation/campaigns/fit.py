@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from hardware_models.profile_scaling import ProfileScaling
 from simulator.plan import Plan
@@ -26,6 +24,7 @@ from validation.profiling.calibration import (
     doubtful_factor,
     fit,
     fit_factor,
+    fit_kernels_and_host,
     fit_optimizer_fraction,
     fit_overhead_s,
     never_negative,
@@ -34,13 +33,6 @@ from validation.profiling.machine_profile import MachineProfile
 from validation.profiling.profiler import OperatorJob
 
 MAX_COMPANY_COST = 0.9
-TOWARDS_ONE = 0.05
-"""Weight of a factor's distance from 1 beside the misses of plans, all as logarithms."""
-DIFFERENCE = 0.01
-"""Share of a factor between two plans' simulations whose difference is the slope."""
-MOST_APART = 3.0
-"""Factors are at most this, and at least its inverse."""
-
 EXPOSED_COLLECTIVES = (
     "exposed_tensor_parallel_s", "exposed_resharding_s", "exposed_parameter_gather_s", "exposed_embedding_sync_s",
     "exposed_gradient_sync_s", "exposed_other_s",
@@ -59,7 +51,8 @@ class Calibration:
         profile: Operators and communication; what was fitted on pipelines: factor on operators, overhead of a pass.
         single_factor: What operators take in a plan of one device, as a multiple of the profiling run; fitted on
             the calibration plans of one device, 1 without any.
-        host_factor: What the host takes for them in any plan, likewise, where it was profiled apart.
+        host_factor: What the host takes for them in any plan, likewise, where it was profiled apart: on a GPU kernels
+            and host each have one factor, fitted on calibration plans of one device and of several stages together.
         company_cost: Share of an operator's time that is gone when no other process computes: processes share
             memory, caches, perhaps a core. 0 on GPUs.
         num_profiled: Processes that ran while operators were profiled.
@@ -214,23 +207,21 @@ def _fit_unit(unit: UnitWork, rounds: Sequence[RoundResult]) -> Calibration:
     singles = [
         (job, [turn[position] for turn in measured]) for position, job in jobs if len(job.plan.devices) == 1
     ]
-    if singles and base.operators.kernels_only:
-        calibration = _with_host(_with_step(calibration, unit, measured, singles), singles)
-    elif singles:
+    pipelines = [(job, [turn[position] for turn in measured]) for position, job in jobs if len(job.plan.stages) > 1]
+    if base.operators.kernels_only:
+        return _with_host(_with_step(calibration, unit, measured, singles), [*singles, *pipelines])
+    if singles:
         factor = statistics.median(fit_factor(calibration, job, turns) for job, turns in singles)
         calibration = replace(calibration, single_factor=factor)
-    pipelines = [(position, job) for position, job in jobs if len(job.plan.stages) > 1]
     if not pipelines:
         return calibration
-    factors = [fit_factor(calibration, job, [turn[position] for turn in measured]) for position, job in pipelines]
+    factors = [fit_factor(calibration, job, turns) for job, turns in pipelines]
     calibration = replace(calibration, profile=replace(base, operator_factor=statistics.median(factors)))
     overheads = [
         fit_overhead_s(
-            partial(_with_overhead, calibration),
-            job,
-            statistics.median(turn[position].iteration_time_s for turn in measured),
+            partial(_with_overhead, calibration), job, statistics.median(each.iteration_time_s for each in turns)
         )
-        for position, job in pipelines
+        for job, turns in pipelines
     ]
     overhead_s, notes = never_negative(statistics.median(overheads))
     notes = [*doubtful_factor(calibration.profile.operator_factor), *notes]
@@ -253,24 +244,14 @@ def _with_step(
 
 
 def _with_host(calibration: Calibration, jobs: Sequence[tuple[Job, Sequence[Measurement]]]) -> Calibration:
-    """Return the calibration with factors on kernels and on their host that come nearest to plans of one device.
+    """Return the calibration with factors on kernels, in pipelines and outside, and on their host, fitted on plans."""
 
-    Each plan is ruled by one of the two and says little of the other: a factor that none speaks of stays at 1.
-    """
+    def scaled(kernels: float, host: float) -> Calibration:
+        profile = replace(calibration.profile, operator_factor=kernels)
+        return replace(calibration, profile=profile, single_factor=kernels, host_factor=host)
+
     measured_s = [statistics.median(turn.iteration_time_s for turn in turns) for _, turns in jobs]
-
-    def scaled(factors: NDArray[np.float64]) -> Calibration:
-        return replace(calibration, single_factor=float(factors[0]), host_factor=float(factors[1]))
-
-    def misses(factors: NDArray[np.float64]) -> NDArray[np.float64]:
-        own = scaled(factors)
-        simulated_s = [
-            simulate(job.plan, own.apply(job.problem, job.plan), engine=ENGINE).iteration_time_s for job, _ in jobs
-        ]
-        return np.concatenate([np.log(np.divide(simulated_s, measured_s)), TOWARDS_ONE * np.log(factors)])
-
-    found = least_squares(misses, np.ones(2), diff_step=[DIFFERENCE] * 2, bounds=(1 / MOST_APART, MOST_APART))
-    return scaled(found.x)
+    return scaled(*fit_kernels_and_host(scaled, [job for job, _ in jobs], measured_s))
 
 
 def _company_cost(unit: UnitWork, measured: Sequence[Sequence[Measurement]]) -> float:

@@ -17,9 +17,9 @@ from validation.profiling.calibration import CalibrationJobs, recomputed_job
 from validation.profiling.jobs import plan_job
 from validation.profiling.profiler import OperatorJob, operator_job
 
-LAUNCH_S = {"cpu": 8.0, "cuda": 25.0}
-"""Start of processes with torch, and of what comes with it: an order of magnitude, for the estimate of minutes."""
-BUILD_S = 0.5
+LAUNCH_S = {"cpu": 0.5, "cuda": 5.0}
+"""Start of processes, and of what comes with it: an order of magnitude, for the estimate of minutes."""
+BUILD_S = {"cpu": 0.5, "cuda": 2.0}
 """To make a plan's parameters and groups: likewise."""
 
 SPLIT_SCHEDULES = ("zb-h1",)
@@ -189,5 +189,5 @@ def estimated_s(work: Sequence[UnitWork], device: str, rounds: int) -> float:
         total += LAUNCH_S[device]
         for job in unit.jobs:
             iterations = job.warmup + job.iterations + job.traced_iterations
-            total += BUILD_S + iterations * simulate(job.plan, job.problem).iteration_time_s
+            total += BUILD_S[device] + iterations * simulate(job.plan, job.problem).iteration_time_s
     return total * rounds

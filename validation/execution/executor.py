@@ -104,13 +104,15 @@ def _run_iterations(worker: Worker, job: Job, executor: PlanExecutor) -> RankRec
             torch.cuda.max_memory_allocated(worker.device),
             torch.cuda.max_memory_reserved(worker.device),
         )
+    if executor.times is not None:
+        record.operator_s, record.operator_host_s = executor.times.drain()
     for extra in range(job.traced_iterations):
         if extra == 0:
             executor.time_operators()
         _start_together(worker)
         record.traced = executor.run_iteration(job.warmup + job.iterations + extra)
-    if executor.times is not None:
-        record.operator_s, record.operator_host_s = executor.times.drain()
+    if executor.times is not None and not record.operator_s:
+        record.operator_s, _ = executor.times.drain()
     record.notes = executor.notes()
     return record
 

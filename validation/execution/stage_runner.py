@@ -21,7 +21,7 @@ from validation.execution.stage_parameters import Held, LayerGathers, StageParam
 from validation.execution.wiring import GRAPH, ShareKey, StageWiring, internal_axes
 from validation.kinds.operator_context import DTYPES, OperatorContext, RunState, make_context
 from validation.kinds.torch_kinds import build
-from validation.measurement import OperatorTimes
+from validation.measurement import BACKWARD, RECOMPUTE, OperatorTimes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
 
@@ -164,7 +164,7 @@ class StageRunner:
             for position, wire in enumerate(wires)
         ]
         held = self.parameters.of_operator(index)
-        with self._timed("recompute" if filling else FORWARD, index):
+        with self._timed(RECOMPUTE if filling else FORWARD, index):
             outputs, record = call(
                 self.forwards[index],
                 inputs,
@@ -240,7 +240,7 @@ class StageRunner:
         else:
             assert record.gradients is not None
             of_outputs = record.gradients
-        phase = BACKWARD_INPUT if inputs and not weights else BACKWARD_WEIGHT if weights and not inputs else "backward"
+        phase = BACKWARD_INPUT if inputs and not weights else BACKWARD_WEIGHT if weights and not inputs else BACKWARD
         if weights:
             for parameter in held:
                 self.gradients.make_room(parameter)

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from hardware_models.collective_table import CollectiveTable, Row
+from hardware_models.profile_scaling import ProfileScaling
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate
@@ -32,6 +35,13 @@ CALIBRATION_MICROBATCHES = 4
 CALM = 1.33
 """Factor on operators in a pipeline from which on, or below its inverse, the machine was busy in one of the two runs:
 company that operators keep each other, which it is for, is worth a few per cent."""
+
+TOWARDS_ONE = 0.05
+"""Weight of a factor's distance from 1 beside the misses of plans, all as logarithms."""
+DIFFERENCE = 0.01
+"""Share of a factor between two plans' simulations whose difference is the slope."""
+MOST_APART = 3.0
+"""Factors on kernels and host are at most this, and at least its inverse."""
 
 
 class Calibrated(Protocol):
@@ -150,10 +160,10 @@ def fit(
         [
             row
             for run, each in zip(work.operators, turn, strict=False)
-            for row in profile_rows(run, each, source, recomputed_s)
+            for row in profile_rows(run, each, source, recomputed_host_s)
         ]
         for turn in measured
-        for recomputed_s in [_recomputing_host_s(problem, work, turn)]
+        for recomputed_host_s in [_recomputing_host_s(problem, work, turn)]
     ]
     operators = make_profile(problem, median_rows(rows), source)
     profile = MachineProfile(
@@ -172,8 +182,15 @@ def fit(
     profile = replace(profile, optimizer_bandwidth_fraction=fit_optimizer_fraction(profile, work.optimizer, step_s))
     if work.pipeline is None:
         return profile
-    profile = replace(profile, operator_factor=fit_factor(profile, work.pipeline, [turn[-1] for turn in measured]))
     measured_s = float(np.median([turn[-1].iteration_time_s for turn in measured]))
+    if operators.kernels_only:
+
+        def scaled(kernels: float, host: float) -> MachineProfile:
+            scaling = ProfileScaling(host_factor=host)
+            return replace(profile, operators=scaling.apply(operators), operator_factor=kernels)
+
+        return scaled(*fit_kernels_and_host(scaled, [work.pipeline], [measured_s]))
+    profile = replace(profile, operator_factor=fit_factor(profile, work.pipeline, [turn[-1] for turn in measured]))
     found_s = fit_overhead_s(lambda own: replace(profile, pass_overhead_s=own), work.pipeline, measured_s)
     overhead_s, words = never_negative(found_s)
     words = [*doubtful_factor(profile.operator_factor), *words]
@@ -197,6 +214,31 @@ def fit_factor(calibrated: Calibrated, job: Job, measured: Sequence[Measurement]
     simulated_s = sum(map(sum, stage_times(result, len(job.plan.stages))))
     measured_s = np.median([sum(each.stage_forward_s) + sum(each.stage_backward_s) for each in measured])
     return float(measured_s) / simulated_s
+
+
+def fit_kernels_and_host(
+    scaled: Callable[[float, float], Calibrated], jobs: Sequence[Job], measured_s: Sequence[float]
+) -> tuple[float, float]:
+    """Return factors on kernels and on their host with which simulations come nearest to what was measured.
+
+    Each job is ruled by one of the two and says little of the other: a factor that none speaks of stays at 1.
+
+    Args:
+        scaled: Returns the calibration with two factors.
+        jobs, measured_s: What was executed, and its iteration times.
+    """
+
+    def misses(factors: NDArray[np.float64]) -> NDArray[np.float64]:
+        own = scaled(float(factors[0]), float(factors[1]))
+        simulated_s = [
+            simulate(job.plan, own.apply(job.problem, job.plan), engine=ENGINE).iteration_time_s for job in jobs
+        ]
+        return np.concatenate([np.log(np.divide(simulated_s, measured_s)), TOWARDS_ONE * np.log(factors)])
+
+    if not jobs:
+        return 1.0, 1.0
+    found = least_squares(misses, np.ones(2), diff_step=[DIFFERENCE] * 2, bounds=(1 / MOST_APART, MOST_APART))
+    return float(found.x[0]), float(found.x[1])
 
 
 def fit_overhead_s(with_overhead: Callable[[float], Calibrated], job: Job, measured_s: float) -> float:

@@ -29,8 +29,8 @@ from validation.profiling.overlap import OverlapRow, measure_overlap
 from validation.profiling.profile_journal import Journal
 from validation.profiling.sampling import MIN_SAMPLES, SPREAD, is_enough, spread
 
-START_S = {"cpu": 6.0, "cuda": 20.0}
-"""To start processes with torch: an order of magnitude, for the estimate."""
+START_S = {"cpu": 0.5, "cuda": 5.0}
+"""To start processes: an order of magnitude, for the estimate."""
 
 SKIPPABLE = ("host", "memory", "groups", "overlap")
 """Kinds of parts that a profile can do without; the executed plans it cannot."""

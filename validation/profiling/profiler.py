@@ -21,7 +21,7 @@ from simulator.plan import resolve
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
 from validation.execution.executor import Job
-from validation.measurement import Measurement
+from validation.measurement import BACKWARD, RECOMPUTE, Measurement
 from validation.profiling.jobs import plan_job
 from workloads.kinds.base import FORWARD
 from workloads.local import dtype_bytes
@@ -32,9 +32,6 @@ it out; on a GPU nothing is at work beside what is timed, and gradients of the f
 
 HELD_BACK_ITERATIONS = 2
 """Of a profiling run on a GPU at most: its kernels repeat to 0.2 % on one H100, and it takes several times as long."""
-
-BACKWARD, RECOMPUTE = "backward", "recompute"
-"""Phases that the executor times, the first also in halves, which begin with it."""
 
 PROFILING_SCHEDULE = {"cpu": "gpipe", "cuda": "1f1b"}
 """On a GPU one microbatch at a time, so that what fits once fits."""
@@ -97,14 +94,15 @@ def operator_job(
 
 
 def profile_rows(
-    run: OperatorJob, measured: Measurement, source: str, recomputed_s: Mapping[str, float] | None = None
+    run: OperatorJob, measured: Measurement, source: str, recomputed_host_s: Mapping[str, float] | None = None
 ) -> list[ProfileRow]:
     """Return the rows that one profiling run measured, one per role (the mean over operators of equal role).
 
     Args:
         run, measured: The run.
         source: Of the rows.
-        recomputed_s: What recomputation adds to the host's seconds of an operator, by role (``recomputing_host_s``).
+        recomputed_host_s: What recomputation adds to the host's seconds of an operator, by role
+            (``recomputing_host_s``).
     """
     problem, plan = run.job.problem, run.job.plan
     costs, workload = CostTables(problem), problem.workload
@@ -140,7 +138,7 @@ def profile_rows(
                 source=source,
                 forward_host_s=_mean(host[0], members) if host else None,
                 backward_host_s=_mean(host[1], members) if host else None,
-                recomputed_host_s=(recomputed_s or {}).get(role),
+                recomputed_host_s=(recomputed_host_s or {}).get(role),
             )
         )
     return rows

@@ -26,6 +26,7 @@ from workloads.kinds.heads import (
     ByHead,
     check_sources,
     local_heads,
+    local_key_value_heads,
     slice_gradients,
     source_features,
 )
@@ -45,13 +46,6 @@ def _copies(local: Local, *elements: int) -> list[Kernel]:
     if not local.implementation.slices_packed:
         return []
     return [MemoryBound(float(local.element_bytes * count), float(local.element_bytes * count)) for count in elements]
-
-
-def _key_value_heads(local: Local) -> int:
-    """Return how many heads keys and values of this rank have."""
-    dim = integer(local.attributes, "head_dim")
-    own = 0 if flag(local.attributes, "cross") else local_heads(local)
-    return (local.inputs[-1][2] // dim - own) // 2
 
 
 def _products(attributes: Attributes, scores: Shape) -> tuple[int, int, int]:
@@ -94,7 +88,7 @@ class AttentionScore(ByHead):
             copies = _copies(local, batch * queries * dim, batch * keys * dim)
             return [*transposes, *copies, Matmul(m=queries, n=keys, k=dim, batch=batch)]
         if phase == BACKWARD_INPUT:
-            heads, few = local_heads(local), _key_value_heads(local)
+            heads, few = local_heads(local), local_key_value_heads(local)
             cross = flag(local.attributes, "cross")
             return [
                 Matmul(m=queries, n=dim, k=keys, batch=batch, role="data_gradient"),
@@ -273,6 +267,6 @@ class AttentionContext(ByHead):
                 Matmul(m=queries, n=keys, k=dim, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
                 *_transposes(local, batch * keys * dim),
-                *slice_gradients(local, [_key_value_heads(local) * dim], 1),
+                *slice_gradients(local, [local_key_value_heads(local) * dim], 1),
             ]
         return []

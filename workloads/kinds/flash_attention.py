@@ -22,6 +22,7 @@ from workloads.kinds.heads import (
     check_sources,
     key_value_heads,
     local_heads,
+    local_key_value_heads,
     slice_gradients,
     source_features,
 )
@@ -76,7 +77,10 @@ def _copies_output(local: Local) -> bool:
 
 
 def _copies(local: Local, phase: str) -> tuple[list[Kernel], list[Kernel]]:
-    """Return the copies before and after the fused kernel, or those of gradients that undo them."""
+    """Return the copies before and after the fused kernel, or those of gradients that undo them.
+
+    Gradients of copied queries, and of the result, go back as views.
+    """
     made, given, repeated = (size_bytes(local, shapes) for shapes in (local.outputs, _given(local), _repeated(local)))
     before: list[Kernel] = []
     if repeated > given:
@@ -85,9 +89,10 @@ def _copies(local: Local, phase: str) -> tuple[list[Kernel], list[Kernel]]:
         before.append(MemoryBound(few, many) if phase == FORWARD else MemoryBound(many, few, "reduction"))
     if local.implementation.sequence_first:
         before.append(MemoryBound(repeated, repeated))
-    elif _copies_queries(local):
+    elif _copies_queries(local) and phase == FORWARD:
         before.append(MemoryBound(made, made))
-    after: list[Kernel] = [MemoryBound(made, made)] if _copies_output(local) else []
+    copies_output = _copies_output(local) and (phase == FORWARD or not _copies_queries(local))
+    after: list[Kernel] = [MemoryBound(made, made)] if copies_output else []
     if _padding(local):
         wider = size_bytes(local, [_padded(shape, local) for shape in _repeated(local)])
         before.append(MemoryBound(repeated, wider))
@@ -159,10 +164,9 @@ class FlashAttentionOperator(ByHead):
         # First the row sums of gradient times output, in a kernel of their own.
         size = size_bytes(local, local.outputs)
         row_sums = float(DTYPE_BYTES["fp32"] * fused.batch * fused.query_length)
-        width, cross = integer(local.attributes, "head_dim"), flag(local.attributes, "cross")
-        own = 0 if cross else local_heads(local)
-        few = (local.inputs[1][2] // width - own) // 2
-        views = [*([] if cross else [own * width]), few * width, few * width]
+        width, few = integer(local.attributes, "head_dim"), local_key_value_heads(local)
+        own = [] if flag(local.attributes, "cross") else [local_heads(local) * width]
+        views = [*own, few * width, few * width]
         slices = slice_gradients(local, views, len(views) - 1)
         return [*before, MemoryBound(2 * size, row_sums, "reduction"), fused, *after, *slices]
 

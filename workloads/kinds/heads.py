@@ -70,6 +70,11 @@ def slice_gradients(local: Local, features: Sequence[int], num_sums: int) -> lis
     return found + [MemoryBound(2 * whole, whole)] * num_sums
 
 
+def local_key_value_heads(local: Local) -> int:
+    """Key-value heads of this rank, of an operator whose last input they come in."""
+    return key_value_heads(local.attributes) * local.inputs[-1][2] // source_features(local.attributes)[1]
+
+
 class ByHead(Kind):
     """What attention operators share: the head split and its limit."""
 
