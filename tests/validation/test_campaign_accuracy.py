@@ -109,8 +109,8 @@ def test_what_is_written_reads_back_and_predicts_the_same(results: Results, tmp_
     summary = (tmp_path / "summary.md").read_text()
     assert all(outcome.plan.name in summary for outcome in wall.outcomes)
     assert load_calibrations(tmp_path / "profiles", work) == dict(wall.calibrations)
-    write_case_file(wall, tmp_path / "cases.yaml")
-    found = {case.row_id.split("#")[1]: run_case(case) for case in cases_of(tmp_path / "cases.yaml")}
+    write_case_file(wall, tmp_path / "cpu-gloo.yaml")
+    found = {case.row_id.split("#")[1]: run_case(case) for case in cases_of(tmp_path / "cpu-gloo.yaml")}
     for outcome in wall.outcomes:
         case = found[outcome.plan.name]
         assert case.case.measured.iteration_time_s == pytest.approx(outcome.iteration.measured_s, rel=1e-5)

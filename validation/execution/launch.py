@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -148,6 +149,8 @@ def launch(
         num_processes, chosen, device, timeout_s, num_threads or max(1, (os.cpu_count() or 1) // num_processes),
         dict(os.environ),
     )  # fmt: skip
+    # By value: torch would hand tensors over as open files, of which a fork server takes 250.
+    work = pickle.dumps((target, argument))
     progress = [context.RawArray("l", [-1, 0, -1, -1]) for _ in range(num_processes)]
     processes, connections = [], []
     try:
@@ -155,7 +158,7 @@ def launch(
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_child,
-                args=(rank, settings, target, argument, theirs, progress[rank]),
+                args=(rank, settings, work, theirs, progress[rank]),
                 daemon=True,
                 name=f"windtunnel rank {rank}",
             )
@@ -276,9 +279,7 @@ def _doing(progress: Any) -> str:
     return f"iteration {iteration}, {chr(kind)}(stage {stage}, microbatch {microbatch})"
 
 
-def _child(
-    rank: int, settings: _Settings, target: Target, argument: Any, connection: Connection, progress: Any
-) -> None:
+def _child(rank: int, settings: _Settings, work: bytes, connection: Connection, progress: Any) -> None:
     _die_with_parent()
     os.environ.clear()  # the server's, of when it was started
     os.environ.update(settings.environment)
@@ -299,6 +300,7 @@ def _child(
             store = _TCPStore(HOST, settings.port, is_master=False, timeout=limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         pool = GroupPool(rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
+        target, argument = pickle.loads(work)
         result = target(Worker(rank, world_size, pool, chosen, progress), argument)
         connection.send(("result", result, None))
     except BaseException as error:
