@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 INK, MUTED = "#1f2933", "#7b8794"
 BAND = 0.10
+MARKERS = ("o", "s", "^", "D")
+"""The next where colours begin anew."""
 
 
 def write_campaign(result: CampaignResult, folder: Path) -> list[Path]:
@@ -206,9 +208,10 @@ def plot(result: CampaignResult) -> bytes:
         axes.plot(line, line, color=MUTED, linewidth=1.0)
         for number, unit in enumerate(dict.fromkeys(each.plan.unit for each in ran)):
             own = np.array([each.plan.unit == unit for each in ran])
+            turn, place = divmod(number, len(CYCLE))
             axes.plot(
-                times[own, 0], times[own, 1], "o", markersize=5, alpha=0.75, markeredgewidth=0, label=unit,
-                color=CYCLE[number % len(CYCLE)],
+                times[own, 0], times[own, 1], MARKERS[turn % len(MARKERS)], markersize=5, alpha=0.75, markeredgewidth=0,
+                label=unit, color=CYCLE[place],
             )  # fmt: skip
         scale_by_log(axes, low, high)
         axes.legend(frameon=False, fontsize=8, loc="upper left")

@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
-from validation.measurement import Clock, OperatorTimes, Samples
+from validation.measurement import Samples
+from validation.timers import Clock, OperatorTimes
 
 FIRST_WAIT_S = 3e-3
 """Of the GPU where nothing is known yet of what follows."""
 MARGIN = 1.5
+"""The GPU waits so many times what the host took the last time; where that was too short, a sample says so."""
 LEAST_WAIT_S = 1e-4
+"""More than a launch and an event take."""
 CYCLES_PER_S = 2e9
 """Of a GPU's clock, about: the slower it is the longer it waits, which does no harm."""
 

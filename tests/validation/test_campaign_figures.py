@@ -19,12 +19,9 @@ from validation.campaigns.error_split import DeviceSplit, split_errors  # noqa: 
 from validation.campaigns.fit import Calibration, company_share  # noqa: E402
 from validation.campaigns.result import rank  # noqa: E402
 from validation.measurement import (  # noqa: E402
-    Clock,
-    CollectiveTimes,
     DeviceTime,
     IterationRecord,
     Measurement,
-    OperatorTimes,
     RankRecord,
     TimedAction,
     TimedSpan,
@@ -33,6 +30,7 @@ from validation.measurement import (  # noqa: E402
 from validation.profiling.calibration import calibration_jobs, fit  # noqa: E402
 from validation.profiling.machine_profile import MachineProfile  # noqa: E402
 from validation.profiling.overlap import overlap_row  # noqa: E402
+from validation.timers import Clock, CollectiveTimes, OperatorTimes  # noqa: E402
 
 
 def measured(seconds: float, passes_s: tuple[float, ...], **others: Any) -> Measurement:

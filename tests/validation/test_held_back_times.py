@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
-from validation import held_back_times, measurement  # noqa: E402
+from validation import held_back_times, timers  # noqa: E402
 from validation.held_back_times import CYCLES_PER_S, FIRST_WAIT_S, LEAST_WAIT_S, MARGIN, HeldBackTimes  # noqa: E402
 
 
@@ -63,7 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "Event", found.event)
     monkeypatch.setattr(torch.cuda, "_sleep", found.wait)
     monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
-    for module in (held_back_times, measurement):
+    for module in (held_back_times, timers):
         monkeypatch.setattr(module.time, "perf_counter", lambda: found.host_s)
     return found
 

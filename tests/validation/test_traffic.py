@@ -24,7 +24,7 @@ from simulator.validate import validate  # noqa: E402
 from validation.execution.groups import GroupPool  # noqa: E402
 from validation.execution.launch import Worker  # noqa: E402
 from validation.execution.plan_executor import PlanExecutor  # noqa: E402
-from validation.measurement import Clock, OperatorTimes  # noqa: E402
+from validation.timers import Clock, OperatorTimes  # noqa: E402
 from workloads.kernels import MemoryBound  # noqa: E402
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD  # noqa: E402
 from workloads.local import localize  # noqa: E402

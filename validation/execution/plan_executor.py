@@ -34,7 +34,8 @@ from validation.execution.ties import find_ties, sum_tied_gradients, tie_keys
 from validation.execution.wiring import StageWiring
 from validation.held_back_times import HeldBackTimes
 from validation.kinds.operator_context import RunState
-from validation.measurement import OPTIMIZER, Clock, CollectiveTimes, IterationRecord, OperatorTimes, TimedAction
+from validation.measurement import OPTIMIZER, IterationRecord, TimedAction
+from validation.timers import Clock, CollectiveTimes, OperatorTimes
 
 LEARNING_RATE = 1e-3
 """torch.optim.Adam's own default; its value does not change what an iteration costs."""

@@ -21,7 +21,8 @@ from validation.execution.stage_parameters import Held, LayerGathers, StageParam
 from validation.execution.wiring import GRAPH, ShareKey, StageWiring, internal_axes
 from validation.kinds.operator_context import DTYPES, OperatorContext, RunState, make_context
 from validation.kinds.torch_kinds import build
-from validation.measurement import BACKWARD, RECOMPUTE, OperatorTimes
+from validation.measurement import BACKWARD, RECOMPUTE
+from validation.timers import OperatorTimes
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import Replicate
 

@@ -206,11 +206,11 @@ class Rotary(ByHead):
             return []
         heads, kv_heads = integer(local.attributes, "heads"), key_value_heads(local.attributes)
         size = size_bytes(local, local.inputs) * (heads + kv_heads) / (heads + 2 * kv_heads)
+        if local.implementation.slices_packed and not local.implementation.fused_rotary:
+            return self._whole(phase, local)
         repeats = self._repeats(phase, size, local)
         if local.implementation.fused_rotary:
             return [MemoryBound(size, size), *repeats]
-        if local.implementation.slices_packed:
-            return self._whole(phase, local)
         # Queries, then keys: to fp32, times a complex number for each pair, and back; gradients alike.
         found: list[Kernel] = repeats
         for part in (size * heads / (heads + kv_heads), size * kv_heads / (heads + kv_heads)):
