@@ -114,6 +114,8 @@ class Runtime:
         keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.
         frees_gradients: Which gradients do not outlive an iteration, so that the first backward pass makes them anew:
             ``none``, ``scattered`` (those that ZeRO-2 and 3 reduce in each pass) or ``all``.
+        moments_at_first_step: The optimizer's moments are made when it first steps, in what the first iteration's
+            activations left (torch.optim and Apex, which look for a tensor's state as they step it); else before.
         refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
             for all of them, from which it is copied.
         scatters_anew: The sums that ZeRO-1 leaves a rank of whole gradients are tensors of their own, which stay
@@ -210,6 +212,7 @@ class Runtime:
     recompute_holds_ends: bool = False
     scatters_anew: bool = False
     keeps_gathered_shards: bool = False
+    moments_at_first_step: bool = True
 
     @property
     def state_bytes_per_parameter(self) -> float:
@@ -337,6 +340,7 @@ class RuntimeFile(FileModel):
     recompute_holds_ends: bool = False
     scatters_anew: bool = False
     keeps_gathered_shards: bool = False
+    moments_at_first_step: bool = True
 
     @model_validator(mode="after")
     def _check_sources(self) -> RuntimeFile:

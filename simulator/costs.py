@@ -51,9 +51,10 @@ from workloads.local import (
     lasting_buffer_bytes,
     localize,
     matmul_flop,
+    memory_steps,
     output_bytes,
     saved_tensors,
-    workspace_bytes,
+    workspace_tensors,
 )
 
 MOST_NAMED = 4
@@ -215,10 +216,12 @@ class CostTables:
                 (parameter, prod(shape))
                 for parameter, shape in zip(workload.parameters(index), local.parameters, strict=True)
             ),
-            gradient_elements=sum(map(prod, self._apart(kind, local))),
-            workspace_forward_bytes=float(workspace_bytes(kind, FORWARD, local)),
-            workspace_backward_bytes=float(workspace_bytes(kind, BACKWARD_INPUT, local)),
-            workspace_weight_bytes=float(workspace_bytes(kind, BACKWARD_WEIGHT, local)),
+            gradients_apart=tuple(map(prod, self._apart(kind, local))),
+            workspace_forward=workspace_tensors(kind, FORWARD, local),
+            workspace_backward=workspace_tensors(kind, BACKWARD_INPUT, local),
+            workspace_weight=workspace_tensors(kind, BACKWARD_WEIGHT, local),
+            steps_forward=memory_steps(kind, FORWARD, local),
+            steps_backward=memory_steps(kind, BACKWARD_INPUT, local),
             lasting_buffer_bytes=float(lasting_buffer_bytes(kind, local)),
             matmul_flop=matmul_flop(kind.kernels(FORWARD, local)),
             internal=tuple(self._internal(kind, local, sharding)),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective
 from simulator.segments import Segment
-from workloads.kinds.base import Parameter
+from workloads.kinds.base import RESULTS, Parameter
+
+SizedStep = tuple[str, int]
+"""A name, and bytes: above 0 taken, 0 made, below given back."""
 
 BACKWARD_WEIGHT_ALONE = "backward_weight_alone"
 RECOMPUTED = "recomputed"
@@ -26,10 +30,12 @@ class OperatorCost:
         input_bytes, output_bytes: Local bytes of each input and output.
         saved: ``(reference, bytes)`` of what forward keeps; references name ``input:i``/``output:i``.
         parameters: ``(parameter, local elements)``.
-        gradient_elements: Local elements of weight gradients that are tensors of their own before they are added.
-        workspace_forward_bytes, workspace_backward_bytes: Live only during the forward pass, and while input
-            gradients are made.
-        workspace_weight_bytes: Live only while weight gradients are made.
+        gradients_apart: Local elements of each weight gradient that is a tensor of its own before it is added.
+        workspace_forward, workspace_backward: Bytes of each tensor that lives only during the forward pass, and while
+            input gradients are made.
+        workspace_weight: Of each that lives only while weight gradients are made.
+        steps_forward, steps_backward: In what order memory is taken and given back (``workloads.local.memory_steps``)
+            by the forward pass, and while input gradients are made.
         lasting_buffer_bytes: Never given back; operators of one device share the largest.
         matmul_flop: FLOPs of matmuls, forward only.
         internal: Collectives inside the operator, per phase.
@@ -46,10 +52,12 @@ class OperatorCost:
     output_bytes: tuple[float, ...]
     saved: tuple[tuple[str, float], ...]
     parameters: tuple[tuple[Parameter, int], ...]
-    gradient_elements: int
-    workspace_forward_bytes: float
-    workspace_backward_bytes: float
-    workspace_weight_bytes: float
+    gradients_apart: tuple[int, ...]
+    workspace_forward: tuple[int, ...]
+    workspace_backward: tuple[int, ...]
+    workspace_weight: tuple[int, ...]
+    steps_forward: tuple[SizedStep, ...]
+    steps_backward: tuple[SizedStep, ...]
     lasting_buffer_bytes: float
     matmul_flop: float
     internal: tuple[tuple[str, MeshCollective], ...]
@@ -71,17 +79,51 @@ class OperatorCost:
         """Both gradients, added to none."""
         return self.backward_input.then(self.backward_weight_alone)
 
-    def backward_temporaries_bytes(self, bytes_per_element: int, *, inputs: bool, weights: bool) -> tuple[float, float]:
-        """Return what lives only while gradients are made, beside input gradients: at first, and at the last product.
+    @property
+    def workspace_forward_bytes(self) -> int:
+        """What lives only during the forward pass."""
+        return sum(self.workspace_forward)
 
-        Weight gradients come last; they are new tensors before they are added to those of earlier microbatches.
+    @property
+    def workspace_backward_bytes(self) -> int:
+        """What lives only while input gradients are made."""
+        return sum(self.workspace_backward)
+
+    @property
+    def workspace_weight_bytes(self) -> int:
+        """What lives only while weight gradients are made."""
+        return sum(self.workspace_weight)
+
+    @property
+    def gradient_elements(self) -> int:
+        """Local elements of weight gradients that are tensors of their own before they are added."""
+        return sum(self.gradients_apart)
+
+    def product_temporaries(self, bytes_per_element: int) -> tuple[int, ...]:
+        """Return the bytes of each tensor that lives only while weight gradients are made.
+
+        They come last; they are new tensors before they are added to those of earlier microbatches.
 
         Args:
             bytes_per_element: Of weight gradients as they are made.
-            inputs, weights: Which gradients are made.
         """
-        made = self.workspace_weight_bytes + self.gradient_elements * bytes_per_element
-        return self.workspace_backward_bytes if inputs else 0.0, made if weights and self.parameters else 0.0
+        if not self.parameters:
+            return ()
+        return (*self.workspace_weight, *(count * bytes_per_element for count in self.gradients_apart))
+
+    def beside_input_gradients(self, made_bytes: float, size_of: Callable[[float], float] = float) -> float:
+        """Return the most that lives while input gradients are made, beyond these.
+
+        Args:
+            made_bytes: Of input gradients.
+            size_of: What a tensor takes of the bytes asked for.
+        """
+        live: dict[str, float] = {}
+        most = 0.0
+        for name, size in self.steps_backward:
+            live[name] = made_bytes if name == RESULTS else size_of(max(size, 0))
+            most = max(most, sum(live.values()))
+        return max(most - made_bytes, 0.0)
 
     def contains(self, item: MeshCollective) -> bool:
         """Return whether the durations contain a collective that the operator owns.

@@ -22,7 +22,6 @@ from rich.progress import track
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
-from simulator.fidelity import Fidelity
 from simulator.memory.events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.memory.usage import DeviceMemory
 from simulator.problem import Problem
@@ -82,6 +81,7 @@ class Compared:
         device: Device id.
         predicted, traced: Bytes of parameters, gradients, optimizer states and activations at the peak.
         predicted_where, traced_where: What ran at the peak.
+        predicted_reserved, traced_reserved: Bytes that the caching allocator holds (``TracedMemory.reserved_bytes``).
     """
 
     check: Check
@@ -90,11 +90,18 @@ class Compared:
     traced: Mapping[str, int]
     predicted_where: str
     traced_where: str
+    predicted_reserved: int
+    traced_reserved: int
 
     @property
     def error(self) -> float:
         """Signed relative error of the peak."""
         return sum(self.predicted.values()) / sum(self.traced.values()) - 1
+
+    @property
+    def reserved_error(self) -> float:
+        """Signed relative error of what is reserved."""
+        return self.predicted_reserved / self.traced_reserved - 1
 
 
 GPT = "gpt3-1.3b"
@@ -179,7 +186,7 @@ def compare(check: Check) -> list[Compared]:
 
     problem = check.problem()
     plan = uniform_plan(problem, **check.degrees)  # type: ignore[arg-type]
-    result = simulate(plan, problem, fidelity=Fidelity().without("allocator"))
+    result = simulate(plan, problem)
     found = []
     for traced in trace_memory(plan, problem, check.devices):
         (memory,) = [one for one in result.memory if traced.device in result.graph.device_members[one.device]]
@@ -190,21 +197,25 @@ def compare(check: Check) -> list[Compared]:
 def _compared(check: Check, memory: DeviceMemory, traced: TracedMemory) -> Compared:
     predicted = {name: memory.consumers.get(name, 0) for name in STATES}
     predicted[ACTIVATIONS] = memory.peak_allocated_bytes - sum(predicted.values())
-    return Compared(check, traced.device, predicted, traced.consumers, memory.peak_where, traced.peak_where)
+    where = memory.peak_where, traced.peak_where
+    reserved = memory.peak_reserved_bytes, traced.reserved_bytes
+    return Compared(check, traced.device, predicted, traced.consumers, *where, *reserved)
 
 
 def table(rows: list[Compared]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| plan | device | states, GiB (traced) | activations, GiB (traced) | peak, GiB (traced) | error |",
-        "|---|---|---|---|---|---|",
+        "| plan | device | states, GiB (traced) | activations, GiB (traced) | peak, GiB (traced) | error "
+        "| reserved, GiB (replayed) | error |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     gib = 2.0**30
     for row in rows:
         states = [sum(side[name] for name in STATES) / gib for side in (row.predicted, row.traced)]
         rest = [side[ACTIVATIONS] / gib for side in (row.predicted, row.traced)]
         cells = [f"{a:.2f} ({b:.2f})" for a, b in (states, rest, [x + y for x, y in zip(states, rest, strict=True)])]
-        lines.append(f"| {row.check} | {row.device} | {' | '.join(cells)} | {100 * row.error:+.2f} % |")
+        cells += [f"{100 * row.error:+.2f} %", f"{row.predicted_reserved / gib:.2f} ({row.traced_reserved / gib:.2f})"]
+        lines.append(f"| {row.check} | {row.device} | {' | '.join(cells)} | {100 * row.reserved_error:+.1f} % |")
     return "\n".join(lines)
 
 
@@ -223,6 +234,10 @@ def main() -> None:
     print(table(rows))
     print(f"{len(checks)} plans, {len(rows)} devices: mean absolute error {100 * mean:.2f} %, ", end="")
     print(f"worst {100 * worst.error:+.2f} % ({worst.check}, device {worst.device})")
+    worst = max(rows, key=lambda row: abs(row.reserved_error))
+    mean = sum(abs(row.reserved_error) for row in rows) / len(rows)
+    print(f"reserved: mean absolute error {100 * mean:.1f} %, ", end="")
+    print(f"worst {100 * worst.reserved_error:+.1f} % ({worst.check}, device {worst.device})")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
+from simulator.memory.allocator import replay
 from simulator.memory.events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.plan import Plan
 from simulator.problem import Problem
@@ -39,6 +41,8 @@ _Function: Any = torch.autograd.Function
 
 BLOCK_BYTES = 512
 """The caching allocator's rounding, so that sums compare with its ``allocated``."""
+UNLIMITED = 2**50
+"""Capacity of the replay."""
 
 
 @dataclass
@@ -108,6 +112,8 @@ class TracedMemory:
         consumers: Of that, parameters, gradients, optimizer states, and the rest (activations).
         peak_where: What ran then.
         num_events: Storages made and ended.
+        reserved_bytes: What the simulator's caching allocator holds for the storages of both iterations, in the order
+            in which torch made them, beside those that were there before (of which it counts bytes, not segments).
     """
 
     device: int
@@ -115,6 +121,7 @@ class TracedMemory:
     consumers: dict[str, int]
     peak_where: str
     num_events: int
+    reserved_bytes: int
 
 
 @dataclass
@@ -171,6 +178,7 @@ def _trace_rank(plan: Plan, problem: Problem, rank: int, world_size: int) -> Tra
         pool = GroupPool(rank=rank, world_size=world_size, backend=backend)
         worker = Worker(rank, world_size, pool, torch.device("cpu"))
         executor = PlanExecutor(plan, problem, worker)
+        begun = len(tracer.events)
         marks = _Marks()
 
         def reduced(done: PlanExecutor) -> None:
@@ -188,7 +196,7 @@ def _trace_rank(plan: Plan, problem: Problem, rank: int, world_size: int) -> Tra
         marks.note(tracer, executor)
         device = executor.device_id
         del executor, worker
-    return _summary(tracer.events, first, marks, device)
+    return _summary(tracer.events, begun, first, marks, device)
 
 
 class _RmsNormOfCuda(_Function):  # type: ignore[misc]
@@ -238,7 +246,23 @@ class _Position:
         return iter(self.progress[1:4])
 
 
-def _summary(events: Sequence[_Event], first: int, marks: _Marks, device: int) -> TracedMemory:
+def _reserved_bytes(events: Sequence[_Event], begun: int) -> int:
+    """Return what a caching allocator reserves that begins with nothing free (``execute`` empties it)."""
+    there: dict[int, int] = {}
+    for event in events[:begun]:
+        there[event.storage] = there.get(event.storage, 0) + event.num_bytes
+    held = {storage for storage, size in there.items() if size > 0}
+    listed = [event for event in events[begun:] if event.num_bytes and event.storage not in held]
+    replayed = replay(
+        np.array([max(event.num_bytes, 0) for event in listed], dtype=np.int64),
+        np.array([event.storage for event in listed], dtype=np.int32),
+        np.array([event.num_bytes > 0 for event in listed], dtype=np.bool_),
+        UNLIMITED,
+    )
+    return sum(there.values()) + replayed.reserved_peak_bytes
+
+
+def _summary(events: Sequence[_Event], begun: int, first: int, marks: _Marks, device: int) -> TracedMemory:
     live: dict[int, int] = {}
     total = peak = 0
     at = first
@@ -263,7 +287,7 @@ def _summary(events: Sequence[_Event], first: int, marks: _Marks, device: int) -
             consumers[ACTIVATIONS] += size
     kind, stage, microbatch = events[at].where
     where = f"stage {stage}, {chr(kind)} of microbatch {microbatch}" if kind else "start"
-    return TracedMemory(device, peak, consumers, where, len(events) - first)
+    return TracedMemory(device, peak, consumers, where, len(events) - first, _reserved_bytes(events, begun))
 
 
 @contextmanager

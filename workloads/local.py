@@ -208,18 +208,33 @@ def saved_bytes(kind: Kind, local: Local) -> int:
     return sum({saved.ref: saved.size_bytes for saved in saved_tensors(kind, local)}.values())
 
 
+def workspace_tensors(kind: Kind, phase: str, local: Local) -> tuple[int, ...]:
+    """Return the bytes of each buffer that lives only during ``phase``."""
+    return _bytes_each(kind.workspace(phase, local), local)
+
+
 def workspace_bytes(kind: Kind, phase: str, local: Local) -> int:
     """Return bytes of buffers that live only during ``phase``."""
-    return _all_bytes(kind.workspace(phase, local), local)
+    return sum(workspace_tensors(kind, phase, local))
+
+
+def memory_steps(kind: Kind, phase: str, local: Local) -> tuple[tuple[str, int], ...]:
+    """Return ``Kind.memory_steps`` as names and bytes: above 0 taken, 0 made, below given back."""
+    found = []
+    for step in kind.memory_steps(phase, local):
+        (size,) = _bytes_each((step.tensor,), local) if step.tensor else (0,)
+        assert step.tensor is None or size > 0, f"{kind.name} takes an empty buffer {step.name}"
+        found.append((step.name, -1 if step.gives else size))
+    return tuple(found)
 
 
 def lasting_buffer_bytes(kind: Kind, local: Local) -> int:
     """Return bytes of buffers that are never given back."""
-    return _all_bytes(kind.lasting_buffer(local), local)
+    return sum(_bytes_each(kind.lasting_buffer(local), local))
 
 
-def _all_bytes(tensors: Iterable[tuple[Shape, str]], local: Local) -> int:
-    return sum(prod(shape) * dtype_bytes(dtype, local.implementation) for shape, dtype in tensors)
+def _bytes_each(tensors: Iterable[tuple[Shape, str]], local: Local) -> tuple[int, ...]:
+    return tuple(prod(shape) * dtype_bytes(dtype, local.implementation) for shape, dtype in tensors)
 
 
 def matmul_flop(kernels: Sequence[Kernel]) -> float:

@@ -16,6 +16,8 @@ FILE = Path(__file__).parent.parent / "accuracy_data" / "groups.yaml"
 CAMPAIGN_GROUP = "campaign-"
 MODELLED = "-modelled"
 """Ends the name of a campaign's group whose machine is not asked: plans as the model has them, without a profile."""
+RESERVED = "-reserved"
+"""Ends that of one whose peaks are of what the allocator held; without times, which are its campaign's own."""
 Share = Annotated[float, Field(ge=0, le=10)]
 Text = Annotated[str, Field(min_length=1, max_length=600)]
 
@@ -73,5 +75,5 @@ def groups() -> Mapping[str, Group]:
 
 
 def _is_there(name: str) -> bool:
-    campaign = name.removeprefix(CAMPAIGN_GROUP).removesuffix(MODELLED)
+    campaign = name.removeprefix(CAMPAIGN_GROUP).removesuffix(MODELLED).removesuffix(RESERVED)
     return not name.startswith(CAMPAIGN_GROUP) or (FILE.parent / "campaigns" / f"{campaign}.yaml").is_file()

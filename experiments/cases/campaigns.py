@@ -13,7 +13,7 @@ from pydantic import Field
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
-from experiments.accuracy.groups import CAMPAIGN_GROUP, MODELLED, groups
+from experiments.accuracy.groups import CAMPAIGN_GROUP, MODELLED, RESERVED, groups
 from experiments.cases.case import PRINTED, Case, Measured, Skipped
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import CollectiveTable
@@ -140,6 +140,16 @@ def cases_of(path: Path) -> Iterator[Case]:
                 row_id=f"{case.row_id} on our kernels",
                 groups=(group,),
                 problem=partial(_problem, path, number, profiled=False),
+            )
+        group = CAMPAIGN_GROUP + path.stem + RESERVED
+        if group in groups() and measured.peak_reserved_bytes is not None:
+            held = float(measured.peak_reserved_bytes)
+            yield replace(
+                case,
+                row_id=f"{case.row_id} as held",
+                groups=(group,),
+                problem=partial(_problem, path, number, profiled=False),
+                measured=Measured(peak_bytes=held, peak_is_reserved=True),
             )
 
 

@@ -19,6 +19,7 @@ from simulator.closed_forms.operator_needs import never_given_back_bytes
 from simulator.compiled_cache import compiled, compiled_with
 from simulator.costs import CostTables
 from simulator.lowering.mesh import parameter_layout
+from simulator.memory.model_states import optimizer_parts_bytes
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, resolve
 from simulator.saved import ends_at_parting, is_private, saved_tensors
@@ -155,7 +156,8 @@ def stage_bytes(
     workload, runtime = costs.problem.workload, costs.problem.runtime
     # (Without ZeRO no gradients are scattered: a runtime that frees those frees none.)
     anew_bytes = runtime.gradient_bytes if runtime.frees_gradients == "all" else 0.0
-    per_element = (runtime.parameter_bytes, runtime.gradient_bytes - anew_bytes, runtime.optimizer_bytes)
+    gradient_bytes = runtime.gradient_bytes - anew_bytes
+    per_element = (runtime.parameter_bytes, gradient_bytes, *optimizer_parts_bytes(runtime))
     per_gradient = runtime.implementation.activation_bytes
     op_bytes = np.zeros((len(workload), OP_BYTES))
     found: list[OperatorCost] = []
@@ -170,11 +172,14 @@ def stage_bytes(
             size for name, size in zip(op.outputs, cost.output_bytes, strict=True) if name not in workload.consumers
         ]
         row = op_bytes[index]
-        row[FORWARD_WORKSPACE] = _blocks(cost.workspace_forward_bytes)
-        before, at_product = cost.backward_temporaries_bytes(per_gradient, inputs=True, weights=True)
+        row[FORWARD_WORKSPACE] = sum(map(_blocks, cost.workspace_forward))
+        inputs = zip(op.inputs, cost.input_bytes, strict=True)
+        input_gradients = sum(_blocks(size) for name, size in inputs if name not in workload.input_names)
+        before = cost.beside_input_gradients(input_gradients, _blocks)
+        at_product = sum(map(_blocks, cost.product_temporaries(per_gradient)))
         saved = dict(saved_tensors(workload, index, cost)).items()
         parted = sum(_blocks(size) for name, size in saved if ends_at_parting(workload, index, name))
-        row[BACKWARD_WORKSPACE] = max(_blocks(before), _blocks(at_product) - parted)
+        row[BACKWARD_WORKSPACE] = max(before, at_product - parted)
         row[INSIDE] = sum(_blocks(size) for size in inside)
         row[GIVEN] = sum(_blocks(size) for name, size in saved if name in workload.input_names)
         row[UNREAD] = sum(_blocks(size) for size in unread)

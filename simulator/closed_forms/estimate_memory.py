@@ -84,7 +84,7 @@ def held_bytes(view: StageView) -> HeldBytes:
     weighted, to_multiply = (sum(sizes) for sizes in zip(*for_weights.values(), strict=True))
     refreshed = [refreshed_bytes(group, view.costs) for group in parameter_groups(view)]
     return HeldBytes(
-        states=float(sum(static.parameters) + sum(static.gradients) + anew + sum(static.optimizer)),
+        states=float(static.total_bytes + anew),
         anew=float(anew),
         kept=walked.kept,
         working=walked.most - walked.kept + bucket,
@@ -110,7 +110,7 @@ def _for_weights(view: StageView, index: int) -> tuple[float, float]:
 
 def refreshed_bytes(group: ParameterGroup, costs: CostTables) -> tuple[float, float]:
     """Return what gathering an updated parameter takes, and the parameter whole, which is cut out last; else zeros."""
-    refreshed = static_bytes([group], costs, sharded_gradients=False, reshards=False).refreshed
+    refreshed = sum(static_bytes([group], costs, sharded_gradients=False, reshards=False).refreshed)
     whole = float(group.num_elements * costs.problem.runtime.parameter_bytes) if refreshed else 0.0
     return refreshed - whole, whole
 

@@ -33,16 +33,15 @@ def passes_working_bytes(
 
 def own_working_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:
     """Return what an operator works in forward, and backward with the gradients of its outputs."""
-    gradient_bytes = problem.runtime.implementation.activation_bytes
-    before, at_product = cost.backward_temporaries_bytes(gradient_bytes, inputs=True, weights=True)
-    temporary = max(before, at_product - parted_bytes(problem.workload, index, cost))
+    pairs = zip(problem.workload.operators[index].inputs, cost.input_bytes, strict=True)
+    before = cost.beside_input_gradients(sum(size for name, size in pairs if name not in problem.workload.input_names))
+    temporary = max(before, product_bytes(cost, problem) - parted_bytes(problem.workload, index, cost))
     return cost.workspace_forward_bytes, temporary + sum(cost.output_bytes)
 
 
 def product_bytes(cost: OperatorCost, problem: Problem) -> float:
     """Return what an operator's weight gradients are made in."""
-    gradient_bytes = problem.runtime.implementation.activation_bytes
-    return cost.backward_temporaries_bytes(gradient_bytes, inputs=False, weights=True)[1]
+    return float(sum(cost.product_temporaries(problem.runtime.implementation.activation_bytes)))
 
 
 def segment_ends_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:

@@ -274,7 +274,7 @@ def _states(view: StageView, group: ParameterGroup) -> list[float]:
     for sharded in (False, True):
         for reshards in (False, True):
             held = static_bytes([group], view.costs, sharded_gradients=sharded, reshards=reshards)
-            lasting.append(float(sum(held.parameters) + sum(held.gradients) + sum(held.optimizer)))
+            lasting.append(float(held.total_bytes))
         anew.append(float(sum(held.gradients_anew.values())))
     chunks, largest = refreshed_bytes(group, view.costs)
     late = anew[True] if whole_gradients_begin(view, group) else 0.0

@@ -17,9 +17,10 @@ from simulator.lowering.placement import StagePlacement
 from simulator.lowering.synchronisation import parameter_groups
 from simulator.memory.allocator import AllocatorResult, replay, replay_compiled
 from simulator.memory.events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS, WORKSPACE
+from simulator.memory.first_iterations import first_iterations
 from simulator.memory.model_states import StaticBytes, reduces_in_backward, static_bytes
 from simulator.memory.program import StageMemory
-from simulator.memory.stream import EventArrays, EventStream, PassEvents, StagePasses
+from simulator.memory.stream import HANDED, LATE, STEPPED, EventArrays, EventStream, PassEvents, StagePasses
 from simulator.memory.usage import DeviceMemory, LiveBytes
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan
@@ -164,7 +165,9 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
     programs: dict[int, StagePasses] = {}
     smaller: dict[int, StagePasses] = {}
     workspace: list[int] = []
-    refreshed = buffer = 0
+    refreshed: list[int] = []
+    buffer = 0
+    late = costs.problem.runtime.moments_at_first_step
     for placement, last_placement in zip(turns.placements, turns.last_placements, strict=True):
         view = placement.view
         static_key = ("static bytes", plan.reshard_after_forward, sharded)
@@ -175,23 +178,28 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
         static: StaticBytes = view.kept[static_key]
         kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
         programs[view.position] = _stage_passes(
-            turns.device, placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+            turns.device, placement, costs, kinds, plan.reshard_after_forward, sharded, static
         )
         if plan.last_microbatch_size is not None:
             smaller[view.position] = _stage_passes(
-                turns.device, last_placement, costs, kinds, plan.reshard_after_forward, sharded, static.gradients_anew
+                turns.device, last_placement, costs, kinds, plan.reshard_after_forward, sharded, static
             )
         stream.add_static(static.parameters, PARAMETERS)
-        stream.add_static(static.gradients, GRADIENTS)
-        stream.add_static(static.optimizer, OPTIMIZER_STATES)
+        for is_handed, mark in ((False, 0), (True, HANDED)):
+            chosen = [g for g, of in zip(static.gradients, static.handed, strict=True) if (of is not None) == is_handed]
+            stream.add_static(chosen, GRADIENTS, mark=mark)
+        stream.add_static(static.masters, OPTIMIZER_STATES)
+        stream.add_static(static.moments, OPTIMIZER_STATES, mark=LATE if late else 0)
         workspace += static.step_workspace
-        refreshed = max(refreshed, static.refreshed)
+        refreshed = max(refreshed, static.refreshed, key=sum)
         buffer = max(buffer, programs[view.position].lasting_buffer)
     stream.add_static([buffer, costs.problem.matmul_workspace_bytes], WORKSPACE)
     stream.add_actions(programs, order, turns.labels, smaller, plan.num_microbatches - 1)
     begin_s, end_s, refreshed_s = turns.step_s
-    stream.add_step(workspace, begin_s, end_s)
-    stream.add_step([refreshed], end_s, refreshed_s)
+    # Torch's lists work in temporaries of the step itself, which makes moments first; copies of gradients come before.
+    of_itself = costs.problem.runtime.optimizer_kernels == "foreach"
+    stream.add_step(workspace, begin_s, end_s, mark=STEPPED, marks_taking=of_itself)
+    stream.add_step(refreshed, end_s, refreshed_s)
     return stream.arrays()
 
 
@@ -210,7 +218,7 @@ def _representative(
     capacity = min(costs.problem.capacity_bytes(device) for device in lowered.graph.device_members[c])
     reserved, failed = int(live.max(initial=0)), None
     if fidelity.allocator:
-        listed = (events.sizes, events.tensors, events.is_alloc)
+        listed = first_iterations(events, len(order))
         text = hashlib.blake2b(b"".join(column.tobytes() for column in listed)).digest()
 
         def replayed(most: int) -> AllocatorResult:
@@ -253,12 +261,12 @@ def _stage_passes(
     kinds: tuple[str, ...],
     reshards: bool,
     sharded: bool,
-    gradients_anew: dict[int, int],
+    static: StaticBytes,
 ) -> StagePasses:
     shared = placement.view.shared
     key = ("memory", placement.all_samples(c), placement.gpu_type[c], reshards, sharded, kinds)
     if key not in shared:
-        shared[key] = _stage_passes_anew(c, placement, costs, kinds, reshards, sharded, gradients_anew)
+        shared[key] = _stage_passes_anew(c, placement, costs, kinds, reshards, sharded, static)
     found: StagePasses = shared[key]
     return found
 
@@ -270,7 +278,7 @@ def _stage_passes_anew(
     kinds: Sequence[str],
     reshards: bool,
     sharded: bool,
-    gradients_anew: dict[int, int],
+    static: StaticBytes,
 ) -> StagePasses:
     def cost_of(index: int) -> OperatorCost:
         samples = placement.samples(index, c)
@@ -281,19 +289,30 @@ def _stage_passes_anew(
         cache(cost_of),
         reshards=reshards,
         sharded_gradients=sharded,
-        gradients_anew=gradients_anew,
+        gradients_anew=static.gradients_anew,
     )
-    lists = {}
+    lists, begins = {}, {}
     for kind in kinds:
         if kind == FORWARD:
             found = program.forward()
         else:
             found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
         lists[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
+        begins[kind] = dict(program.begins)
     sizes = np.array(program.table.sizes, dtype=np.int64)
     categories = np.array(program.table.categories, dtype=np.int64)
     outliving = np.array(sorted(program.table.lasting), dtype=np.int64)
     lasting = np.isin(np.arange(len(sizes)), outliving)
+    makes_weights = BACKWARD in kinds or BACKWARD_WEIGHT in kinds
+    as_made = program.handed_gradients(filter(None, static.handed)) if makes_weights else dict[int, int]()
+    handed = np.isin(np.arange(len(sizes)), np.array(sorted(as_made), dtype=np.int64))
+    rooms = {
+        kind: [
+            begins[kind][as_made[tensor]] if allocates and tensor in as_made else -1
+            for tensor, allocates in zip(tensors.tolist(), is_alloc.tolist(), strict=True)
+        ]
+        for kind, (tensors, is_alloc) in lists.items()
+    }
     return StagePasses(
         num_tensors=len(sizes),
         passes={
@@ -304,6 +323,8 @@ def _stage_passes_anew(
                 sizes[tensors],
                 categories[tensors],
                 np.linspace(0.0, 1.0, len(tensors)),
+                handed[tensors],
+                np.array(rooms[kind], dtype=np.int64),
             )
             for kind, (tensors, is_alloc) in lists.items()
         },

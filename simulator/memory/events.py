@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SAVED = "saved activations"
@@ -95,3 +96,18 @@ class Pass:
         self._freed.add(tensor)
         self.tensors.append(tensor)
         self.is_alloc.append(False)
+
+    def allocate_each(self, name: str, sizes: Sequence[int], category: str) -> None:
+        for number, size in enumerate(sizes):
+            self.allocate(f"{name} {number}", size, category)
+
+    def free_each(self, name: str, sizes: Sequence[int]) -> None:
+        for number in range(len(sizes)):
+            self.free(f"{name} {number}")
+
+    def take_or_give(self, name: str, num_bytes: int, category: str) -> None:
+        """Allocate, or free where bytes are below 0."""
+        if num_bytes < 0:
+            self.free(name)
+        else:
+            self.allocate(name, num_bytes, category)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from simulator.lowering.step import OPTIMIZER_STATE_BYTES
 from simulator.lowering.synchronisation import ParameterGroup, is_gathered
 from simulator.plan import Plan
 
 if TYPE_CHECKING:
+    from hardware_models.runtime import Runtime
     from simulator.costs import CostTables
 
 
@@ -18,19 +20,29 @@ class StaticBytes:
     """What a stage holds all the time, per parameter tensor.
 
     Attributes:
-        parameters, gradients, optimizer: Bytes of each tensor.
+        parameters, gradients, masters: Bytes of each tensor; masters are wider copies of parameters.
+        moments: Bytes of each of the optimizer's moments.
+        handed: For each of the gradients its operator and elements where it is one that a product made
+            (``Runtime.hands_over_gradients``), else None; what is reduced is copied into a buffer that stays.
         gradients_anew: By unit, gradients that do not outlive an iteration: the first backward pass makes them.
         step_workspace: Bytes per parameter tensor that live only during the optimizer step.
-        refreshed: Bytes that gathering updated parameters takes: all chunks, gathered, and the largest cut out; beside
-            sums of gradients that are still there (``Runtime.scatters_anew``).
+        refreshed: Bytes of each tensor that gathering updated parameters takes: all chunks, all gathered, and the
+            largest cut out; beside sums of gradients that are still there (``Runtime.scatters_anew``).
     """
 
     parameters: list[int]
     gradients: list[int]
+    handed: list[tuple[int, int] | None]
     gradients_anew: dict[int, int]
-    optimizer: list[int]
+    masters: list[int]
+    moments: list[int]
     step_workspace: list[int]
-    refreshed: int
+    refreshed: list[int]
+
+    @property
+    def total_bytes(self) -> int:
+        """What is there all the time; not gradients that a backward pass makes."""
+        return sum(self.parameters) + sum(self.gradients) + sum(self.masters) + sum(self.moments)
 
 
 def static_bytes(
@@ -45,9 +57,12 @@ def static_bytes(
         reshards: ZeRO-3 keeps parameters sharded outside their use; else they stay, gathered, beside their shards.
     """
     runtime = costs.problem.runtime
-    parameters, gradients, optimizer, workspace = [], [], [], []
+    parameters, gradients, masters, moments, workspace = [], [], [], [], []
+    handed: list[tuple[int, int] | None] = []
+    made_bytes = runtime.implementation.activation_bytes
     anew: dict[int, int] = {}
-    refreshed = largest = 0.0
+    chunks = gathered_again = largest = 0.0
+    still_there: list[int] = []
     for group in groups:
         elements = float(group.num_elements)
         shards = group.num_shards
@@ -61,15 +76,36 @@ def static_bytes(
             anew[unit] = anew.get(unit, 0) + size
         else:
             gradients.append(size)
-        optimizer.append(int(elements * runtime.optimizer_bytes / (shards if group.zero >= 1 else 1)))
+            is_as_made = not group.reduced_axes and size == group.num_elements * made_bytes
+            stays = runtime.hands_over_gradients and is_as_made and shards == 1
+            handed.append((group.users[-1], group.num_elements) if stays else None)
+        stepped = elements / (shards if group.zero >= 1 else 1)
+        master, *both = optimizer_parts_bytes(runtime)
+        masters.append(int(stepped * master))
+        moments += [int(stepped * moment) for moment in both]
         adds_anew = runtime.scatters_anew and shards > 1 and group.zero == 1
         sums = elements * runtime.gradient_bytes / shards if adds_anew else 0.0
-        work = elements * runtime.optimizer_workspace_bytes / (shards if group.zero >= 1 else 1)
-        workspace.append(int(work + sums))
+        workspace.append(int(stepped * runtime.optimizer_workspace_bytes + sums))
         if shards > 1 and group.zero in (1, 2) and not runtime.refreshes_in_place:
-            refreshed += elements * runtime.parameter_bytes * (1 + 1 / shards) + sums
+            chunks += elements * runtime.parameter_bytes / shards
+            gathered_again += elements * runtime.parameter_bytes
             largest = max(largest, elements * runtime.parameter_bytes)
-    return StaticBytes(parameters, gradients, anew, optimizer, workspace, int(refreshed + largest))
+            still_there.append(int(sums))
+    refreshed = [*still_there, int(chunks), int(gathered_again), int(largest)]
+    return StaticBytes(parameters, gradients, handed, anew, masters, moments, workspace, refreshed)
+
+
+def optimizer_parts_bytes(runtime: Runtime) -> tuple[float, float, float]:
+    """Return bytes per parameter of a master copy, if there is one, and of two moments.
+
+    What an optimizer keeps beyond two moments in fp32 is a master copy.
+
+    >>> from hardware_models.runtime import load_runtime
+    >>> [optimizer_parts_bytes(load_runtime(name)) for name in ("megatron-lm-2021", "windtunnel-executor")]
+    [(4.0, 4.0, 4.0), (0.0, 2.0, 2.0)]
+    """
+    moment = min(runtime.optimizer_bytes, 2 * OPTIMIZER_STATE_BYTES) / 2
+    return runtime.optimizer_bytes - 2 * moment, moment, moment
 
 
 def reduces_in_backward(plan: Plan) -> bool:

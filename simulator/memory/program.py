@@ -16,7 +16,6 @@ from simulator.memory.events import (
     GATHERED_INPUT,
     GRADIENT,
     LOGITS,
-    RECEIVED,
     RECOMPUTED,
     SAVED,
     SEGMENT,
@@ -26,10 +25,11 @@ from simulator.memory.events import (
     Events,
     Pass,
 )
+from simulator.memory.lifetimes import Lifetimes, instance
 from simulator.memory.whole_units import WholeUnits
 from simulator.operator_cost import OperatorCost
-from simulator.saved import ends_at_parting, is_private, saved_tensors
-from simulator.schedules.registry import schedule_named
+from simulator.saved import ends_at_parting, is_private
+from workloads.kinds.base import KEPT, RESULTS
 from workloads.operators import Operator
 
 
@@ -64,67 +64,14 @@ class StageMemory:
         self._whole = WholeUnits(
             view, reshards=reshards, sharded_gradients=sharded_gradients, anew=gradients_anew or {}
         )
-        self._own = set(view.operators)
         self._gathered = {index: view.gathered_inputs(index) for index in view.operators}
-        self._segment_of = {
-            index: (start, stop) for start, stop in view.stage.recompute for index in range(start, stop)
-        }
-        self._readers: dict[str, list[int]] = {}
-        for index in view.operators:
-            for tensor in dict.fromkeys(self.workload.operators[index].inputs):
-                self._readers.setdefault(tensor, []).append(index)
-        self._savers: dict[str, list[int]] = {}
-        self._saves: dict[int, list[tuple[str, float]]] = {}
-        for index in view.operators:
-            self._saves[index] = list(dict(saved_tensors(self.workload, index, cost_of(index))).items())
-            for name, _ in self._saves[index]:
-                self._savers.setdefault(name, []).append(index)
-        self._ends = self._held_ends()
-        self._held = {name for names in self._ends.values() for name in names}
+        lives = Lifetimes(view, cost_of)
+        self._lives, self._saves, self._savers, self._segment_of = lives, lives.saves, lives.savers, lives.segment_of
+        self._ends, self._kept = lives.ends, lives.kept
+        self._held = {name for names in lives.ends.values() for name in names}
         self._scattered = {index: view.scattered_inputs(index) for index in view.operators}
-        self._kept = self._kept_tensors()
-        self._users = self._all_users()
-
-    def _held_ends(self) -> dict[int, list[str]]:
-        """Return what segments make for others, by where they start, if it is held (``recompute_holds_ends``).
-
-        Not between the halves of a backward pass, which such checkpointing knows nothing of.
-        """
-        held: dict[int, list[str]] = {}
-        splits = schedule_named(self.view.plan.schedule).splits_backward
-        if self.view.costs.problem.runtime.recompute_holds_ends and not splits:
-            for start, stop in self.view.stage.recompute:
-                for name in (name for index in range(start, stop) for name in self.workload.operators[index].outputs):
-                    readers = self._readers.get(name, ())
-                    if name in self.view.leaving or any(not start <= reader < stop for reader in readers):
-                        held.setdefault(start, []).append(name)
-        return held
-
-    def _kept_tensors(self) -> dict[str, str]:
-        """Return tensors that outlive the forward pass, with their category."""
-        kept: dict[str, str] = {}
-        for name, savers in self._savers.items():
-            producer = self.workload.producer.get(name)
-            for saver in savers:
-                segment = self._segment_of.get(saver)
-                if segment is None:
-                    if not self.view.saves_gathered(saver, name):
-                        kept[name] = SAVED
-                elif not is_private(name) and (producer is None or not segment[0] <= producer < segment[1]):
-                    kept.setdefault(name, SEGMENT)
-        for index in self.view.operators:
-            segment = self._segment_of.get(index)
-            if segment is None:
-                continue
-            for name in self.workload.operators[index].inputs:
-                producer = self.workload.producer.get(name)
-                if producer is not None and not segment[0] <= producer < segment[1]:
-                    kept.setdefault(name, SEGMENT)
-        for name in self.view.leaving:
-            kept.setdefault(name, STAGE_OUTPUT)
-        for name in self.view.arrivals:
-            kept.setdefault(name, RECEIVED)
-        return kept
+        self.begins: dict[int, int] = {}
+        """By operator, how many events of the last backward pass came before its own."""
 
     # One pass each
 
@@ -161,20 +108,16 @@ class StageMemory:
             for position, size in self._scattered[index]:
                 name = op.inputs[position]
                 if not recomputing or self.workload.producer[name] in inside:
-                    instance = self._instance(name, recomputing)
-                    events.allocate(f"{instance}@shard", size, self._kept.get(name, TEMPORARY))
-                    events.free(instance)
-            events.allocate(f"{op.name}/workspace", cost.workspace_forward_bytes, WORKSPACE)
-            for name, size in zip(op.outputs, cost.output_bytes, strict=True):
-                category = RECOMPUTED if recomputing else self._kept.get(name, TEMPORARY)
-                events.allocate(self._instance(name, recomputing), size, category)
-            for name, size in self._saves[index]:
-                if is_private(name) and not in_segment:
-                    category = LOGITS if op.kind == "lm_loss" else RECOMPUTED if recomputing else SAVED
-                    events.allocate(name, size, category)
-                elif name in self.workload.input_names and not recomputing:
-                    events.allocate(name, size, self._kept[name])
-            events.free(f"{op.name}/workspace")
+                    made = instance(name, recomputing)
+                    events.allocate(f"{made}@shard", size, self._kept.get(name, TEMPORARY))
+                    events.free(made)
+            for name, size in cost.steps_forward:
+                if name == RESULTS:
+                    self._make_outputs(op, cost, events, recomputing)
+                elif name == KEPT:
+                    self._keep(index, size, events, recomputing, in_segment)
+                else:
+                    events.take_or_give(f"{op.name}/{name} forward", size, WORKSPACE)
             for position, _ in self._gathered[index]:
                 if recomputing or in_segment or self.view.gathers_again(index, position):
                     events.free(f"{op.name}/gathered input {position}")
@@ -188,18 +131,33 @@ class StageMemory:
         if not recomputing:
             self._whole.gather(unit, None, events)
 
+    def _make_outputs(self, op: Operator, cost: OperatorCost, events: Pass, recomputing: bool) -> None:
+        for name, size in zip(op.outputs, cost.output_bytes, strict=True):
+            category = RECOMPUTED if recomputing else self._kept.get(name, TEMPORARY)
+            events.allocate(instance(name, recomputing), size, category)
+
+    def _keep(self, index: int, step: int, events: Pass, recomputing: bool, in_segment: bool) -> None:
+        """Take what an operator keeps of its own, or, below 0, give back what is made again in a segment."""
+        passes = in_segment and (KEPT, -1) in self.cost_of(index).steps_forward
+        is_loss = self.workload.operators[index].kind == "lm_loss"
+        for name, size in self._saves[index]:
+            if is_private(name) and passes:
+                events.take_or_give(f"{name} passing", int(size) if step == 0 else -1, TEMPORARY)
+            elif step < 0 or (is_private(name) and in_segment):
+                continue
+            elif is_private(name):
+                events.allocate(name, size, LOGITS if is_loss else RECOMPUTED if recomputing else SAVED)
+            elif name in self.workload.input_names and not recomputing:
+                events.allocate(name, size, self._kept[name])
+
     def _free_if_done(self, name: str, inside: set[int], events: Pass, recomputing: bool) -> None:
         producer = self.workload.producer.get(name)
         if recomputing:
             own = self._segment_of[producer] if producer in inside and name not in self._held else None
             if own and not any(self._segment_of.get(saver) == own for saver in self._savers.get(name, ())):
-                self._release(self._instance(name, True), events)
+                self._release(instance(name, True), events)
         elif name not in self._kept:
             self._release(name, events)
-
-    @staticmethod
-    def _instance(name: str, recomputing: bool) -> str:
-        return f"{name}@again" if recomputing else name
 
     def backward(self, *, with_inputs: bool = True, with_weights: bool = True) -> tuple[list[int], list[bool]]:
         """Return (tensor numbers, is allocation) of a backward pass.
@@ -215,8 +173,8 @@ class StageMemory:
         if with_weights:
             self._whole.begin(events)
         segment_ends = {stop - 1: (start, stop) for start, stop in self.view.stage.recompute}
-        releases = self._releases(with_inputs, with_weights)
-        held = {self._instance(name, True) for name in self._held}
+        releases = self._lives.releases(with_inputs, with_weights)
+        held = {instance(name, True) for name in self._held}
         works = {"gathers": with_inputs, "scatters": with_weights}
         unit, ended = None, list[str]()
         for index in self.view.operators[::-1]:
@@ -254,60 +212,7 @@ class StageMemory:
     def _ends_of_segment(self, start: int) -> list[str]:
         """Return what is held until the backward pass of the segment that begins with an operator is through."""
         made = self._ends.get(start, ())
-        return [instance for name in made for instance in (self._instance(name, True), f"{name}/gradient")]
-
-    def _releases(self, with_inputs: bool, with_weights: bool) -> dict[int, list[str]]:
-        """Return, per operator, the tensors that nothing needs after its backward pass; -1 for the end of it.
-
-        A kept tensor is needed by every saver outside segments and by the segments that read it; a recomputed
-        one by its savers in the segment. Weight gradients need what operators with parameters saved.
-        """
-        found: dict[int, list[str]] = {}
-        needs_later = {} if with_inputs and with_weights else self._users_for_weights()
-        for name, users in self._users.items():
-            weighted = needs_later.get(name, ())
-            if with_inputs and not weighted:
-                found.setdefault(min(users, default=-1), []).append(name)
-            elif weighted and not with_inputs:
-                found.setdefault(min(weighted), []).append(name)
-        return found
-
-    def _all_users(self) -> dict[str, list[int]]:
-        """Return, per instance of a tensor that outlives a pass, the operators whose backward pass needs it."""
-        users: dict[str, list[int]] = {name: [] for name in self._kept}
-        for name in self._kept:
-            users[name] += [
-                saver
-                for saver in self._savers.get(name, ())
-                if saver not in self._segment_of and not self.view.saves_gathered(saver, name)
-            ]
-            producer = self.workload.producer.get(name)
-            for reader in self._readers.get(name, ()):
-                segment = self._segment_of.get(reader)
-                if segment is not None and not (producer is not None and segment[0] <= producer < segment[1]):
-                    users[name].append(segment[0])  # Checkpointing has its arguments to the end of its backward pass.
-        for name, savers in self._savers.items():
-            for saver in savers:
-                segment = self._segment_of.get(saver)
-                producer = self.workload.producer.get(name)
-                if is_private(name):
-                    users.setdefault(name, []).append(saver)
-                elif segment is not None and producer is not None and segment[0] <= producer < segment[1]:
-                    users.setdefault(self._instance(name, True), []).append(saver)
-        return users
-
-    def _users_for_weights(self) -> dict[str, list[int]]:
-        """Return, per instance of a tensor, the operators whose weight gradients need it, in a segment or not."""
-        users: dict[str, list[int]] = {}
-        for name, savers in self._savers.items():
-            for saver in savers:
-                if not self.cost_of(saver).parameters or ends_at_parting(self.workload, saver, name):
-                    continue
-                segment = range(*self._segment_of.get(saver, (0, 0)))
-                again = self.workload.producer.get(name, -1) in segment
-                if again or not self.view.saves_gathered(saver, name):
-                    users.setdefault(self._instance(name, again), []).append(saver)
-        return users
+        return [each for name in made for each in (instance(name, True), f"{name}/gradient")]
 
     def _release(self, name: str, events: Pass) -> None:
         events.free(name)
@@ -316,25 +221,32 @@ class StageMemory:
     def _backward_operator(
         self, index: int, op: Operator, cost: OperatorCost, events: Pass, with_inputs: bool, with_weights: bool
     ) -> None:
-        before, at_product = cost.backward_temporaries_bytes(
-            self._gradient_bytes, inputs=with_inputs, weights=with_weights
-        )
+        self.begins[index] = len(events.tensors)
         parted = f"{op.name}/gradient at its product"
         if with_weights and not with_inputs:
             events.free(parted)
         if with_weights and cost.parameters:
             self._whole.enter(self._units[index], events)
-        parts = with_inputs and with_weights and op.definition.parts_late
-        events.allocate(f"{op.name}/workspace backward", before if parts else max(before, at_product), WORKSPACE)
         for position, item in self._gathered[index]:
             events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
-        if with_inputs:
+        for step, step_bytes in cost.steps_backward if with_inputs else ():
+            if step != RESULTS:
+                events.take_or_give(f"{op.name}/{step} backward", step_bytes, WORKSPACE)
+                continue
             for name, size in zip(op.inputs, cost.input_bytes, strict=True):
                 if name not in self.workload.input_names:
                     events.allocate(f"{name}/gradient", size, GRADIENT)
-        events.free(f"{op.name}/workspace backward")
-        if parts:
-            self._reach_product(index, op, at_product, events)
+        if with_inputs and with_weights and op.definition.parts_late:
+            for name, _ in self._saves[index]:
+                if ends_at_parting(self.workload, index, name):
+                    self._release(name, events)
+        made = cost.product_temporaries(self._gradient_bytes) if with_weights else ()
+        count = len(cost.workspace_weight)
+        events.allocate_each(_product(op), made[:count], WORKSPACE)
+        for step, _ in cost.steps_backward if with_inputs else ():
+            events.free(f"{op.name}/{step} backward")
+        events.allocate_each(_product(op), made, WORKSPACE)
+        events.free_each(_product(op), made)
         if not with_weights and cost.parameters and op.definition.parts_late:
             events.allocate(parted, cost.workspace_weight_bytes, GRADIENT)
         if with_weights:
@@ -347,13 +259,23 @@ class StageMemory:
             if name not in self._held:
                 events.free(f"{name}/gradient")
 
-    def _reach_product(self, index: int, op: Operator, num_bytes: float, events: Pass) -> None:
-        """Give back what the work before an operator's product was done from, and take what the product works in."""
-        for name, _ in self._saves[index]:
-            if ends_at_parting(self.workload, index, name):
-                self._release(name, events)
-        events.allocate(f"{op.name}/workspace of its product", num_bytes, WORKSPACE)
-        events.free(f"{op.name}/workspace of its product")
+    def handed_gradients(self, handed: Iterable[tuple[int, int]]) -> dict[int, int]:
+        """Return the numbers of gradients, as products make them, that stay as they are, with their operators.
+
+        Args:
+            handed: Operator and elements of each (``StaticBytes.handed``); after ``backward``.
+        """
+        found: dict[int, int] = {}
+        for index, elements in handed:
+            cost, name = self.cost_of(index), _product(self.workload.operators[index])
+            first = len(cost.workspace_weight)
+            numbers = [
+                self.table.names[f"{name} {first + place}"]
+                for place, count in enumerate(cost.gradients_apart)
+                if count == elements
+            ]
+            found[next(number for number in numbers if number not in found)] = index
+        return found
 
     # Sizes
 
@@ -365,3 +287,8 @@ class StageMemory:
         producer = self.workload.producer[tensor]
         op = self.workload.operators[producer]
         return self.cost_of(producer).output_bytes[op.outputs.index(tensor)]
+
+
+def _product(op: Operator) -> str:
+    """Return the name of what an operator's weight gradients are made in, and of these as they are made."""
+    return f"{op.name}/workspace of its product"

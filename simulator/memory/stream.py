@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.memory.events import CATEGORIES
-from simulator.schedules.actions import Action
+from simulator.schedules.actions import BACKWARD, BACKWARD_WEIGHT, Action
 
 BLOCK_BYTES = 512
 """The caching allocator's rounding."""
+
+LATE, HANDED, STEPPED = 1, 2, 3
+"""Marks of events."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class PassEvents:
         is_alloc: bool.
         sizes, categories: int64.
         portions: float64. When, from 0 at the start of the pass to 1 at its end.
+        handed: bool. Of a gradient that stays as it is made where it is a stage's first.
+        rooms: int64. Where such a gradient is made, the event of the pass with which its operator begins; else -1.
     """
 
     tensors: NDArray[np.int64]
@@ -57,6 +63,8 @@ class PassEvents:
     sizes: NDArray[np.int64]
     categories: NDArray[np.int64]
     portions: NDArray[np.float64]
+    handed: NDArray[np.bool_]
+    rooms: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,10 @@ class EventArrays:
         categories: int64 index into CATEGORIES.
         actions: int64 position in the rank's order; -1 before, len(order) after.
         times_s: float64, non-decreasing.
+        marks: int8. ``LATE`` for what the first step makes, ``HANDED`` for gradients that are there all the time and
+            for those that a first microbatch makes, which take their place; ``STEPPED`` where moments must be there.
+        rooms: int64. Where a gradient is made that takes the place of another, the event before which that goes;
+            else -1.
     """
 
     sizes: NDArray[np.int64]
@@ -79,6 +91,8 @@ class EventArrays:
     categories: NDArray[np.int64]
     actions: NDArray[np.int64]
     times_s: NDArray[np.float64]
+    marks: NDArray[np.int8]
+    rooms: NDArray[np.int64]
 
 
 class EventStream:
@@ -88,15 +102,24 @@ class EventStream:
         self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]] = []
         self._actions: list[NDArray[np.int64]] = []
         self._times: list[NDArray[np.float64]] = []
+        self._marks: list[NDArray[np.int8]] = []
+        self._rooms: dict[int, int] = {}
+        self._num_events = 0
         self._next_id = 0
 
-    def add_static(self, sizes: list[int], category: str) -> None:
+    def add_static(self, sizes: Sequence[int], category: str, *, mark: int = 0) -> None:
         """Allocate tensors that are never freed."""
         kept = [size for size in sizes if size > 0]
         ids = np.arange(self._next_id, self._next_id + len(kept))
         self._next_id += len(kept)
         self._append(
-            np.array(kept, dtype=np.int64), ids, np.ones(len(kept), dtype=np.bool_), CATEGORIES.index(category), -1, 0.0
+            np.array(kept, dtype=np.int64),
+            ids,
+            np.ones(len(kept), dtype=np.bool_),
+            CATEGORIES.index(category),
+            -1,
+            0.0,
+            mark,
         )
 
     def _append(
@@ -106,11 +129,14 @@ class EventStream:
         is_alloc: NDArray[np.bool_],
         category: int | NDArray[np.int64],
         action: int,
-        time_s: float | NDArray[np.float64],
+        time_s: float,
+        mark: int = 0,
     ) -> None:
         self._parts.append((sizes, ids, is_alloc, np.broadcast_to(category, sizes.shape).astype(np.int64)))
         self._actions.append(np.full(len(sizes), action, dtype=np.int64))
         self._times.append(np.broadcast_to(time_s, sizes.shape).astype(np.float64))
+        self._marks.append(np.full(len(sizes), mark, dtype=np.int8))
+        self._num_events += len(sizes)
 
     def add_actions(
         self,
@@ -138,6 +164,7 @@ class EventStream:
             smaller_id[stage] = self._next_id
             self._next_id += program.num_tensors
         lengths = []
+        begun = set[int]()
         for (kind, stage, microbatch), (start, end) in zip(order, labels.tolist(), strict=True):
             if smaller and microbatch == last:
                 events = smaller[stage].passes[kind]
@@ -151,11 +178,26 @@ class EventStream:
             self._parts.append((events.sizes, ids, events.is_alloc, events.categories))
             self._times.append(start + (end - start) * events.portions)
             lengths.append(len(ids))
+            is_first = kind in (BACKWARD, BACKWARD_WEIGHT) and stage not in begun
+            self._marks.append((HANDED * events.handed).astype(np.int8) if is_first else np.zeros(len(ids), np.int8))
+            if is_first:
+                begun.add(stage)
+                for place in np.flatnonzero(events.rooms >= 0).tolist():
+                    self._rooms[self._num_events + place] = self._num_events + int(events.rooms[place])
+            self._num_events += len(ids)
         self._actions.append(np.repeat(np.arange(len(order)), lengths))
         self._num_actions = len(order)
 
-    def add_step(self, sizes: list[int], start_s: float, end_s: float) -> None:
-        """Append what lives during the optimizer step, or after it while parameters are refreshed."""
+    def add_step(
+        self, sizes: list[int], start_s: float, end_s: float, *, mark: int = 0, marks_taking: bool = False
+    ) -> None:
+        """Append what lives during the optimizer step, or after it while parameters are refreshed.
+
+        Args:
+            sizes: Bytes of each tensor.
+            start_s, end_s: When they are taken and given back.
+            mark: Of the events that give them back, or, where ``marks_taking``, of those that take them.
+        """
         kept = np.array([size for size in sizes if size > 0], dtype=np.int64)
         ids = np.arange(self._next_id, self._next_id + len(kept))
         self._next_id += len(kept)
@@ -167,6 +209,7 @@ class EventStream:
                 CATEGORIES.index("optimizer workspace"),
                 self._num_actions,
                 time_s,
+                mark if allocates == marks_taking else 0,
             )
 
     def arrays(self) -> EventArrays:
@@ -177,7 +220,11 @@ class EventStream:
         categories = np.concatenate([part[3] for part in self._parts])
         actions = np.concatenate(self._actions)
         times = np.maximum.accumulate(np.concatenate(self._times))
+        marks = np.concatenate(self._marks)
         keep = _consistent(ids, is_alloc)
+        rooms = np.full(len(ids), -1)
+        kept_before: NDArray[np.int64] = np.cumsum(keep) - keep
+        rooms[list(self._rooms)] = kept_before[list(self._rooms.values())]
         sizes, ids, is_alloc = sizes[keep], ids[keep], is_alloc[keep]
         return EventArrays(
             sizes=sizes,
@@ -187,6 +234,8 @@ class EventStream:
             categories=categories[keep],
             actions=actions[keep],
             times_s=times[keep],
+            marks=marks[keep],
+            rooms=rooms[keep],
         )
 
 

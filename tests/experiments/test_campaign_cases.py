@@ -125,15 +125,25 @@ def test_a_damaged_file_says_where(tmp_path: Path, key: str, value: object, mess
 def test_a_campaign_has_a_group_where_its_cases_are_committed() -> None:
     committed = {f"campaign-{path.stem}" for path in FOLDER.glob("*.yaml")}
     known = {name for name in groups() if name.startswith("campaign-")}
-    assert known == committed | {"campaign-single-gpu-modelled"}
+    reserved = {f"campaign-{name}-reserved" for name in ("single-gpu", "single-gpu-small")}
+    assert known == committed | {"campaign-single-gpu-modelled"} | reserved
     assert {group for case in campaigns.cases(None) for group in case.groups} == known  # type: ignore[union-attr]
 
 
 def test_where_nothing_is_measured_of_a_gpu_its_preset_predicts() -> None:
     found = list(cases_of(FOLDER / "single-gpu.yaml"))
-    pairs = list(zip(found[::2], found[1::2], strict=True))
+    pairs = list(zip(found[::3], found[1::3], strict=True))
     for own, modelled in pairs:
         assert own.groups == ("campaign-single-gpu",) and modelled.groups == ("campaign-single-gpu-modelled",)
         assert modelled.row_id == f"{own.row_id} on our kernels" and modelled.measured == own.measured
     own, modelled = (case.problem().hardware for case in pairs[0])
     assert own.operator_profile is not None and modelled == HardwareModel(parse_cluster("h100-dgx:1x1"))
+
+
+def test_what_the_allocator_held_is_compared_apart() -> None:
+    found = list(cases_of(FOLDER / "single-gpu.yaml"))
+    for own, held in zip(found[::3], found[2::3], strict=True):
+        assert held.groups == ("campaign-single-gpu-reserved",) and held.row_id == f"{own.row_id} as held"
+        assert held.measured.peak_is_reserved and held.measured.iteration_time_s is None
+        assert held.measured.peak_bytes is not None and own.measured.peak_bytes is not None
+        assert held.measured.peak_bytes > own.measured.peak_bytes

@@ -187,7 +187,7 @@ def test_the_next_unit_is_gathered_when_the_ends_of_a_segment_are_gone() -> None
 
 @pytest.mark.parametrize("runtime", ["windtunnel-executor", "megatron-deepspeed", "composer-fsdp"])
 def test_a_heads_product_works_when_its_logits_are_gone(runtime: str) -> None:
-    """In the gradient of the logits and the one that it makes."""
+    """In the gradient of the logits and the one that it makes; torch's cast of the former reads the wide one."""
     costs = costs_of("gpt", runtime)
     (view,) = stage_views(validate(uniform_plan(costs.problem, microbatch=1), costs.problem), costs)
     memory = Watched(view)
@@ -195,10 +195,10 @@ def test_a_heads_product_works_when_its_logits_are_gone(runtime: str) -> None:
     tensors, is_alloc = memory.backward()
     head = view.operators[-1]
     name, cost = costs.problem.workload.operators[head].name, view.cost(head)
-    work = memory.table.names[f"{name}/workspace of its product"]
+    work = [at for each, at in memory.table.names.items() if each.startswith(f"{name}/workspace of its product")]
     element_bytes = costs.problem.runtime.implementation.activation_bytes
     made_bytes = cost.gradient_elements * element_bytes
-    assert memory.table.sizes[work] == cost.workspace_weight_bytes + made_bytes > made_bytes
-    place = tensors.index(work)
+    assert sum(memory.table.sizes[each] for each in work) == cost.workspace_weight_bytes + made_bytes > made_bytes
+    place = tensors.index(min(work))
     own = {each for each in memory._after(tensors[:place], is_alloc[:place]) if each.startswith(f"{name}/")}
-    assert f"{name}/softmax" in memory.left and not own
+    assert f"{name}/softmax" in memory.left and own <= {f"{name}/of logits backward"}

@@ -16,6 +16,8 @@ from validation.memory_trace import trace_memory
 WITHIN = 0.03
 QUICK = (
     Check(GPT, 1, 2, {"microbatch": 2}, attention="flash"),
+    Check(GPT, 1, 4, {"microbatch": 2, "recompute": "selective"}),
+    Check(GPT, 2, 4, {"dp": 2, "microbatch": 2, "recompute": "full"}),
     Check(GPT, 2, 2, {"pp": 2, "microbatch": 1}, (0, 1)),
     Check(GPT, 2, 3, {"pp": 2, "microbatch": 2, "schedule": "gpipe", "smaller_last": True}, (0,)),
     Check(GPT, 2, 3, {"pp": 2, "microbatch": 1, "schedule": "zb-h1"}, (1,)),
@@ -34,9 +36,10 @@ EXACT = (  # Where tensor parallelism cuts vocabularies, sequences, heads or cha
 
 
 @pytest.mark.parametrize("check", QUICK, ids=str)
-def test_predicted_live_bytes_are_those_of_torch(check: Check) -> None:
+def test_predicted_bytes_are_those_of_torch(check: Check) -> None:
+    """Those that live, and over two iterations, the moments made in the first, those that torch's storages reserve."""
     for row in compare(check):
-        assert abs(row.error) <= WITHIN, table([row])
+        assert max(abs(row.error), abs(row.reserved_error)) <= WITHIN, table([row])
         for name in STATES[:1]:
             assert row.predicted[name] == pytest.approx(row.traced[name], rel=1e-3)
 

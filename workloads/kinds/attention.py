@@ -12,8 +12,11 @@ from workloads.kinds.base import (
     BACKWARD_WEIGHT,
     DTYPE_BYTES,
     FORWARD,
+    KEPT,
+    RESULTS,
     Attributes,
     Local,
+    MemoryStep,
     Parameter,
     Saved,
     Shape,
@@ -213,6 +216,25 @@ class Softmax(ByHead):
         if local.implementation.elementary:
             return scores, (local.outputs[0], "activation")
         return scores, scores, (local.outputs[0], "activation")
+
+    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
+        choice = local.implementation
+        if self._is_fused(local) or not choice.adds_mask or choice.elementary or choice.keeps_scores:
+            return super().memory_steps(phase, local)
+        narrow, wide = (local.outputs[0], "activation"), (local.outputs[0], "fp32")
+        is_high = local.element_bytes == DTYPE_BYTES["fp32"]
+        if phase == FORWARD:
+            chain = [MemoryStep("scaled", narrow), MemoryStep("masked", narrow), MemoryStep("scaled", gives=True)]
+            if not is_high:
+                chain += [MemoryStep("cast", wide), MemoryStep(KEPT), MemoryStep("cast", gives=True)]
+            chain += [MemoryStep(RESULTS)] if is_high else [MemoryStep(RESULTS), MemoryStep(KEPT, gives=True)]
+            return (*chain, MemoryStep("masked", gives=True))
+        chain = [] if is_high else [MemoryStep("cast", wide)]
+        chain += [MemoryStep("unscaled", wide), MemoryStep("product", wide), MemoryStep("product", gives=True)]
+        if is_high:
+            return (*chain, MemoryStep(RESULTS), MemoryStep("unscaled", gives=True))
+        back = [MemoryStep("back", narrow), MemoryStep("unscaled", gives=True), MemoryStep(RESULTS)]
+        return (*chain, MemoryStep("cast", gives=True), *back, MemoryStep("back", gives=True))
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size = size_bytes(local, local.inputs)

@@ -170,6 +170,25 @@ class Saved:
     dtype: str = "activation"
 
 
+RESULTS, KEPT = "results", "kept"
+"""What a phase makes: outputs or input gradients, and the private tensors that forward keeps."""
+
+
+@dataclass(frozen=True)
+class MemoryStep:
+    """One step in the order in which a phase takes memory.
+
+    Attributes:
+        name: A buffer, ``RESULTS``, or ``KEPT``, which may be given back where recomputation makes it again.
+        tensor: Shape and dtype of a buffer that is taken.
+        gives: It is given back.
+    """
+
+    name: str
+    tensor: tuple[Shape, str] | None = None
+    gives: bool = False
+
+
 @dataclass(frozen=True)
 class InternalCollective:
     """A collective inside an operator, over the axis of the split that causes it."""
@@ -318,6 +337,16 @@ class Kind(ABC):
     def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
         """Return (shape, dtype) of buffers that live only during the phase, besides outputs and gradients."""
         return ()
+
+    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
+        """Return in what order a phase takes memory and gives it back, of ``FORWARD`` and ``BACKWARD_INPUT``.
+
+        Where nothing is known of it, all of ``workspace`` lies beside what is made. What ``BACKWARD_INPUT`` leaves is
+        given back when the product of the weight gradients has what it is made of.
+        """
+        taken = [MemoryStep(str(number), tensor) for number, tensor in enumerate(self.workspace(phase, local))]
+        made = (MemoryStep(RESULTS), MemoryStep(KEPT)) if phase == FORWARD else (MemoryStep(RESULTS),)
+        return (*taken, *made, *(MemoryStep(step.name, gives=True) for step in taken))
 
     def lasting_buffer(self, local: Local) -> tuple[tuple[Shape, str], ...]:
         """Return (shape, dtype) of buffers that are never given back; operators of one device share the largest."""

@@ -12,10 +12,13 @@ from workloads.kinds.base import (
     BACKWARD_WEIGHT,
     DTYPE_BYTES,
     FORWARD,
+    KEPT,
+    RESULTS,
     Attributes,
     InternalCollective,
     Kind,
     Local,
+    MemoryStep,
     Parameter,
     Saved,
     Shape,
@@ -171,6 +174,22 @@ class LanguageModelLoss(Kind):
             return (high,) * choice.loss_temporaries
         made = [high] if choice.casts_logits else []
         return tuple(made) if choice.loss_keeps_logits else (low, *made)
+
+    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
+        choice, whole = local.implementation, integer(local.attributes, "vocab")
+        is_cut = local.parameters[0][0] < whole
+        if not choice.fused_loss or choice.loss_temporaries != 2 or choice.loss_keeps_logits or is_cut:
+            return super().memory_steps(phase, local)
+        low, high = (self._logits(local), "activation"), (self._logits(local), choice.logits_dtype)
+        if phase == BACKWARD_INPUT:
+            both = MemoryStep("of log-softmax", high), MemoryStep("of logits", high)
+            steps = (*both, MemoryStep("of log-softmax", gives=True), MemoryStep(RESULTS))
+            return steps if choice.casts_logits else (*steps, MemoryStep("of logits", gives=True))
+        made, passed = (MemoryStep(KEPT), MemoryStep(RESULTS)), MemoryStep(KEPT, gives=True)
+        if not choice.casts_logits:
+            return (MemoryStep("logits", low), *made, MemoryStep("logits", gives=True), passed)
+        cast = MemoryStep("cast", high), MemoryStep("logits", gives=True)
+        return (MemoryStep("logits", low), *cast, *made, MemoryStep("cast", gives=True), passed)
 
 
 @register

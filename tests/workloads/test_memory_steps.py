@@ -1,0 +1,62 @@
+"""The order in which kinds take memory: well formed, and no more at once than workspaces say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.workloads.test_splits import example
+from workloads.kinds.base import BACKWARD_INPUT, FORWARD, KEPT, RESULTS, Implementation
+from workloads.kinds.registry import all_kinds, kind_named
+from workloads.local import input_bytes, localize, memory_steps, output_bytes, saved_tensors, workspace_bytes
+
+NARROW = Implementation(dtype="bf16", fused_softmax=False, adds_mask=True, fused_loss=True, logits_dtype="fp32")
+HOWS = {"bf16": NARROW, "fp32": replace(NARROW, dtype="fp32"), "megatron": Implementation(dtype="fp16")}
+
+
+@pytest.mark.parametrize("how", list(HOWS))
+@pytest.mark.parametrize("name", sorted(all_kinds()))
+def test_what_is_taken_is_given_back_and_never_more_than_the_workspace(name: str, how: str) -> None:
+    attributes, shapes = example(name, samples=2, tokens=4, heads=4, width=4)
+    kind = kind_named(name)
+    local = localize(kind, attributes, shapes, [], HOWS[how])
+    private = sum(each.size_bytes for each in saved_tensors(kind, local) if each.tensor is None)
+    for phase, made in ((FORWARD, sum(output_bytes(kind, local))), (BACKWARD_INPUT, sum(input_bytes(kind, local)))):
+        live: dict[str, int] = {}
+        most = 0
+        for step, size in memory_steps(kind, phase, local):
+            if size < 0:
+                del live[step]
+                continue
+            assert step not in live
+            live[step] = {RESULTS: made, KEPT: private}.get(step, size)
+            most = max(most, sum(live.values()))
+        assert RESULTS in live
+        kept = private if phase == FORWARD else 0
+        assert most <= workspace_bytes(kind, phase, local) + made + kept
+        left = set(live) - {RESULTS, KEPT}
+        assert not left or (phase == BACKWARD_INPUT and kind.parts_late)
+
+
+def test_a_softmax_in_torchs_operations_has_two_wide_tensors_beside_scores_and_result() -> None:
+    """Scale, mask, cast to fp32, softmax, cast back: scores 2 bytes an element, masked 2, cast 4, softmax 4."""
+    attributes, shapes = example("softmax", samples=2, tokens=4, heads=4, width=4)
+    local = localize(kind_named("softmax"), attributes, shapes, [], NARROW)
+    elements = output_bytes(kind_named("softmax"), local)[0] // 2
+    taken = [(name, size // elements) for name, size in memory_steps(kind_named("softmax"), FORWARD, local) if size > 0]
+    assert taken == [("scaled", 2), ("masked", 2), ("cast", 4)]
+    back = [(name, size // elements) for name, size in memory_steps(kind_named("softmax"), BACKWARD_INPUT, local)]
+    assert back == [
+        ("cast", 4), ("unscaled", 4), ("product", 4), ("product", -1), ("cast", -1), ("back", 2), ("unscaled", -1),
+        (RESULTS, 0), ("back", -1),
+    ]  # fmt: skip
+
+
+def test_logits_are_gone_when_their_log_softmax_is_made_and_its_gradient_waits_for_the_product() -> None:
+    attributes, shapes = example("lm_loss", samples=2, tokens=4, heads=4, width=4)
+    local = localize(kind_named("lm_loss"), attributes, shapes, [], NARROW)
+    forward = [name for name, _ in memory_steps(kind_named("lm_loss"), FORWARD, local)]
+    assert forward == ["logits", "cast", "logits", KEPT, RESULTS, "cast", KEPT]
+    steps = memory_steps(kind_named("lm_loss"), BACKWARD_INPUT, local)
+    assert [name for name, size in steps if size < 0] == ["of log-softmax"]
