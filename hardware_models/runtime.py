@@ -115,7 +115,7 @@ class Runtime:
         frees_gradients: Which gradients do not outlive an iteration, so that the first backward pass makes them anew:
             ``none``, ``scattered`` (those that ZeRO-2 and 3 reduce in each pass) or ``all``.
         moments_at_first_step: The optimizer's moments are made when it first steps, in what the first iteration's
-            activations left (torch.optim and Apex, which look for a tensor's state as they step it); else before.
+            activations left (torch.optim; Apex's FusedAdam, of which deepspeed 0.5.10 has a copy); else before.
         refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
             for all of them, from which it is copied.
         scatters_anew: The sums that ZeRO-1 leaves a rank of whole gradients are tensors of their own, which stay

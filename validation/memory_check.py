@@ -1,7 +1,7 @@
-"""The simulator's live bytes against torch's own, plan by plan, under fake tensors: no GPU, any machine.
+"""The simulator's live and reserved bytes against torch's own storages, under fake tensors: no GPU, any machine.
 
 Prints the table of `CHECKS`: GPT and BERT of 1.3 billion parameters and one model or more of other families, in about
-three minutes. Or that of plans drawn at random, of other models too.
+six minutes. Or that of plans drawn at random, of other models too.
 
 Run: ``python -m validation.memory_check [--random 40 --seed 1]``
 """

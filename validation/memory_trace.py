@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
-from simulator.memory.allocator import replay
+from simulator.memory.allocator import UNLIMITED_BYTES, replay
 from simulator.memory.events import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARAMETERS
 from simulator.plan import Plan
 from simulator.problem import Problem
@@ -41,8 +41,6 @@ _Function: Any = torch.autograd.Function
 
 BLOCK_BYTES = 512
 """The caching allocator's rounding, so that sums compare with its ``allocated``."""
-UNLIMITED = 2**50
-"""Capacity of the replay."""
 
 
 @dataclass
@@ -257,7 +255,7 @@ def _reserved_bytes(events: Sequence[_Event], begun: int) -> int:
         np.array([max(event.num_bytes, 0) for event in listed], dtype=np.int64),
         np.array([event.storage for event in listed], dtype=np.int32),
         np.array([event.num_bytes > 0 for event in listed], dtype=np.bool_),
-        UNLIMITED,
+        UNLIMITED_BYTES,
     )
     return sum(there.values()) + replayed.reserved_peak_bytes
 

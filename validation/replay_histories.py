@@ -18,10 +18,9 @@ from rich.progress import track
 
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
+from simulator.memory.allocator import UNLIMITED_BYTES
 
 MAX_BYTES = 256 << 20
-UNLIMITED = 2**50
-"""Capacity of the replay: what was recorded did fit."""
 
 
 def replayed(paths: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
@@ -38,7 +37,7 @@ def replayed(paths: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
             raise DataFileError(path, f"must be an allocator's history ({FORMAT}), got {history.get('format')!r}")
         if len(history["events"]) < MAX_EVENTS:
             peak = history_peaks(history).reserved_bytes
-            yield path.name.removesuffix(".json.gz"), peak, replay_history(history, UNLIMITED).reserved_peak_bytes
+            yield path.name.removesuffix(".json.gz"), peak, replay_history(history, UNLIMITED_BYTES).reserved_peak_bytes
 
 
 def main() -> None:

@@ -29,6 +29,9 @@ from simulator.memory.expandable_allocator import ExpandableAllocator
 
 __all__ = ["AllocationFailure", "AllocatorResult", "AllocatorSettings", "caching_allocator", "replay"]
 
+UNLIMITED_BYTES = 1 << 60
+"""Capacity of a device on which everything fits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationFailure:

@@ -15,7 +15,7 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.lower import Lowered, pipeline_shape
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.synchronisation import parameter_groups
-from simulator.memory.allocator import AllocatorResult, replay, replay_compiled
+from simulator.memory.allocator import UNLIMITED_BYTES, AllocatorResult, replay, replay_compiled
 from simulator.memory.events import CATEGORIES, GRADIENTS, OPTIMIZER_STATES, PARAMETERS, WORKSPACE
 from simulator.memory.first_iterations import first_iterations
 from simulator.memory.model_states import StaticBytes, reduces_in_backward, static_bytes
@@ -198,7 +198,7 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
     begin_s, end_s, refreshed_s = turns.step_s
     # Torch's lists work in temporaries of the step itself, which makes moments first; copies of gradients come before.
     of_itself = costs.problem.runtime.optimizer_kernels == "foreach"
-    stream.add_step(workspace, begin_s, end_s, mark=STEPPED, marks_taking=of_itself)
+    stream.add_step(workspace, begin_s, end_s, marks=(STEPPED, 0) if of_itself else (0, STEPPED))
     stream.add_step(refreshed, end_s, refreshed_s)
     return stream.arrays()
 
@@ -227,7 +227,7 @@ def _representative(
         result = costs.replays.get((text, capacity), lambda: replayed(max(capacity, 0)))
         if result.failure is not None:
             failed = result.failure.requested_bytes
-            unlimited = costs.replays.get((text, 1 << 60), lambda: replayed(1 << 60))
+            unlimited = costs.replays.get((text, UNLIMITED_BYTES), lambda: replayed(UNLIMITED_BYTES))
             reserved = unlimited.reserved_peak_bytes
         else:
             reserved = result.reserved_peak_bytes
@@ -304,15 +304,10 @@ def _stage_passes_anew(
     outliving = np.array(sorted(program.table.lasting), dtype=np.int64)
     lasting = np.isin(np.arange(len(sizes)), outliving)
     makes_weights = BACKWARD in kinds or BACKWARD_WEIGHT in kinds
-    as_made = program.handed_gradients(filter(None, static.handed)) if makes_weights else dict[int, int]()
-    handed = np.isin(np.arange(len(sizes)), np.array(sorted(as_made), dtype=np.int64))
-    rooms = {
-        kind: [
-            begins[kind][as_made[tensor]] if allocates and tensor in as_made else -1
-            for tensor, allocates in zip(tensors.tolist(), is_alloc.tolist(), strict=True)
-        ]
-        for kind, (tensors, is_alloc) in lists.items()
-    }
+    as_made = program.handed_gradients(filter(None, static.handed)) if makes_weights else {}
+    rooms = {kind: np.full(len(sizes), -1) for kind in lists}
+    for kind, begin in begins.items():
+        rooms[kind][list(as_made)] = [begin.get(index, -1) for index in as_made.values()]
     return StagePasses(
         num_tensors=len(sizes),
         passes={
@@ -323,8 +318,7 @@ def _stage_passes_anew(
                 sizes[tensors],
                 categories[tensors],
                 np.linspace(0.0, 1.0, len(tensors)),
-                handed[tensors],
-                np.array(rooms[kind], dtype=np.int64),
+                rooms[kind][tensors],
             )
             for kind, (tensors, is_alloc) in lists.items()
         },

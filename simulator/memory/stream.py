@@ -53,8 +53,8 @@ class PassEvents:
         is_alloc: bool.
         sizes, categories: int64.
         portions: float64. When, from 0 at the start of the pass to 1 at its end.
-        handed: bool. Of a gradient that stays as it is made where it is a stage's first.
-        rooms: int64. Where such a gradient is made, the event of the pass with which its operator begins; else -1.
+        rooms: int64. Of a gradient that stays as it is made where it is a stage's first, the event of the pass with
+            which its operator begins; else -1.
     """
 
     tensors: NDArray[np.int64]
@@ -63,7 +63,6 @@ class PassEvents:
     sizes: NDArray[np.int64]
     categories: NDArray[np.int64]
     portions: NDArray[np.float64]
-    handed: NDArray[np.bool_]
     rooms: NDArray[np.int64]
 
 
@@ -179,29 +178,28 @@ class EventStream:
             self._times.append(start + (end - start) * events.portions)
             lengths.append(len(ids))
             is_first = kind in (BACKWARD, BACKWARD_WEIGHT) and stage not in begun
-            self._marks.append((HANDED * events.handed).astype(np.int8) if is_first else np.zeros(len(ids), np.int8))
+            handed = (events.rooms >= 0) & is_first
+            self._marks.append(np.where(handed, HANDED, 0).astype(np.int8))
             if is_first:
                 begun.add(stage)
-                for place in np.flatnonzero(events.rooms >= 0).tolist():
+                for place in np.flatnonzero(handed & events.is_alloc).tolist():
                     self._rooms[self._num_events + place] = self._num_events + int(events.rooms[place])
             self._num_events += len(ids)
         self._actions.append(np.repeat(np.arange(len(order)), lengths))
         self._num_actions = len(order)
 
-    def add_step(
-        self, sizes: list[int], start_s: float, end_s: float, *, mark: int = 0, marks_taking: bool = False
-    ) -> None:
+    def add_step(self, sizes: list[int], start_s: float, end_s: float, *, marks: tuple[int, int] = (0, 0)) -> None:
         """Append what lives during the optimizer step, or after it while parameters are refreshed.
 
         Args:
             sizes: Bytes of each tensor.
             start_s, end_s: When they are taken and given back.
-            mark: Of the events that give them back, or, where ``marks_taking``, of those that take them.
+            marks: Of the events that take them, and that give them back.
         """
         kept = np.array([size for size in sizes if size > 0], dtype=np.int64)
         ids = np.arange(self._next_id, self._next_id + len(kept))
         self._next_id += len(kept)
-        for allocates, time_s in ((True, start_s), (False, end_s)):
+        for allocates, time_s, mark in ((True, start_s, marks[0]), (False, end_s, marks[1])):
             self._append(
                 kept,
                 ids,
@@ -209,7 +207,7 @@ class EventStream:
                 CATEGORIES.index("optimizer workspace"),
                 self._num_actions,
                 time_s,
-                mark if allocates == marks_taking else 0,
+                mark,
             )
 
     def arrays(self) -> EventArrays:
