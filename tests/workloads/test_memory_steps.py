@@ -60,3 +60,26 @@ def test_logits_are_gone_when_their_log_softmax_is_made_and_its_gradient_waits_f
     assert forward == ["logits", "cast", "logits", KEPT, RESULTS, "cast", KEPT]
     steps = memory_steps(kind_named("lm_loss"), BACKWARD_INPUT, local)
     assert [name for name, size in steps if size < 0] == ["of log-softmax"]
+
+
+def test_dropout_before_a_residual_is_a_tensor_of_its_own_unless_one_kernel_does_both() -> None:
+    """Torch: native_dropout makes result and mask, the sum is new, and what was dropped out goes behind it."""
+    attributes, shapes = example("dropout_add", samples=2, tokens=4, heads=4, width=4)
+    kind, attributes = kind_named("dropout_add"), {**attributes, "probability": 0.1}
+    apart = replace(NARROW, fused_bias_activation=False, fused_bias_dropout=False)
+    local = localize(kind, attributes, shapes, [], apart)
+    size = int(output_bytes(kind, local)[0])
+    assert memory_steps(kind, FORWARD, local) == (
+        ("dropped", size), (KEPT, 0), (KEPT, -1), (RESULTS, 0), ("dropped", -1),
+    )  # fmt: skip
+    assert workspace_bytes(kind, FORWARD, local) == size
+    for other, how in (({"probability": 0.1}, NARROW), ({"probability": 0.0}, apart)):
+        local = localize(kind, {**attributes, **other}, shapes, [], how)
+        assert memory_steps(kind, FORWARD, local) == ((RESULTS, 0), (KEPT, 0))
+
+
+def test_a_recomputed_dropout_makes_its_mask_in_the_first_pass_too() -> None:
+    """Outside autograd native_dropout makes it as well, and it goes at once."""
+    attributes, shapes = example("dropout", samples=2, tokens=4, heads=4, width=4)
+    local = localize(kind_named("dropout"), {**attributes, "probability": 0.1}, shapes, [], NARROW)
+    assert memory_steps(kind_named("dropout"), FORWARD, local) == ((RESULTS, 0), (KEPT, 0), (KEPT, -1))

@@ -12,9 +12,12 @@ from workloads.kinds.base import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    KEPT,
+    RESULTS,
     Attributes,
     Kind,
     Local,
+    MemoryStep,
     Saved,
     Shape,
     Split,
@@ -114,6 +117,11 @@ class SwiGLU(_Elementwise):
             return (Saved("input:0"),)
         return Saved("input:0"), Saved("silu", local.outputs[0])
 
+    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
+        if phase != FORWARD or self._is_fused(local):
+            return super().memory_steps(phase, local)
+        return MemoryStep(KEPT), MemoryStep(RESULTS), MemoryStep(KEPT, gives=True)
+
     def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
         # Gradients of gate and up are put together when autograd has let go of what they were made from, unless that is
         # held to the end of the operator's backward pass.
@@ -171,6 +179,11 @@ class Dropout(_Elementwise):
             return ()
         return (Saved("mask", local.outputs[0], local.implementation.mask_dtype),)
 
+    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
+        if phase != FORWARD or not self.saved(local) or local.implementation.elementary:
+            return super().memory_steps(phase, local)
+        return MemoryStep(RESULTS), MemoryStep(KEPT), MemoryStep(KEPT, gives=True)
+
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if real(local.attributes, "probability") == 0:
             return []
@@ -221,6 +234,22 @@ class DropoutAdd(Add):
             return ()
         return (Saved("mask", local.outputs[0], local.implementation.mask_dtype),)
 
+    @staticmethod
+    def _is_fused(local: Local) -> bool:
+        return local.implementation.fused_bias_activation and local.implementation.fused_bias_dropout
+
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        # What dropout leaves, before the residual is added to it.
+        is_apart = bool(self.saved(local)) and not self._is_fused(local) and not local.implementation.elementary
+        return ((local.outputs[0], "activation"),) if phase == FORWARD and is_apart else ()
+
+    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
+        if not self.workspace(phase, local):
+            return super().memory_steps(phase, local)
+        (dropped,) = self.workspace(phase, local)
+        mask = MemoryStep(KEPT), MemoryStep(KEPT, gives=True)
+        return MemoryStep("dropped", dropped), *mask, MemoryStep(RESULTS), MemoryStep("dropped", gives=True)
+
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size, mask = size_bytes(local, local.outputs), float(prod(local.outputs[0]))
         drops = real(local.attributes, "probability") > 0
@@ -232,7 +261,7 @@ class DropoutAdd(Add):
         if phase == FORWARD:
             if not drops:
                 return [add]
-            if local.implementation.fused_bias_activation and local.implementation.fused_bias_dropout:
+            if self._is_fused(local):
                 return [MemoryBound(2 * size, size + mask, "random")]
             has_bias = flag(local.attributes, "bias", default=True) and local.implementation.fused_bias_activation
             deferred_bias = [MemoryBound(size, size)] if has_bias else []

@@ -201,6 +201,18 @@ class Rotary(ByHead):
         *tokens, packed = local.outputs[0]
         return (Saved("rotated", (*tokens, packed * (heads + kv_heads) // (heads + 2 * kv_heads))),)
 
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        # In plain operations: what is turned in fp32, and what it is turned into.
+        choice = local.implementation
+        if phase == BACKWARD_WEIGHT or choice.fused_rotary or local.element_bytes == DTYPE_BYTES["fp32"]:
+            return ()
+        heads, kv_heads = integer(local.attributes, "heads"), key_value_heads(local.attributes)
+        *tokens, packed = local.inputs[0]
+        at_once = packed if choice.slices_packed else packed * heads // (heads + 2 * kv_heads)
+        turned = (((*tokens, at_once), "fp32"),) * 2
+        is_repeated = phase == FORWARD and choice.slices_packed and flag(local.attributes, "repeats")
+        return (*turned, (local.inputs[0], "activation")) if is_repeated else turned
+
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if phase == BACKWARD_WEIGHT:
             return []
