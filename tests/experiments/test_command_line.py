@@ -237,9 +237,9 @@ def test_a_table_is_cut_into_several_where_the_terminal_is_narrow(
     narrow = run(capsys, *arguments)[1]
     assert narrow.count("searcher") == 2 and "pp 2, microbatch 1 x 4, gpipe" in narrow
     assert max(map(len, narrow.splitlines())) <= 80
-    group = "megatron-sc21-table1"
+    group = "dapple-table5"
     found = run(capsys, "accuracy", "--group", group)[1]
-    assert found.count(group) == 2 and "10/10" in found
+    assert found.count(group) == 2 and "10/11" in found
 
 
 def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,7 @@ def test_members_are_joined_to_ranges() -> None:
     assert members_text((5, 4, 0)) == "0, 4-5"
 
 
+@pytest.mark.measured
 def test_breakdown_of_millions_of_tasks_takes_seconds() -> None:
     graph = pipeline_graph(8, 64)
     copies = 2_800_000 // graph.num_tasks

@@ -121,6 +121,7 @@ def test_deep_models_have_a_dozen_signatures() -> None:
     assert len(build_workload("gpt-scale-1024").signature_examples) == 16
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize(("name", "operators"), [("gpt-scale-1024", 13315), ("mt-nlg-530b", 1368)])
 def test_large_graphs_build_in_about_a_second(name: str, operators: int) -> None:
     def build() -> None:

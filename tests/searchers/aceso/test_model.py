@@ -99,6 +99,7 @@ def test_chosen_recomputation_is_never_slower_than_the_published_choice() -> Non
 
 
 @needs_profile
+@pytest.mark.measured
 def test_an_evaluation_costs_far_less_than_a_millisecond() -> None:
     """Two stages change, the others are remembered: 30 of them take a twelfth of a yardstick, 0.3 ms each."""
     model = release_model("6_7B", 16)

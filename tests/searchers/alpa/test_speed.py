@@ -14,6 +14,8 @@ from searchers.scores import cost_tables
 from simulator.problem import ProblemSpec
 from tests.benchmarks.measuring import yardsticks
 
+pytestmark = pytest.mark.measured
+
 BLOCKS = 48
 
 
