@@ -239,7 +239,7 @@ def _shape_remedy(part: str) -> str:
     if named in cluster_presets():
         return f"for example {named}:4x{cluster_gpus_per_node(named)}"
     if named.endswith(FILE_SUFFIXES):
-        return f"for example {named}:4x8 for four of its nodes with eight GPUs each"
+        return f"for example {named}:2x1 for two of its nodes with one GPU each"
     return f"for example v100-32g-dgx1:4x8; presets: {', '.join(cluster_presets())}"
 
 

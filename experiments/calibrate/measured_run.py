@@ -50,7 +50,7 @@ def doubt_of_one(ratio: float, num_gpus: int) -> str | None:
     >>> doubt_of_one(8.4, 8)
     'took as many times the predicted seconds as there are GPUs (a rate of tokens or samples must be of all of them)'
     >>> doubt_of_one(0.12, 8)
-    'took the predicted seconds over the number of GPUs (tflops_per_gpu must be of one of them)'
+    'took the predicted seconds over the number of GPUs (seconds must be of one iteration, tflops_per_gpu of one GPU)'
     >>> doubt_of_one(1020.0, 8)
     'took about 1,000 times the predicted seconds (times must be in seconds, of one iteration)'
     >>> doubt_of_one(1.5, 2), doubt_of_one(8.4, 16)
@@ -61,7 +61,8 @@ def doubt_of_one(ratio: float, num_gpus: int) -> str | None:
         rates = "a rate of tokens or samples must be of all of them"
         found.append(f"as many times the predicted seconds as there are GPUs ({rates})")
     if num_gpus >= FEW_GPUS and 1 / NEAR < ratio * num_gpus < NEAR:
-        found.append("the predicted seconds over the number of GPUs (tflops_per_gpu must be of one of them)")
+        wanted = "seconds must be of one iteration, tflops_per_gpu of one GPU"
+        found.append(f"the predicted seconds over the number of GPUs ({wanted})")
     if A_THOUSAND[0] < ratio < A_THOUSAND[1]:
         found.append(f"about 1,000 times the predicted seconds ({WANTED})")
     return f"took {', '.join(found)}" if found else None

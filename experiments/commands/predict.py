@@ -100,7 +100,7 @@ def predict(
     features = [ALIASES.get(name, name) for name in comma_separated(by)]
     for name in features:
         if name not in known:
-            raise ValueError(f"--by must name columns of {runs}, {', '.join(known)}; got {name!r}")
+            raise ValueError(f"--by must name columns of {runs} that say what ran, {', '.join(known)}; got {name!r}")
     timed = any(case.measured.iteration_time_s is not None for case in cases)
     peaks = timed or any(case.measured.peak_bytes is not None for case in cases)
     for option, given, is_there, needed in (

@@ -94,9 +94,11 @@ def profile_machine_file(
     )
     work = profile_work(problem, options)
     least, most = work.estimate_s()
+    how_many = f"{min(3, rounds)} to {rounds}" if rounds > 3 else f"{rounds}"
+    how_long = f"{least / 60:.1f} to {most / 60:.1f}" if rounds > 3 else f"{most / 60:.1f}"
     messages().print(
-        f"{len(work.parts)} parts and {len(work.job_s)} plans in {min(3, rounds)} to {rounds} rounds on {everyone} "
-        f"processes: about {least / 60:.1f} to {most / 60:.1f} minutes"
+        f"{len(work.parts)} parts and {len(work.job_s)} plans in {how_many} rounds on {everyone} "
+        f"processes: about {how_long} minutes"
     )
     if dry_run:
         if as_json:
