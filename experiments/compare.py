@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.compare_files import ComparisonFolder
 from experiments.interrupts import one_interrupt
 from experiments.judged import first_that_fits
-from searchers.base import NoFeasiblePlan
+from searchers.base import NoFeasiblePlan, check_objective
 from searchers.budget import Budget
 from searchers.checked_search import checked_search
 from searchers.registry import raised, searcher_class, searcher_named
@@ -26,6 +26,7 @@ from simulator.compiled_cache import load_compiler
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
+from simulator.simulate import check_engine
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,6 +135,8 @@ def compare(
         raise ValueError(f"every searcher must be named once, got {', '.join(twice)} again; leave the second out")
     for name in inputs.searchers:
         searcher_class(name)
+    check_engine(engine)
+    check_objective(objective)
     fidelity = Fidelity().without(*without)
     problem = spec.load()
     folder = ComparisonFolder(output, inputs.to_mapping()) if output is not None else None

@@ -96,6 +96,12 @@ class NoFeasiblePlan(ValueError):  # noqa: N818 (the name is part of the design)
         super().__init__(f"{searcher}: {message}")
 
 
+def check_objective(name: str) -> None:
+    """Raise ValueError unless there is an objective of that name."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}")
+
+
 class Searcher(ABC):
     """Looks for a good plan in its own way.
 
@@ -113,8 +119,8 @@ class Searcher(ABC):
     ledger: Ledger | None = None
 
     def __init__(self, *, objective: str | Objective = "paper", keep: int = 5) -> None:
-        if isinstance(objective, str) and objective not in OBJECTIVES:
-            raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
+        if isinstance(objective, str):
+            check_objective(objective)
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.objective = objective

@@ -41,6 +41,12 @@ COMPILED_FROM_TASKS = 50_000
 against SimPy: 1.8 and 0.3 s for 826 tasks (it loads numba), 2.4 and 2.0 s for 36,130, 2.6 and 3.3 s for 72,226."""
 
 
+def check_engine(name: str) -> None:
+    """Raise ValueError unless there is an engine of that name."""
+    if name not in ENGINE_NAMES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINE_NAMES)}, got {name!r}")
+
+
 def simulate(
     plan: Plan,
     problem: Problem,
@@ -69,8 +75,7 @@ def simulate(
         ValueError: If the plan is malformed (not if it does not fit: that is a result) or comes to more tasks than can
             be simulated, or if the engine is unknown.
     """
-    if engine not in ENGINE_NAMES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINE_NAMES)}, got {engine!r}")
+    check_engine(engine)
     began = perf_counter()
     fidelity = fidelity or Fidelity()
     canonical = validate(plan, problem)

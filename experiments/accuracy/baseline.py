@@ -165,6 +165,12 @@ def _worsened(group: Group, accepted: GroupBaseline, current: GroupBaseline) -> 
     return messages
 
 
+def check_reason(reason: str) -> None:
+    """Raise ValueError unless there is something to read in it."""
+    if not "".join(filter(str.isprintable, reason)).strip():
+        raise ValueError("a baseline moves for a reason: --accept must have a text that says which")
+
+
 def accept(
     reports: Sequence[GroupReport], reason: str, *, path: Path = FILE, today: date | None = None
 ) -> tuple[Baseline, Baseline]:
@@ -178,8 +184,7 @@ def accept(
     Raises:
         ValueError: If the reason is empty or nothing ran.
     """
-    if not "".join(filter(str.isprintable, reason)).strip():
-        raise ValueError("a baseline moves for a reason: --accept must have a text that says which")
+    check_reason(reason)
     new = {report.name: figures for report in reports if (figures := figures_of(report)) is not None}
     if not new:
         raise ValueError("no case ran, so there is nothing to accept")

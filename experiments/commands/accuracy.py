@@ -88,6 +88,8 @@ def accuracy(
     off = comma_separated(without)
     if off and (check or accept is not None or docs is not None):
         raise ValueError("--without is for looking: it cannot go with --check, --accept or --docs")
+    if accept is not None:
+        gate.check_reason(accept)
     if docs is not None and group:
         raise ValueError("--docs writes about all groups: leave --group out")
     if plots is not None:

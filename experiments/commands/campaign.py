@@ -68,6 +68,8 @@ def validate_campaign(
     kept = finished_units(campaign, work, folder, with_profiling=profile is None) if missing else []
     if missing and not dry_run and not kept:
         messages().print(f"skipped: the campaign {missing}; --dry-run lists its plans")
+        if as_json:
+            print_json({"skipped": f"the campaign {missing}"})
         if limit is not None:
             messages().print("no plan ran, so the limit was not met")
             raise typer.Exit(1)

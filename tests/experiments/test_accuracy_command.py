@@ -104,6 +104,14 @@ def test_check_passes_on_the_committed_baseline(app: typer.Typer) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_a_baseline_that_moves_for_no_reason_is_refused_before_cases_run(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.cases.sources.all_cases", lambda folder: pytest.fail("cases were made"))
+    result = CliRunner().invoke(app, ["accuracy", *GROUP, "--accept", " "])
+    assert isinstance(result.exception, ValueError) and "--accept must have a text" in str(result.exception)
+
+
 @pytest.mark.parametrize("more", [["--check"], ["--accept", "why"]])
 def test_switched_off_effects_never_meet_the_gate(app: typer.Typer, more: list[str]) -> None:
     result = CliRunner().invoke(app, ["accuracy", *GROUP, "--without", "host", *more])

@@ -242,6 +242,16 @@ def test_a_table_is_cut_into_several_where_the_terminal_is_narrow(
     assert found.count(group) == 2 and "10/11" in found
 
 
+@pytest.mark.parametrize(("option", "known"), [("engine", "auto, simpy, compiled"), ("objective", "paper, simulator")])
+def test_compare_refuses_a_misspelt_choice_before_it_makes_a_folder(
+    option: str, known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", *PROBLEM, "-b", 4, "--searchers", "ddp", "--budget", "5", "-o", tmp_path / "out"]
+    code, _, error = run(capsys, *arguments, f"--{option}", "fast")
+    assert code == 2 and f"{option} must be one of {known}, got 'fast'" in " ".join(error.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", *PROBLEM, "-b", 4, "--searchers", "ddp,deepspeed-3d", "--budget", "5"]
     code, out, error = run(capsys, *arguments, "-o", tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -119,6 +120,8 @@ def run_command(campaign: Path, *, profile: Path | None = None, output: Path | N
 def test_a_campaign_without_its_devices_is_skipped_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(Path("multi-gpu"))
     assert "skipped: the campaign multi-gpu needs 4 CUDA GPUs, this machine has" in capsys.readouterr().err
+    run_command(Path("multi-gpu"), as_json=True)
+    assert "needs 4 CUDA GPUs" in json.loads(capsys.readouterr().out)["skipped"]
     with pytest.raises(typer.Exit) as caught:
         run_command(Path("multi-gpu"), limit=0.1)
     assert caught.value.exit_code == 1
