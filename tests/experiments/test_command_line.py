@@ -269,7 +269,7 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["plan", "--model", "gpt3-350m", "--cluster", "v100-32g-dgx2:1x4"], ["cluster", "v100-32g-dgx1"]),
         (["plan", "--model", "gpt3-350m", "--cluster", "v100-32g-dgx1"], ["NODESxGPUS"]),
         (["plan", "-m", "gpt3-350m", "-c", "own.yaml:1x4"], ["cluster: no such file: own.yaml; looked in /"]),
-        (["plan", "-m", "gpt3-350m", "-c", "own.yaml"], ["NODESxGPUS", "own.yaml:4x8"]),
+        (["plan", "-m", "gpt3-350m", "-c", "own.yaml"], ["NODESxGPUS", "own.yaml:2x1"]),
         (["plan", *PROBLEM, "--runtime", "megatron"], ["runtime", "megatron-lm-2021"]),
         (["plan", *PROBLEM, "--tp", "4"], ["tp * pp * dp", "2 devices", "smaller degrees"]),
         (["plan", *PROBLEM, "--microbatch", "3", "-b", "4"], ["microbatch", "global batch 4", "try"]),
