@@ -138,12 +138,11 @@ class StageMemory:
 
     def _keep(self, index: int, step: int, events: Pass, recomputing: bool, in_segment: bool) -> None:
         """Take what an operator keeps of its own, or, below 0, give back what is made again in a segment."""
-        passes = in_segment and (KEPT, -1) in self.cost_of(index).steps_forward
         is_loss = self.workload.operators[index].kind == "lm_loss"
         for name, size in self._saves[index]:
-            if is_private(name) and passes:
+            if is_private(name) and in_segment:
                 events.take_or_give(f"{name} passing", int(size) if step == 0 else -1, TEMPORARY)
-            elif step < 0 or (is_private(name) and in_segment):
+            elif step < 0:
                 continue
             elif is_private(name):
                 events.allocate(name, size, LOGITS if is_loss else RECOMPUTED if recomputing else SAVED)

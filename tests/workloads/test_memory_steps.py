@@ -12,7 +12,10 @@ from workloads.kinds.registry import all_kinds, kind_named
 from workloads.local import input_bytes, localize, memory_steps, output_bytes, saved_tensors, workspace_bytes
 
 NARROW = Implementation(dtype="bf16", fused_softmax=False, adds_mask=True, fused_loss=True, logits_dtype="fp32")
-HOWS = {"bf16": NARROW, "fp32": replace(NARROW, dtype="fp32"), "megatron": Implementation(dtype="fp16")}
+APART = replace(NARROW, fused_bias_activation=False, fused_bias_dropout=False, fused_rotary=False)
+HOWS = {
+    "bf16": NARROW, "fp32": replace(NARROW, dtype="fp32"), "apart": APART, "megatron": Implementation(dtype="fp16"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", list(HOWS))
@@ -35,7 +38,7 @@ def test_what_is_taken_is_given_back_and_never_more_than_the_workspace(name: str
         assert RESULTS in live
         kept = private if phase == FORWARD else 0
         assert most <= workspace_bytes(kind, phase, local) + made + kept
-        left = set(live) - {RESULTS, KEPT}
+        left = set(live) - {RESULTS}
         assert not left or (phase == BACKWARD_INPUT and kind.parts_late)
 
 
@@ -66,20 +69,25 @@ def test_dropout_before_a_residual_is_a_tensor_of_its_own_unless_one_kernel_does
     """Torch: native_dropout makes result and mask, the sum is new, and what was dropped out goes behind it."""
     attributes, shapes = example("dropout_add", samples=2, tokens=4, heads=4, width=4)
     kind, attributes = kind_named("dropout_add"), {**attributes, "probability": 0.1}
-    apart = replace(NARROW, fused_bias_activation=False, fused_bias_dropout=False)
-    local = localize(kind, attributes, shapes, [], apart)
+    local = localize(kind, attributes, shapes, [], APART)
     size = int(output_bytes(kind, local)[0])
     assert memory_steps(kind, FORWARD, local) == (
         ("dropped", size), (KEPT, 0), (KEPT, -1), (RESULTS, 0), ("dropped", -1),
     )  # fmt: skip
     assert workspace_bytes(kind, FORWARD, local) == size
-    for other, how in (({"probability": 0.1}, NARROW), ({"probability": 0.0}, apart)):
+    for other, how in (({"probability": 0.1}, NARROW), ({"probability": 0.0}, APART)):
         local = localize(kind, {**attributes, **other}, shapes, [], how)
-        assert memory_steps(kind, FORWARD, local) == ((RESULTS, 0), (KEPT, 0))
+        assert memory_steps(kind, FORWARD, local) == ((RESULTS, 0), (KEPT, 0), (KEPT, -1))
 
 
-def test_a_recomputed_dropout_makes_its_mask_in_the_first_pass_too() -> None:
-    """Outside autograd native_dropout makes it as well, and it goes at once."""
-    attributes, shapes = example("dropout", samples=2, tokens=4, heads=4, width=4)
-    local = localize(kind_named("dropout"), {**attributes, "probability": 0.1}, shapes, [], NARROW)
-    assert memory_steps(kind_named("dropout"), FORWARD, local) == ((RESULTS, 0), (KEPT, 0), (KEPT, -1))
+@pytest.mark.parametrize("slices", [False, True])
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD_INPUT])
+def test_rotary_positions_in_plain_operations_are_turned_in_fp32(phase: str, slices: bool) -> None:
+    """``float()`` and the complex product, four bytes an element each: of the packed tensor, or of its third."""
+    attributes, shapes = example("rotary", samples=2, tokens=4, heads=4, width=4)
+    kind, how = kind_named("rotary"), replace(APART, slices_packed=slices)
+    local = localize(kind, attributes, shapes, [], how)
+    elements = input_bytes(kind, local)[0] // 2 // (1 if slices else 3)
+    assert [size for _, size in memory_steps(kind, phase, local) if size > 0] == [4 * elements] * 2
+    fused = localize(kind, attributes, shapes, [], replace(how, fused_rotary=True))
+    assert workspace_bytes(kind, phase, fused) == 0

@@ -179,11 +179,6 @@ class Dropout(_Elementwise):
             return ()
         return (Saved("mask", local.outputs[0], local.implementation.mask_dtype),)
 
-    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
-        if phase != FORWARD or not self.saved(local) or local.implementation.elementary:
-            return super().memory_steps(phase, local)
-        return MemoryStep(RESULTS), MemoryStep(KEPT), MemoryStep(KEPT, gives=True)
-
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if real(local.attributes, "probability") == 0:
             return []
@@ -244,9 +239,10 @@ class DropoutAdd(Add):
         return ((local.outputs[0], "activation"),) if phase == FORWARD and is_apart else ()
 
     def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
-        if not self.workspace(phase, local):
+        taken = self.workspace(phase, local)
+        if not taken:
             return super().memory_steps(phase, local)
-        (dropped,) = self.workspace(phase, local)
+        (dropped,) = taken
         mask = MemoryStep(KEPT), MemoryStep(KEPT, gives=True)
         return MemoryStep("dropped", dropped), *mask, MemoryStep(RESULTS), MemoryStep("dropped", gives=True)
 

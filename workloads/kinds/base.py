@@ -341,12 +341,13 @@ class Kind(ABC):
     def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
         """Return in what order a phase takes memory and gives it back, of ``FORWARD`` and ``BACKWARD_INPUT``.
 
-        Where nothing is known of it, all of ``workspace`` lies beside what is made. What ``BACKWARD_INPUT`` leaves is
-        given back when the product of the weight gradients has what it is made of.
+        Where nothing is known of it, all of ``workspace`` lies beside what is made. What is kept is given back by the
+        first pass of a recomputed segment alone. What ``BACKWARD_INPUT`` leaves is given back when the product of the
+        weight gradients has what it is made of.
         """
         taken = [MemoryStep(str(number), tensor) for number, tensor in enumerate(self.workspace(phase, local))]
-        made = (MemoryStep(RESULTS), MemoryStep(KEPT)) if phase == FORWARD else (MemoryStep(RESULTS),)
-        return (*taken, *made, *(MemoryStep(step.name, gives=True) for step in taken))
+        kept = (MemoryStep(KEPT), MemoryStep(KEPT, gives=True)) if phase == FORWARD else ()
+        return (*taken, MemoryStep(RESULTS), *kept, *(MemoryStep(step.name, gives=True) for step in taken))
 
     def lasting_buffer(self, local: Local) -> tuple[tuple[Shape, str], ...]:
         """Return (shape, dtype) of buffers that are never given back; operators of one device share the largest."""

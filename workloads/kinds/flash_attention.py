@@ -202,7 +202,7 @@ class Rotary(ByHead):
         return (Saved("rotated", (*tokens, packed * (heads + kv_heads) // (heads + 2 * kv_heads))),)
 
     def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
-        # In plain operations: what is turned in fp32, and what it is turned into.
+        # In plain operations: what is turned in fp32, what it is turned into, and that cast back before it is repeated.
         choice = local.implementation
         if phase == BACKWARD_WEIGHT or choice.fused_rotary or local.element_bytes == DTYPE_BYTES["fp32"]:
             return ()
