@@ -17,6 +17,9 @@ from datafiles.values import MAX_DEPTH, MAX_INTEGER, resolve_scalar
 LINE_WIDTH = 100
 """Lists and mappings of plain values go on one line up to this many characters."""
 
+DATA_ENDINGS = (".yaml", ".yml", ".json")
+"""Of names of files that our own loader reads back as what they are."""
+
 _MAX_FLOW_LEVELS = 3  # {devices: [0, 1], mesh: [[batch, 2], [column, 4]]}
 
 # YAML parsers only look this far for the colon after a key (YAML 1.2.2, section 7.4.2: 1024 characters).
@@ -30,21 +33,22 @@ _AMBIGUOUS = re.compile(r"[0-9_][0-9a-fA-F_.oOxXeE+-]*|(?i:y|n|yes|no|on|off)|.*
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\0": "\\0"}
 
 
-def check_ending(path: str | Path, ending: str, what: str) -> None:
+def check_ending(path: str | Path, endings: str | tuple[str, ...], what: str) -> None:
     """Refuse a name that says something else than is written.
 
     Args:
         path: The file.
-        ending: In small letters, such as ``.json.gz``.
+        endings: Any of them, in small letters, such as ``.json.gz``; the first is proposed.
         what: Is written.
 
     Raises:
         ValueError: If the name does not end so.
     """
     file = Path(path)
-    if not file.name.lower().endswith(ending):
-        better = file.with_name(file.name.removesuffix(".gz")).with_suffix(ending)
-        raise ValueError(f"a {what} must be a file that ends in {ending}, got {path}; name it {better}")
+    known = (endings,) if isinstance(endings, str) else endings
+    if not file.name.lower().endswith(known):
+        better = file.with_name(file.name.removesuffix(".gz")).with_suffix(known[0])
+        raise ValueError(f"a {what} must be a file that ends in {' or '.join(known)}, got {path}; name it {better}")
 
 
 def check_file(path: str | Path) -> None:
@@ -62,6 +66,18 @@ def check_file(path: str | Path) -> None:
 def write_text_atomically(path: str | Path, text: str) -> None:
     """Write a UTF-8 text file; whoever reads the path sees the old file or the new one."""
     write_bytes_atomically(path, text.encode())
+
+
+def write_mapping(path: str | Path, mapping: Mapping[str, Any]) -> None:
+    """Write a data file as its name says: JSON or YAML; whoever reads the path sees the old file or the new one.
+
+    Raises:
+        ValueError: If the name ends in none of DATA_ENDINGS, or a value could not be read back.
+        OSError: If the file cannot be written.
+    """
+    check_ending(path, DATA_ENDINGS, "data file")
+    is_json = Path(path).name.lower().endswith(".json")
+    write_text_atomically(path, dump_json(mapping) if is_json else dump_yaml(mapping))
 
 
 def write_bytes_atomically(path: str | Path, data: bytes) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+from datafiles.writer import write_mapping
 from hardware_models.profile import HOST
 from hardware_models.profile_file import profile_mapping
 from simulator.plan import plan_to_mapping
@@ -26,10 +26,9 @@ GPU_FIELDS = ("optimizer_bandwidth_fraction", "overlap_slowdown_computation", "o
 
 
 def write_case_file(result: CampaignResult, path: Path) -> None:
-    """Write a file of cases atomically: JSON if the name ends in ``.json``, else YAML."""
-    document = case_document(result)
+    """Write a file of cases atomically: JSON if the name ends in ``.json``, YAML if in ``.yaml`` or ``.yml``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(path, dump_json(document) if path.suffix == ".json" else dump_yaml(document))
+    write_mapping(path, case_document(result))
 
 
 def case_document(result: CampaignResult) -> dict[str, Any]:

@@ -19,13 +19,16 @@ MARKERS = ("o", "s", "^", "D")
 """The next where colours begin anew."""
 
 
+FILES = ("summary.md", "results.csv", "results.json", "predicted-vs-measured.png")
+
+
 def write_campaign(result: CampaignResult, folder: Path) -> list[Path]:
     """Write everything; return the files that a reader opens first."""
     from validation.campaigns.profiles import save_calibration
 
     for unit, calibration in result.calibrations.items():
         save_calibration(calibration, folder / "profiles", unit)
-    written = [folder / name for name in ("summary.md", "results.csv", "results.json", "predicted-vs-measured.png")]
+    written = [folder / name for name in FILES]
     mapping = {"summary": result.summary(), "plans": [each.to_mapping() for each in result.outcomes]}
     write_text_atomically(written[0], summary_text(result))
     write_text_atomically(written[1], table_text(result))

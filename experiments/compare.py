@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from experiments.compare_files import ComparisonFolder
 from experiments.interrupts import one_interrupt
 from experiments.judged import first_that_fits
+from experiments.late import told_when_late
+from experiments.progress import LATE
 from searchers.base import NoFeasiblePlan, check_objective
 from searchers.budget import Budget
 from searchers.checked_search import checked_search
@@ -59,7 +61,8 @@ _INTEGERS = ("peak_reserved_bytes", "capacity_bytes", "evaluations")
 _ORDER = {"ok": 0, "out of memory": 1, "no plan": 2}
 
 Listener = Callable[[str, str, int | None], None]
-"""Called with searcher, state (``searching``, ``simulating``, ``done``, ``kept``) and tasks done or None."""
+"""Called with searcher, state (``searching``, ``late``, ``simulating``, ``done``, ``kept``) and tasks done or None;
+with ``late`` from another thread."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,8 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
     tell(name, "searching", None)
     started_s = time.perf_counter()
     try:
-        with one_interrupt():  # else it would be kept as the searcher's mistake
+        # An interrupt that is none would be kept as the searcher's mistake.
+        with told_when_late(inputs.budget, lambda: tell(name, LATE, None)), one_interrupt():
             searcher = searcher_named(name, objective=inputs.objective)
             found = checked_search(searcher, problem, inputs.budget, inputs.seed)
     except NoFeasiblePlan as error:

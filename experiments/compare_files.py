@@ -103,9 +103,14 @@ class ComparisonFolder:
                 )
 
     def finished_row(self, searcher: str) -> dict[str, Any] | None:
-        """Return the row of a searcher that finished in an earlier call of the same code, or None."""
+        """Return the row of a searcher that finished in an earlier call of the same code, or None.
+
+        Where its plan or timeline is gone, it has not finished.
+        """
         saved = read_record(self._record(searcher))
         if saved is None or saved.get("searcher") != searcher or saved.get("code") != code_fingerprint(searcher):
+            return None
+        if saved["summary"] is not None and not all(map(has_content, (self._plan(searcher), self._timeline(searcher)))):
             return None
         return dict(saved["row"])
 
@@ -124,15 +129,12 @@ class ComparisonFolder:
         from simulator.plan_file import save_plan
         from simulator.reports.timeline import readable_window
 
-        name = file_name(searcher)
         if plan is not None:
-            path = self.path / "plans" / f"{name}.yaml"
-            save_plan(path, spec, plan, fingerprint=problem.workload.fingerprint)
+            save_plan(self._plan(searcher), spec, plan, fingerprint=problem.workload.fingerprint)
         if result is not None:
             assert plan is not None, "a result has a plan"
-            path = self.path / "timelines" / f"{name}.png"
             window = readable_window(plan, result.iteration_time_s)
-            result.plot_timeline(path, window=window, title=f"{searcher}: {row['plan']}")
+            result.plot_timeline(self._timeline(searcher), window=window, title=f"{searcher}: {row['plan']}")
         saved = {
             "searcher": searcher,
             "code": code_fingerprint(searcher),
@@ -167,6 +169,12 @@ class ComparisonFolder:
     def _record(self, searcher: str) -> Path:
         return self.path / "rows" / f"{file_name(searcher)}.json"
 
+    def _plan(self, searcher: str) -> Path:
+        return self.path / "plans" / f"{file_name(searcher)}.yaml"
+
+    def _timeline(self, searcher: str) -> Path:
+        return self.path / "timelines" / f"{file_name(searcher)}.png"
+
     def _history(self, searcher: str) -> list[tuple[float, int, float]]:
         saved = read_record(self._record(searcher))
         if saved is None:
@@ -191,6 +199,11 @@ def refuse_foreign(folder: Path, mark: str, names: Sequence[str]) -> None:
             f"output must be a folder of its own, got {folder}, whose {', '.join(there)} would be written over; "
             "name another folder"
         )
+
+
+def has_content(file: Path) -> bool:
+    """Return whether there is a file with anything in it."""
+    return file.is_file() and file.stat().st_size > 0
 
 
 def file_name(searcher: str) -> str:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datafiles.writer import check_ending, check_file
+from datafiles.values import MAX_INTEGER
+from datafiles.writer import DATA_ENDINGS, check_ending, check_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +101,9 @@ Engine = Annotated[
 BudgetText = Annotated[
     str, typer.Option("--budget", help="Per searcher: a time (20s, 5min) or a number of evaluations (500).")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Same seed and budget in evaluations: same plan.", min=0)]
+Seed = Annotated[
+    int, typer.Option("--seed", help="Same seed and budget in evaluations: same plan.", min=0, max=MAX_INTEGER)
+]
 ObjectiveName = Annotated[
     str, typer.Option("--objective", help="What searchers minimise: paper (their own) or simulator.")
 ]
@@ -176,22 +179,25 @@ def writable(path: Path) -> Path:
 def all_writable(
     *paths: Path | None,
     read: Sequence[Path] = (),
+    data: Sequence[Path | None] = (),
+    tables: Sequence[Path | None] = (),
     pictures: Sequence[Path | None] = (),
     traces: Sequence[Path | None] = (),
 ) -> None:
     """Check what a command is to write, before any work; None is nothing.
 
     Args:
-        paths: What it is to write.
+        paths: What it is to write, under any name.
         read: What it reads, which it must not write over.
-        pictures, traces: What it is to write besides, always as PNG, always as packed JSON.
+        data, tables, pictures, traces: What it is to write under names that say so: YAML or JSON, CSV, PNG, packed
+            JSON. So a slip does not write a plan over somebody's notes.
 
     Raises:
         ValueError: If a path cannot be written, two are the same file, or a name says something else than is written.
     """
     # Not Path.resolve(), which ends in a RuntimeError where links go round in a circle.
     inputs, written = {realpath(path) for path in read}, set[str]()
-    for path in (*paths, *pictures, *traces):
+    for path in (*paths, *data, *tables, *pictures, *traces):
         if path is None:
             continue
         place = realpath(writable(path))
@@ -199,10 +205,23 @@ def all_writable(
             other = "is an input too" if place in inputs else "is named twice"
             raise ValueError(f"outputs must be files of their own, got {path}, which {other}; name another file")
         written.add(place)
-    for what, suffix, files in (("picture", ".png", pictures), ("trace", ".json.gz", traces)):
+    kinds: tuple[tuple[str, str | tuple[str, ...], Sequence[Path | None]], ...] = (
+        ("data file", DATA_ENDINGS, data),
+        ("table", ".csv", tables),
+        ("picture", ".png", pictures),
+        ("trace", ".json.gz", traces),
+    )
+    for what, endings, files in kinds:
         for path in files:
             if path is not None:
-                check_ending(path, suffix, what)
+                check_ending(path, endings, what)
+
+
+def check_folder(path: Path) -> None:
+    """Raise ValueError where a file stands in the place of a folder or of one above it."""
+    for above in (path, *path.parents):
+        if above.exists() and not above.is_dir():
+            raise ValueError(f"output must be a folder, got the file {above}")
 
 
 def writable_folder(path: Path) -> Path:
@@ -211,9 +230,7 @@ def writable_folder(path: Path) -> Path:
     Raises:
         ValueError: If it cannot be made, or no file can be written into it.
     """
-    for above in (path, *path.parents):
-        if above.exists() and not above.is_dir():
-            raise ValueError(f"output must be a folder, got the file {above}")
+    check_folder(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):

@@ -16,7 +16,7 @@ from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
-from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+from datafiles.writer import write_mapping
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants, PipelineConstants, Quantity
 from hardware_models.collective_table import TRANSFERS, CollectiveTable
 from hardware_models.gpus import EfficiencyCurves, gpu_names
@@ -240,8 +240,8 @@ def _gpu_mapping(part: GpuConstants) -> dict[str, Any]:
 
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Write a calibration atomically: JSON if the name ends in ``.json``, else YAML."""
+    """Write a calibration atomically: JSON if the name ends in ``.json``, YAML if in ``.yaml`` or ``.yml``."""
     mapping = calibration_mapping(calibration)
     # What was measured may be no hardware's: better said now than by --profile.
     validated(_File, mapping, f"what was measured, {calibration.source}")
-    write_text_atomically(path, dump_json(mapping) if str(path).endswith(".json") else dump_yaml(mapping))
+    write_mapping(path, mapping)

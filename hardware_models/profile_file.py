@@ -12,7 +12,7 @@ from pydantic import Field
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
-from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+from datafiles.writer import write_mapping
 from hardware_models.profile import HOST, OperatorProfile, ProfileRow
 from hardware_models.schema import Text
 
@@ -55,9 +55,7 @@ def profile_mapping(profile: OperatorProfile) -> dict[str, Any]:
 
 def save_profile(profile: OperatorProfile, path: str | Path) -> None:
     """Write a profile; the name ends in ``.yaml`` or ``.json``."""
-    mapping = profile_mapping(profile)
-    is_json = str(path).endswith(".json")
-    write_text_atomically(path, dump_json(mapping) if is_json else dump_yaml(mapping))
+    write_mapping(path, profile_mapping(profile))
 
 
 def load_profile(path: str | Path) -> OperatorProfile:

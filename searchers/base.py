@@ -96,6 +96,10 @@ class NoFeasiblePlan(ValueError):  # noqa: N818 (the name is part of the design)
         super().__init__(f"{searcher}: {message}")
 
 
+class UnfitResultError(ValueError):
+    """A searcher did not give what the contract asks for."""
+
+
 def check_objective(name: str) -> None:
     """Raise ValueError unless there is an objective of that name."""
     if name not in OBJECTIVES:
@@ -218,8 +222,12 @@ class Ledger:
         assert not self.clock.all_evaluated, "ask ledger.spent before each evaluation"
         score = self.searcher.score(plan, self.problem)
         self.clock.evaluations += 1
+        if not isinstance(score, Score):
+            raise UnfitResultError(
+                f"{self.searcher.name} must score plans by a Score of searchers.scores, got {type(score).__name__}"
+            )
         if score.fits and not isfinite(score.objective):
-            raise ValueError(
+            raise UnfitResultError(
                 f"{self.searcher.name} must score plans that fit by a finite number, got {score.objective} for "
                 f"{describe_plan(plan, self.problem.workload)}"
             )
@@ -332,6 +340,8 @@ class CandidateSearcher(Searcher):
         for plan in self.candidates(problem, np.random.default_rng(seed), ledger):
             if ledger.spent:
                 break
+            if not isinstance(plan, Plan):
+                raise UnfitResultError(f"{self.name} must yield plans as candidates, got {type(plan).__name__}")
             if self.always_legal or ledger.is_legal(plan):
                 ledger.evaluate(plan)
         return ledger.result()

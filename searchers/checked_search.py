@@ -9,15 +9,11 @@ from contextlib import redirect_stdout
 
 import numpy as np
 
-from searchers.base import HistoryEntry, RankedPlan, Searcher, SearchResult
+from searchers.base import HistoryEntry, RankedPlan, Searcher, SearchResult, UnfitResultError
 from searchers.budget import Budget
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
-
-
-class UnfitResultError(ValueError):
-    """A searcher did not return what the contract asks for."""
 
 
 def checked_search(searcher: Searcher, problem: Problem, budget: Budget, seed: int) -> SearchResult:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
-from datafiles.writer import dump_json, dump_yaml, write_text_atomically
+from datafiles.writer import write_mapping
 from simulator.plan import Axis, Plan, Sharding, Stage, plan_to_mapping
 from simulator.problem import MAX_BATCH, Problem, ProblemSpec
 from simulator.problem_files import with_files
@@ -195,7 +195,7 @@ def plan_document(spec: ProblemSpec, plan: Plan, *, fingerprint: str | None = No
 
 
 def save_plan(path: str | Path, spec: ProblemSpec, plan: Plan, *, fingerprint: str | None = None) -> None:
-    """Write a plan file atomically: JSON if the name ends in ``.json``, else YAML.
+    """Write a plan file atomically: JSON if the name ends in ``.json``, YAML if in ``.yaml`` or ``.yml``.
 
     Args:
         path: Where.
@@ -203,6 +203,4 @@ def save_plan(path: str | Path, spec: ProblemSpec, plan: Plan, *, fingerprint: s
         plan: The plan.
         fingerprint: ``Workload.fingerprint``, so that the plan is refused should the model's graph change.
     """
-    document = plan_document(spec, plan, fingerprint=fingerprint)
-    text = dump_json(document) if str(path).endswith(".json") else dump_yaml(document)
-    write_text_atomically(path, text)
+    write_mapping(path, plan_document(spec, plan, fingerprint=fingerprint))

@@ -72,7 +72,7 @@ def aceso(
     from experiments.calibrate import sources
     from simulator.problem_files import files_of
 
-    all_writable(output, read=files_of(cluster=cluster), pictures=[plot])
+    all_writable(read=files_of(cluster=cluster), data=[output], pictures=[plot])
     found = sources.aceso(folder, model=model, size=size, database=database, preset=cluster)
     _finish(found, output, plot, as_json)
 
@@ -94,7 +94,7 @@ def galvatron(
     from experiments.calibrate.galvatron import galvatron as calibrate
     from simulator.problem_files import files_of
 
-    all_writable(output, read=[*files, *files_of(model, cluster, runtime)], pictures=[plot])
+    all_writable(read=[*files, *files_of(model, cluster, runtime)], data=[output], pictures=[plot])
     _finish(calibrate(files, preset=cluster, model=model, runtime=runtime), output, plot, as_json)
 
 
@@ -114,7 +114,7 @@ def alpa(
     from experiments.calibrate import sources
     from simulator.problem_files import files_of
 
-    all_writable(output, read=[file, *files_of(cluster=cluster)], pictures=[plot])
+    all_writable(read=[file, *files_of(cluster=cluster)], data=[output], pictures=[plot])
     _finish(sources.alpa(file, preset=cluster, gpu=gpu), output, plot, as_json)
 
 
@@ -137,7 +137,7 @@ def nccl_tests(
     from experiments.calibrate import sources
     from simulator.problem_files import files_of
 
-    all_writable(output, read=[*files, *files_of(cluster=cluster)], pictures=[plot])
+    all_writable(read=[*files, *files_of(cluster=cluster)], data=[output], pictures=[plot])
     found = sources.nccl_tests(files, preset=cluster, collective=collective, ranks=ranks)
     _finish(found, output, plot, as_json)
 
@@ -159,7 +159,7 @@ def kineto(
     from experiments.calibrate import sources
     from simulator.problem_files import files_of
 
-    all_writable(output, read=[file, *files_of(cluster=cluster)], pictures=[plot])
+    all_writable(read=[file, *files_of(cluster=cluster)], data=[output], pictures=[plot])
     found = sources.kineto(file, preset=cluster, gpu=gpu, gpus_per_node=gpus_per_node)
     _finish(found, output, plot, as_json)
 
@@ -198,8 +198,8 @@ def runs(
     from hardware_models.machine_factors import named
 
     common = Common(cluster=cluster, runtime=runtime, model=model)
-    all_writable(output, plot)
-    all_writable(output, read=files_of_runs(table, common), pictures=[plot])
+    all_writable(data=[output], pictures=[plot])
+    all_writable(read=files_of_runs(table, common), data=[output], pictures=[plot])
     if constants is None:
         _finish(measured_runs.runs(table, common), output, plot, as_json)
         return
@@ -220,7 +220,7 @@ def machine(
     from experiments.calibrate import sources
     from simulator.problem_files import files_of
 
-    all_writable(output, read=[file, *files_of(cluster=cluster)], pictures=[plot])
+    all_writable(read=[file, *files_of(cluster=cluster)], data=[output], pictures=[plot])
     _finish(sources.machine(file, preset=cluster), output, plot, as_json)
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from experiments.console import messages, print_json, print_lines, print_table
+from experiments.campaign_files import FILES
+from experiments.compare_files import refuse_foreign
+from experiments.console import check_folder, messages, print_json, print_lines, print_table, writable_folder
 from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ def validate_campaign(
     work = campaign_work(campaign, with_profiling=profile is None)
     turns = rounds or campaign.options.rounds
     folder = output or Path("out") / f"validate-{campaign.name}"
+    check_folder(folder)
+    refuse_foreign(folder, "campaign.json", FILES)
     missing = missing_devices(campaign)
     kept = finished_units(campaign, work, folder, with_profiling=profile is None) if missing else []
     if missing and not dry_run and not kept:
@@ -116,6 +120,7 @@ def _run(
     from validation.campaigns.run import finished_rounds, prepare_folder, run_campaign
     from validation.execution.launch import WorkerError
 
+    writable_folder(folder)
     prepare_folder(campaign, folder, with_profiling=fresh)
     before = finished_rounds(campaign, work, folder, with_profiling=fresh)
     left_s = seconds * max(0, rounds - before) / rounds

@@ -66,7 +66,7 @@ def import_plan(
         memory_limit=memory_limit,
         profile=profile,
     )
-    all_writable(output, read=[file, *spec.files])
+    all_writable(read=[file, *spec.files], data=[output])
     problem = spec.load()
     module, _, function = IMPORTERS[system].partition(":")
     importer = getattr(importlib.import_module(module), function)

@@ -121,7 +121,7 @@ def plan(
         memory_limit=memory_limit,
         profile=profile,
     )
-    all_writable(output, read=spec.files)
+    all_writable(read=spec.files, data=[output])
     problem = spec.load()
     if dp is None:
         dp = max(1, problem.num_devices // max(1, tp * pp))

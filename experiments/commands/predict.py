@@ -112,7 +112,7 @@ def predict(
         if given and not is_there:
             raise ValueError(f"{option} needs {needed}, and no row of {runs} has one")
     inputs = [*files_of_runs(runs, common), *([baseline] if baseline is not None else [])]
-    all_writable(output, read=inputs, pictures=[plot])
+    all_writable(read=inputs, tables=[output], pictures=[plot])
     earlier = earlier_errors(baseline, runs, COLUMNS) if baseline is not None else {}
     outcomes = _simulated(cases, fidelity, runs, output)
     report = report_of(runs.stem, outcomes)

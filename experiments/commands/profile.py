@@ -108,7 +108,7 @@ def profile_machine_file(
     if device == "cuda" and (words := other_gpu(problem)):
         messages().print(f"note: {words}", markup=False, soft_wrap=True)
     partial = output.with_name(f"{output.name}.partial")
-    all_writable(output, partial, read=spec.files)
+    all_writable(partial, read=spec.files, data=[output])
     if restart:
         partial.unlink(missing_ok=True)
     journal = Journal(partial, work.identity, now())

@@ -51,25 +51,25 @@ def reproduce(
     Example: windtunnel reproduce mpe-counts -o out/reproduce
     """
     from experiments.cases.sources import data_folder
+    from experiments.progress import steps_progress
     from experiments.reproduce.experiment import Context
     from experiments.reproduce.registry import experiments_named
-    from experiments.reproduce.report import text_cell, to_mapping, write_report
+    from experiments.reproduce.report import PARTIAL, refuse_other_files, text_cell, to_mapping, write_report
 
     chosen = experiments_named(name)
     if searchers and not any(experiment.name.startswith(LEADERBOARD) for experiment in chosen):
         raise ValueError(f"--searcher is for the leaderboard, got {name}; leave it out, or reproduce {LEADERBOARD}")
     writable_folder(output)
+    for experiment in chosen:
+        refuse_other_files(output / experiment.name)
     folder_of_data = data_folder(data)
     found, failures = [], []
     for experiment in chosen:
         folder = output / experiment.name
-        scratch = output / (experiment.shares or experiment.name) / "partial"
-        writable_folder(scratch)
-        with messages().status(f"{experiment.name} ...") as status:
-
-            def say(line: str, title: str = experiment.name) -> None:
-                status.update(f"{title}: {line}")
-
+        scratch = output / (experiment.shares or experiment.name) / PARTIAL
+        for kept in (folder / PARTIAL, scratch):
+            writable_folder(kept)
+        with steps_progress(experiment.name) as say:
             context = Context(
                 data=folder_of_data,
                 scratch=scratch,

@@ -62,6 +62,7 @@ def search(
     --searcher megatron-grid --budget 20s -o plan.yaml
     """
     from experiments.judged import first_that_fits
+    from experiments.late import told_when_late
     from experiments.progress import simulation_progress
     from searchers.budget import Budget
     from searchers.checked_search import checked_search
@@ -79,14 +80,19 @@ def search(
         profile=profile,
     )
     own = [file_and_class(searcher)[0]] if is_file(searcher) else []
-    all_writable(output, read=[*spec.files, *own])
+    all_writable(read=[*spec.files, *own], data=[output])
     chosen = searcher_named(searcher, objective=objective)
     limit = Budget.parse(budget)
     problem = spec.load()
     is_interrupted = False
+
+    def say_late() -> None:
+        words = f"{searcher} still searches, beyond its budget of {limit}; Ctrl-C ends it and keeps what it found"
+        messages().print(words, markup=False, soft_wrap=True)
+
     with messages().status(f"{searcher} searches, at most {limit} ..."):
         try:
-            with terminate_means_interrupt(), one_interrupt():
+            with told_when_late(limit, say_late), terminate_means_interrupt(), one_interrupt():
                 found = checked_search(chosen, problem, limit, seed)
         except KeyboardInterrupt:
             if chosen.ledger is None or chosen.ledger.best_objective == float("inf"):

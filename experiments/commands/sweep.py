@@ -107,7 +107,7 @@ def _announce(found: Sweep, where: str, crowded: int) -> None:
             markup=False,
         )
     for file in found.folder.damaged:
-        say.print(f"{file} is damaged; the run is made again", markup=False)
+        say.print(f"{file} is damaged or missing; the run is made again", markup=False)
     if spec.plugins:
         say.print(f"code of your own that will be executed: {', '.join(spec.plugins)}", markup=False)
     if crowded:

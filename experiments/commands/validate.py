@@ -84,7 +84,7 @@ def validate_file(
     from validation.campaigns.run import missing_devices
 
     largest = parse_share(limit) if limit is not None else None
-    all_writable(write_cases, read=[Path(target)])
+    all_writable(read=[Path(target)], data=[write_cases])
     is_word = not (Path(target).suffix or Path(target).exists())  # no file was meant
     if is_word or is_campaign(target):
         campaign = load_campaign(target, cluster=cluster)

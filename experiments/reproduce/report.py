@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+PARTIAL = "partial"
+"""Folder in a report's own for what is kept of a long run."""
+
+
 def write_report(folder: Path, experiment: Experiment, report: Report) -> list[Path]:
     """Write a report.
 
@@ -43,6 +47,20 @@ def write_report(folder: Path, experiment: Experiment, report: Report) -> list[P
     write_text_atomically(files[1], markdown(experiment, report))
     write_text_atomically(files[2], dump_json(to_mapping(experiment, report)))
     return files
+
+
+def refuse_other_files(folder: Path) -> None:
+    """Refuse a folder with files and without `PARTIAL`, which every report has from its beginning.
+
+    Raises:
+        ValueError: If the folder is such, since a report's tables and figures might be written over its files.
+    """
+    others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if others and PARTIAL not in others:
+        raise ValueError(
+            f"a report must have a folder of its own, got {folder} with {', '.join(others[:3])}"
+            f"{' and more' if len(others) > 3 else ''}; name another folder, or move them away"
+        )
 
 
 def _png(figure: Figure | bytes) -> bytes:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from datafiles.records import read_record, write_record
 from datafiles.writer import write_text_atomically
-from experiments.compare_files import refuse_foreign, versions
+from experiments.compare_files import has_content, refuse_foreign, versions
 from experiments.console import writable_folder
 from experiments.sweep.job import Job, Outcome, Run, plain
 
@@ -99,10 +99,12 @@ class SweepFolder:
                 continue
             file = self._record(job)
             saved = read_record(file)
-            if saved is not None and saved.get("inputs") == job.inputs():
-                rows[job.key] = saved["row"]
-            else:
+            if saved is None or saved.get("inputs") != job.inputs():
                 self.damaged.append(file)
+            elif "plan_hash" in saved and not has_content(self._plan(job)):
+                self.damaged.append(self._plan(job))
+            else:
+                rows[job.key] = saved["row"]
         return rows
 
     def num_other(self, jobs: Iterable[Kept]) -> int:
@@ -114,7 +116,7 @@ class SweepFolder:
         """Write what a run left; its record last, since that marks it as finished. Returns its row."""
         row = plain(outcome.row)
         if outcome.plan is not None:
-            write_text_atomically(self.path / "plans" / f"{job.key}.yaml", outcome.plan)
+            write_text_atomically(self._plan(job), outcome.plan)
         saved = {
             "inputs": job.inputs(),
             "code": job.code,
@@ -128,6 +130,9 @@ class SweepFolder:
 
     def _record(self, job: Kept) -> Path:
         return self.path / "runs" / f"{job.key}.json"
+
+    def _plan(self, job: Kept) -> Path:
+        return self.path / "plans" / f"{job.key}.yaml"
 
     def write_spec(self, text: str) -> None:
         """Keep the spec beside its results."""

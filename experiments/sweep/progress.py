@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from experiments.console import messages
+from experiments.progress import LogLines
 from experiments.sweep.run import Listener, Progress
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-LOG_EVERY_S = 30.0
-"""Seconds between lines where standard error is no terminal."""
+LONG_S = 60.0
+"""Seconds after which a run that goes on is named."""
 
 
 @contextmanager
@@ -21,7 +18,11 @@ def sweep_progress() -> Iterator[Listener]:
     """Show progress while the block runs; yields a listener for `experiments.sweep.run.Sweep.run`."""
     console = messages()
     if not console.is_terminal:
-        yield _Log(console)
+        log = LogLines()
+        yield lambda progress: log(
+            f"{progress.done}/{progress.total} runs, {times_text(progress)}",
+            always=progress.last is not None and progress.done in (1, progress.total),
+        )
         return
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -44,23 +45,8 @@ def sweep_progress() -> Iterator[Listener]:
         yield listen
 
 
-class _Log:
-    """Writes the first and last line, and one every LOG_EVERY_S in between."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._next_s = 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        is_end = progress.done == progress.total
-        if not progress.done or (progress.elapsed_s < self._next_s and not is_end):
-            return
-        self._next_s = progress.elapsed_s + LOG_EVERY_S
-        self._console.print(f"{progress.done}/{progress.total} runs, {times_text(progress)}", markup=False)
-
-
 def times_text(progress: Progress) -> str:
-    """Return elapsed and remaining time, and failures if any.
+    """Return elapsed and remaining time, failures if any, and a run that goes on for long.
 
     >>> times_text(Progress(done=1, total=4, failed=0, elapsed_s=20.0, remaining_s=60.0))
     '20 s, about 1:00 min left'
@@ -70,6 +56,8 @@ def times_text(progress: Progress) -> str:
         parts.append(f"about {duration(progress.remaining_s)} left")
     if progress.failed:
         parts.append(f"{progress.failed} failed")
+    if progress.oldest is not None and progress.oldest[1] >= LONG_S:
+        parts.append(f"{progress.oldest[0].label} runs for {duration(progress.oldest[1])}")
     return ", ".join(parts)
 
 

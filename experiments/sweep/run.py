@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from experiments.sweep.files import SweepFolder, table_of
 from experiments.sweep.job import STATUSES, Run
 from experiments.sweep.spec import SweepSpec, load_sweep
-from experiments.sweep.workers import DaskWorkers, LocalWorkers, Workers, outcomes
+from experiments.sweep.workers import DaskWorkers, LocalWorkers, Waiting, Workers, outcomes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +38,7 @@ class Progress:
             before the first end, and while runs take longer than that.
         last: The run that ended just now; None when this is only a sign of life.
         status: Its status.
+        oldest: The run that has gone on for longest, where that is known, and for how long.
     """
 
     done: int
@@ -47,6 +48,7 @@ class Progress:
     remaining_s: float | None
     last: Run | None = None
     status: str = ""
+    oldest: tuple[Run, float] | None = None
 
 
 Listener = Callable[[Progress], None]
@@ -109,8 +111,10 @@ class Sweep:
         try:
             tell(Progress(0, total, 0, 0.0, None))
             for ended in outcomes(self.pending, workers):
-                run, status = None, ""
-                if ended is not None:
+                run, status, oldest = None, "", None
+                if isinstance(ended, Waiting):
+                    oldest = (ended.oldest.run, ended.oldest_s) if ended.oldest else None
+                else:
                     job, outcome = ended
                     row = self._rows[job.key] = self.folder.add(job, outcome)
                     del left[job.key]
@@ -122,7 +126,7 @@ class Sweep:
                 remaining_s = None
                 if expected_s is not None and (expected_s > elapsed_s or done == total):
                     remaining_s = max(0.0, expected_s - elapsed_s)
-                tell(Progress(done, total, failed, elapsed_s, remaining_s, run, status))
+                tell(Progress(done, total, failed, elapsed_s, remaining_s, run, status, oldest))
         finally:
             self.pending = list(left.values())
             self.write()

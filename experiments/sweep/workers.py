@@ -25,6 +25,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from experiments.compare_files import code_fingerprint
@@ -219,8 +220,21 @@ class DaskWorkers:
         self._client.close()
 
 
-def outcomes(jobs: Iterable[Job], workers: Workers) -> Iterator[tuple[Job, Outcome] | None]:
-    """Run the jobs and yield each with its outcome as it ends; None now and then while waiting.
+@dataclass(frozen=True)
+class Waiting:
+    """A sign of life while nothing ends.
+
+    Attributes:
+        oldest: The run that has gone on for longest; None where only the cluster knows which are running.
+        oldest_s: For how long.
+    """
+
+    oldest: Job | None = None
+    oldest_s: float = 0.0
+
+
+def outcomes(jobs: Iterable[Job], workers: Workers) -> Iterator[tuple[Job, Outcome] | Waiting]:
+    """Run the jobs and yield each with its outcome as it ends, and now and then while waiting.
 
     Args:
         jobs: Each at most once.
@@ -231,7 +245,7 @@ def outcomes(jobs: Iterable[Job], workers: Workers) -> Iterator[tuple[Job, Outco
         ConnectionError: If the cluster went away.
     """
     waiting = deque(jobs)
-    running: dict[Future[Outcome], Job] = {}
+    running: dict[Future[Outcome], tuple[Job, float]] = {}  # in the order in which they began
     tries: Counter[str] = Counter()
     ended: queue.SimpleQueue[Future[Outcome]] = queue.SimpleQueue()
     while waiting or running:
@@ -239,14 +253,15 @@ def outcomes(jobs: Iterable[Job], workers: Workers) -> Iterator[tuple[Job, Outco
             job = waiting.popleft()
             tries[job.key] += 1
             future = workers.submit(job)
-            running[future] = job
+            running[future] = (job, time.perf_counter())
             future.add_done_callback(ended.put)
         try:
             future = ended.get(timeout=TICK_S)
         except queue.Empty:
-            yield None
+            oldest, began_s = next(iter(running.values()))
+            yield Waiting() if workers.capacity is None else Waiting(oldest, time.perf_counter() - began_s)
             continue
-        job = running.pop(future)
+        job, _ = running.pop(future)
         error = _error_of(future)
         workers.release(future)
         if error is None:

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import compare as compare_module
-from experiments import compare_plots, judged
+from experiments import compare_plots, judged, late
 from experiments.compare import COLUMNS, compare
 from searchers.budget import Budget
 from searchers.registry import searcher_named
@@ -108,6 +108,16 @@ def test_a_damaged_row_is_made_again(tmp_path: Path) -> None:
         assert '"row": {' in row.read_text()
 
 
+@pytest.mark.parametrize("lost", ["plans/ddp.yaml", "timelines/ddp.png"])
+def test_what_is_gone_from_a_folder_is_made_again(tmp_path: Path, lost: str) -> None:
+    compare(SPEC, ("ddp",), budget=BUDGET, output=tmp_path)
+    (tmp_path / lost).unlink()
+    compare(SPEC, ("ddp",), budget=BUDGET, output=tmp_path)
+    (tmp_path / lost).write_bytes(b"")
+    compare(SPEC, ("ddp",), budget=BUDGET, output=tmp_path)
+    assert (tmp_path / lost).stat().st_size
+
+
 def test_a_searcher_can_be_added_later(folder: Path, table: pd.DataFrame) -> None:
     told: list[tuple[str, str]] = []
     names = ("megatron-grid", "fsdp")
@@ -169,6 +179,29 @@ def test_a_limit_that_nothing_fits_gives_rows_not_errors(tmp_path: Path) -> None
     found = compare(spec, ("ddp", "megatron-grid"), budget=BUDGET, output=tmp_path)
     assert set(found["status"]) == {"no plan"}
     assert all("out of memory" in reason and "GiB" in reason for reason in found["reason"])
+
+
+def test_a_searcher_beyond_its_time_is_late_and_one_within_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import time\nfrom searchers.pure import DistributedDataParallel\n"
+        "class Slow(DistributedDataParallel):\n"
+        "    def search(self, problem, budget=None, seed=0):\n"
+        "        time.sleep(1.0)\n"
+        "        return super().search(problem, budget, seed)\n"
+    )
+    monkeypatch.setattr(late, "PATIENCE_S", 0.1)
+    told: list[tuple[str, str]] = []
+    for seconds in (0.1, 60.0):
+        compare(
+            SPEC,
+            (f"{tmp_path}/mine.py:Slow",),
+            budget=Budget(seconds=seconds),
+            listener=lambda searcher, state, num_tasks: told.append((searcher.rpartition(":")[2], state)),
+        )
+    assert told.count(("Slow", "late")) == 1
+    assert told[:2] == [("Slow", "searching"), ("Slow", "late")]
 
 
 def test_a_searcher_that_raises_is_a_row_that_says_where(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,44 @@ def test_a_folder_of_results_is_not_made_of_somebody_s_own(plan: Path, capsys: p
         code, _, error = run(capsys, *command, "-o", ".")
         assert code == 2 and "would be written over; name another folder" in error, command
     assert Path("spec.yaml").read_text() == Path("table.csv").read_text() == "mine"
+
+
+def test_names_that_say_another_kind_of_file_are_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search = ["search", "-m", "tiny.yaml", *PROBLEM, "-s", "ddp"]
+    Path("runs.csv").write_text("model,gpus,global_batch,microbatch\ntiny.yaml,2,4,1\n")
+    predict = ["predict", "runs.csv", "-c", "v100-32g-dgx1", "-r", "megatron-lm-2021"]
+    for command, name, proposed in (
+        (["plan", "-m", "tiny.yaml", *PROBLEM], "notes.md", "ends in .yaml or .yml or .json, got notes.md"),
+        (search, "good.yaml.gz", "name it good.yaml"),
+        (predict, "notes.md", "a table must be a file that ends in .csv, got notes.md; name it notes.csv"),
+        (["calibrate", "runs", "runs.csv"], "notes.md", "name it notes.yaml"),
+    ):
+        Path(name).write_text("mine")
+        code, _, error = run(capsys, *command, "-o", name)
+        assert code == 2 and proposed in error.replace("\n", " "), command
+        assert Path(name).read_text() == "mine"
+
+
+def test_a_data_file_is_written_as_its_name_is_read(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("OTHER.JSON", "other.yml"):
+        assert run(capsys, "plan", "-m", "tiny.yaml", *PROBLEM, "-o", name)[0] == 0
+        assert run(capsys, "diff", plan, name)[0] == 0
+
+
+def test_a_report_is_not_written_among_somebody_s_own_files(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder := Path("out/mpe-counts")).mkdir(parents=True)
+    (folder / "report.md").write_text("mine")
+    code, _, error = run(capsys, "reproduce", "mpe-counts", "-o", "out")
+    assert code == 2 and "a report must have a folder of its own, got out/mpe-counts with report.md;" in error
+    assert [file.name for file in folder.iterdir()] == ["report.md"] and (folder / "report.md").read_text() == "mine"
+    (folder / "report.md").unlink()
+    for _ in range(2):  # its own report it writes over
+        assert run(capsys, "reproduce", "mpe-counts", "-o", "out")[0] == 0
+
+
+def test_a_seed_has_a_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "search", "-m", "gpt3-350m", *PROBLEM, "-s", "ddp", "--seed", "9" * 23)
+    assert code == 2 and "9223372036854775807,got" in re.sub(r"[│\s]+", "", error)
 
 
 def test_a_runtime_that_leaves_a_device_no_memory_is_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from joblib.externals.loky import ProcessPoolExecutor
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments import progress as progress_module
+from experiments.sweep import progress as sweep_progress
 from experiments.sweep.files import COLUMNS, INPUTS
 from experiments.sweep.job import Job, OtherCodeError, run_job
 from experiments.sweep.plots import _draw_line, _finish
@@ -134,6 +137,19 @@ def test_a_damaged_record_is_made_again(place: Place) -> None:
     assert not Sweep(load_sweep(spec), place.output).pending
 
 
+def test_a_run_whose_plan_is_gone_is_made_again(place: Place) -> None:
+    spec = place.write(grid={"global_batch": [2, 4]}, cases=[{"searcher": "ddp"}])
+    first = sweep(spec, place.output, num_processes=1)
+    gone, emptied = (place.output / "plans" / f"{run}.yaml" for run in first["run"])
+    before = gone.read_text()
+    gone.unlink()
+    emptied.write_text("")
+    assert Sweep(load_sweep(spec), place.output).folder.damaged == [gone, emptied]
+    sweep(spec, place.output, num_processes=1)
+    assert gone.read_text() == before and emptied.stat().st_size
+    assert not Sweep(load_sweep(spec), place.output).pending
+
+
 def test_a_worker_of_other_code_is_refused(place: Place) -> None:
     (job,) = load_sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp"}])).jobs
     other: Job = replace(job, code="0" * 16)
@@ -216,6 +232,17 @@ def test_the_command_says_what_it_will_do_and_shows_one_table(place: Place, caps
     assert "1 of the finished runs failed; --retry-failed makes them again" in err
     assert [row["status"] for row in json.loads(out)] == ["ok", "failed"]
     assert set(json.loads(out)[0]) == set(COLUMNS) > set(INPUTS)
+
+
+def test_a_log_names_a_run_that_does_not_end(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "LOG_EVERY_S", 0.2)
+    monkeypatch.setattr(sweep_progress, "LONG_S", 0.5)
+    spec = place.write(runs=[{"global_batch": 4, "searcher": place.recorded(sleep_s=3.0)}])
+    code, _, err = command(capsys, spec, "-o", place.output, "-j", 1)
+    assert code == 0
+    assert re.search(r"^0/1 runs, \d+ s, tiny.yaml, v100.*, mine.py:Recorded, seed 0 runs for \d+ s$", err, re.M)
 
 
 def test_many_runs_need_a_yes(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

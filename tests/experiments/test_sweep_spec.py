@@ -14,6 +14,7 @@ from datafiles.writer import dump_yaml
 from experiments.sweep import run as run_module
 from experiments.sweep.job import Job, Outcome, run_job
 from experiments.sweep.run import Progress, Sweep, load_sweep
+from experiments.sweep.workers import Waiting
 from hardware_models.calibration_file import Calibration, GpuConstants, save_calibration
 from hardware_models.cluster import parse_cluster
 from tests.experiments.sweeps import BASE, MODEL, Place
@@ -127,13 +128,13 @@ def test_an_interrupted_sweep_says_what_remained_and_goes_on_with_it(
     """Three of four runs of 10 s end, the second failed, and nothing for 4 s, then for longer than a run takes."""
     clock = [100.0]
 
-    def outcomes(pending: Sequence[Job], workers: object) -> Iterator[tuple[Job, Outcome] | None]:
+    def outcomes(pending: Sequence[Job], workers: object) -> Iterator[tuple[Job, Outcome] | Waiting]:
         for number, job in enumerate(pending[:3]):
             clock[0] += 10.0
             yield job, Outcome({"status": "failed" if number == 1 else "ok"})
         for waited_s in (4.0, 8.0):
             clock[0] += waited_s
-            yield None
+            yield Waiting(pending[3], waited_s)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_module, "outcomes", outcomes)
@@ -147,6 +148,7 @@ def test_an_interrupted_sweep_says_what_remained_and_goes_on_with_it(
         (0, 4, 0, 0.0, None), (1, 4, 0, 10.0, 30.0), (2, 4, 1, 20.0, 20.0), (3, 4, 1, 30.0, 10.0), (3, 4, 1, 34.0, 6.0),
         (3, 4, 1, 42.0, None),
     ]  # fmt: skip
+    assert said[-1].oldest == (found.pending[0].run, 8.0)
     assert [job.run.global_batch for job in found.pending] == [8]
     assert found.counts() == {"ok": 2, "failed": 1}
     assert list(pd.read_csv(place.output / "table.csv")["global_batch"]) == [2, 4, 6]

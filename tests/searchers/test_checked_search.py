@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from numpy.random import Generator
 
-from searchers.base import HistoryEntry, RankedPlan, Searcher, SearchResult
+from searchers.base import CandidateSearcher, HistoryEntry, Ledger, RankedPlan, Searcher, SearchResult
 from searchers.budget import Budget
 from searchers.checked_search import UnfitResultError, checked_search
 from searchers.registry import searcher_named
 from searchers.scores import estimated
+from simulator.plan import Plan
 from simulator.problem import Problem
 from tests.simulator.problems import small_problem
 
@@ -98,3 +101,18 @@ def test_a_plan_that_fits_is_scored_by_a_finite_number() -> None:
     )
     with pytest.raises(ValueError, match="megatron-grid must score plans that fit by a finite number, got nan for "):
         searcher.search(small_problem("gpt", global_batch=16), Budget(evaluations=50))
+
+
+def test_candidates_must_be_plans_and_scores_must_be_scores() -> None:
+    class Careless(CandidateSearcher):
+        name, paper = "careless", "none"
+
+        def candidates(self, problem: Problem, random: Generator, ledger: Ledger) -> Iterator[Plan]:
+            yield None  # type: ignore[misc]
+
+    problem = small_problem("gpt", global_batch=16)
+    with pytest.raises(UnfitResultError, match=r"^careless must yield plans as candidates, got NoneType$"):
+        checked_search(Careless(), problem, Budget(evaluations=5), 0)
+    scored: Any = lambda plan, problem: 1.0  # noqa: E731
+    with pytest.raises(UnfitResultError, match=r"^megatron-grid must score plans by a Score .*, got float$"):
+        checked_search(searcher_named("megatron-grid", objective=scored), problem, Budget(evaluations=5), 0)

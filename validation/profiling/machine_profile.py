@@ -119,7 +119,7 @@ class MachineProfile:
 
 
 def save_machine_profile(profile: MachineProfile, path: str | Path) -> None:
-    """Write a profile atomically, as a calibration file: JSON if the name ends in ``.json``, else YAML."""
+    """Write a profile atomically, as a calibration file: JSON or YAML, as its name ends."""
     save_calibration(profile.calibration(), path)
 
 

@@ -1,0 +1,27 @@
+"""Time that a search takes beyond its budget: its own code alone ends it, so whoever waits is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+
+from searchers.budget import Budget
+
+PATIENCE_S = 20.0
+"""Seconds beyond the budget, or the budget again if that is more, after which a search is late."""
+
+
+@contextmanager
+def told_when_late(budget: Budget, tell: Callable[[], None]) -> Iterator[None]:
+    """Call a function, from another thread, should the block run far beyond the seconds of a budget; once."""
+    if budget.seconds is None:
+        yield
+        return
+    timer = Timer(budget.seconds + max(PATIENCE_S, budget.seconds), tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
