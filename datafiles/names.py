@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 MAX_LISTED = 12
@@ -26,11 +27,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     "did you mean 'gpt3-1.3b'? known: gpt3-1.3b, gpt3-2.6b"
     >>> nearest("resnet", ["gpt3-1.3b", "gpt3-2.6b"])
     'known: gpt3-1.3b, gpt3-2.6b'
+    >>> nearest("nics", ["links", "nics_per_node"])
+    "did you mean 'nics_per_node'? known: links, nics_per_node"
     """
     names = list(dict.fromkeys(known))
     if not names:
         return "none are known here"
-    close = _ranked(name, names, cutoff=0.6)
+    whole = [each for each in names if name.casefold() in re.split(r"[^a-z0-9]+", each.casefold())]
+    close = whole if len(whole) == 1 else _ranked(name, names, cutoff=0.6)
     parts = [f"did you mean {close[0]!r}?"] if close else []
     if len(names) <= MAX_LISTED:
         parts.append(f"known: {', '.join(names)}")

@@ -125,18 +125,12 @@ def problem_spec(
     """
     from simulator.problem import ProblemSpec
 
-    limit_bytes = parse_bytes(memory_limit) if memory_limit is not None else None
-    if limit_bytes is not None and limit_bytes < SMALLEST_LIMIT_BYTES:
-        raise ValueError(
-            f"the memory limit must be at least 1 MiB, got {memory_limit!r}, which is {limit_bytes} bytes; "
-            "give a unit, such as 16GiB"
-        )
     return ProblemSpec(
         model=model,
         cluster=cluster,
         runtime=runtime,
         global_batch=global_batch,
-        memory_limit_bytes=limit_bytes,
+        memory_limit_bytes=None if memory_limit is None else parse_limit(memory_limit),
         profile=profile,
     )
 
@@ -154,6 +148,21 @@ def parse_bytes(text: str) -> int:
     if not found or found[2].upper() not in _BYTE_UNITS:
         raise ValueError(f"a size must be like 28GiB, 28000MiB or 30064771072, got {text!r:.60}")
     return int(float(found[1]) * _BYTE_UNITS[found[2].upper()])
+
+
+def parse_limit(text: str) -> int:
+    """Read a memory limit in bytes.
+
+    Raises:
+        ValueError: If the text is no size, or so small a one that its unit was left out.
+    """
+    limit_bytes = parse_bytes(text)
+    if limit_bytes < SMALLEST_LIMIT_BYTES:
+        raise ValueError(
+            f"the memory limit must be at least 1 MiB, got {text!r}, which is {limit_bytes} bytes; "
+            "give a unit, such as 16GiB"
+        )
+    return limit_bytes
 
 
 def comma_separated(text: str) -> tuple[str, ...]:

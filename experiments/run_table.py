@@ -40,7 +40,7 @@ from workloads.model_file import spec_from_mapping
 from workloads.models.families import FAMILIES
 from workloads.models.fields import ModelSpec
 from workloads.operators import Workload
-from workloads.registry import build_from_spec, build_workload, model_spec
+from workloads.registry import build_from_spec, build_workload, model_names, model_spec
 
 PLAN = "plan"
 DEGREES = ("tp", "pp", "dp", "zero", "chunks", "microbatch")
@@ -244,9 +244,10 @@ class _Row:
         return {name: resolve_scalar(text) for name, text in self.cells.items() if name in _SHAPES}
 
     def _model_spec(self, shape: Mapping[str, Any]) -> ModelSpec:
-        """Return the shape of the model: all in columns, or a known model with some fields of its own."""
+        """Return the shape of the model: a known one, some of its fields changed; under another name all in columns."""
         where = row_id(self.table, self.number)
-        if "layers" not in shape and ("model" in self.cells or self.common.model is not None):
+        label = self.cells.get("model", self.common.model)
+        if label is not None and ("layers" not in shape or label in model_names()):
             known = model_spec(self._file("model", self.common.model))
             return validated(type(known), {**known.model_dump(), **shape}, where)
         name = self.cells.get("model", f"row {self.number}")

@@ -215,7 +215,7 @@ def parse_cluster(text: str) -> Cluster:
     """
     nodes: list[Node] = []
     for part in text.split("+"):
-        match = re.fullmatch(r"\s*(.+):(\d{1,6})x(\d{1,6})\s*", part)
+        match = re.fullmatch(r"\s*(.+):(\d{1,30})x(\d{1,30})\s*", part)
         if match is None:
             raise ValueError(
                 f"a cluster must be written preset:NODESxGPUS, got {part.strip()!r}; {_shape_remedy(part.strip())}"
@@ -228,7 +228,7 @@ def parse_cluster(text: str) -> Cluster:
                 f"got {num_nodes}x{num_gpus}; use more nodes for more GPUs"
             )
         if sum(node.num_devices for node in nodes) + num_nodes * num_gpus > MAX_DEVICES:
-            raise ValueError(f"a cluster must have at most {MAX_DEVICES} devices, got {text!r}")
+            raise ValueError(f"a cluster must have at most {MAX_DEVICES:,} GPUs, got {text!r}")
         nodes += _build_nodes(name, preset, num_nodes, num_gpus, first_node=nodes)
     return Cluster(name=text, nodes=tuple(nodes))
 

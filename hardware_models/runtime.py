@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
-from hardware_models.schema import Bytes, BytesPerParameter, Seconds, Text
+from hardware_models.schema import Bytes, BytesPerParameter, Seconds, SomeBytesPerParameter, Text
 from workloads.kinds.base import DTYPE_BYTES, Implementation
 
 RUNTIMES = Path(__file__).parent / "runtimes"
@@ -282,8 +282,8 @@ class RuntimeFile(FileModel):
     description: Text
     implementation: ImplementationFile
     attention: Attention
-    parameter_bytes: BytesPerParameter
-    gathered_parameter_bytes: BytesPerParameter
+    parameter_bytes: SomeBytesPerParameter
+    gathered_parameter_bytes: SomeBytesPerParameter
     gradient_bytes: BytesPerParameter
     optimizer_bytes: BytesPerParameter
     optimizer_workspace_bytes: BytesPerParameter

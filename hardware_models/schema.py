@@ -18,6 +18,9 @@ BytesPerS = Annotated[float, Field(ge=1e5, le=1e18)]
 BytesPerParameter = Annotated[float, Field(ge=0, le=1024)]
 """What is kept or moved per parameter; Adam in double precision keeps 32."""
 
+SomeBytesPerParameter = Annotated[float, Field(gt=0, le=1024)]
+"""The same, of what every runtime has."""
+
 Factor = Annotated[float, Field(ge=1e-3, le=1e3)]
 """What something measured takes over what was said."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.amp_cuts import best_cuts
-from searchers.base import CandidateSearcher, Ledger
+from searchers.base import CandidateSearcher, Ledger, check_least
 from searchers.layers import LayerTables, blocks
 from searchers.scores import Objective, Score, cost_tables, estimated
 from simulator.divisors import divisors
@@ -49,6 +49,7 @@ class Amp(CandidateSearcher):
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        check_least(1, max_microbatch=max_microbatch)
         self.max_microbatch = max_microbatch
         self.recompute = recompute
 

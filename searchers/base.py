@@ -106,6 +106,18 @@ def check_objective(name: str) -> None:
         raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}")
 
 
+def check_least(least: float, **options: float | None) -> None:
+    """Raise ValueError unless each option is a finite number of at least so much; None, where allowed, is none.
+
+    >>> check_least(1, max_microbatch=0)
+    Traceback (most recent call last):
+    ValueError: max_microbatch must be at least 1, got 0
+    """
+    for name, value in options.items():
+        if value is not None and not (value >= least and isfinite(value)):
+            raise ValueError(f"{name} must be at least {least:g}, got {value}")
+
+
 class Searcher(ABC):
     """Looks for a good plan in its own way.
 
@@ -125,8 +137,7 @@ class Searcher(ABC):
     def __init__(self, *, objective: str | Objective = "paper", keep: int = 5) -> None:
         if isinstance(objective, str):
             check_objective(objective)
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
+        check_least(1, keep=keep)
         self.objective = objective
         self.keep = keep
 

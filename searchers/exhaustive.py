@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from searchers.base import CandidateSearcher, Ledger
+from searchers.base import CandidateSearcher, Ledger, check_least
 from searchers.scores import Objective
 from searchers.space import LayerSpace
 from simulator.plan import Plan
@@ -36,6 +36,7 @@ class Exhaustive(CandidateSearcher):
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        check_least(1, max_plans=max_plans, max_microbatch=max_microbatch)
         self.max_plans = max_plans
         self.max_microbatch = max_microbatch
 

@@ -15,7 +15,7 @@ from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.searcher import CAPACITY_STEPS
 from searchers.alpa.strategy_graph import StrategyGraph
-from searchers.base import Ledger, Searcher, SearchResult
+from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.scores import Objective, cost_tables
 from simulator.plan import Plan, Stage, run_lengths
@@ -53,8 +53,9 @@ class FlexFlowMcmc(Searcher):
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
-        if steps < 1 or temperature <= 0:
-            raise ValueError(f"steps and temperature must be positive, got {steps} and {temperature}")
+        check_least(1, steps=steps, max_microbatch=max_microbatch)
+        if temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
         self.steps = steps
         self.temperature = temperature
         self.max_microbatch = max_microbatch

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from searchers.base import CandidateSearcher, Ledger
+from searchers.base import CandidateSearcher, Ledger, check_least
 from searchers.degrees import microbatch_sizes
 from searchers.scores import Objective
 from simulator.divisors import divisors
@@ -50,6 +50,7 @@ class MegatronGrid(CandidateSearcher):
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        check_least(1, max_microbatch=max_microbatch)
         self.max_microbatch = max_microbatch
         self.recompute = recompute
         self.tensor_across_nodes = tensor_across_nodes

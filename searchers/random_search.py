@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from searchers.base import CandidateSearcher, Ledger, SearchResult
+from searchers.base import CandidateSearcher, Ledger, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.scores import Objective
 from searchers.space import LayerSpace, Point
@@ -37,6 +37,7 @@ class RandomSearch(CandidateSearcher):
         self, *, max_microbatch: int = 8, objective: str | Objective = "paper", keep: int = 5
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        check_least(1, max_microbatch=max_microbatch)
         self.max_microbatch = max_microbatch
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:

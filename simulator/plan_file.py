@@ -36,16 +36,24 @@ def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _axis(value: Any) -> Any:
+    """Return an axis with its ZeRO stage, which a file may leave out."""
+    if not isinstance(value, list):
+        return value
+    if not 2 <= len(value) <= 3:
+        raise ValueError(f"an axis must be [split, size] or [split, size, zero], got {value!r:.60}")
+    return (*value, 0)[:3]
+
+
 Index = Annotated[int, Field(ge=0, le=MAX_OPERATORS)]
 Range = Annotated[tuple[Index, Index], BeforeValidator(_listed)]
 AxisEntry = Annotated[
-    tuple[Annotated[str, Field(max_length=64)], Annotated[int, Field(ge=1, le=MAX_DEVICES)]]
-    | tuple[
+    tuple[
         Annotated[str, Field(max_length=64)],
         Annotated[int, Field(ge=1, le=MAX_DEVICES)],
         Annotated[int, Field(ge=0, le=3)],
     ],
-    BeforeValidator(_listed),
+    BeforeValidator(_axis),
 ]
 
 
@@ -104,12 +112,19 @@ def plan_from_mapping(mapping: dict[str, Any], *, source: str = "plan") -> Plan:
 def _to_plan(model: _Plan, source: str) -> Plan:
     stages = []
     for position, stage in enumerate(model.stages):
+        backwards = [list(bounds) for bounds in stage.operators if bounds[0] >= bounds[1]]
+        if backwards:
+            raise DataFileError(
+                source,
+                f"stages.{position}.operators: a range must be [first, one after the last], got {backwards[0]}",
+            )
         declared = sum(stop - start for start, stop in stage.operators)
         coded = sum(run.count for run in stage.shardings)
         if declared != coded:
             raise DataFileError(
                 source,
-                f"stages.{position}.shardings: counts must add up to the stage's {declared} operators, got {coded}",
+                f"stages.{position}.shardings: counts must add up to the stage's {declared} operators "
+                f"(operators: {[list(bounds) for bounds in stage.operators]}), got {coded}",
             )
         stages.append(
             Stage(

@@ -34,10 +34,27 @@ def validate(plan: Plan, problem: Problem) -> Plan:
     if not problems:
         _check_schedule(plan, problem, problems)
     if problems:
-        shown = problems[:MAX_MESSAGES]
-        more = f"\n  ... and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+        lines = _each_once(problems)
+        shown = lines[:MAX_MESSAGES]
+        more = f"\n  ... and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
         raise ValueError("the plan is not legal:\n  " + "\n  ".join(shown) + more)
     return plan.canonical(problem.workload)
+
+
+def _each_once(problems: list[str]) -> list[str]:
+    """Return the lines; what is wrong with several operators is said of the first.
+
+    >>> _each_once([f"stages.0.shardings, operator {i} (layer{i}.norm): zero goes with batch only" for i in (1, 2, 3)])
+    ['stages.0.shardings, operator 1 (layer1.norm) and 2 like it: zero goes with batch only']
+    """
+    places: dict[str, list[str]] = {}
+    for line in problems:
+        place, _, words = line.partition("): ") if ", operator " in line else ("", "", line)
+        places.setdefault(words, []).append(place)
+    return [
+        f"{first}){f' and {len(others)} like it' if others else ''}: {words}" if first else words
+        for words, (first, *others) in places.items()
+    ]
 
 
 def _check_batch(plan: Plan, problem: Problem, problems: list[str]) -> None:

@@ -51,7 +51,10 @@ def measured_runs(table: Path, common: Common | None = None) -> list[MeasuredRun
         found.append(MeasuredRun(name, problem, case.plan(problem), case.measured.iteration_time_s))
     plans = _one_of_each(found)
     if len(plans) < 2:
-        raise ValueError(f"{table}: must hold timed runs of at least two plans, got {len(found)} of {len(plans)}")
+        raise ValueError(
+            f"{table}: must hold timed runs of at least two plans, got {len(found)} of {len(plans)}; a row again adds "
+            "nothing, another microbatch or degree does"
+        )
     return plans
 
 

@@ -145,8 +145,12 @@ def plan(
         smaller_last=smaller_last,
     )
     validate(built, problem)
+    if sequence_parallel and tp == 1:
+        messages().print("--sequence-parallel changes nothing here: --tp 1 splits no layer over GPUs")
     by_unit = any(axis.zero == 3 for stage in built.stages for _, axes in stage.shardings for axis in axes)
-    if overlap_gradient_sync and not by_unit and problem.runtime.gradient_bucket_bytes is None:
+    if overlap_gradient_sync and dp == 1:
+        messages().print("--overlap-gradient-sync changes nothing here: --dp 1 has no gradients to reduce")
+    elif overlap_gradient_sync and not by_unit and problem.runtime.gradient_bucket_bytes is None:
         messages().print(
             f"--overlap-gradient-sync changes nothing here: {problem.runtime.name} reduces all gradients at once, when "
             "the last is there (gradient_bucket_bytes: null); megatron-deepspeed and pytorch-ddp have buckets",

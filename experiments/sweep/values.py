@@ -17,7 +17,8 @@ from pydantic import PydanticSchemaGenerationError, create_model
 from datafiles.errors import DataFileError
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
-from experiments.console import DEFAULT_RUNTIME, parse_bytes
+from datafiles.values import MAX_INTEGER
+from experiments.console import DEFAULT_RUNTIME, parse_limit
 
 REQUIRED = {"model", "cluster", "global_batch", "searcher"}
 
@@ -133,13 +134,16 @@ class ValueChecker:
         return checked
 
     def _memory_limit(self, value: Any) -> Checked:
-        if isinstance(value, str):
-            value = parse_bytes(value)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is None:
+            return Checked({"memory_limit_bytes": None})
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError(f"must be like 28GiB, a number of bytes, or null for no limit, got {value!r}")
-        if value is not None and not 1 <= value <= 1 << 60:
-            raise ValueError(f"must be between 1 and 2**60 bytes, got {value!r}")
-        return Checked({"memory_limit_bytes": None if value is None else int(value)})
+        if not isinstance(value, str) and value > 1 << 60:
+            raise ValueError(f"must be at most 2**60 bytes, got {value:g}")
+        limit_bytes = parse_limit(value if isinstance(value, str) else f"{value:.0f}")
+        if limit_bytes > 1 << 60:
+            raise ValueError(f"must be at most 2**60 bytes, got {value}")
+        return Checked({"memory_limit_bytes": limit_bytes})
 
     def _budget(self, value: Any) -> Checked:
         from searchers.budget import Budget
@@ -165,6 +169,7 @@ class ValueChecker:
         checked = self._with_files("searcher", parts)
         found = searcher_class(checked.paths.get("searcher", name))
         known = _options_of(found)
+        options = {option: _whole(given) for option, given in options.items()}
         for option, given in options.items():
             if option == "objective":
                 raise ValueError("objective is a field beside searcher, not one of its options")
@@ -262,6 +267,11 @@ def _options_of(searcher: type) -> dict[str, Any]:
     return found
 
 
+def _whole(value: Any) -> Any:
+    """Return 4 for 4.0, which YAML writes as 4e0: options in whole numbers are integers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _check_type(option: str, value: Any, allowed: Any) -> None:
     """Refuse a value that the constructor's annotation does not allow; what no file can say is not looked at.
 
@@ -274,6 +284,8 @@ def _check_type(option: str, value: Any, allowed: Any) -> None:
         model = create_model("Option", __base__=FileModel, **fields)
     except PydanticSchemaGenerationError:
         return
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ValueError(f"option {option}: an integer must lie within +-{MAX_INTEGER}, got {value:.3g}")
     try:
         validated(model, {option: value}, "option")
     except DataFileError as error:

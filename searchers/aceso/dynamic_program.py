@@ -15,7 +15,7 @@ from searchers.aceso.initial import initial_configuration
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.stage_kernels import price_stops
 from searchers.aceso.tables import powers_of_two
-from searchers.base import Ledger, SearchResult
+from searchers.base import Ledger, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.scores import Objective
 from simulator.problem import Problem
@@ -79,11 +79,14 @@ class AcesoDynamicProgram(EquationSearcher):
         keep: int = 5,
     ) -> None:
         super().__init__(compat=compat, recompute=recompute, objective=objective, keep=keep)
-        if granularity < 1 or slack < 1 or max_microbatch < 1 or max_stages < 1:
-            raise ValueError(
-                "granularity, slack, max_microbatch and max_stages must be at least 1, got "
-                f"{granularity}, {slack}, {max_microbatch}, {max_stages}"
-            )
+        check_least(
+            1,
+            granularity=granularity,
+            slack=slack,
+            max_degree=max_degree,
+            max_microbatch=max_microbatch,
+            max_stages=max_stages,
+        )
         self.granularity = granularity
         self.slack = slack
         self.max_degree = max_degree

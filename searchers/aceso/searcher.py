@@ -12,7 +12,16 @@ from searchers.aceso.equation_searcher import EquationSearcher, score_of
 from searchers.aceso.multihop import SearchOptions, StageCountSearch
 from searchers.aceso.stage_counts import Round, search_stage_counts, stage_counts_of
 from searchers.aceso.warm_up import warm_up
-from searchers.base import GIB, LOWERED_BUDGETS, HistoryEntry, Ledger, NoFeasiblePlan, RankedPlan, SearchResult
+from searchers.base import (
+    GIB,
+    LOWERED_BUDGETS,
+    HistoryEntry,
+    Ledger,
+    NoFeasiblePlan,
+    RankedPlan,
+    SearchResult,
+    check_least,
+)
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
 from searchers.scores import Objective, cost_tables, estimated
@@ -86,10 +95,15 @@ class Aceso(EquationSearcher):
         )
         if borders not in ("all", "relay"):
             raise ValueError(f"borders must be all or relay, got {borders!r}")
-        if max_hops < 1:
-            raise ValueError(f"max_hops must be at least 1, got {max_hops}")
-        if iteration_evaluations is not None and iteration_evaluations < 1:
-            raise ValueError(f"iteration_evaluations must be at least 1 or None, got {iteration_evaluations}")
+        check_least(0, judge=judge)
+        check_least(
+            1,
+            max_hops=max_hops,
+            breadth=breadth,
+            largest_samples=largest_samples,
+            iteration_evaluations=iteration_evaluations,
+            workers=workers,
+        )
         self.stage_counts = stage_counts
         self.races = races
         self.judge = judge

@@ -20,7 +20,7 @@ from searchers.alpa.oracle import CostModelOracle, Oracle, SearchCost
 from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
 from searchers.alpa.stage_costs import Solver, Spans
 from searchers.alpa.stage_table import Lookup, stage_arrays, to_plan
-from searchers.base import Ledger, Searcher, SearchResult
+from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.scores import Objective, cost_tables
 from simulator.problem import Problem
@@ -79,8 +79,17 @@ class Alpa(Searcher):
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
-        if num_layers != "model" and num_layers is not None and num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, 'model' or None, got {num_layers}")
+        check_least(
+            1,
+            num_layers=None if num_layers == "model" else num_layers,
+            min_microbatch=min_microbatch,
+            max_microbatch=max_microbatch,
+            min_samples=min_samples,
+            profile_repeats=profile_repeats,
+        )
+        check_least(
+            0, relative_noise=relative_noise, contention=contention, compile_s_per_layer=compile_s_per_layer
+        )
         self.num_layers = num_layers
         self.min_microbatch = min_microbatch
         self.max_microbatch = max_microbatch

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 
-from searchers.base import Ledger, Searcher, SearchResult
+from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.dapple.baselines import WINDOWS, data_parallel
 from searchers.dapple.chain import GRANULARITIES, build_chain, cuts_of, layer_spans
@@ -73,6 +73,7 @@ class Dapple(Searcher):
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        check_least(1, microbatch=microbatch, profile_samples=profile_samples)
         for name, value, allowed in (
             ("space", space, SPACES),
             ("granularity", granularity, GRANULARITIES),
@@ -296,6 +297,7 @@ class DataParallelNoOverlap(Searcher):
         self, *, profile_samples: int | None = None, objective: str | Objective = "paper", keep: int = 5
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        check_least(1, profile_samples=profile_samples)
         self.profile_samples = profile_samples
 
     def search(self, problem: Problem, budget: Budget | None = None, seed: int = 0) -> SearchResult:

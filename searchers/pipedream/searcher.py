@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from searchers.base import Ledger, Searcher, SearchResult
+from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.dapple.chain import layer_spans
 from searchers.layer_graph import LayerGraph, layer_graph
@@ -54,6 +54,7 @@ class PipeDream(Searcher):
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        check_least(1, microbatch=microbatch, profile_samples=profile_samples)
         if replica_assignment not in ("slice", "round_robin"):
             raise ValueError(f"replica_assignment must be slice or round_robin, got {replica_assignment!r}")
         self.microbatch = microbatch

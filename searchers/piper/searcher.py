@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from searchers.base import Ledger, Searcher, SearchResult
+from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.dapple.chain import layer_spans
 from searchers.layer_graph import LayerGraph, layer_graph
@@ -59,6 +59,7 @@ class Piper(Searcher):
         keep: int = 5,
     ) -> None:
         super().__init__(objective=objective, keep=keep)
+        check_least(1, microbatch=microbatch, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
         if knapsack not in KNAPSACKS:
             raise ValueError(f"knapsack must be one of {', '.join(KNAPSACKS)}, got {knapsack!r}")
         self.microbatch = microbatch

@@ -12,6 +12,7 @@ from experiments.run_table import Common, columns_not_read, load_runs, other_dty
 from simulator.plan_file import save_plan
 from simulator.problem import ProblemSpec
 from simulator.uniform import uniform_plan
+from workloads.registry import build_workload
 
 GPT = {"model": "mine", "layers": 4, "hidden": 256, "heads": 4, "seq": 128, "vocab": 1024}
 DEGREES = {"gpus": 16, "tp": 2, "pp": 2, "dp": 4, "microbatch": 2, "global_batch": 64}
@@ -55,6 +56,17 @@ def test_a_row_may_name_a_plan_file_or_a_model(tmp_path: Path) -> None:
     first, second = load_runs(table(tmp_path, {"plan": "plan.yaml"}, named), Common(runtime="megatron-lm-2021"))
     assert first.plan(first.problem()) == second.plan(second.problem()) == plan
     assert second.problem().spec == spec
+
+
+def test_columns_change_a_known_model_its_layers_too(tmp_path: Path) -> None:
+    row = {"model": "gpt3-350m", "layers": 12, "microbatch": 4, "global_batch": 16, "gpus": 1}
+    (case,) = load_runs(table(tmp_path, row), COMMON)
+    known = build_workload("gpt3-350m", attention="plain")
+    workload = case.problem().workload
+    assert (len(known.layers), len(workload.layers)) == (26, 14)
+    assert workload.tokens_per_sample == known.tokens_per_sample
+    with pytest.raises(ValueError, match="hidden: is required, but missing"):
+        load_runs(table(tmp_path, {**row, "model": "mine"}), COMMON)
 
 
 def test_models_clusters_and_runtimes_may_be_files_beside_the_table(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from datafiles.writer import dump_yaml
 from experiments.sweep import run as run_module
 from experiments.sweep.job import Job, Outcome, run_job
 from experiments.sweep.run import Progress, Sweep, load_sweep
+from experiments.sweep.values import _options_of
 from experiments.sweep.workers import Waiting
 from hardware_models.calibration_file import Calibration, GpuConstants, save_calibration
 from hardware_models.cluster import parse_cluster
+from searchers.registry import searcher_class, searcher_names
 from tests.experiments.sweeps import BASE, MODEL, Place
 
 
@@ -73,6 +75,8 @@ def test_a_file_with_other_content_is_another_run(place: Place) -> None:
         ("base:\n  searcher: {name: random, options: {max_microbatch: abc}}", ["option max_microbatch", "got 'abc'"]),
         ("base:\n  searcher: {name: aceso, options: {races: 1.5}}", ["option races", "got 1.5"]),
         ("base:\n  searcher: {name: alpa, options: {solver: best}}", ["option solver"]),
+        ("base:\n  searcher: {name: random, options: {max_microbatch: 0}}", ["max_microbatch must be at least 1"]),
+        ("base:\n  searcher: {name: random, options: {max_microbatch: 1e308}}", ["must lie within", "got 1e+308"]),
         ("base:\n  searcher: ../mine.py:Mine", ["line 2, base.searcher: files must lie in the spec's folder"]),
         ("base:\n  model: /etc/tiny.yaml", ["line 2, base.model: files must lie in the spec's folder"]),
         ("base:\n  model: none.yaml", ["line 2, base.model: no file 'none.yaml'"]),
@@ -80,6 +84,8 @@ def test_a_file_with_other_content_is_another_run(place: Place) -> None:
         ("base:\n  engine: simpi", ["line 2, base.engine: unknown engine 'simpi'", "'simpy'?"]),
         ("base:\n  budget: soon", ["line 2, base.budget: a budget must be a time"]),
         ("base:\n  memory_limit: 8 apples", ["line 2, base.memory_limit: a size must be like"]),
+        ("base:\n  memory_limit: 28", ["line 2, base.memory_limit: the memory limit must be at least 1 MiB, got '28'"]),
+        ("base:\n  memory_limit: 1e30", ["line 2, base.memory_limit: must be at most 2**60 bytes, got 1e+30"]),
         ("base:\n  seed: null", ["line 2, base.seed: must have a value"]),
         ("base:\n  searcher: ddp\ngrid:\n  seed: [1]", ["every run needs cluster, global_batch, model"]),
         ("cases:\n  - {seed: 1}\ngrid:\n  seed: [2]", ["line 2, cases.0.seed: seed is in grid too"]),
@@ -160,3 +166,13 @@ def test_an_interrupted_sweep_says_what_remained_and_goes_on_with_it(
     assert [job.run.global_batch for job in retried.pending] == [4, 8] and retried.num_failed_kept == 0
     fewer = Sweep(load_sweep(place.write(grid={**grid, "global_batch": [6, 8]})), place.output)
     assert [job.run.global_batch for job in fewer.pending] == [8] and fewer.num_other == 2
+
+
+@pytest.mark.parametrize("name", searcher_names())
+def test_no_searcher_takes_a_negative_number(name: str) -> None:
+    found = searcher_class(name)
+    numbers = [option for option, kind in _options_of(found).items() if kind in (int, float, int | None, float | None)]
+    assert "keep" in numbers
+    for option in numbers:
+        with pytest.raises(ValueError, match=f"{option}.* must be"):
+            found(**{option: -1})

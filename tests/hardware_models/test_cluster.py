@@ -91,7 +91,8 @@ def test_every_gpu_of_the_cube_mesh_has_six_links() -> None:
         ("mycluster.yaml:4", "got 'mycluster.yaml:4'; for example mycluster.yaml:2x1 for two of "),
         ("mycluster.yaml", "got 'mycluster.yaml'; for example mycluster.yaml:2x1 for two of "),
         ("v100-32g-dgx1:0x8", "at least one node"),
-        ("v100-32g-dgx1:999999x8", "at most 1000000 devices"),
+        ("v100-32g-dgx1:999999x8", "at most 1,000,000 GPUs"),
+        ("v100-32g-dgx1:100000000x8", "at most 1,000,000 GPUs"),
         ("v100-32g-dgx1:4x8+", "preset:NODESxGPUS"),
     ],
 )

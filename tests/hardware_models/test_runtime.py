@@ -26,6 +26,7 @@ def test_megatron_keeps_sixteen_bytes_per_parameter_as_aceso_counts() -> None:
     ("old", "new", "message"),
     [
         ("parameter_bytes: 2", "parameter_bytes: -2", "parameter_bytes"),
+        ("parameter_bytes: 2", "parameter_bytes: 0", "parameter_bytes: must be greater than 0, got 0"),
         ("parameter_bytes: 2", "parameter_bytes: .inf", "(?i)inf"),
         ("attention: plain", "attention: fancy", "attention"),
         ("attention: plain", "attention: plain\nspeed: 1", "speed: unknown key"),

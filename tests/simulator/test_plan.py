@@ -143,7 +143,15 @@ def test_a_plan_made_for_another_graph_is_refused(tmp_path: Path) -> None:
         ({"stages": [{"operators": [[0, 5]], "devices": [0], "shardings": [{"count": 4, "axes": []}]}]}, "add up to"),
         (
             {"stages": [{"operators": [[0, 5]], "devices": [0], "shardings": [{"count": 5, "axes": [["batch"]]}]}]},
-            "axes",
+            r"axes\.0: an axis must be \[split, size\] or \[split, size, zero\], got \['batch'\]$",
+        ),
+        (
+            {"stages": [{"operators": [[0, 5]], "devices": [0], "shardings": [{"count": 5, "axes": [["a", 1, 9]]}]}]},
+            r"axes\.0\.2: must be less than or equal to 3, got 9$",
+        ),
+        (
+            {"stages": [{"operators": [[5, 0]], "devices": [0], "shardings": [{"count": 5, "axes": []}]}]},
+            r"stages\.0\.operators: a range must be \[first, one after the last\], got \[5, 0\]",
         ),
     ],
 )
