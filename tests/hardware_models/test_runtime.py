@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,9 @@ def test_a_bad_runtime_file_names_the_field(tmp_path: Path, old: str, new: str, 
 def test_an_unknown_runtime_gets_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="megatron-lm-2021"):
         load_runtime("megatron-2021")
+
+
+def test_megatron_of_2022_still_scatters_transfers_and_lets_outputs_go() -> None:
+    of_2022, of_2023 = (asdict(load_runtime(f"megatron-lm-{year}")) for year in ("2022", "2023-fp16"))
+    other = {name for name, value in of_2022.items() if value != of_2023[name]} - {"name", "description", "sources"}
+    assert other == {"scatters_transfers", "keeps_stage_outputs"}

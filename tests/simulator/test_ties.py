@@ -107,7 +107,7 @@ def test_stages_that_share_a_weight_reduce_it_whole_where_the_runtime_does(zero:
 
 
 @pytest.mark.parametrize(
-    "name", ["megatron-lm-2021", "megatron-lm-2023", "megatron-lm-2023-fp16", "megatron-deepspeed"]
+    "name", ["megatron-lm-2021", "megatron-lm-2022", "megatron-lm-2023", "megatron-lm-2023-fp16", "megatron-deepspeed"]
 )
 def test_runtimes_of_megatron_and_deepspeed_reduce_tied_weights_whole(name: str) -> None:
     assert load_runtime(name).reduces_ties_whole
