@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datafiles.writer import write_bytes_atomically
+from simulator.reports.figures import log_ticks
 from simulator.result import format_s
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BEST, REST, TOO_MUCH = "#1565c0", "#90b8de", "#c62828"
-CROWDED = 1e3
-"""From this ratio of times on, ticks at decades alone."""
+CONVERGENCE_IN = 5.0
+"""Length of the axis of search time, about, beside the words at the ends of lines."""
 NARROW = 0.15
 """Bars below this share of the capacity have their number behind them."""
 # Of lines and the words at their ends: darker than the cycle of other figures, whose yellow and sky cannot be read.
@@ -106,8 +107,6 @@ def plot_convergence(
         title: The problem, in words.
         objective: What searchers minimised: ``paper`` (each its own estimate) or ``simulator``.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     figure, (axes,) = _figure(1, 1, width=9.0, height=5.2)
     shown = {searcher: entries for searcher, entries in histories.items() if entries}
     end_s = max((entries[-1][0] for entries in shown.values()), default=1.0)
@@ -128,31 +127,29 @@ def plot_convergence(
         axes.plot(times_ms[-1], best[-1], "o", color=color, markersize=6)
         labels.append((best[-1], f"{searcher}  {three_digits(best[-1])} s, {evaluations_words(entries[-1][1])}", color))
     axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < CROWDED * low else (1.0,)))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())  # else the minor ticks of a short range are written over each other
     axes.set_xlabel("search time, ms")
     judge = "simulated" if objective == "simulator" else "each searcher's own estimate"
     axes.set_ylabel(f"best objective so far, s per iteration\n({judge})")
     axes.grid(color=GRID, linewidth=0.8)
     if labels:
         axes.set_xlim(right=1.3e3 * end_s)
-        _label_lines(axes, labels, at=1.36e3 * end_s)
+        _label_lines(axes, labels)
     else:
         axes.text(0.5, 0.5, "no searcher found a plan", transform=axes.transAxes, ha="center", color=MUTED)
+    log_ticks(axes.xaxis, CONVERGENCE_IN)
     figure.suptitle(title, x=0.02, ha="left", fontsize=13, fontweight="bold", color=INK)
     _save(figure, path)
 
 
-def _label_lines(axes: Axes, labels: list[tuple[float, str, str]], *, at: float) -> None:
+def _label_lines(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
     """Write each line's name at its right end, pushed apart where they would touch."""
     low, high = axes.get_ylim()
     step = 0.055 * (high - low)
     place = -float("inf")
     for value, text, color in sorted(labels):
         place = max(value, place + step)
-        axes.text(at, place, text, color=color, va="center", size=10, clip_on=False)
+        beside = axes.get_yaxis_transform()
+        axes.text(1.01, place, text, transform=beside, color=color, va="center", size=10, clip_on=False)
 
 
 def _figure(

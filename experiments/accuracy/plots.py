@@ -13,15 +13,15 @@ from datafiles.writer import write_bytes_atomically
 from experiments.accuracy.errors import ErrorReport
 from experiments.accuracy.groups import groups as known_groups
 from experiments.accuracy.run import GroupReport, Outcome, judged
-from simulator.reports.figures import CYCLE
+from simulator.reports.figures import CYCLE, log_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BAND = 0.10
-NARROW = 5.0
-"""Below this ratio of its ends a scale has every digit written, so that there are several."""
+SIDE_IN = 5.0
+"""Of the square that points are drawn in, about."""
 COLOR_FEATURES = ("strategy", "tp", "tokens", "method", "system", "recompute", "model")
 """The first of these that takes between two and eight values colours the points."""
 
@@ -34,18 +34,13 @@ def plot_group(report: GroupReport, outcomes: Sequence[Outcome], path: Path) -> 
 
 def scale_by_log(axes: Axes, low: float, high: float) -> None:
     """Give both axes one logarithmic scale, written in plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    written = (1.0, 2.0, 5.0) if high > NARROW * low else tuple(map(float, range(1, 10)))
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(base=10, subs=written, numticks=20))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)
     axes.set_aspect("equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        log_ticks(axis, SIDE_IN)
 
 
 def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Outcome], path: Path) -> bool:
