@@ -13,11 +13,17 @@ from datafiles.writer import write_bytes_atomically
 from experiments.console import console, messages, table
 from hardware_models.calibrated import FitRecord
 from hardware_models.calibration.outcome import Outcome, Point
+from simulator.reports.figures import log_ticks, tick_label
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#546e7a")
-MARKERS = ("o", "^", "s")
-"""Of series that share a colour."""
+COLOURS = (
+    "#1565c0", "#ef6c00", "#2e7d32", "#8e24aa", "#00a5b5", "#c62828", "#6d4c41",
+    "#111111", "#e0a800", "#ec407a", "#7cb342", "#283593", "#90a4ae", "#00574b",
+)  # fmt: skip
+MARKERS = ("o", "^", "s", "D")
+"""Of series beside each other; one that shares its colour with another has another marker."""
+SIDE_IN = 5.0
+"""Of either half of the picture, about."""
 LINEAR_PERCENT = 10
 """Errors up to here are drawn to scale."""
 MAX_ROWS = 60
@@ -149,34 +155,25 @@ def _draw(left: Any, right: Any, points: list[Point], unit: str) -> None:
         predicted = np.array([point.predicted for point in own])
         colour = COLOURS[number % len(COLOURS)]
         name = f"{group} ({len(own)})"
-        marker = MARKERS[number // len(COLOURS) % len(MARKERS)]
+        marker = MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]
         left.scatter(measured, predicted, s=14, color=colour, marker=marker, alpha=0.6, linewidths=0, label=name)
         errors = 100 * (predicted / measured - 1)
         right.scatter(measured, errors, s=14, color=colour, marker=marker, alpha=0.6, linewidths=0)
     words = {"s": "seconds", "B": "bytes", "x": "factor"}
     for axes in (left, right):
         axes.set_xscale("log")
-        _ticks(axes.xaxis, high / low)
+        log_ticks(axes.xaxis, SIDE_IN)
         axes.set_xlabel(f"measured, {words.get(unit, unit)}")
         axes.grid(color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     left.set_yscale("log")
-    _ticks(left.yaxis, high / low)
+    log_ticks(left.yaxis, SIDE_IN)
     left.set_ylabel(f"model, {words.get(unit, unit)}; band: 10 %")
     right.axhline(0, color=MUTED, linewidth=1)
     if max(map(abs, right.get_ylim())) > LINEAR_PERCENT:  # a few far points must not flatten the others
         right.set_yscale("symlog", linthresh=LINEAR_PERCENT, subs=[2, 5])
         right.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=LINEAR_PERCENT, subs=(1, 2, 5)))
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:.3g}"))
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, place: tick_label(value)))
     right.set_ylabel("error of the model, %")
     left.legend(frameon=False, fontsize=9, loc="upper left")
-
-
-def _ticks(axis: Any, ratio: float) -> None:
-    """Label powers of ten, and 2 and 5 between them where the axis is short."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    if ratio < 200:
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:.3g}"))
-    axis.set_minor_formatter(NullFormatter())

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.collections import PathCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
+from experiments.calibrate.report import COLOURS, _draw
+from hardware_models.calibration.outcome import Point
 from hardware_models.calibration_file import load_calibration
 from hardware_models.import_aceso import import_table
 from hardware_models.importers.galvatron import GalvatronFile, LayerTime
@@ -366,3 +371,17 @@ def test_published_tables_calibrate(calibrate: Any) -> None:
     tables = [fit for fit in summary["fits"] if fit["what"].endswith("each size left out")]
     assert len(tables) == 4
     assert all(fit["median"] <= 0.03 for fit in tables)
+
+
+def test_series_of_a_picture_are_told_apart_and_lie_over_its_grid() -> None:
+    left, right = Figure(figsize=(12.5, 5.8)).subplots(1, 2)
+    num_series = len(COLOURS) + 4
+    points = [Point(f"series {number}", 1e-3 * (number + 1), 1.1e-3 * (number + 1)) for number in range(num_series)]
+    _draw(left, right, points, "s")
+    drawn = [series for axes in (left, right) for series in axes.collections if isinstance(series, PathCollection)]
+    for half in (drawn[:num_series], drawn[num_series:]):
+        looks = [(to_hex(series.get_facecolor()[0]), series.get_paths()[0].vertices.tobytes()) for series in half]
+        assert len({colour for colour, _ in looks[: len(COLOURS)]}) == len(COLOURS) >= 12
+        assert len(set(looks)) == num_series
+    grid = max(axis.get_zorder() for axes in (left, right) for axis in (axes.xaxis, axes.yaxis))
+    assert grid < min(series.get_zorder() for series in drawn)
