@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +16,26 @@ import numpy as np
 from datafiles.writer import write_bytes_atomically
 from experiments.compare_plots import GRID, INK, MUTED
 from experiments.sweep.files import INPUTS
-from simulator.reports.figures import CYCLE
+from simulator.reports.figures import CYCLE, LINE_IN
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-LARGEST = 11.0
-"""Of a marker, in points; of lines that meet, each is smaller than those below it, so that all are seen."""
+MARKER = 7.5
+"""Size in points."""
+WIDEST, NARROWER = 3.2, 0.3
+"""Of lines, in points: each is narrower than those below it, so that all are seen where they run together."""
+TOUCHING = 0.04
+"""Points at one place whose values differ by less than this share of the largest hide each other."""
+HEADROOM = 1.08
+MARGIN = 0.1
+"""Left and right of the outer places, as a share of what is between them."""
+WIDTH_POINTS = 540.0
+"""Of the axes, about."""
+LEGEND_LETTERS = 110
+"""Of a line of the legend."""
 
 _ALONG = (
     "global_batch",
@@ -37,6 +52,45 @@ _ALONG = (
 
 _LOG_FROM = 8.0
 """A numeric axis is logarithmic where its largest value is this many times its smallest."""
+
+_SHAPE = re.compile(r"(?P<preset>.+):(?P<nodes>\d+)x(?P<devices>\d+)")
+
+
+@dataclass(frozen=True)
+class Along:
+    """What goes along the plot.
+
+    Attributes:
+        name: The input.
+        places: Where each of its values stands.
+        numeric: Whether they stand at their numbers.
+        ordered: Whether they have an order, so that lines may join them.
+    """
+
+    name: str
+    places: Mapping[Any, float]
+    numeric: bool
+    ordered: bool
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether the numbers are too far from each other to be drawn to scale."""
+        return self.numeric and 0 < min(self.places.values()) * _LOG_FROM <= max(self.places.values())
+
+    @property
+    def nearest(self) -> float:
+        """Share of the axis between the nearest of its places."""
+        at = sorted(math.log(place) if self.logarithmic else place for place in self.places.values())
+        return min((after - before for before, after in pairwise(at)), default=1.0) / ((at[-1] - at[0]) or 1.0)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Ends of the axis."""
+        low, high = min(self.places.values()), max(self.places.values())
+        if self.logarithmic:
+            return low * (low / high) ** MARGIN, high * (high / low) ** MARGIN
+        margin = MARGIN * (high - low) or 1.0
+        return low - margin, high + margin
 
 
 def varying(table: pd.DataFrame) -> list[str]:
@@ -69,12 +123,13 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     figure = Figure(figsize=(9.0, 5.2), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    places = _places(table[axis])
+    along = _along(axis, table[axis])
+    shifts = _shifts([rows for _, rows in groups], along)
     for number, (values, rows) in enumerate(groups):
         words = [_word(name, value) for name, value in zip(others, values, strict=True)]
         label = ", ".join(word for word in words if word)
-        _draw_line(axes, rows, axis, places, label or "median", number)
-    _finish(axes, axis, places, all_ran=bool((table["status"] == "ok").all()))
+        _draw_line(axes, rows, along, label, number, shifts[number])
+    _finish(axes, along, all_ran=bool((table["status"] == "ok").all()))
     figure.suptitle(title, x=0.02, ha="left", fontsize=13, fontweight="bold", color=INK)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160)
@@ -103,12 +158,40 @@ def _varies_alone(table: pd.DataFrame, name: str, listed: Sequence[str]) -> bool
     return not others or bool((table.groupby(others, dropna=False)[name].nunique(dropna=False) > 1).any())
 
 
-def _places(column: pd.Series[Any]) -> dict[Any, float]:
-    """Return where each value of the axis stands: at its number, or one after the other."""
+def _along(name: str, column: pd.Series[Any]) -> Along:
+    """Return where each value stands: numbers at themselves, clusters of one preset by size, others as they come."""
     values = list(dict.fromkeys(_key(value) for value in column))
     if all(isinstance(value, int | float) for value in values):
-        return {value: float(value) for value in sorted(values)}
-    return {value: float(place) for place, value in enumerate(values)}
+        return Along(name, {value: float(value) for value in sorted(values)}, numeric=True, ordered=True)
+    shapes = [_SHAPE.fullmatch(str(value)) for value in values]
+    sizes = {shape[0]: int(shape["nodes"]) * int(shape["devices"]) for shape in shapes if shape}
+    ordered = len(sizes) == len(values) and len({shape["preset"] for shape in shapes if shape}) == 1
+    if ordered:
+        values.sort(key=sizes.__getitem__)
+    return Along(name, {value: float(place) for place, value in enumerate(values)}, numeric=False, ordered=ordered)
+
+
+def _shifts(groups: Sequence[pd.DataFrame], along: Along) -> list[float]:
+    """Return by how many points each line's markers stand beside their places: none where none hides another."""
+    drawn: dict[float, list[float]] = {}
+    for rows in groups:
+        medians, failed = _points(rows, along)
+        for place, value in [*medians.items(), *((place, 0.0) for place in failed)]:
+            drawn.setdefault(place, []).append(value)
+    largest = max(value for values in drawn.values() for value in values)
+    gaps = [after - before for values in drawn.values() for before, after in pairwise(sorted(values))]
+    meet = min(gaps, default=largest) < TOUCHING * largest
+    step = min(MARKER + 1.0, 0.7 * WIDTH_POINTS * along.nearest / len(groups)) if meet else 0.0
+    return [step * (number - (len(groups) - 1) / 2) for number in range(len(groups))]
+
+
+def _points(rows: pd.DataFrame, along: Along) -> tuple[dict[float, float], list[float]]:
+    """Return the median at each place that runs gave plans at, and the places of those that gave none."""
+    at = rows[along.name].map(lambda value: along.places[_key(value)])
+    ran = rows["status"] == "ok"
+    medians = rows["samples_per_s"][ran].groupby(at[ran]).median().sort_index()
+    places = medians.index.to_numpy(dtype=float).tolist()
+    return dict(zip(places, medians.tolist(), strict=True)), sorted(set(at[~ran]))
 
 
 def _key(value: Any) -> Any:
@@ -118,39 +201,56 @@ def _key(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _draw_line(axes: Axes, rows: pd.DataFrame, axis: str, places: dict[Any, float], label: str, number: int) -> None:
-    color, size = CYCLE[number], LARGEST - 0.9 * number
-    at = rows[axis].map(lambda value: places[_key(value)])
-    ran = rows["status"] == "ok"
-    medians = rows["samples_per_s"][ran].groupby(at[ran]).median().sort_index()
-    width = 2.2 if all(isinstance(value, int | float) for value in places) else 0.0  # names have no order
-    marker = MARKERS[number]
-    axes.plot(medians.index, medians, color=color, linewidth=width, marker=marker, markersize=size, label=label)
-    if bool((at[ran].value_counts() > 1).any()):
-        axes.plot(at[ran], rows["samples_per_s"][ran], "o", color=color, markersize=3.5, alpha=0.45)
-    axes.plot(at[~ran], [0.0] * int((~ran).sum()), "x", color=color, markersize=size, clip_on=False)
+def _draw_line(axes: Axes, rows: pd.DataFrame, along: Along, label: str, number: int, shift: float) -> None:
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None, "axes of a figure"
+    beside = axes.transData + ScaledTranslation(shift / 72, 0.0, figure.dpi_scale_trans)
+    style: dict[str, Any] = {"color": CYCLE[number], "transform": beside, "markersize": MARKER}
+    medians, failed = _points(rows, along)
+    axes.plot(
+        list(medians), list(medians.values()), marker=MARKERS[number], label=label or "median",
+        linewidth=WIDEST - NARROWER * number if along.ordered else 0.0, **style,
+    )  # fmt: skip
+    ran = rows[rows["status"] == "ok"]
+    at = ran[along.name].map(lambda value: along.places[_key(value)])
+    if at.duplicated().any():
+        dots = {**style, "markersize": 3.5, "label": None if label else "each seed"}
+        axes.plot(at, ran["samples_per_s"], "o", alpha=0.45, **dots)
+    if failed:
+        axes.plot(failed, [0.0] * len(failed), "x", clip_on=False, **style)
 
 
-def _finish(axes: Axes, axis: str, places: dict[Any, float], *, all_ran: bool) -> None:
+def _finish(axes: Axes, along: Along, *, all_ran: bool) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
-    axes.set_ylim(bottom=0.0)
-    axes.set_ylabel("throughput, samples/s")
+    highest = max(np.max(np.asarray(line.get_ydata(), dtype=float), initial=0.0) for line in axes.lines)
+    axes.set_ylim(0.0, HEADROOM * float(highest))
+    axes.set_ylabel("throughput, samples/s", color=MUTED)
     note = "" if all_ran else "   (\u00d7 on the floor: no plan, out of memory or failed)"
-    axes.set_xlabel(f"{_title(axis)}{note}", color=MUTED)
-    ticks, numeric = list(places.values()), all(isinstance(value, int | float) for value in places)
-    if numeric and ticks[0] > 0 and ticks[-1] / ticks[0] >= _LOG_FROM:
+    axes.set_xlabel(f"{_title(along.name)}{note}", color=MUTED)
+    if along.logarithmic:
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_minor_formatter(NullFormatter())
-    if len(ticks) <= 12:
-        names = [_text(axis, value) for value in places]
-        axes.set_xticks(ticks, names, rotation=0 if sum(map(len, names)) < 80 else 20)
+    if len(along.places) <= 12:
+        names = [_text(along.name, value) for value in along.places]
+        axes.set_xticks(list(along.places.values()), names, rotation=0 if sum(map(len, names)) < 80 else 20)
+    axes.set_xlim(*along.limits)
     axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(colors=INK, length=0)
-    if len(axes.lines) > 2:
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure = axes.get_figure(root=True)
+        assert figure is not None, "axes of a figure"
+        columns = max(1, min(len(labels), LEGEND_LETTERS // (max(map(len, labels)) + 6)))
+        figure.set_figheight(figure.get_figheight() + LINE_IN * math.ceil(len(labels) / columns))
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK
+        )
 
 
 def _title(axis: str) -> str:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from experiments import progress as progress_module
 from experiments.sweep import progress as sweep_progress
 from experiments.sweep.files import COLUMNS, INPUTS
 from experiments.sweep.job import Job, OtherCodeError, run_job
-from experiments.sweep.plots import _draw_line, _finish
+from experiments.sweep.plots import MARKER, _along, _draw_line, _finish, _shifts
 from experiments.sweep.run import Progress, Sweep, load_sweep, sweep
 from experiments.sweep.workers import interrupts_wait
 from simulator.plan_file import load_plan
@@ -252,12 +253,55 @@ def test_many_runs_need_a_yes(place: Place, capsys: pytest.CaptureFixture[str]) 
     assert "has 1,001 runs to make, more than 1,000; add --yes" in err
 
 
-def test_lines_that_meet_are_all_seen() -> None:
+def meeting(values: list[list[float]]) -> Axes:
+    """Return the axes of a plot with the values of each line at batches 0, 1, ..., 0 where there is no plan."""
+    batches = list(range(len(values[0])))
+    along = _along("global_batch", pd.Series(batches))
+    groups = [pd.DataFrame({"global_batch": batches, "samples_per_s": own}) for own in values]
+    for rows in groups:
+        rows["status"] = ["ok" if value else "failed" for value in rows["samples_per_s"]]
     axes = Figure().add_subplot()
-    rows = pd.DataFrame({"cluster": ["a"], "status": ["ok"], "samples_per_s": [7.0]})
-    for number in range(len(CYCLE)):
-        _draw_line(axes, rows, "cluster", {"a": 0.0}, str(number), number)
-    drawn = [line for line in axes.lines if line.get_label() in map(str, range(len(CYCLE)))]
-    assert len({line.get_marker() for line in drawn}) == len({line.get_color() for line in drawn}) == len(CYCLE)
-    sizes = [line.get_markersize() for line in drawn]
-    assert sizes == sorted(set(sizes), reverse=True) and sizes[-1] > 4
+    for number, shift in enumerate(_shifts(groups, along)):
+        _draw_line(axes, groups[number], along, str(number), number, shift)
+    _finish(axes, along, all_ran=True)
+    return axes
+
+
+def shown_at(axes: Axes) -> list[list[tuple[float, float]]]:
+    """Return where the markers of each line are seen, in points."""
+    axes.figure.draw_without_rendering()
+    return [
+        [tuple(72 / axes.figure.dpi * at) for at in line.get_transform().transform(line.get_xydata())]
+        for line in axes.lines
+    ]
+
+
+def test_markers_that_would_hide_each_other_stand_side_by_side_at_their_values() -> None:
+    axes = meeting([[7.0, 0.0], [7.01, 0.0], [7.0, 0.0]])
+    assert [line.get_ydata()[0] for line in axes.lines] == [7.0, 0.0, 7.01, 0.0, 7.0, 0.0]
+    assert [line.get_xdata()[0] for line in axes.lines] == [0.0, 1.0] * 3
+    places = [line[0] for line in shown_at(axes)]
+    for kind in (places[::2], places[1::2]):
+        assert all(after[0] - before[0] > MARKER for before, after in pairwise(kind))
+
+
+def test_markers_apart_from_each_other_stand_at_their_places() -> None:
+    axes = meeting([[7.0, 3.0], [5.0, 2.0]])
+    one, two = shown_at(axes)
+    assert [place for place, _ in one] == pytest.approx([place for place, _ in two])
+
+
+def test_all_lines_of_a_sweep_are_told_apart_and_have_room_above_them() -> None:
+    axes = meeting([[7.0, 8.0]] * len(CYCLE))
+    assert len(axes.lines) == len(CYCLE)
+    for kind in ("marker", "color", "linewidth"):
+        assert len({getattr(line, f"get_{kind}")() for line in axes.lines}) == len(CYCLE)
+    top = axes.transData.transform((0.0, 8.0))[1]
+    assert axes.bbox.y1 - top > MARKER / 2 * axes.figure.dpi / 72
+
+
+def test_clusters_of_one_preset_are_joined_in_the_order_of_their_sizes() -> None:
+    along = _along("cluster", pd.Series(["dgx:2x8", "dgx:1x4", "dgx:1x16"]))
+    assert list(along.places) == ["dgx:1x4", "dgx:2x8", "dgx:1x16"] and along.ordered
+    other = _along("cluster", pd.Series(["dgx:2x8", "hgx:1x4"]))
+    assert list(other.places) == ["dgx:2x8", "hgx:1x4"] and not other.ordered
