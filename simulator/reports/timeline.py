@@ -52,6 +52,10 @@ Color = tuple[float, float, float]
 MAX_BOXES = 20_000
 MAX_LABELS = 2_500
 MAX_ROWS = 48
+ROWS_IN, ROW_IN = 8.0, (0.16, 0.95)
+"""Height of all rows together, and the least and most of one."""
+LANE, LANE_GAP = 0.13, 0.02
+"""Height of a lane as a share of its row's, with the gap to the next."""
 DIGIT_WIDTH = 0.62
 """Of the font size, in matplotlib's default font."""
 ALIKE = 1e-6
@@ -70,15 +74,15 @@ BUSY_STYLES = {
 }
 LANE_STYLES = {
     "tensor parallel": (0, "tensor parallel", VERMILION),
-    "resharding": (0, "resharding", "#F2A97A"),
+    "resharding": (0, "resharding", "#A4123F"),
     "loss": (0, "tensor parallel", VERMILION),
     "transfer": (1, "transfer", GREEN),
-    "parameter gather": (2, "parameter gather", "#8A5A86"),
+    "parameter gather": (2, "parameter gather", "#4B3F9E"),
     "gradient sync": (2, "gradient sync", PURPLE),
     "embedding sync": (2, "gradient sync", PURPLE),
     "gradient norm": (2, "other communication", GREY),
 }
-"""Causes of communication: lane, name, colour."""
+"""Causes of communication: lane, name, colour. Of one lane none is a paler one of another."""
 
 LEGEND_COLUMNS, LEGEND_COLUMNS_WIDE = 8, 5
 LEGEND_WIDE = 20
@@ -138,10 +142,10 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     graph = result.graph
     devices = _rows_to_draw(graph)
     lanes = sorted({_lane(graph.causes[index])[0] for index in _causes_of(graph, COMMUNICATION)})
-    row_in = float(np.clip(7.0 / len(devices), 0.16, 0.62))
+    row_in = float(np.clip(ROWS_IN / len(devices), *ROW_IN))
     figure = new_figure(13.0, 1.5 + row_in * len(devices))
     axes = figure.add_subplot()
-    busy_share = 1.0 - 0.1 - 0.13 * len(lanes)
+    busy_share = 1.0 - 0.1 - LANE * len(lanes)
     column_s = (span[1] - span[0]) / NUM_COLUMNS
     boxes_per_row = max(16, max_boxes // (len(devices) * (1 + len(lanes))))
     styles: dict[tuple[str, Color], int] = {}
@@ -164,7 +168,7 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
             chosen = lane_of == lane
             moves = tasks[communicates][chosen]
             boxes = Boxes(result.schedule.start_s[moves], result.schedule.end_s[moves], lane_styles[chosen])
-            strips.append((row + busy_share + 0.02 + 0.13 * number, boxes))
+            strips.append((row + busy_share + LANE_GAP + LANE * number, boxes))
     _draw_boxes(axes, drawn, styles)
     _draw_strips(axes, strips, styles, span)
     points_per_s = 13.0 * 0.86 * 72 / (span[1] - span[0])
@@ -175,7 +179,8 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     axes.tick_params(axis="y", length=0)
     clean_axes(axes)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("time (s)", color=TEXT)
+    pale = ";  communication is the paler the less of a pixel's time it takes" if lanes else ""
+    axes.set_xlabel(f"time (s){pale}", color=TEXT)
     line = (
         f"iteration {format_s(result.iteration_time_s)},  bubble {100 * result.bubble_share:.1f} %,  "
         f"{format_rate(result.samples_per_s)} samples/s,  MFU {100 * result.mfu:.1f} %"
@@ -325,8 +330,9 @@ def _draw_strips(
     table = np.array([color for _, color in styles] or [(0.0, 0.0, 0.0)])
     for y, boxes in strips:
         if len(boxes):
-            colors = strip_colors(boxes, span, table)
-            axes.imshow(colors[np.newaxis], extent=(*span, y + 0.11, y), aspect="auto", zorder=2)
+            colors = strip_colors(boxes, span, table)[np.newaxis]
+            extent = (*span, y + LANE - LANE_GAP, y)
+            axes.imshow(colors, extent=extent, aspect="auto", interpolation="nearest", zorder=2)
 
 
 def _draw_labels(

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 NUM_COLUMNS = 2_400
 """About the picture's width in pixels: what is narrower than a column cannot be seen."""
 
+STRIP_COLUMNS = 1_200
+"""Of a lane of communication: one is wide enough to be seen by itself."""
+FAINTEST = 0.4
+"""How much of its colour communication has that takes next to nothing of a column: less cannot be seen."""
+
 
 @dataclass(frozen=True)
 class Boxes:
@@ -44,7 +49,7 @@ def thinned(boxes: Boxes, span: tuple[float, float], limit: int) -> Boxes:
     """Return the boxes, or if too many, runs of columns with what takes most of each."""
     if len(boxes) <= limit:
         return boxes
-    edges, present, share = _shares(boxes, span)
+    edges, present, share = _shares(boxes, span, NUM_COLUMNS)
     share = np.vstack((share, 1.0 - share.sum(axis=0)))
     winner = share.argmax(axis=0)
     first = np.flatnonzero(np.concatenate(([True], winner[1:] != winner[:-1])))
@@ -54,19 +59,21 @@ def thinned(boxes: Boxes, span: tuple[float, float], limit: int) -> Boxes:
 
 
 def strip_colors(boxes: Boxes, span: tuple[float, float], table: Floats) -> Floats:
-    """Return each column's colour: those of what takes it, mixed with white by how long that takes."""
-    _, present, share = _shares(boxes, span)
-    share /= np.maximum(1.0, share.sum(axis=0))
+    """Return each column's colour: those of what takes it, mixed with white the more the less of it that is."""
+    _, present, share = _shares(boxes, span, STRIP_COLUMNS)
+    taken = share.sum(axis=0)
+    strength = np.where(taken > 0, FAINTEST + (1 - FAINTEST) * np.minimum(1.0, taken), 0.0)
+    share *= strength / np.where(taken > 0, taken, 1.0)
     colors: Floats = 1.0 - share.T @ (1.0 - table[present])
     return colors
 
 
-def _shares(boxes: Boxes, span: tuple[float, float]) -> tuple[Floats, Ints, Floats]:
+def _shares(boxes: Boxes, span: tuple[float, float], num_columns: int) -> tuple[Floats, Ints, Floats]:
     """Return the edges of columns, the styles in use, and the share of each column that each style takes."""
-    edges = np.linspace(*span, NUM_COLUMNS + 1)
+    edges = np.linspace(*span, num_columns + 1)
     width = edges[1] - edges[0]
     present = np.unique(boxes.style)
-    share = np.empty((len(present), NUM_COLUMNS))
+    share = np.empty((len(present), num_columns))
     for row, style in enumerate(present):
         chosen = boxes.style == style
         end = np.maximum.accumulate(boxes.end[chosen])

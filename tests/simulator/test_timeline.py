@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from simulator.memory.usage import LiveBytes
 from simulator.reports.figures import BLUE, GREEN
 from simulator.reports.memory_plot import MEMORY_COLUMNS, _envelope
 from simulator.reports.timeline import (
+    LANE_STYLES,
     MAX_BOXES,
     NUM_COLUMNS,
+    OTHER_LANE,
     Boxes,
     _draw_labels,
     _legend,
@@ -23,6 +26,7 @@ from simulator.reports.timeline import (
     strip_colors,
     thinned,
 )
+from simulator.reports.timeline_boxes import FAINTEST
 from simulator.result import SimulationResult
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
@@ -151,14 +155,33 @@ def test_communication_is_as_pale_as_it_is_short() -> None:
     start = np.arange(10_000) * 1e-3
     boxes = Boxes(start, start + np.where(start < 5, 0.25e-3, 0.0), np.zeros(10_000, dtype=np.int32))
     colors = strip_colors(boxes, (0.0, 10.0), np.array([[1.0, 0.0, 0.2]]))
-    assert colors[:1190].mean(axis=0) == pytest.approx([1.0, 0.75, 0.8], abs=0.01)
-    assert (colors[1210:] == 1.0).all()
+    strength = FAINTEST + 0.25 * (1 - FAINTEST)
+    assert colors[:595].mean(axis=0) == pytest.approx([1.0, 1 - strength, 1 - 0.8 * strength], abs=0.01)
+    assert (colors[605:] == 1.0).all()
+
+
+def test_communication_is_seen_however_short_and_has_all_its_colour_where_nothing_else_is() -> None:
+    boxes = Boxes(np.array([0.005, 5.0]), np.array([0.00501, 6.0]), np.array([0, 1], dtype=np.int32))
+    red, green = np.array([1.0, 0.0, 0.2]), np.array([0.0, 1.0, 0.2])
+    colors = strip_colors(boxes, (0.0, 10.0), np.array([red, green]))
+    assert colors[0] == pytest.approx(1 - FAINTEST * (1 - red), abs=0.01)
+    assert (colors[1:600] == 1.0).all() and (colors[721:] == 1.0).all()  # nothing is drawn longer than it takes
+    assert colors[601:719] == pytest.approx(np.tile(green, (118, 1)))
+
+
+def test_communication_of_one_lane_is_told_apart_however_pale() -> None:
+    """Towards white, colours keep their direction: one that another has, too, would pass for a paler one of it."""
+    for lane in (0, 1, 2):
+        colors = {color for number, _, color in (*LANE_STYLES.values(), OTHER_LANE) if number == lane}
+        directions = [1 - np.array(_lighten(color, 0.0)) for color in colors]
+        for one, two in combinations(directions, 2):
+            assert one @ two < 0.97 * np.linalg.norm(one) * np.linalg.norm(two)
 
 
 def test_a_transfer_that_goes_on_beside_a_shorter_one_is_drawn_to_its_end() -> None:
     boxes = Boxes(np.array([0.0, 1.0, 8.0]), np.array([6.0, 2.0, 9.0]), np.zeros(3, dtype=np.int32))
     colors = strip_colors(boxes, (0.0, 10.0), np.zeros((1, 3)))
-    assert colors[[120, 360, 1200, 1680, 2040], 0] == pytest.approx([0.0, 0.0, 0.0, 1.0, 0.0])
+    assert colors[[60, 180, 600, 840, 1020], 0] == pytest.approx([0.0, 0.0, 0.0, 1.0, 0.0])
 
 
 def test_the_legend_has_the_paler_boxes_of_later_chunks() -> None:
