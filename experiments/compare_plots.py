@@ -70,7 +70,9 @@ def _draw_speed(axes: Axes, place: int, row: Mapping[str, Any], fastest: float, 
     value = row["samples_per_s"]
     color = (BEST if value == fastest else REST) if fits else "white"
     axes.barh(place, value, height=0.62, color=color, edgecolor=TOO_MUCH if not fits else color, hatch=None)
-    label = f"{three_digits(value)}/s   {format_s(row['iteration_time_s'])}   MFU {row['mfu']:.0%}"
+    label = f"{three_digits(value)}/s   {format_s(row['iteration_time_s'])}"
+    if row["mfu"] is not None and not math.isnan(row["mfu"]):
+        label += f"   MFU {row['mfu']:.0%}"
     if not fits:
         label = f"out of memory (else {three_digits(value)}/s)"
     bold = "bold" if fits and value == fastest else "normal"

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from math import floor, log10
+from math import floor, isnan, log10
 from os.path import realpath
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -275,6 +275,15 @@ def short_number(value: float) -> str:
     ('11,409.37', '6.18', '0.00561')
     """
     return f"{value:,.2f}" if abs(value) >= 1 or value == 0 else f"{value:.{2 - floor(log10(abs(value)))}f}"
+
+
+def share_cell(share: float | None) -> str:
+    """Return a share as a cell of a table, a dash where it is missing.
+
+    >>> share_cell(0.2931), share_cell(None), share_cell(float("nan"))
+    ('29.3%', '-', '-')
+    """
+    return "-" if share is None or isnan(share) else f"{share:.1%}"
 
 
 def print_lines(text: str) -> None:

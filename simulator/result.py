@@ -34,7 +34,8 @@ class SimulationResult:
         global_batch: Samples per iteration.
         tokens_per_sample: Tokens (or patches) of one sample.
         num_devices: Devices in use.
-        model_flop: Matmul FLOP of forward and backward of one iteration, nothing recomputed.
+        model_flop: Matmul FLOP of forward and backward of one iteration, nothing recomputed; 0 where they are not
+            known, as those of a layer profile.
         hardware_flop: The same with what is recomputed.
         peak_flop_per_s: Sum over the devices in use.
         memory: One entry per representative device.
@@ -101,14 +102,17 @@ class SimulationResult:
         return self.samples_per_s * self.tokens_per_sample / self.num_devices
 
     @property
-    def mfu(self) -> float:
-        """Model FLOP utilisation: model FLOP per second as a share of the peak."""
-        return self.model_flop / self.iteration_time_s / self.peak_flop_per_s
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: model FLOP per second as a share of the peak; None where they are not known."""
+        return self._utilisation(self.model_flop)
 
     @property
-    def hfu(self) -> float:
+    def hfu(self) -> float | None:
         """Hardware FLOP utilisation: as ``mfu``, recomputation counted."""
-        return self.hardware_flop / self.iteration_time_s / self.peak_flop_per_s
+        return self._utilisation(self.hardware_flop)
+
+    def _utilisation(self, flop: float) -> float | None:
+        return flop / self.iteration_time_s / self.peak_flop_per_s if self.model_flop > 0 else None
 
     @property
     def fits(self) -> bool:
@@ -191,7 +195,7 @@ class SimulationResult:
             f"throughput      {format_rate(self.samples_per_s)} samples/s"
             f"{f', {self.tokens_per_s_per_device:,.0f} tokens/s per GPU' if self.tokens_per_sample else ''} "
             f"({self.num_devices} GPU{'' if self.num_devices == 1 else 's'})",
-            f"MFU             {100 * self.mfu:.1f} % ({100 * self.hfu:.1f} % with recomputation)",
+            f"MFU             {self._mfu_words()}",
             *(f"{label:<16}{text}" for label, text in self._memory_lines()),
             f"bubble          {100 * self.bubble_share:.1f} % of device time",
         ]
@@ -203,6 +207,11 @@ class SimulationResult:
         if off := _switched_off(self.fidelity):
             lines.append(f"without         {', '.join(off)}")
         return "\n".join(lines)
+
+    def _mfu_words(self) -> str:
+        if self.mfu is None or self.hfu is None:
+            return "unknown: the model has times, no FLOPs"
+        return f"{100 * self.mfu:.1f} % ({100 * self.hfu:.1f} % with recomputation)"
 
     def _memory_lines(self) -> list[tuple[str, str]]:
         device = self.peak_device

@@ -27,6 +27,7 @@ from experiments.console import (
     print_lines,
     print_table,
     problem_spec,
+    share_cell,
     short_number,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
@@ -134,7 +135,7 @@ def _cells(row: dict[Any, Any]) -> tuple[str, ...]:
         short_number(row["iteration_time_s"]),
         short_number(row["samples_per_s"]),
         f"{row['tokens_per_s_per_device']:,.0f}" if row["tokens_per_s_per_device"] else "-",
-        f"{row['mfu']:.1%}",
+        share_cell(row["mfu"]),
         f"{row['peak_reserved_bytes'] / 2**30:.1f}/{row['capacity_bytes'] / 2**30:.1f}",
         search_s,
         words,

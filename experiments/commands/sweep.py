@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.console import AsJson, console, messages, print_lines, print_table, short_number
+from experiments.console import AsJson, console, messages, print_lines, print_table, share_cell, short_number
 from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _cells(row: dict[Any, Any], inputs: list[str]) -> tuple[str, ...]:
         *shown,
         short_number(row["iteration_time_s"]),
         short_number(row["samples_per_s"]),
-        f"{row['mfu']:.1%}",
+        share_cell(row["mfu"]),
         f"{row['peak_reserved_bytes'] / 2**30:.1f}/{row['capacity_bytes'] / 2**30:.1f}",
         words if row["status"] == "ok" else f"OUT OF MEMORY: {words}",
     )

@@ -183,8 +183,10 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     axes.set_xlabel(f"time (s){pale}", color=TEXT)
     line = (
         f"iteration {format_s(result.iteration_time_s)},  bubble {100 * result.bubble_share:.1f} %,  "
-        f"{format_rate(result.samples_per_s)} samples/s,  MFU {100 * result.mfu:.1f} %"
+        f"{format_rate(result.samples_per_s)} samples/s"
     )
+    if result.mfu is not None:
+        line += f",  MFU {100 * result.mfu:.1f} %"
     if not result.fits:
         line += ",  OUT OF MEMORY"
     if len(devices) < graph.num_devices:

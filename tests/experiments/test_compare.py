@@ -246,6 +246,10 @@ def test_rates_beside_the_bars_have_as_many_digits(
     compare_plots.plot_throughput(rates, tmp_path / "x.png", title="")
     words = [text.get_text() for text in drawn[0].axes[0].texts]
     assert [word.split()[0] for word in words if "MFU" in word] == ["56.0/s", "55.5/s"]
+    compare_plots.plot_throughput(rates.assign(mfu=None), tmp_path / "x.png", title="")  # of a layer profile
+    words = [text.get_text() for text in drawn[1].axes[0].texts]
+    assert [word.split()[0] for word in words if "/s " in word] == ["56.0/s", "55.5/s"]
+    assert not any("MFU" in word for word in words)
 
 
 def test_a_searcher_named_twice_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.simulator.results import pipeline_result
+from tests.simulator.test_timeline import line_of
 from workloads.registry import build_workload
 
 
@@ -38,6 +41,26 @@ def test_flop_are_megatrons_closed_form_whatever_computes_the_attention(attentio
     again = of_layers / 3 if recompute == "full" else 0.0
     assert result.hardware_flop == pytest.approx(of_layers + of_head + again, rel=1e-9)
     assert result.mfu == pytest.approx(result.model_flop / result.iteration_time_s / (2 * 312e12), rel=1e-9)
+
+
+def test_utilisation_of_a_model_without_flop_is_unknown_not_zero(tmp_path: Path) -> None:
+    path = tmp_path / "two_b4.csv"
+    path.write_text(
+        "node,layer,fw_ms,bw_ms,output_activation_bytes,param_bytes,preds\n"
+        "a,one,1,2,80,400,\nb,two,3,4,160,800,a\n"
+    )
+    problem = Problem(
+        workload=build_workload(str(path)),
+        hardware=HardwareModel.from_name("a100-80g-dgx:1x2"),
+        runtime=load_runtime("megatron-lm-2021"),
+        global_batch=8,
+    )
+    result = simulate(uniform_plan(problem, pp=2), problem)
+    assert result.mfu is None and result.hfu is None
+    summary = json.loads(json.dumps(result.summary()))
+    assert summary["mfu"] is None and summary["hfu"] is None
+    assert "MFU             unknown: the model has times, no FLOPs" in result.describe().splitlines()
+    assert "MFU" not in line_of(result) and "MFU" in line_of(pipeline_result())
 
 
 def test_peaks_are_those_of_the_fullest_device_whichever_it_is() -> None:
