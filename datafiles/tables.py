@@ -11,6 +11,7 @@ from typing import Any
 from datafiles.content import read_text
 from datafiles.errors import DataFileError
 from datafiles.values import MAX_BYTES, MAX_VALUES, resolve_scalar, short
+from datafiles.words import counted
 
 
 def load_table(
@@ -65,7 +66,7 @@ def load_table(
             if len(cells) != len(header):
                 raise DataFileError(
                     source,
-                    f"a row must have the header's {len(header)} cells, got {len(cells)}",
+                    f"a row must have the header's {counted(len(header), 'cell')}, got {len(cells)}",
                     line=line_number,
                 )
             row: dict[str, Any] = dict(zip(header, cells, strict=True))

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datafiles.words import counted
 from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
 from simulator.reports.figures import CYCLE
 
@@ -96,14 +97,15 @@ def percent(value: float | None, digits: int = 1) -> str:
 def headline(result: CampaignResult) -> str:
     """Return the campaign's figures in one line."""
     summary = result.summary()
+    rounds = counted(summary["rounds"], "round")
     if summary["plans"] == 1:
-        text = f"{summary['rounds']} rounds: iteration time off by {percent(summary['bias'])}"
+        text = f"{rounds}: iteration time off by {percent(summary['bias'])}"
     else:
         words = ("median", "mean", "worst")
         errors = ", ".join(f"{percent(summary[f'{word}_absolute_error'])} ({word})" for word in words)
         text = (
-            f"{summary['plans']} plans, {summary['rounds']} rounds: iteration time off by {errors}, bias "
-            f"{percent(summary['bias'])}; {summary['ranked_right']} of {summary['ranked_pairs']} pairs ranked right"
+            f"{summary['plans']} plans, {rounds}: iteration time off by {errors}, bias {percent(summary['bias'])}; "
+            f"{summary['ranked_right']} of {counted(summary['ranked_pairs'], 'pair')} ranked right"
         )
     if result.campaign.device == "cpu":
         text += f"; passes took {summary['disturbance']:.2f} times their processor time"
@@ -146,10 +148,10 @@ def summary_text(result: CampaignResult) -> str:
     for unit, calibration in result.calibrations.items():
         profile = calibration.profile
         lines.append(
-            f"- {unit}: {len(profile.operators.rows)} rows; operators x {profile.operator_factor:.3f} in a pipeline, "
-            f"{1e3 * profile.pass_overhead_s:+.2f} ms per pass, {1e3 * calibration.collective_overhead_s:.2f} ms per "
-            f"collective, {percent(calibration.company_cost)} of an operator's time due to company. "
-            f"Fitted on: {profile.fitted_on}."
+            f"- {unit}: {counted(len(profile.operators.rows), 'row')}; operators x {profile.operator_factor:.3f} in a "
+            f"pipeline, {1e3 * profile.pass_overhead_s:+.2f} ms per pass, "
+            f"{1e3 * calibration.collective_overhead_s:.2f} ms per collective, {percent(calibration.company_cost)} of "
+            f"an operator's time due to company. Fitted on: {profile.fitted_on}."
         )
     for kind, (computation, communication) in result.overlap.items():
         lines.append(f"- While both run, computation is {computation:.2f} and {kind} {communication:.2f} times slower.")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datafiles.words import counted
 from experiments.compare_files import ComparisonFolder
 from experiments.interrupts import one_interrupt
 from experiments.judged import first_that_fits
@@ -225,4 +226,4 @@ def _without_plan(name: str, error: ValueError, started_s: float) -> _Judged:
 
 def _title(problem: Problem) -> str:
     cluster = problem.hardware.cluster.name
-    return f"{problem.workload.name} on {cluster}, {problem.global_batch} samples per iteration"
+    return f"{problem.workload.name} on {cluster}, {counted(problem.global_batch, 'sample')} per iteration"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datafiles.words import counted
 from datafiles.writer import write_bytes_atomically
 from simulator.reports.figures import log_ticks
 from simulator.result import format_s
@@ -127,7 +128,8 @@ def plot_convergence(
         )
         axes.step(times_ms, best, where="post", color=color, linewidth=2.4)
         axes.plot(times_ms[-1], best[-1], "o", color=color, markersize=6)
-        labels.append((best[-1], f"{searcher}  {three_digits(best[-1])} s, {evaluations_words(entries[-1][1])}", color))
+        evaluations = counted(entries[-1][1], "evaluation")
+        labels.append((best[-1], f"{searcher}  {three_digits(best[-1])} s, {evaluations}", color))
     axes.set_xscale("log")
     axes.set_xlabel("search time, ms")
     judge = "simulated" if objective == "simulator" else "each searcher's own estimate"
@@ -192,15 +194,6 @@ def three_digits(value: float) -> str:
         return f"{value:.2f}"
     decimals = 2 - math.floor(math.log10(abs(float(f"{value:.2e}"))))
     return f"{value:,.{max(0, decimals)}f}"
-
-
-def evaluations_words(count: int) -> str:
-    """Return how many evaluations, in words.
-
-    >>> evaluations_words(1), evaluations_words(1200)
-    ('1 evaluation', '1,200 evaluations')
-    """
-    return f"{count:,} evaluation{'' if count == 1 else 's'}"
 
 
 def _shorten(text: str, limit: int) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from datafiles.words import counted
 from experiments.console import messages
 
 LOG_EVERY_S = 30.0
@@ -47,7 +48,7 @@ def steps_progress(title: str) -> Iterator[Callable[[str], None]]:
 def simulation_progress(title: str) -> Iterator[Callable[[int], None]]:
     """Show the number of simulated tasks while the block runs; yields a function that takes it."""
     with steps_progress(title) as say:
-        yield lambda num_tasks: say(f"{num_tasks:,} tasks done")
+        yield lambda num_tasks: say(f"{counted(num_tasks, 'task')} done")
 
 
 @contextmanager
@@ -100,4 +101,4 @@ _STATES = {"kept": "kept from an earlier call", LATE: "past its budget, Ctrl-C e
 
 def _state(state: str, num_tasks: int | None) -> str:
     words = _STATES.get(state, state)
-    return words if num_tasks is None else f"{words}, {num_tasks:,} tasks done"
+    return words if num_tasks is None else f"{words}, {counted(num_tasks, 'task')} done"

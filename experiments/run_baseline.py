@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from datafiles.tables import load_table
+from datafiles.words import counted
 
 ERROR = "time_error"
 TOLERANCE = 0.002
@@ -51,7 +52,7 @@ def worse(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
     grown = sorted(before, key=lambda run: abs(before[run]) - abs(after[run]))[:SHOWN]
     moved = [f"{run} {before[run]:+.1%} -> {after[run]:+.1%}" for run in grown if abs(after[run]) > abs(before[run])]
     return [
-        f"mean absolute error of {len(before)} runs {means[0]:.1%} in the baseline, {means[1]:.1%} now",
+        f"mean absolute error of {counted(len(before), 'run')} {means[0]:.1%} in the baseline, {means[1]:.1%} now",
         f"moved most: {', '.join(moved)}",
     ]
 

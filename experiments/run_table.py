@@ -21,6 +21,7 @@ from typing import Any
 from datafiles.schema import validated
 from datafiles.tables import load_table
 from datafiles.values import resolve_scalar
+from datafiles.words import counted
 from experiments.cases.case import Case, Measured, cluster_string, hardware
 from experiments.run_rates import METRICS, iteration_s, published_flop
 from hardware_models.calibrated import Calibration
@@ -166,7 +167,7 @@ def other_dtypes(cases: Iterable[Case]) -> list[str]:
         if said != own:
             found[text, own] = found.get((text, own), 0) + 1
     return [
-        f"{count} row{'s' if count > 1 else ''} of dtype {text}: simulated in {own}, as their runtime trains"
+        f"{counted(count, 'row')} of dtype {text}: simulated in {own}, as their runtime trains"
         for (text, own), count in found.items()
     ]
 

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from datafiles.words import counted
 from datafiles.writer import write_bytes_atomically
 from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy, decision_trees
 
@@ -35,7 +36,7 @@ def draw_trees(num_devices: int) -> Figure:
             place.set_axis_off()
             if column < len(found):
                 draw_tree(place, found[column])
-        axes[row][0].set_title(f"{degree} stage{'s' if degree > 1 else ''}", loc="left", fontsize=9)
+        axes[row][0].set_title(counted(degree, "stage"), loc="left", fontsize=9)
     total = 2 * sum(map(len, rows.values()))
     words = f"{num_devices} devices: {total} strategies, half of them with activation checkpointing"
     figure.suptitle(words, fontsize=10)

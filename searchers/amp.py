@@ -13,6 +13,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.words import counted
 from searchers.amp_cuts import best_cuts
 from searchers.base import CandidateSearcher, Ledger, check_least
 from searchers.layers import LayerTables, blocks
@@ -64,7 +65,9 @@ class Amp(CandidateSearcher):
             for dp in divisors(devices // tp):
                 pp = devices // (tp * dp)
                 if pp > layers:
-                    ledger.refuse(f"pp must be at most the {layers} layers of {problem.workload.name}, got {pp}")
+                    ledger.refuse(
+                        f"pp must be at most the {counted(layers, 'layer')} of {problem.workload.name}, got {pp}"
+                    )
                     continue
                 if problem.global_batch % dp:
                     ledger.refuse(f"global_batch must be a multiple of dp, got {problem.global_batch} with dp={dp}")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 _DURATION = re.compile(r"(?P<number>[0-9]{1,12}(?:\.[0-9]{1,12})?)(?P<unit>ms|s|min|m|h)")
-_EVALUATIONS = re.compile(r"(?P<number>[0-9]{1,18})(?:e|evals?|evaluations)?")
+_EVALUATIONS = re.compile(r"(?P<number>[0-9]{1,18})(?:e|evals?|evaluations?)?")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -57,7 +57,7 @@ class Budget:
         if self.seconds is not None:
             limits.append(f"{self.seconds:g} s")
         if self.evaluations is not None:
-            limits.append(f"{self.evaluations} evaluations")
+            limits.append(f"{self.evaluations} evaluation{'' if self.evaluations == 1 else 's'}")  # as `parse` has it
         return " or ".join(limits) or "no limit"
 
     def start(self) -> BudgetClock:

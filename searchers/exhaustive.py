@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from datafiles.words import counted
 from searchers.base import CandidateSearcher, Ledger, check_least
 from searchers.scores import Objective
 from searchers.space import LayerSpace
@@ -48,7 +49,7 @@ class Exhaustive(CandidateSearcher):
         """
         space = LayerSpace(problem, max_microbatch=self.max_microbatch)
         if space.size_bound > self.max_plans:
-            size = f"{len(problem.workload.layers)} layers, {problem.num_devices} devices"
+            size = f"{counted(len(problem.workload.layers), 'layer')}, {counted(problem.num_devices, 'device')}"
             raise ValueError(
                 f"exhaustive search must have at most {self.max_plans:,} plans, this problem has up to "
                 f"{_rounded(space.size_bound)} ({size}, batch {problem.global_batch}); take another "

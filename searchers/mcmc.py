@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.words import counted
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.searcher import CAPACITY_STEPS
@@ -81,7 +82,10 @@ class FlexFlowMcmc(Searcher):
             raise ValueError(f"one stage over all devices needs nodes of one kind and size, got {cluster.name}")
         intra = IntraOp(cost_tables(problem), mesh, microbatch, count, IntraOpOptions(recompute=False, free_axes=True))
         if not all(intra.strategies(index) for index in range(len(problem.workload))):
-            ledger.refuse(f"a microbatch of {microbatch} samples cannot be split over {mesh.num_devices} devices")
+            ledger.refuse(
+                f"a microbatch of {counted(microbatch, 'sample')} cannot be split over "
+                f"{counted(mesh.num_devices, 'device')}"
+            )
             return
         graph = intra.graph(0, len(problem.workload))
         capacity = min(problem.capacity_bytes(device) for device in range(problem.num_devices))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from datafiles.words import counted
 from hardware_models.collective_table import TRANSFERS
 from hardware_models.group_shapes import full_nodes, groups_at_once
 from hardware_models.model import HardwareModel
@@ -65,8 +66,9 @@ def _operators(problem: Problem, shipped: HardwareModel, file: str) -> Iterator[
         seconds = row.forward_s + row.backward_s
         if not seconds > 0:
             raise ValueError(
-                f"{file}: times of operators with work must be above 0 s, got 0 for {row.role} with {row.samples} "
-                f"samples on {row.tensor_size} tensor-parallel ranks; measure it, or remove the row"
+                f"{file}: times of operators with work must be above 0 s, got 0 for {row.role} with "
+                f"{counted(row.samples, 'sample')} on {counted(row.tensor_size, 'tensor-parallel rank')}; "
+                "measure it, or remove the row"
             )
         if row.tensor_size == lowest:
             yield seconds / sum(

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
+from datafiles.words import counted
 from datafiles.writer import write_mapping
 from simulator.plan import Axis, Plan, Sharding, Stage, plan_to_mapping
 from simulator.problem import MAX_BATCH, Problem, ProblemSpec
@@ -123,7 +124,7 @@ def _to_plan(model: _Plan, source: str) -> Plan:
         if declared != coded:
             raise DataFileError(
                 source,
-                f"stages.{position}.shardings: counts must add up to the stage's {declared} operators "
+                f"stages.{position}.shardings: counts must add up to the stage's {counted(declared, 'operator')} "
                 f"(operators: {[list(bounds) for bounds in stage.operators]}), got {coded}",
             )
         stages.append(

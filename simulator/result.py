@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datafiles.words import counted
 from simulator.fidelity import Fidelity
 from simulator.memory.usage import DeviceMemory, LiveBytes
 from simulator.reports.breakdown import breakdown_rows, bubble_share, members_text
@@ -194,7 +195,7 @@ class SimulationResult:
             f"iteration time  {format_s(self.iteration_time_s)}",
             f"throughput      {format_rate(self.samples_per_s)} samples/s"
             f"{f', {self.tokens_per_s_per_device:,.0f} tokens/s per GPU' if self.tokens_per_sample else ''} "
-            f"({self.num_devices} GPU{'' if self.num_devices == 1 else 's'})",
+            f"({counted(self.num_devices, 'GPU')})",
             f"MFU             {self._mfu_words()}",
             *(f"{label:<16}{text}" for label, text in self._memory_lines()),
             f"bubble          {100 * self.bubble_share:.1f} % of device time",
@@ -229,7 +230,6 @@ class SimulationResult:
         members = self.graph.device_members[device.device]
         stage = int(self.graph.device_stage[device.device])
         failed = sum(len(self.graph.device_members[memory.device]) for memory in self.memory if not memory.fits)
-        gpus = "GPU" if self.num_devices == 1 else "GPUs"
         request = (
             f"; {format_bytes(device.failed_request_bytes)} could not be allocated"
             if device.failed_request_bytes is not None
@@ -238,7 +238,7 @@ class SimulationResult:
         return [
             (
                 "memory",
-                f"OUT OF MEMORY on {failed} of {self.num_devices} {gpus}, first of all stage {stage} "
+                f"OUT OF MEMORY on {failed} of {counted(self.num_devices, 'GPU')}, first of all stage {stage} "
                 f"(GPU {members_text(members)})",
             ),
             (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+from datafiles.words import counted
 from simulator.divisors import largest_divisor
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
@@ -62,8 +63,8 @@ def uniform_plan(
     devices = tp * pp * dp
     if devices > problem.num_devices:
         raise ValueError(
-            f"tp * pp * dp must be at most the cluster's {problem.num_devices} devices, got {tp} * {pp} * {dp} = "
-            f"{devices}; use smaller degrees or a larger cluster than {problem.hardware.cluster.name}"
+            f"tp * pp * dp must be at most the cluster's {counted(problem.num_devices, 'device')}, got {tp} * {pp} * "
+            f"{dp} = {devices}; use smaller degrees or a larger cluster than {problem.hardware.cluster.name}"
         )
     count, left = divmod(problem.global_batch, microbatch * dp)
     if smaller_last and count == 0:
@@ -149,7 +150,8 @@ def even_layer_cuts(workload: Workload, num_stages: int) -> list[tuple[int, int]
     layers = repeated_layers(workload)
     if num_stages > len(layers):
         raise ValueError(
-            f"pp * chunks must be at most the {len(layers)} repeated layers of {workload.name}, got {num_stages}"
+            f"pp * chunks must be at most the {counted(len(layers), 'repeated layer')} of {workload.name}, got "
+            f"{num_stages}"
         )
     base, extra = divmod(len(layers), num_stages)
     order = sorted(range(num_stages), key=lambda stage: (stage in (0, num_stages - 1), -stage))

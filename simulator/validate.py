@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from datafiles.words import counted
 from simulator.divisors import largest_divisor
 from simulator.lowering.mesh import batch_degree
 from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, Plan, Stage, resolve
@@ -124,7 +125,7 @@ def _check_coverage(plan: Plan, problem: Problem, problems: list[str]) -> None:
             if not 0 <= start < stop <= count:
                 problems.append(
                     f"stages.{position}.operators: a range must satisfy 0 <= start < stop <= {count} "
-                    f"({problem.workload.name} has {count} operators), got [{start}, {stop}]"
+                    f"({problem.workload.name} has {counted(count, 'operator')}), got [{start}, {stop}]"
                 )
                 return
             for index in range(start, stop):
@@ -198,8 +199,8 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
     counts = [count for count, _ in stage.shardings]
     if any(count < 1 for count in counts) or sum(counts) != stage.num_operators():
         problems.append(
-            f"{place}: counts must be at least 1 and add up to the stage's {stage.num_operators()} operators, "
-            f"got {sum(counts)}"
+            f"{place}: counts must be at least 1 and add up to the stage's "
+            f"{counted(stage.num_operators(), 'operator')}, got {sum(counts)}"
         )
         return
     checked: set[object] = set()
@@ -217,7 +218,7 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
         size = prod(axis.size for axis in sharding)
         if size != len(stage.devices):
             problems.append(
-                f"{where}: axis sizes must multiply to the stage's {len(stage.devices)} devices, got "
+                f"{where}: axis sizes must multiply to the stage's {counted(len(stage.devices), 'device')}, got "
                 f"{' * '.join(str(axis.size) for axis in sharding) or '1'} = {size}"
             )
             continue

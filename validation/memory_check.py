@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import track
 
+from datafiles.words import counted
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
@@ -232,7 +233,10 @@ def main() -> None:
     worst = max(rows, key=lambda row: abs(row.error))
     mean = sum(abs(row.error) for row in rows) / len(rows)
     print(table(rows))
-    print(f"{len(checks)} plans, {len(rows)} devices: mean absolute error {100 * mean:.2f} %, ", end="")
+    print(
+        f"{counted(len(checks), 'plan')}, {counted(len(rows), 'device')}: mean absolute error {100 * mean:.2f} %, ",
+        end="",
+    )
     print(f"worst {100 * worst.error:+.2f} % ({worst.check}, device {worst.device})")
     worst = max(rows, key=lambda row: abs(row.reserved_error))
     mean = sum(abs(row.reserved_error) for row in rows) / len(rows)

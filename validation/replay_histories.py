@@ -18,6 +18,7 @@ from rich.progress import track
 
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
+from datafiles.words import counted
 from simulator.memory.allocator import UNLIMITED_BYTES
 
 MAX_BYTES = 256 << 20
@@ -56,10 +57,10 @@ def main() -> None:
         print(f"{name}: {recorded / 2**30:.2f} GiB recorded, {own / 2**30:.2f} replayed, {own / recorded - 1:+.1%}")
     errors = np.array([own / recorded - 1 for _, recorded, own in found])
     print(
-        f"{len(found)} histories, {len(paths) - len(found)} without their beginning left out: reserved peaks "
-        f"{np.abs(errors).mean():.1%} off ({errors.min():+.1%} to {errors.max():+.1%})"
+        f"{counted(len(found), 'history', 'histories')}, {len(paths) - len(found)} without their beginning left out: "
+        f"reserved peaks {np.abs(errors).mean():.1%} off ({errors.min():+.1%} to {errors.max():+.1%})"
         if found
-        else f"none of {len(paths)} histories has its beginning"
+        else f"none of {counted(len(paths), 'history', 'histories')} has its beginning"
     )
 
 

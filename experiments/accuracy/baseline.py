@@ -12,6 +12,7 @@ from pydantic import Field
 
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
+from datafiles.words import counted
 from datafiles.writer import dump_json, write_text_atomically
 from experiments.accuracy.groups import Group
 from experiments.accuracy.groups import groups as known_groups
@@ -133,7 +134,9 @@ def findings(
 def _worsened(group: Group, accepted: GroupBaseline, current: GroupBaseline) -> list[str]:
     messages = []
     if current.num_run < accepted.num_run:
-        messages.append(f"{current.num_run} cases ran, {accepted.num_run} did when the baseline was accepted")
+        messages.append(
+            f"{counted(current.num_run, 'case')} ran, {accepted.num_run} did when the baseline was accepted"
+        )
     for word, before, now in (
         ("time", accepted.time_mean_absolute, current.time_mean_absolute),
         ("memory", accepted.memory_mean_absolute, current.memory_mean_absolute),
@@ -160,7 +163,8 @@ def _worsened(group: Group, accepted: GroupBaseline, current: GroupBaseline) -> 
             messages.append(f"{word} {_percent(now)}, accepted {_percent(before)}")
     if current.num_wrong_fits > accepted.num_wrong_fits:
         messages.append(
-            f"{current.num_wrong_fits} cases predicted to fit that did not, accepted {accepted.num_wrong_fits}"
+            f"{counted(current.num_wrong_fits, 'case')} predicted to fit that did not, accepted "
+            f"{accepted.num_wrong_fits}"
         )
     return messages
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from datafiles.words import counted
 from datafiles.writer import write_text_atomically
 from experiments.accuracy.baseline import load_baseline
 from experiments.accuracy.errors import DISTINGUISHABLE
@@ -82,7 +83,8 @@ def write_docs(reports: Sequence[GroupReport], outcomes: Sequence[Outcome], path
         group = known_groups()[report.name]
         lines += [f"## {group.title.strip()}", "", f"{group.note[0].upper()}{group.note[1:]}."]
         if report.reasons:
-            lines.append(f"Skipped: {report.num_skipped or 'all'} rows ({'; '.join(report.reasons)}).")
+            skipped = counted(report.num_skipped, "row") if report.num_skipped else "all rows"
+            lines.append(f"Skipped: {skipped} ({'; '.join(report.reasons)}).")
         lines.append("")
         if plot_group(report, outcomes, pictures / f"{report.name}.png"):
             lines += [f"![predicted against measured]({pictures.name}/{report.name}.png)", ""]
@@ -148,7 +150,7 @@ def _cells(report: GroupReport, group: Group) -> list[str]:
         f"{100 * time.worst[1]:+.1f} % ({time.worst[0]})" if time else "",
         f"{percent(report.memory.mean_absolute)} ({100 * report.memory.bias:+.1f} %)" if report.memory else "",
         f"{report.num_fits_right} of {report.num_fits_asked}" if report.num_fits_asked else "",
-        f"{report.rank.correlation:.3f} of {report.rank.num_pairs} pairs" if report.rank else "",
+        f"{report.rank.correlation:.3f} of {counted(report.rank.num_pairs, 'pair')}" if report.rank else "",
     ]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from datafiles.words import counted
 from datafiles.writer import write_bytes_atomically
 from experiments.accuracy.errors import ErrorReport
 from experiments.accuracy.groups import groups as known_groups
@@ -94,8 +95,8 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
     if feature:
         axes.legend(frameon=False, loc="upper left", fontsize=9)
     axes.set_title(
-        f"{title}\n{errors.num_cases} runs, mean absolute error {100 * errors.mean_absolute:.1f} %, "
-        f"bias {100 * errors.bias:+.1f} % (band: 10 %)",
+        f"{title}\n{counted(errors.num_cases, 'run')}, mean absolute error {100 * errors.mean_absolute:.1f} %, bias "
+        f"{100 * errors.bias:+.1f} % (band: 10 %)",
         loc="left",
         fontsize=10.5,
         color=INK,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import isclose
 from typing import NamedTuple
 
+from datafiles.words import counted
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile, ProfileRow
 from simulator.costs import CostTables
@@ -90,14 +91,16 @@ def profile_of(
                 if row.parameter_bytes != bytes_before:
                     raise ValueError(
                         f"layers must be alike in all plans, got {row.role} with {bytes_before:,.0f} and "
-                        f"{row.parameter_bytes:,.0f} bytes of parameters on {row.tensor_size} tensor-parallel ranks; "
+                        f"{row.parameter_bytes:,.0f} bytes of parameters on "
+                        f"{counted(row.tensor_size, 'tensor-parallel rank')}; "
                         f"{problem.workload.name} needs a profile of its own"
                     )
                 if not _alike(row, modelled.setdefault(key, row)):
                     raise ValueError(
                         f"operators of one role must be alike, got {row.role} of {row.forward_s:.4g} and "
-                        f"{modelled[key].forward_s:.4g} s forward with {row.samples} samples on {row.tensor_size} "
-                        f"tensor-parallel ranks; {problem.workload.name} needs a profile of its own, or has none"
+                        f"{modelled[key].forward_s:.4g} s forward with {counted(row.samples, 'sample')} on "
+                        f"{counted(row.tensor_size, 'tensor-parallel rank')}; "
+                        f"{problem.workload.name} needs a profile of its own, or has none"
                     )
                 found.setdefault(
                     key,

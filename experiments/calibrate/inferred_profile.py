@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.words import counted
 from experiments.calibrate.inferred_parts import AFTER, BEFORE, LAYER, Factors, Part, corrected, parts_of
 from experiments.calibrate.inferred_ridge import Prior, Sums, choose
 from experiments.calibrate.measured_run import MeasuredRun
@@ -103,8 +104,9 @@ def infer(runs: Sequence[LayersRun], priors: Iterable[Prior], wanted: Iterable[P
             ratio = float(np.median([run.seconds / run.predicted_s({}) for run in runs]))
             raise ValueError(
                 f"factors must be above 0, got {factors[worst]:.3g} for what is {WORDS[worst.block]} the layers, "
-                f"{worst.samples} samples on {worst.tensor_size} tensor-parallel ranks; the runs take {ratio:.2f} of "
-                "what the model says in the median: check the measured times, and the GPU type and runtime of the plans"
+                f"{counted(worst.samples, 'sample')} on {counted(worst.tensor_size, 'tensor-parallel rank')}; the runs "
+                f"take {ratio:.2f} of what the model says in the median: check the measured times, and the GPU type "
+                "and runtime of the plans"
             )
         deviations = np.array([factors[part] - 1 for part in sums.parts])
         summed = sums.shares @ deviations - sums.residuals

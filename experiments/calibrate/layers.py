@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
+from datafiles.words import counted
 from hardware_models.calibrated import FitRecord
 from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import fit_series
@@ -66,7 +67,8 @@ def calibrate_layers(
     for time in times:
         if time.layer_type >= len(kinds):
             raise ValueError(
-                f"the files have layers of kind {time.layer_type}, {model} has {len(kinds)} kinds; name another model"
+                f"the files have layers of kind {time.layer_type}, {model} has {counted(len(kinds), 'kind')}; name "
+                "another model"
             )
         if time.samples not in tables:
             tables[time.samples] = costs.table((), time.samples, problem.gpu_types[0])
@@ -74,7 +76,7 @@ def calibrate_layers(
         modelled = sum(float(tables[time.samples].forward_s[index]) for index in members)
         what = f"layer kind {time.layer_type}" if time.layer_type >= 0 else "outside layers"
         if time.seconds <= 0:
-            impossible.append(f"{what} at {time.samples} samples")
+            impossible.append(f"{what} at {counted(time.samples, 'sample')}")
         if time.seconds <= 0 or modelled <= 0:
             continue
         points.append(Point(what, time.seconds, modelled))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from datafiles.words import counted
 from datafiles.writer import write_bytes_atomically
 from experiments.console import console, messages, table
 from hardware_models.calibrated import FitRecord
@@ -46,8 +47,10 @@ def show(outcome: Outcome) -> None:
     ]  # fmt: skip
     console().print(table(found.source, columns, rows))
     parts = {
-        "operators": f"{len(found.operators.rows)} rows of {found.operators.model}" if found.operators else "",
-        "collectives": f"{len(found.collectives.rows())} points in {len(found.collectives.series)} series"
+        "operators": f"{counted(len(found.operators.rows), 'row')} of {found.operators.model}"
+        if found.operators
+        else "",
+        "collectives": f"{counted(len(found.collectives.rows()), 'point')} in {len(found.collectives.series)} series"
         if found.collectives
         else "",
         "GPU constants": ", ".join(found.gpus),
@@ -58,7 +61,9 @@ def show(outcome: Outcome) -> None:
         if text:
             console().print(f"{name:<14}{text}", markup=False)
     left_out = len(found.fits) - len(rows)
-    notes = [*all_notes(outcome), *([f"{left_out} more lines are in the file"] if left_out else [])]
+    notes = all_notes(outcome)
+    if left_out:
+        notes.append(f"{counted(left_out, 'more line is', 'more lines are')} in the file")
     for note in notes:
         messages().print(f"note: {note}", markup=False)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from datafiles.words import counted
 from experiments.calibrate.fitted_constants import fit_constants
 from experiments.calibrate.inferred_parts import profile_of
 from experiments.calibrate.inferred_profile import SETTLED, LayersRun, infer
@@ -106,7 +107,7 @@ def constants(
                 f"({run.name})"
             )
     fitted = fit_constants(found, names, progress)
-    source = f"fitted to runs of {len(found)} plans of {table.name}"
+    source = f"fitted to runs of {counted(len(found), 'plan')} of {table.name}"
     factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}
     points = [
         Point("iterations", run.seconds, run.seconds * (1 + float(error)))
@@ -150,7 +151,7 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
     """
     found = [LayersRun(run.name, run.problem, run.plan, run.seconds, SHAPE) for run in measured_runs(table, common)]
     placed = [(run.problem, run.plan) for run in found]
-    source = f"inferred from runs of {len(found)} plans of {table.name}"
+    source = f"inferred from runs of {counted(len(found), 'plan')} of {table.name}"
     ones = dict.fromkeys((part for run in found for part in run.parts()), 1.0)
     profile_of(placed, SHAPE, ones, source)  # refuses plans of unlike layers before anything is simulated
     before = [Point("before", run.seconds, run.predicted_s({})) for run in found]

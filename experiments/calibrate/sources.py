@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from datafiles.errors import DataFileError
+from datafiles.words import counted
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants
 from hardware_models.calibration.communication_fit import CommunicationParts, communication_parts
 from hardware_models.calibration.kernel_calibration import as_shipped, fit_curves, num_of_another, overlap_slowdowns
@@ -91,7 +92,9 @@ def alpa(file: Path, *, preset: str | None, gpu: str | None) -> Outcome:
     notes = ["times hold the measuring loop's 14 to 18 us each"] if database.rows else []
     calibration, fits, points = Calibration(source=source), list[FitRecord](), list[Point]()
     if database.matmuls and own_type is None:
-        notes.append(f"{len(database.matmuls)} matmuls were not used: --gpu says whose they are")
+        notes.append(
+            f"{counted(len(database.matmuls), 'matmul was', 'matmuls were')} not used: --gpu says whose they are"
+        )
     elif own_type is not None and not database.matmuls:
         notes.append("--gpu changed nothing: the database has no matmuls (its table as CSV holds collectives alone)")
     elif own_type is not None:
@@ -143,7 +146,9 @@ def kineto(file: Path, *, preset: str | None, gpu: str | None, gpus_per_node: in
     ]
     notes, points = [], list[Point]()
     if trace.num_unsized:
-        notes.append(f"{trace.num_unsized} collectives have no recorded size and were not used")
+        notes.append(
+            f"{counted(trace.num_unsized, 'collective has', 'collectives have')} no recorded size and were not used"
+        )
     rows, left_out = _trace_rows(trace.collectives, gpus_per_node)
     notes += left_out
     parts = communication_parts(rows, source, preset) if rows else None
@@ -221,7 +226,8 @@ def _trace_rows(collectives: Sequence[Collective], gpus_per_node: int) -> tuple[
         else:
             shape = shape_from_slots(by_node.values()) if by_node else GroupShape(each.group_size)
             rows.append((each.kind, shape, each.num_bytes, each.seconds))
-    return rows, [f"{count} collectives were not used: {why}" for why, count in skipped.items()]
+    notes = [f"{counted(n, 'collective was', 'collectives were')} not used: {why}" for why, n in skipped.items()]
+    return rows, notes
 
 
 def machine(file: Path, *, preset: str | None) -> Outcome:

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
+from datafiles.words import counted
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import load_runtime
@@ -196,7 +197,7 @@ def stages_of_layers(
     """
     layers = repeated_layers(problem.workload)
     if sum(layers_per_stage) != len(layers):
-        raise ValueError(f"stages must hold {len(layers)} layers in all, got {list(layers_per_stage)}")
+        raise ValueError(f"stages must hold {counted(len(layers), 'layer')} in all, got {list(layers_per_stage)}")
     stages: list[Stage] = []
     start, taken, device = 0, 0, 0
     for count, sharding in zip(layers_per_stage, shardings, strict=True):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from datafiles.tables import load_table
+from datafiles.words import counted
 from experiments.cases.case import PRINTED, Case, Measured, Skipped, problem_of, uniform
 from simulator.plan import Plan
 from simulator.problem import Problem
@@ -45,7 +46,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
                 peak_is_average=True,
             ),
             source=SOURCE,
-            rivals=f"{count} microbatches" if throughput else None,
+            rivals=counted(count, "microbatch", "microbatches") if throughput else None,
             features={"schedule": row["schedule"], "recompute": row["recompute"], "microbatches": count},
         )
 

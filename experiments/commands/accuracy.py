@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datafiles.words import counted
 from experiments.console import (
     AsJson,
     Without,
@@ -236,7 +237,7 @@ def _print(
         ]  # fmt: skip
         print_table("cases", columns, [_case_row(outcome) for outcome in outcomes])
     run, skipped = len(outcomes), sum(report.num_skipped for report in reports)
-    messages().print(f"{run} cases run, {skipped} rows skipped")
+    messages().print(f"{counted(run, 'case')} run, {counted(skipped, 'row')} skipped")
 
 
 def print_residuals(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from datafiles.words import counted
 from experiments.campaign_files import FILES
 from experiments.compare_files import refuse_foreign
 from experiments.console import check_folder, messages, print_json, print_lines, print_table, writable_folder
@@ -105,7 +106,7 @@ def validate_campaign(
     if left_out:
         messages().print(f"no round has measured {', '.join(left_out)}; the same command goes on", soft_wrap=True)
     elif result.rounds < turns:
-        messages().print(f"interrupted after {result.rounds} of {turns} rounds; the same command goes on")
+        messages().print(f"interrupted after {result.rounds} of {counted(turns, 'round')}; the same command goes on")
     if (left_out or result.rounds < turns) and not missing:
         raise typer.Exit(INTERRUPTED)
     if limit is not None and not result.median_absolute <= limit:
@@ -126,7 +127,7 @@ def _run(
     left_s = seconds * max(0, rounds - before) / rounds
     jobs = sum(len(unit.jobs) for unit in work)
     messages().print(
-        f"{campaign.name}: {jobs} runs a round, {rounds} rounds"
+        f"{campaign.name}: {counted(jobs, 'run')} a round, {counted(rounds, 'round')}"
         + (f", {before} of them kept from an earlier call" if before else "")
         + f"; about {left_s / 60:.1f} minutes. Results: {folder}"
     )
@@ -229,7 +230,7 @@ def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rou
     print_table(title, columns, cells)
     missing = missing_devices(campaign)
     print_lines(
-        f"{len(rows)} runs a round, {rounds} rounds, about {seconds / 60:.1f} minutes"
+        f"{counted(len(rows), 'run')} a round, {counted(rounds, 'round')}, about {seconds / 60:.1f} minutes"
         + (f"\nhere it would be skipped: {missing}" if missing else "")
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datafiles.words import counted
 from experiments.console import (
     DEFAULT_RUNTIME,
     AsJson,
@@ -102,7 +103,7 @@ def compare_searchers(
     if as_json:
         print_lines(found.to_json(orient="records", indent=2))
         return
-    _show(found, f"{model} on {cluster}, {global_batch} samples per iteration")
+    _show(found, f"{model} on {cluster}, {counted(global_batch, 'sample')} per iteration")
     if output is not None:
         console().print(f"plots, plans and table: {output}", markup=False, soft_wrap=True)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from datafiles.words import counted
 from experiments.console import (
     DEFAULT_RUNTIME,
     AsJson,
@@ -177,7 +178,7 @@ def plan(
         document = plan_document(spec, built, fingerprint=problem.workload.fingerprint)
         print_lines(dump_yaml(document))
     tokens = problem.workload.tokens_per_sample
-    samples = f"{global_batch} sample{'' if global_batch == 1 else 's'}" + (f" of {tokens:,} tokens" if tokens else "")
+    samples = counted(global_batch, "sample") + (f" of {tokens:,} tokens" if tokens else "")
     fits = "fits" if found.fits else "does NOT fit"
     if found.host_binds:
         fits += ", the host takes longer than this"

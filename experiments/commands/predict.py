@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datafiles.words import counted
 from experiments.console import (
     AsJson,
     CommonCluster,
@@ -152,7 +153,8 @@ def predict(
     failed = worse(before, errors) if before else []
     if baseline is not None and not failed:
         num_new = len(errors) - len(before)
-        new = f"; {num_new} measured runs are not in it as they are now" if num_new else ""
+        one, several = "measured run is not in it as it is now", "measured runs are not in it as they are now"
+        new = f"; {counted(num_new, one, several)}" if num_new else ""
         messages().print(f"not worse than {baseline}{new}", markup=False, soft_wrap=True)
     if largest is not None and report.time is not None and report.time.mean_absolute > largest:
         furthest = sorted(errors.items(), key=lambda item: -abs(item[1]))[:FEW]
@@ -198,7 +200,10 @@ def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | N
                     raise ValueError(f"{case.row_id}: {error}") from error
     except KeyboardInterrupt:
         kept = f"are in {output}" if output is not None and outcomes else "are lost (-o keeps them)"
-        messages().print(f"interrupted; {len(outcomes)} of {len(cases)} runs were simulated and {kept}", markup=False)
+        messages().print(
+            f"interrupted; {len(outcomes)} of {counted(len(cases), 'run')} were simulated and {kept}",
+            markup=False,
+        )
         raise typer.Exit(INTERRUPTED) from None
     finally:
         if output is not None and outcomes:
@@ -290,7 +295,7 @@ def _print(
         shown = [outcomes[place] for place in order[:FURTHEST]]
         measured = report.time is not None or report.memory is not None
         which = "that are furthest off" if measured else "at the top; --output has all"
-        messages().print(f"the {len(shown)} of {len(outcomes)} runs {which}")
+        messages().print(f"the {len(shown)} of {counted(len(outcomes), 'run')} {which}")
     columns = [("run", "left"), ("predicted s", "right"), ("peak GiB", "right"), ("fits", "left")]
     if report.time is not None:
         columns += [("measured s", "right"), ("error", "right")]
@@ -316,16 +321,16 @@ def _print(
     for noun, found in (("run", report.time), ("peak", report.memory)):
         if found is not None:
             words.append(
-                f"{found.num_cases} measured {noun}{'' if found.num_cases == 1 else 's'}: "
-                f"mean absolute error {found.mean_absolute:.1%}, median "
-                f"{found.median_absolute:.1%}, bias {found.bias:+.1%}, worst {found.worst[1]:+.1%} ({found.worst[0]})"
+                f"{counted(found.num_cases, f'measured {noun}')}: mean absolute error {found.mean_absolute:.1%}, "
+                f"median {found.median_absolute:.1%}, bias {found.bias:+.1%}, worst {found.worst[1]:+.1%} "
+                f"({found.worst[0]})"
             )
     if report.num_fits_asked:
         words.append(f"out of memory or not: {report.num_fits_right} of {report.num_fits_asked} right")
     if report.rank is not None:
         words.append(
-            f"rank correlation {report.rank.correlation:.3f} of {report.rank.num_pairs} "
-            f"pair{'' if report.rank.num_pairs == 1 else 's'} of plans for one problem"
+            f"rank correlation {report.rank.correlation:.3f} of {counted(report.rank.num_pairs, 'pair')} of plans for "
+            "one problem"
         )
     for line in words:
         print_lines(line)

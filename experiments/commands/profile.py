@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datafiles.words import counted
 from experiments.commands.validate import Device, check_device, parse_share, require_torch
 from experiments.console import (
     AsJson,
@@ -94,11 +95,11 @@ def profile_machine_file(
     )
     work = profile_work(problem, options)
     least, most = work.estimate_s()
-    how_many = f"{min(3, rounds)} to {rounds}" if rounds > 3 else f"{rounds}"
+    how_many = f"3 to {rounds} rounds" if rounds > 3 else counted(rounds, "round")
     how_long = f"{least / 60:.1f} to {most / 60:.1f}" if rounds > 3 else f"{most / 60:.1f}"
     messages().print(
-        f"{len(work.parts)} parts and {len(work.job_s)} plans in {how_many} rounds on {everyone} "
-        f"processes: about {how_long} minutes"
+        f"{counted(len(work.parts), 'part')} and {counted(len(work.job_s), 'plan')} in {how_many} on "
+        f"{counted(everyone, 'process', 'processes')}: about {how_long} minutes"
     )
     if dry_run:
         if as_json:
@@ -113,16 +114,18 @@ def profile_machine_file(
         partial.unlink(missing_ok=True)
     journal = Journal(partial, work.identity, now())
     if journal.results:
-        messages().print(f"going on from {partial}: {len(journal.results)} parts are there", markup=False)
+        messages().print(
+            f"going on from {partial}: {counted(len(journal.results), 'part is', 'parts are')} there",
+            markup=False,
+        )
     try:
         with terminate_means_interrupt(), one_interrupt(), _progress(work) as listener:
             profile = run_profile(work, journal, listener)
     except WorkerError as error:
         raise ValueError(f"the machine was not measured: {error}\nfinished parts are in {partial}") from None
     except KeyboardInterrupt:
-        messages().print(
-            f"interrupted; {len(journal.results)} parts are in {partial}: the same command goes on", markup=False
-        )
+        kept = counted(len(journal.results), "part is", "parts are")
+        messages().print(f"interrupted; {kept} in {partial}: the same command goes on", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     save_machine_profile(profile, output)
     journal.remove()
@@ -175,8 +178,8 @@ def _show(profile: MachineProfile) -> None:
     overlap = "not measured" if profile.overlap is None else "{:.2f} and {:.2f}".format(*profile.overlap)
     print_lines(
         f"machine           {profile.machine}\n"
-        f"operators         {len(profile.operators.rows)} rows\n"
-        f"communication     {len(profile.communication)} rows\n"
+        f"operators         {counted(len(profile.operators.rows), 'row')}\n"
+        f"communication     {counted(len(profile.communication), 'row')}\n"
         f"operator factor   {profile.operator_factor:.3f} in a pipeline\n"
         f"overhead of pass  {1e3 * profile.pass_overhead_s:.3f} ms\n"
         f"overlap slowdown  {overlap} (computation, communication)\n"

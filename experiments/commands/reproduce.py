@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from datafiles.words import counted
 from experiments.console import (
     AsJson,
     Seed,
@@ -103,7 +104,10 @@ def reproduce(
             if left_out:
                 console().print(f"... more columns in {folder / title}.csv: {left_out}", markup=False, soft_wrap=True)
             if len(frame) > ROWS_SHOWN:
-                console().print(f"... {len(frame) - ROWS_SHOWN:,} more rows in {folder / title}.csv", markup=False)
+                console().print(
+                    f"... {counted(len(frame) - ROWS_SHOWN, 'more row')} in {folder / title}.csv",
+                    markup=False,
+                )
         for verdict in report.verdicts:
             console().print(
                 f"{verdict.word}: {verdict.claim} ({verdict.criterion}); {verdict.found}", markup=False, soft_wrap=True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datafiles.words import counted
 from experiments.console import AsJson, console, messages, print_lines, print_table, share_cell, short_number
 from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
 
@@ -65,7 +66,8 @@ def sweep_spec(
     folder = found.folder.path
     if len(found.pending) > ASK_ABOVE and not yes:
         raise ValueError(
-            f"{spec} has {len(found.pending):,} runs to make, more than {ASK_ABOVE:,}; add --yes if that is meant"
+            f"{spec} has {counted(len(found.pending), 'run')} to make, more than {ASK_ABOVE:,}; add --yes if that is "
+            "meant"
         )
     if found.pending:
         try:
@@ -94,16 +96,16 @@ def _announce(found: Sweep, where: str, crowded: int) -> None:
     """Say what will run before it does."""
     spec = found.spec
     to_make, kept = len(found.pending), len(spec.jobs) - len(found.pending)
-    parts = [f"{len(spec.jobs):,} runs", f"{kept:,} finished earlier", f"{to_make:,} to make {where}"]
+    parts = [counted(len(spec.jobs), "run"), f"{kept:,} finished earlier", f"{to_make:,} to make {where}"]
     say = messages()
     say.print(f"{spec.title}: {', '.join(part for part in parts if not part.startswith('0 '))}", markup=False)
     if failed := found.num_failed_kept:
         say.print(f"{failed:,} of the finished runs failed; --retry-failed makes them again")
     if spec.num_repeated:
-        say.print(f"{spec.num_repeated:,} runs are named more than once in the spec and made once")
+        say.print(f"{counted(spec.num_repeated, 'run is', 'runs are')} named more than once in the spec and made once")
     if found.num_other:
         say.print(
-            f"{found.num_other:,} runs in {found.folder.path} are of other code or another spec; not in the table",
+            f"not in the table: {counted(found.num_other, 'run')} in {found.folder.path} of other code or another spec",
             markup=False,
         )
     for file in found.folder.damaged:
@@ -133,7 +135,7 @@ def _show(found: Sweep, results: pd.DataFrame) -> None:
     for row in failures.head(MAX_FAILURES_SHOWN).to_dict("records"):
         console().print(f"failed: {row['reason']} ({folder / 'runs' / row['run']}.json)", markup=False, soft_wrap=True)
     if len(failures) > MAX_FAILURES_SHOWN:
-        console().print(f"... and {len(failures) - MAX_FAILURES_SHOWN} more failures")
+        console().print(f"... and {counted(len(failures) - MAX_FAILURES_SHOWN, 'more failure')}")
     console().print(", ".join(f"{count:,} {status}" for status, count in found.counts().items()))
     console().print(f"table.csv, table.json, plans, {found.no_plot or 'sweep.png'}: {folder}", markup=False)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from datafiles.records import read_record
+from datafiles.words import counted
 from datafiles.writer import write_text_atomically
 from experiments.reproduce.experiment import Context
 from experiments.sweep.run import Progress, Sweep, load_sweep, open_workers
@@ -52,4 +53,4 @@ def record_of(folder: Path, run: str) -> Mapping[str, Any]:
 
 def _words(progress: Progress) -> str:
     left = "" if progress.remaining_s is None else f", about {progress.remaining_s / 60:.0f} min left"
-    return f"{progress.done} of {progress.total} runs{left}"
+    return f"{progress.done} of {counted(progress.total, 'run')}{left}"

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from datafiles.words import counted
 from datafiles.writer import dump_yaml
 from experiments.compare_files import code_fingerprint
 
@@ -76,7 +77,8 @@ class Run:
     @property
     def label(self) -> str:
         """A few words for progress."""
-        return f"{self.model}, {self.cluster}, {self.global_batch} samples, {self.searcher}, seed {self.seed}"
+        samples = counted(self.global_batch, "sample")
+        return f"{self.model}, {self.cluster}, {samples}, {self.searcher}, seed {self.seed}"
 
 
 @dataclass(frozen=True)

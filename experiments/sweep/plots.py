@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from datafiles.words import counted
 from datafiles.writer import write_bytes_atomically
 from experiments.compare_plots import GRID, INK, MUTED
 from experiments.sweep.files import INPUTS
@@ -269,7 +270,7 @@ def _word(name: str, value: Any) -> str:
     if name == "global_batch":
         return f"batch {text}"
     if name == "budget_evaluations":
-        return "" if text == "none" else f"{text} evaluations"
+        return "" if text == "none" else counted(int(value), "evaluation")
     return "" if name == "budget_s" and text == "none" else text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from datafiles.words import counted
 from experiments.console import messages
 from experiments.progress import LogLines
 from experiments.sweep.run import Listener, Progress
@@ -20,7 +21,7 @@ def sweep_progress() -> Iterator[Listener]:
     if not console.is_terminal:
         log = LogLines()
         yield lambda progress: log(
-            f"{progress.done}/{progress.total} runs, {times_text(progress)}",
+            f"{progress.done}/{counted(progress.total, 'run')}, {times_text(progress)}",
             always=progress.last is not None and progress.done in (1, progress.total),
         )
         return

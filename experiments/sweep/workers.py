@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from datafiles.words import counted
 from experiments.compare_files import code_fingerprint
 from experiments.sweep.job import Job, OtherCodeError, Outcome, run_job
 
@@ -82,7 +83,7 @@ class LocalWorkers:
         if num_processes is not None and num_processes < 1:
             raise ValueError(f"the number of processes must be at least 1, got {num_processes}")
         self.capacity: int | None = num_processes or int(cpu_count())
-        self.name = f"{self.capacity} process{'es' if self.capacity > 1 else ''} on this machine"
+        self.name = f"{counted(self.capacity, 'process', 'processes')} on this machine"
         self.crowded = 0
         self._idle: list[Executor] = []
         self._busy: dict[Future[Outcome], Executor] = {}

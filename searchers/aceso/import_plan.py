@@ -17,6 +17,7 @@ from typing import Any
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.values import described
+from datafiles.words import counted
 from searchers.aceso.configuration import Configuration, StageChoice, runs_of, to_plan
 from searchers.aceso.tables import PARTITIONS
 from simulator.plan import Plan
@@ -51,7 +52,9 @@ def import_plan(path: str | Path, problem: Problem) -> Plan:
     total = sum(len(stage["tp"]) for stage in stages)
     if total != len(problem.workload):
         raise DataFileError(
-            path, f"the plan must have the {len(problem.workload)} operators of {problem.workload.name}, got {total}"
+            path,
+            f"the plan must have the {counted(len(problem.workload), 'operator')} of {problem.workload.name}, got "
+            f"{total}",
         )
     own_batch = next((content[key] for key in BATCH_KEYS if key in content), problem.global_batch)
     if own_batch != problem.global_batch:
@@ -72,7 +75,7 @@ def import_plan(path: str | Path, problem: Problem) -> Plan:
     num_devices = sum(choice.gpus for choice in choices)
     if num_devices > problem.num_devices:
         raise DataFileError(
-            path, f"the cluster must have the {num_devices} devices of the plan, got {problem.num_devices}"
+            path, f"the cluster must have the {counted(num_devices, 'device')} of the plan, got {problem.num_devices}"
         )
     return to_plan(Configuration(microbatch, tuple(choices)), bytes(flags), problem)
 

@@ -7,6 +7,7 @@ import os
 import time
 from typing import ClassVar
 
+from datafiles.words import counted
 from searchers.aceso.configuration import to_plan
 from searchers.aceso.equation_searcher import EquationSearcher, score_of
 from searchers.aceso.multihop import SearchOptions, StageCountSearch
@@ -138,7 +139,8 @@ class Aceso(EquationSearcher):
         if self.stage_counts is not None:
             counts = [count for count in counts if count in self.stage_counts]
         if not counts:
-            raise NoFeasiblePlan(self.name, f"no legal plan; {problem.num_devices} devices cannot be dealt to stages")
+            devices = counted(problem.num_devices, "device")
+            raise NoFeasiblePlan(self.name, f"no legal plan; {devices} cannot be dealt to stages")
         if budget.evaluations is not None:
             counts = sorted(counts, key=lambda count: (count != min(counts), count))
         left = budget
@@ -277,8 +279,9 @@ class Aceso(EquationSearcher):
         plan = to_plan(configuration, price.flags, problem)
         return NoFeasiblePlan(
             self.name,
-            f"out of memory: none of {evaluations} configurations fits in memory; the closest needs "
-            f"{price.memory_bytes / GIB:.1f} of {max(0.0, price.limit_bytes) / GIB:.1f} GiB ({describe_plan(plan)})",
+            f"out of memory: none of {counted(evaluations, 'configuration fits', 'configurations fits')} in memory; "
+            f"the closest needs {price.memory_bytes / GIB:.1f} of {max(0.0, price.limit_bytes) / GIB:.1f} GiB "
+            f"({describe_plan(plan)})",
             closest=score_of(price),
             closest_plan=plan,
         )

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.values import short
+from datafiles.words import counted
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import recompute_segments, repeated_layers
@@ -108,7 +109,9 @@ def plan_of(stated: StatedPlan, problem: Problem, num_microbatches: int) -> Plan
         )
     num_devices = sum(rows * columns for rows, columns in logical)
     if num_devices > problem.num_devices:
-        raise ValueError(f"the cluster must have the {num_devices} devices of the plan, got {problem.num_devices}")
+        raise ValueError(
+            f"the cluster must have the {counted(num_devices, 'device')} of the plan, got {problem.num_devices}"
+        )
     if not stated.is_complete:
         raise ValueError("the splits of a stage must follow from its mesh: force_dp must be 1 for every stage")
     number = stated.n_auto_layers or sum(groups)
@@ -117,10 +120,13 @@ def plan_of(stated: StatedPlan, problem: Problem, num_microbatches: int) -> Plan
         raise ValueError(f"stages must hold the groups of layers 0 to {number - 1} in order, got {named}")
     layers = repeated_layers(problem.workload)
     if len(layers) % number:
-        raise ValueError(f"n_auto_layers must divide the {len(layers)} layers of the model, got {number}")
+        raise ValueError(f"n_auto_layers must divide the {counted(len(layers), 'layer')} of the model, got {number}")
     sizes = [count * (len(layers) // number) for count in groups]
     if sum(sizes) != len(layers) or len(sizes) != len(logical):
-        raise ValueError(f"stages must hold {len(layers)} layers on {len(logical)} meshes, got {short(str(sizes))}")
+        raise ValueError(
+            f"stages must hold {counted(len(layers), 'layer')} on {counted(len(logical), 'mesh', 'meshes')}, got "
+            f"{short(str(sizes))}"
+        )
     found: list[Stage] = []
     start, taken, device = 0, 0, 0
     for size, (rows, columns) in zip(sizes, logical, strict=True):

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.words import counted
 from searchers.alpa.clustering import MIN_HEAVY, cluster, num_heavy
 from searchers.alpa.inter_op import NO_LIMIT, Pipeline, best_pipeline
 from searchers.alpa.intra_op import IntraOpOptions
@@ -150,7 +151,7 @@ class Alpa(Searcher):
                     seconds, unlimited, meshes, problem.num_devices, problem.global_batch // microbatch
                 )
             if solution is None:
-                ledger.refuse(f"no mesh can cut a microbatch of {microbatch} samples")
+                ledger.refuse(f"no mesh can cut a microbatch of {counted(microbatch, 'sample')}")
                 return
             ledger.count("dynamic_programs", solution.solved)
             try:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from datafiles.words import counted
+
 POLICIES = ("fresh", "append", "scatter")
 SCATTERS = ("used", "all")
 
@@ -114,7 +116,7 @@ def reachable(
         if len(states) > MAX_STATES:
             raise ValueError(
                 f"placements must have at most {MAX_STATES:,} states of GPUs in use, got more on {len(sizes)} machines "
-                f"of {max(sizes)} GPUs; plan for fewer machines, or with fewer policies"
+                f"of {counted(max(sizes), 'GPU')}; plan for fewer machines, or with fewer policies"
             )
     return PlacementGraph(tuple(sizes), tuple(states), tuple(successors))
 

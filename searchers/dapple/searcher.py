@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 
+from datafiles.words import counted
 from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.dapple.baselines import WINDOWS, data_parallel
@@ -111,8 +112,8 @@ class Dapple(Searcher):
         if not ledger.clock.evaluations and not ledger.spent:
             layers, most = len(layer_spans(problem, self.granularity)), self.microbatch or problem.global_batch
             ledger.refuse(
-                f"no stages of {layers} layers that use all {problem.num_devices} devices, at most {most} of them "
-                "each, fit in memory"
+                f"no stages of {counted(layers, 'layer')} that use all {counted(problem.num_devices, 'device')}, at "
+                f"most {most} of them each, fit in memory"
             )
         return ledger.result()
 
@@ -306,7 +307,7 @@ class DataParallelNoOverlap(Searcher):
         total, count = problem.num_devices, len(problem.workload)
         sizes = [size for size in divisors(problem.global_batch) if size >= total]
         if not sizes:
-            ledger.refuse(f"global_batch must be at least the {total} devices, got {problem.global_batch}")
+            ledger.refuse(f"global_batch must be at least the {counted(total, 'device')}, got {problem.global_batch}")
         for recompute in ((), ((0, count),)):
             for size in reversed(sizes):
                 if ledger.spent:

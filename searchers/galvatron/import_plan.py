@@ -15,6 +15,7 @@ from typing import Any
 
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
+from datafiles.words import counted
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.microbatches import Cut, chunked
 from searchers.galvatron.partitions import even
@@ -56,7 +57,9 @@ class _Reader:
         self.layers = LayerProfiles(CostTables(problem)).layers
         self.num_stages = self._whole("pp_deg")
         if problem.num_devices % self.num_stages:
-            self._refuse(f"pp_deg must divide the cluster's {problem.num_devices} devices, got {self.num_stages}")
+            self._refuse(
+                f"pp_deg must divide the cluster's {counted(problem.num_devices, 'device')}, got {self.num_stages}"
+            )
         self.size = problem.num_devices // self.num_stages
 
     def plan(self) -> Plan:
@@ -103,7 +106,7 @@ class _Reader:
             return None
         tensor = self._whole("vtp")
         if self.size % tensor:
-            self._refuse(f"vtp must divide the {self.size} devices of a stage, got {tensor}")
+            self._refuse(f"vtp must divide the {counted(self.size, 'device')} of a stage, got {tensor}")
         sharded = self.content.get("embed_sdp", 0)
         if type(sharded) is not int or sharded not in (0, 1):
             self._refuse(f"embed_sdp must be 0 or 1, got {sharded!r:.60}")
@@ -112,7 +115,9 @@ class _Reader:
     def _sharding(self, layer: int) -> Sharding:
         tensor = self._numbers("tp_sizes_enc")[layer]
         if tensor < 1 or self.size % tensor:
-            self._refuse(f"tp_sizes_enc must divide the {self.size} devices of a stage, got {tensor} in layer {layer}")
+            self._refuse(
+                f"tp_sizes_enc must divide the {counted(self.size, 'device')} of a stage, got {tensor} in layer {layer}"
+            )
         if tensor > 1 and self._flags("use_sp", default=0)[layer]:
             self._refuse(f"layer {layer} uses Ulysses sequence parallelism (use_sp), for which plans have no split")
         neighbours = bool(self._flags("tp_consecutive_flags", default=1)[layer])
@@ -132,8 +137,8 @@ class _Reader:
         division = tuple(self._split("pp_division"))
         if len(division) != self.num_stages or min(division) < 1 or sum(division) != len(self.layers):
             self._refuse(
-                f"pp_division must be {self.num_stages} positive numbers that add up to the {len(self.layers)} layers "
-                f"of {self.problem.workload.name}, got {list(division)}"
+                f"pp_division must be {counted(self.num_stages, 'positive number')} that add up to the "
+                f"{counted(len(self.layers), 'layer')} of {self.problem.workload.name}, got {list(division)}"
             )
         return division
 
@@ -144,8 +149,8 @@ class _Reader:
         found = self._split(key)
         if len(found) != len(self.layers):
             self._refuse(
-                f"{key} must have a number for each of the {len(self.layers)} layers of {self.problem.workload.name}, "
-                f"got {len(found)}"
+                f"{key} must have a number for each of the {counted(len(self.layers), 'layer')} of "
+                f"{self.problem.workload.name}, got {len(found)}"
             )
         return found
 

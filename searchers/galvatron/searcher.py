@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
+from datafiles.words import counted
 from searchers.base import LOWERED_BUDGETS, Ledger, Searcher, SearchResult
 from searchers.budget import Budget
 from searchers.galvatron.microbatches import Cut
@@ -88,7 +89,10 @@ class Galvatron(Searcher):
         if ledger.best_objective == float("inf") and not ledger.spent:
             leanest = planner.leanest(problem.global_batch)
             if leanest is None:
-                ledger.refuse(f"no strategy cuts {problem.global_batch} samples over {problem.num_devices} devices")
+                ledger.refuse(
+                    f"no strategy cuts {counted(problem.global_batch, 'sample')} over "
+                    f"{counted(problem.num_devices, 'device')}"
+                )
             else:
                 self._score(ledger, to_plan(leanest, problem))
         return ledger.result()

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from datafiles.words import counted
 from searchers.pipedream.antichains import Floats, States
 from searchers.pipedream.compiled_planner import Ints, solve_level
 
@@ -157,8 +158,8 @@ def plan_pipeline(states: States, levels: Sequence[Level], options: PipeDreamOpt
         if options.straight or options.max_replicas:
             limits.append(f"at most {1 if options.straight else options.max_replicas} of them may run one stage")
         raise ValueError(
-            f"PipeDream finds no plan of {count} states that uses all {int(np.prod([each.size for each in levels]))} "
-            f"GPUs: {', '.join(limits)}"
+            f"PipeDream finds no plan of {counted(count, 'state')} that uses all "
+            f"{counted(int(np.prod([each.size for each in levels])), 'GPU')}: {', '.join(limits)}"
         )
     sizes = [level.size for level in levels]
     stages = _stages(tables, sizes, len(levels) - 1, 0, count - 1, sizes[-1], 0)

@@ -25,6 +25,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.words import counted
 from searchers.piper.compiled_planner import Floats, Ints, choose_implementations, fill, stage_times
 from searchers.piper.model import Implementation, PiperInput, Tie, down_sets
 
@@ -251,7 +252,7 @@ def plan_piper(problem: PiperInput, *, knapsack: str = "greedy") -> PiperPlan:
             return _read_back(tables, value, choices, times, extra, knapsack)
         if bound > 4 * fastest + 4 * float(extra.max(initial=0.0)):
             raise ValueError(
-                f"Piper finds no plan within {problem.memory_bytes:.3g} bytes on each of {devices} devices"
+                f"Piper finds no plan within {problem.memory_bytes:.3g} bytes on each of {counted(devices, 'device')}"
             )
         bound *= 2
 

@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.words import counted
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.uniform import recompute_segments
@@ -89,7 +90,7 @@ class PlanBatch:
             f"stages must hold 1 to {count} operators one after the other": self.stops > self.firsts,
             "tp and dp must be at least 1": (self.tp >= 1) & (self.dp >= 1),
             "dp must divide the microbatch": self.microbatch_size[self.plan_of_stage] % self.dp == 0,
-            f"a plan must fit on {problem.num_devices} devices": self.first_devices + self.tp * self.dp
+            f"a plan must fit on {counted(problem.num_devices, 'device')}": self.first_devices + self.tp * self.dp
             <= problem.num_devices,
         }
         for rule, holds in rules.items():

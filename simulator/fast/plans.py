@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.words import counted
 from simulator.fast.arrays import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1, PlanColumns
 from simulator.fast.operators import runs_of_operators
 
@@ -177,7 +178,9 @@ class PlanArrays:
         stages, runs, stops, strategies, segments, firsts, lasts = runs_of_operators(*columns)
         count = len(stage)
         if len(placements) != stages[-1]:
-            raise ValueError(f"placements must name one for each of {stages[-1]} stages, got {len(placements)}")
+            raise ValueError(
+                f"placements must name one for each of {counted(stages[-1], 'stage')}, got {len(placements)}"
+            )
         return PlanArrays(
             stage_offsets=stages,
             placements=placements,

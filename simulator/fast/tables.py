@@ -12,6 +12,7 @@ from math import prod
 
 import numpy as np
 
+from datafiles.words import counted
 from hardware_models.crowding import unlike_groups
 from simulator.closed_forms.operator_needs import saved_bytes
 from simulator.closed_forms.stage_prices import (
@@ -170,7 +171,7 @@ class TableBuilder:
         replicas = prod(axis.size for axis in strategy if axis.split == "batch")
         if degree != len(devices):
             raise ValueError(
-                f"axes of a strategy must multiply to the {len(devices)} devices of its stage, got "
+                f"axes of a strategy must multiply to the {counted(len(devices), 'device')} of its stage, got "
                 f"{[tuple(axis) for axis in strategy]} = {degree}; use another strategy or placement"
             )
         if replicas > microbatch_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from datafiles.words import counted
 from simulator.plan import Plan
 
 MAX_TASKS = 20_000_000
@@ -28,6 +29,7 @@ def check_num_tasks(num_tasks: int, plan: Plan) -> None:
     if num_tasks > MAX_TASKS:
         raise ValueError(
             f"a plan that is simulated in full must come to at most {MAX_TASKS:,} tasks, got {num_tasks:,} for "
-            f"{plan.num_microbatches:,} microbatches in {len(plan.stages)} stages; use fewer, larger microbatches, or "
-            "leave out what repeats itself, as searches do (in Python, simulate with leave_out_periods=True)"
+            f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} in {counted(len(plan.stages), 'stage')}; "
+            "use fewer, larger microbatches, or leave out what repeats itself, as searches do (in Python, simulate "
+            "with leave_out_periods=True)"
         )

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from datafiles.words import counted
 from simulator.taskgraph import Bools, Csr, Floats, Ints, Schedule, TaskGraph
 
 HOST_LAUNCH = "host launch"
@@ -136,7 +137,7 @@ class CriticalPath:
             lines.append(f"{100 * share:5.1f} %  {words}{where}")
         if len(rows) > limit:
             rest, number = sum(share for _, _, share in rows[limit:]), len(rows) - limit
-            lines.append(f"{100 * rest:5.1f} %  {number} smaller cause{'s' if number > 1 else ''}")
+            lines.append(f"{100 * rest:5.1f} %  {counted(number, 'smaller cause')}")
         return "\n".join(lines)
 
 

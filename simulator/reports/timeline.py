@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from datafiles.words import counted
 from datafiles.writer import check_ending, write_bytes_atomically
 from simulator.reports.breakdown import device_tasks, members_text
 from simulator.reports.figures import (
@@ -190,7 +191,7 @@ def _timeline_figure(result: SimulationResult, span: tuple[float, float], title:
     if not result.fits:
         line += ",  OUT OF MEMORY"
     if len(devices) < graph.num_devices:
-        line += f"   ({len(devices)} of {graph.num_devices} rows)"
+        line += f"   ({len(devices)} of {counted(graph.num_devices, 'row')})"
     if span != (0.0, result.iteration_time_s):
         line += f"   (shown: {format_s(span[0])} to {format_s(span[1])})"
     set_title(axes, title, line)

@@ -18,6 +18,7 @@ Source:
 
 from __future__ import annotations
 
+from datafiles.words import counted
 from simulator.schedules.actions import BACKWARD, FORWARD, Action, PipelineShape
 from simulator.schedules.orders import check_no_warmup, check_shape
 
@@ -29,8 +30,8 @@ def check(shape: PipelineShape) -> None:
     num_ranks = max(shape.rank_of_stage) + 1
     if shape.num_stages % num_ranks:
         raise ValueError(
-            f"interleaved must have the same number of stages on each rank, got {shape.num_stages} stages on "
-            f"{num_ranks} ranks; use a multiple of {num_ranks}"
+            f"interleaved must have the same number of stages on each rank, got {counted(shape.num_stages, 'stage')} "
+            f"on {counted(num_ranks, 'rank')}; use a multiple of {num_ranks}"
         )
     for stage, rank in enumerate(shape.rank_of_stage):
         if rank != stage % num_ranks:
@@ -40,7 +41,7 @@ def check(shape: PipelineShape) -> None:
             )
     if shape.num_microbatches % num_ranks:
         raise ValueError(
-            f"interleaved must have microbatches divisible by its {num_ranks} ranks, got "
+            f"interleaved must have microbatches divisible by its {counted(num_ranks, 'rank')}, got "
             f"{shape.num_microbatches}; try {-(-shape.num_microbatches // num_ranks) * num_ranks}"
         )
 

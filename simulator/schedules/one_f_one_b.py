@@ -31,6 +31,7 @@ Sources:
 
 from __future__ import annotations
 
+from datafiles.words import counted
 from simulator.schedules.actions import BACKWARD, FORWARD, Action, PipelineShape
 from simulator.schedules.orders import check_one_stage_per_rank
 
@@ -87,14 +88,14 @@ def actions(shape: PipelineShape) -> list[list[Action]]:
 def _check_warmup(shape: PipelineShape, warmup: tuple[int, ...]) -> None:
     if len(warmup) != shape.num_stages:
         raise ValueError(
-            f"warmup must have one depth for each of {shape.num_stages} stages, got {len(warmup)}; "
+            f"warmup must have one depth for each of {counted(shape.num_stages, 'stage')}, got {len(warmup)}; "
             "warmup_p_a and warmup_p_b make such a tuple"
         )
     for stage, depth in enumerate(warmup):
         if not 1 <= depth <= shape.num_microbatches:
             raise ValueError(
-                f"warmup of stage {stage} must be between 1 and the {shape.num_microbatches} microbatches, "
-                f"got {depth}; clip it"
+                f"warmup of stage {stage} must be between 1 and the "
+                f"{counted(shape.num_microbatches, 'microbatch', 'microbatches')}, got {depth}; clip it"
             )
         if stage > 0 and depth > warmup[stage - 1]:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
+from datafiles.words import counted
 from simulator.schedules.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -26,8 +27,8 @@ def check_shape(shape: PipelineShape) -> None:
         raise ValueError(f"num_microbatches must be >= 1, got {shape.num_microbatches}; use at least 1")
     if len(shape.rank_of_stage) != shape.num_stages:
         raise ValueError(
-            f"rank_of_stage must have one rank for each of {shape.num_stages} stages, "
-            f"got {len(shape.rank_of_stage)}; give stage i's rank at position i"
+            f"rank_of_stage must have one rank for each of {counted(shape.num_stages, 'stage')}, got "
+            f"{len(shape.rank_of_stage)}; give stage i's rank at position i"
         )
     ranks = sorted(set(shape.rank_of_stage))
     if ranks != list(range(len(ranks))):
@@ -78,7 +79,7 @@ def check_order(shape: PipelineShape, orders: list[list[Action]]) -> None:
     check_shape(shape)
     num_ranks = len(set(shape.rank_of_stage))
     if len(orders) != num_ranks:
-        raise ValueError(f"orders must hold one list for each of {num_ranks} ranks, got {len(orders)}")
+        raise ValueError(f"orders must hold one list for each of {counted(num_ranks, 'rank')}, got {len(orders)}")
     for rank, order in enumerate(orders):
         _check_rank(shape, rank, order)
     num_actions = sum(len(order) for order in orders)
@@ -156,7 +157,8 @@ def _check_rank(shape: PipelineShape, rank: int, order: list[Action]) -> None:
             raise ValueError(f"{where} kind must be one of F, B, I, W")
         if not (0 <= stage < shape.num_stages and 0 <= microbatch < shape.num_microbatches):
             raise ValueError(
-                f"{where} must be one of {shape.num_stages} stages and {shape.num_microbatches} microbatches"
+                f"{where} must be one of {counted(shape.num_stages, 'stage')} and "
+                f"{counted(shape.num_microbatches, 'microbatch', 'microbatches')}"
             )
         if shape.rank_of_stage[stage] != rank:
             raise ValueError(f"{where} stage {stage} is on rank {shape.rank_of_stage[stage]}; move it there")

@@ -38,7 +38,7 @@ def test_json_has_groups_and_cases_and_nothing_else_on_standard_output(app: type
 def test_the_table_says_how_many_cases_ran(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["accuracy", *GROUP, "--by", "model", "--cases"])
     assert result.exit_code == 0, result.output
-    assert "aceso-gpt-modelled" in result.output and "1 cases run" in result.output
+    assert "aceso-gpt-modelled" in result.output and "1 case run" in result.output
     assert "aceso_gpt_1_3b.yaml#1" in result.output
 
 

@@ -65,7 +65,7 @@ def test_collectives_of_a_trace_are_placed_by_their_ranks() -> None:
         for shape in (GroupShape(2, 1, 2), GroupShape(2, 2), GroupShape(4, 2, 1), GroupShape(4))
     ]
     assert sorted(notes) == [
-        "1 collectives were not used: groups over several nodes without their ranks",
+        "1 collective was not used: groups over several nodes without their ranks",
         "2 collectives were not used: transfers and uneven groups",
     ]
 

@@ -137,7 +137,7 @@ def test_predictions_that_got_worse_than_a_baseline_fail_and_name_the_runs(
     head, first, *others = runs.read_text().splitlines()
     runs.write_text("\n".join([head, *others, first.replace("16,0.", "16,1."), ""]))  # another time: another run
     code, _, err = run(capsys, "predict", runs, *ON, "--baseline", baseline)
-    assert code == 0 and "1 measured runs are not in it as they are now" in err
+    assert code == 0 and "1 measured run is not in it as it is now" in err
 
 
 def test_what_got_worse_is_tabulated_beside_the_baseline(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

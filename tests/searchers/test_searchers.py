@@ -256,7 +256,7 @@ def test_a_wrong_budget_is_refused(text: str) -> None:
         Budget.parse(text)
 
 
-@pytest.mark.parametrize("text", ["20 s", "1.5 s", "500 evaluations"])
+@pytest.mark.parametrize("text", ["20 s", "1.5 s", "500 evaluations", "1 evaluation", "2000 evaluations"])
 def test_a_budget_reads_as_it_was_written(text: str) -> None:
     budget = Budget.parse(text)
     assert str(budget) == text

@@ -179,7 +179,7 @@ F, B, B_INPUT, W = (Action(kind, 0, 0) for kind in (FORWARD, BACKWARD, BACKWARD_
         ([F, W, B_INPUT], "must come after its input gradient"),
         ([F, B_INPUT], "weight gradient W, which is missing"),
         ([F, B, Action("X", 0, 0)], "kind must be one of"),
-        ([F, B, Action(FORWARD, 1, 0)], "must be one of 1 stages"),
+        ([F, B, Action(FORWARD, 1, 0)], "must be one of 1 stage and"),
     ],
 )
 def test_an_incomplete_or_contradictory_order_is_refused(order, message) -> None:

@@ -64,7 +64,7 @@ def test_an_interrupted_campaign_keeps_what_is_finished_and_goes_on(tmp_path: Pa
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 130, errors
     assert "interrupted after 1 of 50 rounds; the same command goes on" in errors
-    assert "1 rounds: iteration time off by" in output
+    assert "1 round: iteration time off by" in output
     wait_until(lambda: not any(Path(f"/proc/{number}").exists() for number in workers), 30)
     assert (folder / "summary.md").exists()
 
@@ -179,7 +179,7 @@ def test_models_that_are_finished_are_reported_where_no_round_is(
     assert ended.value.exit_code == 130
     shown = capsys.readouterr()
     assert "no round has measured second" in shown.err
-    assert "1 rounds: iteration time off by" in shown.out
+    assert "1 round: iteration time off by" in shown.out
     summary = (tmp_path / "summary.md").read_text()
     assert "first" in summary and "second" not in summary
 

@@ -69,7 +69,7 @@ def test_a_campaign_ends_with_the_first_unit_that_cannot_be_profiled(
     monkeypatch.setattr(campaign_run, "execute_rounds", none_fits)
     monkeypatch.setattr(campaign_run, "measure_overlap", lambda **_: [])
     campaign = campaign_from_mapping(CAMPAIGN, "mine")
-    with pytest.raises(ValueError, match="profiling runs must fit into memory, but gpt at 1 samples did not"):
+    with pytest.raises(ValueError, match="profiling runs must fit into memory, but gpt at 1 sample did not"):
         campaign_run.run_campaign(campaign, campaign_work(campaign), tmp_path, rounds=5)
     assert len(started) == 1
 

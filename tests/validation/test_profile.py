@@ -375,5 +375,5 @@ def test_gpus_that_this_machine_lacks_are_told_before_anything_is_measured(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     words = ("-m", "gpt3-350m", "-c", "a100-80g-dgx:1x1", "-r", "windtunnel-executor", "-o", tmp_path / "machine.json")
     code, _, error = run(capsys, "profile", "--device", "cuda", *words)
-    assert code == 2 and "error: 1 processes on cuda need 1 GPUs, got 0" in error
+    assert code == 2 and "error: 1 process on cuda needs 1 GPU, got 0" in error
     assert not list(tmp_path.iterdir())

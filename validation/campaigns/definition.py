@@ -21,6 +21,7 @@ from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
+from datafiles.words import counted
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Attention, Runtime, load_runtime
@@ -314,8 +315,8 @@ def plan_of_entry(entry: PlanEntry, problem: Problem) -> Plan:
     layers = repeated_layers(problem.workload)
     if len(entry.stage_layers) != len(plan.stages) or sum(entry.stage_layers) != len(layers):
         raise ValueError(
-            f"stage_layers must name {len(plan.stages)} numbers that add up to {len(layers)} layers, got "
-            f"{list(entry.stage_layers)}"
+            f"stage_layers must name {counted(len(plan.stages), 'number')} that add up to "
+            f"{counted(len(layers), 'layer')}, got {list(entry.stage_layers)}"
         )
     stages, start, taken = [], 0, 0
     for old, count in zip(plan.stages, entry.stage_layers, strict=True):

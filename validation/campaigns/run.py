@@ -18,6 +18,7 @@ import torch
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
+from datafiles.words import counted
 from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
 from hardware_models.schema import Positive, Text
 from validation.campaigns.definition import Campaign
@@ -145,7 +146,7 @@ def missing_devices(campaign: Campaign) -> str:
     there = torch.cuda.device_count() if campaign.device == "cuda" else campaign.num_devices
     if there >= campaign.num_devices:
         return ""
-    return f"{campaign.name} needs {campaign.num_devices} CUDA GPUs, this machine has {there}"
+    return f"{campaign.name} needs {counted(campaign.num_devices, 'CUDA GPU')}, this machine has {there}"
 
 
 def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) -> None:
@@ -272,8 +273,8 @@ def check_profiling(unit: UnitWork, measured: Sequence[Measurement]) -> None:
     for job, each in zip(unit.jobs[: unit.first_calibration], measured, strict=False):
         if each.out_of_memory:
             raise ValueError(
-                f"profiling runs must fit into memory, but {unit.name} at {job.plan.microbatch_size} samples "
-                "did not; give the campaign smaller microbatches"
+                f"profiling runs must fit into memory, but {unit.name} at "
+                f"{counted(job.plan.microbatch_size, 'sample')} did not; give the campaign smaller microbatches"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datafiles.words import counted
 from simulator.costs import CostTables
 from simulator.lowering.lower import stage_views
 from simulator.plan import Plan
@@ -46,8 +47,8 @@ def check_executable(plan: Plan, problem: Problem, *, device: str, num_processes
     needed = len(canonical.devices)
     if num_processes is not None and num_processes < needed:
         refused.append(
-            f"the plan uses {needed} devices, but there are {num_processes} processes; start {needed}, or use a "
-            "plan for fewer devices"
+            f"the plan uses {counted(needed, 'device')}, but there are "
+            f"{counted(num_processes, 'process', 'processes')}; start {needed}, or use a plan for fewer devices"
         )
     if not refused:
         refused += [*_stages(canonical, problem), *_embeddings(canonical, problem)]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from datafiles.words import counted
 from validation.execution.groups import GroupPool
 from validation.execution.host_memory import keep_freed_memory
 
@@ -105,8 +106,9 @@ def check_devices(num_processes: int, device: str) -> None:
     """
     if device == "cuda" and torch.cuda.device_count() < num_processes:
         raise ValueError(
-            f"{num_processes} processes on cuda need {num_processes} GPUs, got {torch.cuda.device_count()}; use a plan "
-            "for fewer devices, or device cpu"
+            f"{counted(num_processes, 'process on cuda needs', 'processes on cuda need')} "
+            f"{counted(num_processes, 'GPU')}, got {torch.cuda.device_count()}; use a plan for fewer devices, or "
+            "device cpu"
         )
 
 
@@ -218,7 +220,7 @@ def _collect(
         raise WorkerError(_failure(cause, errors, progress, len(processes)), told.get(cause))
     if open_ranks:
         late = ", ".join(f"rank {rank} ({_doing(progress[rank])})" for rank in sorted(open_ranks))
-        raise WorkerError(f"no answer within {timeout_s:g} s from {late}; all {len(processes)} processes were stopped")
+        raise WorkerError(f"no answer within {timeout_s:g} s from {late}; {_stopped(len(processes))}")
     return [results[rank] for rank in range(len(processes))]
 
 
@@ -269,7 +271,11 @@ def _failure(cause: int, errors: dict[int, str], progress: Sequence[Any], num_pr
         text += "\n" + "\n".join(lines)
     if others:
         text += "\nthen " + "; ".join(others)
-    return f"{text}\nall {num_processes} processes were stopped"
+    return f"{text}\n{_stopped(num_processes)}"
+
+
+def _stopped(num_processes: int) -> str:
+    return "the process was stopped" if num_processes == 1 else f"all {num_processes} processes were stopped"
 
 
 def _doing(progress: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from datafiles.words import counted
 from validation.kinds.operator_context import Forward, OperatorContext, Tensors, builds, interleaving, unpacked
 from workloads.kinds.attributes import real
 
@@ -32,8 +33,8 @@ def build_swiglu(context: OperatorContext) -> Forward:
     blocks, degree = interleaving(features), context.degree("column")
     if blocks % degree:
         raise ValueError(
-            f"operator {context.operator.name!r}: the executor interleaves gate and up in {blocks} blocks, which a "
-            f"column split must divide, got {degree}"
+            f"operator {context.operator.name!r}: the executor interleaves gate and up in {counted(blocks, 'block')}, "
+            f"which a column split must divide, got {degree}"
         )
     blocks //= degree
 

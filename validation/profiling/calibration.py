@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from datafiles.words import counted
 from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.profile_scaling import ProfileScaling
 from simulator.plan import Plan
@@ -306,8 +307,11 @@ def fit_optimizer_fraction(profile: MachineProfile, job: Job, measured_s: float)
 
 
 def _in_words(work: CalibrationJobs) -> str:
-    words = [f"operators at {run.samples} samples, tp {run.tensor_size}" for run in work.operators]
+    words = [f"operators at {counted(run.samples, 'sample')}, tp {run.tensor_size}" for run in work.operators]
     if work.pipeline is not None:
         plan = work.pipeline.plan
-        words.append(f"gpipe of 2 stages, {plan.num_microbatches} microbatches of {plan.microbatch_size}")
+        words.append(
+            f"gpipe of 2 stages, {counted(plan.num_microbatches, 'microbatch', 'microbatches')} of "
+            f"{plan.microbatch_size}"
+        )
     return "; ".join(words)

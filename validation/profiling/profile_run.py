@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from datafiles.words import counted
 from hardware_models.calibrated import Quantity
 from hardware_models.collective_table import Row
 from hardware_models.group_shapes import GroupShape
@@ -162,7 +163,7 @@ def _parts(problem: Problem, options: ProfileOptions) -> Iterator[Part]:
         for degree in options.tensor_sizes:
             yield Part(
                 f"memory/{samples}/{degree}",
-                f"memory of operators at {samples} samples, tp {degree}",
+                f"memory of operators at {counted(samples, 'sample')}, tp {degree}",
                 start_s + 1.0,
                 lambda s=samples, d=degree: [list(row) for row in measure_memory(problem, s, d, device=device)],  # type: ignore[misc]
             )
@@ -219,14 +220,14 @@ def run_profile(work: ProfileWork, journal: Journal, listener: Listener | None =
     while not _is_stable(work, journal, rounds):
         for chunk in _chunks(work, journal, rounds):
             share = sum(work.job_s[number] for number in chunk)
-            tell(f"round {rounds + 1}: {len(chunk)} plans", done, total)
+            tell(f"round {rounds + 1}: {counted(len(chunk), 'plan')}", done, total)
             jobs = [work.jobs.jobs[number] for number in chunk]
             turn = execute_rounds(jobs, rounds=1, device=work.options.device)[0]
             for job, measured in zip(jobs, turn, strict=True):
                 if measured.out_of_memory:
                     raise ValueError(
-                        f"what is profiled must fit into memory, but {job.plan.microbatch_size} samples did not; "
-                        "give smaller --microbatches"
+                        f"what is profiled must fit into memory, but {counted(job.plan.microbatch_size, 'sample')} did "
+                        "not; give smaller --microbatches"
                     )
             journal.add(
                 {
@@ -333,7 +334,7 @@ def _quantities(host: HostTimes | None, overlap: Sequence[OverlapRow]) -> Iterat
 
 def _stability(work: ProfileWork, measured: Sequence[Sequence[Measurement]]) -> Iterator[Quantity]:
     """Yield the iteration time of every executed plan with its repeats and spread."""
-    names = [f"operators at {run.samples} samples, tp {run.tensor_size}" for run in work.jobs.operators]
+    names = [f"operators at {counted(run.samples, 'sample')}, tp {run.tensor_size}" for run in work.jobs.operators]
     names += ["operators recomputed"] * (work.jobs.recomputed is not None) + ["optimizer", "pipeline"]
     for number, name in zip(range(len(work.jobs.jobs)), names, strict=False):
         samples = [turn[number].iteration_time_s for turn in measured]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from datafiles.words import counted
 from experiments.reproduce.aceso.setting import (
     GPT,
     GPUS_PER_NODE,
@@ -86,7 +87,7 @@ def speedup_verdicts(table: pd.DataFrame) -> Iterator[Verdict]:
         yield Verdict(
             f"{family}: up to {printed} times Alpa",
             f"our largest speedup with several GPUs within {ALLOWED:.0%}",
-            f"{found.min():.2f} to {found.max():.2f} in {len(found)} settings ({off:+.0%})",
+            f"{found.min():.2f} to {found.max():.2f} in {counted(len(found), 'setting')} ({off:+.0%})",
             bool(abs(off) <= ALLOWED),
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from datafiles.words import counted
 from experiments.reproduce.aceso.setting import PROFILE, Setting, compat_of, curves, paper_search, problem_of
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.kept import kept_rows
@@ -43,7 +44,7 @@ class Variant:
     @property
     def model(self) -> str:
         """For tables."""
-        return f"{self.setting.model}, {self.num_stages} stages"
+        return f"{self.setting.model}, {counted(self.num_stages, 'stage')}"
 
     @property
     def label(self) -> str:

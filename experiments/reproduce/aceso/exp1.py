@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import pandas as pd
 
+from datafiles.words import counted
 from experiments.reproduce.aceso.alpa import ALPA_NOTE, alpa_columns, speedup_verdicts
 from experiments.reproduce.aceso.setting import (
     GPT,
@@ -120,7 +121,7 @@ def run(context: Context) -> Report:
         Verdict(
             "Aceso's plans are never slower than Megatron-LM's",
             "simulated speedup of at least 1 in every setting with several GPUs",
-            f"{several['speedup'].min():.2f} to {several['speedup'].max():.2f} in {len(several)} settings",
+            f"{several['speedup'].min():.2f} to {several['speedup'].max():.2f} in {counted(len(several), 'setting')}",
             bool((several["speedup"] >= 1 - 1e-9).all()) if len(several) else None,
         ),
         *speedup_verdicts(table),

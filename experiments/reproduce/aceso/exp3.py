@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
+from datafiles.words import counted
 from experiments.reproduce.aceso.setting import curves
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.kept import kept_rows
@@ -60,7 +61,7 @@ def run(context: Context) -> Report:
     verdicts = [
         Verdict(
             "Aceso always finds a plan, up to 1,024 layers", "a feasible plan at every depth",
-            f"{int(planned.sum())} of {len(table)} depths", bool(planned.all()),
+            f"{int(planned.sum())} of {counted(len(table), 'depth')}", bool(planned.all()),
         ),
         Verdict(
             "at least as good as the Megatron grid", "Aceso's objective of its plan at most that of the grid's best",

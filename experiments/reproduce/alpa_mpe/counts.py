@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from datafiles.words import counted
 from experiments.reproduce.alpa_mpe.counting import Asker, ask, oracle_of, problem_named
 from experiments.reproduce.experiment import Context, Report, Verdict
 from searchers.alpa.meshes import all_logical_meshes
@@ -54,7 +55,7 @@ def run(context: Context) -> Report:
             Verdict(
                 "GPT-2 1.5B on 8 GPUs: 17,850 compilations and 35,700 profiles with Alpa, 1,386 and 2,772 with MPE",
                 "all four counts equal",
-                f"{int(equal.sum())} of {len(stated)} rows equal",
+                f"{int(equal.sum())} of {counted(len(stated), 'row')} equal",
                 bool(equal.all()),
             )
         ],

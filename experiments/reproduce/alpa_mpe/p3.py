@@ -6,6 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from datafiles.tables import load_table
+from datafiles.words import counted
 from experiments.cases import alpa as cases
 from experiments.cases.case import Case
 from experiments.reproduce.alpa_mpe.counting import problem_named
@@ -64,7 +65,7 @@ def run(context: Context) -> Report:
         }
         judged = {}
         for word, searcher in searchers.items():
-            context.say(f"{gpus} GPUs, {word}")
+            context.say(f"{counted(gpus, 'GPU')}, {word}")
             best = searcher.search(problem).best
             judged[word] = simulate(best, problem, engine="compiled", costs=cost_tables(problem))
             row[f"searched_{word}_tflops"] = tflops(problem, judged[word].iteration_time_s)
@@ -89,7 +90,7 @@ def run(context: Context) -> Report:
             Verdict(
                 "measured TFLOP/s of rows that state a plan",
                 "mean absolute error of the simulator at most 8 %",
-                f"{100 * errors.abs().mean():.1f} % on {len(errors)} rows",
+                f"{100 * errors.abs().mean():.1f} % on {counted(len(errors), 'row')}",
                 bool(errors.abs().mean() <= TARGET),
             ),
             Verdict(

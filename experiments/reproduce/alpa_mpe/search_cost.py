@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
+from datafiles.words import counted
 from experiments.reproduce.alpa_mpe.counting import Asker, ask, oracle_of, problem_named
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.legends import legend_beside
@@ -47,7 +48,7 @@ def run(context: Context) -> Report:
             Verdict(
                 "MPE searches up to 126 times faster than Alpa, 36.4 times on average",
                 "largest and mean of our speed-ups (all layers and pairs measured) within a factor of two of both",
-                f"up to {every.max():.0f} times, {every.mean():.1f} on average over {len(every)} models",
+                f"up to {every.max():.0f} times, {every.mean():.1f} on average over {counted(len(every), 'model')}",
                 bool(
                     PRINTED_LARGEST / 2 <= every.max() <= 2 * PRINTED_LARGEST
                     and PRINTED_MEAN / 2 <= every.mean() <= 2 * PRINTED_MEAN

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from datafiles.words import counted
 from experiments.reproduce.dapple.benchmarks import BENCHMARKS, NOTES, Setting, judge, one_device_s, setting
 from experiments.reproduce.experiment import Context, Report, Verdict
 from searchers.dapple.communication import CommunicationCosts
@@ -28,7 +29,7 @@ def run(context: Context) -> Report:
     for name in ("VGG-19", "BERT-48") if context.quick else MODELS:
         for config in "ABC":
             for batch in dict.fromkeys((GLOBAL_BATCH, BENCHMARKS[name].global_batch)):
-                context.say(f"{name} on {config}, {batch} samples")
+                context.say(f"{name} on {config}, {counted(batch, 'sample')}")
                 rows.append(_row(context, name, config, batch))
     table = pd.DataFrame(rows)
     with_dp = table[table["hybrid / DP overlap"].notna()]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pandas as pd
 
+from datafiles.words import counted
 from experiments.cases.case import problem_of
 from experiments.reproduce.experiment import Context, Report, Verdict
 from simulator.costs import CostTables
@@ -30,7 +31,7 @@ def run(context: Context) -> Report:
     for devices, (layers, utilisation) in PRINTED.items():
         if context.quick and devices > 2:
             continue
-        context.say(f"{devices} GPUs")
+        context.say(counted(devices, "GPU"))
         largest = largest_that_fits(devices, 2 * layers)
         problem = bert(largest, devices)
         result = simulated(problem, devices)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from datafiles.words import counted
 from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.galvatron.cells import searched_cell
@@ -124,7 +125,7 @@ def draw(plans: dict[str, tuple[PipelinePlan, LayerProfiles]]) -> Figure:
         place.set_xlim(0, x)
         place.set_ylim(0, 1.5 * tallest)
         place.set_title(
-            f"{title}: batch {plan.batch}, {counted(plan.num_microbatches, 'microbatch', 'es')}, "
+            f"{title}: batch {plan.batch}, {counted(plan.num_microbatches, 'microbatch', 'microbatches')}, "
             f"{counted(len(plan.stages), 'stage')}",
             fontsize=9,
         )
@@ -136,12 +137,3 @@ def draw(plans: dict[str, tuple[PipelinePlan, LayerProfiles]]) -> Figure:
             )
         legend_beside(place)
     return figure
-
-
-def counted(number: int, thing: str, ending: str = "s") -> str:
-    """Return a number of things in words.
-
-    >>> counted(1, "microbatch", "es"), counted(2, "stage")
-    ('1 microbatch', '2 stages')
-    """
-    return f"{number} {thing}{'' if number == 1 else ending}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from datafiles.words import counted
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.leaderboard.run import searched, searchers_of
 
@@ -36,7 +37,7 @@ def run(context: Context) -> Report:
                 "searching with the simulator gives plans at least as good as searching with a formula",
                 "median ratio of iteration times at most 1, and at most 5 % of the pairs worse by over 1 %",
                 f"median {ratios.median():.3f}; {100 * (ratios > 1.01).mean():.0f} % worse, "
-                f"{100 * (ratios < 0.99).mean():.0f} % better by over 1 % of {len(ratios)} pairs",
+                f"{100 * (ratios < 0.99).mean():.0f} % better by over 1 % of {counted(len(ratios), 'pair')}",
                 bool(ratios.median() <= 1 and (ratios > 1.01).mean() <= 0.05) if len(ratios) else None,
             )
         ],

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from datafiles.words import counted
 from experiments.reproduce.leaderboard.causes import loaded, simulated
 from searchers.plan_words import stage_degrees
 from simulator.plan import Plan
@@ -57,9 +58,8 @@ def _label(degrees: tuple[int, int, int]) -> str:
 
 
 def _pipeline(plan: Plan) -> str:
-    count = len(plan.stages)
     last = "" if plan.last_microbatch_size is None else f", the last {plan.last_microbatch_size}"
-    return f"{count} stage{'s' if count > 1 else ''}, {plan.num_microbatches} x {plan.microbatch_size}{last}"
+    return f"{counted(len(plan.stages), 'stage')}, {plan.num_microbatches} x {plan.microbatch_size}{last}"
 
 
 def pictures(frame: pd.DataFrame, plans: Path) -> Mapping[str, bytes]:

@@ -62,7 +62,7 @@ def _decoded(text: str) -> list[int]:
      "stage 0: recompute must be 0 or 1, got 7"),
     ('{"aggregate_micro_batch": 1, "stages": [{"tp": "1x' + "9" * 5000 + '"}]}', "must be runs VALUExCOUNT"),
     ('{"aggregate_micro_batch": 1, "stages": [{"tp": "999999999x29", "dp": "999999999x29", "algo": "0x29", '
-     '"recompute": "0x29"}]}', "the cluster must have the 999999998000000001 devices of the plan, got 2"),
+     '"recompute": "0x29"}]}', "the cluster must have the 999,999,998,000,000,001 devices of the plan, got 2"),
     ('{"aggregate_micro_batch": 1, "stages": ['
      '{"tp": "1x100000", "dp": "1x100000", "algo": "0x100000", "recompute": "0x100000"}, '
      '{"tp": "1x1", "dp": "1x1", "algo": "0x1", "recompute": "0x1"}]}',

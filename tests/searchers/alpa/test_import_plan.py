@@ -65,7 +65,7 @@ def test_other_layers_are_refused_in_words(tmp_path: Path, problem: Problem, lay
 @pytest.mark.parametrize(
     ("layers", "meshes", "message"),
     [
-        ("2x4", [[2**20, 2**20]] * 2, "the cluster must have the 2199023255552 devices of the plan, got 8"),
+        ("2x4", [[2**20, 2**20]] * 2, "the cluster must have the 2,199,023,255,552 devices of the plan, got 8"),
         ("65536x1", [[1, 4]] * 2, "stages must hold the groups of layers 0 to 7 in order, got ((0,), (1,), "),
     ],
 )
