@@ -198,7 +198,7 @@ def runs(
     from hardware_models.machine_factors import named
 
     common = Common(cluster=cluster, runtime=runtime, model=model)
-    all_writable(data=[output], pictures=[plot])
+    all_writable(output, plot)
     all_writable(read=files_of_runs(table, common), data=[output], pictures=[plot])
     if constants is None:
         _finish(measured_runs.runs(table, common), output, plot, as_json)

@@ -226,8 +226,8 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, along: Along, label: str, number:
 def _finish(axes: Axes, along: Along, *, all_ran: bool) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
-    highest = max(np.max(np.asarray(line.get_ydata(), dtype=float), initial=0.0) for line in axes.lines)
-    axes.set_ylim(0.0, HEADROOM * float(highest))
+    highest = max(np.nanmax(np.asarray(line.get_ydata(), dtype=float), initial=0.0) for line in axes.lines)
+    axes.set_ylim(0.0, HEADROOM * (float(highest) or 1.0))
     axes.set_ylabel("throughput, samples/s", color=MUTED)
     note = "" if all_ran else "   (\u00d7 on the floor: no plan, out of memory or failed)"
     axes.set_xlabel(f"{_title(along.name)}{note}", color=MUTED)

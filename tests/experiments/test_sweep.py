@@ -243,7 +243,7 @@ def test_a_log_names_a_run_that_does_not_end(
     spec = place.write(runs=[{"global_batch": 4, "searcher": place.recorded(sleep_s=3.0)}])
     code, _, err = command(capsys, spec, "-o", place.output, "-j", 1)
     assert code == 0
-    assert re.search(r"^0/1 runs, \d+ s, tiny.yaml, v100.*, mine.py:Recorded, seed 0 runs for \d+ s$", err, re.M)
+    assert re.search(r"^0/1 run, \d+ s, tiny.yaml, v100.*, mine.py:Recorded, seed 0 runs for \d+ s$", err, re.M)
 
 
 def test_many_runs_need_a_yes(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
