@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
-from tests.validation.cases import CASES  # noqa: E402
+from tests.validation.cases import WORLD_SIZES, cases_of  # noqa: E402
 from tests.validation.tiny import Case  # noqa: E402
 from tests.validation.worker import Outcome, run_cases  # noqa: E402
 from validation.execution.launch import launch  # noqa: E402
@@ -30,7 +30,7 @@ DERIVED_OTHERWISE = {
 
 
 def test_there_are_at_least_25_plans_and_every_family() -> None:
-    cases = [case for found in CASES.values() for case in found]
+    cases = [case for size in WORLD_SIZES for case in cases_of(size)]
     assert len(cases) >= 25
     assert len({case.name for case in cases}) == len(cases)
     families = {"gpt", "bert", "llama", "t5", "vit", "resnet", "vgg", "gnmt", "xlnet", "swin"}
@@ -38,9 +38,9 @@ def test_there_are_at_least_25_plans_and_every_family() -> None:
 
 
 @pytest.mark.measured
-@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_planned_runs_equal_the_single_process_run(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = CASES[world_size]
+    cases = cases_of(world_size)
     known: dict[int, Reference] = {}
     for case in cases:
         if id(case.problem) not in known:

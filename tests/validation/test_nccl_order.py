@@ -18,9 +18,9 @@ from simulator.plan import Plan  # noqa: E402
 from simulator.problem import Problem  # noqa: E402
 from simulator.uniform import even_layer_cuts  # noqa: E402
 from simulator.validate import validate  # noqa: E402
-from tests.validation.cases import CASES  # noqa: E402
 from tests.validation.posing_gpu import rank_on_posing_gpu  # noqa: E402
 from tests.validation.tiny import Case, axes, pipeline, problem  # noqa: E402
+from tests.validation.tiny_plans import four_processes, two_processes  # noqa: E402
 
 SEND, RECEIVE = "send", "receive"
 NAMES = (
@@ -32,7 +32,7 @@ TURNS = replace(problem("llama", global_batch=12), hardware=HardwareModel(cluste
 HALF = even_layer_cuts(TURNS.workload, 2)[0][1]
 PARTS = [(HALF, [0, 1], axes(("batch", 2))), (-1, [2, 3, 4], axes(("batch", 3)))]
 PIPELINES = [
-    *(case for number in (2, 4) for case in CASES[number] if case.name in NAMES),
+    *(case for case in (*two_processes(), *four_processes()) if case.name in NAMES),
     Case("llama 2 then 3 in turn", TURNS, pipeline(TURNS, PARTS, microbatch=1, replica_assignment="round_robin")),
 ]
 
@@ -118,7 +118,7 @@ def test_no_send_waits_for_a_receive_that_waits_for_it(case: Case, monkeypatch: 
 
 
 def test_the_ranks_of_every_communicator_have_met_before_the_first_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in CASES[4] if case.name == "gpt pp2 dp2, interleaved, ZeRO-1")
+    case = next(case for case in four_processes() if case.name == "gpt pp2 dp2, interleaved, ZeRO-1")
     plan, met = validate(case.plan, case.problem), list[Any]()
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: met.append(group))
     with rank_on_posing_gpu(plan, case.problem, 3) as executor:

@@ -1,17 +1,10 @@
-"""Plans of every feature for one, two and four processes: written by hand, and returned by searchers."""
+"""Plans of every feature for one, two and four processes: written by hand, or as Aceso's search has returned them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 
-from searchers.base import Searcher
-from searchers.dapple.searcher import Dapple
-from searchers.galvatron.options import Options
-from searchers.galvatron.planner import Planner
-from searchers.galvatron.plans import to_plan
-from searchers.pipedream.searcher import PipeDream
 from simulator.plan import Plan, Sharding
 from simulator.plan_file import plan_from_mapping
 from simulator.problem import Problem
@@ -19,27 +12,8 @@ from simulator.schedules.one_f_one_b import warmup_p_b
 from simulator.uniform import even_layer_cuts, recompute_segments, uniform_plan
 from tests.validation.tiny import ACESO_PLANS, Case, axes, by_layer, cut, pipeline, problem, stage
 
-
-def returned(searcher: Searcher, of: Problem, replicas: Sequence[int]) -> Plan:
-    """Return the best plan of a searcher whose stages have so many devices."""
-    plans = [ranked.plan for ranked in searcher.search(of).plans]
-    return next(plan for plan in plans if [len(stage.devices) for stage in plan.stages] == list(replicas))
-
-
 DP2, TP2, SP2 = axes(("batch", 2)), axes(("tensor", 2)), axes(("tensor_sequence", 2))
 ALONE = axes(("batch", 1))
-
-
-def searched(of: Problem, share: float, **choices: object) -> Plan:
-    """Return Galvatron's plan where memory lies between what its leanest and its quickest plan need."""
-    options = Options(granularity_bytes=512, **choices)  # type: ignore[arg-type]
-    planner = Planner(of, options)
-    quickest, leanest = planner.best(of.global_batch), planner.leanest(of.global_batch)
-    assert quickest is not None and leanest is not None, "a tiny model fits"
-    budget = leanest.peak_bytes + share * (quickest.peak_bytes - leanest.peak_bytes)
-    found = Planner(of, options, budget_bytes=budget).best(of.global_batch)
-    assert found is not None, "the leanest plan fits"
-    return to_plan(found, of)
 
 
 def one_process() -> list[Case]:
@@ -278,21 +252,13 @@ def four_processes() -> list[Case]:
     add("bert dp2 tp2, overlapped every microbatch", bert, every)
     vit = problem("vit")
     add("vit pp2 dp2, ZeRO-2", vit, uniform_plan(vit, pp=2, dp=2, microbatch=2, zero=2))
-    add("gpt, found by Galvatron: pipeline, dp, sdp, recomputation", gpt, searched(gpt, 0.7))
-    add("t5, found by Galvatron: pipeline, dp, sdp, recomputation", t5, searched(t5, 0.7))
-    within = {"kinds": ("dp", "tp"), "pipeline": False}
-    add("gpt, found by Galvatron: dp, tp, recomputation in one stage", gpt, searched(gpt, 0.8, **within))
     cuts = even_layer_cuts(gpt.workload, 3)
     parts = [(cuts[0][1], [0, 1], DP2), (cuts[1][1], [2], ALONE), (-1, [3], ALONE)]
     add("gpt dp2, 1, 1: replicas of the first stage only", gpt, pipeline(gpt, parts, microbatch=2))
-    gnmt, xlnet = problem("gnmt", global_batch=12), problem("xlnet", global_batch=12)
+    gnmt = problem("gnmt", global_batch=12)
     parts = [(even_layer_cuts(gnmt.workload, 2)[0][1], [0], ALONE), (-1, [1, 2, 3], axes(("batch", 3)))]
     unequal = replace(pipeline(gnmt, parts, microbatch=4), warmup=(3, 1))
     add("gnmt on 1 and 3 replicas with DAPPLE's P_B, unequal slices", gnmt, unequal)
-    found = returned(Dapple(microbatch=4, warmup="p_b"), xlnet, [1, 1, 1, 1])
-    add("xlnet, DAPPLE's straight plan with P_B", xlnet, found)
-    found = returned(PipeDream(microbatch=1, replica_assignment="round_robin"), xlnet, [2, 2])
-    add("xlnet, PipeDream's plan, replicas in turn", xlnet, found)
     segments = recompute_segments(gpt.workload, 0, end, "selective")
     plan = Plan((stage((0, end), range(4), axes(("batch", 2), ("tensor_sequence", 2)), segments),), 4, 2)
     add("gpt dp2 tp2, sequence parallel, selective", gpt, plan)

@@ -15,7 +15,7 @@ from simulator.lowering.items import GRADIENTS
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.synchronisation import parameter_groups
-from tests.validation.cases import CASES
+from tests.validation.cases import cases_of
 from validation.execution.executable import check_executable
 from validation.execution.gradients import is_overlapped
 from validation.execution.launch import Worker
@@ -51,11 +51,11 @@ class Outcome:
 
 def run_cases(worker: Worker, references: dict[str, Reference]) -> list[Outcome]:
     """Run all plans of the world size; two iterations each, so that the optimizer step counts."""
-    return [_run(worker, number, references) for number in range(len(CASES[worker.world_size]))]
+    return [_run(worker, number, references) for number in range(len(cases_of(worker.world_size)))]
 
 
 def _run(worker: Worker, number: int, references: dict[str, Reference]) -> Outcome:
-    case = CASES[worker.world_size][number]
+    case = cases_of(worker.world_size)[number]
     reference = references[case.name]
     start = time.perf_counter()
     differences: list[tuple[str, float]] = []
