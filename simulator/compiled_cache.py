@@ -3,21 +3,25 @@
 Numba keeps compiled code in ``NUMBA_CACHE_DIR`` where that is set; else in ``__pycache__`` beside the source;
 else, where the package folder cannot be written, in the user's cache folder. Where even that is not writable
 (a container without a home), a folder of this user alone under the system's temporary folder is taken. Cached
-files are loaded with pickle, so a folder that others can write is never used.
+files are loaded with pickle, so a folder that others can write is never used. Processes that need the same function
+at the same time do not each compile it: one does, and the others wait for it.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import register_jitable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,7 +46,7 @@ def compiled(function: Function) -> Function:
         config: Any = numba.config
         config.CACHE_DIR = private_folder()
         made = _counting(function)
-    return cast(Function, _for_any_number(made))
+    return cast(Function, _for_any_number(_compiled_by_one(made)))
 
 
 def _counting(function: Function) -> Any:
@@ -96,6 +100,70 @@ def also_compiled(function: Function) -> Function:
     return register_jitable(forceinline=True, _nrt=False)(function)
 
 
+_in_turn: list[Any] = []
+"""The function that this process compiles, or loads, in its turn. What that one calls is compiled with it."""
+
+
+def _compiled_by_one(function: Any) -> Any:
+    """Return a compiled function that one process compiles while others wait, and then load it from the cache.
+
+    Numba has every process compile what it does not find: as many times the work, and no result sooner.
+    """
+    if not hasattr(function, "_cache"):  # numba is switched off (NUMBA_DISABLE_JIT)
+        return function
+    compile_or_load = function.compile
+
+    def compile_in_turn(signature: Any) -> Any:
+        with global_compiler_lock:  # First: a thread that has it waits for no turn of another thread.
+            if _in_turn:
+                return compile_or_load(signature)
+            _in_turn.append(function)
+            try:
+                with _turn(Path(f"{_kept_as(function)}.lock")):
+                    return compile_or_load(signature)
+            finally:
+                _in_turn.clear()
+
+    function.compile = compile_in_turn
+    return function
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Wait until no other process is here with this path; the system ends the turn of a process that ends.
+
+    Where files cannot be locked (Windows; a folder that cannot be written; some network file systems), nobody waits.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError:
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # Said aloud, since a process that was forked meanwhile has it open too.
+
+
+def _kept_as(function: Any) -> Path:
+    """Return the path of what numba keeps of a function, but for what it adds to the name."""
+    name = function.py_func.__qualname__.replace("<", "").replace(">", "")
+    module = function.py_func.__module__.rsplit(".", 1)[-1]
+    return Path(function._cache.cache_path) / f"{module}.{name}"
+
+
 def _for_any_number(function: Any) -> Any:
     """Return a compiled function that is not compiled again for each number that a caller writes out.
 
@@ -145,10 +213,8 @@ def is_cached(function: Callable[..., Any]) -> bool:
     dispatcher = cast(Any, function)
     if not hasattr(dispatcher, "signatures") or dispatcher.signatures:  # The first: numba is switched off.
         return True
-    folder = Path(dispatcher._cache.cache_path)
-    name = dispatcher.py_func.__qualname__.replace("<", "").replace(">", "")
-    module = dispatcher.py_func.__module__.rsplit(".", 1)[-1]
-    return any(folder.glob(f"{module}.{name}-*.nbc"))
+    kept_as = _kept_as(dispatcher)
+    return any(kept_as.parent.glob(f"{kept_as.name}-*.nbc"))
 
 
 @compiled

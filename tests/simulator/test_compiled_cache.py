@@ -9,6 +9,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -21,7 +22,7 @@ from numba.core.caching import FunctionCache
 from numba.core.registry import CPUDispatcher
 
 from simulator import compiled_cache
-from simulator.compiled_cache import compiled, inlined
+from simulator.compiled_cache import _turn, compiled, inlined
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +75,55 @@ def test_a_changed_callee_or_constant_makes_the_caller_stale(tmp_path: Path) -> 
     assert printed(tmp_path, 100, "x + 1") == (102, 1)
     assert printed(tmp_path, 100, "x * 5") == (105, 0)
     assert printed(tmp_path, 700, "x * 5") == (705, 0)
+
+
+def test_who_has_waited_for_another_process_loads_what_it_has_made(tmp_path: Path) -> None:
+    """The other process is one that runs while this one waits for its turn."""
+    (tmp_path / "callee.py").write_text(CALLEE.format(constant=1, expression="2 * x"))
+    script = """
+import subprocess, sys
+from contextlib import contextmanager
+from simulator import compiled_cache
+import callee
+
+@contextmanager
+def turn(path):
+    subprocess.run([sys.executable, "-c", "import callee; callee.called(21)"], check=True)
+    yield
+
+compiled_cache._turn = turn
+print(callee.called(21), *callee.called.stats.cache_hits.values(), *callee.called.stats.cache_misses.values())
+"""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["42", "1"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nobody waits on Windows")
+def test_one_has_a_turn_at_a_time(tmp_path: Path) -> None:
+    done = []
+
+    def take() -> None:
+        with _turn(tmp_path / "folder" / "lock"):
+            done.append("second")
+
+    second = threading.Thread(target=take)
+    with _turn(tmp_path / "folder" / "lock"):
+        second.start()
+        second.join(timeout=0.2)
+        done.append("first")
+    second.join()
+    assert done == ["first", "second"]
+
+
+def test_nobody_waits_where_no_file_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with _turn(tmp_path / "file" / "lock"), _turn(tmp_path / "file" / "lock"):
+        pass
 
 
 @inlined
