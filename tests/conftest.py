@@ -1,4 +1,7 @@
-"""For all tests: one thread each, since they run side by side; Ctrl-C interrupts, also in the background."""
+"""For all tests: one thread each, since they run side by side; Ctrl-C interrupts, also in the background.
+
+Workers of a run with nothing compiled compile side by side what most tests need, before any of them waits for it.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +18,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Most of what a collection walks is torch and the tests themselves, which stay: an eighth of their time went to it.
 gc.set_threshold(20_000, 20, 50)
+
+
+def pytest_sessionstart() -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) > 1:
+        from tests.compiled_ahead import compile_share  # Not where one process runs a few tests: it takes numba's time.
+
+        compile_share(int(worker.removeprefix("gw")))

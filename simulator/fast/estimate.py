@@ -269,11 +269,10 @@ class FastEstimator:
         """Return the same for arrays that are int64 and contiguous; nothing is converted."""
         count, num_stages = len(columns.microbatch_size), len(columns.placements)
         iteration_s, stage_s = np.empty(count), np.zeros(num_stages)
-        peak_bytes, capacity_bytes, fits = np.empty(num_stages), np.empty(num_stages), np.empty(count, dtype=np.bool_)
         run_tables = np.empty(len(columns.strategies), dtype=np.int64)
         states = np.empty(count, dtype=np.int64)
         chosen = np.arange(count)
-        store, everything = self._store, chosen
+        store = self._store
         while True:
             misses, counts = store.misses, store.counts
             counts[0] = 0
@@ -300,12 +299,24 @@ class FastEstimator:
                 break
             self._refuse(states)
             chosen = np.flatnonzero(states == INCOMPLETE)
+        peak_bytes, capacity_bytes, fits = self.peaks(columns, states, run_tables)
+        return FastEstimates(iteration_s, stage_s, peak_bytes, capacity_bytes, fits)
+
+    def peaks(self, columns: PlanColumns, states: Ints, run_tables: Ints) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """Return peaks and capacities of all stages, and which plans fit, as far as a plan's state is DONE.
+
+        Args:
+            columns: The plans.
+            states, run_tables: From ``estimate_times``.
+        """
+        count, num_stages = len(columns.microbatch_size), len(columns.placements)
+        peak_bytes, capacity_bytes, fits = np.empty(num_stages), np.empty(num_stages), np.empty(count, dtype=np.bool_)
         estimate_peaks(
             self._structure,
             self._savings,
-            store.memory,
+            self._store.memory,
             columns,
-            everything,
+            np.arange(count),
             states,
             run_tables,
             self._memory_rules,
@@ -313,7 +324,7 @@ class FastEstimator:
             capacity_bytes,
             fits,
         )
-        return FastEstimates(iteration_s, stage_s, peak_bytes, capacity_bytes, fits)
+        return peak_bytes, capacity_bytes, fits
 
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of one plan object, conversion included."""
