@@ -94,17 +94,19 @@ class ValueChecker:
         return self._known[spelling]
 
     def _model(self, value: str | None) -> Checked:
-        from workloads.registry import model_names, model_spec
+        from workloads.layer_profile import is_profile_name
+        from workloads.registry import build_workload, model_names, model_spec
 
         text = _given(value)
         if text in model_names():
             return Checked({"model": text})
-        if not text.lower().endswith(_FILE_SUFFIXES):
+        file, at, batch = text.partition("@") if is_profile_name(text) else (text, "", "")
+        if not file.lower().endswith((*_FILE_SUFFIXES, ".csv")):
             if not (self._folder / text / "config.json").is_file():
                 model_spec("" if "/" in text else text)  # raises, with the nearest names
-            text = f"{text}/config.json"
-        checked = self._with_files("model", [(text, "")])
-        model_spec(checked.paths["model"])
+            file = f"{text}/config.json"
+        checked = self._with_files("model", [(file, at + batch)])
+        build_workload(checked.paths["model"])
         return checked
 
     def _cluster(self, value: str | None) -> Checked:

@@ -46,6 +46,16 @@ def test_cases_keep_values_together_and_meet_the_whole_grid(place: Place) -> Non
     assert (runs[0].without, runs[0].memory_limit_bytes, runs[0].budget_evaluations) == ("", None, 10)
 
 
+def test_a_layer_profile_is_a_model_of_the_specs_folder(place: Place) -> None:
+    head = "node,layer,fw_ms,bw_ms,output_activation_bytes,param_bytes,preds"
+    (place.spec.parent / "layers.csv").write_text(f"{head}\n1,conv,3,6,1000000,4000000,\n2,fc,2,4,1000,8000000,1\n")
+    spec = load_sweep(place.write(runs=[{"model": "layers.csv@4", "global_batch": 4, "searcher": "ddp"}]))
+    assert spec.jobs[0].run.model == "layers.csv@4" and dict(spec.jobs[0].digests).keys() == {"layers.csv"}
+    assert run_job(spec.jobs[0]).row["status"] == "ok"
+    with pytest.raises(DataFileError, match=r"base\.model: files must lie in the spec's folder"):
+        load_sweep(place.write(base={**BASE, "model": "../layers.csv@4"}))
+
+
 def test_a_run_named_twice_in_any_spelling_is_made_once(place: Place) -> None:
     grid = {"without": [[], ["overlap_slowdown", "host"], "host,overlap-slowdown", ""]}
     spec = load_sweep(place.write(grid=grid, cases=[{"global_batch": 4, "searcher": "ddp"}]))
