@@ -253,14 +253,14 @@ def console() -> Console:
     """Return the console for results (standard output)."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
+    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
 
 
 def messages() -> Console:
     """Return the console for progress and notes (standard error), so that output can be piped."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else WIDTH_IN_FILES)
+    return Console(stderr=True, highlight=False, emoji=False, width=None if sys.stderr.isatty() else WIDTH_IN_FILES)
 
 
 def print_json(value: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Timer
+from math import inf
+from threading import TIMEOUT_MAX, Timer
 
 from searchers.budget import Budget
 
@@ -15,10 +16,11 @@ PATIENCE_S = 20.0
 @contextmanager
 def told_when_late(budget: Budget, tell: Callable[[], None]) -> Iterator[None]:
     """Call a function, from another thread, should the block run far beyond the seconds of a budget; once."""
-    if budget.seconds is None:
+    due_s = inf if budget.seconds is None else budget.seconds + max(PATIENCE_S, budget.seconds)
+    if due_s > TIMEOUT_MAX:
         yield
         return
-    timer = Timer(budget.seconds + max(PATIENCE_S, budget.seconds), tell)
+    timer = Timer(due_s, tell)
     timer.daemon = True
     timer.start()
     try:

@@ -96,7 +96,7 @@ def searchers_progress(searchers: tuple[str, ...]) -> Iterator[Callable[[str, st
 
 LATE = "late"
 """State of a searcher that goes on well past its time; see `told_when_late`."""
-_STATES = {"kept": "kept from an earlier call", LATE: "past its budget, Ctrl-C ends it"}
+_STATES = {"kept": "kept from an earlier call", LATE: "still searches, past its budget; Ctrl-C ends the comparison"}
 
 
 def _state(state: str, num_tasks: int | None) -> str:

@@ -46,14 +46,14 @@ def _each_once(problems: list[str]) -> list[str]:
     """Return the lines; what is wrong with several operators is said of the first.
 
     >>> _each_once([f"stages.0.shardings, operator {i} (layer{i}.norm): zero goes with batch only" for i in (1, 2, 3)])
-    ['stages.0.shardings, operator 1 (layer1.norm) and 2 like it: zero goes with batch only']
+    ['stages.0.shardings, operator 1 (layer1.norm) and others like it: zero goes with batch only']
     """
     places: dict[str, list[str]] = {}
     for line in problems:
-        place, _, words = line.partition("): ") if ", operator " in line else ("", "", line)
+        place, _, words = line.partition("): ") if ", operator " in line and "): " in line else ("", "", line)
         places.setdefault(words, []).append(place)
     return [
-        f"{first}){f' and {len(others)} like it' if others else ''}: {words}" if first else words
+        f"{first}){' and others like it' if others else ''}: {words}" if first else words
         for words, (first, *others) in places.items()
     ]
 

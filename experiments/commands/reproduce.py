@@ -61,8 +61,8 @@ def reproduce(
     if searchers and not any(experiment.name.startswith(LEADERBOARD) for experiment in chosen):
         raise ValueError(f"--searcher is for the leaderboard, got {name}; leave it out, or reproduce {LEADERBOARD}")
     writable_folder(output)
-    for experiment in chosen:
-        refuse_other_files(output / experiment.name)
+    for name in dict.fromkeys(name for each in chosen for name in (each.name, each.shares) if name):
+        refuse_other_files(output / name)
     folder_of_data = data_folder(data)
     found, failures = [], []
     for experiment in chosen:

@@ -86,11 +86,13 @@ def search(
     problem = spec.load()
     is_interrupted = False
 
-    def say_late() -> None:
-        words = f"{searcher} still searches, beyond its budget of {limit}; Ctrl-C ends it and keeps what it found"
-        messages().print(words, markup=False, soft_wrap=True)
+    shown = messages()
 
-    with messages().status(f"{searcher} searches, at most {limit} ..."):
+    def say_late() -> None:
+        words = f"{searcher} still searches, beyond its budget of {limit}; Ctrl-C ends it, a plan that fits is kept"
+        shown.print(words, markup=False, soft_wrap=True)
+
+    with shown.status(f"{searcher} searches, at most {limit} ..."):
         try:
             with told_when_late(limit, say_late), terminate_means_interrupt(), one_interrupt():
                 found = checked_search(chosen, problem, limit, seed)
@@ -154,7 +156,10 @@ def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) 
     ]
     columns = [("rank", "right"), ("objective, s", "right"), ("plan", "left")]
     print_table(title, columns, rows)
-    counters = ", ".join(f"{_number(count)} {name.replace('_', ' ')}" for name, count in found.counters.items())
+    counters = ", ".join(
+        f"{_number(count)} {name.removesuffix('s' if count == 1 else '').replace('_', ' ')}"
+        for name, count in found.counters.items()
+    )
     console().print(f"{counters}; {found.wall_s:.2f} s")
     tightest = judged.tightest
     memory = f"{format_bytes(tightest.peak_reserved_bytes)} reserved of {format_bytes(tightest.capacity_bytes)}"

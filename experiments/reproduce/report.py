@@ -50,13 +50,13 @@ def write_report(folder: Path, experiment: Experiment, report: Report) -> list[P
 
 
 def refuse_other_files(folder: Path) -> None:
-    """Refuse a folder with files and without `PARTIAL`, which every report has from its beginning.
+    """Refuse a folder with files, but without `PARTIAL`, which reports have from their beginning, or a report of ours.
 
     Raises:
         ValueError: If the folder is such, since a report's tables and figures might be written over its files.
     """
     others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if others and PARTIAL not in others:
+    if others and PARTIAL not in others and not {"report.html", "report.md", "report.json"} <= set(others):
         raise ValueError(
             f"a report must have a folder of its own, got {folder} with {', '.join(others[:3])}"
             f"{' and more' if len(others) > 3 else ''}; name another folder, or move them away"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from os.path import realpath
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, create_model
 
@@ -171,7 +171,7 @@ class ValueChecker:
         checked = self._with_files("searcher", parts)
         found = searcher_class(checked.paths.get("searcher", name))
         known = _options_of(found)
-        options = {option: _whole(given) for option, given in options.items()}
+        options = {option: _whole(given, known.get(option)) for option, given in options.items()}
         for option, given in options.items():
             if option == "objective":
                 raise ValueError("objective is a field beside searcher, not one of its options")
@@ -269,9 +269,14 @@ def _options_of(searcher: type) -> dict[str, Any]:
     return found
 
 
-def _whole(value: Any) -> Any:
-    """Return 4 for 4.0, which YAML writes as 4e0: options in whole numbers are integers."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _whole(value: Any, allowed: Any) -> Any:
+    """Return 4 for 4e0 where an option is an integer.
+
+    >>> _whole(4.0, int), _whole(4.0, float | None)
+    (4, 4.0)
+    """
+    is_real = allowed is float or float in get_args(allowed)
+    return int(value) if isinstance(value, float) and value.is_integer() and not is_real else value
 
 
 def _check_type(option: str, value: Any, allowed: Any) -> None:

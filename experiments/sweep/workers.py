@@ -182,7 +182,7 @@ class DaskWorkers:
         self._client = distributed.Client(address, timeout="10s", set_as_default=False)
         try:
             threads: dict[str, int] = self._client.ncores()
-            self.name = f"{len(threads)} Dask worker{'s' if len(threads) != 1 else ''} at {address}"
+            self.name = f"{counted(len(threads), 'Dask worker')} at {address}"
             self.crowded = sum(count > 1 for count in threads.values())
             self._check_code(address)
         except BaseException:

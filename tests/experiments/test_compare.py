@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def test_a_limit_that_nothing_fits_gives_rows_not_errors(tmp_path: Path) -> None
     assert all("out of memory" in reason and "GiB" in reason for reason in found["reason"])
 
 
-def test_a_searcher_beyond_its_time_is_late_and_one_within_it_is_not(
+def test_a_searcher_beyond_its_time_is_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(
@@ -193,15 +194,24 @@ def test_a_searcher_beyond_its_time_is_late_and_one_within_it_is_not(
     )
     monkeypatch.setattr(late, "PATIENCE_S", 0.1)
     told: list[tuple[str, str]] = []
-    for seconds in (0.1, 60.0):
-        compare(
-            SPEC,
-            (f"{tmp_path}/mine.py:Slow",),
-            budget=Budget(seconds=seconds),
-            listener=lambda searcher, state, num_tasks: told.append((searcher.rpartition(":")[2], state)),
-        )
+    compare(
+        SPEC,
+        (f"{tmp_path}/mine.py:Slow",),
+        budget=Budget(seconds=0.1),
+        listener=lambda searcher, state, num_tasks: told.append((searcher.rpartition(":")[2], state)),
+    )
     assert told.count(("Slow", "late")) == 1
     assert told[:2] == [("Slow", "searching"), ("Slow", "late")]
+
+
+def test_what_ends_in_time_is_not_late_and_no_budget_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late, "PATIENCE_S", 0.1)
+    told: list[str] = []
+    for budget in (Budget(seconds=0.05), Budget(seconds=3e15), Budget(evaluations=1)):
+        with late.told_when_late(budget, lambda: told.append("late")):
+            pass
+    time.sleep(0.4)
+    assert not told
 
 
 def test_a_searcher_that_raises_is_a_row_that_says_where(tmp_path: Path) -> None:
