@@ -19,8 +19,8 @@ BAND = 0.10
 MARKERS = ("o", "s", "^", "D")
 """The next where colours begin anew."""
 
-
 FILES = ("summary.md", "results.csv", "results.json", "predicted-vs-measured.png")
+"""What a reader opens first."""
 
 
 def write_campaign(result: CampaignResult, folder: Path) -> list[Path]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from math import prod
 
 from datafiles.words import counted
 from simulator.divisors import largest_divisor
 from simulator.lowering.mesh import batch_degree
-from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, Plan, Stage, resolve
+from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, Plan, Sharding, Stage, resolve
 from simulator.problem import Problem
 from simulator.schedules.actions import PipelineShape
 from simulator.schedules.registry import schedule_named
 from workloads.local import localize
+from workloads.operators import Operator
 
 MAX_MESSAGES = 20
 
@@ -23,6 +26,7 @@ def validate(plan: Plan, problem: Problem) -> Plan:
         ValueError: One message that lists what is wrong, each with place, rule and remedy.
     """
     problems: list[str] = []
+    of_operators: defaultdict[str, list[str]] = defaultdict(list)
     _check_batch(plan, problem, problems)
     _check_coverage(plan, problem, problems)
     for position, stage in enumerate(plan.stages):
@@ -31,31 +35,17 @@ def validate(plan: Plan, problem: Problem) -> Plan:
     _check_sharing(plan, problems)
     if not problems:
         for position, stage in enumerate(plan.stages):
-            _check_shardings(position, stage, plan, problem, problems)
+            _check_shardings(position, stage, plan, problem, problems, of_operators)
+    problems += [
+        f"{first}{' and others like it' if others else ''}: {words}" for words, (first, *others) in of_operators.items()
+    ]
     if not problems:
         _check_schedule(plan, problem, problems)
     if problems:
-        lines = _each_once(problems)
-        shown = lines[:MAX_MESSAGES]
-        more = f"\n  ... and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+        shown = problems[:MAX_MESSAGES]
+        more = f"\n  ... and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
         raise ValueError("the plan is not legal:\n  " + "\n  ".join(shown) + more)
     return plan.canonical(problem.workload)
-
-
-def _each_once(problems: list[str]) -> list[str]:
-    """Return the lines; what is wrong with several operators is said of the first.
-
-    >>> _each_once([f"stages.0.shardings, operator {i} (layer{i}.norm): zero goes with batch only" for i in (1, 2, 3)])
-    ['stages.0.shardings, operator 1 (layer1.norm) and others like it: zero goes with batch only']
-    """
-    places: dict[str, list[str]] = {}
-    for line in problems:
-        place, _, words = line.partition("): ") if ", operator " in line and "): " in line else ("", "", line)
-        places.setdefault(words, []).append(place)
-    return [
-        f"{first}){' and others like it' if others else ''}: {words}" if first else words
-        for words, (first, *others) in places.items()
-    ]
 
 
 def _check_batch(plan: Plan, problem: Problem, problems: list[str]) -> None:
@@ -194,7 +184,15 @@ def _check_recompute(position: int, stage: Stage, problems: list[str]) -> None:
         previous = stop
 
 
-def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, problems: list[str]) -> None:
+def _check_shardings(
+    position: int,
+    stage: Stage,
+    plan: Plan,
+    problem: Problem,
+    problems: list[str],
+    of_operators: defaultdict[str, list[str]],
+) -> None:
+    """Note what is wrong with a stage, and with operators: the words, and the places that they are true of."""
     place = f"stages.{position}.shardings"
     counts = [count for count, _ in stage.shardings]
     if any(count < 1 for count in counts) or sum(counts) != stage.num_operators():
@@ -212,64 +210,21 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
             continue
         checked.add(key)
         where = f"{place}, operator {index} ({op.name})"
-        if any(axis.size < 1 or not 0 <= axis.zero <= 3 for axis in sharding):
-            problems.append(f"{where}: axes need size >= 1 and zero 0..3, got {[tuple(axis) for axis in sharding]}")
-            continue
-        size = prod(axis.size for axis in sharding)
-        if size != len(stage.devices):
-            problems.append(
-                f"{where}: axis sizes must multiply to the stage's {counted(len(stage.devices), 'device')}, got "
-                f"{' * '.join(str(axis.size) for axis in sharding) or '1'} = {size}"
-            )
+        if wrong_mesh := _wrong_mesh(sharding, len(stage.devices)):
+            of_operators[wrong_mesh].append(where)
             continue
         resolved = resolve(sharding, op)
-        table = op.definition.splits(op.attributes)
-        limits: dict[str, int] = {}
-        for axis in resolved:
-            if axis.split not in table:
-                problems.append(
-                    f"{where}: kind {op.kind} has no split {axis.split!r}; use one of {', '.join(sorted(table))}"
-                )
-            elif axis.zero and axis.split != "batch":
-                problems.append(f"{where}: zero goes with batch only, got {axis.split} with zero {axis.zero}")
-            limits[axis.split] = limits.get(axis.split, 1) * axis.size
-        for split, degree in limits.items():
-            limit = op.definition.split_limit(op.attributes, split) if split in table else None
-            if limit is not None and limit % degree:
-                remedy = "; pad the vocabulary (vocab_multiple of the model)" if split == "vocab" else ""
-                if split == "column" and "attention" in op.role:
-                    remedy = f"; {limit} are its groups of heads (kv_heads of the model, else heads), none replicated"
-                problems.append(f"{where}: a {split} split must divide {limit}, got {degree}{remedy}")
         degree = batch_degree(resolved)
         degrees.add(degree)
-        if not problems:
+        for words in (*_wrong_splits(op, resolved), *_wrong_replicas(degree, resolved, plan)):
+            of_operators[words].append(where)
+        if not problems and not of_operators:
             try:
                 shapes = problem.workload.input_shapes(index, degree)
                 axes = [(axis.split, axis.size) for axis in resolved]
                 localize(op.definition, op.attributes, shapes, axes, problem.runtime.implementation, operator=op.name)
             except ValueError as error:
                 problems.append(f"{place}: {error}")
-        if plan.rotates:
-            if degree > plan.num_microbatches:
-                problems.append(
-                    f"{where}: each of {degree} replicas needs a microbatch of its own, got num_microbatches "
-                    f"{plan.num_microbatches}"
-                )
-            if any(axis.zero == 3 for axis in resolved):
-                problems.append(
-                    f"{where}: replicas that take microbatches in turn cannot gather parameters together; "
-                    "use zero 0 to 2, or replica_assignment slice"
-                )
-        elif degree > plan.microbatch_size:
-            problems.append(
-                f"{where}: each of {degree} replicas needs a sample of the microbatch, got microbatch_size "
-                f"{plan.microbatch_size}; try microbatch_size: {degree}"
-            )
-        elif plan.last_microbatch_size is not None and degree > plan.last_microbatch_size:
-            problems.append(
-                f"{where}: each of {degree} replicas needs a sample of the last microbatch too, got "
-                f"last_microbatch_size {plan.last_microbatch_size}; cut the batch so that at least {degree} are left"
-            )
     if plan.rotates and len(degrees) > 1:
         problems.append(f"{place}: round_robin needs the same batch degree in the whole stage, got {sorted(degrees)}")
         return
@@ -281,6 +236,60 @@ def _check_shardings(position: int, stage: Stage, plan: Plan, problem: Problem, 
                 f"{place}: {name} {size} does not divide over {ragged[0]} replicas; unequal "
                 f"slices need the same batch degree in the whole stage, got {sorted(degrees)}"
             )
+
+
+def _wrong_mesh(sharding: Sharding, num_devices: int) -> str:
+    """Return what is wrong with the axes of an operator's mesh; nothing if they make one of the stage's devices."""
+    if any(axis.size < 1 or not 0 <= axis.zero <= 3 for axis in sharding):
+        return f"axes need size >= 1 and zero 0..3, got {[tuple(axis) for axis in sharding]}"
+    size = prod(axis.size for axis in sharding)
+    if size == num_devices:
+        return ""
+    product = " * ".join(str(axis.size) for axis in sharding) or "1"
+    return f"axis sizes must multiply to the stage's {counted(num_devices, 'device')}, got {product} = {size}"
+
+
+def _wrong_splits(op: Operator, resolved: Sharding) -> Iterator[str]:
+    """Yield what is wrong with how an operator is split."""
+    table = op.definition.splits(op.attributes)
+    limits: dict[str, int] = {}
+    for axis in resolved:
+        if axis.split not in table:
+            yield f"kind {op.kind} has no split {axis.split!r}; use one of {', '.join(sorted(table))}"
+        elif axis.zero and axis.split != "batch":
+            yield f"zero goes with batch only, got {axis.split} with zero {axis.zero}"
+        limits[axis.split] = limits.get(axis.split, 1) * axis.size
+    for split, degree in limits.items():
+        limit = op.definition.split_limit(op.attributes, split) if split in table else None
+        if limit is not None and limit % degree:
+            remedy = "; pad the vocabulary (vocab_multiple of the model)" if split == "vocab" else ""
+            if split == "column" and "attention" in op.role:
+                remedy = f"; {limit} are its groups of heads (kv_heads of the model, else heads), none replicated"
+            yield f"a {split} split must divide {limit}, got {degree}{remedy}"
+
+
+def _wrong_replicas(degree: int, resolved: Sharding, plan: Plan) -> Iterator[str]:
+    """Yield what is wrong with an operator's replicas, of which there are ``degree``."""
+    if plan.rotates:
+        if degree > plan.num_microbatches:
+            yield (
+                f"each of {degree} replicas needs a microbatch of its own, got num_microbatches {plan.num_microbatches}"
+            )
+        if any(axis.zero == 3 for axis in resolved):
+            yield (
+                "replicas that take microbatches in turn cannot gather parameters together; use zero 0 to 2, or "
+                "replica_assignment slice"
+            )
+    elif degree > plan.microbatch_size:
+        yield (
+            f"each of {degree} replicas needs a sample of the microbatch, got microbatch_size {plan.microbatch_size}; "
+            f"try microbatch_size: {degree}"
+        )
+    elif plan.last_microbatch_size is not None and degree > plan.last_microbatch_size:
+        yield (
+            f"each of {degree} replicas needs a sample of the last microbatch too, got last_microbatch_size "
+            f"{plan.last_microbatch_size}; cut the batch so that at least {degree} are left"
+        )
 
 
 def _check_schedule(plan: Plan, problem: Problem, problems: list[str]) -> None:

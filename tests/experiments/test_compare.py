@@ -204,12 +204,13 @@ def test_a_searcher_beyond_its_time_is_late(
     assert told[:2] == [("Slow", "searching"), ("Slow", "late")]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_ends_in_time_is_not_late_and_no_budget_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late, "PATIENCE_S", 0.1)
     told: list[str] = []
     for budget in (Budget(seconds=0.05), Budget(seconds=3e15), Budget(evaluations=1)):
         with late.told_when_late(budget, lambda: told.append("late")):
-            pass
+            time.sleep(0.01)  # So that a timer's thread has begun to wait.
     time.sleep(0.4)
     assert not told
 
