@@ -165,20 +165,27 @@ def _kept_as(function: Any) -> Path:
 
 
 def _for_any_number(function: Any) -> Any:
-    """Return a compiled function that is not compiled again for each number that a caller writes out.
+    """Return a compiled function that is not compiled again for each number, or kind of integer, that callers have.
 
-    Numba takes ``f(0)`` for another kind of argument than ``f(n)``, also where a loop counts from nought: a quarter of
-    what the compiled estimate takes to compile.
+    Numba takes ``f(0)`` for another kind of argument than ``f(n)``, also where a loop counts from nought, and an
+    element of an array of int32 for another than a place in it: a third of what there is to compile.
     """
     if not hasattr(function, "get_call_template"):  # numba is switched off (NUMBA_DISABLE_JIT)
         return function
-    template_of, unliteral = function.get_call_template, cast(Any, types).unliteral
+    template_of = function.get_call_template
 
     def get_call_template(args: Sequence[Any], kws: Mapping[str, Any]) -> Any:
-        return template_of(tuple(map(unliteral, args)), {name: unliteral(kind) for name, kind in kws.items()})
+        return template_of(tuple(map(_widened, args)), {name: _widened(kind) for name, kind in kws.items()})
 
     function.get_call_template = get_call_template
     return function
+
+
+def _widened(kind: Any) -> Any:
+    """Return the kind of argument that a compiled function has for one: int64 for any integer that fits into it."""
+    kind = cast(Any, types).unliteral(kind)
+    fits = isinstance(kind, types.Integer) and kind.maxval <= types.int64.maxval
+    return types.int64 if fits else kind
 
 
 def _for_compiled_callers(function: Any) -> Any:

@@ -22,7 +22,7 @@ from searchers.aceso.arrays import (
     Int32s,
 )
 from searchers.aceso.stage_kernels import fill_figures, microbatch_time
-from simulator.compiled_cache import compiled_with, uncounted
+from simulator.compiled_cache import compiled_with, inlined, uncounted
 
 CAPACITY = 1 << 19
 """Rows of what is remembered: 21 MB; where half are taken it begins anew."""
@@ -139,14 +139,14 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
         if not fits:
             break
     found = np.zeros(num_stages + 1, np.int32)
-    found[:] = cuts
+    _copy(cuts, found)
     trial = np.zeros(num_stages + 1, np.int32)
     if high == np.inf:
         high = low * 1.5
         for _ in range(8):
             _greedy_cuts(arrays, stages, known, high, count, trial, room)
             if trial[0] == 0:
-                found[:] = trial
+                _copy(trial, found)
                 break
             low, high = high, high * 1.6
         if trial[0] != 0:
@@ -156,7 +156,7 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
         _greedy_cuts(arrays, stages, known, middle, count, trial, room)
         if trial[0] == 0:
             high = middle
-            found[:] = trial
+            _copy(trial, found)
         else:
             low = middle
     if window > 0 and num_stages > 1:
@@ -168,8 +168,15 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
             np.empty(num_stages + 1, np.int32),
         )  # fmt: skip
         _polish(arrays, stages, known, weight, found, window, room, paths)
-    cuts[:] = found
+    _copy(found, cuts)
     return int(known.used[0] - before)
+
+
+@inlined
+def _copy(cuts: Int32s, to: Int32s) -> None:
+    """Copy borders. An assignment to ``to[:]`` is compiled with the error of unlike shapes: three seconds."""
+    for border in range(len(cuts)):
+        to[border] = cuts[border]
 
 
 @uncounted

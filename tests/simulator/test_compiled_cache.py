@@ -25,6 +25,7 @@ from simulator import compiled_cache
 from simulator.compiled_cache import _turn, compiled, inlined
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Int32s = np.ndarray[Any, np.dtype[np.int32]]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("simulator", "searchers")
 
@@ -138,9 +139,19 @@ def _counted(count: int) -> int:
     return total
 
 
-def test_a_number_that_is_written_out_is_no_other_kind_of_argument() -> None:
-    """Else each of them would be compiled anew."""
+def _summed(numbers: Int32s) -> int:
+    total = 0
+    for place in range(len(numbers)):
+        total = _plus(total, numbers[place])
+    return total
+
+
+def test_a_number_is_one_kind_of_argument_written_out_or_from_an_array() -> None:
+    """Else the function would be compiled anew for each."""
     assert numba.njit(_counted)(4) == 1 + 2 + 3 + 4  # Not from the cache.
+    large = np.full(3, 2**31 - 1)
+    for kind in (np.int32, np.uint32, np.int64):
+        assert numba.njit(_summed)(large.astype(kind)) == large.sum()
     assert len(cast(Any, _plus).signatures) == 1
 
 
