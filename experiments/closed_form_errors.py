@@ -25,7 +25,7 @@ from simulator.closed_forms.estimate import Estimate, estimate
 from simulator.costs import CostTables
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 
@@ -104,9 +104,10 @@ def errors_of(drawn: Drawn, of: str) -> list[float]:
         drawn: The plan.
         of: ``time``, of the iteration, or ``memory``, of the largest live bytes of each stage.
     """
-    simulated = simulate(drawn.plan, drawn.problem, engine="compiled", costs=drawn.costs, leave_out_periods=True)
     if of == "time":
-        return [drawn.estimate.iteration_time_s / simulated.iteration_time_s - 1]
+        seconds = simulate_time_s(drawn.plan, drawn.problem, engine="compiled", costs=drawn.costs)
+        return [drawn.estimate.iteration_time_s / seconds - 1]
+    simulated = simulate(drawn.plan, drawn.problem, engine="compiled", costs=drawn.costs, leave_out_periods=True)
     peaks = [0.0] * len(drawn.plan.stages)
     for memory, members in zip(simulated.memory, simulated.graph.device_members, strict=True):
         for position, stage in enumerate(drawn.plan.stages):

@@ -18,7 +18,7 @@ import numpy as np
 from experiments.cases import llm_foundry
 from experiments.cases.case import Case
 from hardware_models.runtime import Runtime
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 
 VARIANTS: Mapping[str, Callable[[Runtime], Runtime]] = {
     "as shipped": lambda runtime: runtime,
@@ -32,7 +32,7 @@ def seconds(case: Case, change: Callable[[Runtime], Runtime]) -> float:
     """Return the simulated iteration time of a run under a changed runtime."""
     problem = case.problem()
     problem = replace(problem, runtime=change(problem.runtime))
-    return simulate(case.plan(problem), problem, engine="compiled").iteration_time_s
+    return simulate_time_s(case.plan(problem), problem, engine="compiled")
 
 
 def main() -> None:

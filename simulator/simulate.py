@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 from simulator.costs import CostTables
 from simulator.engines.engine_simpy import run_simpy
@@ -80,18 +81,13 @@ def simulate(
     fidelity = fidelity or Fidelity()
     canonical = validate(plan, problem)
     costs = costs or CostTables(problem)
-    shorter = None
-    if leave_out_periods:
-        shorter = shortened(canonical, costs, fidelity, lambda graph: _run_engine(engine, graph, progress))
+    timed = _timed(canonical, costs, fidelity, engine, progress, leave_out_periods)
+    lowered, schedule, iteration_time_s = timed.lowered, timed.schedule, timed.iteration_time_s
     run: Run | LaterRun
-    if shorter is not None:
-        lowered, schedule, iteration_time_s = shorter.lowered, shorter.schedule, shorter.iteration_time_s
-        run = LaterRun(partial(_whole_run, canonical, costs, fidelity, engine))
-    else:
-        lowered = lower(canonical, costs, fidelity)
-        schedule = _run_engine(engine, lowered.graph, progress)
-        iteration_time_s = float(schedule.end_s.max())
+    if timed.is_whole:
         run = _run_of(canonical, lowered, schedule, costs)
+    else:
+        run = LaterRun(partial(_whole_run, canonical, costs, fidelity, engine))
     engine = _engine_for(engine, lowered.graph)
     memory = device_memory(
         canonical,
@@ -123,6 +119,52 @@ def simulate(
         engine=engine,
         wall_s=perf_counter() - began,
     )
+
+
+def simulate_time_s(
+    plan: Plan,
+    problem: Problem,
+    *,
+    fidelity: Fidelity | None = None,
+    engine: str = "auto",
+    costs: CostTables | None = None,
+) -> float:
+    """Return the iteration time that ``simulate`` finds, to rounding, and nothing else: for fits, which ask often.
+
+    A pipeline's like periods are left out, and memory, half of what a simulation costs, is not simulated: a plan that
+    does not fit has a time all the same.
+
+    Raises:
+        ValueError: As in ``simulate``.
+    """
+    check_engine(engine)
+    canonical = validate(plan, problem)
+    costs = costs or CostTables(problem)
+    return _timed(canonical, costs, fidelity or Fidelity(), engine, None, leave_out_periods=True).iteration_time_s
+
+
+class _Timed(NamedTuple):
+    lowered: Lowered
+    schedule: Schedule
+    iteration_time_s: float
+    is_whole: bool
+
+
+def _timed(
+    plan: Plan,
+    costs: CostTables,
+    fidelity: Fidelity,
+    engine: str,
+    progress: Progress | None,
+    leave_out_periods: bool,
+) -> _Timed:
+    if leave_out_periods:
+        shorter = shortened(plan, costs, fidelity, lambda graph: _run_engine(engine, graph, progress))
+        if shorter is not None:
+            return _Timed(shorter.lowered, shorter.schedule, shorter.iteration_time_s, is_whole=False)
+    lowered = lower(plan, costs, fidelity)
+    schedule = _run_engine(engine, lowered.graph, progress)
+    return _Timed(lowered, schedule, float(schedule.end_s.max()), is_whole=True)
 
 
 def _whole_run(plan: Plan, costs: CostTables, fidelity: Fidelity, engine: str) -> Run:

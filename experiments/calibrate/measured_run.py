@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from experiments.accuracy.run import fastest_engine
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 
 IN_DOUBT = 20.0
 """If all runs take so many times what is predicted, or so small a part, their unit is wrong, not the machine."""
@@ -86,4 +86,4 @@ class MeasuredRun:
 
     def simulated_s(self, problem: Problem) -> float:
         """Return the simulated iteration time of the plan on a problem of other prices."""
-        return simulate(self.plan, problem, engine=fastest_engine()).iteration_time_s
+        return simulate_time_s(self.plan, problem, engine=fastest_engine())

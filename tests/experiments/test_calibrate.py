@@ -22,7 +22,7 @@ from hardware_models.import_aceso import import_table
 from hardware_models.importers.galvatron import GalvatronFile, LayerTime
 from simulator.plan_file import save_plan
 from simulator.problem import ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.experiments.commands import run
 from tests.hardware_models.data_folder import data_folder
@@ -56,7 +56,7 @@ def test_nccl_logs_become_a_file_that_changes_a_simulation(calibrate: Any, tmp_p
     assert problem.hardware.collective("all_to_all", 2**20, group).source == "measured"
     assert plain.hardware.collective("all_reduce", 2**26, group).source == "modelled"
     plan = uniform_plan(plain, tp=8, microbatch=2)
-    assert simulate(plan, problem).iteration_time_s != simulate(plan, plain).iteration_time_s
+    assert simulate_time_s(plan, problem) != simulate_time_s(plan, plain)
 
 
 def test_a_plan_that_names_a_calibration_is_simulated_from_the_command_line(

@@ -10,7 +10,7 @@ import pytest
 
 from simulator.plan_file import load_plan, save_plan
 from simulator.problem import ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.experiments.commands import run
 
@@ -25,7 +25,7 @@ def plans_with_times(folder: Path, factor: float, **other: str) -> list[tuple[Pa
         plan = uniform_plan(problem, tp=tp, microbatch=4)
         path = folder / f"{names['model']}-{batch}-{tp}.yaml"
         save_plan(path, spec, plan)
-        found.append((path, factor * simulate(plan, problem).iteration_time_s))
+        found.append((path, factor * simulate_time_s(plan, problem)))
     return found
 
 
@@ -40,7 +40,7 @@ def test_a_profile_is_inferred_from_logs_of_runs(calibrate: Any, tmp_path: Path)
     path, seconds = runs[1]
     spec, plan = load_plan(path)
     on_it = replace(spec, profile=str(tmp_path / "out" / "c.json")).load()
-    assert simulate(plan, on_it).iteration_time_s == pytest.approx(seconds, rel=0.03)
+    assert simulate_time_s(plan, on_it) == pytest.approx(seconds, rel=0.03)
 
 
 def test_logs_of_unlike_layers_and_plans_without_a_time_are_refused(
@@ -134,7 +134,7 @@ def test_constants_of_a_machine_are_fitted_to_logs_of_runs_of_any_models(calibra
     path, seconds = runs[-1]
     spec, plan = load_plan(path)
     on_it = replace(spec, profile=str(tmp_path / "out" / "c.json")).load()
-    assert simulate(plan, on_it).iteration_time_s == pytest.approx(seconds, rel=0.04)
+    assert simulate_time_s(plan, on_it) == pytest.approx(seconds, rel=0.04)
 
 
 def test_runs_of_two_machines_profiled_plans_and_unknown_constants_are_refused(

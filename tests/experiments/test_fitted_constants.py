@@ -10,7 +10,7 @@ import pytest
 from experiments.calibrate.fitted_constants import fit_constants, log_error, moved
 from experiments.calibrate.measured_run import MeasuredRun
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
 
@@ -29,7 +29,7 @@ def runs_under(
         for microbatch in (1, 4):
             if shape.get("dp", 1) * microbatch <= problem.global_batch:
                 plan = uniform_plan(problem, microbatch=microbatch, **shape)
-                took = simulate(plan, own, engine="compiled").iteration_time_s
+                took = simulate_time_s(plan, own, engine="compiled")
                 found.append(MeasuredRun(str(shape), problem, plan, took * (1 + noise * float(random.uniform(-1, 1)))))
     return found
 

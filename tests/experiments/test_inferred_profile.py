@@ -15,7 +15,7 @@ from experiments.cases.case import problem_of, uniform
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from workloads.models.gpt import GPTSpec
@@ -172,7 +172,7 @@ def test_factors_are_never_applied_to_other_shapes_degrees_or_samples(other: Par
     run = a_run({}, tp=2, microbatch=2)
     assert profile_of([(run.problem, run.plan)], SHAPE, {other: 3.0}, "x").rows == ()
     own = corrected(run.problem, run.plan, SHAPE, {other: 3.0}, "x")
-    assert simulate(run.plan, own).iteration_time_s == pytest.approx(run.seconds, rel=1e-9)
+    assert simulate_time_s(run.plan, own) == pytest.approx(run.seconds, rel=1e-9)
 
 
 def test_a_problem_with_a_profile_is_refused() -> None:
@@ -273,7 +273,7 @@ def test_what_a_smaller_last_microbatch_waits_for_collectives_is_its_own() -> No
     problem, plan = a_plan(microbatch=3, smaller_last=True)
     assert plan.last_microbatch_size == 2
     ones = corrected(problem, plan, SHAPE, dict.fromkeys(parts_of(problem, plan, SHAPE), 1.0), "x")
-    model_s, profile_s = (simulate(plan, each).iteration_time_s for each in (problem, ones))
+    model_s, profile_s = (simulate_time_s(plan, each) for each in (problem, ones))
     assert profile_s == pytest.approx(model_s, rel=1e-12)
 
 
@@ -287,6 +287,6 @@ def test_what_operators_of_a_profile_have_waited_is_not_charged_again() -> None:
     run = a_run({}, tp=2, microbatch=2)
     ones = corrected(run.problem, run.plan, SHAPE, dict.fromkeys(run.parts(), 1.0), "x")
     whole, without = (
-        simulate(run.plan, ones, fidelity=Fidelity().without(*names)).iteration_time_s for names in ((), ("host",))
+        simulate_time_s(run.plan, ones, fidelity=Fidelity().without(*names)) for names in ((), ("host",))
     )
     assert without < whole == pytest.approx(run.seconds, rel=1e-12)

@@ -17,7 +17,7 @@ from searchers.layers import blocks
 from searchers.scores import cost_tables
 from simulator.plan import Axis
 from simulator.problem import ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import recompute_segments, uniform_plan
 from simulator.validate import validate
 from tests.searchers.tiny import tiny_problem
@@ -78,7 +78,7 @@ def test_the_head_runs_forward_once_where_layers_run_twice() -> None:
     costs = cost_tables(problem).table((), 8, problem.gpu_types[0])
     added_s = formula_s(full, problem) - formula_s(none, problem)
     assert added_s == pytest.approx(share * costs.forward_s.sum(), rel=0.08)
-    found = [simulate(plan, problem, engine="compiled").iteration_time_s for plan in (none, full)]
+    found = [simulate_time_s(plan, problem, engine="compiled") for plan in (none, full)]
     assert added_s == pytest.approx(found[1] - found[0], rel=0.05)
 
 

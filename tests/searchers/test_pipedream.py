@@ -20,7 +20,7 @@ from searchers.pipedream.planner import (
 from searchers.pipedream.searcher import PipeDream
 from searchers.piper.searcher import Piper
 from simulator.problem import Problem, ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.hardware_models.data_folder import data_folder
 from tests.searchers.tiny import tiny_problem
@@ -177,7 +177,7 @@ def test_a_mixed_cluster_is_as_slow_as_its_slowest_node_wherever_it_stands(searc
     for problem in mixed_problems():
         plan = uniform_plan(problem, pp=8, microbatch=4)
         objectives.append(searcher.score(plan, problem).objective)
-    simulated_s = simulate(plan, problem, engine="compiled").iteration_time_s
+    simulated_s = simulate_time_s(plan, problem, engine="compiled")
     steady_s = 16 / (16 + 7) * simulated_s  # without filling and emptying
     assert objectives[-1] == pytest.approx(steady_s, rel=0.2)
     assert objectives == pytest.approx([objectives[-1]] * 3, rel=0.05)  # the V100 server has a slower card

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from simulator.fidelity import Fidelity
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import chain_of_opaque, chain_problem
 
@@ -35,7 +35,7 @@ def test_interleaved_pairs_wait_once_for_what_both_passes_send(
     for count in (3 * ranks, 4 * ranks):
         problem = chain_problem(chain, num_devices=ranks, global_batch=count)
         plan = uniform_plan(problem, pp=ranks, chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
-        found.append(simulate(plan, problem, fidelity=fidelity).iteration_time_s)
+        found.append(simulate_time_s(plan, problem, fidelity=fidelity))
     transfer_s = problem.hardware.transfer(OUTPUT_BYTES, 0, 1).alone_s
     pair_s = FORWARD_S + BACKWARD_S + exchanges * transfer_s
     assert (found[1] - found[0]) / (ranks * chunks) == pytest.approx(pair_s, rel=1e-2)
@@ -48,7 +48,7 @@ def test_forwards_that_all_come_first_send_alone() -> None:
     plan = uniform_plan(problem, pp=2, chunks=2, schedule="interleaved")
     fidelity = replace(Fidelity.ideal(), transfers=True)
     ideal_s = (2 * 2 + 1) * (FORWARD_S + BACKWARD_S)
-    assert simulate(plan, problem, fidelity=Fidelity.ideal()).iteration_time_s == ideal_s
+    assert simulate_time_s(plan, problem, fidelity=Fidelity.ideal()) == ideal_s
     transfer_s = problem.hardware.transfer(OUTPUT_BYTES, 0, 1).alone_s
     # Three of four chunks send each way; a deadlock is what a fused exchange would be.
-    assert ideal_s < simulate(plan, problem, fidelity=fidelity).iteration_time_s <= ideal_s + 8 * transfer_s
+    assert ideal_s < simulate_time_s(plan, problem, fidelity=fidelity) <= ideal_s + 8 * transfer_s

@@ -18,7 +18,7 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.schedules.actions import FORWARD, PipelineShape
 from simulator.schedules.registry import schedule_named
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.simulator.graphs import makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
@@ -68,7 +68,7 @@ def test_plans_take_what_the_simulator_says(cluster: str, runtime: str, ranks: t
     problem = small_problem("gpt", cluster=cluster, runtime=runtime, global_batch=16)
     for size, count, last in ((1, 16, None), (16, 1, None), (6, 3, 4)):
         plan = on_two_devices(problem, ranks, size, count, last)
-        expected_s = simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+        expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
         time_s = estimate(plan, problem).iteration_time_s
         assert time_s == pytest.approx(expected_s, rel=0.03)
         if last is None:
@@ -81,5 +81,5 @@ def test_replicas_that_take_turns_have_all_stages_of_their_rank(pp: int, chunks:
     plan = uniform_plan(problem, schedule="interleaved", pp=pp, dp=dp, chunks=chunks)
     turns = dict(replica_assignment="round_robin", microbatch_size=1, num_microbatches=32)
     plan = replace(plan, schedule="gpipe", **turns)  # type: ignore[arg-type]
-    expected_s = simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+    expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
     assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=0.01)

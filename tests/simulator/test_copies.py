@@ -19,7 +19,7 @@ from simulator.lowering.synchronisation import gather_collectives, gradient_buck
 from simulator.lowering.view import StageView
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import repeated_layers, uniform_plan
 from tests.simulator.problems import small_problem
 from workloads.kernels import MemoryBound
@@ -46,7 +46,7 @@ def copies_s(problem: Problem, plan: Plan) -> float:
 def difference_s(plan: Plan, family: str = "gpt", **changes: object) -> float:
     """Return what copying adds to the iteration time."""
     with_s, without_s = (
-        simulate(plan, with_copies(wanted, family, **changes), fidelity=ALONE).iteration_time_s
+        simulate_time_s(plan, with_copies(wanted, family, **changes), fidelity=ALONE)
         for wanted in (True, False)
     )
     return with_s - without_s
@@ -110,8 +110,8 @@ def test_the_next_forward_pass_waits_for_the_buckets_of_the_last_backward_pass()
     (reduction,) = bucket.collectives
     alone_s = problem.hardware.collective(reduction.collective, reduction.num_bytes, tuple(range(8))).alone_s
     for plan, passes in ((one, 1), (two, 2)):
-        silent = simulate(plan, problem, fidelity=ALONE.without("gradient-sync")).iteration_time_s
-        whole = simulate(plan, problem, fidelity=ALONE).iteration_time_s
+        silent = simulate_time_s(plan, problem, fidelity=ALONE.without("gradient-sync"))
+        whole = simulate_time_s(plan, problem, fidelity=ALONE)
         assert whole - silent == pytest.approx(passes * (alone_s + 2 * copies_s(problem, plan)))
 
 
@@ -119,7 +119,7 @@ def test_the_next_forward_pass_waits_for_the_buckets_of_the_last_backward_pass()
 def test_sharded_gradients_are_gone_over_before_they_are_scattered(times: int) -> None:
     """Two microbatches that both reduce; where no gather is waited for and gradients are added, nothing of it hides."""
     with_s, without_s = (
-        simulate(plan, problem, fidelity=ALONE.without("parameter-gather")).iteration_time_s
+        simulate_time_s(plan, problem, fidelity=ALONE.without("parameter-gather"))
         for copies in (times, 0)
         for problem in [with_copies(False, sharded_gradient_copies=copies, hands_over_gradients=False)]
         for plan in [uniform_plan(problem, dp=8, microbatch=1, zero=3)]
@@ -138,7 +138,7 @@ def test_gradients_that_fill_a_bucket_are_written_into_it_and_divided() -> None:
     problem = small_problem("gpt", runtime="megatron-deepspeed", cluster="a100-80g-dgx:1x8")
     without = replace(problem, runtime=replace(problem.runtime, sharded_gradient_copies=0))
     plan = uniform_plan(problem, dp=8, microbatch=1, zero=2)
-    with_s, without_s = (simulate(plan, each, fidelity=ALONE).iteration_time_s for each in (problem, without))
+    with_s, without_s = (simulate_time_s(plan, each, fidelity=ALONE) for each in (problem, without))
     (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
     kernels = [MemoryBound(2.0 * group.num_elements, 2.0 * group.num_elements) for group in parameter_groups(view)]
     once = sum(problem.hardware.kernel_time_s(view.gpu_type, kernel, "fp16") for kernel in kernels)
@@ -287,7 +287,7 @@ def test_the_root_unit_is_gathered_for_the_forward_pass_and_stays(family: str) -
     for kept in (True, False):
         problem, plan, view = sharded(family, keeps_root_gathered=kept, overlap_gradient_sync=False)
         plan = replace(plan, overlap_gradient_sync=False)
-        own_s[kept] = simulate(plan, problem, fidelity=ALONE.without("gradient-sync")).iteration_time_s
+        own_s[kept] = simulate_time_s(plan, problem, fidelity=ALONE.without("gradient-sync"))
         found = gathers_s(view)
         root = set(found) - {problem.workload.operators[first].layer for first, _ in repeated_layers(problem.workload)}
         root_s[kept] = sum(seconds for layer, seconds in found.items() if layer in root)

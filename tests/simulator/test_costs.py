@@ -14,7 +14,7 @@ from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.plan import Axis, resolve
 from simulator.segments import EMPTY, Segment
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import repeated_layers, uniform_plan
 from tests.simulator.problems import small_problem
 from workloads.kernels import MemoryBound
@@ -141,9 +141,9 @@ def test_a_process_that_drives_several_ranks_launches_a_collective_on_each() -> 
     assert costs.collective_host_s((0, 1)) == pytest.approx(45e-6)
     slow = replace(problem, runtime=replace(runtime, host_seconds_per_collective=(50e-3, 0.0)))
     plan = uniform_plan(problem, tp=2, microbatch=1)
-    assert simulate(plan, slow).iteration_time_s > simulate(plan, problem).iteration_time_s + 50e-3
+    assert simulate_time_s(plan, slow) > simulate_time_s(plan, problem) + 50e-3
     ideal = Fidelity().without("host")
-    same = [simulate(plan, each, fidelity=ideal).iteration_time_s for each in (slow, problem)]
+    same = [simulate_time_s(plan, each, fidelity=ideal) for each in (slow, problem)]
     assert same[0] == same[1]
 
 

@@ -19,7 +19,7 @@ from simulator.lowering.transfers import boundary, crossing_tensors
 from simulator.lowering.view import StageView
 from simulator.plan import Axis, Plan, Sharding, Stage
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import even_layer_cuts, uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem
@@ -143,7 +143,7 @@ def test_a_stage_knows_what_the_one_before_it_sends() -> None:
     for number, one in enumerate(plans):
         alone = estimate(one, problem)
         assert estimate(one, problem, costs) == alone
-        assert simulate(one, problem, costs=costs).iteration_time_s == simulate(one, problem).iteration_time_s
+        assert simulate_time_s(one, problem, costs=costs) == simulate_time_s(one, problem)
         assert together.iteration_time_s[number] == pytest.approx(alone.iteration_time_s, rel=1e-11)
         assert tuple(together.peak_bytes[2 * number : 2 * number + 2]) == alone.peak_bytes
     crossed = [crossing_bytes(one, problem)[0][0] for one in plans]

@@ -23,7 +23,7 @@ from simulator.lowering.synchronisation import parameter_groups
 from simulator.lowering.transfers import Transfer
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.taskgraph import COMMUNICATION
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -40,7 +40,7 @@ UNLIKE = "p3.8xlarge:2x4+v100-32g-dgx1:1x8"
 
 
 def simulated_s(plan: Plan, problem: Problem, fidelity: Fidelity = SHARING) -> float:
-    return simulate(plan, problem, engine="compiled", fidelity=fidelity).iteration_time_s
+    return simulate_time_s(plan, problem, engine="compiled", fidelity=fidelity)
 
 
 def run_together_s(costs: Sequence[Communication]) -> float:

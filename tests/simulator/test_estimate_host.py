@@ -17,7 +17,7 @@ from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import SMALL, small_problem
 
@@ -73,7 +73,7 @@ def test_a_host_that_never_runs_ahead_is_in_the_closed_form_of_one_stage_to_the_
     plan = data.draw(plans(problem, tensor=False))
     assume(len(plan.stages) == 1)
     found = estimate(plan, problem)
-    simulated = simulate(plan, problem, fidelity=ALONE).iteration_time_s
+    simulated = simulate_time_s(plan, problem, fidelity=ALONE)
     assert pipeline_s(plan, found) == pytest.approx(simulated, rel=1e-9)
     assert not found.host_binds
 
@@ -83,7 +83,7 @@ def test_a_host_that_never_runs_ahead_is_in_the_closed_form_of_one_stage_to_the_
 def test_and_in_that_of_pipelines_as_far_as_the_closed_form_knows_them(data, problem) -> None:
     """Collectives of the loss hide: 2.5 per cent in 1,200 draws, of which the host is no part."""
     plan = data.draw(plans(problem, tensor=True))
-    simulated = simulate(plan, problem, fidelity=STEPPED).iteration_time_s
+    simulated = simulate_time_s(plan, problem, fidelity=STEPPED)
     assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated, rel=0.04)
 
 
@@ -92,7 +92,7 @@ def test_and_in_that_of_pipelines_as_far_as_the_closed_form_knows_them(data, pro
 def test_no_iteration_is_shorter_than_what_its_busiest_host_launches(data, problem) -> None:
     plan = data.draw(plans(problem, tensor=True))
     found = estimate(plan, problem)
-    simulated = simulate(plan, problem).iteration_time_s
+    simulated = simulate_time_s(plan, problem)
     assert found.host_time_s is not None and found.host_time_s <= simulated * (1 + 1e-9)
     if found.host_binds:
         assert found.iteration_time_s < simulated
@@ -107,7 +107,7 @@ def test_a_host_that_runs_ahead_counts_where_it_takes_longer() -> None:
     found = estimate(plan, slow)
     assert found.host_time_s == pytest.approx(quick.host_time_s + 16 * 2 * 50e-3)
     # Behind the last launch comes what the device is behind in the last pass, and the step.
-    assert found.iteration_time_s == pytest.approx(simulate(plan, slow, fidelity=STEPPED).iteration_time_s, rel=1e-5)
+    assert found.iteration_time_s == pytest.approx(simulate_time_s(plan, slow, fidelity=STEPPED), rel=1e-5)
     assert FastEstimator(slow).estimate(plan).iteration_time_s == pytest.approx(found.iteration_time_s, rel=1e-11)
 
 
@@ -117,7 +117,7 @@ def test_a_host_that_runs_ahead_takes_what_the_simulator_says(data, problem) -> 
     """On one stage, but for kernels inside a pass that wait for launches: 4 % at most in 2,500 random draws."""
     plan = data.draw(plans(problem, tensor=True))
     assume(len(plan.stages) == 1)
-    simulated = simulate(plan, problem, fidelity=STEPPED).iteration_time_s
+    simulated = simulate_time_s(plan, problem, fidelity=STEPPED)
     assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated, rel=0.05)
 
 
@@ -132,7 +132,7 @@ def test_a_pass_that_waits_for_its_host_comes_so_much_later_at_every_stage(
     problem = replace(problem, runtime=replace(problem.runtime, host_seconds_per_pass=pass_s))
     plan = uniform_plan(problem, pp=pp, microbatch=64, schedule=schedule)
     found_s = estimate(plan, problem).iteration_time_s
-    assert found_s == pytest.approx(simulate(plan, problem, fidelity=STEPPED).iteration_time_s, rel=0.02)
+    assert found_s == pytest.approx(simulate_time_s(plan, problem, fidelity=STEPPED), rel=0.02)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
 
 
@@ -144,7 +144,7 @@ def test_a_host_that_binds_is_named() -> None:
     slow = replace(problem, runtime=replace(problem.runtime, host_seconds_per_collective=(5e-3, 0.0)))
     found = estimate(plan, slow)
     assert found.host_binds
-    assert found.iteration_time_s < simulate(plan, slow, fidelity=STEPPED).iteration_time_s
+    assert found.iteration_time_s < simulate_time_s(plan, slow, fidelity=STEPPED)
     behind = replace(slow, runtime=replace(slow.runtime, host_runs_ahead=False))
     assert not estimate(plan, behind).host_binds
 
@@ -153,10 +153,10 @@ def test_launching_gathers_takes_the_host_time() -> None:
     problem = small_problem("gpt", cluster=CLUSTER, global_batch=16)
     slow = replace(problem, runtime=replace(problem.runtime, host_seconds_per_collective=(5e-3, 0.0)))
     plan = uniform_plan(problem, dp=8, zero=3)
-    simulated_s = simulate(plan, slow).iteration_time_s
+    simulated_s = simulate_time_s(plan, slow)
     assert estimate(plan, slow).iteration_time_s == pytest.approx(simulated_s, rel=0.01)
     assert FastEstimator(slow).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=0.01)
-    assert simulated_s > 2 * simulate(plan, problem).iteration_time_s
+    assert simulated_s > 2 * simulate_time_s(plan, problem)
 
 
 def test_the_fast_estimate_has_the_same_host() -> None:
@@ -254,7 +254,7 @@ def test_a_slower_host_is_a_runtime_that_takes_longer_for_everything_it_does(dat
     cluster = problem.hardware.cluster
     on_slower = replace(problem, hardware=with_factors(cluster, {"host": factor}, "test").hardware(cluster))
     expected = replace(problem, runtime=longer)
-    assert simulate(plan, on_slower).iteration_time_s == pytest.approx(simulate(plan, expected).iteration_time_s)
+    assert simulate_time_s(plan, on_slower) == pytest.approx(simulate_time_s(plan, expected))
     slower, same = estimate(plan, on_slower), estimate(plan, expected)
     assert (slower.iteration_time_s, slower.host_time_s) == pytest.approx((same.iteration_time_s, same.host_time_s))
 
@@ -268,6 +268,6 @@ def test_a_host_that_goes_on_while_its_stage_waits_launches_the_step_meanwhile(m
     """
     problem = ProblemSpec("wide-resnet-500m", "h100-dgx:1x8", "pytorch-ddp", 2 * microbatches).load()
     plan = uniform_plan(problem, tp=4, pp=2, microbatch=2, schedule=schedule)
-    simulated_s = simulate(plan, problem).iteration_time_s
+    simulated_s = simulate_time_s(plan, problem)
     assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=error)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=error)

@@ -16,7 +16,7 @@ from simulator.costs import CostTables
 from simulator.fast.estimate import FastEstimator
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 
 NOTHING = Sent(*[0.0] * 7, *[1.0] * 5)
@@ -53,7 +53,7 @@ def plans_of(problem: Problem, zero: int, reduction: str, *, microbatch: int = 1
 def errors(problem: Problem, zero: int, reduction: str, *, microbatch: int = 1) -> list[float]:
     costs, found = CostTables(problem), []
     for plan in plans_of(problem, zero, reduction, microbatch=microbatch):
-        simulated_s = simulate(plan, problem, engine="compiled", costs=costs, leave_out_periods=True).iteration_time_s
+        simulated_s = simulate_time_s(plan, problem, engine="compiled", costs=costs)
         found.append(estimate(plan, problem, costs).iteration_time_s / simulated_s - 1)
     return found
 
@@ -87,7 +87,7 @@ def test_megatron_gathers_a_layer_ahead_too() -> None:
     """ZeRO-3 of 39B on 64 A100s at 100 Gb/s a node."""
     problem = ProblemSpec("galvatron-gpt3-39b", "a100-40g-dgx-100g:8x8", "megatron-lm-2021", 128).load()
     plan = uniform_plan(problem, tp=8, dp=8, microbatch=4, zero=3, recompute="full")
-    simulated_s = simulate(plan, problem, engine="compiled").iteration_time_s
+    simulated_s = simulate_time_s(plan, problem, engine="compiled")
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=0.03)
 
 
@@ -102,7 +102,7 @@ def test_a_stage_of_mixed_levels_hides_no_gathers(reduction: str, overlaps: bool
         (Stage(((0, count),), tuple(range(16)), runs),), 16, 2, gradient_reduction=reduction,
         overlap_gradient_sync=overlaps,
     )  # fmt: skip
-    simulated_s = simulate(plan, problem, engine="compiled").iteration_time_s
+    simulated_s = simulate_time_s(plan, problem, engine="compiled")
     assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=0.02)
 
 
@@ -118,7 +118,7 @@ def test_a_host_that_waits_for_each_gather_launches_the_next_one_late() -> None:
     """DeepSpeed's ZeRO-3 of 2021, 13B on 16 A100s: a call for each parameter, while the device has nothing to do."""
     problem = ProblemSpec("gpt3-13b", "a100-80g-dgx:2x8", "deepspeed-zero3-2021", 64).load()
     plan = uniform_plan(problem, dp=16, microbatch=4, zero=3)
-    simulated_s = simulate(plan, problem, engine="compiled").iteration_time_s
+    simulated_s = simulate_time_s(plan, problem, engine="compiled")
     assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=0.005)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=0.005)
 
@@ -137,7 +137,7 @@ def test_copies_and_what_launching_takes_are_in_it(runtime: str, zero: int, redu
         plan = uniform_plan(
             problem, pp=pp, dp=8 // pp, microbatch=microbatch, zero=zero, gradient_reduction=reduction
         )
-        simulated_s = simulate(plan, problem, engine="compiled", costs=costs, leave_out_periods=True).iteration_time_s
+        simulated_s = simulate_time_s(plan, problem, engine="compiled", costs=costs)
         found.append(estimate(plan, problem, costs).iteration_time_s / simulated_s - 1)
     assert max(map(abs, found)) < most
 
@@ -157,7 +157,7 @@ def test_a_plan_that_does_not_reshard_gathers_once(
     loaded = ProblemSpec(*problem).load()
     plan = uniform_plan(loaded, gradient_reduction="last", overlap_gradient_sync=True, **degrees)  # type: ignore[arg-type]
     plan = replace(plan, reshard_after_forward=False)
-    simulated_s = simulate(plan, loaded, engine="compiled", leave_out_periods=True).iteration_time_s
+    simulated_s = simulate_time_s(plan, loaded, engine="compiled")
     assert estimate(plan, loaded).iteration_time_s == pytest.approx(simulated_s, rel=most)
     assert FastEstimator(loaded).estimate(plan).iteration_time_s == pytest.approx(simulated_s, rel=most)
 
@@ -168,7 +168,7 @@ def test_wide_tensors_fill_buckets_alone() -> None:
     plan = uniform_plan(
         problem, pp=4, dp=4, schedule="interleaved", chunks=2, gradient_reduction="last", overlap_gradient_sync=True
     )
-    simulated_s = simulate(plan, problem, engine="compiled", leave_out_periods=True).iteration_time_s
+    simulated_s = simulate_time_s(plan, problem, engine="compiled")
     assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=0.03)
 
 
@@ -178,7 +178,7 @@ def test_reductions_of_each_microbatch_do_not_delay_the_stage_before() -> None:
     plan = uniform_plan(
         problem, pp=4, dp=2, microbatch=4, zero=2, gradient_reduction="every", overlap_gradient_sync=True
     )
-    simulated_s = simulate(plan, problem, engine="compiled", leave_out_periods=True).iteration_time_s
+    simulated_s = simulate_time_s(plan, problem, engine="compiled")
     assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=0.025)
 
 
@@ -191,7 +191,7 @@ def test_they_are_behind_a_smaller_last_microbatch_too(schedule: str, pp: int, m
         overlap_gradient_sync=True, smaller_last=True,
     )  # fmt: skip
     assert plan.last_microbatch_size is not None
-    simulated_s = simulate(plan, problem, engine="compiled", leave_out_periods=True).iteration_time_s
+    simulated_s = simulate_time_s(plan, problem, engine="compiled")
     assert estimate(plan, problem).iteration_time_s == pytest.approx(simulated_s, rel=most)
 
 

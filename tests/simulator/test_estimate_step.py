@@ -21,7 +21,7 @@ from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.step import adam_launches, norm_s, num_launches, step_work
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem
@@ -55,7 +55,7 @@ def views_of(plan: Plan, problem: Problem) -> list[StageView]:
 def check(plan: Plan, problem: Problem, error: float) -> None:
     """The step is what is looked at: both closed forms have it, within an error that is a tenth of it at most."""
     expected_s, without_s = (
-        simulate(plan, problem, engine="compiled", fidelity=replace(ALONE, optimizer=steps)).iteration_time_s
+        simulate_time_s(plan, problem, engine="compiled", fidelity=replace(ALONE, optimizer=steps))
         for steps in (True, False)
     )
     found_s = estimate(plan, problem).iteration_time_s
@@ -215,7 +215,7 @@ def test_sharded_parameters_are_stepped_in_shards(runtime: str) -> None:
     (view,) = views_of(plan, problem)
     between_s = norm_s(view.costs, range(8))
     with_s, without_s = (
-        simulate(plan, problem, engine="compiled", fidelity=replace(ALONE, optimizer=steps)).iteration_time_s
+        simulate_time_s(plan, problem, engine="compiled", fidelity=replace(ALONE, optimizer=steps))
         for steps in (True, False)
     )
     assert sum(stage_step_s(view, 1.0, between_s)) + between_s == pytest.approx(with_s - without_s, rel=1e-3)

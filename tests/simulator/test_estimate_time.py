@@ -17,7 +17,7 @@ from simulator.fidelity import Fidelity
 from simulator.lowering.lower import stage_views
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
@@ -26,7 +26,7 @@ ALONE = Fidelity().without("overlap-slowdown", "contention", "host")
 
 
 def simulated_s(plan: Plan, problem: Problem) -> float:
-    return simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+    return simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
 
 
 @pytest.mark.parametrize("split", ["batch", "tensor"])
@@ -65,7 +65,7 @@ def test_replicas_that_take_turns_fill_with_whole_microbatches(cut, replicas, nu
         for (first, stop), own in zip(((0, cut), (cut, 4)), devices, strict=True)
     ]
     plan = Plan(tuple(stages), 2, num_microbatches, replica_assignment="round_robin")
-    expected_s = simulate(plan, problem, engine="compiled", fidelity=Fidelity.ideal()).iteration_time_s
+    expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=Fidelity.ideal())
     assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=2e-3)  # Transfers are free there.
 
 
@@ -92,7 +92,7 @@ def test_tied_weights_are_reduced_over_their_stages_once(family: str, shape: dic
     plan = uniform_plan(problem, **shape)  # type: ignore[arg-type]
     views = stage_views(validate(plan, problem), CostTables(problem))
     without = ALONE.without("gradient-sync")
-    more_s = simulated_s(plan, problem) - simulate(plan, problem, engine="compiled", fidelity=without).iteration_time_s
+    more_s = simulated_s(plan, problem) - simulate_time_s(plan, problem, engine="compiled", fidelity=without)
     assert tied_s(views[0].costs, views) == pytest.approx(more_s, rel=0.01)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(
         estimate(plan, problem).iteration_time_s, rel=1e-11
@@ -123,7 +123,7 @@ def test_interleaved_stages_of_a_rank_reduce_their_gradients_one_after_the_other
     assert found.iteration_time_s - quicker_s == pytest.approx(more_s, rel=1e-9)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found.iteration_time_s, rel=1e-11)
     without = ALONE.without("gradient-sync", "parameter-gather")
-    more_s = simulated_s(plan, problem) - simulate(plan, problem, engine="compiled", fidelity=without).iteration_time_s
+    more_s = simulated_s(plan, problem) - simulate_time_s(plan, problem, engine="compiled", fidelity=without)
     assert once_s[0] + max(gathered_s) == pytest.approx(more_s, rel=0.05)
 
 
@@ -143,7 +143,7 @@ def test_whole_iterations_take_what_the_simulator_says(model: str, cluster: str,
     problem = ProblemSpec(model, cluster, runtime, 64).load()
     plan = uniform_plan(problem, microbatch=4, overlap_gradient_sync=False, **shape)
     without = Fidelity().without("overlap-slowdown", "allocator")
-    expected_s = simulate(plan, problem, engine="compiled", fidelity=without).iteration_time_s
+    expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=without)
     assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=1e-3)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(
         estimate(plan, problem).iteration_time_s, rel=1e-11
@@ -167,7 +167,7 @@ def test_reductions_of_each_microbatch_that_are_waited_for_lengthen_its_backward
     problem = ProblemSpec(model, cluster, runtime, 64).load()
     plan = uniform_plan(problem, microbatch=8, gradient_reduction="every", overlap_gradient_sync=False, **shape)
     without = Fidelity().without("overlap-slowdown", "allocator")
-    expected_s = simulate(plan, problem, engine="compiled", fidelity=without).iteration_time_s
+    expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=without)
     found_s = estimate(plan, problem).iteration_time_s
     assert found_s == pytest.approx(expected_s, rel=error)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)

@@ -20,7 +20,7 @@ from simulator.fidelity import Fidelity
 from simulator.problem import Problem
 from simulator.schedules.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineShape
 from simulator.schedules.registry import schedule_named
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.simulator.graphs import interleaved_shape, makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import small_problem
@@ -84,7 +84,7 @@ def test_one_device_lacks_the_additions_of_one_microbatch(num_microbatches: int)
     assert problem.runtime.hands_over_gradients
     none = replace(problem, runtime=replace(problem.runtime, adds_gradients=False))
     never_s, later_s, always_s = (
-        simulate(plan, each, engine="compiled", fidelity=ALONE).iteration_time_s
+        simulate_time_s(plan, each, engine="compiled", fidelity=ALONE)
         for each in (none, problem, handing(problem, over=False))
     )
     each_s = (always_s - never_s) / num_microbatches
@@ -107,7 +107,7 @@ def test_closed_forms_say_by_how_much(runtime: str, schedule: str, microbatch: i
         problem = handing(found, over=over)
         time_s = estimate(plan, problem).iteration_time_s
         assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
-        less_s.append((simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s, time_s))
+        less_s.append((simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE), time_s))
     simulated_s, closed_form_s = (before - after for before, after in zip(*less_s, strict=True))
     assert simulated_s > 0
     assert closed_form_s == pytest.approx(simulated_s, rel=1e-3)
@@ -119,7 +119,7 @@ def test_what_zero_scatters_in_each_pass_is_added_to_nothing(zero: int) -> None:
     plan = uniform_plan(found, dp=2, zero=zero, microbatch=2, gradient_reduction="every")
     none = replace(found, runtime=replace(found.runtime, adds_gradients=False))
     with_s, without_s = (
-        simulate(plan, each, engine="compiled", fidelity=ALONE).iteration_time_s for each in (found, none)
+        simulate_time_s(plan, each, engine="compiled", fidelity=ALONE) for each in (found, none)
     )
     assert (with_s == without_s) == (zero > 0)
     assert FastEstimator(found).estimate(plan).iteration_time_s == pytest.approx(

@@ -14,7 +14,7 @@ from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.hardware_models.data_folder import data_folder
 from tests.simulator.problems import small_problem
@@ -33,7 +33,7 @@ def problem_with(handover_s: float, runtime: str = "megatron-lm-2021", **changes
 
 
 def seconds(plan: Plan, problem: Problem, fidelity: Fidelity = NO_HOST) -> float:
-    return simulate(plan, problem, fidelity=fidelity).iteration_time_s
+    return simulate_time_s(plan, problem, fidelity=fidelity)
 
 
 @pytest.mark.parametrize("microbatch", [2, 8])

@@ -19,7 +19,7 @@ from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import lower, stage_views
 from simulator.lowering.program import REDUCTIONS, ProgramBuilder
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
 from workloads.kernels import MemoryBound
@@ -66,7 +66,7 @@ def test_the_iteration_is_shorter_by_what_is_hidden_behind_each_linear_layer(
             hidden["all_gather"] += min(gathered_s, cost.backward_input.device_s)
     assert linears == 2 * 4 + 1, "both column-parallel layers of each block, and the head"
     assert (hidden["all_gather"] > 0) == (hidden["reduce_scatter"] > 0) == sequence_parallel
-    apart_s, beside_s = (simulate(plan, problem, fidelity=ALONE).iteration_time_s for problem in (apart, beside))
+    apart_s, beside_s = (simulate_time_s(plan, problem, fidelity=ALONE) for problem in (apart, beside))
     assert apart_s - beside_s == pytest.approx(16 / microbatch * sum(hidden.values()))
 
 
@@ -112,7 +112,7 @@ def test_the_estimates_let_them_travel_beside_too(shape: dict, microbatch: int, 
     problem = with_overlap(True)
     plan = uniform_plan(problem, microbatch=microbatch, sequence_parallel=sequence_parallel, **shape)
     found_s, in_turn_s = (estimate(plan, with_overlap(wanted)).iteration_time_s for wanted in (True, False))
-    assert found_s == pytest.approx(simulate(plan, problem).iteration_time_s, rel=0.025)
+    assert found_s == pytest.approx(simulate_time_s(plan, problem), rel=0.025)
     assert found_s < in_turn_s
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
 

@@ -16,7 +16,7 @@ from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.schedules.actions import FORWARD
 from simulator.schedules.registry import schedule_named
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.simulator.graphs import interleaved_shape, makespan_s, pipeline_graph
 from tests.simulator.problems import small_problem
@@ -133,7 +133,7 @@ def test_plans_take_what_the_simulator_says(cluster: str, runtime: str, degrees:
     schedule = "interleaved" if degrees["chunks"] > 1 else "1f1b"
     plan = uniform_plan(problem, schedule=schedule, **degrees)  # type: ignore[arg-type]
     plan = replace(plan, schedule="interleaved")
-    expected_s = simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+    expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
     time_s = estimate(plan, problem).iteration_time_s
     assert time_s == pytest.approx(expected_s, rel=0.03)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)

@@ -13,7 +13,7 @@ from simulator.engines.engine_simpy import run_simpy
 from simulator.fidelity import Fidelity
 from simulator.lowering.lower import lower
 from simulator.plan import Axis, Plan, Stage
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.taskgraph import COMMUNICATION
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -31,7 +31,7 @@ def ideal_s(
     workload = chain_of_opaque(num_stages * chunks, tf, tb)
     problem = chain_problem(workload, num_devices=num_stages, global_batch=num_microbatches)
     plan = uniform_plan(problem, pp=num_stages, schedule=schedule, chunks=chunks)
-    return simulate(plan, problem, fidelity=Fidelity.ideal()).iteration_time_s
+    return simulate_time_s(plan, problem, fidelity=Fidelity.ideal())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -63,7 +63,7 @@ def test_zb_h1_leaves_the_bubble_of_forward_and_input_gradient_less_the_weight_g
         global_batch=12,
     )
     plan = uniform_plan(problem, pp=4, schedule="zb-h1")
-    assert simulate(plan, problem, fidelity=Fidelity.ideal()).iteration_time_s == 12 * 3.0 + 3 * 1.0
+    assert simulate_time_s(plan, problem, fidelity=Fidelity.ideal()) == 12 * 3.0 + 3 * 1.0
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -86,16 +86,16 @@ def test_a_host_that_never_runs_ahead_makes_every_operator_the_longer_of_kernels
     backward = [max(cost.backward.device_s, cost.backward.host_s) for cost in tables]
     again = sum(forward[first] for start, stop in plan.stages[0].recompute for first in range(start, stop))
     off = ["optimizer", "allocator", *([] if merge else ["merge"])]
-    found = simulate(plan, behind, fidelity=Fidelity().without(*off)).iteration_time_s
+    found = simulate_time_s(plan, behind, fidelity=Fidelity().without(*off))
     assert found == pytest.approx(3 * (sum(forward) + again + sum(backward) + 2 * 250e-6), rel=1e-9)
     assert any(cost.forward.device_s > cost.forward.host_s for cost in tables)
     assert any(cost.forward.device_s < cost.forward.host_s for cost in tables)
     ahead = replace(problem, runtime=replace(slow, host_runs_ahead=True))
-    assert simulate(plan, ahead, fidelity=Fidelity().without(*off)).iteration_time_s < found
+    assert simulate_time_s(plan, ahead, fidelity=Fidelity().without(*off)) < found
     without_host = Fidelity().without("host", *off)
     assert (
-        simulate(plan, ahead, fidelity=without_host).iteration_time_s
-        == simulate(plan, behind, fidelity=without_host).iteration_time_s
+        simulate_time_s(plan, ahead, fidelity=without_host)
+        == simulate_time_s(plan, behind, fidelity=without_host)
     )
 
 
@@ -205,8 +205,8 @@ def test_replicas_that_take_turns_run_whole_microbatches_at_once() -> None:
     sliced = Plan(stages=(stage,), microbatch_size=2, num_microbatches=4)
     turns = Plan(stages=(stage,), microbatch_size=2, num_microbatches=4, replica_assignment="round_robin")
     ideal = Fidelity.ideal()
-    assert simulate(sliced, problem, fidelity=ideal).iteration_time_s == 4 * 3.0
-    assert simulate(turns, problem, fidelity=ideal).iteration_time_s == 2 * 6.0
+    assert simulate_time_s(sliced, problem, fidelity=ideal) == 4 * 3.0
+    assert simulate_time_s(turns, problem, fidelity=ideal) == 2 * 6.0
     graph = lower(validate(turns, problem), CostTables(problem), ideal).graph
     assert graph.num_tasks == 8  # a forward and a backward for each microbatch, on one replica each
 
@@ -233,8 +233,8 @@ def test_switching_an_effect_off_makes_the_iteration_faster_where_it_matters(eff
     plan = uniform_plan(problem, **degrees)
     if effect == "contention":  # tensor ranks on one node, data parallel pairs strided over the NICs
         assert problem.hardware.cluster.node_of(0) != problem.hardware.cluster.node_of(8)
-    everything = simulate(plan, problem).iteration_time_s
-    assert simulate(plan, problem, fidelity=Fidelity().without(effect)).iteration_time_s < everything
+    everything = simulate_time_s(plan, problem)
+    assert simulate_time_s(plan, problem, fidelity=Fidelity().without(effect)) < everything
 
 
 def test_gpt_530b_shape_lowers_to_few_templates() -> None:

@@ -22,7 +22,7 @@ from simulator.problem import Problem
 from simulator.schedules.actions import FORWARD
 from simulator.schedules.one_f_one_b import warmup_p_a, warmup_p_b
 from simulator.schedules.registry import schedule_named
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import repeated_layers, uniform_plan
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import chain_of_opaque, chain_problem, small_problem
@@ -169,7 +169,7 @@ def test_plans_of_unequal_stages_take_what_the_simulator_says(
     fast = FastEstimator(problem)
     for counts in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
         plan = unequal(problem, counts, 8, **options)
-        expected_s = simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+        expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
         time_s = estimate(plan, problem).iteration_time_s
         assert time_s == pytest.approx(expected_s, rel=0.02)
         assert fast.estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
@@ -179,7 +179,7 @@ def test_a_smaller_last_microbatch_is_followed_through_unequal_stages() -> None:
     problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", global_batch=29)
     for schedule in ("1f1b", "gpipe"):
         plan = replace(unequal(problem, (2, 1, 1), 8, schedule=schedule), microbatch_size=4, last_microbatch_size=1)
-        expected_s = simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+        expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
         assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=0.02)
 
 
@@ -188,7 +188,7 @@ def test_stages_of_gpipe_on_one_device_follow_one_another() -> None:
     stages = tuple(Stage(((index, index + 1),), (index % 2,), ((1, ()),)) for index in range(4))
     plan = Plan(stages, 1, 4, schedule="gpipe")
     time_s = estimate(plan, problem).iteration_time_s
-    assert time_s == pytest.approx(simulate(plan, problem, fidelity=Fidelity.ideal()).iteration_time_s, rel=1e-3)
+    assert time_s == pytest.approx(simulate_time_s(plan, problem, fidelity=Fidelity.ideal()), rel=1e-3)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(time_s, rel=1e-11)
 
 
@@ -196,5 +196,5 @@ def test_plans_of_equal_stages_take_what_the_simulator_says_whatever_the_runtime
     for runtime in ("megatron-lm-2021", "windtunnel-executor-fp32"):
         problem = small_problem("gpt", cluster="v100-1gpu-10g:4x1", runtime=runtime, global_batch=8)
         plan = uniform_plan(problem, pp=4)
-        expected_s = simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+        expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
         assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=0.02)

@@ -17,7 +17,7 @@ from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.recompute import whole_units
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem
@@ -58,7 +58,7 @@ def test_closed_forms_and_engine_pay_for_the_third_gather(family: str, shape: di
     plan = sharded(again, **shape)
     estimates = [estimate(plan, problem) for problem in (again, once)]
     fast = [FastEstimator(problem).estimate(plan) for problem in (again, once)]
-    simulated = [simulate(plan, problem).iteration_time_s for problem in (again, once)]
+    simulated = [simulate_time_s(plan, problem) for problem in (again, once)]
     for slow, quick in zip(estimates, fast, strict=True):
         assert quick.iteration_time_s == pytest.approx(slow.iteration_time_s, rel=1e-9)
         assert quick.peak_bytes == slow.peak_bytes

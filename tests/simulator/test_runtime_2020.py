@@ -11,7 +11,7 @@ from simulator.lowering.lower import stage_views
 from simulator.lowering.transfers import boundary, crossing_tensors
 from simulator.plan import Axis
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem
@@ -74,7 +74,7 @@ def test_a_mask_costs_a_lone_microbatch_its_transfer_at_every_boundary(pp: int) 
     times = []
     for sends in (False, True):
         problem = replace(with_mask(sends, scatters=False), global_batch=1)
-        times.append(simulate(uniform_plan(problem, pp=pp, microbatch=1), problem).iteration_time_s)
+        times.append(simulate_time_s(uniform_plan(problem, pp=pp, microbatch=1), problem))
     transfer = with_mask(True, scatters=False).hardware.transfer
     activation, mask = 2 * 2048 * 1024, 2 * 2048**2
     longer_s = [

@@ -18,7 +18,7 @@ from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.run import LaterRun, Run
 from simulator.schedules.one_f_one_b import warmup_p_b
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import SMALL, chain_of_opaque, chain_problem, small_problem
@@ -41,6 +41,8 @@ def assert_equal_to_the_whole(plan: Plan, problem: Problem, fidelity: Fidelity |
     whole = simulate(plan, problem, fidelity=fidelity, engine="compiled", costs=costs)
     short = simulate(plan, problem, fidelity=fidelity, engine="compiled", costs=costs, leave_out_periods=True)
     assert short.iteration_time_s == pytest.approx(whole.iteration_time_s, rel=1e-9)
+    timed_s = simulate_time_s(plan, problem, fidelity=fidelity, engine="compiled", costs=costs)
+    assert timed_s == short.iteration_time_s
     for mine, theirs in zip(short.memory, whole.memory, strict=True):
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "fits", "peak_where", "consumers"):
             assert getattr(mine, name) == getattr(theirs, name)

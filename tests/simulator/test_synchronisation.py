@@ -15,7 +15,7 @@ from simulator.lowering.lower import stage_views
 from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
 from simulator.plan import Axis
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.taskgraph import COMPUTATION
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
@@ -29,7 +29,7 @@ def test_gradients_reduced_in_every_pass_and_not_overlapped_are_waited_for() -> 
     alone = Fidelity().without("host", "overlap-slowdown", "contention", "optimizer")
     plan = replace(uniform_plan(problem, dp=4, microbatch=4), gradient_reduction="every", overlap_gradient_sync=False)
     seconds = {
-        sync: simulate(plan, problem, fidelity=alone if sync else alone.without("gradient-sync")).iteration_time_s
+        sync: simulate_time_s(plan, problem, fidelity=alone if sync else alone.without("gradient-sync"))
         for sync in (True, False)
     }
     (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
@@ -39,7 +39,7 @@ def test_gradients_reduced_in_every_pass_and_not_overlapped_are_waited_for() -> 
         for item in bucket.collectives
     )
     assert seconds[True] - seconds[False] == pytest.approx(plan.num_microbatches * reductions_s, rel=1e-6)
-    overlapped = simulate(replace(plan, overlap_gradient_sync=True), problem, fidelity=alone).iteration_time_s
+    overlapped = simulate_time_s(replace(plan, overlap_gradient_sync=True), problem, fidelity=alone)
     assert overlapped < seconds[True]
 
 
@@ -77,7 +77,7 @@ def test_passes_over_gradients_take_their_time_without_a_norm_too() -> None:
     times = []
     for runtime in (bare, replace(bare, gradient_pass_bytes=(600.0, 0.0))):
         own = replace(problem, runtime=runtime)
-        times.append(simulate(uniform_plan(own, dp=4, microbatch=4), own).iteration_time_s)
+        times.append(simulate_time_s(uniform_plan(own, dp=4, microbatch=4), own))
     assert times[1] > times[0]
 
 

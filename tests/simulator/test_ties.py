@@ -16,7 +16,7 @@ from simulator.lowering.lower import stage_views
 from simulator.lowering.synchronisation import gradient_buckets, parameter_groups, whole_gradients_begin
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem
@@ -58,7 +58,7 @@ def test_each_layer_that_uses_a_weight_reduces_it(family: str, overlap: bool) ->
         (reduction,) = bucket.collectives
         sizes.append(reduction.num_bytes)
         alone_s = problem.hardware.collective("all_reduce", reduction.num_bytes, tuple(range(8))).alone_s
-        times.append(simulate(plan, problem, fidelity=ALONE).iteration_time_s - alone_s)
+        times.append(simulate_time_s(plan, problem, fidelity=ALONE) - alone_s)
     found = ties(problem, plan)
     assert {uses for uses, _ in found.values()} == USES[family]
     assert sizes[1] - sizes[0] == sum((uses - 1) * size for uses, size in found.values())
@@ -67,7 +67,7 @@ def test_each_layer_that_uses_a_weight_reduces_it(family: str, overlap: bool) ->
 
 def test_sharded_weights_are_reduced_as_they_are_gathered_once() -> None:
     times = [
-        simulate(uniform_plan(problem, dp=8, microbatch=2, zero=3), problem).iteration_time_s
+        simulate_time_s(uniform_plan(problem, dp=8, microbatch=2, zero=3), problem)
         for problem in (problem_with("t5", reduces_ties_by_use=by_use) for by_use in (False, True))
     ]
     assert times[0] == times[1]
@@ -99,7 +99,7 @@ def test_stages_that_share_a_weight_reduce_it_whole_where_the_runtime_does(zero:
         assert {(devices, num_bytes) for _, devices, num_bytes in tied_groups(views)} == {
             ((rank, rank + 4), size) for rank in range(4)
         }
-        times.append(simulate(plan, problem, fidelity=ALONE).iteration_time_s)
+        times.append(simulate_time_s(plan, problem, fidelity=ALONE))
         expected.append(problem.hardware.collective("all_reduce", size, (0, 4)).alone_s)
         by_classes = estimate(plan, problem).iteration_time_s
         assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(by_classes, rel=1e-11)

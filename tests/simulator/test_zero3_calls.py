@@ -21,7 +21,7 @@ from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.synchronisation import gather_collectives, gradient_buckets
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem
@@ -68,7 +68,7 @@ def test_the_host_lists_every_rank_for_every_parameter(family: str) -> None:
     times = []
     for entry_s in (1e-3, 3e-3):  # Longer than anything on the device: all of it is waited for.
         own = problem_with(family, host_seconds_per_list_entry=entry_s)
-        times.append(simulate(sharded(own), own).iteration_time_s)
+        times.append(simulate_time_s(sharded(own), own))
     num_microbatches = sharded(problem).num_microbatches
     assert num_microbatches == 2
     assert times[1] - times[0] == pytest.approx(num_microbatches * calls * RANKS * 2e-3, rel=2e-3)
@@ -109,10 +109,10 @@ def test_a_host_that_waits_at_each_layer_hides_no_launches() -> None:
     waits = problem_with(host_seconds_per_list_entry=1e-4)
     runs_on = replace(waits, runtime=replace(waits.runtime, host_waits=("optimizer",)))
     plan = sharded(waits)
-    assert simulate(plan, waits).iteration_time_s > simulate(plan, runs_on).iteration_time_s
+    assert simulate_time_s(plan, waits) > simulate_time_s(plan, runs_on)
     alone = Fidelity().without("host")
-    assert simulate(plan, waits, fidelity=alone).iteration_time_s == pytest.approx(
-        simulate(plan, runs_on, fidelity=alone).iteration_time_s, rel=1e-9
+    assert simulate_time_s(plan, waits, fidelity=alone) == pytest.approx(
+        simulate_time_s(plan, runs_on, fidelity=alone), rel=1e-9
     )
 
 
@@ -135,7 +135,7 @@ def test_the_closed_form_has_three_quarters_of_what_calls_take_too() -> None:
     problem = problem_with()
     together = problem_with(parameter_calls_above=None, host_seconds_per_list_entry=0.0)
     plan = sharded(problem)
-    more_s = simulate(plan, problem).iteration_time_s - simulate(plan, together).iteration_time_s
+    more_s = simulate_time_s(plan, problem) - simulate_time_s(plan, together)
     found_s = estimate(plan, problem).iteration_time_s - estimate(plan, together).iteration_time_s
     assert 0.7 * more_s < found_s < more_s
 
@@ -196,7 +196,7 @@ def test_merged_tasks_of_a_launch_bound_run_that_waits_end_a_little_earlier() ->
     """What the effect ``merge`` says of itself: up to one launch a task, under 1 % (GNMT, ZeRO-3 of DeepSpeed)."""
     problem = ProblemSpec("gnmt-8", "p3.8xlarge:1x2", "deepspeed-zero3-2021", 2).load()
     plan = uniform_plan(problem, dp=2, zero=3)
-    merged = simulate(plan, problem).iteration_time_s
-    alone = simulate(plan, problem, fidelity=Fidelity().without("merge")).iteration_time_s
+    merged = simulate_time_s(plan, problem)
+    alone = simulate_time_s(plan, problem, fidelity=Fidelity().without("merge"))
     assert 0.99 * alone < merged < 0.995 * alone
     assert "one task (no effect on times but where a" in (Fidelity.__doc__ or "")

@@ -18,7 +18,7 @@ from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.schedules.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from simulator.schedules.registry import schedule_named
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.simulator.graphs import makespan_s, pipeline_graph, plain_shape
 from tests.simulator.problems import small_problem
@@ -46,7 +46,7 @@ def engine_s(times: NDArray[np.float64], last: NDArray[np.float64], m: int, link
 
 
 def simulated_s(plan: Plan, problem: Problem) -> float:
-    return simulate(plan, problem, engine="compiled", fidelity=ALONE).iteration_time_s
+    return simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 17, 32])

@@ -15,7 +15,7 @@ from experiments.accuracy.run import run_case  # noqa: E402
 from experiments.campaign_cases import write_case_file  # noqa: E402
 from experiments.cases.campaigns import cases_of  # noqa: E402
 from hardware_models.profile_scaling import ProfileScaling  # noqa: E402
-from simulator.simulate import simulate  # noqa: E402
+from simulator.simulate import simulate, simulate_time_s  # noqa: E402
 from tests.validation.test_campaign_figures import measured, profile  # noqa: E402
 from tests.validation.test_campaign_files import load  # noqa: E402
 from validation.campaigns import run as run_module  # noqa: E402
@@ -106,7 +106,7 @@ def test_what_is_fitted_predicts_what_it_was_fitted_on(unit: UnitWork) -> None:
     assert passes_s(calm, PIPELINE) == pytest.approx(1.2 * COUNT * 3e-3, rel=0.005)
     _, job = unit.calibration[PIPELINE]
     before = replace(found, collective_overhead_s=0.0)  # it is fitted last, on plans without stages
-    assert simulate(job.plan, before.apply(job.problem, job.plan)).iteration_time_s == pytest.approx(0.8)
+    assert simulate_time_s(job.plan, before.apply(job.problem, job.plan)) == pytest.approx(0.8)
 
     # Two plans of one stage wait for collectives, 50 ms each: profiling under tensor parallelism, and two replicas.
     jobs = [unit.profiling.operators[1].job, unit.calibration[REPLICAS][1]]

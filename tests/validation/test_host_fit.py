@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 
 from hardware_models.profile_scaling import ProfileScaling  # noqa: E402
 from simulator.problem import Problem  # noqa: E402
-from simulator.simulate import simulate  # noqa: E402
+from simulator.simulate import simulate_time_s  # noqa: E402
 from tests.validation.test_campaign_figures import measured  # noqa: E402
 from tests.validation.test_campaign_files import load  # noqa: E402
 from validation.campaigns.fit import Calibration, fit_campaign  # noqa: E402
@@ -68,7 +68,7 @@ def fitted(unit: UnitWork, calibrated: tuple[float, float], steps: tuple[float, 
 
 
 def predicted_s(calibration: Calibration, job: Job) -> float:
-    return simulate(job.plan, calibration.apply(job.problem, job.plan)).iteration_time_s
+    return simulate_time_s(job.plan, calibration.apply(job.problem, job.plan))
 
 
 def test_a_gpu_is_profiled_one_microbatch_at_a_time_and_once_with_recomputation(unit: UnitWork) -> None:
@@ -173,7 +173,7 @@ def test_so_does_that_of_a_machines_profile(host: float) -> None:
 
     def pipeline_s(profile: MachineProfile) -> float:
         assert work.pipeline is not None
-        return simulate(work.pipeline.plan, profile.apply(of, work.pipeline.plan)).iteration_time_s
+        return simulate_time_s(work.pipeline.plan, profile.apply(of, work.pipeline.plan))
 
     plain = fit(of, replace(work, pipeline=None), [[*runs, step]], ())
     true = replace(plain, operators=ProfileScaling(host_factor=host).apply(plain.operators))

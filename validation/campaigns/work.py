@@ -9,7 +9,7 @@ from math import prod
 
 from simulator.plan import Plan, resolve
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from validation.campaigns.definition import Campaign, CampaignPlan
 from validation.execution.executor import Job
@@ -189,5 +189,5 @@ def estimated_s(work: Sequence[UnitWork], device: str, rounds: int) -> float:
         total += LAUNCH_S[device]
         for job in unit.jobs:
             iterations = job.warmup + job.iterations + job.traced_iterations
-            total += BUILD_S[device] + iterations * simulate(job.plan, job.problem).iteration_time_s
+            total += BUILD_S[device] + iterations * simulate_time_s(job.plan, job.problem)
     return total * rounds

@@ -15,7 +15,7 @@ from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.profile_scaling import ProfileScaling
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import uniform_plan
 from validation.execution.executor import Job
 from validation.measurement import Measurement
@@ -232,7 +232,7 @@ def fit_kernels_and_host(
     def misses(factors: NDArray[np.float64]) -> NDArray[np.float64]:
         own = scaled(float(factors[0]), float(factors[1]))
         simulated_s = [
-            simulate(job.plan, own.apply(job.problem, job.plan), engine=ENGINE).iteration_time_s for job in jobs
+            simulate_time_s(job.plan, own.apply(job.problem, job.plan), engine=ENGINE) for job in jobs
         ]
         return np.concatenate([np.log(np.divide(simulated_s, measured_s)), TOWARDS_ONE * np.log(factors)])
 
@@ -255,7 +255,7 @@ def fit_overhead_s(with_overhead: Callable[[float], Calibrated], job: Job, measu
 
     def simulated_s(overhead_s: float) -> float:
         problem = with_overhead(overhead_s).apply(job.problem, job.plan)
-        return simulate(job.plan, problem, engine=ENGINE).iteration_time_s
+        return simulate_time_s(job.plan, problem, engine=ENGINE)
 
     without, step = simulated_s(0.0), 0.01 * measured_s
     slope = (simulated_s(step) - without) / step

@@ -17,7 +17,7 @@ from hardware_models.calibrated import Quantity
 from hardware_models.collective_table import Row
 from hardware_models.group_shapes import GroupShape
 from simulator.problem import Problem
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from validation.measurement import Measurement
 from validation.measurement_file import measurement_from_mapping, measurement_mapping
 from validation.profiling.calibration import CalibrationJobs, calibration_jobs, fit
@@ -150,7 +150,7 @@ def profile_work(problem: Problem, options: ProfileOptions) -> ProfileWork:
         device=options.device,
     )
     seconds = tuple(
-        (job.iterations + job.warmup) * simulate(job.plan, job.problem).iteration_time_s + 0.5 for job in jobs.jobs
+        (job.iterations + job.warmup) * simulate_time_s(job.plan, job.problem) + 0.5 for job in jobs.jobs
     )
     parts = [part for part in _parts(problem, options) if part.key.split("/")[0] not in options.skip]
     return ProfileWork(problem, options, jobs, seconds, tuple(parts))

@@ -20,7 +20,7 @@ from simulator.problem import Problem
 from simulator.schedules.actions import Action, PipelineShape
 from simulator.schedules.one_f_one_b import warmup_p_b
 from simulator.schedules.registry import schedule_named
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 from workloads.layer_profile import LayerNode, LayerProfile
 
 
@@ -138,9 +138,9 @@ def fig8(context: Context) -> Report:
         turns = replace(slices, warmup=None, replica_assignment="round_robin")
         times = {}
         for name, plan in (("slices", slices), ("round robin", turns)):
-            times[name] = simulate(plan, problem, engine="compiled").iteration_time_s
+            times[name] = simulate_time_s(plan, problem, engine="compiled")
         free = Fidelity().without("transfers")
-        ideal = simulate(slices, problem, engine="compiled", fidelity=free).iteration_time_s
+        ideal = simulate_time_s(slices, problem, engine="compiled", fidelity=free)
         rows.append(
             {
                 "M": count,

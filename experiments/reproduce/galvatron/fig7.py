@@ -20,7 +20,7 @@ from searchers.galvatron.pipeline_plan import split
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
 from searchers.plan_words import describe_plan
-from simulator.simulate import simulate
+from simulator.simulate import simulate_time_s
 
 MEMORY_GB = 24
 BATCHES = (16, 32)
@@ -51,7 +51,7 @@ def run(context: Context) -> Report:
                     chosen = [stage.chosen for stage in found.stages]
                     other = ideal.searches[len(found.stages)].assess(stages, chosen, batch, found.cut)
                     assert other is not None, "the same plan"
-                    measured_s = simulate(plan, problem, engine="compiled").iteration_time_s
+                    measured_s = simulate_time_s(plan, problem, engine="compiled")
                     rows.append(
                         {
                             "model": model,
