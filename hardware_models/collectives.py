@@ -74,15 +74,19 @@ class Flow:
     fill_bytes: float = 0.0
     copied_s_per_byte: float = 0.0
 
-    @cached_property
-    def shares(self) -> tuple[tuple[tuple[str, float], ...], ...]:
-        """Shares under each protocol; they do not depend on the size."""
-        every = []
-        for protocol in self.protocols:
+    def shares(self, index: int) -> tuple[tuple[str, float], ...]:
+        """Return the shares of resources under a protocol; they do not depend on the size."""
+        found = self._shares.get(index)
+        if found is None:
+            protocol = self.protocols[index]
             copied = self.copied_s_per_byte * protocol.bandwidth_fraction
             scale = protocol.bandwidth_fraction / (self.work_s_per_byte + copied)
-            every.append(tuple((name, min(1.0, load * scale)) for name, load in self.loads))
-        return tuple(every)
+            found = self._shares[index] = tuple((name, min(1.0, load * scale)) for name, load in self.loads)
+        return found
+
+    @cached_property
+    def _shares(self) -> dict[int, tuple[tuple[str, float], ...]]:
+        return {}
 
     def s_per_byte(self, protocol: FlowProtocol) -> float:
         """Return the seconds that a byte more takes under a protocol."""
@@ -100,7 +104,12 @@ class Flow:
     def price(self, num_bytes: float) -> Communication:
         """Return the cost with the quickest protocol."""
         _, index, work = self.quickest(num_bytes)
-        return Communication(latency_s=self.protocols[index].latency_s, work_s=work, shares=self.shares[index])
+        return Communication(latency_s=self.protocols[index].latency_s, work_s=work, shares=self.shares(index))
+
+
+def quickest_price(flows: Iterable[Flow], num_bytes: float) -> Communication:
+    """Return the cost with the quickest algorithm and protocol."""
+    return min(flows, key=lambda flow: flow.quickest(num_bytes)[0]).price(num_bytes)
 
 
 def bus_factor(kind: str, n: int) -> float:

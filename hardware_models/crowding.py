@@ -127,4 +127,4 @@ def together_s(costs: Iterable[Communication]) -> float:
 def _work_per_byte(flow: Flow, protocol: int) -> tuple[float, tuple[tuple[str, float], ...]]:
     """Return the seconds of a byte, and the share of each resource that is used meanwhile."""
     protocol = min(protocol, len(flow.protocols) - 1)
-    return flow.s_per_byte(flow.protocols[protocol]), flow.shares[protocol]
+    return flow.s_per_byte(flow.protocols[protocol]), flow.shares(protocol)

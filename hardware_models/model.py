@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import TRANSFERS, Asked, CollectiveTable
-from hardware_models.collectives import Flow, collective_flows, joining_s_per_byte, transfer_flow
+from hardware_models.collectives import Flow, collective_flows, joining_s_per_byte, quickest_price, transfer_flow
 from hardware_models.communication import Communication
 from hardware_models.compute import kernel_time_s
 from hardware_models.crowding import CrowdedGroup, slowdowns
@@ -209,7 +209,7 @@ class HardwareModel:
 
         Outside the measured sizes it grows from that of the nearest as the link model does (``growth``).
         """
-        modelled = _quickest(flows, num_bytes)
+        modelled = quickest_price(flows, num_bytes)
         if self.collective_table is None:
             return modelled
         asked = self.asked_of_table(kind, group)
@@ -220,7 +220,7 @@ class HardwareModel:
             return modelled
         if found.num_bytes != num_bytes:
             own = self.flows(asked.kind, group)
-            found = found.extended(num_bytes, lambda size: _quickest(own, size).alone_s)
+            found = found.extended(num_bytes, lambda size: quickest_price(own, size).alone_s)
         found = replace(found, seconds=found.seconds + num_bytes * asked.added_s_per_byte)
         return found.replace(modelled, self._crowding(kind, num_bytes, asked.nodes, found.shape))
 
@@ -233,7 +233,7 @@ class HardwareModel:
         for group in groups_at_once(whole, nodes, shape):
             is_transfer = kind in TRANSFERS
             flows = (transfer_flow(whole, *group),) if is_transfer else collective_flows(whole, kind, group)
-            for name, share in _quickest(flows, num_bytes).shares:
+            for name, share in quickest_price(flows, num_bytes).shares:
                 loads[name] = loads.get(name, 0.0) + share
         return max([1.0, *loads.values()])
 
@@ -254,10 +254,6 @@ class HardwareModel:
             found = found.extended(num_bytes, lambda size: flow.price(size).alone_s)
         nodes = (a,) if a == b else (a, b)
         return found.replace(modelled, self._crowding(kind, num_bytes, nodes, found.shape))
-
-
-def _quickest(flows: Sequence[Flow], num_bytes: float) -> Communication:
-    return min((flow.price(num_bytes) for flow in flows), key=lambda cost: cost.alone_s)
 
 
 def _check_size(num_bytes: float) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from datafiles.tables import load_table
 from hardware_models.cluster import Cluster
-from hardware_models.collectives import Flow, collective_flows
+from hardware_models.collectives import Flow, collective_flows, quickest_price
 from hardware_models.links import LinkType, NetworkType
 
 ALPA_P3, ALPA_A100 = "collectives_p3_16xlarge_osdi22.csv", "collectives_a100_8gpu.csv"
@@ -185,7 +185,7 @@ class Predictor:
         load: Counter[str] = Counter()
         for group in row.groups:
             flows = self._of(row.cluster, row.kind, group, bare)
-            cost = min((flow.price(row.num_bytes) for flow in flows), key=lambda cost: cost.alone_s)
+            cost = quickest_price(flows, row.num_bytes)
             costs.append(cost)
             load.update(dict(cost.shares))
         slowest = max(

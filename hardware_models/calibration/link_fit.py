@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 
 from hardware_models.cluster import Cluster, cluster_gpus_per_node, parse_cluster
 from hardware_models.collective_table import TRANSFERS
-from hardware_models.collectives import collective_flows, transfer_flow
+from hardware_models.collectives import collective_flows, quickest_price, transfer_flow
 from hardware_models.group_shapes import GroupShape, groups_at_once
 from hardware_models.links import LinkType, NetworkType, Protocol
 
@@ -355,7 +355,7 @@ def _at_once_s(cluster: Cluster, kind: str, num_bytes: float, groups: Sequence[t
     for group in groups:
         is_transfer = kind in TRANSFERS
         flows = (transfer_flow(cluster, *group),) if is_transfer else collective_flows(cluster, kind, group)
-        prices.append(min((flow.price(num_bytes) for flow in flows), key=lambda cost: cost.alone_s))
+        prices.append(quickest_price(flows, num_bytes))
     loads: dict[str, float] = {}
     for price in prices:
         for name, share in price.shares:
