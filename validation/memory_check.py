@@ -46,6 +46,7 @@ class Check:
         degrees: Of ``simulator.uniform.uniform_plan``.
         devices: Which devices; None for the first.
         runtime, attention: Of the executor.
+        layers: Of a model cut down; 0 for all.
     """
 
     model: str
@@ -55,18 +56,21 @@ class Check:
     devices: tuple[int, ...] = (0,)
     runtime: str = "windtunnel-executor"
     attention: str = "plain"
+    layers: int = 0
 
     def __str__(self) -> str:
         parts = [
             name.replace("_", " ") if value is True else f"{name} {value}" for name, value in self.degrees.items()
         ]
         precision = "fp32" if self.runtime.endswith("fp32") else "bf16"
-        return ", ".join([self.model, precision, f"{self.attention} attention", *parts])
+        model = f"{self.model} of {self.layers} layers" if self.layers else self.model
+        return ", ".join([model, precision, f"{self.attention} attention", *parts])
 
     def problem(self) -> Problem:
         """Return the problem; fake tensors are multiplied by no library that would hold memory for it."""
+        cut = {"layers": self.layers} if self.layers else None
         return Problem(
-            workload=build_workload(self.model, attention=self.attention),
+            workload=build_workload(self.model, attention=self.attention, overrides=cut),
             hardware=HardwareModel(cluster=parse_cluster(f"a100-80g-dgx:1x{self.num_gpus}")),
             runtime=replace(load_runtime(self.runtime), matmul_workspaces=0),
             global_batch=self.global_batch,

@@ -133,14 +133,14 @@ def test_a_data_file_is_written_as_its_name_is_read(plan: Path, capsys: pytest.C
 
 
 def test_a_report_is_not_written_among_somebody_s_own_files(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder := Path("out/mpe-counts")).mkdir(parents=True)
+    (folder := Path("out/mpe-fig3")).mkdir(parents=True)
     (folder / "report.md").write_text("mine")
-    code, _, error = run(capsys, "reproduce", "mpe-counts", "-o", "out")
-    assert code == 2 and "a report must have a folder of its own, got out/mpe-counts with report.md;" in error
+    code, _, error = run(capsys, "reproduce", "mpe-fig3", "-o", "out")
+    assert code == 2 and "a report must have a folder of its own, got out/mpe-fig3 with report.md;" in error
     assert [file.name for file in folder.iterdir()] == ["report.md"] and (folder / "report.md").read_text() == "mine"
     (folder / "report.md").unlink()
     for _ in range(2):  # its own report it writes over
-        assert run(capsys, "reproduce", "mpe-counts", "-o", "out")[0] == 0
+        assert run(capsys, "reproduce", "mpe-fig3", "-o", "out")[0] == 0
 
 
 def test_a_seed_has_a_largest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def renumbered(graph: TaskGraph, new_id: list[int]) -> TaskGraph:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=1_000, deadline=None)
 @given(graph=graphs())
 def test_every_task_agrees_with_a_slow_independent_engine(graph) -> None:
     schedule = run_simpy(graph)

@@ -43,19 +43,19 @@ def assert_agree(graph: TaskGraph, rtol: float = 1e-9) -> Schedule:
     return found
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(graph=graphs(max_tasks=60))
 def test_every_task_of_larger_graphs_agrees(graph) -> None:
     assert_agree(graph)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=1_500, deadline=None)
 @given(graph=graphs(max_tasks=20))
 def test_both_engines_give_the_same_bits(graph) -> None:
     assert_agree(graph, rtol=0.0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(graph=graphs(), seed=st.integers(0, 1000))
 def test_orders_shuffled_into_circles_stop_both_engines_with_the_same_words(graph, seed) -> None:
     graph = with_shuffled_orders(graph, seed)
@@ -69,7 +69,7 @@ def test_orders_shuffled_into_circles_stop_both_engines_with_the_same_words(grap
         assert run_compiled(graph).end_s.tobytes() == expected.end_s.tobytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(graph=graphs())
 def test_what_can_change_speeds_is_what_the_simpy_engine_finds(graph) -> None:
     streams = graph.streams.offsets, graph.streams.items

@@ -25,12 +25,12 @@ QUICK = (
 )
 CLOSE = 0.005
 EXACT = (  # Where tensor parallelism cuts vocabularies, sequences, heads or channels.
-    Check("gpt3-350m", 2, 8, {"tp": 2, "microbatch": 4, "recompute": "full"}),
-    Check("gpt3-350m", 2, 8, {"tp": 2, "microbatch": 4, "sequence_parallel": True}),
-    Check("t5-large-32", 2, 8, {"tp": 2, "microbatch": 4}),
+    Check("gpt3-350m", 2, 8, {"tp": 2, "microbatch": 4, "recompute": "full"}, layers=8),
+    Check("gpt3-350m", 2, 8, {"tp": 2, "microbatch": 4, "sequence_parallel": True}, layers=8),
+    Check("t5-large-32", 2, 8, {"tp": 2, "microbatch": 4}, layers=8),
     Check("wide-resnet-500m", 2, 16, {"tp": 2, "microbatch": 8}),
     Check("wide-resnet-500m", 4, 16, {"tp": 4, "microbatch": 8}),
-    Check("llama2-70b", 8, 2, {"tp": 8, "microbatch": 1}, attention="flash"),
+    Check("llama2-70b", 8, 2, {"tp": 8, "microbatch": 1}, attention="flash", layers=8),
     Check("vgg-19", 2, 16, {"dp": 2, "zero": 1, "microbatch": 4}),  # Gradients: the optimizer step rules.
 )
 
