@@ -45,9 +45,11 @@ class Runtime:
         optimizer_bytes: Per parameter: moments, and the fp32 master copy where there is one.
         optimizer_workspace_bytes: Per parameter, alive only during the optimizer step (fp32 copies of
             gradients).
-        gradient_accumulation_bytes: Bytes per element in which gradients of microbatches are summed and
-            travel.
+        gradient_accumulation_bytes: Bytes per element in which gradients of microbatches are summed, and weights that
+            stages share.
+        reduced_gradient_bytes: In which data parallelism reduces them; None where they are not cast for it.
         adds_gradients: The gradient of each microbatch is added to a buffer by a kernel per parameter.
+        casts_gradients: Those are first cast to what they are summed in, by a kernel of their own.
         hands_over_gradients: But the first microbatch's are handed over as they are made (autograd, where an iteration
             begins without gradients), and so are those that ZeRO scatters in each pass.
         adds_gradients_in_products: But those of matrices are added by the product that makes them: no kernel, and no
@@ -193,6 +195,8 @@ class Runtime:
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
     overlaps_input_reductions: bool = False
+    reduced_gradient_bytes: int | None = None
+    casts_gradients: bool = False
     hands_over_gradients: bool = False
     adds_gradients_in_products: bool = False
     copies_gradients: bool = False
@@ -220,6 +224,11 @@ class Runtime:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
+    def travelling_gradient_bytes(self) -> int:
+        """Bytes per element of gradients that data parallelism reduces."""
+        return self.reduced_gradient_bytes or self.gradient_accumulation_bytes
+
+    @property
     def waiting_gradient_share(self) -> float | None:
         """How wide ZeRO-2 and 3 keep whole gradients until their unit is reduced, as a share of what is reduced.
 
@@ -227,7 +236,7 @@ class Runtime:
         (torch 2.13.0, ``_fsdp_collectives.py``), and where what is sharded is one flat tensor, whose split autograd
         undoes (torch's first FSDP, FairScale). None where each is written into that as it is made.
         """
-        share = min(1.0, self.implementation.activation_bytes / self.gradient_accumulation_bytes)
+        share = min(1.0, self.implementation.activation_bytes / self.travelling_gradient_bytes)
         waits = self.flattens_sharded or (self.sharded_gradient_copies > 0 and share < 1)
         return share if waits else None
 
@@ -321,6 +330,8 @@ class RuntimeFile(FileModel):
     host_runs_ahead: bool = True
     sums_input_gradients: bool = True
     overlaps_input_reductions: bool = False
+    reduced_gradient_bytes: Literal[2, 4] | None = None
+    casts_gradients: bool = False
     hands_over_gradients: bool = False
     adds_gradients_in_products: bool = False
     copies_gradients: bool = False

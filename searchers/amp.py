@@ -203,7 +203,7 @@ def _sync_s(problem: Problem, stage: Stage, sharding: Sharding, dp: int, samples
             seen.update(parameter.tie for parameter, _ in cost.parameters if parameter.tie is not None)
     sizes = tuple(axis.size for axis in sharding)
     axes = tuple(number for number, axis in enumerate(sharding) if axis.split == "batch")
-    num_bytes = elements * problem.runtime.gradient_accumulation_bytes
+    num_bytes = elements * problem.runtime.travelling_gradient_bytes
     return max(
         problem.hardware.collective("all_reduce", num_bytes, [stage.devices[local] for local in group]).alone_s
         for group in groups(sizes, axes)

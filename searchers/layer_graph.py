@@ -80,7 +80,7 @@ def layer_graph(costs: CostTables, samples: int, spans: Sequence[tuple[int, int]
                 forward_s=float(found.forward_s[position]),
                 backward_s=float(found.backward_s[position]),
                 output_bytes=leaving,
-                parameter_bytes=float(found.parameter_elements[position]) * runtime.gradient_accumulation_bytes,
+                parameter_bytes=float(found.parameter_elements[position]) * runtime.travelling_gradient_bytes,
                 saved_bytes=float(found.saved_bytes[position]),
                 predecessors=tuple(names[other] for other in sorted(before - {position})),
             )

@@ -194,7 +194,7 @@ class LayerWalk:
         are the root's, which wait to the end.
         """
         runtime, units = self.costs.problem.runtime, self.costs.units
-        share = (runtime.waiting_gradient_share or 0.0) * runtime.gradient_accumulation_bytes
+        share = (runtime.waiting_gradient_share or 0.0) * runtime.travelling_gradient_bytes
         highest = behind = 0.0
         for index in self.operators:
             made = share * sum(elements for _, elements in self.cost[index].parameters)

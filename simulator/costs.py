@@ -133,7 +133,7 @@ class CostTables:
         workload, runtime = self.problem.workload, self.problem.runtime
         if runtime.parameter_calls_above is None or runtime.gradient_bucket_bytes is None:
             return self.units
-        bucket = runtime.gradient_bucket_bytes / runtime.gradient_accumulation_bytes
+        bucket = runtime.gradient_bucket_bytes / runtime.travelling_gradient_bytes
         units, unit, elements, outer = [], -1, 0.0, -1
         for index, own_outer in enumerate(self.units):
             own = sum(float(prod(parameter.shape)) for parameter in workload.parameters(index))
@@ -254,14 +254,20 @@ class CostTables:
         return [shape for shape in local.parameters if not (fused and len(shape) > 1)]
 
     def _additions(self, kind: Kind, local: Local) -> list[Kernel]:
-        """Return the kernels that add the gradients of a microbatch to those before, one per parameter."""
+        """Return the kernels that add the gradients of a microbatch to those before, one or two per parameter."""
         runtime = self.problem.runtime
         if not runtime.adds_gradients:
             return []
         kept = runtime.gradient_accumulation_bytes
         new = DTYPE_BYTES["fp32"] if local.implementation.autocast else local.element_bytes
-        counts = [float(prod(shape)) for shape in self._apart(kind, local)]
-        return [MemoryBound(count * (kept + new), count * kept) for count in counts]
+        found: list[Kernel] = []
+        for shape in self._apart(kind, local):
+            count, each = float(prod(shape)), new
+            if runtime.casts_gradients:
+                found.append(MemoryBound(count * new, count * kept))
+                each = kept
+            found.append(MemoryBound(count * (kept + each), count * kept))
+        return found
 
     def launched(
         self, kernels: Sequence[Kernel], gpu_type: str, dispatch_s: float = 0.0, num_calls: int = 0

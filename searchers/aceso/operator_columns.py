@@ -111,7 +111,7 @@ def fill(
     values[STATE] = values[GRADIENT] * per_parameter
     values[WEIGHT] = values[GRADIENT] * runtime.parameter_bytes
     values[STEP] = values[GRADIENT] * runtime.optimizer_workspace_bytes
-    values[GRADIENT] *= runtime.gradient_accumulation_bytes
+    values[GRADIENT] *= runtime.travelling_gradient_bytes
     columns[:] = values[:, of_class]
     sizes = produced[spans.number, of_class[spans.maker]]
     change = np.zeros(len(workload) + 1)
@@ -162,7 +162,7 @@ def fill_tied(
         columns[TIED_STATE, index] = elements * runtime.state_bytes_per_parameter
         columns[TIED_STEP, index] = elements * runtime.optimizer_workspace_bytes
         if not runtime.reduces_ties_by_use:
-            columns[TIED_GRADIENT, index] = elements * runtime.gradient_accumulation_bytes
+            columns[TIED_GRADIENT, index] = elements * runtime.travelling_gradient_bytes
 
 
 def _fill_class(

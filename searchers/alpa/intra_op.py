@@ -223,7 +223,7 @@ class IntraOp:
             )
             shards = prod(sharding[axis].size for axis in summed if sharding[axis].split == "batch")
             if summed:
-                num_bytes = float(elements * runtime.gradient_accumulation_bytes)
+                num_bytes = float(elements * runtime.travelling_gradient_bytes)
                 # A gradient travels in a bucket with others, at the rate of the bucket.
                 together = max(num_bytes, float(runtime.gradient_bucket_bytes or WHOLE_BYTES))
                 reduction = MeshCollective("all_reduce", mesh_sizes(sharding), summed, together)

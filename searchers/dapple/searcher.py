@@ -272,7 +272,7 @@ def make_planner(
     return Planner(
         chain=build_chain(cost_tables(problem), spans, min(profile_samples, problem.global_batch)),
         communication=CommunicationCosts(problem.hardware, communication),
-        gradient_bytes=float(problem.runtime.gradient_accumulation_bytes),
+        gradient_bytes=float(problem.runtime.travelling_gradient_bytes),
         state_bytes=problem.runtime.state_bytes_per_parameter,
         capacity_bytes=float(min(problem.capacity_bytes(device) for device in range(problem.num_devices))),
         options=options or PlannerOptions(),

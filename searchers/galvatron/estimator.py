@@ -127,7 +127,7 @@ class Estimator:
         by_use = runtime.reduces_ties_by_use and strategy.sharded == 1
         again = sum(parameters[tie] for tie in held_ties) if by_use else 0
         parameter_bytes, gradient_bytes = elements * runtime.parameter_bytes, elements * runtime.gradient_bytes
-        travelling = runtime.gradient_accumulation_bytes  # Gradients are kept in gradient_bytes.
+        travelling = runtime.travelling_gradient_bytes  # Gradients are kept in gradient_bytes.
         sizes = tuple(degree for _, degree in strategy.levels)
         # A sharded weight is gathered for every layer that uses it, also where an earlier one holds it.
         used = elements + sum(parameters[tie] for tie in held_ties)
@@ -209,7 +209,7 @@ class Estimator:
         """
         if not num_bytes:
             return 0.0, 0.0
-        stage_bytes = max(num_bytes, self._stage_elements(strategy) * self.problem.runtime.gradient_accumulation_bytes)
+        stage_bytes = max(num_bytes, self._stage_elements(strategy) * self.problem.runtime.travelling_gradient_bytes)
         bucket_bytes = min(self.problem.runtime.gradient_bucket_bytes or float("inf"), stage_bytes)
         together = max(1.0, bucket_bytes / num_bytes)
         reduce_s = self._axis_s("all_reduce", together * num_bytes, strategy, sizes, DATA) / together

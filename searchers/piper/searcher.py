@@ -229,7 +229,7 @@ def _input(
             elements, saved = float(found.parameter_elements[layer]), float(found.saved_bytes[layer])
             again = max(0.0, saved - entering)  # One microbatch holds the same either way, as in Piper's own inputs.
             forward, total = float(found.forward_s[layer]), float(found.forward_s[layer] + found.backward_s[layer])
-            weights = elements * runtime.gradient_accumulation_bytes
+            weights = elements * runtime.travelling_gradient_bytes
             implementations[layer][degree] = (
                 Implementation(VANILLA, total, weights, saved, elements * state, {}, {}),
                 Implementation(RECOMPUTED, total + forward, weights, entering, elements * state + again, {}, {}),
@@ -272,7 +272,7 @@ def _ties(problem: Problem, graph: LayerGraph, degree: int, sharding: Sharding) 
                     key = parameter.tie, parameter_layout(own, costs.splits(index, own), number)
                     layers.setdefault(key, []).append(name)
                     elements[key] = count
-    gradient_bytes = 0.0 if runtime.reduces_ties_by_use else float(runtime.gradient_accumulation_bytes)
+    gradient_bytes = 0.0 if runtime.reduces_ties_by_use else float(runtime.travelling_gradient_bytes)
     return [
         Tie(degree, tuple(own), elements[key] * gradient_bytes, elements[key] * runtime.state_bytes_per_parameter)
         for key, own in layers.items()

@@ -51,7 +51,7 @@ class _Gathers(NamedTuple):
 def bucket_elements(runtime: Runtime) -> float:
     """Return how many gradients are reduced at once."""
     num_bytes = runtime.gradient_bucket_bytes
-    return float("inf") if num_bytes is None else num_bytes / runtime.gradient_accumulation_bytes
+    return float("inf") if num_bytes is None else num_bytes / runtime.travelling_gradient_bytes
 
 
 def num_gradient_copies(runtime: Runtime, *, scattered: bool) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def num_gradient_copies(runtime: Runtime, *, scattered: bool) -> tuple[int, int]
 
 def copied_bytes(runtime: Runtime, *, scattered: bool) -> float:
     """Return the bytes that are read and written for each gradient that is copied once."""
-    sums = runtime.gradient_accumulation_bytes
+    sums = runtime.travelling_gradient_bytes
     return sums + (min(runtime.implementation.activation_bytes, sums) if scattered else sums)
 
 

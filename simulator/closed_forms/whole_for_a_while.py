@@ -39,7 +39,7 @@ def whole_for_a_while(view: StageView) -> Whole:
     roots = {part for index, part in part_of.items() if costs.units[index] in costs.root_units}
     gathered, scattered, made_at = dict.fromkeys(parts, 0.0), dict.fromkeys(parts, 0.0), dict.fromkeys(part_of, 0.0)
     parameter_bytes = runtime.gathered_parameter_bytes if plan.reshard_after_forward else 0
-    gradient_bytes = runtime.gradient_accumulation_bytes if reduces_in_backward(plan) else 0
+    gradient_bytes = runtime.travelling_gradient_bytes if reduces_in_backward(plan) else 0
     for group in parameter_groups(view):
         for part in units_gathered_for(view, group):
             gathered[part] += float(group.num_elements * parameter_bytes)

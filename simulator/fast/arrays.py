@@ -219,6 +219,7 @@ class BesideRules(NamedTuple):
         lists: Parameters are gathered, and sharded gradients reduced, by calls that are given a tensor of each rank.
         copies_gathered: What was gathered is copied into parameters.
         gathered_bytes, gradient_bytes: Per element, as gathered and as reduced.
+        tied_bytes: Of gradients of weights that stages share.
         whole_copied_bytes, sharded_copied_bytes: Read and written for each gradient that is copied once.
     """
 
@@ -229,6 +230,7 @@ class BesideRules(NamedTuple):
     copies_gathered: bool
     gathered_bytes: float
     gradient_bytes: float
+    tied_bytes: float
     whole_copied_bytes: float
     sharded_copied_bytes: float
 

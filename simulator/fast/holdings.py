@@ -265,7 +265,7 @@ def _zero_bytes(view: StageView, group: ParameterGroup) -> tuple[float, float]:
     runtime = view.costs.problem.runtime
     to_gather = group.num_elements * runtime.gathered_parameter_bytes if is_gathered(group) else 0.0
     begins = whole_gradients_begin(view, group)
-    return float(to_gather), float(len(begins) * group.num_elements * runtime.gradient_accumulation_bytes)
+    return float(to_gather), float(len(begins) * group.num_elements * runtime.travelling_gradient_bytes)
 
 
 def _states(view: StageView, group: ParameterGroup) -> list[float]:

@@ -49,7 +49,8 @@ def beside_rules(runtime: Runtime) -> BesideRules:
         lists=runtime.parameter_calls_above is not None,
         copies_gathered=runtime.copies_gathered,
         gathered_bytes=runtime.gathered_parameter_bytes,
-        gradient_bytes=runtime.gradient_accumulation_bytes,
+        gradient_bytes=runtime.travelling_gradient_bytes,
+        tied_bytes=runtime.gradient_accumulation_bytes,
         whole_copied_bytes=copied_bytes(runtime, scattered=False),
         sharded_copied_bytes=copied_bytes(runtime, scattered=True),
     )

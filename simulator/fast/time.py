@@ -117,7 +117,7 @@ def _fill(
             shape, tables, plans, run_tables, room.in_shards, plan, times.stage_s, times.rows_s, misses, counts
         )
         state = state if known else INCOMPLETE
-        ties_s, known = tied_s(shape, tables, plans, run_tables, plan, beside.gradient_bytes, misses, counts)
+        ties_s, known = tied_s(shape, tables, plans, run_tables, plan, beside.tied_bytes, misses, counts)
         state = state if known else INCOMPLETE
         norm_s = 0.0
         if step_rules.has_norm:

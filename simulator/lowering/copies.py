@@ -37,7 +37,7 @@ def gradient_copy(view: StageView, operator: int, gpu_type: str) -> Segment:
     Sharded gradients are read as backward makes them; whole ones are kept as they travel.
     """
     costs = view.costs
-    sums = costs.problem.runtime.gradient_accumulation_bytes
+    sums = costs.problem.runtime.travelling_gradient_bytes
     made = costs.problem.runtime.implementation.activation_bytes
     total = EMPTY
     for group in copied_groups(view)[operator]:

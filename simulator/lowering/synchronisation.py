@@ -224,7 +224,7 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
         key = (group.sizes, group.reduced_axes, group.sharded_axes, group.scattered, place)
         members, so_far = open_groups.get(key, ([], 0.0))
         members.append(position)
-        total = so_far + times_reduced(view, group) * group.num_elements * runtime.gradient_accumulation_bytes
+        total = so_far + times_reduced(view, group) * group.num_elements * runtime.travelling_gradient_bytes
         open_groups[key] = (members, total)
         if total >= limit:
             filled.append(open_groups.pop(key))

@@ -39,7 +39,7 @@ class WholeUnits:
             {self._unit_of[index] for index in view.operators if view.costs.units[index] in view.costs.root_units}
         )
         self._gathers = self._gathered_units() if reshards else {}
-        scattered, wait = runtime.gradient_accumulation_bytes, runtime.waiting_gradient_share
+        scattered, wait = runtime.travelling_gradient_bytes, runtime.waiting_gradient_share
         self._unsharded = self._gradients(self._unit_of, scattered) if sharded_gradients else {}
         every = range(len(view.costs.problem.workload.operators))
         self._waiting = self._gradients(every, scattered * wait) if sharded_gradients and wait is not None else {}
