@@ -277,6 +277,15 @@ def short_number(value: float) -> str:
     return f"{value:,.2f}" if abs(value) >= 1 or value == 0 else f"{value:.{2 - floor(log10(abs(value)))}f}"
 
 
+def whole_cell(number: float | None) -> str:
+    """Return a number without decimals as a cell of a table, a dash where it is missing.
+
+    >>> whole_cell(12345.6), whole_cell(None), whole_cell(float("nan"))
+    ('12,346', '-', '-')
+    """
+    return "-" if number is None or isnan(number) else f"{number:,.0f}"
+
+
 def share_cell(share: float | None) -> str:
     """Return a share as a cell of a table, a dash where it is missing.
 

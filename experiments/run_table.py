@@ -250,6 +250,10 @@ class _Row:
         label = self.cells.get("model", self.common.model)
         if label is not None and ("layers" not in shape or label in model_names()):
             known = model_spec(self._file("model", self.common.model))
+            if shape.get("family", known.family_name) != known.family_name:
+                raise ValueError(
+                    f"family must be that of {label}, {known.family_name}, or empty, got {shape['family']}"
+                )
             return validated(type(known), {**known.model_dump(), **shape}, where)
         name = self.cells.get("model", f"row {self.number}")
         return spec_from_mapping({"family": self.cells.get("family", "gpt"), "name": name, **shape}, where)

@@ -98,9 +98,9 @@ class SimulationResult:
         return self.global_batch / self.iteration_time_s
 
     @property
-    def tokens_per_s_per_device(self) -> float:
-        """Tokens per second and device."""
-        return self.samples_per_s * self.tokens_per_sample / self.num_devices
+    def tokens_per_s_per_device(self) -> float | None:
+        """Tokens per second and device; None where samples are of no known tokens."""
+        return self.samples_per_s * self.tokens_per_sample / self.num_devices if self.tokens_per_sample else None
 
     @property
     def mfu(self) -> float | None:
@@ -191,10 +191,11 @@ class SimulationResult:
     def describe(self) -> str:
         """Return the first screen as plain text."""
         lines = [] if self.fits else ["DOES NOT FIT: times are those it would take with memory enough"]
+        tokens = self.tokens_per_s_per_device
         lines += [
             f"iteration time  {format_s(self.iteration_time_s)}",
             f"throughput      {format_rate(self.samples_per_s)} samples/s"
-            f"{f', {self.tokens_per_s_per_device:,.0f} tokens/s per GPU' if self.tokens_per_sample else ''} "
+            f"{'' if tokens is None else f', {tokens:,.0f} tokens/s per GPU'} "
             f"({counted(self.num_devices, 'GPU')})",
             f"MFU             {self._mfu_words()}",
             *(f"{label:<16}{text}" for label, text in self._memory_lines()),

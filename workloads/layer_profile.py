@@ -31,7 +31,7 @@ MAX_SIZE = 1e15
 """Milliseconds and bytes of a node: a petabyte, and far above any time."""
 
 MAX_BATCH = 1_000_000
-_NAMED = re.compile(r"(?P<path>.+\.csv(?:\.gz)?)(?:@(?P<batch>\d{1,7}))?", re.IGNORECASE)
+_NAMED = re.compile(r"(?P<path>.+\.csv(?:\.gz)?)(?:@(?P<batch>[^@]*))?", re.IGNORECASE)
 _BATCH = re.compile(r"_b(\d{1,7})(?=\.csv)", re.IGNORECASE)
 SIDE_TIME_SHARE = 1e-3
 """A node with a smaller share of the time counts as a view of an input, not as a layer."""
@@ -225,7 +225,7 @@ def load_layer_profile(name: str | Path) -> LayerProfile:
     if found is None:
         raise ValueError(f"a profile must be a .csv file, got {str(name)!r}")
     path, stated = found["path"], found["batch"] or next(iter(_BATCH.findall(found["path"])), None)
-    if stated is None or not 1 <= int(stated) <= MAX_BATCH:
+    if stated is None or not re.fullmatch(r"\d{1,7}", stated) or not 1 <= int(stated) <= MAX_BATCH:
         raise ValueError(
             f"the batch of a profile must be known (1..{MAX_BATCH}), got {stated}: name the file like vgg19_b32.csv "
             f"or write {path}@32"

@@ -30,6 +30,7 @@ from experiments.console import (
     problem_spec,
     share_cell,
     short_number,
+    whole_cell,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
 
@@ -135,7 +136,7 @@ def _cells(row: dict[Any, Any]) -> tuple[str, ...]:
         row["searcher"],
         short_number(row["iteration_time_s"]),
         short_number(row["samples_per_s"]),
-        f"{row['tokens_per_s_per_device']:,.0f}" if row["tokens_per_s_per_device"] else "-",
+        whole_cell(row["tokens_per_s_per_device"]),
         share_cell(row["mfu"]),
         f"{row['peak_reserved_bytes'] / 2**30:.1f}/{row['capacity_bytes'] / 2**30:.1f}",
         search_s,

@@ -106,7 +106,10 @@ class ValueChecker:
                 model_spec("" if "/" in text else text)  # raises, with the nearest names
             file = f"{text}/config.json"
         checked = self._with_files("model", [(file, at + batch)])
-        build_workload(checked.paths["model"])
+        try:
+            build_workload(checked.paths["model"])
+        except ValueError as error:  # It may say how to write the file, which a spec has relative to its folder.
+            raise ValueError(str(error).replace(realpath(self._folder / file), file)) from None
         return checked
 
     def _cluster(self, value: str | None) -> Checked:

@@ -138,6 +138,7 @@ def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[s
         ({"cluster": "a101"}, "preset must be a known one"),
         ({"gpus": 12}, "GPUs must fill nodes of 8, got 12"),
         ({"family": "bart"}, "unknown family 'bart'"),
+        ({"model": "gpt3-350m", "family": "bert"}, "family must be that of gpt3-350m, gpt, or empty, got bert"),
         ({"runtime": "two\nlines"}, "runtime must be a known one"),
     ],
 )

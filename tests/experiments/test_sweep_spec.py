@@ -52,6 +52,8 @@ def test_a_layer_profile_is_a_model_of_the_specs_folder(place: Place) -> None:
     spec = load_sweep(place.write(runs=[{"model": "layers.csv@4", "global_batch": 4, "searcher": "ddp"}]))
     assert spec.jobs[0].run.model == "layers.csv@4" and dict(spec.jobs[0].digests).keys() == {"layers.csv"}
     assert run_job(spec.jobs[0]).row["status"] == "ok"
+    with pytest.raises(DataFileError, match=r"or write layers\.csv@32$"):
+        load_sweep(place.write(runs=[{"model": "layers.csv", "global_batch": 4, "searcher": "ddp"}]))
     with pytest.raises(DataFileError, match=r"base\.model: files must lie in the spec's folder"):
         load_sweep(place.write(base={**BASE, "model": "../layers.csv@4"}))
 

@@ -59,6 +59,7 @@ def test_utilisation_of_a_model_without_flop_is_unknown_not_zero(tmp_path: Path)
     assert result.mfu is None and result.hfu is None
     summary = json.loads(json.dumps(result.summary()))
     assert summary["mfu"] is None and summary["hfu"] is None
+    assert summary["tokens_per_s_per_device"] is None and "tokens/s" not in result.describe()
     assert "MFU             unknown: the model has times, no FLOPs" in result.describe().splitlines()
     assert "MFU" not in line_of(result) and "MFU" in line_of(pipeline_result())
 

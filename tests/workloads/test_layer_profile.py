@@ -80,6 +80,8 @@ def test_blocks_are_joined_and_keep_only_what_leaves_them(tmp_path: Path) -> Non
     ("name", "text", "message"),
     [
         ("x.csv", DIAMOND, "batch of a profile must be known"),
+        ("x.CSV@b", DIAMOND, r"got b: name the file like vgg19_b32.csv or write .*x.CSV@32"),
+        ("x.csv@0", DIAMOND, r"must be known \(1..1000000\), got 0:"),
         ("x_b1.csv", HEADER.replace(",preds", "") + "\na,b,1,1,1,1\n", "column 'preds' is missing"),
         ("x_b1.csv", f"{HEADER}\na,l,-1,1,1,1,\n", "must be 0 or more"),
         ("x_b1.csv", f"{HEADER}\na,l,1,1,1,1,z\n", "reads 'z', which is no node"),
