@@ -38,7 +38,7 @@ def same(first: Any, second: Any) -> bool:
     return type(first) is type(second) and repr(first) == repr(second)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.dictionaries(TEXT, VALUES, max_size=6))
 def test_yaml_and_json_read_back_exactly(mapping: dict[str, Any]) -> None:
     assert same(parse_mapping(dump_yaml(mapping), source="x"), mapping)

@@ -115,7 +115,7 @@ def is_legal(plan: Plan, problem: Problem) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), family=st.sampled_from(sorted(SMALL)), setting=st.sampled_from(SETTINGS))
 def test_time_and_memory_equal_the_estimate_on_any_plan(data, family, setting) -> None:
     found = estimator(family, *setting)
