@@ -110,7 +110,7 @@ def batches(draw: st.DrawFn, problem: Problem) -> PlanBatch:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), family=st.sampled_from(sorted(SHORT)), setting=st.sampled_from(SETTINGS))
 def test_times_equal_the_engine_on_any_plan_of_the_space(data, family, setting) -> None:
     found = evaluator(family, *setting)

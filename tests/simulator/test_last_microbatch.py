@@ -239,7 +239,7 @@ def any_plans(draw: st.DrawFn) -> tuple[Plan, Problem]:
     return plan, replace(chain, hardware=cluster)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(any_plans())
 def test_any_plan_is_the_same_on_representatives_and_in_both_engines_and_leaks_nothing(
     drawn: tuple[Plan, Problem],

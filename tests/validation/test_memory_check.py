@@ -25,9 +25,9 @@ QUICK = (
 )
 CLOSE = 0.005
 EXACT = (  # Where tensor parallelism cuts vocabularies, sequences, heads or channels.
-    Check("gpt3-350m", 2, 8, {"tp": 2, "microbatch": 4, "recompute": "full"}, layers=8),
-    Check("gpt3-350m", 2, 8, {"tp": 2, "microbatch": 4, "sequence_parallel": True}, layers=8),
-    Check("t5-large-32", 2, 8, {"tp": 2, "microbatch": 4}, layers=8),
+    Check("gpt3-350m", 2, 8, {"tp": 2, "microbatch": 4, "recompute": "full"}, layers=4),
+    Check("gpt3-350m", 2, 8, {"tp": 2, "microbatch": 4, "sequence_parallel": True}, layers=4),
+    Check("t5-large-32", 2, 8, {"tp": 2, "microbatch": 4}, layers=4),
     Check("wide-resnet-500m", 2, 16, {"tp": 2, "microbatch": 8}),
     Check("wide-resnet-500m", 4, 16, {"tp": 4, "microbatch": 8}),
     Check("llama2-70b", 8, 2, {"tp": 8, "microbatch": 1}, attention="flash", layers=8),
