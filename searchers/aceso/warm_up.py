@@ -1,4 +1,4 @@
-"""Compiling before the clock runs: once per machine (a minute), then a few hundredths of a second per process."""
+"""Compiling before the clock runs: 15 s once per machine, then a few hundredths of a second per process."""
 
 from __future__ import annotations
 
