@@ -131,8 +131,11 @@ def simulate_time_s(
 ) -> float:
     """Return the iteration time that ``simulate`` finds, to rounding, and nothing else: for fits, which ask often.
 
-    A pipeline's like periods are left out, and memory, half of what a simulation costs, is not simulated: a plan that
-    does not fit has a time all the same.
+    A pipeline's like periods are left out, and memory is not simulated: a plan that does not fit has a time all the
+    same.
+
+    Args:
+        plan, problem, fidelity, engine, costs: As in ``simulate``.
 
     Raises:
         ValueError: As in ``simulate``.

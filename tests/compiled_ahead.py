@@ -39,4 +39,4 @@ def compile_share(worker: int) -> None:
         compile_estimate()
     elif worker == 1:
         compile_peaks_and_engine()
-        warm_up()  # Aceso's search, which takes as long as both.
+        warm_up()

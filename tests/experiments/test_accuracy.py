@@ -64,11 +64,10 @@ def test_row_ids_are_unique_and_no_constant_was_fitted_on_a_reported_row(printed
     check_cases(printed)
 
 
-def test_printed_cases_have_plans_that_are_legal(printed: list[Case]) -> None:
-    """A third of them: the gate simulates all."""
+def test_every_printed_case_has_a_plan_that_is_legal(printed: list[Case]) -> None:
     from simulator.validate import validate
 
-    for case in printed[::3]:
+    for case in printed:
         if case.features.get("strategy") in galvatron_table2.SEARCHED and case.features["model"] != "vit-huge-32":
             continue  # each is a search
         if case.row_id.startswith("megatron") and int(case.row_id.partition("#")[2]) > 6:

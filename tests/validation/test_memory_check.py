@@ -15,12 +15,12 @@ from validation.memory_trace import trace_memory
 
 WITHIN = 0.03
 QUICK = (
-    Check(GPT, 1, 2, {"microbatch": 2}, attention="flash", layers=12),
-    Check(GPT, 1, 4, {"microbatch": 2, "recompute": "selective"}, layers=12),
+    Check(GPT, 1, 2, {"microbatch": 2}, attention="flash"),
+    Check(GPT, 1, 4, {"microbatch": 2, "recompute": "selective"}),
     Check(GPT, 2, 4, {"dp": 2, "microbatch": 2, "recompute": "full"}),
     Check(GPT, 2, 2, {"pp": 2, "microbatch": 1}, (0, 1)),
-    Check(GPT, 2, 3, {"pp": 2, "microbatch": 2, "schedule": "gpipe", "smaller_last": True}, (0,), layers=12),
-    Check(GPT, 2, 3, {"pp": 2, "microbatch": 1, "schedule": "zb-h1"}, (1,), layers=12),
+    Check(GPT, 2, 3, {"pp": 2, "microbatch": 2, "schedule": "gpipe", "smaller_last": True}, (0,)),
+    Check(GPT, 2, 3, {"pp": 2, "microbatch": 1, "schedule": "zb-h1"}, (1,)),
     Check(GPT, 2, 2, {"dp": 2, "zero": 3, "microbatch": 1, "recompute": "full", "overlap_gradient_sync": True}),
 )
 CLOSE = 0.005
