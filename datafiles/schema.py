@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import types
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from datafiles.errors import DataFileError
 from datafiles.names import nearest
@@ -35,6 +37,35 @@ class FileModel(BaseModel):
         validate_default=True,
         populate_by_name=True,
     )
+
+
+def file_model(
+    of: type, *, without: Collection[str] = (), required: Collection[str] = (), **fields: Any
+) -> type[FileModel]:
+    """Return the file format of a dataclass: its fields, with their types and defaults.
+
+    Args:
+        of: The dataclass; bounds of numbers are in its annotations.
+        without: Fields that no file has.
+        required: Fields that a file must have though the dataclass has a default.
+        fields: Types of other fields, or in place of the dataclass's own; a tuple is a type and a default.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Card:
+    ...     bytes_per_s: float
+    ...     ports: int = 1
+    >>> validated(file_model(Card), {"bytes_per_s": 1e9}, "card.yaml").model_dump()
+    {'bytes_per_s': 1000000000.0, 'ports': 1}
+    """
+    hints = get_type_hints(of, include_extras=True)
+    own: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.name in required or field.default is MISSING else field.default)
+        for field in dataclasses.fields(of)
+        if field.name not in without
+    }
+    others = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
+    return create_model(f"{of.__name__}File", __base__=FileModel, **{**own, **others})
 
 
 def validated(model_class: type[Model], mapping: Mapping[str, Any], source: str) -> Model:

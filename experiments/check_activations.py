@@ -21,7 +21,7 @@ from datafiles.loader import load_mapping
 from experiments.cases.galvatron_memory import FOLDER, GPT, LLAMA, MIB
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

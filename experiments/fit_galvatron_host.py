@@ -18,7 +18,7 @@ from statistics import mean
 
 from datafiles.tables import load_table
 from hardware_models.gpus import load_gpu
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from workloads.kinds.base import FORWARD
 from workloads.local import localize
 from workloads.registry import build_workload

@@ -29,7 +29,8 @@ from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
 from hardware_models.gpus import gpu_names
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import Runtime, load_runtime
+from hardware_models.runtime import Runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.measured_times import check_times
 from simulator.plan import Plan
 from simulator.plan_file import load_plan

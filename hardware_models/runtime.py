@@ -6,23 +6,15 @@ gradients travel and where the host waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from datafiles.loader import load_mapping
-from datafiles.names import nearest
-from datafiles.schema import FileModel, validated
 from hardware_models.schema import Bytes, BytesPerParameter, Seconds, SomeBytesPerParameter, Text
-from workloads.kinds.base import DTYPE_BYTES, Implementation
+from workloads.kinds.base import Implementation
 
-RUNTIMES = Path(__file__).parent / "runtimes"
-
-Dtype = Literal["fp16", "bf16", "fp32", "tf32"]
 Attention = Literal["plain", "flash"]
 Reduce = Literal["last", "every"]
 TransferMode = Literal["overlapped", "blocking"]
@@ -34,7 +26,7 @@ Way = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Runtime:
-    """One framework's behaviour.
+    """One framework's behaviour. The format of its file is made from these fields (``runtime_files``).
 
     Attributes:
         name: As users write it.
@@ -156,141 +148,6 @@ class Runtime:
     name: str
     implementation: Implementation
     attention: Attention
-    parameter_bytes: float
-    gathered_parameter_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
-    optimizer_workspace_bytes: float
-    gradient_accumulation_bytes: int
-    adds_gradients: bool
-    gradient_bucket_bytes: int | None
-    reduce_gradients: Reduce
-    overlap_gradient_sync: bool
-    transfer_mode: TransferMode
-    scatters_transfers: bool
-    host_waits: tuple[HostWait, ...]
-    keeps_gathered_inputs: bool
-    recompute_stops_early: bool
-    communication_buffer_bytes: int
-    context_bytes: int
-    host_seconds_per_kernel: float | None
-    host_seconds_per_operator: tuple[float, float]
-    host_seconds_per_pass: float
-    host_seconds_per_collective: tuple[float, float]
-    prefetches_gathers: bool
-    keeps_stage_outputs: bool
-    frees_gradients: GradientsFreed
-    refreshes_in_place: bool
-    keeps_root_gathered: bool
-    optimizer_kernels: OptimizerKernels
-    gradient_clipping: bool
-    loss_scaling: bool
-    sources: Mapping[str, str]
-    adam_operations: tuple[int, int] = (8, 20)
-    scatters_under_zero1: bool = True
-    reduces_to_owners: tuple[int, ...] = ()
-    fills_bucket: tuple[int, ...] = ()
-    gradient_pass_bytes: tuple[float, float] | None = None
-    sends_attention_mask: bool = False
-    host_runs_ahead: bool = True
-    sums_input_gradients: bool = True
-    overlaps_input_reductions: bool = False
-    reduced_gradient_bytes: int | None = None
-    casts_gradients: bool = False
-    hands_over_gradients: bool = False
-    adds_gradients_in_products: bool = False
-    copies_gradients: bool = False
-    sharded_gradient_copies: int = 0
-    copies_gathered: bool = False
-    joins_gathers: bool = False
-    reduces_ties_by_use: bool = False
-    regathers_recomputed: bool = False
-    reduces_ties_whole: bool = False
-    parameter_calls_above: int | None = None
-    flattens_sharded: bool = False
-    host_seconds_per_list_entry: float = 0.0
-    handover_s: float = 0.0
-    holds_next_unit: tuple[Way, ...] | None = None
-    wraps_final_norms: bool = False
-    matmul_workspaces: int = 0
-    recompute_holds_ends: bool = False
-    scatters_anew: bool = False
-    keeps_gathered_shards: bool = False
-    moments_at_first_step: bool = True
-
-    @property
-    def state_bytes_per_parameter(self) -> float:
-        """Bytes per parameter that live through the whole iteration."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-
-    @property
-    def travelling_gradient_bytes(self) -> int:
-        """Bytes per element of gradients that data parallelism reduces."""
-        return self.reduced_gradient_bytes or self.gradient_accumulation_bytes
-
-    @property
-    def waiting_gradient_share(self) -> float | None:
-        """How wide ZeRO-2 and 3 keep whole gradients until their unit is reduced, as a share of what is reduced.
-
-        They stay as the products made them, and are then copied into what is reduced: FSDP2 with ``reduce_dtype``
-        (torch 2.13.0, ``_fsdp_collectives.py``), and where what is sharded is one flat tensor, whose split autograd
-        undoes (torch's first FSDP, FairScale). None where each is written into that as it is made.
-        """
-        share = min(1.0, self.implementation.activation_bytes / self.travelling_gradient_bytes)
-        waits = self.flattens_sharded or (self.sharded_gradient_copies > 0 and share < 1)
-        return share if waits else None
-
-    def holds_next(self, way: Way) -> bool:
-        """Return whether gathered parameters of the next unit are there while one computes (``holds_next_unit``)."""
-        return self.prefetches_gathers if self.holds_next_unit is None else way in self.holds_next_unit
-
-    @property
-    def outside_allocator_bytes(self) -> int:
-        """Device memory that the caching allocator never sees."""
-        return self.context_bytes + self.communication_buffer_bytes
-
-
-class ImplementationFile(FileModel):
-    """``implementation`` in a runtime file; fields as in ``workloads.kinds.base.Implementation``."""
-
-    dtype: Dtype
-    fused_softmax: bool
-    fused_bias_activation: bool
-    fused_bias_dropout: bool
-    fused_norm: bool
-    logits_dtype: Dtype
-    bias_in_matmul: bool
-    fused_softmax_multiple: Annotated[int, Field(ge=1, le=1024)]
-    fused_loss: bool
-    flash_causal_skip: bool
-    sequence_first: bool = False
-    repeats_groups: bool = False
-    copies_groups: bool = False
-    holds_operands: bool = False
-    flash_generation: Literal[1, 2]
-    keeps_scores: bool = False
-    adds_mask: bool = False
-    slices_packed: bool = False
-    elementary: bool = False
-    loss_keeps_logits: bool = False
-    loss_clones_logits: bool = False
-    loss_subtracts_anew: bool = False
-    loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
-    loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
-    keeps_score_buffer: bool = False
-    autocast: bool = False
-    fused_rotary: bool = True
-    fused_gate: bool = True
-    packed_rotary: bool = False
-    fused_softmax_longest: Annotated[int, Field(ge=17, le=2**20)] | None = None
-
-
-class RuntimeFile(FileModel):
-    """The file format of a runtime; fields as in ``Runtime``."""
-
-    description: Text
-    implementation: ImplementationFile
-    attention: Attention
     parameter_bytes: SomeBytesPerParameter
     gathered_parameter_bytes: SomeBytesPerParameter
     gradient_bytes: BytesPerParameter
@@ -353,81 +210,33 @@ class RuntimeFile(FileModel):
     keeps_gathered_shards: bool = False
     moments_at_first_step: bool = True
 
-    @model_validator(mode="after")
-    def _check_sources(self) -> RuntimeFile:
-        known = set(type(self).model_fields) - {"description", "sources"}
-        needed = known & self.model_fields_set
-        missing, unknown = sorted(needed - set(self.sources)), sorted(set(self.sources) - known)
-        if missing or unknown:
-            raise ValueError(
-                f"sources must have one line per field; missing: {', '.join(missing) or 'none'}; "
-                f"unknown: {', '.join(unknown) or 'none'}"
-            )
-        return self
+    @property
+    def state_bytes_per_parameter(self) -> float:
+        """Bytes per parameter that live through the whole iteration."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
-    @model_validator(mode="after")
-    def _check_host(self) -> RuntimeFile:
-        if self.overlaps_input_reductions and not self.host_runs_ahead:
-            raise ValueError(
-                "overlaps_input_reductions needs host_runs_ahead: a host that waits for each launch overlaps nothing"
-            )
-        return self
+    @property
+    def travelling_gradient_bytes(self) -> int:
+        """Bytes per element of gradients that data parallelism reduces."""
+        return self.reduced_gradient_bytes or self.gradient_accumulation_bytes
 
-    def to_runtime(self, name: str) -> Runtime:
-        """Return the runtime these fields describe."""
-        values = {field: getattr(self, field) for field in type(self).model_fields if field != "description"}
-        values["implementation"] = Implementation(**self.implementation.model_dump())
-        return Runtime(name=name, **values)
+    @property
+    def waiting_gradient_share(self) -> float | None:
+        """How wide ZeRO-2 and 3 keep whole gradients until their unit is reduced, as a share of what is reduced.
 
+        They stay as the products made them, and are then copied into what is reduced: FSDP2 with ``reduce_dtype``
+        (torch 2.13.0, ``_fsdp_collectives.py``), and where what is sharded is one flat tensor, whose split autograd
+        undoes (torch's first FSDP, FairScale). None where each is written into that as it is made.
+        """
+        share = min(1.0, self.implementation.activation_bytes / self.travelling_gradient_bytes)
+        waits = self.flattens_sharded or (self.sharded_gradient_copies > 0 and share < 1)
+        return share if waits else None
 
-@cache
-def runtime_names() -> tuple[str, ...]:
-    """Return the names of all shipped runtimes, sorted."""
-    return tuple(sorted(path.stem for path in RUNTIMES.glob("*.yaml")))
+    def holds_next(self, way: Way) -> bool:
+        """Return whether gathered parameters of the next unit are there while one computes (``holds_next_unit``)."""
+        return self.prefetches_gathers if self.holds_next_unit is None else way in self.holds_next_unit
 
-
-def runtime_description(name: str) -> str:
-    """Return the one-line description of a shipped runtime."""
-    return _read(name)[1].description
-
-
-def runtimes_in(dtypes: Collection[str], like: Runtime) -> tuple[str, ...]:
-    """Return the shipped runtimes that train in one of some dtypes, those nearest to another first.
-
-    Near is as many bytes a number, then as many of the other facts alike.
-
-    >>> runtimes_in(["tf32", "fp16"], like=load_runtime("galvatron-v1"))[0]
-    'galvatron-v1-tf32'
-    """
-    num_bytes = DTYPE_BYTES[like.implementation.dtype]
-
-    def distance(runtime: Runtime) -> tuple[bool, int]:
-        pairs = [(runtime, like), (runtime.implementation, like.implementation)]
-        unlike = sum(value != vars(other)[name] for own, other in pairs for name, value in vars(own).items())
-        return DTYPE_BYTES[runtime.implementation.dtype] != num_bytes, unlike
-
-    found = [runtime for name in runtime_names() if (runtime := load_runtime(name)).implementation.dtype in dtypes]
-    return tuple(runtime.name for runtime in sorted(found, key=distance))
-
-
-def load_runtime(name_or_path: str | Path) -> Runtime:
-    """Return a shipped runtime by name, or one from a YAML file of the same format.
-
-    Raises:
-        ValueError: If there is none of that name, or the file breaks a rule.
-
-    >>> load_runtime("megatron-lm-2021").state_bytes_per_parameter
-    16.0
-    """
-    name, file = _read(str(name_or_path))
-    return file.to_runtime(name)
-
-
-def _read(text: str) -> tuple[str, RuntimeFile]:
-    if text in runtime_names():
-        return text, validated(RuntimeFile, load_mapping(RUNTIMES / f"{text}.yaml"), f"runtime {text}")
-    if text.endswith((".yaml", ".yml", ".json")):
-        return Path(text).stem, validated(RuntimeFile, load_mapping(Path(text)), text)
-    raise ValueError(
-        f"runtime must be a known one or a path to a YAML file, got {text!r}; {nearest(text, runtime_names())}"
-    )
+    @property
+    def outside_allocator_bytes(self) -> int:
+        """Device memory that the caching allocator never sees."""
+        return self.context_bytes + self.communication_buffer_bytes

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hardware_models.crowding import CrowdedGroup, unlike_groups
 from hardware_models.gpus import DtypeError
-from hardware_models.runtime import runtimes_in
+from hardware_models.runtime_files import runtimes_in
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.forms import operator_forms
 from simulator.lowering.mesh import (

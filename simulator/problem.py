@@ -10,7 +10,8 @@ from typing import Any
 from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import Runtime, load_runtime
+from hardware_models.runtime import Runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.measured_times import check_times
 from simulator.problem_files import files_of, with_files
 from simulator.profile_check import check_profile

@@ -21,7 +21,7 @@ from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile
 from hardware_models.profile_file import profile_from_mapping
 from hardware_models.profile_scaling import ProfileScaling
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.plan import Plan
 from simulator.plan_file import plan_from_mapping
 from simulator.problem import Problem

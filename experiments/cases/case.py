@@ -12,7 +12,7 @@ from typing import Protocol
 from datafiles.words import counted
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.plan import Plan, Sharding, Stage
 from simulator.problem import Problem
 from simulator.uniform import recompute_segments, repeated_layers, uniform_plan

@@ -10,7 +10,8 @@ from experiments.cases.vtrain import CLUSTER, RUNTIME
 from hardware_models.cluster import parse_cluster
 from hardware_models.gpus import curves_of
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import Runtime, load_runtime
+from hardware_models.runtime import Runtime
+from hardware_models.runtime_files import load_runtime
 
 LAUNCH_S = 5e-6
 TIMED, WHOLE = "timed", "whole"

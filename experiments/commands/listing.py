@@ -27,6 +27,7 @@ class What(StrEnum):
     LINKS = "links"
     NETWORKS = "networks"
     RUNTIMES = "runtimes"
+    FIELDS = "fields"
     SEARCHERS = "searchers"
     EXPERIMENTS = "experiments"
     EFFECTS = "effects"
@@ -36,6 +37,9 @@ class What(StrEnum):
 def list_names(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(What)}.")],
     as_json: AsJson = False,
+    runtime: Annotated[
+        str | None, typer.Option("--runtime", "-r", help="fields: those of this runtime.", show_default=False)
+    ] = None,
     gpus: Annotated[int, typer.Option(help="strategies: devices, a power of two.", min=1, max=1024)] = 8,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="strategies: draw them into this PNG.", show_default=False)
@@ -43,12 +47,17 @@ def list_names(
 ) -> None:
     """List what can be named: models, clusters and their parts, runtimes, searchers, experiments, effects, strategies.
 
+    fields is what a runtime is made of, each with its value and source.
+
     Example: windtunnel list strategies --gpus 8 -o trees.png
     """
     if what not in list(What):
         raise ValueError(f"unknown kind of names {what!r}; {nearest(what, [each.value for each in What])}")
     if what != What.STRATEGIES and output is not None:
         raise ValueError(f"only strategies are drawn, got {what} with --output; leave it out")
+    if (what == What.FIELDS) != (runtime is not None):
+        with_it = "with" if runtime is not None else "without"
+        raise ValueError(f"fields go with a runtime (list fields --runtime NAME), got {what} {with_it} --runtime")
     all_writable(pictures=[output])
     if what == What.STRATEGIES:
         rows = _strategies(gpus)
@@ -56,6 +65,8 @@ def list_names(
             from experiments.strategy_trees import save_trees
 
             save_trees(output, gpus)
+    elif runtime is not None:
+        rows = _fields(runtime)
     else:
         rows = _ROWS[What(what)]()
     if as_json:
@@ -150,9 +161,15 @@ def _named(presets: Iterable[str]) -> str:
 
 
 def _runtimes() -> list[Row]:
-    from hardware_models.runtime import runtime_description, runtime_names
+    from hardware_models.runtime_files import runtime_description, runtime_names
 
     return [(name, runtime_description(name)) for name in runtime_names()]
+
+
+def _fields(runtime: str) -> list[Row]:
+    from hardware_models.runtime_files import runtime_fields
+
+    return list(runtime_fields(runtime))
 
 
 def _searchers() -> list[Row]:
@@ -211,6 +228,7 @@ _COLUMNS = {
     What.LINKS: ("links", "kind", "gb_per_s_of_one", "clusters"),
     What.NETWORKS: ("network", "nominal_gbit_per_s", "gb_per_s_of_collectives", "clusters"),
     What.RUNTIMES: ("runtime", "description"),
+    What.FIELDS: ("field", "value", "source"),
     What.SEARCHERS: ("searcher", "what_it_does", "source"),
     What.EXPERIMENTS: ("experiment", "what_it_shows", "source"),
     What.EFFECTS: ("effect", "what_it_is"),

@@ -122,7 +122,7 @@ class ValueChecker:
         return checked
 
     def _runtime(self, value: str | None) -> Checked:
-        from hardware_models.runtime import load_runtime
+        from hardware_models.runtime_files import load_runtime
 
         text = _given(value)
         checked = self._with_files("runtime", [(text, "") if text.endswith(_FILE_SUFFIXES) else ("", text)])

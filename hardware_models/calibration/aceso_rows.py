@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hardware_models.calibration.kernel_fit import KernelRow
 from hardware_models.import_aceso import import_table
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.local import localize
 from workloads.registry import build_workload

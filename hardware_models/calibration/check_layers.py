@@ -19,7 +19,7 @@ from statistics import fmean
 from hardware_models.calibration.aceso_rows import SIZES
 from hardware_models.import_aceso import import_table
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from workloads.kernels import Kernel
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.local import localize

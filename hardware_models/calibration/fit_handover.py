@@ -33,7 +33,7 @@ from hardware_models.calibration.check_layers import (
 )
 from hardware_models.import_aceso import import_collectives, import_table
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.local import localize
 from workloads.registry import build_workload

@@ -34,7 +34,7 @@ from hardware_models.calibration.kernel_fit import KernelRow, predict_s, report
 from hardware_models.gpus import load_curves, load_gpu
 from hardware_models.links import load_link
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from workloads.kernels import Kernel, Matmul, MemoryBound
 from workloads.kinds.base import FORWARD
 from workloads.local import localize

@@ -17,7 +17,7 @@ from pathlib import Path
 from datafiles.tables import load_table
 from hardware_models.calibration.kernel_fit import KernelRow, Parameter, fit, report
 from hardware_models.gpus import load_curves, load_gpu
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from workloads.kernels import Kernel
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.local import localize

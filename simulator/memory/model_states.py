@@ -100,7 +100,7 @@ def optimizer_parts_bytes(runtime: Runtime) -> tuple[float, float, float]:
 
     What an optimizer keeps beyond two moments in fp32 is a master copy.
 
-    >>> from hardware_models.runtime import load_runtime
+    >>> from hardware_models.runtime_files import load_runtime
     >>> [optimizer_parts_bytes(load_runtime(name)) for name in ("megatron-lm-2021", "windtunnel-executor")]
     [(4.0, 4.0, 4.0), (0.0, 2.0, 2.0)]
     """

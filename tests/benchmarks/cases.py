@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.engines.engine_compiled import run_compiled

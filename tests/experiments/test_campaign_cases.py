@@ -19,7 +19,7 @@ from hardware_models.collective_table import CollectiveTable
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile, ProfileRow
 from hardware_models.profile_scaling import ProfileScaling
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.plan import plan_to_mapping
 from simulator.problem import Problem
 from simulator.simulate import simulate

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from experiments.fit_galvatron_host import KINDS, host_seconds_per_operator, measured_s, operators_and_kernels
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from tests.hardware_models.data_folder import data_folder
 
 

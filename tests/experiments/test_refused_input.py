@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.commands.profile import counts
-from hardware_models.runtime import RUNTIMES
+from hardware_models.runtime_files import RUNTIMES
 from tests.experiments.commands import run
 
 TINY = "{family: gpt, layers: 2, hidden: 256, heads: 4, seq_len: 64, vocab: 512}\n"

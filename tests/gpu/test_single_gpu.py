@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 
 from hardware_models.cluster import parse_cluster  # noqa: E402
 from hardware_models.model import HardwareModel  # noqa: E402
-from hardware_models.runtime import load_runtime  # noqa: E402
+from hardware_models.runtime_files import load_runtime  # noqa: E402
 from simulator.problem import Problem  # noqa: E402
 from simulator.uniform import uniform_plan  # noqa: E402
 from validation.campaigns.definition import campaign_from_mapping  # noqa: E402

@@ -17,7 +17,7 @@ from hardware_models.calibration_file import calibration_mapping, load_calibrati
 from hardware_models.cluster import parse_cluster
 from hardware_models.gpus import load_curves
 from hardware_models.links import load_link, load_network
-from hardware_models.runtime import RUNTIMES, load_runtime
+from hardware_models.runtime_files import RUNTIMES, load_runtime
 
 GPU = "a100-sxm4-80gb"
 CLUSTER = {

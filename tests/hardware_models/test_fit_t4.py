@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hardware_models.calibration import fit_t4
 from hardware_models.gpus import load_curves
 from hardware_models.links import load_link
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from tests.hardware_models.data_folder import data_folder
 
 

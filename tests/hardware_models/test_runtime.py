@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from hardware_models.runtime import RUNTIMES, load_runtime, runtime_description, runtime_names
+from datafiles.loader import load_mapping
+from hardware_models.runtime_files import RUNTIMES, load_runtime, runtime_description, runtime_fields, runtime_names
 
 
 @pytest.mark.parametrize("name", runtime_names())
@@ -41,6 +42,78 @@ def test_a_bad_runtime_file_names_the_field(tmp_path: Path, old: str, new: str, 
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(ValueError, match=message):
         load_runtime(path)
+
+
+BASED = """
+description: "ours"
+base: megatron-lm-2023
+implementation: {fused_gate: true}
+gradient_clipping: false
+sources: {implementation: "read", gradient_clipping: "read", attention: "read anew"}
+"""
+
+
+def test_a_file_says_what_it_does_otherwise_than_its_base(tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(BASED)
+    (tmp_path / "below").mkdir()
+    later = 'description: "later"\nbase: ../ours.yaml\nattention: flash\nsources: {attention: "read"}\n'
+    (tmp_path / "below" / "later.yaml").write_text(later)
+    base, ours = load_runtime("megatron-lm-2023"), load_runtime(tmp_path / "ours.yaml")
+    implementation = replace(base.implementation, fused_gate=True)
+    sources = {**base.sources, "implementation": "read", "gradient_clipping": "read", "attention": "read anew"}
+    assert base.gradient_clipping and not base.implementation.fused_gate
+    assert ours == replace(
+        base, name="ours", implementation=implementation, gradient_clipping=False, sources=sources
+    )
+    of_it = load_runtime(tmp_path / "below" / "later.yaml")
+    assert of_it == replace(ours, name="later", attention="flash", sources={**sources, "attention": "read"})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("base: megatron-lm-2023", "base: megatron-lm-203", r"mine.yaml: base must be a known one or a path .*-2023"),
+        ("base: megatron-lm-2023", "base: mine.yaml", "mine.yaml: base must not lead back to the file itself"),
+        ("base: megatron-lm-2023", "base: other.yaml", "other.yaml"),
+        ("base: megatron-lm-2023", "base: [megatron-lm-2023]", "base: must be the name of a runtime or a path, got "),
+        ("base: megatron-lm-2023", "base: null", "attention: is required"),
+        ('description: "ours"', "", "description: is required"),
+        ("fused_gate: true", "fused_gates: true", "implementation.fused_gates: unknown key, did you mean 'fused_gate'"),
+        ('implementation: "read", ', "", "missing: implementation; unknown: none"),
+        ('attention: "read anew"', 'atention: "read anew"', "missing: none; unknown: atention"),
+        ("gradient_clipping: false", "gradient_clipping: 3", "gradient_clipping: must be a valid boolean, got 3"),
+        ("{implementation: ", "[implementation: ", "sources"),
+    ],
+)
+def test_a_bad_file_with_a_base_names_the_field(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in BASED
+    text = BASED.replace(old, new, 1)
+    (path := tmp_path / "mine.yaml").write_text(text.replace('anew"}', 'anew"]') if "[implementation" in new else text)
+    with pytest.raises(ValueError, match=message):
+        load_runtime(path)
+
+
+@pytest.mark.parametrize("name", runtime_names())
+def test_shipped_files_repeat_nothing_of_their_base(name: str) -> None:
+    own = load_mapping(RUNTIMES / f"{name}.yaml")
+    if "base" in own:
+        base = asdict(load_runtime(own["base"]))
+        found = asdict(load_runtime(name))
+        assert [field for field in set(own) & set(base) - {"sources"} if found[field] == base[field]] == []
+        chosen = own.get("implementation", {})
+        assert [each for each, value in chosen.items() if value == base["implementation"][each]] == []
+        told = {field: (f"as {own['base']}", base["sources"].get(field)) for field in set(own["sources"]) - set(own)}
+        assert [field for field in told if own["sources"][field] in told[field]] == []
+
+
+def test_all_fields_of_a_runtime_are_listed_with_their_sources() -> None:
+    fields = {name: (value, source) for name, value, source in runtime_fields("megatron-lm-2022")}
+    runtime = load_runtime("megatron-lm-2022")
+    assert fields["base"] == ("megatron-lm-2023-fp16", "")
+    assert fields["scatters_transfers"] == ("true", runtime.sources["scatters_transfers"])
+    assert fields["implementation.dtype"] == ("fp16", "")
+    listed = {name.removeprefix("implementation.") for name in fields} - {"base"}
+    assert listed == set(asdict(runtime)) - {"name", "sources"} | set(asdict(runtime.implementation))
 
 
 def test_an_unknown_runtime_gets_the_nearest_name() -> None:

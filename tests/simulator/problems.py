@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.problem import Problem
 from workloads.graph_builder import GraphBuilder
 from workloads.operators import Workload

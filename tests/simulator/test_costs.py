@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hardware_models.machine_factors import with_factors
-from hardware_models.runtime import load_runtime, runtime_names
+from hardware_models.runtime_files import load_runtime, runtime_names
 from simulator.closed_forms.estimate import estimate
 from simulator.closed_forms.stage_prices import items_s, stage_step_s
 from simulator.costs import CostTables

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hardware_models.collective_table import CollectiveTable, Row
 from hardware_models.group_shapes import GroupShape
-from hardware_models.runtime import runtime_names
+from hardware_models.runtime_files import runtime_names
 from simulator.closed_forms.estimate import estimate
 from simulator.engines.engine_compiled import run_compiled
 from simulator.fast.estimate import FastEstimator, PlanArrays, StageColumns

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.calibrate.inferred_parts import corrected, parts_of
 from hardware_models.calibration.fit_handover import remainders
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity

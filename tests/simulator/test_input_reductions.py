@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from hardware_models.runtime import RUNTIMES, load_runtime
+from hardware_models.runtime_files import RUNTIMES, load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.closed_forms.stage_prices import collective_s
 from simulator.costs import CostTables

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.closed_forms.estimate_memory import held_bytes
 from simulator.closed_forms.whole_for_a_while import whole_for_a_while

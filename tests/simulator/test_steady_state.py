@@ -9,7 +9,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime, runtime_names
+from hardware_models.runtime_files import load_runtime, runtime_names
 from simulator.costs import CostTables
 from simulator.engines.engine_compiled import run_compiled
 from simulator.engines.steady_state import shortened

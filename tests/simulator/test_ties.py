@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.fast.estimate import FastEstimator

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hardware_models.runtime import load_runtime, runtime_names
+from hardware_models.runtime_files import load_runtime, runtime_names
 from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import recompute_segments, repeated_layers, uniform_plan
 from tests.simulator.problems import small_problem

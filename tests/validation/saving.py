@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from tests.validation.tiny import SPECS
 from validation.kinds.operator_context import DTYPES, OperatorContext, make_context
 from validation.kinds.torch_kinds import build

@@ -23,7 +23,7 @@ from hardware_models.cluster import parse_cluster  # noqa: E402
 from hardware_models.collective_table import CollectiveTable  # noqa: E402
 from hardware_models.group_shapes import GroupShape  # noqa: E402
 from hardware_models.model import HardwareModel  # noqa: E402
-from hardware_models.runtime import load_runtime  # noqa: E402
+from hardware_models.runtime_files import load_runtime  # noqa: E402
 from simulator.problem import Problem, ProblemSpec  # noqa: E402
 from tests.experiments.commands import run  # noqa: E402
 from tests.validation.test_faults import workers_of  # noqa: E402

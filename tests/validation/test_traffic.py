@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from hardware_models.cluster import parse_cluster  # noqa: E402
 from hardware_models.model import HardwareModel  # noqa: E402
-from hardware_models.runtime import load_runtime  # noqa: E402
+from hardware_models.runtime_files import load_runtime  # noqa: E402
 from simulator.problem import Problem  # noqa: E402
 from simulator.uniform import uniform_plan  # noqa: E402
 from simulator.validate import validate  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.plan import Axis, Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 from workloads.models.bert import BertSpec

@@ -8,7 +8,7 @@ import pytest
 
 from datafiles.tables import load_table
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from tests.hardware_models.data_folder import data_folder
 from workloads.kernels import MemoryBound
 from workloads.kinds import elementary

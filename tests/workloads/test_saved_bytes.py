@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from tests.workloads.graphs import EAGER_FP32, MEGATRON, layer_saved, local_operator
 from workloads import build_workload
 from workloads.kinds.base import Implementation

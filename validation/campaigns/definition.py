@@ -24,7 +24,8 @@ from datafiles.schema import FileModel, validated
 from datafiles.words import counted
 from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import Attention, Runtime, load_runtime
+from hardware_models.runtime import Attention, Runtime
+from hardware_models.runtime_files import load_runtime
 from hardware_models.schema import Text
 from simulator.plan import Plan, Stage
 from simulator.problem import Problem

@@ -11,13 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from workloads.kernels import Kernel
 from workloads.placements import PARTIAL, REPLICATE, Placement, Shard
 
 Shape = tuple[int, ...]
 Attributes = Mapping[str, int | float | bool | str]
+Dtype = Literal["fp16", "bf16", "fp32", "tf32"]
+"""What activations and weights may be."""
 
 FORWARD = "forward"
 BACKWARD_INPUT = "backward_input"
@@ -87,7 +91,7 @@ class Implementation:
             nothing; all of a device share the largest, which is never given back.
     """
 
-    dtype: str = "fp16"
+    dtype: Dtype = "fp16"
     autocast: bool = False
     fused_softmax: bool = True
     adds_mask: bool = False
@@ -98,24 +102,24 @@ class Implementation:
     fused_rotary: bool = True
     fused_gate: bool = True
     packed_rotary: bool = False
-    logits_dtype: str = "fp32"
+    logits_dtype: Dtype = "fp32"
     bias_in_matmul: bool = False
-    fused_softmax_multiple: int = 1
-    fused_softmax_longest: int | None = None
+    fused_softmax_multiple: Annotated[int, Field(ge=1, le=1024)] = 1
+    fused_softmax_longest: Annotated[int, Field(ge=17, le=2**20)] | None = None
     fused_loss: bool = False
     flash_causal_skip: bool = True
     sequence_first: bool = False
     repeats_groups: bool = False
     copies_groups: bool = False
     holds_operands: bool = False
-    flash_generation: int = 2
+    flash_generation: Literal[1, 2] = 2
     keeps_scores: bool = False
     elementary: bool = False
     loss_keeps_logits: bool = False
     loss_clones_logits: bool = False
     loss_subtracts_anew: bool = False
-    loss_temporaries: int = 2
-    loss_metrics: int = 0
+    loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
+    loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
     keeps_score_buffer: bool = False
 
     @property

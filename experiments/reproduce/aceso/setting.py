@@ -17,7 +17,7 @@ from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.import_aceso import import_collectives, import_table
 from hardware_models.model import HardwareModel
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from searchers.aceso.searcher import Aceso
 from searchers.base import SearchResult
 from searchers.budget import Budget

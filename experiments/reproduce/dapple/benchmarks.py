@@ -9,7 +9,8 @@ from pathlib import Path
 from experiments.cases.case import hardware
 from experiments.reproduce.experiment import Context
 from hardware_models.gpus import load_gpu
-from hardware_models.runtime import Runtime, load_runtime
+from hardware_models.runtime import Runtime
+from hardware_models.runtime_files import load_runtime
 from searchers.dapple.baselines import data_parallel
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
 from searchers.dapple.searcher import Dapple, make_planner

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from experiments.cases.case import hardware
 from experiments.reproduce.dapple.benchmarks import stages_plan
 from experiments.reproduce.experiment import Context, Report, Verdict
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from searchers.dapple.formula import ExpandedStage, pipeline_latency_s
 from searchers.dapple.placement import POLICIES, devices_between, place
 from searchers.dapple.replay import replay_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from experiments.reproduce.experiment import Context, Report, Verdict
-from hardware_models.runtime import load_runtime
+from hardware_models.runtime_files import load_runtime
 from simulator.uniform import repeated_layers
 from workloads.local import localize, range_saved_bytes
 from workloads.operators import Workload
