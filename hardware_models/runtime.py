@@ -17,7 +17,7 @@ from workloads.kinds.base import Implementation
 
 Attention = Literal["plain", "flash"]
 Reduce = Literal["last", "every"]
-TransferMode = Literal["overlapped", "blocking"]
+TransferMode = Literal["overlapped", "blocking", "interleaved"]
 HostWait = Literal["receive", "collective", "gather", "optimizer"]
 GradientsFreed = Literal["none", "scattered", "all"]
 OptimizerKernels = Literal["fused", "foreach", "per_tensor"]
@@ -66,7 +66,8 @@ class Runtime:
         gradient_bucket_bytes: Size of one gradient all-reduce; None is all gradients in one.
         reduce_gradients: ``last`` (after the last microbatch) or ``every``.
         overlap_gradient_sync: Buckets travel while the last backward still runs.
-        transfer_mode: ``overlapped`` or ``blocking`` (the compute stream waits for the send too).
+        transfer_mode: ``overlapped``; ``blocking`` (the compute stream waits for the send too); or ``interleaved``,
+            which is overlapped under that schedule and blocking under others.
         scatters_transfers: A tensor that several ranks hold alike crosses to the next stage in parts, one from each,
             and is gathered there.
         sums_input_gradients: Where several operators read a tensor, the partial gradients they make of it are added
@@ -77,8 +78,8 @@ class Runtime:
             gradient is made.
         sends_attention_mask: The mask, one activation per pair of tokens, crosses to the next stage with each
             microbatch, whole to every rank (of models with attention in separate operators).
-        host_waits: Events at which the host waits for the device: what a pass receives; what ZeRO-3 gathered for a
-            layer, and all before it; the gradient norm.
+        host_waits: Events at which the host waits for the device: what a pass receives, where transfers are blocking;
+            what ZeRO-3 gathered for a layer, and all before it; the gradient norm.
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
         keeps_gathered_shards: What an operator has gathered and keeps does not replace the shard that it gathered from:
@@ -231,6 +232,14 @@ class Runtime:
         share = min(1.0, self.implementation.activation_bytes / self.travelling_gradient_bytes)
         waits = self.flattens_sharded or (self.sharded_gradient_copies > 0 and share < 1)
         return share if waits else None
+
+    def blocks_on_transfers(self, schedule: str) -> bool:
+        """Return whether a device computes on only when what it sent has arrived."""
+        return self.transfer_mode == "blocking" or (self.transfer_mode == "interleaved" and schedule != "interleaved")
+
+    def host_waits_to_receive(self, schedule: str) -> bool:
+        """Return whether the host waits for what a pass receives, which nothing does where transfers are overlapped."""
+        return "receive" in self.host_waits and self.blocks_on_transfers(schedule)
 
     def holds_next(self, way: Way) -> bool:
         """Return whether gathered parameters of the next unit are there while one computes (``holds_next_unit``)."""

@@ -96,7 +96,7 @@ class BatchEvaluator:
         self.costs = costs or CostTables(problem)
         self.fidelity = fidelity or Fidelity()
         self.shape = model_shape(problem, self.costs)
-        self._blocking = self.fidelity.transfers and problem.runtime.transfer_mode == "blocking"
+        self._blocking = self.fidelity.transfers and problem.runtime.blocks_on_transfers("1f1b")
         self._boundaries = Boundaries(problem, self.shape, transfers=self.fidelity.transfers, blocking=self._blocking)
         self._period = self._boundaries.period
         self._rows: dict[tuple[int, int, str], StageRows] = {}

@@ -111,7 +111,7 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
         last_views = stage_views(plan.all_like_last(), costs)
         last_stages = _stage_times(plan, last_views, has_ties=ties_s > 0)
         last_held = [held_bytes(view) for view in last_views]
-    blocking = problem.runtime.transfer_mode == "blocking"
+    blocking = problem.runtime.blocks_on_transfers(plan.schedule)
     iteration = _filled_s(plan, [view.num_turns for view in views], stages, last_stages, blocking=blocking)
     all_hosts = [
         (plan.num_microbatches - 1) * each + last for each, last in zip(stages.hosts, last_stages.hosts, strict=True)
@@ -327,6 +327,6 @@ def _row(
     if schedule == "zb-h1":
         weight_s += pass_s + weights_s(view, first=plan.num_microbatches == 1) + inline_s
     input_s = time_s - forward_s - weight_s - down_s - up_s
-    if costs.problem.runtime.transfer_mode == "blocking" and schedule != "interleaved":
+    if costs.problem.runtime.blocks_on_transfers(schedule) and schedule != "interleaved":
         return [forward_s + down_s, input_s + up_s, weight_s, 0.0, 0.0]
     return [forward_s, input_s, weight_s, down_s, up_s]

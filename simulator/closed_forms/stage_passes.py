@@ -34,7 +34,7 @@ def stage_passes(
     work = PassWork(forward_s, backward_s, forward_host_s + pass_s, backward_host_s, pass_s, *left_s)
     rules = HostRules(
         runs_ahead=runtime.host_runs_ahead,
-        waits_to_receive="receive" in runtime.host_waits,
+        waits_to_receive=runtime.host_waits_to_receive(plan.schedule),
         waits_for_gathers=waits_for_gathers,
         apart=plan.schedule == "gpipe",
         is_alone=len(plan.stages) == 1,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from simulator.lowering.step import AdamLaunches
 
+Flags = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Keys = NDArray[np.uint64]
@@ -192,21 +193,21 @@ class PassRules(NamedTuple):
         stops_early: The tail of a segment that nothing saved needs is not computed again.
         ties_by_use: A whole weight that several operators of a stage use is reduced for each.
         regathers: Units that are computed again whole are gathered once more.
-        blocking: A stage goes on only when what it sent has arrived.
+        blocking: By schedule. A stage goes on only when what it sent has arrived.
         parameter_bytes: Per element, as refreshed.
         passes_s: By schedule, what the passes of a microbatch through a stage add that nothing hides.
         pass_host_s: What a pass takes a host that runs ahead.
-        waits_to_receive: Such a host waits for what a pass receives.
+        waits_to_receive: By schedule. Such a host waits for what a pass receives.
     """
 
     stops_early: bool
     ties_by_use: bool
     regathers: bool
-    blocking: bool
+    blocking: Flags
     parameter_bytes: float
     passes_s: Floats
     pass_host_s: float
-    waits_to_receive: bool
+    waits_to_receive: Flags
 
 
 class BesideRules(NamedTuple):

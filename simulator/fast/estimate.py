@@ -92,11 +92,11 @@ def pass_rules(costs: CostTables) -> PassRules:
         stops_early=runtime.recompute_stops_early,
         ties_by_use=runtime.reduces_ties_by_use,
         regathers=runtime.regathers_recomputed,
-        blocking=runtime.transfer_mode == "blocking",
+        blocking=np.array([runtime.blocks_on_transfers(schedule) for schedule in SCHEDULES]),
         parameter_bytes=float(runtime.parameter_bytes),
         passes_s=np.array([passes_s(costs, gpu_type, schedule) for schedule in SCHEDULES]),
         pass_host_s=pass_host_s(costs),
-        waits_to_receive="receive" in runtime.host_waits,
+        waits_to_receive=np.array([runtime.host_waits_to_receive(schedule) for schedule in SCHEDULES]),
     )
 
 

@@ -281,8 +281,8 @@ def fill_stage(
     )
     sending = SendingRules(beside.prefetches and found.is_sharded, reshards, overlaps, every, waits)
     hosts = HostRules(
-        step_rules.runs_ahead, rules.waits_to_receive, beside.waits_for_gathers, schedule == GPIPE, high == low + 1,
-        stage == low, m,
+        step_rules.runs_ahead, rules.waits_to_receive[schedule], beside.waits_for_gathers, schedule == GPIPE,
+        high == low + 1, stage == low, m,
     )  # fmt: skip
     rows_s, launched_s = times.rows_s[stage], times.launched_s[stage]
     ran = _stage_passes_s(work, sent, host, sending, hosts)

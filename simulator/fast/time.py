@@ -132,8 +132,9 @@ def _fill(
                 shape, tables, plans, run_tables, plan, step_rules, ties_s, norm_s, times.launched_s, times.stage_s,
                 times.rows_s, times.once_s, step_work,
             )  # fmt: skip
+            blocking = rules.blocking[plans.schedule[plan]]
             passes_s = passes_of_plan_s(
-                plans, plan, times.stage_s, times.once_s, times.rows_s, rules.blocking, pipeline_room
+                plans, plan, times.stage_s, times.once_s, times.rows_s, blocking, pipeline_room
             )
             iteration_s[plan] = first_s + ties_s + norm_s + passes_s
 

@@ -341,7 +341,7 @@ class _Lowering:
 
     def _connect(self, tiling: Tiling, placements: Sequence[StagePlacement]) -> None:
         tiling.add_inner_edges()
-        blocking = self.fidelity.transfers and self.problem.runtime.transfer_mode == "blocking"
+        blocking = self.fidelity.transfers and self.problem.runtime.blocks_on_transfers(self.plan.schedule)
         schedule = schedule_named(self.plan.schedule)
         tiling.add_previous_action_edges()
         if blocking:

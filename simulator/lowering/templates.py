@@ -148,8 +148,9 @@ class TemplateBuilder:
     @property
     def _waits_for_receives(self) -> bool:
         """Whether hosts launch a pass only when what it needs has arrived."""
-        runtime = self.placement.view.costs.problem.runtime
-        return self.fidelity.host and self.fidelity.transfers and "receive" in runtime.host_waits
+        view = self.placement.view
+        waits = view.costs.problem.runtime.host_waits_to_receive(view.plan.schedule)
+        return self.fidelity.host and self.fidelity.transfers and waits
 
     def _num_sends(self, outgoing: Outgoing) -> dict[int, int]:
         assert self.channels.partition is not None

@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.engines.engine_simpy import run_simpy
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import lower
@@ -74,6 +76,26 @@ def test_blocking_transfers_hold_up_the_sender() -> None:
     plan = uniform_plan(problem, pp=4)
     free = replace(problem, runtime=replace(problem.runtime, transfer_mode="overlapped"))
     assert simulate_time_s(plan, free) < simulate_time_s(plan, problem)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "alike"),
+    [("1f1b", 1, "blocking"), ("gpipe", 1, "blocking"), ("zb-h1", 1, "blocking"), ("interleaved", 2, "overlapped")],
+)
+def test_a_runtime_may_overlap_transfers_of_interleaved_stages_alone(schedule: str, chunks: int, alike: str) -> None:
+    """As Megatron's core does; where they are overlapped, no host waits for them either."""
+    problem = small_problem("gpt", cluster="v100-1gpu-10g:4x1")
+    assert "receive" in problem.runtime.host_waits
+    plan = uniform_plan(problem, pp=4 // chunks, schedule=schedule, chunks=chunks)
+
+    def times(mode: str) -> tuple[float, float, float]:
+        of = replace(problem, runtime=replace(problem.runtime, transfer_mode=mode))
+        estimates = estimate(plan, of), FastEstimator(of).estimate(plan)
+        return simulate_time_s(plan, of), *(each.iteration_time_s for each in estimates)
+
+    found = times("interleaved")
+    assert found == times(alike)
+    assert found != times("overlapped" if alike == "blocking" else "blocking")
 
 
 def test_a_tensor_read_several_stages_later_is_relayed() -> None:
