@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Collection
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,16 @@ def _check_header(header: list[str], source: str, line: int, wanted: list[str]) 
             raise DataFileError(source, f"column {name!r} is missing; the header has {columns}", line=line)
 
 
+_resolved = lru_cache(2**16)(resolve_scalar)
+"""Cells repeat: sizes, degrees, names of columns that are one."""
+
+
 def _cell_number(cell: str, column: str, source: str, line: int, *, whole: bool) -> int | float | None:
     text = cell.strip()
     if not text:
         return None
     try:
-        number = resolve_scalar(text)
+        number = _resolved(text)
     except ValueError as error:
         raise DataFileError(source, f"{column}: {error}", line=line) from None
     if isinstance(number, (int, float)) and not isinstance(number, bool):

@@ -9,7 +9,7 @@ from typing import Any
 
 from searchers.base import SearchResult
 from searchers.plan_words import describe_plan
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.fidelity import Fidelity
 from simulator.memory.usage import DeviceMemory
 from simulator.plan import Plan

@@ -17,7 +17,8 @@ from datafiles.words import counted
 from searchers.amp_cuts import best_cuts
 from searchers.base import CandidateSearcher, Ledger, check_least
 from searchers.layers import LayerTables, blocks
-from searchers.scores import Objective, Score, cost_tables, estimated
+from searchers.scores import Objective, Score, estimated
+from simulator.costs import cost_tables
 from simulator.divisors import divisors
 from simulator.lowering.mesh import groups
 from simulator.plan import Axis, Plan, Sharding, Stage, resolve

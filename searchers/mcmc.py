@@ -18,7 +18,8 @@ from searchers.alpa.searcher import CAPACITY_STEPS
 from searchers.alpa.strategy_graph import StrategyGraph
 from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
-from searchers.scores import Objective, cost_tables
+from searchers.scores import Objective
+from simulator.costs import cost_tables
 from simulator.plan import Plan, Stage, run_lengths
 from simulator.problem import Problem
 

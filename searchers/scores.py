@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from simulator.closed_forms.estimate import estimate
-from simulator.costs import CostTables
+from simulator.costs import cost_tables
 from simulator.fast.estimate import FastEstimator
 from simulator.plan import Plan
 from simulator.problem import Problem
@@ -35,12 +35,6 @@ class Score:
 
 
 Objective = Callable[[Plan, Problem], Score]
-
-
-@lru_cache(maxsize=4)
-def cost_tables(problem: Problem) -> CostTables:
-    """Return the cost tables of a problem, shared by all that plan for it."""
-    return CostTables(problem)
 
 
 @lru_cache(maxsize=2)

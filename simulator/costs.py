@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 
 import numpy as np
@@ -361,3 +361,9 @@ class CostTables:
         if key not in self._tables:
             self._tables[key] = operator_table(self, *key)
         return self._tables[key]
+
+
+@lru_cache(maxsize=4)
+def cost_tables(problem: Problem) -> CostTables:
+    """Return the cost tables of a problem, shared by all that price, plan or simulate for it."""
+    return CostTables(problem)

@@ -7,7 +7,7 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
-from simulator.costs import CostTables
+from simulator.costs import CostTables, cost_tables
 from simulator.engines.engine_simpy import run_simpy
 from simulator.engines.steady_state import shortened
 from simulator.fidelity import Fidelity
@@ -66,7 +66,7 @@ def simulate(
         fidelity: Effects to include; None for all.
         engine: ``simpy`` (the readable one) or ``compiled`` (the fast one); they agree to the last bit. ``auto``:
             the quicker one for that many tasks.
-        costs: Cost tables to share between calls on the same problem.
+        costs: Cost tables; None for those that all calls on the same problem share.
         progress: Called with the number of tasks simulated so far.
         leave_out_periods: Simulate fewer microbatches where what a full pipeline does repeats itself
             (``steady_state``): the same time, to rounding, and the same memory. Whatever needs all tasks
@@ -80,7 +80,7 @@ def simulate(
     began = perf_counter()
     fidelity = fidelity or Fidelity()
     canonical = validate(plan, problem)
-    costs = costs or CostTables(problem)
+    costs = costs or cost_tables(problem)
     timed = _timed(canonical, costs, fidelity, engine, progress, leave_out_periods)
     lowered, schedule, iteration_time_s = timed.lowered, timed.schedule, timed.iteration_time_s
     run: Run | LaterRun
@@ -142,7 +142,7 @@ def simulate_time_s(
     """
     check_engine(engine)
     canonical = validate(plan, problem)
-    costs = costs or CostTables(problem)
+    costs = costs or cost_tables(problem)
     return _timed(canonical, costs, fidelity or Fidelity(), engine, None, leave_out_periods=True).iteration_time_s
 
 

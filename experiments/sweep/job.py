@@ -172,8 +172,8 @@ def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> O
     from searchers.base import NoFeasiblePlan
     from searchers.checked_search import checked_search
     from searchers.registry import searcher_named
-    from searchers.scores import cost_tables
     from simulator.compiled_cache import load_compiler
+    from simulator.costs import cost_tables
     from simulator.problem import ProblemSpec
 
     load_compiler()

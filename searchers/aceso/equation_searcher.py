@@ -6,7 +6,8 @@ from searchers.aceso.configuration import from_plan
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.prices import Price
 from searchers.base import Searcher
-from searchers.scores import Objective, Score, cost_tables
+from searchers.scores import Objective, Score
+from simulator.costs import cost_tables
 from simulator.plan import Plan
 from simulator.problem import Problem
 

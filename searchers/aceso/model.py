@@ -35,9 +35,8 @@ from searchers.aceso.prices import Price, StagePrice
 from searchers.aceso.release_tables import release_arrays
 from searchers.aceso.stage_kernels import stage_figures
 from searchers.aceso.tables import Tables, cost_arrays
-from searchers.scores import cost_tables
 from simulator.closed_forms.stage_prices import tied_s
-from simulator.costs import CostTables
+from simulator.costs import CostTables, cost_tables
 from simulator.lowering.lower import stage_views
 from simulator.problem import Problem
 

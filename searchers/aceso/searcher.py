@@ -25,7 +25,8 @@ from searchers.base import (
 )
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
-from searchers.scores import Objective, cost_tables, estimated
+from searchers.scores import Objective, estimated
+from simulator.costs import cost_tables
 from simulator.fast.estimate import compile_ahead
 from simulator.plan import Plan
 from simulator.problem import Problem

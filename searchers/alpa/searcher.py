@@ -23,7 +23,8 @@ from searchers.alpa.stage_costs import Solver, Spans
 from searchers.alpa.stage_table import Lookup, stage_arrays, to_plan
 from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
-from searchers.scores import Objective, cost_tables
+from searchers.scores import Objective
+from simulator.costs import cost_tables
 from simulator.problem import Problem
 from simulator.uniform import repeated_layers
 

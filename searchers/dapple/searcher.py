@@ -14,8 +14,9 @@ from searchers.dapple.baselines import WINDOWS, data_parallel
 from searchers.dapple.chain import GRANULARITIES, build_chain, cuts_of, layer_spans
 from searchers.dapple.communication import COMMUNICATION, CommunicationCosts
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
-from searchers.scores import Objective, Score, cost_tables, estimated
+from searchers.scores import Objective, Score, estimated
 from simulator.closed_forms.stage_prices import tied_s
+from simulator.costs import cost_tables
 from simulator.divisors import divisors
 from simulator.lowering.lower import stage_views
 from simulator.plan import Axis, Plan, Stage, batch_replicas

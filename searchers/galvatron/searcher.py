@@ -18,7 +18,8 @@ from searchers.galvatron.pipeline_plan import ATTEMPTS, PipelinePlan
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import from_plan, to_plan
 from searchers.galvatron.strategies import DATA, TENSOR
-from searchers.scores import Objective, Score, cost_tables, estimated
+from searchers.scores import Objective, Score, estimated
+from simulator.costs import cost_tables
 from simulator.plan import Plan
 from simulator.problem import Problem
 

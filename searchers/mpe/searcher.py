@@ -17,7 +17,7 @@ from searchers.alpa.searcher import Alpa
 from searchers.alpa.stage_table import Lookup
 from searchers.mpe.estimator import Reuse, StageEstimator
 from searchers.mpe.holistic import shortest_path
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import Problem
 
 PathObjective = Literal["1f1b", "sum"]

@@ -14,7 +14,8 @@ from searchers.dapple.chain import layer_spans
 from searchers.layer_graph import LayerGraph, layer_graph
 from searchers.pipedream.antichains import States, antichain_states
 from searchers.pipedream.planner import Level, PipeDreamOptions, PipeDreamStage, bottleneck_s, plan_pipeline
-from searchers.scores import Objective, Score, cost_tables, estimated
+from searchers.scores import Objective, Score, estimated
+from simulator.costs import cost_tables
 from simulator.divisors import divisors
 from simulator.plan import Axis, Plan, Stage, batch_replicas
 from simulator.problem import Problem

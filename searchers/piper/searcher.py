@@ -16,7 +16,8 @@ from searchers.layers import LayerTables
 from searchers.pipedream.searcher import bus_bytes_per_s
 from searchers.piper.model import Edge, Implementation, PiperInput, Tie
 from searchers.piper.planner import KNAPSACKS, PiperPlan, plan_piper
-from searchers.scores import Objective, Score, cost_tables, estimated
+from searchers.scores import Objective, Score, estimated
+from simulator.costs import cost_tables
 from simulator.divisors import divisors
 from simulator.lowering.mesh import parameter_layout
 from simulator.plan import Axis, Plan, Sharding, Stage, batch_replicas, resolve

@@ -34,7 +34,7 @@ from simulator.batch.memory import (
 from simulator.batch.pipeline import NUM_FIRST, NUM_LATER, measure_passes, run_pipelines
 from simulator.batch.plans import PlanBatch
 from simulator.batch.stages import Floats, Ints, StageRows, StageRowsBuilder, model_shape, priced
-from simulator.costs import CostTables
+from simulator.costs import CostTables, cost_tables
 from simulator.fidelity import Fidelity
 from simulator.problem import Problem
 
@@ -66,7 +66,7 @@ class BatchEvaluator:
 
     Args:
         problem: The problem.
-        costs: Cost tables to share.
+        costs: Cost tables; None for those that all calls on the same problem share.
         fidelity: ``tensor_parallel``, ``handover``, ``transfers`` and ``recompute`` are respected; None for all on.
     """
 
@@ -93,7 +93,7 @@ class BatchEvaluator:
                 f"runtime {problem.runtime.name}; use a runtime whose host does, FastEstimator, or simulate"
             )
         self.problem = problem
-        self.costs = costs or CostTables(problem)
+        self.costs = costs or cost_tables(problem)
         self.fidelity = fidelity or Fidelity()
         self.shape = model_shape(problem, self.costs)
         self._blocking = self.fidelity.transfers and problem.runtime.blocks_on_transfers("1f1b")

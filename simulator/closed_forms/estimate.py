@@ -49,7 +49,7 @@ from simulator.closed_forms.stage_prices import (
 from simulator.closed_forms.stage_rows import INPUT, ONCE, WEIGHT
 from simulator.closed_forms.step_time import host_goes_on, phases_s, waited_s
 from simulator.closed_forms.zero_bubble_time import zero_bubble_s
-from simulator.costs import CostTables
+from simulator.costs import CostTables, cost_tables
 from simulator.fidelity import Fidelity
 from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
@@ -98,9 +98,9 @@ def estimate(plan: Plan, problem: Problem, costs: CostTables | None = None) -> E
     Args:
         plan: Legal for the problem (``simulator.validate``).
         problem: The problem.
-        costs: Shared tables; made anew if None.
+        costs: Cost tables; None for those that all calls on the same problem share.
     """
-    costs = costs or CostTables(problem)
+    costs = costs or cost_tables(problem)
     plan = plan.canonical(problem.workload)
     views = stage_views(plan, costs)
     ties_s = tied_s(costs, views)

@@ -37,7 +37,7 @@ from hardware_models.runtime import Runtime
 from simulator.closed_forms.estimate import Estimate
 from simulator.closed_forms.stage_prices import pass_host_s, passes_s
 from simulator.compiled_cache import is_cached
-from simulator.costs import CostTables
+from simulator.costs import CostTables, cost_tables
 from simulator.fast.arrays import (
     BAD_ROUNDS,
     BAD_RUNS,
@@ -125,7 +125,7 @@ class FastEstimator:
 
     Args:
         problem: The problem.
-        costs: Cost tables to share; made anew if None.
+        costs: Cost tables; None for those that all calls on the same problem share.
 
     Raises:
         ValueError: If a pass of a microbatch costs some hosts more than others and nothing hides it.
@@ -135,7 +135,7 @@ class FastEstimator:
         if not is_cached(estimate_times):
             logging.getLogger("windtunnel").warning("compiling the estimate, once on this machine (up to a minute) ...")
         self.problem = problem
-        self.costs = costs or CostTables(problem)
+        self.costs = costs or cost_tables(problem)
         passes_of = {passes_s(self.costs, gpu_type, "1f1b") for gpu_type in problem.gpu_types}
         if len(passes_of) > 1:
             raise ValueError(

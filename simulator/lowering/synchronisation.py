@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hardware_models.links import OWNER_REDUCE
 from hardware_models.runtime import Runtime
@@ -49,8 +49,7 @@ class GradientBucket:
         return len(self.members) if self.listed else 1
 
 
-@dataclass(frozen=True)
-class ParameterGroup:
+class ParameterGroup(NamedTuple):
     """Parameters of one operator that are synchronised alike.
 
     Attributes:
@@ -125,7 +124,7 @@ def _shifted_groups(view: StageView) -> tuple[ParameterGroup, ...]:
         return groups  # type: ignore[no-any-return]
     shift = own_first - first
     return tuple(
-        replace(group, operator=group.operator + shift, users=tuple(user + shift for user in group.users))
+        group._replace(operator=group.operator + shift, users=tuple(user + shift for user in group.users))
         for group in groups
     )
 
@@ -133,42 +132,48 @@ def _shifted_groups(view: StageView) -> tuple[ParameterGroup, ...]:
 def _parameter_groups(view: StageView) -> list[ParameterGroup]:
     found: list[ParameterGroup] = []
     places: dict[object, int] = {}
+    alike: dict[object, list[ParameterGroup]] = {}
+    signatures, leading = view.costs.problem.workload.signatures, view.costs.leading_operators
     for index in view.operators:
         sharding = view.shardings[index]
-        cost = view.cost(index)
-        if not cost.parameters:
-            continue
-        splits = view.costs.splits(index, sharding)
-        sizes = mesh_sizes(sharding)
-        batch_axes = tuple(axis for axis, item in enumerate(sharding) if item.split == "batch")
-        zero = max((sharding[axis].zero for axis in batch_axes), default=0)
-        for number, (parameter, elements) in enumerate(cost.parameters):
-            if parameter.tie is not None:
-                layout = (parameter.tie, parameter_layout(sharding, splits, number))
+        key = signatures[index], sharding
+        if key not in alike:
+            alike[key] = _operator_groups(view, index)
+        for number, group in enumerate(alike[key]):
+            if group.tie is not None:
+                layout = (group.tie, parameter_layout(sharding, view.costs.splits(index, sharding), number))
                 if layout in places:
                     place = places[layout]
-                    found[place] = replace(found[place], users=(*found[place].users, index))
+                    found[place] = found[place]._replace(users=(*found[place].users, index))
                     continue
                 places[layout] = len(found)
-            reduced = tuple(
-                axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
-            )
-            sharded = tuple(axis for axis in batch_axes if sharding[axis].zero > 0)
-            found.append(
-                ParameterGroup(
-                    operator=index,
-                    sizes=sizes,
-                    reduced_axes=reduced,
-                    zero=zero,
-                    sharded_axes=sharded,
-                    scattered=scatters(sharding, view.costs.problem.runtime),
-                    num_elements=elements,
-                    tie=parameter.tie,
-                    users=(index,),
-                    leads_unit=number == 0 and index in view.costs.leading_operators,
-                )
-            )
+            leads_unit = number == 0 and index in leading
+            found.append(group._replace(operator=index, users=(index,), leads_unit=leads_unit))
     return found
+
+
+def _operator_groups(view: StageView, index: int) -> list[ParameterGroup]:
+    """Return the parameters of an operator, as if it stood alone."""
+    sharding = view.shardings[index]
+    splits = view.costs.splits(index, sharding)
+    batch_axes = tuple(axis for axis, item in enumerate(sharding) if item.split == "batch")
+    return [
+        ParameterGroup(
+            operator=index,
+            sizes=mesh_sizes(sharding),
+            reduced_axes=tuple(
+                axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
+            ),
+            zero=max((sharding[axis].zero for axis in batch_axes), default=0),
+            sharded_axes=tuple(axis for axis in batch_axes if sharding[axis].zero > 0),
+            scattered=scatters(sharding, view.costs.problem.runtime),
+            num_elements=elements,
+            tie=parameter.tie,
+            users=(index,),
+            leads_unit=False,
+        )
+        for number, (parameter, elements) in enumerate(view.cost(index).parameters)
+    ]
 
 
 def split_reduction(group: ParameterGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -14,7 +14,7 @@ from searchers.amp_cuts import best_cuts
 from searchers.base import NoFeasiblePlan
 from searchers.budget import Budget
 from searchers.layers import blocks
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.plan import Axis
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate, simulate_time_s

@@ -6,7 +6,7 @@ import pytest
 
 from searchers.dapple.planner import PipelinePlan
 from searchers.dapple.searcher import Dapple, DataParallelNoOverlap, make_planner
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

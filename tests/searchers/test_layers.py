@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from searchers.layers import LayerTables, blocks
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.plan import Axis
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate

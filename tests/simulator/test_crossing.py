@@ -141,9 +141,9 @@ def test_a_stage_knows_what_the_one_before_it_sends() -> None:
     costs, found = CostTables(problem), FastEstimator(problem)
     together = found.evaluate(found.arrays(plans))
     for number, one in enumerate(plans):
-        alone = estimate(one, problem)
+        alone = estimate(one, problem, CostTables(problem))
         assert estimate(one, problem, costs) == alone
-        assert simulate_time_s(one, problem, costs=costs) == simulate_time_s(one, problem)
+        assert simulate_time_s(one, problem, costs=costs) == simulate_time_s(one, problem, costs=CostTables(problem))
         assert together.iteration_time_s[number] == pytest.approx(alone.iteration_time_s, rel=1e-11)
         assert tuple(together.peak_bytes[2 * number : 2 * number + 2]) == alone.peak_bytes
     crossed = [crossing_bytes(one, problem)[0][0] for one in plans]

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.costs import CostTables
+from simulator.costs import CostTables, cost_tables
+from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.kept import Kept
 from simulator.simulate import simulate
@@ -24,6 +25,17 @@ def test_the_oldest_entries_are_forgotten() -> None:
     assert kept.get(5, lambda: 0) == -5
     kept.clear()
     assert len(kept) == 0
+
+
+def test_calls_on_one_problem_share_its_tables() -> None:
+    problem = small_problem("gpt", global_batch=8)
+    costs, plan = cost_tables(problem), uniform_plan(problem, pp=2, dp=2)
+    num_stages = len(costs.stages)
+    assert cost_tables(replace(problem, global_batch=16)) is not costs
+    found = simulate(plan, problem)
+    assert len(costs.stages) > num_stages
+    assert simulate(plan, problem, costs=CostTables(problem)).iteration_time_s == found.iteration_time_s
+    assert FastEstimator(problem).costs is costs
 
 
 @pytest.mark.parametrize("engine", ["simpy", "compiled"])

@@ -17,7 +17,7 @@ from experiments.reproduce.experiment import Context
 from experiments.reproduce.kept import kept_rows
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.multihop import Limits, StageCountSearch
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import Problem
 
 

@@ -14,7 +14,7 @@ from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.kept import kept_rows
 from searchers.aceso.configuration import from_plan
 from searchers.aceso.model import PerformanceModel
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.validate import validate
 
 GROUPS = (cases.CERTAIN, cases.LIKELY)

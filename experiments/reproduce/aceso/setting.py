@@ -21,7 +21,7 @@ from hardware_models.runtime_files import load_runtime
 from searchers.aceso.searcher import Aceso
 from searchers.base import SearchResult
 from searchers.budget import Budget
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.result import SimulationResult

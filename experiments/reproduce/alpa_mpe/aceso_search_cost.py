@@ -10,7 +10,7 @@ from searchers.alpa.clustering import cluster
 from searchers.alpa.intra_op import IntraOpOptions
 from searchers.alpa.meshes import all_logical_meshes
 from searchers.alpa.oracle import CostModelOracle, SearchCost
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 
 PUBLISHED_S = {
     ("gpt3-1.3b", "v100-32g-ndv2:1x4"): 4_179,

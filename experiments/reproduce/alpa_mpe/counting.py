@@ -8,7 +8,7 @@ from searchers.alpa.intra_op import IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, all_logical_meshes
 from searchers.alpa.oracle import CostModelOracle, SearchCost
 from searchers.mpe.estimator import Reuse, StageEstimator
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import Problem, ProblemSpec
 
 Asker = Literal["alpa", "alpa, full mesh for the whole model only", "mpe", "mpe, unique layers", "naive"]

@@ -16,7 +16,7 @@ from searchers.alpa.searcher import Alpa
 from searchers.base import Searcher
 from searchers.megatron_grid import MegatronGrid
 from searchers.plan_words import describe_plan
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import Problem
 from simulator.reports.difference import difference
 from simulator.result import SimulationResult

@@ -14,7 +14,7 @@ from searchers.alpa.oracle import StageCost
 from searchers.alpa.stage_costs import LayerNeeds, layer_needs, layer_walk
 from searchers.base import Searcher
 from searchers.registry import searcher_named
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.plan import Plan, Sharding, Stage, batch_replicas, resolve
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate

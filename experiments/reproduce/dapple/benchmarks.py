@@ -14,7 +14,7 @@ from hardware_models.runtime_files import load_runtime
 from searchers.dapple.baselines import data_parallel
 from searchers.dapple.planner import PipelinePlan, Planner, PlannerOptions
 from searchers.dapple.searcher import Dapple, make_planner
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.divisors import divisors
 from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem

@@ -23,7 +23,7 @@ from searchers.layer_graph import layer_graph
 from searchers.pipedream.antichains import antichain_states
 from searchers.pipedream.planner import Level, PipeDreamPlan, plan_pipeline
 from searchers.pipedream.searcher import PipeDream
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.divisors import divisors
 from simulator.result import SimulationResult
 from simulator.simulate import simulate

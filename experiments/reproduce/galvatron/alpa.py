@@ -11,7 +11,7 @@ from searchers.base import NoFeasiblePlan, RankedPlan, SearchResult
 from searchers.galvatron.pipeline_plan import ATTEMPTS
 from searchers.galvatron.planner import SATURATED
 from searchers.plan_words import describe_plan
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import Problem
 from simulator.result import SimulationResult
 from simulator.simulate import simulate

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.plan_file import load_plan

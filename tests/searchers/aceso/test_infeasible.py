@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from searchers.aceso.configuration import Configuration, Run, StageChoice, runs_of
 from searchers.aceso.model import PerformanceModel
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from tests.searchers.tiny import tiny_problem
 from workloads.models.gpt import GPTSpec
 from workloads.registry import build_from_spec

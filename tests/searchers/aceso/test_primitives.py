@@ -13,7 +13,7 @@ from searchers.aceso.initial import initial_configuration
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.prices import StagePrice
 from searchers.aceso.primitives import DOWN, PRIMITIVES, SAME, UP, Move, Primitive, register
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.validate import validate
 from tests.searchers.aceso.problems import ideal_model, needs_profile, profiled_problem, shared_model
 from tests.searchers.tiny import tiny_problem

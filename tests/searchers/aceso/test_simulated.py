@@ -7,7 +7,7 @@ import pytest
 from searchers.aceso.configuration import Configuration, Run, StageChoice, from_plan
 from searchers.aceso.prices import StagePrice
 from searchers.aceso.searcher import Aceso
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.fidelity import Fidelity
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate

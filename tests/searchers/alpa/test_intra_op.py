@@ -17,7 +17,7 @@ from searchers.alpa.milp import solve_milp
 from searchers.alpa.pareto import front, solve_within
 from searchers.alpa.stage_costs import StageSolver
 from searchers.alpa.strategy_graph import StrategyGraph
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import Problem, ProblemSpec
 from tests.searchers.tiny import tiny_problem
 

@@ -10,7 +10,7 @@ from searchers.alpa.inter_op import best_pipeline
 from searchers.alpa.intra_op import IntraOp, IntraOpOptions
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.stage_costs import StageSolver
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import ProblemSpec
 from tests.benchmarks.measuring import yardsticks
 

@@ -12,7 +12,7 @@ from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.oracle import CostModelOracle, StageCost
 from searchers.alpa.stage_costs import Room
 from searchers.alpa.stage_table import to_plan
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.problem import Problem, ProblemSpec
 from simulator.result import SimulationResult
 from simulator.simulate import simulate

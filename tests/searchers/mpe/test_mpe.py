@@ -17,7 +17,7 @@ from searchers.alpa.oracle import CostModelOracle, SearchCost
 from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
 from searchers.mpe.estimator import StageEstimator
 from searchers.mpe.holistic import shortest_path
-from searchers.scores import cost_tables
+from simulator.costs import cost_tables
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
 from simulator.result import SimulationResult
