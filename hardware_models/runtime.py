@@ -113,6 +113,8 @@ class Runtime:
             activations left (torch.optim; Apex's FusedAdam, of which deepspeed 0.5.10 has a copy); else before.
         refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
             for all of them, from which it is copied.
+        refreshes_in_forward: What ZeRO-1 and 2 gather after the optimizer step travels beside the next forward pass, as
+            what ZeRO-3 gathers; of stages that have parameters of ZeRO-3 besides, after the step all the same.
         scatters_anew: The sums that ZeRO-1 leaves a rank of whole gradients are tensors of their own, which stay
             beside those through the optimizer step and what follows it; else they lie in them.
         holds_next_unit: Passes in which what ZeRO-3 gathers of the next unit is there while one computes, by the order
@@ -207,6 +209,7 @@ class Runtime:
     wraps_final_norms: bool = False
     matmul_workspaces: Annotated[int, Field(ge=0, le=64)] = 0
     recompute_holds_ends: bool = False
+    refreshes_in_forward: bool = False
     scatters_anew: bool = False
     keeps_gathered_shards: bool = False
     moments_at_first_step: bool = True

@@ -55,7 +55,7 @@ from simulator.lowering.items import GRADIENTS
 from simulator.lowering.lower import stage_views
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.step import norm_s
-from simulator.lowering.synchronisation import parameter_refresh
+from simulator.lowering.synchronisation import parameter_refresh, reshards
 from simulator.lowering.transfers import boundary, crossing_tensors, received_gathers
 from simulator.plan import Plan
 from simulator.problem import Problem
@@ -246,7 +246,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
         before, after = view.position - 1, view.position + 1
         arrived = received_gathers(view, views[before], crossing[before]) if before >= 0 else []
         returned = received_gathers(view, views[after], crossing[view.position]) if after < len(views) else []
-        gather = plan.reshard_after_forward
+        gather = reshards(view)
         forward = builder.forward(gather=gather, received=arrived)
         backward = builder.backward(GRADIENTS, gather=gather, sync=False, received=returned, first=only_one)
         gathering = forward if gather else builder.forward(gather=True, received=arrived)

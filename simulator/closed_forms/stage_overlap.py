@@ -32,7 +32,9 @@ from simulator.lowering.synchronisation import (
     is_copied,
     is_gathered,
     parameter_groups,
+    reshards,
     times_reduced,
+    travels_before_use,
 )
 
 
@@ -71,16 +73,22 @@ def is_large(runtime: Runtime, num_elements: int) -> bool:
 
 
 def is_sharded(view: StageView) -> bool:
-    """Return whether all parameters of a stage are gathered: else nothing says which gathers hide."""
+    """Return whether ZeRO-3 shards all parameters of a stage, so that their gradients travel by unit."""
     return all(map(is_gathered, parameter_groups(view)))
+
+
+def prefetches(view: StageView) -> bool:
+    """Return whether gathers hide: those of a stage that gathers all its parameters, else nothing says which do."""
+    gathered = (travels_before_use(view, group) for group in parameter_groups(view))
+    return view.costs.problem.runtime.prefetches_gathers and all(gathered)
 
 
 def sending_rules(view: StageView) -> SendingRules:
     """Return how a stage sends."""
     plan, runtime = view.plan, view.costs.problem.runtime
     return SendingRules(
-        prefetches=runtime.prefetches_gathers and is_sharded(view),
-        reshards=plan.reshard_after_forward,
+        prefetches=prefetches(view),
+        reshards=reshards(view),
         overlaps=plan.overlap_gradient_sync and not plan.rotates,
         every=plan.gradient_reduction == "every",
         waits=runtime.copies_gradients
@@ -196,7 +204,7 @@ def _gathered_elements(view: StageView) -> Mapping[tuple[tuple[int, ...], tuple[
     """Return the parameters of a stage that are gathered, by mesh and axes."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for group in parameter_groups(view):
-        if is_gathered(group):
+        if travels_before_use(view, group):
             key = group.sizes, group.sharded_axes
             found[key] = found.get(key, 0) + group.num_elements
     return found

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from simulator.closed_forms.host_time import left_s
+from simulator.closed_forms.overlap_time import after_head_start_s
 from simulator.closed_forms.passes_time import HostRules, PassWork, StagePasses, stage_passes_s
 from simulator.closed_forms.stage_overlap import gathered_again_s, sending_rules, sent_beside
 from simulator.closed_forms.stage_prices import beyond_host_s, items_s, launches_s, num_passes, pass_host_s
 from simulator.lowering.items import Item
 from simulator.lowering.program import StageView
+from simulator.lowering.synchronisation import refreshes_in_forward, reshards
 
 
 def stage_passes(
@@ -41,8 +43,12 @@ def stage_passes(
         is_first=view.position == 0,
         num_microbatches=plan.num_microbatches,
     )
-    found = stage_passes_s(work, *sent_beside(view, gathering), sending_rules(view), rules)
-    if not plan.reshard_after_forward:
+    sent, sent_host = sent_beside(view, gathering)
+    found = stage_passes_s(work, sent, sent_host, sending_rules(view), rules)
+    if refreshes_in_forward(view) and view.position > 0:
+        first_s = after_head_start_s(found.passes.first, sent, forward_s)
+        found = found._replace(passes=found.passes._replace(first=first_s))
+    if not reshards(view):
         return found
     backward_s = found.passes.backward + gathered_again_s(view, forward, backward)
     return found._replace(passes=found.passes._replace(backward=backward_s))

@@ -42,9 +42,9 @@ TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
 # Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
 # channel of the gather after the step, and of the gather before use; -1 for none; how often gradients are copied before
-# they are reduced.
-REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATHER_CHANNEL, COPIES = range(9)
-FAMILY = 9
+# they are reduced; whether ZeRO-3 shards it (1).
+REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATHER_CHANNEL, COPIES, SHARDED = range(10)
+FAMILY = 10
 REDUCED_KEYS, REFRESHED_KEYS, GATHERED_KEYS = range(3)
 """Of a stage: gradients that are reduced, parameters that are gathered after the step, and before use."""
 
@@ -72,7 +72,9 @@ AHEAD, LAUNCHING, LAST, BEHIND, LAUNCHED = range(5)
 
 # Kinds of what can be missing, and states of a plan.
 TABLE, ROW, BOUNDARY, TIE, NORM = 1, 2, 3, 4, 5
-DONE, INCOMPLETE, BAD_RUNS, BAD_SEGMENTS, BAD_STRATEGY, TOO_MANY_GATHERS, BAD_ROUNDS = 0, 1, -1, -2, -3, -4, -5
+DONE, INCOMPLETE, BAD_RUNS, BAD_SEGMENTS, BAD_STRATEGY, TOO_MANY_GATHERS, BAD_ROUNDS, MIXED_GATHERS = (
+    0, 1, -1, -2, -3, -4, -5, -6,
+)  # fmt: skip
 PENDING = -2
 
 

@@ -44,6 +44,7 @@ from simulator.fast.arrays import (
     BAD_SEGMENTS,
     BAD_STRATEGY,
     INCOMPLETE,
+    MIXED_GATHERS,
     PassRules,
     PlanColumns,
 )
@@ -347,6 +348,7 @@ class FastEstimator:
             BAD_RUNS: f"runs of a plan must hold operators 0 to {count - 1} one after the other",
             BAD_STRATEGY: "every operator must be one that its strategy can split (validate says which is not)",
             BAD_ROUNDS: "interleaved stages and microbatches must be multiples of the ranks",
+            MIXED_GATHERS: "a stage that gathers beside its first forward pass must have no parameters of ZeRO-3",
             BAD_SEGMENTS: "recomputed segments must lie inside their stage, ascending, and not overlap",
         }
         raise ValueError(f"{words.get(int(states[plan]), 'too many ways to gather parameters')}; broken in plan {plan}")

@@ -30,6 +30,7 @@ from simulator.fast.arrays import (
     REST,
     SCATTER,
     SCATTER_DEGREE,
+    SHARDED,
     STEP_COLUMNS,
 )
 from simulator.fast.channels import Channels, Interner
@@ -43,6 +44,7 @@ from simulator.lowering.synchronisation import (
     bucket_buffer_bytes,
     is_copied,
     is_gathered,
+    is_refreshed,
     parameter_groups,
     scattering_collective,
     split_reduction,
@@ -253,9 +255,9 @@ class Holdings:
         if group.num_shards > 1:
             gathered = channel("all_gather", group.sharded_axes)
             key_number = self._keys((group.sizes, group.sharded_axes))
-            if group.zero == 3:
-                row[GATHER], row[GATHER_CHANNEL] = key_number, gathered
-            elif group.zero in (1, 2):
+            if is_gathered(group) or (is_refreshed(group) and self.problem.runtime.refreshes_in_forward):
+                row[GATHER], row[GATHER_CHANNEL], row[SHARDED] = key_number, gathered, is_gathered(group)
+            elif is_refreshed(group):
                 row[REFRESH], row[REFRESH_CHANNEL] = key_number, gathered
         return number
 

@@ -15,7 +15,6 @@ from simulator.fast.arrays import (
     COPY_S_PER_BYTE,
     COPY_START_S,
     ELEMENTS,
-    GATHER,
     GATHER_CHANNEL,
     GATHERED_KEYS,
     LAUNCH_S,
@@ -26,6 +25,7 @@ from simulator.fast.arrays import (
     REST,
     SCATTER,
     SCATTER_DEGREE,
+    SHARDED,
     BesideRules,
     Floats,
     Ints,
@@ -204,7 +204,7 @@ def stage_sent(
         synchronised: Its parameters.
         copied: float64[COPIED]. What ``add_copies`` has added.
         gather_s: float64[2]. Gathers of the root, and of the other units, each in one call.
-        is_sharded: Parameters of all its operators are gathered.
+        is_sharded: ZeRO-3 shards the parameters of all its operators.
         in_parts: Gradients are reduced as they are made.
         ties_by_use: See ``PassRules``.
         rules: What else holds for any plan.
@@ -274,7 +274,7 @@ def stage_sent(
         if families[table, family, SCATTER] < 0 and families[table, family, REST] < 0:
             continue
         elements, own_parts = sum_elements[REDUCED_KEYS, at], parts
-        share, is_listed = elements / total, rules.lists and in_parts and families[table, family, GATHER] >= 0
+        share, is_listed = elements / total, rules.lists and in_parts and families[table, family, SHARDED] > 0
         if parts > 1.0 and not is_sharded:
             own_parts = max(1.0, parts * share)
         if is_listed:

@@ -15,6 +15,7 @@ from simulator.fast.arrays import (
     REFRESH,
     REST,
     SCATTER,
+    SHARDED,
     BesideRules,
     Floats,
     Ints,
@@ -45,6 +46,25 @@ class Synchronised(NamedTuple):
     elements: Floats
 
 
+class RunParameters(NamedTuple):
+    """How the parameters of a run are gathered.
+
+    Attributes:
+        gathers: Before use, as the strategy of the run has it.
+        all_gathered: All of them before use.
+        all_sharded, any_sharded: All by ZeRO-3, or some.
+        any_stepped: Some of those that ZeRO-1 or 2 steps in shards, beside the first forward pass.
+        fits: There was room for what synchronises them.
+    """
+
+    gathers: bool
+    all_gathered: bool
+    all_sharded: bool
+    any_sharded: bool
+    any_stepped: bool
+    fits: bool
+
+
 @inlined
 def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats) -> None:
     """Add the copies of gradients that are reduced alike.
@@ -57,7 +77,7 @@ def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats
     """
     times = family[COPIES]
     if times > 0:
-        whole = family[GATHER] < 0 and family[SCATTER] < 0
+        whole = family[SHARDED] <= 0 and family[SCATTER] < 0
         num_bytes = elements * (rules.whole_copied_bytes if whole else rules.sharded_copied_bytes)
         copied[NUM_BYTES] += times * num_bytes
         copied[TIMES] = max(copied[TIMES], times)
@@ -80,8 +100,8 @@ def add_parameters(
     rules: BesideRules,
     copied: Floats,
     found: Synchronised,
-) -> tuple[bool, bool, bool]:
-    """Add the parameters of a run; return whether all are gathered before use, whether any is, and if there was room.
+) -> RunParameters:
+    """Add the parameters of a run; return how they are gathered.
 
     Args:
         shape, tables, plans, run_tables: See ``time.estimate_times``.
@@ -93,17 +113,20 @@ def add_parameters(
     """
     begin, table, ends = plans.run_offsets[stage], run_tables[run], plans.run_stops[run]
     sums, families = tables.sums[table], tables.families[table]
-    is_sharded, gathers = True, False
+    gathers, all_gathered, all_sharded, any_sharded, any_stepped = False, True, True, False, False
     for family in range(MAX_FAMILIES):
         if families[family, REDUCTION] < 0:
             break
         elements = sums[ends, ELEMENTS + family] - sums[start, ELEMENTS + family]
         by_use = ties_by_use and families[family, REFRESH] < 0 and families[family, GATHER] < 0
         elements += tied_elements(shape, tables, plans, run_tables, table, family, first, begin, start, ends, by_use)
-        gathers = gathers or families[family, GATHER] >= 0
+        is_gathered, is_sharded = families[family, GATHER] >= 0, families[family, SHARDED] > 0
+        gathers = gathers or is_gathered
         if elements <= 0.0:
             continue
-        is_sharded = is_sharded and families[family, GATHER] >= 0
+        any_sharded = any_sharded or is_sharded
+        any_stepped = any_stepped or (is_gathered and not is_sharded)
+        all_gathered, all_sharded = all_gathered and is_gathered, all_sharded and is_sharded
         if families[family, SCATTER] >= 0 or families[family, REST] >= 0:
             add_copies(families[family], elements, rules, copied)
         for way in range(3):
@@ -114,10 +137,10 @@ def add_parameters(
             while at < found.num[way] and found.keys[way, at] != own_key:
                 at += 1
             if at == MAX_PENDING:
-                return is_sharded, gathers, False
+                return RunParameters(gathers, all_gathered, all_sharded, any_sharded, any_stepped, False)
             if at == found.num[way]:
                 found.num[way] += 1
                 found.keys[way, at], found.elements[way, at] = own_key, 0.0
                 found.tables[way, at], found.families[way, at] = table, family
             found.elements[way, at] += elements
-    return is_sharded, gathers, True
+    return RunParameters(gathers, all_gathered, all_sharded, any_sharded, any_stepped, True)

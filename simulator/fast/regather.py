@@ -8,6 +8,7 @@ from simulator.fast.arrays import (
     GATHER,
     GATHER_CHANNEL,
     MAX_FAMILIES,
+    SHARDED,
     Floats,
     Ints,
     PlanColumns,
@@ -56,7 +57,7 @@ def add_regathers(
                     sums = tables.sums[table]
                     for family in range(MAX_FAMILIES):
                         own_key = tables.families[table, family, GATHER]
-                        if own_key < 0:
+                        if own_key < 0 or tables.families[table, family, SHARDED] <= 0:
                             continue
                         more = sums[until, ELEMENTS + family] - sums[start, ELEMENTS + family]
                         since = max(first, shape.unit_first[unit])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from simulator.closed_forms.overlap_time import SendingRules
+from simulator.closed_forms.overlap_time import SendingRules, after_head_start_s
 from simulator.closed_forms.passes_time import HostRules, PassWork, gradients_s, stage_passes_s
 from simulator.closed_forms.stage_rows import DOWN, FORWARD, FORWARD_LAG, INPUT_LAG, LESS, UP, WEIGHT
 from simulator.compiled_cache import inlined
@@ -28,6 +28,7 @@ from simulator.fast.arrays import (
     LAST,
     LAUNCHING,
     MAX_PENDING,
+    MIXED_GATHERS,
     PENDING,
     REDUCED,
     TENSORS,
@@ -55,6 +56,7 @@ from simulator.fast.runs import find_tables
 from simulator.fast.step import refreshed_s
 
 _stage_passes_s, _gradients_s = inlined(stage_passes_s), inlined(gradients_s)
+_after_head_start_s = inlined(after_head_start_s)
 
 
 class StageRoom(NamedTuple):
@@ -101,7 +103,8 @@ class RunSums(NamedTuple):
         passes: Of a microbatch.
         num_unlike: How many operators have neighbours in another run or stage.
         num_buckets, num_large, num_tensors: Of its parameters; see ``overlap.stage_sent``.
-        is_sharded: All of them are gathered before use.
+        all_gathered, all_sharded: All of them are gathered before use; by ZeRO-3.
+        in_forward: By ZeRO-1 or 2, beside the first forward pass.
     """
 
     state: int
@@ -110,7 +113,9 @@ class RunSums(NamedTuple):
     num_buckets: float
     num_large: float
     num_tensors: float
-    is_sharded: bool
+    all_gathered: bool
+    all_sharded: bool
+    in_forward: bool
 
 
 @inlined
@@ -129,7 +134,8 @@ def _add_runs(
     room: StageRoom,
 ) -> RunSums:
     """Add up the runs of a stage: passes, operators whose neighbours are unlike, gathers, parameters."""
-    state, is_sharded, count = DONE, True, 0
+    state, count = DONE, 0
+    all_gathered, all_sharded, any_sharded, any_stepped = True, True, False, False
     forward_s, backward_s, forward_host_s, backward_host_s = 0.0, 0.0, 0.0, 0.0
     num_buckets, num_large, num_tensors = 0.0, 0.0, 0.0
     num_pending, pending_unit = 0, -1
@@ -161,18 +167,22 @@ def _add_runs(
         backward_s += more.backward_s
         forward_host_s += more.forward_host_s
         backward_host_s += more.backward_host_s
-        sharded, gathers, fits = add_parameters(
+        own = add_parameters(
             shape, tables, plans, run_tables, run, start, stage, first, rules.ties_by_use, beside, room.copied,
             room.synchronised,
         )
-        is_sharded = is_sharded and sharded
-        if gathers and fits:
+        all_gathered, all_sharded = all_gathered and own.all_gathered, all_sharded and own.all_sharded
+        any_sharded, any_stepped = any_sharded or own.any_sharded, any_stepped or own.any_stepped
+        if own.gathers and own.fits:
             num_pending, pending_unit = add_gathers(
                 shape, tables, plans, run_tables, run, start, stage, first, plans.reshards[plan] != 0,
                 beside.gathered_bytes, room.pending, num_pending, pending_unit, room.gather_s,
             )
-        if not fits or num_pending > MAX_PENDING:
+        if not own.fits or num_pending > MAX_PENDING:
             state = TOO_MANY_GATHERS
+            break
+        if any_sharded and any_stepped:
+            state = MIXED_GATHERS
             break
         start = ends
     if state >= 0:
@@ -181,7 +191,9 @@ def _add_runs(
             tables, pending.channels, pending.elements, num_pending, beside.gathered_bytes
         )
     passes = PassSums(forward_s, backward_s, forward_host_s, backward_host_s)
-    return RunSums(state, passes, count, num_buckets, num_large, num_tensors, is_sharded)
+    return RunSums(
+        state, passes, count, num_buckets, num_large, num_tensors, all_gathered, all_sharded, any_stepped
+    )
 
 
 @inlined
@@ -264,10 +276,10 @@ def fill_stage(
     forward_host_s += pass_host_s
     backward_host_s += (2 if splits else 1) * pass_host_s
 
-    reshards, overlaps = plans.reshards[plan] != 0, plans.overlaps[plan] != 0
+    reshards, overlaps = plans.reshards[plan] != 0 and not found.in_forward, plans.overlaps[plan] != 0
     sent, host, waits = stage_sent(
         shape, tables, plans, run_tables, stage, first, stop, room.synchronised, room.copied, room.gather_s,
-        found.is_sharded, every or overlaps, rules.ties_by_use, found.num_buckets, found.num_large, found.num_tensors,
+        found.all_sharded, every or overlaps, rules.ties_by_use, found.num_buckets, found.num_large, found.num_tensors,
         beside,
     )  # fmt: skip
     times.once_s[UPDATED, stage] = refreshed_s(tables, room.synchronised, rules.parameter_bytes)
@@ -279,7 +291,7 @@ def fill_stage(
     work = PassWork(
         forward_s, backward_s, forward_host_s, backward_host_s, pass_host_s, forward_left_s, backward_left_s
     )
-    sending = SendingRules(beside.prefetches and found.is_sharded, reshards, overlaps, every, waits)
+    sending = SendingRules(beside.prefetches and found.all_gathered, reshards, overlaps, every, waits)
     hosts = HostRules(
         step_rules.runs_ahead, rules.waits_to_receive[schedule], beside.waits_for_gathers, schedule == GPIPE,
         high == low + 1, stage == low, m,
@@ -305,4 +317,7 @@ def fill_stage(
     rows_s[FORWARD_LAG], rows_s[INPUT_LAG] = ran.forward_lag, ran.backward_lag
     if splits:
         rows_s[WEIGHT] += pass_s + weights_s(tables, plans, run_tables, stage, first) - alone_s + passes.inline
-    return stop, found.state, passes.first
+    first_s = passes.first
+    if found.in_forward and stage > low:
+        first_s = _after_head_start_s(first_s, sent, work.forward_s)
+    return stop, found.state, first_s

@@ -39,6 +39,7 @@ class Item:
         role: Stream of a collective: ``tensor``, ``gather`` or ``reduce``.
         chained: The next chained item waits for it.
         after: Positions of further items that must have ended.
+        early: Without such it waits for nothing of its device: it was begun before the pass.
         operator: First operator concerned, for names.
         num_calls: Of a collective: its latency and what it costs the host count so often.
         num_entries: Of a collective: tensors, each of one rank, that the host lists for each call.
@@ -54,6 +55,7 @@ class Item:
     role: str = "tensor"
     chained: bool = True
     after: tuple[int, ...] = ()
+    early: bool = False
     operator: int = -1
     num_calls: int = 1
     num_entries: int = 0

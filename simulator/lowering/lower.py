@@ -19,7 +19,7 @@ from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.lowering.rows import TaskRows, Template
 from simulator.lowering.symmetry import Partition, partition
-from simulator.lowering.synchronisation import parameter_groups
+from simulator.lowering.synchronisation import parameter_groups, reshards, travels_before_use
 from simulator.lowering.task_limit import check_num_tasks, with_few_microbatches
 from simulator.lowering.templates import Outgoing, TemplateBuilder
 from simulator.lowering.tiling import Ids, Tiling, laid_out
@@ -154,10 +154,13 @@ class _Lowering:
             self.flows.append(flow(stage_views(plan.all_like_last(), costs), "last transfer"))
         self.views = self.flows[0].views
         self.orders = schedule_named(plan.schedule).actions(pipeline_shape(plan))
-        self.has_zero3 = [any(group.zero == 3 for group in parameter_groups(view)) for view in self.views]
+        gathers = [any(travels_before_use(view, group) for group in parameter_groups(view)) for view in self.views]
+        self.reshards = [reshards(view) for view in self.views]
         self.reduces_early = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
         hands_over = self.problem.runtime.hands_over_gradients
-        chosen = VariantChoice(plan, self.has_zero3, self.reduces_early, hands_over, self.flows[0].num_turns)
+        chosen = VariantChoice(
+            plan, gathers, self.reshards, self.reduces_early, hands_over, self.flows[0].num_turns
+        )
         self.variants = [chosen.of_order(order) for order in self.orders]
 
     def num_tasks(self) -> int:
@@ -230,7 +233,7 @@ class _Lowering:
         view = self._flow(variant).views[stage]
         received = self._flow(variant).gathers_of_received(stage, variant)
         waits = variant.sync and not self.plan.overlap_gradient_sync
-        gather = (variant.gather, self.plan.reshard_after_forward)
+        gather = (variant.gather, self.reshards[stage])
         gradients = (self.plan.gradient_reduction, variant.sync, waits, variant.hands_over)
         key = ("program", variant.kind, gather, gradients, tuple(received), self.fidelity)
         if key not in view.shared:

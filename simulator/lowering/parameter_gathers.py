@@ -1,4 +1,8 @@
-"""Gathers of sharded parameters: unit i+1 is gathered while unit i computes."""
+"""Gathers of sharded parameters: unit i+1 is gathered while unit i computes.
+
+What was stepped in shards is gathered so in the first forward pass (``refreshes_in_forward``). Its first unit does not
+wait for the passes before: its gather was begun with the last unit of the chunk before, or behind the step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from simulator.lowering.copies import GATHERED_COPY
 from simulator.lowering.items import Item, ItemList
 from simulator.lowering.mesh import MeshCollective, MeshSizes
 from simulator.lowering.recompute import whole_units
-from simulator.lowering.synchronisation import gather_calls, gather_collectives
+from simulator.lowering.synchronisation import gather_calls, gather_collectives, refreshes_in_forward
 
 
 @dataclass
@@ -81,6 +85,7 @@ class ParameterGathers(ItemList):
                     role="gather",
                     chained=False,
                     after=() if after is None else (after,),
+                    early=refreshes_in_forward(self.view),
                     operator=self._first_of[unit],
                     num_calls=self._gather_calls.get((unit, collective.sizes, collective.axes), 1),
                     num_entries=self._num_entries(collective),

@@ -25,7 +25,7 @@ class ProgramBuilder(ParameterGathers):
         """Return the forward pass of one microbatch.
 
         Args:
-            gather: Gather ZeRO-3 parameters before each unit.
+            gather: Gather parameters before each unit.
             received: Gathers that make whole what arrived in parts.
         """
         self.items, self._pass_cause = self._made_whole(received), "forward"

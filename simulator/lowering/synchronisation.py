@@ -286,20 +286,49 @@ def is_gathered(group: ParameterGroup) -> bool:
     return group.zero == 3 and group.num_shards > 1
 
 
-def gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
-    """Return the units (``CostTables.units``) that ZeRO-3 gathers a parameter for.
+def is_refreshed(group: ParameterGroup) -> bool:
+    """Return whether ZeRO-1 or 2 gathers a parameter after the optimizer step."""
+    return group.zero in (1, 2) and group.num_shards > 1
 
-    All that use it, but the first alone of those between which it stays: of the root unit, or all where the plan does
+
+def refreshes_in_forward(view: StageView) -> bool:
+    """Return whether a stage gathers what was stepped beside its first forward pass, and not behind the step."""
+    if not view.costs.problem.runtime.refreshes_in_forward:
+        return False
+    if "refreshes in forward" not in view.kept:
+        view.kept["refreshes in forward"] = not any(map(is_gathered, parameter_groups(view)))
+    found: bool = view.kept["refreshes in forward"]
+    return found
+
+
+def reshards(view: StageView) -> bool:
+    """Return whether what a stage gathers before use is given back after each pass."""
+    return view.plan.reshard_after_forward and not refreshes_in_forward(view)
+
+
+def travels_before_use(view: StageView, group: ParameterGroup) -> bool:
+    """Return whether a parameter is gathered for passes: by ZeRO-3, or beside the first forward pass."""
+    return is_gathered(group) or (is_refreshed(group) and refreshes_in_forward(view))
+
+
+def gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
+    """Return the units (``CostTables.units``) that a parameter is gathered for.
+
+    All that use it, but the first alone of those between which it stays: of the root unit, or all where the stage does
     not reshard after the forward pass.
     """
-    units = dict.fromkeys(view.costs.units[user] for user in group.users if is_gathered(group))
-    stays = view.costs.root_units if view.plan.reshard_after_forward else frozenset(units)
+    if not travels_before_use(view, group):
+        return []
+    units = dict.fromkeys(view.costs.units[user] for user in group.users)
+    stays = view.costs.root_units if reshards(view) else frozenset(units)
     later = [unit for unit in units if unit in stays][1:]
     return [unit for unit in units if unit not in later]
 
 
 def units_gathered_for(view: StageView, group: ParameterGroup) -> list[int]:
-    """Return what of those units is whole at once (``CostTables.unit_parts``)."""
+    """Return what ZeRO-3 has whole at once of those units (``CostTables.unit_parts``)."""
+    if not is_gathered(group):
+        return []
     outer, inner = view.costs.units, view.costs.unit_parts
     units = set(gathered_for(view, group))
     return list(dict.fromkeys(inner[user] for user in group.users if outer[user] in units))
@@ -325,7 +354,7 @@ def whole_gradients_begin(view: StageView, group: ParameterGroup) -> list[int]:
 
 
 def gather_collectives(view: StageView) -> dict[int, list[MeshCollective]]:
-    """Return, per unit, the all-gathers that ZeRO-3 needs before the unit can run."""
+    """Return, per unit, the all-gathers of parameters before the unit can run."""
     wanted = ((unit, group) for group in parameter_groups(view) for unit in gathered_for(view, group))
     return _gathers(wanted, view.costs.problem.runtime.gathered_parameter_bytes)
 
@@ -343,9 +372,10 @@ def gather_calls(view: StageView) -> dict[tuple[int, tuple[int, ...], tuple[int,
 
 
 def parameter_refresh(view: StageView) -> list[MeshCollective]:
-    """Return the all-gathers that ZeRO-1 and ZeRO-2 need after the optimizer step."""
+    """Return the all-gathers that ZeRO-1 and ZeRO-2 need after the optimizer step, and before the next iteration."""
     if "parameter refresh" not in view.kept:
-        wanted = ((0, group) for group in parameter_groups(view) if group.zero in (1, 2) and group.num_shards > 1)
+        later = refreshes_in_forward(view)
+        wanted = ((0, group) for group in parameter_groups(view) if is_refreshed(group) and not later)
         found = _gathers(wanted, view.costs.problem.runtime.parameter_bytes)
         view.kept["parameter refresh"] = [one for collectives in found.values() for one in collectives]
     return list(view.kept["parameter refresh"])

@@ -15,7 +15,7 @@ class Variant:
 
     Attributes:
         kind: Phase letter.
-        gather: ZeRO-3 parameters are gathered.
+        gather: Parameters are gathered.
         sync: Gradients are reduced in it.
         hands_over: It makes the stage's first gradients of an iteration, which are handed over.
         turn: Microbatch modulo the number of turns, where replicas take whole microbatches.
@@ -36,14 +36,15 @@ class VariantChoice:
 
     Attributes:
         plan: The plan.
-        has_zero3: Per stage, whether it gathers parameters.
+        gathers, reshards: Per stage, whether it gathers parameters for passes, and for each.
         reduces_early: Gradients are reduced within backward passes.
         hands_over: The runtime hands over the first microbatch's gradients.
         num_turns: Microbatches after which the same replicas have their turn.
     """
 
     plan: Plan
-    has_zero3: Sequence[bool]
+    gathers: Sequence[bool]
+    reshards: Sequence[bool]
     reduces_early: bool
     hands_over: bool
     num_turns: int
@@ -68,9 +69,10 @@ class VariantChoice:
 
     def _of(self, action: Action, first: bool, last: bool) -> Variant:
         """Return the variant of an action, which may be the first of its kind or its stage's last gradient pass."""
-        gather = self.has_zero3[action.stage] and (
-            (action.kind == FORWARD and (self.plan.reshard_after_forward or first))
-            or (action.kind in (BACKWARD, BACKWARD_INPUT) and self.plan.reshard_after_forward)
+        reshards = self.reshards[action.stage]
+        gather = self.gathers[action.stage] and (
+            (action.kind == FORWARD and (reshards or first))
+            or (action.kind in (BACKWARD, BACKWARD_INPUT) and reshards)
         )
         makes_gradients = action.kind in (BACKWARD, BACKWARD_WEIGHT)
         sync = self.reduces_early and makes_gradients and (last or self.plan.gradient_reduction == "every")

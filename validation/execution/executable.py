@@ -15,7 +15,7 @@ from validation.kinds.torch_kinds import BUILDERS, why_not
 
 UNSUPPORTED = (
     "gradient_clipping", "loss_scaling", "scatters_transfers", "sends_attention_mask", "overlaps_input_reductions",
-    "casts_gradients", "reduced_gradient_bytes",
+    "casts_gradients", "reduced_gradient_bytes", "refreshes_in_forward",
 )  # fmt: skip
 
 DTYPES_BY_DEVICE = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
