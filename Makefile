@@ -8,6 +8,9 @@
 .PHONY: demo test check accuracy setup clean
 .DEFAULT_GOAL := demo
 
+# Tests start some hundred processes; without bytecode on disk each compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
