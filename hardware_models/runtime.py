@@ -33,7 +33,8 @@ class Runtime:
         implementation: Choices inside operators, for ``workloads``.
         attention: ``plain`` (five operators) or ``flash`` (one fused kernel).
         parameter_bytes, gradient_bytes: Per parameter, in the working copy.
-        gathered_parameter_bytes: Per parameter that ZeRO-3 gathers: what travels, and lives while it is used.
+        gathered_parameter_bytes: Per parameter that ZeRO-3 gathers: what travels, and lives while it is used. (What
+            ZeRO-1 and 2 gather travels as ``parameter_bytes``.)
         optimizer_bytes: Per parameter: moments, and the fp32 master copy where there is one.
         optimizer_workspace_bytes: Per parameter, alive only during the optimizer step (fp32 copies of
             gradients).
@@ -104,7 +105,7 @@ class Runtime:
             its computation hands over to the communicator's stream and is handed back, and the slowest rank is waited
             for. A host that is behind launches meanwhile. Not for gathers and reductions of data parallelism, nor for
             transfers.
-        prefetches_gathers: ZeRO-3 parameters of the next layer are gathered while this one computes; else
+        prefetches_gathers: Parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.
         frees_gradients: Which gradients do not outlive an iteration, so that the first backward pass makes them anew:

@@ -7,6 +7,7 @@ by name or path, and has what differs: fields, single choices of ``implementatio
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -99,6 +100,29 @@ def runtime_fields(name_or_path: str) -> list[tuple[str, str, str]]:
     ]
 
 
+def files_of_runtime(name_or_path: str | Path) -> list[Path]:
+    """Return the file of a runtime and those that it is based on, there or not; none where it is a shipped one."""
+    found: list[Path] = []
+    text = str(name_or_path)
+    while _is_path(text) and Path(text) not in found:
+        found.append(Path(text))
+        try:
+            base = load_mapping(found[-1]).get("base")
+        except DataFileError:
+            break
+        text = _beside(found[-1], base) if isinstance(base, str) else ""
+    return found
+
+
+def _is_path(text: str) -> bool:
+    return text not in runtime_names() and text.endswith(SUFFIXES)
+
+
+def _beside(path: Path, base: str) -> str:
+    """Return what the base of a file is by name, or by path from where it is read."""
+    return os.path.normpath(path.parent / base) if _is_path(base) else base
+
+
 def _written(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -113,13 +137,16 @@ def _read(text: str, what: str = "runtime", above: tuple[Path, ...] = ()) -> Fil
     """
     if text in runtime_names():
         return _read_shipped(text)
-    if not text.endswith(SUFFIXES):
+    if not _is_path(text):
         raise ValueError(
             f"{what} must be a known one or a path to a YAML file, got {text!r}; {nearest(text, runtime_names())}"
         )
     path = Path(text)
     if path.resolve() in above:
-        raise ValueError(f"{what} must not lead back to the file itself, got {text!r}")
+        chain = " -> ".join(file.name for file in (*above, path))
+        raise ValueError(f"{what} must not lead back to a file that is based on it, got {chain}; name another there")
+    if above and not path.is_file():
+        raise ValueError(f"{what} must be a known runtime or a file, but there is no file {text}")
     return _read_file(path, text, (*above, path.resolve()))
 
 
@@ -134,8 +161,7 @@ def _read_file(path: Path, place: str, above: tuple[Path, ...] = ()) -> FileMode
     if base is not None:
         if not isinstance(base, str):
             raise DataFileError(place, f"base: must be the name of a runtime or a path, got {base!r}")
-        is_path = base not in runtime_names() and base.endswith(SUFFIXES)
-        mapping = _completed(own, _read(str(path.parent / base) if is_path else base, f"{place}: base", above))
+        mapping = _completed(own, _read(_beside(path, base), f"{place}: base", above))
     file = validated(_RuntimeFile, mapping, place)
     fields = set(_RuntimeFile.model_fields) - {"base", "description", "sources"}
     sourced = set(own.get("sources", ()))
@@ -146,12 +172,36 @@ def _read_file(path: Path, place: str, above: tuple[Path, ...] = ()) -> FileMode
             f"sources must have one line per field; missing: {', '.join(missing) or 'none'}; "
             f"unknown: {', '.join(unknown) or 'none'}",
         )
-    if mapping.get("overlaps_input_reductions") and mapping.get("host_runs_ahead") is False:
-        raise DataFileError(
-            place,
-            "overlaps_input_reductions needs host_runs_ahead: a host that waits for each launch overlaps nothing",
-        )
+    inherited = f" (what the file does not say is that of its base {base})" if base else ""
+    for broken, words in _contradictions(mapping):
+        if broken:
+            raise DataFileError(place, words + inherited)
     return file
+
+
+def _contradictions(mapping: Mapping[str, Any]) -> list[tuple[bool, str]]:
+    """Return what the fields of a runtime may not say together: whether these do, and why not."""
+    waits = mapping.get("host_waits") or ()
+    return [
+        (
+            bool(mapping.get("overlaps_input_reductions")) and mapping.get("host_runs_ahead") is False,
+            "overlaps_input_reductions needs host_runs_ahead: a host that waits for each launch overlaps nothing",
+        ),
+        (
+            "receive" in waits and mapping.get("transfer_mode") == "overlapped",
+            "host_waits must not have receive where transfer_mode is overlapped: nothing waits for what travels beside",
+        ),
+        (
+            bool(mapping.get("refreshes_in_forward"))
+            and (
+                "gather" in waits
+                or bool(mapping.get("copies_gathered"))
+                or mapping.get("parameter_calls_above") is not None
+            ),
+            "refreshes_in_forward goes with neither gather among host_waits, copies_gathered nor "
+            "parameter_calls_above, which are of ZeRO-3's gathers",
+        ),
+    ]
 
 
 def _completed(own: Mapping[str, Any], base: FileModel) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hardware_models.runtime_files import files_of_runtime
+
 if TYPE_CHECKING:
     from simulator.problem import ProblemSpec
 
@@ -46,8 +48,8 @@ def files_of(
     model = (model or "").partition("@")[0]
     configuration = Path(model, "config.json")  # of a folder, as Hugging Face lays it out
     nodes = [re.sub(r":[^:]*$", "", part.strip()) for part in (cluster or "").split("+")]
-    names = [model, *nodes, runtime or ""]
-    found = [Path(name) for name in names if _is_file(name)] + ([Path(profile)] if profile else [])
+    found = [Path(name) for name in (model, *nodes) if _is_file(name)] + ([Path(profile)] if profile else [])
+    found += files_of_runtime(runtime or "")
     return [*found, configuration] if model and configuration.is_file() else found
 
 

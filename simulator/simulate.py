@@ -66,7 +66,8 @@ def simulate(
         fidelity: Effects to include; None for all.
         engine: ``simpy`` (the readable one) or ``compiled`` (the fast one); they agree to the last bit. ``auto``:
             the quicker one for that many tasks.
-        costs: Cost tables; None for those that all calls on the same problem share.
+        costs: Cost tables; None for those that all calls on the same problem share, of the last four problems
+            (``costs.cost_tables``; not for several threads).
         progress: Called with the number of tasks simulated so far.
         leave_out_periods: Simulate fewer microbatches where what a full pipeline does repeats itself
             (``steady_state``): the same time, to rounding, and the same memory. Whatever needs all tasks

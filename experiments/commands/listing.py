@@ -36,10 +36,11 @@ class What(StrEnum):
 
 def list_names(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(What)}.")],
-    as_json: AsJson = False,
     runtime: Annotated[
-        str | None, typer.Option("--runtime", "-r", help="fields: those of this runtime.", show_default=False)
+        str | None,
+        typer.Argument(metavar="RUNTIME", help="fields: of this runtime, a name or path.", show_default=False),
     ] = None,
+    as_json: AsJson = False,
     gpus: Annotated[int, typer.Option(help="strategies: devices, a power of two.", min=1, max=1024)] = 8,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="strategies: draw them into this PNG.", show_default=False)
@@ -56,8 +57,8 @@ def list_names(
     if what != What.STRATEGIES and output is not None:
         raise ValueError(f"only strategies are drawn, got {what} with --output; leave it out")
     if (what == What.FIELDS) != (runtime is not None):
-        with_it = "with" if runtime is not None else "without"
-        raise ValueError(f"fields go with a runtime (list fields --runtime NAME), got {what} {with_it} --runtime")
+        came = f"{what} {runtime}" if runtime is not None else "fields alone"
+        raise ValueError(f"fields, and nothing else, are listed of a runtime (list fields NAME), got {came}")
     all_writable(pictures=[output])
     if what == What.STRATEGIES:
         rows = _strategies(gpus)

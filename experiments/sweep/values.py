@@ -7,8 +7,8 @@ import inspect
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from os.path import realpath
+from dataclasses import dataclass, field, replace
+from os.path import realpath, relpath
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -122,12 +122,15 @@ class ValueChecker:
         return checked
 
     def _runtime(self, value: str | None) -> Checked:
-        from hardware_models.runtime_files import load_runtime
+        from hardware_models.runtime_files import files_of_runtime, load_runtime
 
         text = _given(value)
         checked = self._with_files("runtime", [(text, "") if text.endswith(_FILE_SUFFIXES) else ("", text)])
-        load_runtime(checked.paths.get("runtime", text))
-        return checked
+        runtime = checked.paths.get("runtime", text)
+        load_runtime(runtime)
+        bases = [relpath(file, self._folder) for file in files_of_runtime(runtime)[1:]]
+        digests = self._with_files("runtime", [(file, "") for file in bases]).digests
+        return replace(checked, digests={**checked.digests, **digests})
 
     def _profile(self, value: str | None) -> Checked:
         from hardware_models.calibration_file import load_calibration

@@ -222,21 +222,22 @@ def gathered_s(forward_s: float, backward_s: float, sent: Sent, rules: SendingRu
 
 
 @also_compiled
-def after_head_start_s(first_s: float, sent: Sent, forward_s: float) -> float:
-    """Return what the first forward pass takes besides where its first two units were gathered before it began.
+def after_head_start_s(first_s: float, sent: Sent, forward_s: float, prefetches: bool) -> float:
+    """Return what the first forward pass takes besides where its first unit, or two, were gathered before it began.
 
     Args:
-        first_s: What it would, were they gathered one ahead like the others (``Passes.first``).
+        first_s: What it would, were they gathered like the others (``Passes.first``).
         sent: What the stage sends.
         forward_s: What a forward pass computes.
+        prefetches: Units are gathered one ahead, so two of them; else one.
 
     Three units of one second, each gathered in two, take 7 s in all, and 4 with the head start, for 3:
 
-    >>> after_head_start_s(4.0, Sent(0.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1 / 3, 1.0, 1.0, 1.0, 1.0), 3.0)
+    >>> after_head_start_s(4.0, Sent(0.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1 / 3, 1.0, 1.0, 1.0, 1.0), 3.0, True)
     1.0
     """
     unit_s, computed_s = sent.unit_share * sent.gathered_s, sent.unit_share * forward_s
-    return max(0.0, first_s - max(unit_s, 2.0 * unit_s - computed_s))
+    return max(0.0, first_s - (max(unit_s, 2.0 * unit_s - computed_s) if prefetches else unit_s))
 
 
 @also_compiled

@@ -44,9 +44,10 @@ def stage_passes(
         num_microbatches=plan.num_microbatches,
     )
     sent, sent_host = sent_beside(view, gathering)
-    found = stage_passes_s(work, sent, sent_host, sending_rules(view), rules)
+    sending = sending_rules(view)
+    found = stage_passes_s(work, sent, sent_host, sending, rules)
     if refreshes_in_forward(view) and view.position > 0:
-        first_s = after_head_start_s(found.passes.first, sent, forward_s)
+        first_s = after_head_start_s(found.passes.first, sent, forward_s, sending.prefetches)
         found = found._replace(passes=found.passes._replace(first=first_s))
     if not reshards(view):
         return found

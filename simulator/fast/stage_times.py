@@ -138,7 +138,7 @@ def _add_runs(
     all_gathered, all_sharded, any_sharded, any_stepped = True, True, False, False
     forward_s, backward_s, forward_host_s, backward_host_s = 0.0, 0.0, 0.0, 0.0
     num_buckets, num_large, num_tensors = 0.0, 0.0, 0.0
-    num_pending, pending_unit = 0, -1
+    num_pending, pending_unit, gathered_bytes = 0, -1, beside.gathered_bytes
     room.gather_s[:] = 0.0
     room.synchronised.num[:] = 0
     room.copied[:] = 0.0
@@ -173,10 +173,11 @@ def _add_runs(
         )
         all_gathered, all_sharded = all_gathered and own.all_gathered, all_sharded and own.all_sharded
         any_sharded, any_stepped = any_sharded or own.any_sharded, any_stepped or own.any_stepped
+        gathered_bytes = rules.parameter_bytes if any_stepped else beside.gathered_bytes
         if own.gathers and own.fits:
             num_pending, pending_unit = add_gathers(
                 shape, tables, plans, run_tables, run, start, stage, first, plans.reshards[plan] != 0,
-                beside.gathered_bytes, room.pending, num_pending, pending_unit, room.gather_s,
+                gathered_bytes, room.pending, num_pending, pending_unit, room.gather_s,
             )
         if not own.fits or num_pending > MAX_PENDING:
             state = TOO_MANY_GATHERS
@@ -188,7 +189,7 @@ def _add_runs(
     if state >= 0:
         pending = room.pending
         room.gather_s[shape.gathers_of[pending_unit] - 1] += channels_s(
-            tables, pending.channels, pending.elements, num_pending, beside.gathered_bytes
+            tables, pending.channels, pending.elements, num_pending, gathered_bytes
         )
     passes = PassSums(forward_s, backward_s, forward_host_s, backward_host_s)
     return RunSums(
@@ -319,5 +320,5 @@ def fill_stage(
         rows_s[WEIGHT] += pass_s + weights_s(tables, plans, run_tables, stage, first) - alone_s + passes.inline
     first_s = passes.first
     if found.in_forward and stage > low:
-        first_s = _after_head_start_s(first_s, sent, work.forward_s)
+        first_s = _after_head_start_s(first_s, sent, work.forward_s, sending.prefetches)
     return stop, found.state, first_s

@@ -44,6 +44,7 @@ from simulator.fast.arrays import (
     MAX_FAMILIES,
     PASSED_BYTES,
     ROOT_S,
+    SHARDED,
     STEP_COLUMNS,
     TIME_COLUMNS,
     UNSUITED,
@@ -347,7 +348,7 @@ class TableBuilder:
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
         """Fill the seconds of gathering whole units; tied parameters are added up by plan."""
-        structure, gathered_bytes = self.structure, self.problem.runtime.gathered_parameter_bytes
+        structure, runtime = self.structure, self.problem.runtime
         known: dict[tuple[float, ...], float] = {}
         tied_units = set(structure.unit_of[structure.tied].tolist())
         totals = np.zeros(2)
@@ -359,8 +360,9 @@ class TableBuilder:
                 channel_of: dict[int, int] = {}
                 for family in range(MAX_FAMILIES):
                     if families[family, GATHER] >= 0 and elements[family] > 0:
-                        own = int(families[family, GATHER])
-                        num_bytes[own] = num_bytes.get(own, 0.0) + float(elements[family]) * gathered_bytes
+                        own, is_sharded = int(families[family, GATHER]), families[family, SHARDED] > 0
+                        each = runtime.gathered_parameter_bytes if is_sharded else runtime.parameter_bytes
+                        num_bytes[own] = num_bytes.get(own, 0.0) + float(elements[family]) * each
                         channel_of[own] = int(families[family, GATHER_CHANNEL])
                 known[key] = sum(self.channels.price_s(channel_of[own], size) for own, size in num_bytes.items())
             if unit not in tied_units:

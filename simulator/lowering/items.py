@@ -39,7 +39,7 @@ class Item:
         role: Stream of a collective: ``tensor``, ``gather`` or ``reduce``.
         chained: The next chained item waits for it.
         after: Positions of further items that must have ended.
-        early: Without such it waits for nothing of its device: it was begun before the pass.
+        early: Without such it was begun before the pass (``has_head_start``).
         operator: First operator concerned, for names.
         num_calls: Of a collective: its latency and what it costs the host count so often.
         num_entries: Of a collective: tensors, each of one rank, that the host lists for each call.
@@ -63,6 +63,11 @@ class Item:
     owner: int = -1
     held: int = -1
     holds_backward: bool = False
+
+    @property
+    def has_head_start(self) -> bool:
+        """Whether it waits for nothing: neither for its device, nor as its host does for what the pass receives."""
+        return self.early and not self.after
 
     @property
     def hands_over(self) -> bool:

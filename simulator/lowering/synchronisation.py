@@ -355,8 +355,11 @@ def whole_gradients_begin(view: StageView, group: ParameterGroup) -> list[int]:
 
 def gather_collectives(view: StageView) -> dict[int, list[MeshCollective]]:
     """Return, per unit, the all-gathers of parameters before the unit can run."""
+    runtime = view.costs.problem.runtime
     wanted = ((unit, group) for group in parameter_groups(view) for unit in gathered_for(view, group))
-    return _gathers(wanted, view.costs.problem.runtime.gathered_parameter_bytes)
+    return _gathers(
+        wanted, runtime.parameter_bytes if refreshes_in_forward(view) else runtime.gathered_parameter_bytes
+    )
 
 
 def gather_calls(view: StageView) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]:

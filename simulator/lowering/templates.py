@@ -65,21 +65,12 @@ class TemplateBuilder:
             for position, item in enumerate(items)
             if item.collective is None and item.chained and not item.waits
         ]
-        for c in self.placement.classes:
-            if num_receives.get(c, 0) and self._waits_for_receives:
-                wait = template.rows.add(
-                    cause="transfer",
-                    name=f"wait before {label}",
-                    stage=view.position,
-                    kind=OTHER,
-                    work_s=0.0,
-                    host_waits=True,
-                    hosts=[c],
-                )
-                template.heads[c] = [wait]
-                tails[c] = [wait]
         opened: set[int] = set()
+        has_begun = False
         for position, item in enumerate(items):
+            if not has_begun and not item.has_head_start:
+                self._add_waits(template, num_receives, label, tails)
+                has_begun = True
             name = self._name(item, shift) or label
             tasks = []
             if item.collective is None:
@@ -106,7 +97,7 @@ class TemplateBuilder:
                             template.starters.setdefault(c, []).append(task)
                             if item.collective is not None:
                                 template.openers.setdefault(c, []).append(task)
-                elif not item.after and not item.early:
+                elif not item.after and not item.has_head_start:
                     for c in members:
                         template.free_heads.setdefault(c, []).append(task)
                         if item.role == "tensor" and not tails[c]:
@@ -126,6 +117,24 @@ class TemplateBuilder:
         for channel_class, channel in sends:
             self._add_send(template, channel_class, channel, outgoing, label)
         return template
+
+    def _add_waits(
+        self, template: Template, num_receives: Mapping[int, int], label: str, tails: dict[int, list[int]]
+    ) -> None:
+        """Let hosts wait for what the pass needs, if they do (``Runtime.host_waits``)."""
+        for c in self.placement.classes:
+            if num_receives.get(c, 0) and self._waits_for_receives:
+                wait = template.rows.add(
+                    cause="transfer",
+                    name=f"wait before {label}",
+                    stage=self.placement.view.position,
+                    kind=OTHER,
+                    work_s=0.0,
+                    host_waits=True,
+                    hosts=[c],
+                )
+                template.heads[c] = [wait]
+                tails[c] = [wait]
 
     def _name(self, item: Item, shift: int) -> str:
         """Return the operator that an item is of, or the first and the last of several; empty where it is of none."""

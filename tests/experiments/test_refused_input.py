@@ -110,6 +110,17 @@ def test_a_folder_of_results_is_not_made_of_somebody_s_own(plan: Path, capsys: p
     assert Path("spec.yaml").read_text() == Path("table.csv").read_text() == "mine"
 
 
+def test_the_base_of_a_runtime_is_not_written_over(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, base in (("ours", "theirs.yaml"), ("theirs", "megatron-lm-2021")):
+        Path(f"{name}.yaml").write_text(f"description: {name}\nbase: {base}\nsources: {{}}\n")
+    command = ["plan", "-m", "tiny.yaml", *PROBLEM, "-r", "ours.yaml", "-o"]
+    for name in ("ours.yaml", "theirs.yaml"):
+        before = Path(name).read_text()
+        code, _, error = run(capsys, *command, name)
+        assert code == 2 and name in error and Path(name).read_text() == before
+    assert run(capsys, *command, "new.yaml")[0] == 0
+
+
 def test_names_that_say_another_kind_of_file_are_refused(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = ["search", "-m", "tiny.yaml", *PROBLEM, "-s", "ddp"]
     Path("runs.csv").write_text("model,gpus,global_batch,microbatch\ntiny.yaml,2,4,1\n")

@@ -73,6 +73,22 @@ def test_a_file_with_other_content_is_another_run(place: Place) -> None:
     assert load_sweep(path).jobs[0].key != before
 
 
+def test_a_runtime_is_another_with_another_base(place: Place) -> None:
+    path = place.write(runs=[{"global_batch": 4, "searcher": "ddp", "runtime": "ours.yaml"}])
+    changes = "base: {}\ngradient_clipping: {}\nsources: {{gradient_clipping: read}}\n"
+    (path.parent / "ours.yaml").write_text("description: ours\n" + changes.format("theirs.yaml", "false"))
+    theirs = path.parent / "theirs.yaml"
+    theirs.write_text("description: theirs\n" + changes.format("megatron-lm-2021", "true"))
+    before = load_sweep(path).jobs[0].key
+    assert load_sweep(path).jobs[0].key == before
+    theirs.write_text("description: theirs\n" + changes.format("megatron-lm-2023", "true"))
+    assert load_sweep(path).jobs[0].key != before
+    theirs.rename(path.parent.parent / "theirs.yaml")
+    (path.parent / "ours.yaml").write_text("description: ours\n" + changes.format("../theirs.yaml", "false"))
+    with pytest.raises(ValueError, match=r"files must lie in the spec's folder or below, .* got '../theirs.yaml'"):
+        load_sweep(path)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from datafiles.loader import load_mapping
-from hardware_models.runtime_files import RUNTIMES, load_runtime, runtime_description, runtime_fields, runtime_names
+from hardware_models.runtime_files import (
+    RUNTIMES,
+    files_of_runtime,
+    load_runtime,
+    runtime_description,
+    runtime_fields,
+    runtime_names,
+)
 
 
 @pytest.mark.parametrize("name", runtime_names())
@@ -72,9 +79,9 @@ def test_a_file_says_what_it_does_otherwise_than_its_base(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("base: megatron-lm-2023", "base: megatron-lm-203", r"mine.yaml: base must be a known one or a path .*-2023"),
-        ("base: megatron-lm-2023", "base: mine.yaml", "mine.yaml: base must not lead back to the file itself"),
-        ("base: megatron-lm-2023", "base: other.yaml", "other.yaml"),
+        ("base: megatron-lm-2023", "base: megatron-lm-203", r"mine.yaml: base must be a known one .*-2023"),
+        ("base: megatron-lm-2023", "base: mine.yaml", "mine.yaml: base must not lead back .* mine.yaml -> mine"),
+        ("base: megatron-lm-2023", "base: other.yaml", r"mine.yaml: base .* there is no file .*other.yaml"),
         ("base: megatron-lm-2023", "base: [megatron-lm-2023]", "base: must be the name of a runtime or a path, got "),
         ("base: megatron-lm-2023", "base: null", "attention: is required"),
         ('description: "ours"', "", "description: is required"),
@@ -82,7 +89,7 @@ def test_a_file_says_what_it_does_otherwise_than_its_base(tmp_path: Path) -> Non
         ('implementation: "read", ', "", "missing: implementation; unknown: none"),
         ('attention: "read anew"', 'atention: "read anew"', "missing: none; unknown: atention"),
         ("gradient_clipping: false", "gradient_clipping: 3", "gradient_clipping: must be a valid boolean, got 3"),
-        ("{implementation: ", "[implementation: ", "sources"),
+        ("{implementation: ", "[implementation: ", "sources: must be a mapping"),
     ],
 )
 def test_a_bad_file_with_a_base_names_the_field(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -91,6 +98,40 @@ def test_a_bad_file_with_a_base_names_the_field(tmp_path: Path, old: str, new: s
     (path := tmp_path / "mine.yaml").write_text(text.replace('anew"}', 'anew"]') if "[implementation" in new else text)
     with pytest.raises(ValueError, match=message):
         load_runtime(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"host_runs_ahead": "false"}, "needs host_runs_ahead.* of its base megatron-lm-2023"),
+        ({"transfer_mode": "overlapped"}, "must not have receive where transfer_mode is overlapped"),
+        ({"refreshes_in_forward": "true", "copies_gathered": "true"}, "goes with neither gather .* copies_gathered"),
+    ],
+)
+def test_fields_that_contradict_what_the_base_says_are_refused(
+    tmp_path: Path, fields: dict[str, str], message: str
+) -> None:
+    said = "".join(f"{name}: {value}\n" for name, value in fields.items())
+    sources = "".join(f'  {name}: "read"\n' for name in fields)
+    (path := tmp_path / "mine.yaml").write_text(
+        f'description: "ours"\nbase: megatron-lm-2023\n{said}sources:\n{sources}'
+    )
+    with pytest.raises(ValueError, match=message):
+        load_runtime(path)
+
+
+def test_the_files_of_a_runtime_are_those_that_it_is_based_on_too(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "below" / "b.yaml"
+    second.parent.mkdir()
+    first.write_text(BASED.replace("base: megatron-lm-2023", "base: below/b.yaml"))
+    assert files_of_runtime(first) == [first, second]  # there or not
+    second.write_text(BASED)
+    assert files_of_runtime(first) == [first, second]
+    second.write_text(BASED.replace("base: megatron-lm-2023", "base: ../a.yaml"))
+    assert files_of_runtime(first) == [first, second]
+    with pytest.raises(ValueError, match=r"got a.yaml -> b.yaml -> a.yaml"):
+        load_runtime(first)
+    assert not files_of_runtime("megatron-lm-2023")
 
 
 @pytest.mark.parametrize("name", runtime_names())
