@@ -8,7 +8,7 @@
 .PHONY: demo test check accuracy setup clean
 .DEFAULT_GOAL := demo
 
-# Tests start some hundred processes; without bytecode on disk each compiles every module anew.
+# Tests start processes of their own; without bytecode on disk each compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv

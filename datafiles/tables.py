@@ -99,7 +99,7 @@ def _check_header(header: list[str], source: str, line: int, wanted: list[str]) 
 
 
 _resolved = lru_cache(2**16)(resolve_scalar)
-"""Cells repeat: sizes, degrees, names of columns that are one."""
+"""The same, kept: cells of a table repeat (sizes, degrees)."""
 
 
 def _cell_number(cell: str, column: str, source: str, line: int, *, whole: bool) -> int | float | None:

@@ -44,7 +44,7 @@ def runtime_names() -> tuple[str, ...]:
 
 def runtime_description(name: str) -> str:
     """Return the one-line description of a shipped runtime."""
-    return str(_read(name).model_dump()["description"])
+    return str(_read(name).model_dump(include={"description"})["description"])
 
 
 def runtimes_in(dtypes: Collection[str], like: Runtime) -> tuple[str, ...]:

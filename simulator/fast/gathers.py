@@ -13,7 +13,6 @@ from simulator.fast.arrays import (
     MAX_FAMILIES,
     MAX_PENDING,
     ROOT_S,
-    SHARDED,
     Floats,
     Ints,
     PlanColumns,
@@ -94,14 +93,14 @@ def add_gathers(
             )
             count, pending_unit = 0, unit
         a, b = max(start, shape.unit_first[unit]), min(ends, shape.unit_stop[unit])
+        # Each unit gathers what is tied, but for those that stay gathered: the first of them.
+        since = max(first, shape.unit_first[unit])
+        if shape.gathers_of[unit] == 1 or not reshards:
+            since = first
         for family in range(MAX_FAMILIES):
             own_key = families[family, GATHER]
             if own_key < 0:
                 continue
-            # Each unit gathers what is tied, but for those that stay gathered: the first of them.
-            since = max(first, shape.unit_first[unit])
-            if shape.gathers_of[unit] == 1 or not reshards or families[family, SHARDED] <= 0:
-                since = first
             more = sums[b, ELEMENTS + family] - sums[a, ELEMENTS + family]
             more += tied_elements(shape, tables, plans, run_tables, table, family, since, begin, a, b, False)
             if more > 0:

@@ -176,8 +176,9 @@ def _add_runs(
         gathered_bytes = rules.parameter_bytes if any_stepped else beside.gathered_bytes
         if own.gathers and own.fits:
             num_pending, pending_unit = add_gathers(
-                shape, tables, plans, run_tables, run, start, stage, first, plans.reshards[plan] != 0,
-                gathered_bytes, room.pending, num_pending, pending_unit, room.gather_s,
+                shape, tables, plans, run_tables, run, start, stage, first,
+                plans.reshards[plan] != 0 and not any_stepped, gathered_bytes, room.pending, num_pending, pending_unit,
+                room.gather_s,
             )
         if not own.fits or num_pending > MAX_PENDING:
             state = TOO_MANY_GATHERS

@@ -158,9 +158,7 @@ class _Lowering:
         self.reshards = [reshards(view) for view in self.views]
         self.reduces_early = (plan.overlap_gradient_sync or plan.gradient_reduction == "every") and not plan.rotates
         hands_over = self.problem.runtime.hands_over_gradients
-        chosen = VariantChoice(
-            plan, gathers, self.reshards, self.reduces_early, hands_over, self.flows[0].num_turns
-        )
+        chosen = VariantChoice(plan, gathers, self.reshards, self.reduces_early, hands_over, self.flows[0].num_turns)
         self.variants = [chosen.of_order(order) for order in self.orders]
 
     def num_tasks(self) -> int:

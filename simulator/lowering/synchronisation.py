@@ -377,8 +377,8 @@ def gather_calls(view: StageView) -> dict[tuple[int, tuple[int, ...], tuple[int,
 def parameter_refresh(view: StageView) -> list[MeshCollective]:
     """Return the all-gathers that ZeRO-1 and ZeRO-2 need after the optimizer step, and before the next iteration."""
     if "parameter refresh" not in view.kept:
-        later = refreshes_in_forward(view)
-        wanted = ((0, group) for group in parameter_groups(view) if is_refreshed(group) and not later)
+        groups = () if refreshes_in_forward(view) else parameter_groups(view)
+        wanted = ((0, group) for group in groups if is_refreshed(group))
         found = _gathers(wanted, view.costs.problem.runtime.parameter_bytes)
         view.kept["parameter refresh"] = [one for collectives in found.values() for one in collectives]
     return list(view.kept["parameter refresh"])

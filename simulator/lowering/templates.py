@@ -97,7 +97,7 @@ class TemplateBuilder:
                             template.starters.setdefault(c, []).append(task)
                             if item.collective is not None:
                                 template.openers.setdefault(c, []).append(task)
-                elif not item.after and not item.has_head_start:
+                elif not item.after and not item.early:
                     for c in members:
                         template.free_heads.setdefault(c, []).append(task)
                         if item.role == "tensor" and not tails[c]:

@@ -100,6 +100,21 @@ def test_closed_forms_have_what_the_engine_has(degrees: dict) -> None:
     assert FastEstimator(beside).estimate(plan).iteration_time_s == pytest.approx(closed, rel=1e-11)
 
 
+@pytest.mark.parametrize(
+    ("changes", "recompute"),
+    [({"prefetches_gathers": False}, "none"), ({"regathers_recomputed": True}, "full"), ({}, "full")],
+    ids=str,
+)
+@pytest.mark.parametrize("degrees", [{"dp": 8}, {"dp": 4, "pp": 2}, {"dp": 4, "pp": 2, "schedule": "gpipe"}], ids=str)
+def test_so_they_do_of_other_ways_to_gather(changes: dict, recompute: str, degrees: dict) -> None:
+    problem, _ = problems("a100-40g-dgx-100g:8x1")
+    problem = replace(problem, runtime=replace(problem.runtime, **changes))
+    plan = uniform_plan(problem, microbatch=1, zero=1, recompute=recompute, **degrees)
+    closed = estimate(plan, problem).iteration_time_s
+    assert closed == pytest.approx(simulate_time_s(plan, problem), rel=0.03)
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(closed, rel=1e-11)
+
+
 def test_a_stage_with_zero_3_as_well_gathers_behind_the_step() -> None:
     beside, behind = problems()
     count, half = len(beside.workload), beside.workload.layers[2][1]
