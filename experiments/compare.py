@@ -8,6 +8,7 @@ it stopped when it is called again.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -89,8 +90,11 @@ class Comparison:
     objective: str = "paper"
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return plain data, without the list of searchers (one may be added later)."""
+        """Return plain data, without the list of searchers (one may be added later); files with their content."""
+        there = [file for file in self.spec.files if file.is_file()]
+        contents = {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in there}
         return {
+            **({"file content": contents} if contents else {}),
             "problem": self.spec.to_mapping(),
             "budget": {"seconds": self.budget.seconds, "evaluations": self.budget.evaluations},
             "seed": self.seed,

@@ -160,6 +160,19 @@ def test_a_folder_of_another_problem_is_refused(folder: Path, table: pd.DataFram
         compare(other, SEARCHERS, budget=BUDGET, output=folder)
 
 
+def test_so_is_one_of_other_content_in_a_file_or_its_base(tmp_path: Path) -> None:
+    own, base = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
+    text = "description: x\nbase: {}\ngradient_clipping: false\nsources: {{gradient_clipping: read}}\n"
+    own.write_text("description: ours\nbase: theirs.yaml\nsources: {}\n")
+    base.write_text(text.format("megatron-lm-2021"))
+    spec = ProblemSpec(**{**SPEC.to_mapping(), "runtime": str(own)})
+    for _ in range(2):
+        assert len(compare(spec, ("ddp",), budget=BUDGET, output=tmp_path / "out")) == 1
+    base.write_text(text.format("megatron-lm-2023-fp16"))
+    with pytest.raises(ValueError, match=r"with another file content: .*theirs.yaml"):
+        compare(spec, ("ddp",), budget=BUDGET, output=tmp_path / "out")
+
+
 def test_rows_of_other_code_are_made_again(
     folder: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
