@@ -48,7 +48,9 @@ class Runtime:
         adds_gradients_in_products: But those of matrices are added by the product that makes them: no kernel, and no
             tensor of their own.
         copies_gradients: Gradients of whole parameters are copied into buckets to be reduced, and back, each by a
-            kernel; a pass ends when all are back. Whether memory holds both is in ``gradient_bytes``.
+            kernel; a pass ends when all are back.
+        bucket_bytes: Of ``gradient_bytes``, what such buckets take in memory: they are there from the start to the
+            end of a run, of what replicas reduce whole, and of nothing else.
         sharded_gradient_copies: How often ZeRO-3, and what fills a bucket (``fills_bucket``), goes over whole gradients
             before it scatters them: to write them into one tensor, to divide them.
         parameter_calls_above: ZeRO-3 gathers and scatters each parameter by a call of its own, with the latency and the
@@ -196,6 +198,7 @@ class Runtime:
     hands_over_gradients: bool = False
     adds_gradients_in_products: bool = False
     copies_gradients: bool = False
+    bucket_bytes: BytesPerParameter = 0
     sharded_gradient_copies: Annotated[int, Field(ge=0, le=8)] = 0
     copies_gathered: bool = False
     joins_gathers: bool = False

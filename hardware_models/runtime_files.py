@@ -188,6 +188,11 @@ def _contradictions(mapping: Mapping[str, Any]) -> list[tuple[bool, str]]:
             "overlaps_input_reductions needs host_runs_ahead: a host that waits for each launch overlaps nothing",
         ),
         (
+            (mapping.get("bucket_bytes") or 0) > (mapping["gradient_bytes"] if mapping.get("copies_gradients") else 0),
+            "bucket_bytes must be part of gradient_bytes, and needs copies_gradients: gradients that live in buckets "
+            "are gradient_bytes alone",
+        ),
+        (
             "receive" in waits and mapping.get("transfer_mode") == "overlapped",
             "host_waits must not have receive where transfer_mode is overlapped: nothing waits for what travels beside",
         ),

@@ -1,9 +1,10 @@
-"""The simulator's live and reserved bytes against torch's own storages, under fake tensors: no GPU, any machine.
+"""The simulator's live and reserved bytes against torch's own storages: no GPU, any machine.
 
-Prints the table of `CHECKS`: GPT and BERT of 1.3 billion parameters and one model or more of other families, in about
-six minutes. Or that of plans drawn at random, of other models too.
+Prints the table of `CHECKS`: GPT and BERT of 1.3 billion parameters and one model or more of other families, executed
+on fake tensors, in about six minutes. Or that of `WRAPPED`: models under PyTorch's own data parallelism, in two. Or
+that of plans drawn at random, of other models too.
 
-Run: ``python -m validation.memory_check [--random 40 --seed 1]``
+Run: ``python -m validation.memory_check [--wrapped] [--random 40 --seed 1]``
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
@@ -32,9 +33,13 @@ from simulator.validate import validate
 from workloads.registry import build_workload
 
 if TYPE_CHECKING:
-    from validation.memory_trace import TracedMemory
+    from hardware_models.runtime import Runtime
+    from validation.storage_tracer import TracedMemory
 
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES)
+EXECUTOR = "windtunnel-executor"
+VALUED = "pytorch-ddp"
+"""The runtime that is traced on tensors with data (``wrapped_trace``)."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,9 @@ class Check:
         model, num_gpus, global_batch: The problem, on A100s.
         degrees: Of ``simulator.uniform.uniform_plan``.
         devices: Which devices; None for the first.
-        runtime, attention: Of the executor.
+        runtime, attention: Of the executor; or one that PyTorch's own data parallelism stands for (``wrapped_model``).
         layers: Of a model cut down; 0 for all.
+        shape: Of one cut down further.
     """
 
     model: str
@@ -57,6 +63,7 @@ class Check:
     runtime: str = "windtunnel-executor"
     attention: str = "plain"
     layers: int = 0
+    shape: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [
@@ -64,17 +71,39 @@ class Check:
         ]
         precision = "fp32" if self.runtime.endswith("fp32") else "bf16"
         model = f"{self.model} of {self.layers} layers" if self.layers else self.model
-        return ", ".join([model, precision, f"{self.attention} attention", *parts])
+        model += "".join(f", {name.replace('_', ' ')} {value}" for name, value in self.shape.items())
+        runtime = [self.runtime] if self.is_wrapped else []
+        return ", ".join([*runtime, model, precision, f"{self.attention} attention", *parts])
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether torch's autograd goes through the model, not the executor."""
+        return not self.runtime.startswith(EXECUTOR)
 
     def problem(self) -> Problem:
         """Return the problem; fake tensors are multiplied by no library that would hold memory for it."""
-        cut = {"layers": self.layers} if self.layers else None
+        cut = {"layers": self.layers, **self.shape} if self.layers else None
+        runtime = replace(load_runtime(self.runtime), matmul_workspaces=0)
         return Problem(
             workload=build_workload(self.model, attention=self.attention, overrides=cut),
             hardware=HardwareModel(cluster=parse_cluster(f"a100-80g-dgx:1x{self.num_gpus}")),
-            runtime=replace(load_runtime(self.runtime), matmul_workspaces=0),
+            runtime=_of_torch(runtime, self.attention) if self.is_wrapped else runtime,
             global_batch=self.global_batch,
         )
+
+
+def _of_torch(runtime: Runtime, attention: str) -> Runtime:
+    """Return a runtime with the operators that torch has here: of its own, without others' kernels.
+
+    The loss is an operator of the graph, so the model does not return logits. Steps of optimizers are fused where
+    tensors are fake: in others torch reads a count from them.
+    """
+    own = runtime if runtime.implementation.autocast else load_runtime("pytorch-fsdp2")
+    implementation = replace(own.implementation, loss_keeps_logits=False)
+    runtime = replace(runtime, implementation=implementation, attention=attention)  # type: ignore[arg-type]
+    if runtime.name == VALUED:
+        return runtime
+    return replace(runtime, optimizer_kernels="fused", optimizer_workspace_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -148,6 +177,40 @@ CHECKS = (
 )
 
 
+def wrapped_check(runtime: str, model: str, num_gpus: int, microbatches: int, **words: object) -> Check:
+    """Return the check of a model whose GPUs are replicas, or share everything by ZeRO-3; ``words`` of either."""
+    shape = words.pop("shape", {})
+    layers, attention = words.pop("layers", 0), words.pop("attention", "flash")
+    degrees = {"dp": num_gpus, "overlap_gradient_sync": True, **words} if num_gpus > 1 else words
+    if runtime != VALUED:
+        degrees["zero"] = 3
+    batch = num_gpus * microbatches * words["microbatch"]  # type: ignore[operator]
+    return Check(model, num_gpus, batch, degrees, (0,), runtime, attention, layers, shape)  # type: ignore[arg-type]
+
+
+LLAMA = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 688, "seq_len": 256, "vocab": 512}
+WRAPPED = (
+    wrapped_check("pytorch-fsdp2", GPT, 4, 1, microbatch=2),
+    wrapped_check("pytorch-fsdp2", GPT, 8, 2, microbatch=2, recompute="full"),
+    wrapped_check("pytorch-fsdp2", "llama2-7b", 8, 1, microbatch=1),
+    wrapped_check("pytorch-fsdp2", "llama3-8b", 8, 2, microbatch=1, recompute="full"),
+    wrapped_check("pytorch-fsdp2", "bert-large", 4, 2, microbatch=8),
+    wrapped_check("pytorch-fsdp2", "vit-large", 4, 1, microbatch=32),
+    wrapped_check("pytorch-fsdp2", "swin-huge-32", 4, 1, microbatch=16, attention="plain"),
+    wrapped_check("pytorch-fsdp2", "wide-resnet-500m", 4, 1, microbatch=8, attention="plain"),
+    wrapped_check("pytorch-fsdp2", "vgg-19", 2, 1, microbatch=16, attention="plain"),
+    wrapped_check("composer-fsdp", GPT, 8, 2, microbatch=2),
+    wrapped_check("composer-fsdp", GPT, 8, 2, microbatch=2, recompute="full"),
+    wrapped_check("composer-fsdp", "gpt2-1.5b", 4, 1, microbatch=4),
+    wrapped_check("hetu-galvatron", "llama2-7b", 8, 1, microbatch=1),
+    wrapped_check("hetu-galvatron", "llama2-7b", 8, 2, microbatch=1, recompute="full"),
+    wrapped_check("hetu-galvatron", "vit-large", 4, 2, microbatch=32),
+    wrapped_check(VALUED, "gpt3-350m", 2, 2, microbatch=2, layers=4, shape={"seq_len": 512}, attention="plain"),
+    wrapped_check(VALUED, "llama2-7b", 2, 1, microbatch=16, layers=4, shape=LLAMA, attention="plain"),
+    wrapped_check(VALUED, "resnet-50", 2, 1, microbatch=8, attention="plain"),
+)
+
+
 RANDOM_MODELS = (
     "gpt3-350m", "gpt2-1.5b", "alpa-gpt-125m", "bert-large", "bert-48", "llama2-7b", "llama3-8b", "t5-large-32",
     "t5-770m", "vit-large", "swin-huge-32", "xlnet-large", "wide-resnet-500m", "resnet-50", "vgg-19",
@@ -188,12 +251,14 @@ def random_checks(random: Random) -> Iterator[Check]:
 def compare(check: Check) -> list[Compared]:
     """Return predicted and traced bytes of a check's devices."""
     from validation.memory_trace import trace_memory  # torch, which --help does not wait for
+    from validation.wrapped_trace import trace_wrapped
 
     problem = check.problem()
     plan = uniform_plan(problem, **check.degrees)  # type: ignore[arg-type]
     result = simulate(plan, problem)
     found = []
-    for traced in trace_memory(plan, problem, check.devices):
+    wrapped = check.is_wrapped
+    for traced in [trace_wrapped(plan, problem)] if wrapped else trace_memory(plan, problem, check.devices):
         (memory,) = [one for one in result.memory if traced.device in result.graph.device_members[one.device]]
         found.append(_compared(check, memory, traced))
     return found
@@ -227,12 +292,16 @@ def table(rows: list[Compared]) -> str:
 def main() -> None:
     """Print the table of all checks, or of random ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wrapped", action="store_true", help="models under PyTorch's own data parallelism instead")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="draw so many plans instead")
     parser.add_argument("--seed", type=int, default=0, help="the same plans for the same seed")
     given = parser.parse_args()
     if given.random < 0:
         parser.error(f"--random must be the number of plans to draw, at least 0, got {given.random}")
-    checks = list(islice(random_checks(Random(given.seed)), given.random)) or CHECKS
+    if given.random and given.wrapped:
+        parser.error("--random draws plans of the executor; leave it or --wrapped out")
+    drawn = list(islice(random_checks(Random(given.seed)), given.random))
+    checks = drawn or (WRAPPED if given.wrapped else CHECKS)
     rows = [row for check in track(checks, "plans", console=Console(stderr=True)) for row in compare(check)]
     worst = max(rows, key=lambda row: abs(row.error))
     mean = sum(abs(row.error) for row in rows) / len(rows)

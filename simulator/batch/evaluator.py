@@ -101,13 +101,13 @@ class BatchEvaluator:
         self._period = self._boundaries.period
         self._rows: dict[tuple[int, int, str], StageRows] = {}
         self._layouts: dict[bool, tuple[Ints, Ints]] = {}
-        self._table_of_group: dict[tuple[int, int, int], int] = {}
+        self._table_of_group: dict[tuple[int, int, int, bool], int] = {}
         self._table_of_price: dict[object, int] = {}
         self._tables: list[tuple[Floats, Ints, Floats, Ints]] = []
         self._packed: tuple[Floats, Ints, Floats, Ints] | None = None
         self.use = tensor_use(self.costs, self.shape)
-        self._bytes: dict[tuple[int, int, str], StageBytes] = {}
-        self._bytes_of_table: list[tuple[int, int, str]] = []
+        self._bytes: dict[tuple[int, int, str, bool], StageBytes] = {}
+        self._bytes_of_table: list[tuple[int, int, str, bool]] = []
         self._packed_bytes: tuple[Floats, Floats, Floats, Floats, Ints] | None = None
         self._tables_of_stage: dict[int, Ints] = {}
 
@@ -158,19 +158,19 @@ class BatchEvaluator:
         for number, stage in enumerate(example.tolist()):
             key = int(keys[stage])
             if key not in self._tables_of_stage:
-                tp, dp = int(batch.tp[stage]), int(batch.dp[stage])
-                start = int(batch.first_devices[stage])
-                self._tables_of_stage[key] = np.array(
-                    [self._table(tp, int(samples[stage]), start + group * tp) for group in range(dp)],
-                    dtype=np.int64,
-                )
+                self._tables_of_stage[key] = self._tables_of_groups(batch, stage, int(samples[stage]))
             found = self._tables_of_stage[key]
             first[number], equal[number] = found[0], bool((found == found[0]).all())
         return first[inverse], equal[inverse]
 
-    def _table(self, tp: int, samples: int, start: int) -> int:
-        """Return the number of the table for a group of ``tp`` devices from ``start`` on."""
-        key = (tp, samples, start % self._period)
+    def _tables_of_groups(self, batch: PlanBatch, stage: int, samples: int) -> Ints:
+        tp, dp, start = int(batch.tp[stage]), int(batch.dp[stage]), int(batch.first_devices[stage])
+        tables = [self._table(tp, samples, start + group * tp, dp > 1) for group in range(dp)]
+        return np.array(tables, dtype=np.int64)
+
+    def _table(self, tp: int, samples: int, start: int, replicated: bool) -> int:
+        """Return the number of the table for a group of ``tp`` devices from ``start`` on, of several or alone."""
+        key = (tp, samples, start % self._period, replicated)
         if key in self._table_of_group:
             return self._table_of_group[key]
         devices = tuple(range(start, start + tp))
@@ -180,8 +180,7 @@ class BatchEvaluator:
         gpu_type = types.pop()
         if (tp, samples, gpu_type) not in self._rows:
             builder = StageRowsBuilder(self.costs, self.shape, tp, samples, gpu_type)
-            found = self._rows[tp, samples, gpu_type] = builder.build()
-            self._bytes[tp, samples, gpu_type] = stage_bytes(self.costs, self.shape, found, tp, samples, gpu_type)
+            self._rows[tp, samples, gpu_type] = builder.build()
             self._layouts.setdefault(tp > 1, builder.layouts)
         rows = self._rows[tp, samples, gpu_type]
         idle_s = self.problem.runtime.handover_s if self.fidelity.handover else 0.0
@@ -190,11 +189,16 @@ class BatchEvaluator:
             return self.problem.hardware.collective(collective, num_bytes, devices).alone_s + idle_s
 
         prices = tuple(price_s(*found) for found in rows.collectives)
-        price_key = (tp, samples, gpu_type, prices)
+        sized = (tp, samples, gpu_type, replicated)
+        if sized not in self._bytes:
+            self._bytes[sized] = stage_bytes(
+                self.costs, self.shape, rows, tp, samples, gpu_type, replicated=replicated
+            )
+        price_key = (sized, prices)
         if price_key not in self._table_of_price:
             self._table_of_price[price_key] = len(self._tables)
             self._tables.append(self._filled(rows, dict(zip(rows.collectives, prices, strict=True))))
-            self._bytes_of_table.append((tp, samples, gpu_type))
+            self._bytes_of_table.append(sized)
             self._packed = self._packed_bytes = None
         self._table_of_group[key] = self._table_of_price[price_key]
         return self._table_of_group[key]
@@ -359,12 +363,9 @@ class BatchEvaluator:
             ways.append(nothing if last else known[int(keys[stage])].forward)
             ways.append(nothing if batch.is_first[stage] else known[int(keys[stage - 1])].backward)
             if not equal_stage[stage]:
-                tp, start = int(batch.tp[stage]), int(batch.first_devices[stage])
-                groups = [
-                    self._table(tp, int(samples[stage]), start + group * tp) for group in range(int(batch.dp[stage]))
-                ]
-                found = self._passes(batch, np.full(len(groups), stage), np.array(groups, dtype=np.int64))
-                repeats = tp // int(unit_sizes[stage])
+                groups = self._tables_of_groups(batch, stage, int(samples[stage]))
+                found = self._passes(batch, np.full(len(groups), stage), groups)
+                repeats = int(batch.tp[stage]) // int(unit_sizes[stage])
                 own[first_unit[number] : first_unit[number + 1]] = np.repeat(found, repeats, axis=0)
         counts = np.diff(batch.stage_offsets)[chosen]
         return run_pipelines(

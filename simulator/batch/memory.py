@@ -150,14 +150,15 @@ class StageBytes:
 
 
 def stage_bytes(
-    costs: CostTables, shape: ModelShape, rows: StageRows, tp: int, samples: int, gpu_type: str
+    costs: CostTables, shape: ModelShape, rows: StageRows, tp: int, samples: int, gpu_type: str, *, replicated: bool
 ) -> StageBytes:
-    """Return the sizes of everything that a stage allocates."""
+    """Return the sizes of everything that a stage allocates, which has replicas or not."""
     workload, runtime = costs.problem.workload, costs.problem.runtime
     # (Without ZeRO no gradients are scattered: a runtime that frees those frees none.)
-    anew_bytes = runtime.gradient_bytes if runtime.frees_gradients == "all" else 0.0
-    gradient_bytes = runtime.gradient_bytes - anew_bytes
-    per_element = (runtime.parameter_bytes, gradient_bytes, *optimizer_parts_bytes(runtime))
+    own_bytes = runtime.gradient_bytes - runtime.bucket_bytes
+    anew_bytes = own_bytes if runtime.frees_gradients == "all" else 0.0
+    kept_bytes = own_bytes - anew_bytes, runtime.bucket_bytes if replicated else 0.0
+    per_element = (runtime.parameter_bytes, *kept_bytes, *optimizer_parts_bytes(runtime))
     per_gradient = runtime.implementation.activation_bytes
     op_bytes = np.zeros((len(workload), OP_BYTES))
     found: list[OperatorCost] = []

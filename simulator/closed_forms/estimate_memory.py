@@ -72,7 +72,7 @@ def held_bytes(view: StageView) -> HeldBytes:
     static = static_bytes(list(parameter_groups(view)), view.costs, **zero)
     anew_of, late_of = dict.fromkeys(view.operators, 0.0), dict.fromkeys(view.operators, 0.0)
     for group in parameter_groups(view):
-        own_bytes = sum(static_bytes([group], view.costs, **zero).gradients_anew.values())
+        own_bytes = static_bytes([group], view.costs, **zero).anew_bytes
         anew_of[group.operator] += own_bytes
         if reduces_in_backward(plan) and whole_gradients_begin(view, group):
             late_of[group.operator] += own_bytes

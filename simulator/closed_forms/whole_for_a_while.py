@@ -53,7 +53,8 @@ def whole_for_a_while(view: StageView) -> Whole:
     gathers, beside, joining = {}, {}, {}
     root_above = travelling = before_bytes = most = 0.0  # Of gradients of parts above.
     below = [part for part in parts if part not in roots and gathered[part]]
-    is_open = False
+    in_root = sum(gathered[part] for part in roots)
+    is_open = in_root > 0  # Its backward pass begins first, whatever is computed first.
     for part in reversed(parts):
         own = part not in roots and gathered[part] > 0
         if own:
@@ -76,7 +77,7 @@ def whole_for_a_while(view: StageView) -> Whole:
             travelling, before_bytes = scattered[part], travelling
         elif part in roots:
             root_above += scattered[part]
-    in_root, end = sum(gathered[part] for part in roots), beside[parts[0]]
+    end = beside[parts[0]]
     if waits:  # The root is joined last.
         at_last = root_above * (1.0 + wait)
         end = max(joining[parts[0]], at_last + (-in_root if apart else gathers[parts[0]]))

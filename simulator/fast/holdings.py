@@ -277,7 +277,7 @@ def _states(view: StageView, group: ParameterGroup) -> list[float]:
         for reshards in (False, True):
             held = static_bytes([group], view.costs, sharded_gradients=sharded, reshards=reshards)
             lasting.append(float(held.total_bytes))
-        anew.append(float(sum(held.gradients_anew.values())))
+        anew.append(float(held.anew_bytes))
     chunks, largest = refreshed_bytes(group, view.costs)
     late = anew[True] if whole_gradients_begin(view, group) else 0.0
     return [*lasting, *anew, float(sum(held.step_workspace)), chunks, late, largest]

@@ -135,7 +135,7 @@ def fill_parts(
                 parts.scattered[shape.part_of[index]] -= tables.tied_bytes[run_tables[run], place, TIED_SCATTERED]
     ahead = 1.0 if rules.prefetches else 0.0
     root_above, root_late, travelling, last_but_one, most = 0.0, 0.0, 0.0, 0.0, 0.0
-    is_open = False
+    is_open = in_root > 0.0
     for back in range(high + 1 - low):
         part = high - back
         of_root = shape.gathers_of[shape.unit_of[shape.part_first[part]]] == 1

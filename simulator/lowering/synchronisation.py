@@ -56,6 +56,7 @@ class ParameterGroup(NamedTuple):
         operator: Index.
         sizes: Mesh of the operator.
         reduced_axes: Axes over which gradients are partial sums.
+        is_replicated: Replicas are among them.
         zero: Largest ZeRO level of those axes.
         sharded_axes: Axes over which ZeRO shards.
         scattered: The gradient is summed to a shard each; else whole, as without ZeRO.
@@ -68,6 +69,7 @@ class ParameterGroup(NamedTuple):
     operator: int
     sizes: tuple[int, ...]
     reduced_axes: tuple[int, ...]
+    is_replicated: bool
     zero: int
     sharded_axes: tuple[int, ...]
     scattered: bool
@@ -157,13 +159,16 @@ def _operator_groups(view: StageView, index: int) -> list[ParameterGroup]:
     sharding = view.shardings[index]
     splits = view.costs.splits(index, sharding)
     batch_axes = tuple(axis for axis, item in enumerate(sharding) if item.split == "batch")
-    return [
-        ParameterGroup(
+    found = []
+    for number, (parameter, elements) in enumerate(view.cost(index).parameters):
+        reduced_axes = tuple(
+            axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
+        )
+        group = ParameterGroup(
             operator=index,
             sizes=mesh_sizes(sharding),
-            reduced_axes=tuple(
-                axis for axis, split in enumerate(splits) if sharding and split.parameter_gradient(number) == PARTIAL
-            ),
+            reduced_axes=reduced_axes,
+            is_replicated=any(axis in batch_axes for axis in reduced_axes),
             zero=max((sharding[axis].zero for axis in batch_axes), default=0),
             sharded_axes=tuple(axis for axis in batch_axes if sharding[axis].zero > 0),
             scattered=scatters(sharding, view.costs.problem.runtime),
@@ -172,8 +177,8 @@ def _operator_groups(view: StageView, index: int) -> list[ParameterGroup]:
             users=(index,),
             leads_unit=False,
         )
-        for number, (parameter, elements) in enumerate(view.cost(index).parameters)
-    ]
+        found.append(group)
+    return found
 
 
 def split_reduction(group: ParameterGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -274,11 +279,11 @@ def _copied(view: StageView, buckets: Sequence[Sequence[ParameterGroup]]) -> dic
 
 def is_copied(view: StageView, group: ParameterGroup) -> bool:
     """Return whether the runtime copies a parameter's gradient before data parallelism reduces it."""
-    runtime, sharding = view.costs.problem.runtime, view.shardings[group.operator]
+    runtime = view.costs.problem.runtime
     wanted = runtime.copies_gradients and not group.scattered
     if group.zero == 3 or group.zero in runtime.fills_bucket:
         wanted = runtime.sharded_gradient_copies > 0
-    return wanted and any(sharding[axis].split == "batch" for axis in group.reduced_axes)
+    return wanted and group.is_replicated
 
 
 def is_gathered(group: ParameterGroup) -> bool:

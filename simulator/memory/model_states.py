@@ -20,11 +20,13 @@ class StaticBytes:
     """What a stage holds all the time, per parameter tensor.
 
     Attributes:
-        parameters, gradients, masters: Bytes of each tensor; masters are wider copies of parameters.
+        parameters, gradients, masters: Bytes of each tensor; gradients are also those in buckets
+            (``Runtime.bucket_bytes``), masters are wider copies of parameters.
         moments: Bytes of each of the optimizer's moments.
         handed: For each of the gradients its operator and elements where it is one that a product made
             (``Runtime.hands_over_gradients``), else None; what is reduced is copied into a buffer that stays.
-        gradients_anew: By unit, gradients that do not outlive an iteration: the first backward pass makes them.
+        gradients_anew: By unit, bytes of gradients that do not outlive an iteration: the first backward pass makes
+            them. Shards of a unit are one tensor.
         step_workspace: Bytes per parameter tensor that live only during the optimizer step.
         refreshed: Bytes of each tensor that gathering updated parameters takes: all chunks, all gathered, and the
             largest cut out; beside sums of gradients that are still there (``Runtime.scatters_anew``).
@@ -33,7 +35,7 @@ class StaticBytes:
     parameters: list[int]
     gradients: list[int]
     handed: list[tuple[int, int] | None]
-    gradients_anew: dict[int, int]
+    gradients_anew: dict[int, tuple[int, ...]]
     masters: list[int]
     moments: list[int]
     step_workspace: list[int]
@@ -43,6 +45,11 @@ class StaticBytes:
     def total_bytes(self) -> int:
         """What is there all the time; not gradients that a backward pass makes."""
         return sum(self.parameters) + sum(self.gradients) + sum(self.masters) + sum(self.moments)
+
+    @property
+    def anew_bytes(self) -> int:
+        """Gradients that a first backward pass makes."""
+        return sum(size for sizes in self.gradients_anew.values() for size in sizes)
 
 
 def static_bytes(
@@ -60,7 +67,8 @@ def static_bytes(
     parameters, gradients, masters, moments, workspace = [], [], [], [], []
     handed: list[tuple[int, int] | None] = []
     made_bytes = runtime.implementation.activation_bytes
-    anew: dict[int, int] = {}
+    anew = dict[int, list[int]]()
+    shards_anew = dict[int, int]()
     chunks = gathered_again = largest = 0.0
     still_there: list[int] = []
     for group in groups:
@@ -70,10 +78,17 @@ def static_bytes(
         kept = elements * runtime.gathered_parameter_bytes if gathered and not reshards else 0.0
         parameters.append(int(elements * runtime.parameter_bytes / (shards if gathered else 1) + kept))
         scattered = group.zero >= 2 and shards > 1 and sharded_gradients
-        size = int(elements * runtime.gradient_bytes / (shards if scattered else 1))
+        gradient_bytes = runtime.gradient_bytes - runtime.bucket_bytes
+        size = int(elements * gradient_bytes / (shards if scattered else 1))
+        if group.is_replicated and not group.scattered:
+            gradients.append(int(elements * runtime.bucket_bytes))
+            handed.append(None)
         if runtime.frees_gradients == "all" or (scattered and runtime.frees_gradients == "scattered"):
             unit = costs.unit_parts[group.operator]
-            anew[unit] = anew.get(unit, 0) + size
+            if scattered or is_gathered(group):
+                shards_anew[unit] = shards_anew.get(unit, 0) + size
+            else:
+                anew.setdefault(unit, []).append(size)
         else:
             gradients.append(size)
             is_as_made = not group.reduced_axes and size == group.num_elements * made_bytes
@@ -84,7 +99,7 @@ def static_bytes(
         masters.append(int(stepped * master))
         moments += [int(stepped * moment) for moment in both]
         adds_anew = runtime.scatters_anew and shards > 1 and group.zero == 1
-        sums = elements * runtime.gradient_bytes / shards if adds_anew else 0.0
+        sums = elements * gradient_bytes / shards if adds_anew else 0.0
         workspace.append(int(stepped * runtime.optimizer_workspace_bytes + sums))
         if shards > 1 and group.zero in (1, 2) and not runtime.refreshes_in_place:
             chunks += elements * runtime.parameter_bytes / shards
@@ -92,7 +107,10 @@ def static_bytes(
             largest = max(largest, elements * runtime.parameter_bytes)
             still_there.append(int(sums))
     refreshed = [*still_there, int(chunks), int(gathered_again), int(largest)]
-    return StaticBytes(parameters, gradients, handed, anew, masters, moments, workspace, refreshed)
+    for unit, size in shards_anew.items():
+        anew.setdefault(unit, []).append(size)
+    made = {unit: tuple(sizes) for unit, sizes in anew.items()}
+    return StaticBytes(parameters, gradients, handed, made, masters, moments, workspace, refreshed)
 
 
 def optimizer_parts_bytes(runtime: Runtime) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
@@ -26,7 +26,7 @@ from simulator.memory.events import (
     Pass,
 )
 from simulator.memory.lifetimes import Lifetimes, instance
-from simulator.memory.whole_units import WholeUnits
+from simulator.memory.whole_units import Anew, WholeUnits
 from simulator.operator_cost import OperatorCost
 from simulator.saved import ends_at_parting, is_private
 from workloads.kinds.base import KEPT, RESULTS
@@ -41,7 +41,7 @@ class StageMemory:
         cost_of: Operator index to its cost on the representative.
         reshards: ZeRO-3 parameters are freed after use.
         sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
-        gradients_anew: Bytes of gradients by unit that the first backward pass makes.
+        gradients_anew: By unit, bytes of gradients that the first backward pass makes.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StageMemory:
         *,
         reshards: bool,
         sharded_gradients: bool,
-        gradients_anew: Mapping[int, int] | None = None,
+        gradients_anew: Anew | None = None,
     ) -> None:
         self.view = view
         self.cost_of = cost_of

@@ -18,6 +18,8 @@ from simulator.lowering.synchronisation import (
 )
 from simulator.memory.events import GATHERED, GRADIENTS, UNSHARDED, Pass
 
+Anew = Mapping[int, Sequence[int]]
+
 
 class WholeUnits:
     """Follows the passes of a stage.
@@ -26,10 +28,10 @@ class WholeUnits:
         view: The stage.
         reshards: ZeRO-3 parameters are freed after use.
         sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
-        anew: Bytes of gradients by unit that the first backward pass makes: of what is scattered, its shards.
+        anew: By unit, bytes of gradients that the first backward pass makes: of what is scattered, its shards.
     """
 
-    def __init__(self, view: StageView, *, reshards: bool, sharded_gradients: bool, anew: Mapping[int, int]) -> None:
+    def __init__(self, view: StageView, *, reshards: bool, sharded_gradients: bool, anew: Anew) -> None:
         self.view = view
         self._runtime = runtime = view.costs.problem.runtime
         self._unit_of = view.costs.unit_parts
@@ -110,7 +112,8 @@ class WholeUnits:
         """Hold what a unit has gathered, and the one after where that is there by then (``Runtime.holds_next``).
 
         Those of the root are gathered first and stay from a forward pass to the end of its backward pass, once
-        for all microbatches in flight.
+        for all microbatches in flight. The backward pass begins with the root's, whatever it computes first, so the
+        last unit is gathered then.
 
         Args:
             leaving, entering, events: As for ``gather``.
@@ -121,12 +124,14 @@ class WholeUnits:
         for unit in self._root if leaving is None else ():
             events.allocate(f"unit {unit}/gathered", self._gathers.get(unit, 0.0), GATHERED, lasting=True)
         units = [unit for unit in self._gathers if unit not in self._root]
-        if entering not in units:
+        if entering in units:
+            events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
+        elif way == "forward" or leaving is not None or not self._gathers.keys() & self._root:
             return
-        events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
-        after = units.index(entering) + (1 if way == "forward" else -1)
-        if self._runtime.holds_next(way) and 0 <= after < len(units):
-            events.allocate(f"unit {units[after]}/gathered", self._gathers[units[after]], GATHERED)
+        after = [unit for unit in units if (unit > entering if way == "forward" else unit < entering)]
+        if self._runtime.holds_next(way) and after:
+            following = after[0 if way == "forward" else -1]
+            events.allocate(f"unit {following}/gathered", self._gathers[following], GATHERED)
 
     # Gradients
 
@@ -197,7 +202,8 @@ class WholeUnits:
             waits = lowest is not None and unit in self._root and self.scatters(unit)
             (self._at_end if waits else made).append(unit)
         for unit in [*reversed(made), *(self._at_end[::-1] if lowest is None else ())]:
-            events.allocate(f"unit {unit}/gradients", self._anew[unit], GRADIENTS, lasting=True)
+            for number, size in enumerate(self._anew[unit]):
+                events.allocate(f"unit {unit}/gradient {number}", size, GRADIENTS, lasting=True)
 
     def _waits_as(self, index: int) -> str:
         return f"operator {index}/waiting"

@@ -106,6 +106,8 @@ def test_a_bad_file_with_a_base_names_the_field(tmp_path: Path, old: str, new: s
         ({"host_runs_ahead": "false"}, "needs host_runs_ahead.* of its base megatron-lm-2023"),
         ({"transfer_mode": "overlapped"}, "must not have receive where transfer_mode is overlapped"),
         ({"refreshes_in_forward": "true", "copies_gathered": "true"}, "goes with neither gather .* copies_gathered"),
+        ({"bucket_bytes": "4"}, "needs copies_gradients"),
+        ({"bucket_bytes": "8", "copies_gradients": "true"}, "must be part of gradient_bytes"),
     ],
 )
 def test_fields_that_contradict_what_the_base_says_are_refused(

@@ -30,6 +30,7 @@ SETTINGS = [
     ("v100-32g-dgx1:1x8", "windtunnel-executor-fp32"),  # sends overlap
     ("v100-1gpu-25g:6x1", "galvatron-v1"),  # only the network; recomputation does not stop early
     ("a100-80g-dgx:1x8", "composer-fsdp"),  # gradients do not outlive an iteration
+    ("a100-80g-dgx:1x8", "pytorch-ddp"),  # what replicas reduce is in buckets besides
     ("v100-32g-dgx1:1x2+v100-32g-dgx1:1x4", "megatron-lm-2021"),  # unequal nodes
 ]
 

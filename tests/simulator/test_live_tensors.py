@@ -39,7 +39,12 @@ class Watched(StageMemory):
         zero = {"reshards": view.plan.reshard_after_forward, "sharded_gradients": reduces_in_backward(view.plan)}
         static = static_bytes(list(parameter_groups(view)), view.costs, **zero)
         super().__init__(view, view.cost, **zero, gradients_anew=static.gradients_anew)
-        self.anew = {f"unit {unit}/gradients" for unit, size in static.gradients_anew.items() if size}
+        self.anew = {
+            f"unit {unit}/gradient {number}"
+            for unit, sizes in static.gradients_anew.items()
+            for number, size in enumerate(sizes)
+            if size
+        }
         self.left: set[str] = set()
         self.found: list[tuple[int, bool, bool, set[str]]] = []
 

@@ -16,7 +16,7 @@ from simulator.problem import Problem
 from validation.execution.groups import GroupPool
 from validation.execution.launch import Worker
 from validation.execution.plan_executor import PlanExecutor
-from validation.memory_trace import fake_processes
+from validation.fake_devices import fake_processes
 
 
 class PosingGpu(str):

@@ -35,13 +35,14 @@ from validation.execution.launch import Worker  # noqa: E402
 from validation.execution.memory_history import history_mapping  # noqa: E402
 from validation.execution.plan_executor import PlanExecutor  # noqa: E402
 from validation.execution.reference import run_reference  # noqa: E402
+from validation.fake_devices import fake_processes  # noqa: E402
 from validation.measurement import Measurement  # noqa: E402
-from validation.memory_trace import StorageTracer, fake_processes  # noqa: E402
 from validation.profiling import communication_times, group_times, profile_run  # noqa: E402
 from validation.profiling.machine_profile import other_gpu  # noqa: E402
 from validation.profiling.profile_journal import Journal  # noqa: E402
 from validation.profiling.profile_run import ProfileOptions, profile_work, run_profile  # noqa: E402
 from validation.profiling.stopwatch import seconds_of  # noqa: E402
+from validation.storage_tracer import StorageTracer  # noqa: E402
 
 CAMPAIGN = mapping(
     device="cuda",

@@ -20,7 +20,8 @@ from validation.execution.groups import GroupPool
 from validation.execution.launch import Worker
 from validation.execution.operator_call import Slots, storage_key
 from validation.execution.plan_executor import PlanExecutor
-from validation.memory_trace import StorageTracer, fake_processes
+from validation.fake_devices import fake_processes
+from validation.storage_tracer import StorageTracer
 
 
 @contextmanager

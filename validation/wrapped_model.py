@@ -1,0 +1,239 @@
+"""A workload as a torch module of modules, one for each unit, wrapped by what PyTorch has for data parallelism.
+
+No planned execution: torch's autograd goes through the model, and DistributedDataParallel or one of the two FSDPs does
+what it does for everybody. What they hold can so be compared with a plan's simulation under their runtimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.parallel.distributed as ddp
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import checkpoint
+
+from simulator.costs import cost_tables
+from simulator.problem import Problem
+from validation.execution.parameters import initial_parameter
+from validation.execution.reference import terminal_tensors
+from validation.kinds.operator_context import RunState, make_context
+from validation.kinds.torch_kinds import build
+
+Values = tuple[torch.Tensor, ...]
+
+
+class UnitModule(nn.Module):
+    """The operators of one unit (``CostTables.units``), with their parameters in fp32.
+
+    Args:
+        problem: What the model is of.
+        operators: Of the unit, ascending.
+        tied: Parameters by tie, of all units; filled.
+        samples: Of a microbatch.
+        state: Of the run.
+        recomputes: It keeps its inputs only, and computes the rest again.
+
+    Attributes:
+        entering, leaving: Names of the tensors that it reads from others and makes for them.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        operators: list[int],
+        tied: dict[str, nn.Parameter],
+        samples: int,
+        state: RunState,
+        *,
+        recomputes: bool,
+    ) -> None:
+        super().__init__()
+        self._workload, self._operators, self._recomputes = problem.workload, operators, recomputes
+        device, inside = torch.device("cpu"), set(operators)
+        self._calls, self._names = [], list[list[str]]()
+        for index in operators:
+            names = []
+            for number, parameter in enumerate(problem.workload.parameters(index)):
+                _, tensor = initial_parameter(problem.workload, index, number, dtype=torch.float32, device=device)
+                own = nn.Parameter(tensor)
+                if parameter.tie is not None:
+                    own = tied.setdefault(parameter.tie, own)
+                names.append(f"operator_{index}_{number}")
+                self.register_parameter(names[-1], own)
+            self._names.append(names)
+            context = make_context(
+                problem.workload, index, (), local_rank=0, samples=samples, local_samples=samples,
+                implementation=problem.runtime.implementation, device=device, run=state,
+            )  # fmt: skip
+            self._calls.append(build(context))
+        ends = terminal_tensors(problem.workload)
+        made = [name for index in operators for name in problem.workload.operators[index].outputs]
+        read = [name for index in operators for name in problem.workload.operators[index].inputs]
+        consumers = problem.workload.consumers
+        self.leaving = [name for name in made if name in ends or not inside.issuperset(consumers.get(name, ()))]
+        self.entering = [name for name in dict.fromkeys(read) if name not in made]
+        self._last = {name: index for index in operators for name in problem.workload.operators[index].inputs}
+
+    def forward(self, *values: torch.Tensor) -> Values:
+        """Return what leaves, of what enters."""
+        if self._recomputes:
+            found: Values = checkpoint(self._run, *values, use_reentrant=False, preserve_rng_state=False)
+            return found
+        return self._run(*values)
+
+    def _run(self, *values: torch.Tensor) -> Values:
+        live = dict(zip(self.entering, values, strict=True))
+        del values
+        for index, call, names in zip(self._operators, self._calls, self._names, strict=True):
+            op = self._workload.operators[index]
+            outputs = call([live[name] for name in op.inputs], [getattr(self, name) for name in names])
+            live.update(zip(op.outputs, outputs, strict=True))
+            del outputs
+            for name in dict.fromkeys(op.inputs):
+                if self._last[name] == index and name not in self.leaving:
+                    del live[name]
+        return tuple(live[name] for name in self.leaving)
+
+
+class WholeModel(nn.Module):
+    """All units of a workload, one after the other; its result is the mean loss.
+
+    Args:
+        problem: What it is of.
+        samples: Of a microbatch.
+        segments: What is computed again in backward, as in ``Stage.recompute``.
+
+    Attributes:
+        units: Modules.
+        wrapped_apart: Whether each is wrapped on its own: the root's are with the model.
+        on_bucket: Called with each of a reducer's buckets when it is full.
+
+    Raises:
+        ValueError: If a segment is not a unit.
+    """
+
+    def __init__(self, problem: Problem, samples: int, segments: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        costs, state, tied = cost_tables(problem), RunState(), dict[str, nn.Parameter]()
+        units = [list(members) for _, members in groupby(range(len(problem.workload)), costs.units.__getitem__)]
+        spans = [(unit[0], unit[-1] + 1) for unit in units]
+        if not set(segments) <= set(spans):
+            raise ValueError(f"recomputed segments must be units, {spans}, got {list(segments)}")
+        modules = [
+            UnitModule(problem, unit, tied, samples, state, recomputes=span in segments)
+            for unit, span in zip(units, spans, strict=True)
+        ]
+        self.units = nn.ModuleList(modules)
+        self.on_bucket: Callable[[torch.Tensor], object] = lambda bucket: None
+        self.wrapped_apart = [costs.units[unit[0]] not in costs.root_units for unit in units]
+        self._ends = terminal_tensors(problem.workload)
+        self._passed = [(unit.entering, unit.leaving) for unit in modules]
+
+    def forward(self, samples: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the mean loss of samples, by the names of the graph's inputs."""
+        live = dict(samples)
+        for number, unit in enumerate(self.units):
+            entering, leaving = self._passed[number]
+            live.update(zip(leaving, unit(*(live[name] for name in entering)), strict=True))
+            later = {name for names, _ in self._passed[number + 1 :] for name in names}
+            for name in entering:
+                if name not in later:
+                    del live[name]
+        return torch.stack([live[name].mean() for name in self._ends]).sum()
+
+
+def _distributed(model: WholeModel, problem: Problem, world_size: int) -> nn.Module:
+    """Wrap by DistributedDataParallel, whose reducer is told at once that a bucket is reduced."""
+    if world_size == 1:
+        return model
+    agreed = patch.object(ddp, "_verify_param_shape_across_processes", lambda *_, **__: True)
+    with agreed, patch.object(ddp, "_sync_module_states", lambda *_, **__: None):
+        wrapped = ddp.DistributedDataParallel(model)
+    wrapped.register_comm_hook(model, lambda of, bucket: _reduced(of, bucket))
+    return wrapped
+
+
+def _reduced(model: WholeModel, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    model.on_bucket(bucket.buffer())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _fully_sharded(model: WholeModel, problem: Problem, world_size: int) -> nn.Module:
+    """Wrap by FSDP2: each unit but the root's, and the root."""
+    runtime = problem.runtime
+    reduced = torch.float32 if runtime.travelling_gradient_bytes == 4 else torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+    mesh = _mesh(world_size)
+    for unit, apart in zip(model.units, model.wrapped_apart, strict=True):
+        if apart:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def _mesh(world_size: int) -> Any:
+    with unset_fake_temporarily():
+        return dist.device_mesh.init_device_mesh("cpu", (world_size,))
+
+
+def _flat(model: WholeModel, problem: Problem, world_size: int) -> nn.Module:
+    """Wrap by torch's first FSDP: each unit but the root's, and the root."""
+    runtime = problem.runtime
+    reduced = torch.float32 if runtime.travelling_gradient_bytes == 4 else torch.bfloat16
+    before, after = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            module,
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduced),
+            backward_prefetch=before if runtime.holds_next("backward") else after,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+
+    for number, apart in enumerate(model.wrapped_apart):
+        if apart:
+            model.units[number] = wrapped(model.units[number])
+    return wrapped(model)
+
+
+Wrap = Callable[[WholeModel, Problem, int], nn.Module]
+WRAPPERS: Mapping[str, Wrap] = {
+    "pytorch-ddp": _distributed,
+    "pytorch-fsdp2": _fully_sharded,
+    "composer-fsdp": _flat,
+    "hetu-galvatron": _flat,
+}
+"""By runtime."""
+
+
+def without_reduction(wrapped: nn.Module) -> AbstractContextManager[Any]:
+    """Return what keeps a backward pass from reducing gradients, where the wrapper reduces the last's alone."""
+    return wrapped.no_sync() if isinstance(wrapped, ddp.DistributedDataParallel) else nullcontext()
+
+
+@contextmanager
+def autocasting(problem: Problem) -> Iterator[None]:
+    """Let operators choose their number format where the runtime does."""
+    choice = problem.runtime.implementation
+    if choice.autocast:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    else:
+        yield
