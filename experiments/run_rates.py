@@ -36,9 +36,9 @@ def iteration_s(
         ValueError: If there is no such metric, the unit is not its own, or the GPU cannot be as quick.
     """
     if metric == "iteration_time":
-        if unit not in (None, "s", "ms"):
+        if unit is not None and unit.lower() not in ("s", "ms"):
             raise ValueError(f"unit of an iteration time must be s or ms, got {unit!r}")
-        return value / 1e3 if unit == "ms" else value
+        return value / 1e3 if unit is not None and unit.lower() == "ms" else value
     if metric in UNITS and unit is not None:
         words, known = UNITS[metric]
         if not re.fullmatch(known, unit.lower()):
@@ -47,6 +47,9 @@ def iteration_s(
     if metric == "samples_per_s":
         return samples / value
     if metric == "tokens_per_s":
+        if not problem.workload.tokens_per_sample:
+            name = problem.workload.name
+            raise ValueError(f"tokens_per_s needs a model with tokens, which {name} has not; give samples_per_s")
         return samples * problem.workload.tokens_per_sample / value
     if metric == "tflops_per_gpu":
         dtype = problem.runtime.implementation.dtype
@@ -57,11 +60,11 @@ def iteration_s(
     raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
 
 
-def published_flop(spec: ModelSpec, samples: int, *, recompute: bool) -> float:
+def published_flop(spec: ModelSpec | None, samples: int, *, recompute: bool) -> float:
     """Return the FLOP of an iteration that a published rate counts.
 
     Args:
-        spec: Shape of the model.
+        spec: Shape of the model; None of a layer profile.
         samples: Of the iteration.
         recompute: Whether every layer is computed again for backward.
 

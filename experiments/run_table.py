@@ -11,7 +11,7 @@ What the rows have in common (cluster, runtime, model) may be said once instead 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -21,13 +21,12 @@ from typing import Any
 from datafiles.schema import validated
 from datafiles.tables import load_table
 from datafiles.values import resolve_scalar
-from datafiles.words import counted
 from experiments.cases.case import Case, Measured, cluster_string, hardware
+from experiments.run_gpus import check_gpu
 from experiments.run_rates import METRICS, iteration_s, published_flop
 from hardware_models.calibrated import Calibration
 from hardware_models.calibration_file import load_calibration
 from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
-from hardware_models.gpus import gpu_names
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Runtime
 from hardware_models.runtime_files import load_runtime
@@ -38,6 +37,7 @@ from simulator.problem import MAX_BATCH, Problem, ProblemSpec
 from simulator.profile_check import check_profile
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
+from workloads.layer_profile import is_profile_name
 from workloads.model_file import spec_from_mapping
 from workloads.models.families import FAMILIES
 from workloads.models.fields import ModelSpec
@@ -58,7 +58,6 @@ MEASURED = (SECONDS, OUT_OF_MEMORY, "metric", "value", "unit", *PEAKS)
 _PROBLEM = ("model", "family", "cluster", "runtime", "gpus", "gpus_per_node", "global_batch", "sequence_parallel")
 CHECKED = ("gpu", "dtype")
 """What a run had, in the table's own words: compared with the cluster's and the runtime's, never taken from here."""
-_DTYPES = {"bf16": r"bf16|bfloat16", "fp16": r"fp16|float16|half", "tf32": r"tf32", "fp32": r"fp32|float32"}
 _SHAPES = frozenset(name for family in FAMILIES.values() for name in family.spec.model_fields) - {"name"}
 _TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no")
 
@@ -128,17 +127,6 @@ def columns_not_read(table: Path) -> dict[str, str | None]:
     return {name: resembled(name) for name in (load_table(table) or [{}])[0] if name not in known}
 
 
-def rows_twice(table: Path) -> list[str]:
-    """Return which rows say what an earlier one says, in words: each is simulated and counts again."""
-    first: dict[tuple[str, ...], int] = {}
-    found = []
-    for number, row in enumerate(load_table(table), start=1):
-        same = first.setdefault(tuple(text.strip() for text in row.values()), number)
-        if same != number:
-            found.append(f"row {number} is row {same} again: it counts twice; leave one out unless it ran twice")
-    return found
-
-
 def resembled(name: str) -> str | None:
     """Return the column that another framework's word for it, or a slip of the pen, stands for; None if none does.
 
@@ -157,20 +145,6 @@ def _others(table: Path) -> str:
     names = columns_not_read(table)
     listed = [f"{name} (did you mean {alike}?)" if alike else name for name, alike in names.items()]
     return f"; columns that are not read: {', '.join(listed)}" if listed else ""
-
-
-def other_dtypes(cases: Iterable[Case]) -> list[str]:
-    """Return what rows say of number formats that are not those of their runtimes, in words."""
-    found: dict[tuple[str, str], int] = {}
-    for case in cases:
-        text, own = str(case.features.get("dtype", "")), case.problem().runtime.implementation.dtype
-        said = next((name for name, words in _DTYPES.items() if re.search(words, text.lower())), own)
-        if said != own:
-            found[text, own] = found.get((text, own), 0) + 1
-    return [
-        f"{counted(count, 'row')} of dtype {text}: simulated in {own}, as their runtime trains"
-        for (text, own), count in found.items()
-    ]
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -278,19 +252,7 @@ class _Row:
 
     def _check_gpu(self, problem: Problem) -> None:
         """Refuse a run on another GPU than the cluster has: one table may hold several machines."""
-        text = re.sub(r"rtx[ _-]*3090", "rtx3090", self.cells.get("gpu", "").lower())
-        types = sorted(set(problem.hardware.cluster.gpu_types))
-        families = {name: _family(name) for name in gpu_names()}
-        said = {each for each in families.values() if re.search(rf"(?<![a-wyz0-9]){each}(?![0-9])", text)}
-        of_type = {name: set(re.findall(r"(\d+)gb", name)) for name in gpu_names()}
-        # Other sizes than GPUs have are of a node.
-        sizes = set(re.findall(r"(\d+) ?gb(?![/p])", text)) & set().union(*of_type.values()) if said else set()
-        own = set().union(*(of_type[name] for name in types))
-        if (said and not said & {_family(name) for name in types}) or (sizes and own and not sizes & own):
-            raise ValueError(
-                f"gpu must be one of the cluster's, {', '.join(types)}, got {self.cells['gpu']}; name its cluster in a "
-                "column (windtunnel list clusters), or leave the column gpu out"
-            )
+        check_gpu(self.cells.get("gpu", ""), sorted(set(problem.hardware.cluster.gpu_types)))
 
     def _plan(self, problem: Problem) -> Plan:
         degrees = {name: self._count(name, default=None, least=0 if name == "zero" else 1) for name in DEGREES}
@@ -327,6 +289,14 @@ class _Row:
         if len(peaks) > 1:
             raise ValueError(f"a run must have one peak of memory, got {' and '.join(peaks)}; keep one of them")
         name, gib = next(iter(peaks.items()), ("", None))
+        if out_of_memory and (seconds is not None or peaks):
+            told = "a time" if seconds is not None else name
+            raise ValueError(f"a run that was out of memory must have no time and no peak, got {told}; empty the cell")
+        most = max(node.gpu.memory_bytes for node in problem.hardware.cluster.nodes) / 2**30
+        if gib is not None and gib > most:
+            raise ValueError(
+                f"{name} must be at most the GPU's memory, {most:.4g} GiB, got {gib:g}; is it in GiB, and of this GPU?"
+            )
         return Measured(
             iteration_time_s=seconds,
             out_of_memory=out_of_memory,
@@ -338,7 +308,9 @@ class _Row:
         """Return the FLOP of an iteration that a published rate counts."""
         if PLAN in self.cells:
             raise ValueError("tflops_per_gpu is counted from columns, which a plan file has not; give iteration_time_s")
-        spec = self._model_spec(self._shape())
+        shape = self._shape()
+        model = self._file("model", self.common.model) if not shape else ""
+        spec = None if is_profile_name(model) else self._model_spec(shape)
         return published_flop(spec, samples, recompute=self.cells.get("recompute") == "full")
 
     # Cells
@@ -386,15 +358,6 @@ class _Row:
         if text not in _TRUE + _FALSE:
             raise ValueError(f"{name} must be 1 or 0, got {self.cells[name]!r}")
         return text in _TRUE
-
-
-def _family(gpu: str) -> str:
-    """Return the first part of a GPU type's name, which tables of runs write too.
-
-    >>> _family("a100-sxm4-80gb")
-    'a100'
-    """
-    return gpu.split("-")[0]
 
 
 @lru_cache(maxsize=64)

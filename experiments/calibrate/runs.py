@@ -39,7 +39,7 @@ def measured_runs(table: Path, common: Common | None = None) -> list[MeasuredRun
     """Return a run of each plan of a table (`experiments.run_table`), but for those that ran out of memory.
 
     Raises:
-        ValueError: If there are fewer than two, or a column or a time is missing.
+        ValueError: If there are fewer than two, a column or a time is missing, or a plan names a profile.
     """
     found = []
     for case in load_runs(table, common):
@@ -49,6 +49,11 @@ def measured_runs(table: Path, common: Common | None = None) -> list[MeasuredRun
             raise ValueError(f"{table}: every run must have a measured time ({SECONDS}), {case.row_id} has none")
         problem = case.problem()
         name = str(case.features.get(PLAN, case.row_id))
+        if problem.spec is not None and problem.spec.profile is not None:
+            raise ValueError(
+                f"{table}: plans must be made without --profile: factors are on the shipped constants; got one with "
+                f"({name})"
+            )
         found.append(MeasuredRun(name, problem, case.plan(problem), case.measured.iteration_time_s))
     plans = _one_of_each(found)
     if len(plans) < 2:
@@ -64,14 +69,8 @@ def _one_of_each(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     of_plan: dict[tuple[object, str], list[MeasuredRun]] = {}
     for run in runs:
         problem = run.problem
-        profile = problem.spec.profile if problem.spec is not None else None
-        names = (
-            problem.workload.fingerprint,
-            problem.hardware.cluster.name,
-            problem.runtime.name,
-            problem.global_batch,
-            profile,
-        )
+        runtime = repr(replace(problem.runtime, name="", sources={}))  # Two files may have one name.
+        names = problem.workload.fingerprint, problem.hardware.cluster.name, runtime, problem.global_batch
         of_plan.setdefault((names, run.plan.canonical_hash(problem.workload)), []).append(run)
     return [replace(same[0], seconds=float(np.median([run.seconds for run in same]))) for same in of_plan.values()]
 
@@ -91,7 +90,7 @@ def constants(
         common: What all rows have in common.
 
     Raises:
-        ValueError: As `measured_runs`, or if runs are not of one machine, or a plan names a profile.
+        ValueError: As `measured_runs`, or if runs are not of one machine.
     """
     found = measured_runs(table, common)
     clusters = {run.name: run.problem.hardware.cluster for run in found}
@@ -100,12 +99,6 @@ def constants(
         some = {preset: name for name, preset in presets.items()}
         words = ", ".join(f"{' and '.join(preset)} ({name})" for preset, name in some.items())
         raise ValueError(f"{table}: runs must be of one kind of machine, got {words}; make a table for each")
-    for run in found:
-        if run.problem.spec is not None and run.problem.spec.profile is not None:
-            raise ValueError(
-                f"{table}: plans must be made without --profile: factors are on the shipped constants; got one with "
-                f"({run.name})"
-            )
     fitted = fit_constants(found, names, progress)
     source = f"fitted to runs of {counted(len(found), 'plan')} of {table.name}"
     factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}

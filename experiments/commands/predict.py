@@ -89,7 +89,8 @@ def predict(
     from experiments.commands.validate import parse_share
     from experiments.run_baseline import earlier_errors, worse
     from experiments.run_files import files_of_runs
-    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, other_dtypes, row_id, rows_twice
+    from experiments.run_remarks import other_dtypes, rows_twice, unknown_gpus
+    from experiments.run_table import ALIASES, Common, columns_not_read, load_runs, row_id
     from simulator.fidelity import Fidelity
 
     largest = parse_share(limit) if limit is not None else None
@@ -129,8 +130,8 @@ def predict(
     else:
         for line in _doubts(outcomes):
             messages().print(line, style="bold red", markup=False, soft_wrap=True)
-    for line in other_dtypes(cases):
-        messages().print(line, markup=False)
+    for line in (*unknown_gpus(cases), *other_dtypes(cases)):
+        messages().print(line, markup=False, soft_wrap=True)
     for line in rows_twice(runs):
         messages().print(line, markup=False, soft_wrap=True)
     errors = {each.case.row_id: each.time_error for each in outcomes if each.time_error is not None}

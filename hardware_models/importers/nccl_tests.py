@@ -180,17 +180,19 @@ def _number(word: str, source: str, number: int) -> float:
 
 def _program(given: str | None, lines: Sequence[str], source: str, rows: Sequence[_Line], size: int) -> str:
     known = ", ".join(PROGRAMS)
-    if given is not None:
-        name = given.removesuffix("_perf")
-        if name not in PROGRAMS:
-            raise ValueError(f"collective must be one of {known}, got {given!r}")
-        return name
+    name = given.removesuffix("_perf") if given is not None else None
+    if name is not None and name not in PROGRAMS:
+        raise ValueError(f"collective must be one of {known}, got {given!r}")
     texts = [line for line in lines if not line[:1].isdecimal()]
     for text in (*texts, Path(source).name):
         for word in _PROGRAM.findall(text):
-            if word in PROGRAMS:
-                return str(word)
-            raise DataFileError(source, f"the program must be one of {known}, got {word}_perf")
+            if word not in PROGRAMS:
+                raise DataFileError(source, f"the program must be one of {known}, got {word}_perf")
+            if name not in (None, word):
+                raise DataFileError(source, f"the log is of {word}_perf, got --collective {given}; leave it out")
+            return str(word)
+    if name is not None:
+        return name
     for name in PROGRAMS:
         if re.search(rf"(^|[^a-z]){name}([^a-z]|$)", Path(source).name.lower()):
             return name

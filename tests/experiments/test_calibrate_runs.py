@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from experiments.calibrate.runs import measured_runs
+from experiments.run_table import Common
 from simulator.plan_file import load_plan, save_plan
 from simulator.problem import ProblemSpec
 from simulator.simulate import simulate_time_s
@@ -108,6 +110,20 @@ def test_several_runs_of_a_plan_count_once_with_the_median_of_their_times(
     assert code == 2 and "must hold timed runs of at least two plans, got 3 of 1" in " ".join(err.split())
 
 
+def test_plans_of_two_runtimes_that_are_called_alike_are_two(tmp_path: Path) -> None:
+    """A file beside the table may be called as a shipped runtime is."""
+    (tmp_path / "megatron-lm-2021.yaml").write_text(
+        'description: "ours"\nbase: megatron-lm-2021\nhost_seconds_per_pass: 0.02\n'
+        'sources: {host_seconds_per_pass: "measured"}\n'
+    )
+    (table := tmp_path / "runs.csv").write_text(
+        "model,gpus,tp,microbatch,global_batch,runtime,iteration_time_s\n"
+        "gpt3-350m,2,2,4,8,megatron-lm-2021,1.0\n"
+        "gpt3-350m,2,2,4,8,megatron-lm-2021.yaml,1.2\n"
+    )
+    assert len(measured_runs(table, Common(cluster="a100-80g-dgx"))) == 2
+
+
 @pytest.mark.parametrize("words", [(), ("--constants", "links,products")])
 def test_factors_that_no_machine_has_are_said(calibrate: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     table = tmp_path / "runs.csv"
@@ -153,5 +169,6 @@ def test_runs_of_two_machines_profiled_plans_and_unknown_constants_are_refused(
     calibrate("runs", table)
     spec, plan = load_plan(here[0][0])
     save_plan(here[0][0], replace(spec, profile=str(tmp_path / "out" / "c.json")), plan)
-    code, _, err = run(capsys, "calibrate", "runs", table, "--constants", "all")
-    assert code == 2 and "must be made without --profile" in err
+    for words in ((), ("--constants", "all")):
+        code, _, err = run(capsys, "calibrate", "runs", table, *words)
+        assert code == 2 and "must be made without --profile" in err

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.run_table import Common, columns_not_read, load_runs, other_dtypes, resembled
+from experiments.run_remarks import other_dtypes, unknown_gpus
+from experiments.run_table import Common, columns_not_read, load_runs, resembled
 from simulator.plan_file import save_plan
 from simulator.problem import ProblemSpec
 from simulator.uniform import uniform_plan
@@ -140,6 +142,9 @@ def test_what_was_measured_is_an_iteration_time(tmp_path: Path, measured: dict[s
         ({"family": "bart"}, "unknown family 'bart'"),
         ({"model": "gpt3-350m", "family": "bert"}, "family must be that of gpt3-350m, gpt, or empty, got bert"),
         ({"runtime": "two\nlines"}, "runtime must be a known one"),
+        ({"peak_allocated_gib": 58000}, "at most the GPU's memory, 79.35 GiB, got 58000; is it in GiB"),
+        ({"out_of_memory": 1, "iteration_time_s": 5}, "must have no time and no peak, got a time; empty the cell"),
+        ({"out_of_memory": 1, "peak_reserved_gib": 70}, "must have no time and no peak, got peak_reserved_gib"),
     ],
 )
 def test_a_row_that_cannot_be_run_is_refused_by_its_number(
@@ -157,11 +162,20 @@ def test_the_word_for_a_gpu_is_free_as_long_as_it_is_not_another_one(tmp_path: P
     assert len(load_runs(table(tmp_path, {**GPT, **DEGREES, "gpu": gpu}), COMMON)) == 1
 
 
+def test_gpus_that_are_not_known_are_told(tmp_path: Path) -> None:
+    rows = [{**GPT, **DEGREES, "gpu": text} for text in ("A100", "NVIDIA L40S", "MI300X", "NVIDIA L40S", "")]
+    own = "which is none of windtunnel list gpus: simulated on a100-sxm4-80gb"
+    assert unknown_gpus(load_runs(table(tmp_path, *rows), COMMON)) == [
+        f"2 rows of gpu NVIDIA L40S, {own}",
+        f"1 row of gpu MI300X, {own}",
+    ]
+
+
 def test_number_formats_that_are_not_the_runtimes_are_told(tmp_path: Path) -> None:
-    rows = [{**GPT, **DEGREES, "dtype": text} for text in ("fp16", "amp_bf16", "mixed", "amp_bf16", "float32")]
+    rows = [{**GPT, **DEGREES, "dtype": text} for text in ("fp16", "amp_bf16", "mixed", "amp_bf16", "FP8")]
     assert other_dtypes(load_runs(table(tmp_path, *rows), COMMON)) == [
         "2 rows of dtype amp_bf16: simulated in fp16, as their runtime trains",
-        "1 row of dtype float32: simulated in fp16, as their runtime trains",
+        "1 row of dtype FP8: simulated in fp16, as their runtime trains",
     ]
 
 
@@ -227,3 +241,18 @@ def test_plans_for_one_problem_are_rivals_whatever_they_are_called(tmp_path: Pat
     shorter = {**named, "seq": 512}
     rivals = [case.rivals for case in load_runs(table(tmp_path, {"plan": "plan.yaml"}, named, shorter), COMMON)]
     assert rivals[0] == rivals[1] != rivals[2]
+
+
+@pytest.mark.parametrize("model", ["resnet-50", "layers_b4.csv"])
+def test_rates_that_a_model_has_not_are_refused(tmp_path: Path, model: str) -> None:
+    (tmp_path / "layers_b4.csv").write_text(
+        "node,layer,fw_ms,bw_ms,output_activation_bytes,param_bytes,preds\na,first,1,2,64,64,\nb,last,1,2,64,64,a\n"
+    )
+    row = {"model": model, "gpus": 8, "microbatch": 4, "global_batch": 32, "value": 100}
+    common = replace(COMMON, runtime="pytorch-ddp")
+    with pytest.raises(ValueError, match=r"row 1: tokens_per_s needs a model with tokens, which .* has not; give samp"):
+        load_runs(table(tmp_path, {**row, "metric": "tokens_per_s"}), common)
+    with pytest.raises(ValueError, match="a published formula for GPT alone"):
+        load_runs(table(tmp_path, {**row, "metric": "tflops_per_gpu"}), common)
+    (case,) = load_runs(table(tmp_path, {**row, "metric": "samples_per_s"}), common)
+    assert case.measured.iteration_time_s == pytest.approx(0.32)

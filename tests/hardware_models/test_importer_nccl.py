@@ -88,6 +88,10 @@ def test_without_its_name_a_log_is_told_by_its_file_or_its_factor(tmp_path: Path
     with pytest.raises(ValueError, match="--collective"):
         read_nccl_log(written(tmp_path, text))
     assert read_nccl_log(written(tmp_path, text), collective="all_gather").collective == "all_gather"
+    for word in ("all_gather", "all_gather_perf"):
+        assert read_nccl_log(written(tmp_path, log("all_gather")), collective=word).collective == "all_gather"
+    with pytest.raises(ValueError, match="the log is of all_gather_perf, got --collective reduce_scatter; leave"):
+        read_nccl_log(written(tmp_path, log("all_gather")), collective="reduce_scatter")
     for program in ("all_reduce", "reduce_scatter"):
         assert read_nccl_log(written(tmp_path, log(program, named=False))).collective == program
 

@@ -70,14 +70,19 @@ class TextSpec(TransformerSpec):
         return self
 
 
-def head_dim_of(hidden: int, heads: int) -> int:
+def head_dim_of(hidden: int, heads: int, *, or_given: bool = False) -> int:
     """Return features per head.
+
+    Args:
+        hidden, heads: Of the model.
+        or_given: It may be said apart, as ``head_dim``.
 
     Raises:
         ValueError: If the heads do not divide the hidden size.
     """
     if hidden % heads:
-        raise ValueError(f"heads must divide hidden={hidden}, got heads={heads}; or give head_dim")
+        instead = "; or give head_dim" if or_given else ""
+        raise ValueError(f"heads must divide hidden={hidden}, got heads={heads}{instead}")
     return hidden // heads
 
 

@@ -49,7 +49,7 @@ class LlamaSpec(ModelSpec):
     @model_validator(mode="after")
     def _check(self) -> LlamaSpec:
         if self.head_dim is None:
-            head_dim_of(self.hidden, self.heads)
+            head_dim_of(self.hidden, self.heads, or_given=True)
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads={self.heads}, got kv_heads={self.kv_heads}")
         return self

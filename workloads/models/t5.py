@@ -63,7 +63,7 @@ class T5Spec(ModelSpec):
     @model_validator(mode="after")
     def _check(self) -> T5Spec:
         if self.head_dim is None:
-            head_dim_of(self.hidden, self.heads)
+            head_dim_of(self.hidden, self.heads, or_given=True)
         return self
 
 
