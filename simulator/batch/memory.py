@@ -131,7 +131,7 @@ def _csr(rows: list[list[int]]) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Sizes under one tensor degree and number of samples, in whole blocks but for gradients made anew.
+    """Sizes under one tensor degree and number of samples, in whole blocks.
 
     Attributes:
         op_bytes: float64[N, OP_BYTES].
@@ -195,7 +195,7 @@ def stage_bytes(
                 last_tied[layout] = index
             row[TIED_STATES if tied else STATES] += sum(_blocks(elements * size) for size in per_element)
             row[TIED_STEP if tied else STEP] += _blocks(elements * runtime.optimizer_workspace_bytes)
-            row[TIED_GRADIENTS if tied else GRADIENTS] += int(elements * anew_bytes)
+            row[TIED_GRADIENTS if tied else GRADIENTS] += _blocks(elements * anew_bytes)
     made, read = [], []
     for name in shape.tensor_names:
         producer = workload.producer[name]
@@ -385,11 +385,10 @@ def measure_memory(
                             at_end += made[tensor] if is_held else 0.0
                             live -= 0.0 if is_held else made[tensor]
             while sizes[index, HAS_PARAMETERS] > 0 and begun > index:
-                of_layer, start = 0.0, max(layer_first[begun - 1], first)
+                start = max(layer_first[begun - 1], first)
                 for maker in range(start, begun):
                     tied = sizes[maker, TIED_GRADIENTS] if tied_before[maker] < first else 0.0
-                    of_layer += sizes[maker, GRADIENTS] + tied
-                anew += np.ceil(of_layer / BLOCK_BYTES) * BLOCK_BYTES
+                    anew += sizes[maker, GRADIENTS] + tied
                 begun = start
             whole = gathered[row_of(first, index, row_offsets, row_limits)]
             live += sizes[index, BACKWARD_WORKSPACE]

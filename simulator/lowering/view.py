@@ -132,6 +132,31 @@ class StageView:
             if phase == FORWARD and item.collective == "reduce_scatter"
         ]
 
+    def sliced_inputs(self, index: int) -> list[int]:
+        """Return positions of inputs of which an operator copies a part, as ranks have them alike.
+
+        Not of what is reduced to that part on its way to a reader; nor where samples are parted and come first in
+        memory: such a part is a view, and holds the whole.
+        """
+        workload, cost = self.costs.problem.workload, self.cost(index)
+        samples_first = not self.costs.problem.runtime.implementation.sequence_first
+        moved = {position for phase, _, _, position in self.input_collectives(index) if phase == FORWARD}
+        found = []
+        for position, name in enumerate(workload.operators[index].inputs):
+            producer = workload.producer.get(name)
+            if position not in moved and producer in self.shardings and name not in self._reduced_to_parts:
+                made = self.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
+                degrees = batch_degree(self.shardings[producer]), batch_degree(self.shardings[index])
+                is_view = samples_first and degrees[0] != degrees[1]
+                found += [position] if cost.input_bytes[position] < made and not is_view else []
+        return found
+
+    @cached_property
+    def _reduced_to_parts(self) -> frozenset[str]:
+        operators = self.costs.problem.workload.operators
+        scattered = ((index, position) for index in self.operators for position, _ in self.scattered_inputs(index))
+        return frozenset(operators[index].inputs[position] for index, position in scattered)
+
     def gathered_inputs(self, index: int) -> list[tuple[int, MeshCollective]]:
         """Return ``(input position, all-gather)`` of inputs that forward gathers and backward needs whole."""
         return gathered_inputs(self.cost(index), self.input_collectives(index))

@@ -45,12 +45,21 @@ class Lifetimes:
         self.savers: dict[str, list[int]] = {}
         self.saves: dict[int, list[tuple[str, float]]] = {}
         for index in view.operators:
-            self.saves[index] = list(dict(saved_tensors(self.workload, index, cost_of(index))).items())
+            self.saves[index] = list(self._saved(index).items())
             for name, _ in self.saves[index]:
                 self.savers.setdefault(name, []).append(index)
         self.ends = self._held_ends()
         self.kept = self._kept_tensors()
         self._users = self._all_users()
+
+    def _saved(self, index: int) -> dict[str, float]:
+        """Return names and bytes of what an operator saves; a part that it copies of an input is its own."""
+        saved = dict(saved_tensors(self.workload, index, self.cost_of(index)))
+        op = self.workload.operators[index]
+        for position in self.view.sliced_inputs(index):
+            if op.inputs[position] in saved:
+                saved[f"{op.name}/part of input {position}"] = saved.pop(op.inputs[position])
+        return saved
 
     def _held_ends(self) -> dict[int, list[str]]:
         """Return what segments make for others, by where they start, if it is held (``recompute_holds_ends``).

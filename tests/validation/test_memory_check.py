@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
 import pytest
 
+from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
+from simulator.validate import validate
 from tests.validation.tiny import problem
 from validation.memory_check import CHECKS, GPT, STATES, Check, compare, random_checks, table
 from validation.memory_trace import trace_memory
@@ -48,6 +51,29 @@ def test_predicted_bytes_are_those_of_torch(check: Check) -> None:
 def test_so_are_those_where_something_is_cut(check: Check) -> None:
     for row in compare(check):
         assert abs(row.error) <= CLOSE, table([row])
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "attention"),
+    [
+        ("gpt3-350m", 4, "plain"),
+        ("bert-large", 4, "plain"),
+        ("vit-large", 4, "flash"),
+        ("wide-resnet-500m", 0, "plain"),
+    ],
+)
+def test_a_part_of_what_all_ranks_have_is_copied_and_the_whole_let_go(model: str, layers: int, attention: str) -> None:
+    """Megatron's other order: linear layers first by rows, which read a part each of what norms make whole."""
+    check = Check(model, 4, 8, {"tp": 4, "microbatch": 4}, attention=attention, layers=layers)
+    of = check.problem()
+    plan = uniform_plan(of, **check.degrees)  # type: ignore[arg-type]
+    (stage,) = plan.stages
+    other = tuple(
+        (count, tuple(axis._replace(split="tensor_alternative") for axis in axes)) for count, axes in stage.shardings
+    )
+    plan = validate(replace(plan, stages=(replace(stage, shardings=other),)), of)
+    (memory,), (traced,) = simulate(plan, of).memory, trace_memory(plan, of, (0,))
+    assert memory.peak_allocated_bytes == pytest.approx(traced.peak_bytes, rel=WITHIN)
 
 
 def test_the_checks_cover_what_the_report_claims() -> None:
