@@ -183,7 +183,7 @@ def wrapped_check(runtime: str, model: str, num_gpus: int, microbatches: int, **
     layers, attention = words.pop("layers", 0), words.pop("attention", "flash")
     degrees = {"dp": num_gpus, "overlap_gradient_sync": True, **words} if num_gpus > 1 else words
     if runtime != VALUED:
-        degrees["zero"] = 3
+        degrees.setdefault("zero", 3)
     batch = num_gpus * microbatches * words["microbatch"]  # type: ignore[operator]
     return Check(model, num_gpus, batch, degrees, (0,), runtime, attention, layers, shape)  # type: ignore[arg-type]
 
@@ -193,6 +193,7 @@ WRAPPED = (
     wrapped_check("pytorch-fsdp2", GPT, 4, 1, microbatch=2),
     wrapped_check("pytorch-fsdp2", GPT, 8, 2, microbatch=2, recompute="full"),
     wrapped_check("pytorch-fsdp2", "llama2-7b", 8, 1, microbatch=1),
+    wrapped_check("pytorch-fsdp2", "llama2-7b", 8, 2, microbatch=1, zero=2),
     wrapped_check("pytorch-fsdp2", "llama3-8b", 8, 2, microbatch=1, recompute="full"),
     wrapped_check("pytorch-fsdp2", "bert-large", 4, 2, microbatch=8),
     wrapped_check("pytorch-fsdp2", "vit-large", 4, 1, microbatch=32),

@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import (
     BackwardPrefetch,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from simulator.costs import cost_tables
+from simulator.plan import Plan
 from simulator.problem import Problem
 from validation.execution.parameters import initial_parameter
 from validation.execution.reference import terminal_tensors
@@ -156,9 +158,9 @@ class WholeModel(nn.Module):
         return torch.stack([live[name].mean() for name in self._ends]).sum()
 
 
-def _distributed(model: WholeModel, problem: Problem, world_size: int) -> nn.Module:
+def _distributed(model: WholeModel, problem: Problem, plan: Plan) -> nn.Module:
     """Wrap by DistributedDataParallel, whose reducer is told at once that a bucket is reduced."""
-    if world_size == 1:
+    if len(plan.devices) == 1:
         return model
     agreed = patch.object(ddp, "_verify_param_shape_across_processes", lambda *_, **__: True)
     with agreed, patch.object(ddp, "_sync_module_states", lambda *_, **__: None):
@@ -174,15 +176,15 @@ def _reduced(model: WholeModel, bucket: Any) -> torch.futures.Future[torch.Tenso
     return done
 
 
-def _fully_sharded(model: WholeModel, problem: Problem, world_size: int) -> nn.Module:
+def _fully_sharded(model: WholeModel, problem: Problem, plan: Plan) -> nn.Module:
     """Wrap by FSDP2: each unit but the root's, and the root."""
     runtime = problem.runtime
     reduced = torch.float32 if runtime.travelling_gradient_bytes == 4 else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
-    mesh = _mesh(world_size)
+    mesh = _mesh(len(plan.devices))
     for unit, apart in zip(model.units, model.wrapped_apart, strict=True):
         if apart:
-            fully_shard(unit, mesh=mesh, mp_policy=policy)
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
@@ -192,7 +194,7 @@ def _mesh(world_size: int) -> Any:
         return dist.device_mesh.init_device_mesh("cpu", (world_size,))
 
 
-def _flat(model: WholeModel, problem: Problem, world_size: int) -> nn.Module:
+def _flat(model: WholeModel, problem: Problem, plan: Plan) -> nn.Module:
     """Wrap by torch's first FSDP: each unit but the root's, and the root."""
     runtime = problem.runtime
     reduced = torch.float32 if runtime.travelling_gradient_bytes == 4 else torch.bfloat16
@@ -213,7 +215,7 @@ def _flat(model: WholeModel, problem: Problem, world_size: int) -> nn.Module:
     return wrapped(model)
 
 
-Wrap = Callable[[WholeModel, Problem, int], nn.Module]
+Wrap = Callable[[WholeModel, Problem, Plan], nn.Module]
 WRAPPERS: Mapping[str, Wrap] = {
     "pytorch-ddp": _distributed,
     "pytorch-fsdp2": _fully_sharded,
@@ -223,9 +225,15 @@ WRAPPERS: Mapping[str, Wrap] = {
 """By runtime."""
 
 
-def without_reduction(wrapped: nn.Module) -> AbstractContextManager[Any]:
-    """Return what keeps a backward pass from reducing gradients, where the wrapper reduces the last's alone."""
-    return wrapped.no_sync() if isinstance(wrapped, ddp.DistributedDataParallel) else nullcontext()
+def begin_microbatch(wrapped: nn.Module, plan: Plan, *, is_last: bool) -> AbstractContextManager[Any]:
+    """Tell a wrapper of what a plan does in the last microbatch alone; return what holds during its passes.
+
+    Reductions of gradients, and giving back parameters that stay gathered after a forward pass.
+    """
+    if isinstance(wrapped, FSDPModule) and not plan.reshard_after_forward:
+        wrapped.set_reshard_after_backward(is_last)
+    waits = plan.gradient_reduction == "last" and not is_last
+    return wrapped.no_sync() if waits and isinstance(wrapped, ddp.DistributedDataParallel) else nullcontext()
 
 
 @contextmanager

@@ -20,12 +20,14 @@ from validation.execution.parameters import input_specs, make_samples
 from validation.fake_devices import as_on_cuda, fake_processes
 from validation.kinds.operator_context import DTYPES
 from validation.storage_tracer import Marks, StorageTracer, TracedMemory, summary
-from validation.wrapped_model import WRAPPERS, WholeModel, autocasting, without_reduction
+from validation.wrapped_model import WRAPPERS, WholeModel, autocasting, begin_microbatch
 
 ITERATIONS = 2
 NEEDS_VALUES = ("pytorch-ddp",)
 """Runtimes whose wrapper does not work without data."""
 WITHOUT_ZERO = ("pytorch-ddp",)
+STAYS_GATHERED = ("pytorch-fsdp2",)
+"""Runtimes whose plans may keep what ZeRO-3 gathers (the first FSDP cannot without data)."""
 KERNELS: Mapping[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
@@ -38,7 +40,8 @@ def trace_wrapped(plan: Plan, problem: Problem) -> TracedMemory:
     """Train a model under the wrapper of the problem's runtime, as the first of its ranks, and return its live bytes.
 
     Args:
-        plan: Of one stage, whose devices are replicas; ZeRO-3 over all of them under FSDP, none otherwise.
+        plan: Of one stage, whose devices are replicas; ZeRO-3 over all of them under FSDP, none otherwise. FSDP2 may
+            keep parameters gathered.
         problem: What it is for.
 
     Raises:
@@ -54,7 +57,7 @@ def trace_wrapped(plan: Plan, problem: Problem) -> TracedMemory:
         model = WholeModel(problem, canonical.microbatch_size // count, canonical.stages[0].recompute)
         model.on_bucket = lambda bucket: marks.gradients.add(tracer.see(bucket))
         begun = len(tracer.events)
-        wrapped = WRAPPERS[name](model, problem, count)
+        wrapped = WRAPPERS[name](model, problem, canonical)
         if name not in WITHOUT_ZERO:
             begun = len(tracer.events)  # Whole parameters have gone.
         optimizer = torch.optim.AdamW(wrapped.parameters(), **KERNELS[problem.runtime.optimizer_kernels])
@@ -67,19 +70,22 @@ def trace_wrapped(plan: Plan, problem: Problem) -> TracedMemory:
 
 def _replicated(plan: Plan, problem: Problem) -> Plan:
     """Return a plan in canonical form, if the wrapper of its runtime can do what it says."""
-    canonical = validate(plan, problem)
-    count, zero = len(canonical.devices), 3 * (problem.runtime.name not in WITHOUT_ZERO)
+    canonical, name = validate(plan, problem), problem.runtime.name
+    count, zero = len(canonical.devices), 3 * (name not in WITHOUT_ZERO)
     axes = {
         tuple((axis.split, axis.size, axis.zero) for axis in found) for _, found in canonical.stages[0].shardings
     }
     wanted = {(("batch", count, zero),) if count > 1 else ()}
-    whole = canonical.reshard_after_forward and canonical.last_microbatch_size is None and not canonical.rotates
-    if len(canonical.stages) > 1 or axes != wanted or not whole:
+    if len(canonical.stages) > 1 or axes != wanted:
         sharing = "that share all by ZeRO-3" if zero else "without ZeRO"
         raise ValueError(
-            f"the plan must have one stage of replicas {sharing}, which reshards after forward, and equal "
-            f"microbatches, got {len(canonical.stages)} stages, axes {sorted(axes)}"
+            f"the plan must have one stage of replicas {sharing}, got {len(canonical.stages)} stages with axes "
+            f"{sorted(axes)}"
         )
+    if canonical.last_microbatch_size is not None or canonical.rotates:
+        raise ValueError("microbatches must be equal and cut over all replicas, got others")
+    if not canonical.reshard_after_forward and name not in STAYS_GATHERED:
+        raise ValueError(f"only {', '.join(STAYS_GATHERED)} can keep parameters gathered here, got {name}")
     return canonical
 
 
@@ -97,8 +103,7 @@ def _iterate(
     for microbatch in range(plan.num_microbatches):
         is_last = microbatch == plan.num_microbatches - 1
         samples = {name: make_samples(spec, share, dtype) for name, spec in specs.items()}
-        waits = plan.gradient_reduction == "last" and not is_last
-        with without_reduction(wrapped) if waits else nullcontext():
+        with begin_microbatch(wrapped, plan, is_last=is_last):
             tracer.where = (ord("F"), 0, microbatch)
             with autocasting(problem):
                 loss = wrapped(samples)
