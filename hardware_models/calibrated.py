@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from hardware_models.cluster import Cluster, Node
+from hardware_models.cluster import Cluster, Node, cluster_presets, same_preset
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.gpus import EfficiencyCurves
 from hardware_models.links import LinkType, NetworkType
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,9 @@ class Calibration:
     Attributes:
         source: Whose data, in words, with the files.
         operators: Measured operators.
-        collectives: Measured collectives and transfers, of ``collectives_of`` (a cluster preset; None: any).
+        collectives: Measured collectives and transfers, of ``collectives_of`` (a preset's measured name; None: any).
         gpus: Constants by GPU type.
-        links, networks: By cluster preset.
+        links, networks: By measured name of a cluster preset (``hardware_models.cluster.measured_name``).
         pipeline: Of this machine's own executor.
         measurements: What else was measured.
         fits: The summary.
@@ -120,12 +123,17 @@ class Calibration:
         """Return the hardware model of a cluster with the parts that are about it.
 
         Raises:
-            ValueError: If none is: a calibration of other hardware would change nothing, without a word.
+            ValueError: If none is: a calibration of other hardware would change nothing, without a word. So would
+                links of a cluster file that says other than those in use, whose GPU constants may still be taken.
         """
         presets, types = {node.preset for node in cluster.nodes}, set(cluster.gpu_types)
+        self._check_files(presets)
         operators = self.operators if self.operators is not None and self.operators.gpu_type in types else None
-        table = self.collectives if self.collectives_of is None or self.collectives_of in presets else None
-        constants = types & set(self.gpus) or presets & (set(self.links) | set(self.networks))
+        of = self.collectives_of
+        table = self.collectives if of is None or any(same_preset(of, preset) for preset in presets) else None
+        constants = types & set(self.gpus) or any(
+            _of_preset(parts, preset) is not None for parts in (self.links, self.networks) for preset in presets
+        )
         if operators is None and table is None and not constants:
             if not self.about:
                 raise ValueError("the calibration holds nothing that prices anything; leave --profile out")
@@ -150,14 +158,40 @@ class Calibration:
         return replace(
             node,
             gpu=node.gpu.model_copy(update=given) if given else node.gpu,
-            links=self.links.get(node.preset, node.links),
-            network=self.networks.get(node.preset, node.network),
+            links=_of_preset(self.links, node.preset) or node.links,
+            network=_of_preset(self.networks, node.preset) or node.network,
         )
+
+    def _check_files(self, presets: Set[str]) -> None:
+        """Refuse links, networks and collectives of cluster files where a file in use says none of what those said."""
+        shipped, measured = cluster_presets(), self._measured_presets
+        others = [each for each in measured if each not in shipped and not _is_among(each, presets)]
+        unknown = [each for each in sorted(presets) if each not in shipped and not _is_among(each, measured)]
+        if not others or not unknown:
+            return
+        raise ValueError(
+            "links, networks and collectives of the calibration must be of the cluster file, now "
+            f"{', '.join(unknown)} (its name and a digest of what it says), got those of {', '.join(others)}: it was "
+            "edited since, is another, or the calibration is of an earlier version, which wrote no digest; calibrate "
+            "for it, or write its name in the place of theirs if they were measured on it, or take these parts out"
+        )
+
+    @property
+    def _measured_presets(self) -> tuple[str, ...]:
+        collectives_of = [self.collectives_of] if self.collectives_of is not None else []
+        return tuple(dict.fromkeys([*collectives_of, *self.links, *self.networks]))
 
     @property
     def about(self) -> str:
         """GPU types and cluster presets this is about, in words; empty if it is about none."""
         found = [self.operators.gpu_type] if self.operators is not None else []
-        found += [self.collectives_of] if self.collectives_of is not None else []
-        found += [*self.gpus, *self.links, *self.networks]
+        found += [*self.gpus, *self._measured_presets]
         return ", ".join(dict.fromkeys(found))
+
+
+def _of_preset(parts: Mapping[str, Part], preset: str) -> Part | None:
+    return next((part for measured, part in parts.items() if same_preset(measured, preset)), None)
+
+
+def _is_among(measured: str, others: Iterable[str]) -> bool:
+    return any(same_preset(measured, other) for other in others)

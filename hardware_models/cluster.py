@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +24,8 @@ from hardware_models.schema import Cards, Text
 PRESETS = Path(__file__).parent / "presets"
 MAX_DEVICES = 1_000_000
 FILE_SUFFIXES = (".yaml", ".yml", ".json")
+DIGEST_LENGTH = 12
+"""Hexadecimal digits: 48 bits tell apart the cluster files of any user."""
 
 Edge = tuple[int, int, int]
 """``(gpu, gpu, number of physical links)`` inside a node."""
@@ -56,7 +60,7 @@ class Node:
     """One machine of a cluster.
 
     Attributes:
-        preset: Name of the preset it came from.
+        preset: What it came from, as ``measured_name`` has it.
         gpu: Type of its GPUs.
         first_device, num_devices: Its device ids are ``first_device .. first_device + num_devices - 1``.
         num_slots: GPUs a full node of this preset has; the first ``num_devices`` are in use.
@@ -197,6 +201,39 @@ def cluster_gpus_per_node(preset: str) -> int:
     return _load_preset(preset).gpus_per_node
 
 
+def measured_name(preset: str) -> str:
+    """Return the name under which links of a preset are measured, wherever it lies and however its path is written.
+
+    A shipped one's is its own; a file's is ``NAME#DIGEST`` of what the file says, but for its ``source``. Words of the
+    description count: where no catalogue entry fits, they are all that tells two machines apart.
+
+    Args:
+        preset: A name or a path.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    return _measured_name(preset, _load_preset(preset))
+
+
+def _measured_name(name: str, preset: NodePreset) -> str:
+    if name in cluster_presets():
+        return name
+    # Without defaults: a field that is added later leaves the digests of files that do not use it.
+    says = preset.model_dump(mode="json", exclude={"source"}, exclude_defaults=True)
+    digest = hashlib.sha256(json.dumps(says, sort_keys=True).encode()).hexdigest()
+    return f"{Path(name).name}#{digest[:DIGEST_LENGTH]}"
+
+
+def same_preset(measured: str, preset: str) -> bool:
+    """Return whether two measured names are of one preset: files of one digest are, whatever they are called.
+
+    >>> same_preset("ours.yaml#0123456789ab", "copy.yaml#0123456789ab"), same_preset("p3.8xlarge", "p3.16xlarge")
+    (True, False)
+    """
+    return measured.rpartition("#")[2] == preset.rpartition("#")[2]
+
+
 def parse_cluster(text: str) -> Cluster:
     """Build the cluster that a string names.
 
@@ -281,9 +318,10 @@ def _build_nodes(
 ) -> list[Node]:
     first_device = first_node[-1].first_device + first_node[-1].num_devices if first_node else 0
     gpu, links, network = load_gpu(preset.gpu), load_link(preset.links), load_network(preset.network)
+    measured = _measured_name(name, preset)
     return [
         Node(
-            preset=name,
+            preset=measured,
             gpu=gpu,
             first_device=first_device + index * num_gpus,
             num_devices=num_gpus,

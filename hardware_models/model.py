@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hardware_models.cluster import Cluster, parse_cluster
+from hardware_models.cluster import Cluster, parse_cluster, same_preset
 from hardware_models.collective_table import TRANSFERS, Asked, CollectiveTable
 from hardware_models.collectives import Flow, collective_flows, joining_s_per_byte, quickest_price, transfer_flow
 from hardware_models.communication import Communication
@@ -30,7 +30,7 @@ class HardwareModel:
         operator_profile: Measured operator times; where present they come before the efficiency curves
             (the cost tables decide, from ``lookup``).
         collective_table: Measured collectives and transfers; where present they come before the link model.
-        table_of: Preset of the nodes that the table was measured on; None: any. Others keep the link model.
+        table_of: Measured name of the preset that the table was measured on; None: any. Others keep the link model.
     """
 
     cluster: Cluster
@@ -178,7 +178,8 @@ class HardwareModel:
 
     def is_tabled(self, nodes: Sequence[int]) -> bool:
         """Return whether the table is about groups and transfers of these nodes."""
-        return self.table_of is None or all(self.cluster.nodes[node].preset == self.table_of for node in nodes)
+        of = self.table_of
+        return of is None or all(same_preset(of, self.cluster.nodes[node].preset) for node in nodes)
 
     def asked_of_table(self, kind: str, group: Sequence[int]) -> Asked | None:
         """Return what to ask the table about a collective over at least two ranks; None if it cannot know."""

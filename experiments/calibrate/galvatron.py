@@ -13,7 +13,7 @@ from hardware_models.calibrated import Calibration, FitRecord, GpuConstants
 from hardware_models.calibration.communication_fit import LINKS, communication_parts, far_rates
 from hardware_models.calibration.link_fit import Sample, fit_links
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
-from hardware_models.cluster import cluster_gpus_per_node, parse_cluster
+from hardware_models.cluster import cluster_gpus_per_node, measured_name, parse_cluster
 from hardware_models.collective_table import Row
 from hardware_models.group_shapes import GroupShape, shape_from_slots
 from hardware_models.importers.galvatron import MIB, Bandwidth, GalvatronFile, read_galvatron
@@ -109,10 +109,11 @@ def _with_links(
     found = fit_links(preset, rows, source)
     own = [Point(LINKS, row[3], predicted) for row, predicted in zip(found.used, found.predicted_s, strict=True)]
     record = fit_record(f"{LINKS} {preset}", "fitted", own, found.constants)
+    of = measured_name(preset)
     done = replace(
         outcome.calibration,
-        links={preset: found.links} if found.links is not None else {},
-        networks={preset: found.network} if found.network is not None else {},
+        links={of: found.links} if found.links is not None else {},
+        networks={of: found.network} if found.network is not None else {},
         fits=(*outcome.calibration.fits, record),
     )
     return Outcome(done, (*outcome.points, *own), (*outcome.notes, *far_rates(preset, found.constants), *found.notes))

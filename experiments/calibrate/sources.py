@@ -14,7 +14,7 @@ from hardware_models.calibration.communication_fit import CommunicationParts, co
 from hardware_models.calibration.kernel_calibration import as_shipped, fit_curves, num_of_another, overlap_slowdowns
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
 from hardware_models.calibration_file import load_calibration
-from hardware_models.cluster import parse_cluster
+from hardware_models.cluster import measured_name, parse_cluster
 from hardware_models.collective_table import Row
 from hardware_models.gpus import GpuType, load_curves, load_gpu
 from hardware_models.group_shapes import GroupShape, shape_from_slots
@@ -257,12 +257,13 @@ def with_communication(
 ) -> Outcome:
     """Return the calibration with the parts about communication put in."""
     if parts is not None:
+        of = measured_name(preset) if preset is not None else None
         calibration = replace(
             calibration,
             collectives=parts.table,
-            collectives_of=preset,
-            links={preset: parts.links} if preset is not None and parts.links is not None else {},
-            networks={preset: parts.network} if preset is not None and parts.network is not None else {},
+            collectives_of=of,
+            links={of: parts.links} if of is not None and parts.links is not None else {},
+            networks={of: parts.network} if of is not None and parts.network is not None else {},
         )
         fits, points, notes = [*fits, *parts.fits], [*points, *parts.points], [*notes, *parts.notes]
         if preset is None:

@@ -101,3 +101,4 @@ def _check_unit(profile: MachineProfile, unit: UnitWork, path: Path) -> None:
     ):
         if own != theirs:
             raise ValueError(f"{path}: the profile's {what} must be {own}, got {theirs}; measure anew")
+    profile.calibration().hardware(problem.hardware.cluster)  # refuses collectives of a cluster file that was edited

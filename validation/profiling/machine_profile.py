@@ -40,7 +40,7 @@ class MachineProfile:
         overlap: Slowdown of computation and of communication while both run; None keeps the device type's.
         launch_s: Host seconds per kernel launch; None keeps the device type's.
         measurements: What else was measured.
-        preset: Cluster preset that the communication is of; None for any.
+        preset: Measured name of the preset that the communication is of; None for any.
     """
 
     operators: OperatorProfile
