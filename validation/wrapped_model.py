@@ -230,10 +230,14 @@ def begin_microbatch(wrapped: nn.Module, plan: Plan, *, is_last: bool) -> Abstra
 
     Reductions of gradients, and giving back parameters that stay gathered after a forward pass.
     """
-    if isinstance(wrapped, FSDPModule) and not plan.reshard_after_forward:
-        wrapped.set_reshard_after_backward(is_last)
     waits = plan.gradient_reduction == "last" and not is_last
-    return wrapped.no_sync() if waits and isinstance(wrapped, ddp.DistributedDataParallel) else nullcontext()
+    if isinstance(wrapped, FSDPModule):
+        wrapped.set_requires_gradient_sync(not waits)
+        if not plan.reshard_after_forward:
+            wrapped.set_reshard_after_backward(is_last)
+        return nullcontext()
+    can_wait = isinstance(wrapped, (ddp.DistributedDataParallel, FullyShardedDataParallel))
+    return wrapped.no_sync() if waits and can_wait else nullcontext()
 
 
 @contextmanager

@@ -79,13 +79,16 @@ def static_bytes(
         parameters.append(int(elements * runtime.parameter_bytes / (shards if gathered else 1) + kept))
         scattered = group.zero >= 2 and shards > 1 and sharded_gradients
         gradient_bytes = runtime.gradient_bytes - runtime.bucket_bytes
+        joined = runtime.flattens_sharded and is_gathered(group)
+        if joined and not scattered:
+            gradient_bytes = min(gradient_bytes, made_bytes)  # They stay as the products made them until they travel.
         size = int(elements * gradient_bytes / (shards if scattered else 1))
         if group.is_replicated and not group.scattered:
             gradients.append(int(elements * runtime.bucket_bytes))
             handed.append(None)
         if runtime.frees_gradients == "all" or (scattered and runtime.frees_gradients == "scattered"):
             unit = costs.unit_parts[group.operator]
-            if scattered or is_gathered(group):
+            if scattered or joined:
                 shards_anew[unit] = shards_anew.get(unit, 0) + size
             else:
                 anew.setdefault(unit, []).append(size)
