@@ -67,7 +67,8 @@ class Check:
 
     def __str__(self) -> str:
         parts = [
-            name.replace("_", " ") if value is True else f"{name} {value}" for name, value in self.degrees.items()
+            name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
+            for name, value in self.degrees.items()
         ]
         precision = "fp32" if self.runtime.endswith("fp32") else "bf16"
         model = f"{self.model} of {self.layers} layers" if self.layers else self.model
