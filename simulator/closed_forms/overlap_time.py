@@ -26,11 +26,15 @@ class Sent(NamedTuple):
         root_copied_s, gathered_copied_s: Copying what either gathered into parameters.
         reduced_s: A reduction of all gradients.
         copied_s, copied_back_s: Copying them for it, and back.
-        unit_share: What the first unit of a pass is of the gathers, and of the pass.
+        unit_share: What a unit is of a pass, all units alike.
         first_share: What part of a backward pass has gone before the first gradients are reduced.
         last_share: What part of the gradients is there when it has ended, and not before.
         computation_slowdown, communication_slowdown: Factors while both run.
         gathered_latency_s, reduced_latency_s: Of ``gathered_s`` and ``reduced_s``, before bytes move.
+        gathered_share: What part of a pass the units are that gather.
+        begins_whole, ends_whole: The first of them has a unit before it that does not, or the last one behind it.
+        late_share, late_left: Where only some units gather, what part of the gradients is reduced once no more than
+            that of a backward pass is left: those of the other units that are there last.
     """
 
     root_s: float
@@ -47,6 +51,68 @@ class Sent(NamedTuple):
     communication_slowdown: float
     gathered_latency_s: float = 0.0
     reduced_latency_s: float = 0.0
+    gathered_share: float = 1.0
+    begins_whole: bool = False
+    ends_whole: bool = False
+    late_share: float = 0.0
+    late_left: float = 1.0
+
+
+class StageUnits(NamedTuple):
+    """How many units a stage has, and where those are that gather parameters before use.
+
+    Attributes:
+        num_others, num_root: Units without and of the root.
+        gathered_others, gathered_root: Of these, those that gather; others hold all of their parameters.
+        others_before, others_behind: Of ``num_others``, before the first of them that gathers and behind the last.
+        num_whole: Units that do not gather.
+        before_whole, behind_whole: Units before the first of these and behind the last.
+    """
+
+    num_others: int
+    num_root: int
+    gathered_others: int
+    gathered_root: int
+    others_before: int
+    others_behind: int
+    num_whole: int
+    before_whole: int
+    behind_whole: int
+
+
+NO_UNITS = StageUnits(*[0] * 9)
+
+
+@also_compiled
+def with_unit(units: StageUnits, in_root: bool, gathers: bool) -> StageUnits:
+    """Return the units of a stage with the next one.
+
+    Args:
+        units: Those before.
+        in_root, gathers: The unit is of the root; it gathers parameters before use.
+
+    >>> units = NO_UNITS
+    >>> for gathers in (False, False, True, True, False):
+    ...     units = with_unit(units, False, gathers)
+    >>> units.gathered_others, units.others_before, units.others_behind, units.before_whole, units.behind_whole
+    (2, 2, 1, 0, 0)
+    """
+    num_others, num_root, gathered_others, gathered_root, before, behind, num_whole, before_whole, behind_whole = units
+    if in_root:
+        num_root, gathered_root = num_root + 1, gathered_root + (1 if gathers else 0)
+    elif gathers:
+        num_others, gathered_others, behind = num_others + 1, gathered_others + 1, 0
+    else:
+        num_others, behind = num_others + 1, behind + 1
+        before += 1 if gathered_others == 0 else 0
+    if not gathers:
+        num_whole, behind_whole = num_whole + 1, 0
+    else:
+        behind_whole += 1
+        before_whole += 1 if num_whole == 0 else 0
+    return StageUnits(
+        num_others, num_root, gathered_others, gathered_root, before, behind, num_whole, before_whole, behind_whole
+    )
 
 
 @also_compiled
@@ -139,6 +205,47 @@ def unit_shares(num_others: int, num_root: int, begins_in_root: bool, root_share
     return count, 1.0 / count, root_share if begins_in_root and root_share > 0.0 else 1.0 / count
 
 
+class ReductionShares(NamedTuple):
+    """How reductions of gradients lie in a backward pass: attributes of these names of ``Sent``."""
+
+    first_share: float
+    last_share: float
+    late_share: float = 0.0
+    late_left: float = 1.0
+
+
+@also_compiled
+def mixed_shares(
+    units: StageUnits, last_of_units: float, first_of_whole: float, last_of_whole: float, whole: float
+) -> ReductionShares:
+    """Return how reductions lie where some units are reduced by themselves, others not.
+
+    Args:
+        units: Of the stage; some are of either.
+        last_of_units: ``last_share`` of those by themselves, as ``unit_shares`` has it.
+        first_of_whole, last_of_whole: Of the others, as ``bucket_shares`` has them.
+        whole: What part of all reductions theirs take.
+
+    Four units by themselves before twelve, whose gradients are reduced at once when all are there; and behind them:
+
+    >>> units = StageUnits(16, 0, 4, 0, 0, 12, 12, 4, 0)
+    >>> tuple(mixed_shares(units, 0.25, 1.0, 1.0, 0.75))
+    (0.75, 0.0625, 1.0, 0.25)
+    >>> tuple(mixed_shares(units._replace(others_behind=0, before_whole=0, behind_whole=4), 0.25, 1.0, 1.0, 0.75))
+    (0.0625, 0.75, 0.0, 1.0)
+    """
+    count, by_unit = max(1, units.num_others + units.num_root), 1.0 - whole
+    first = (units.others_behind + 1.0) / count if units.gathered_others > 0 else 1.0
+    if whole <= 0.0:
+        return ReductionShares(first, last_of_units, 0.0, 1.0)
+    span = count - units.before_whole - units.behind_whole
+    first = min(first, (units.behind_whole + first_of_whole * span) / count)
+    if units.before_whole == 0:
+        return ReductionShares(first, whole * last_of_whole, 0.0, 1.0)
+    late = whole * last_of_whole + by_unit * units.before_whole / max(1, count - units.num_whole)
+    return ReductionShares(first, by_unit * last_of_units, late, units.before_whole / count)
+
+
 class SendingRules(NamedTuple):
     """How a stage sends.
 
@@ -188,6 +295,23 @@ def inline_s(sent: Sent, rules: SendingRules) -> tuple[float, float]:
 
 
 @also_compiled
+def hidden_share(sent: Sent, begins_whole: bool) -> float:
+    """Return what part of a pass the units are beside which the next one is gathered.
+
+    Args:
+        sent: What the stage sends.
+        begins_whole: In the pass's order, a unit without gathers comes before the first one that has some.
+
+    >>> sent = Sent(0.0, 1.0, *[0.0] * 5, 1 / 8, *[1.0] * 4)
+    >>> hidden_share(sent, False), hidden_share(sent._replace(gathered_share=0.5), True)
+    (0.875, 0.5)
+    """
+    if sent.gathered_s <= 0.0:
+        return 0.0
+    return sent.gathered_share if begins_whole else max(0.0, sent.gathered_share - sent.unit_share)
+
+
+@also_compiled
 def gathered_s(forward_s: float, backward_s: float, sent: Sent, rules: SendingRules) -> tuple[float, float, float]:
     """Return the seconds of a forward and a backward pass with the gathers of each, and of one that gathers for all.
 
@@ -204,16 +328,27 @@ def gathered_s(forward_s: float, backward_s: float, sent: Sent, rules: SendingRu
     (4.0, 7.0, 0.0)
     >>> gathered_s(3.0, 6.0, sent, SendingRules(True, False, False, True, False))  # and reduced in three
     (3.0, 9.0, 4.0)
+
+    Behind three more, that do not gather:
+
+    >>> sent = sent._replace(unit_share=1 / 6, gathered_share=0.5, begins_whole=True)
+    >>> gathered_s(6.0, 12.0, sent, SendingRules(True, True, False, False, False))
+    (6.0, 13.0, 0.0)
     """
     slow_s, slow_sent_s = sent.computation_slowdown, sent.communication_slowdown
     gathering_s = forward_s + sent.gathered_copied_s
     returning_s = backward_s + (sent.gathered_copied_s if rules.reshards else 0.0)
     passed_s, returned_s = gathering_s + sent.gathered_s, returning_s + sent.gathered_s
     if rules.prefetches and sent.gathered_s > 0.0:
-        one, rest = sent.unit_share, 1.0 - sent.unit_share
-        ahead_s = rest * sent.gathered_s
-        passed_s = one * passed_s + beside_s(rest * gathering_s, ahead_s, slow_s, slow_sent_s)
-        returned_s = one * returned_s + beside_s(rest * returning_s, ahead_s, slow_s, slow_sent_s)
+        # Whichever way, each unit's gather beside the unit before it, if there is one.
+        hidden = hidden_share(sent, sent.begins_whole)
+        ahead_s = hidden / sent.gathered_share * sent.gathered_s
+        passed_s = (1.0 - hidden) * gathering_s + sent.gathered_s - ahead_s
+        passed_s += beside_s(hidden * gathering_s, ahead_s, slow_s, slow_sent_s)
+        hidden = hidden_share(sent, sent.ends_whole)
+        ahead_s = hidden / sent.gathered_share * sent.gathered_s
+        returned_s = (1.0 - hidden) * returning_s + sent.gathered_s - ahead_s
+        returned_s += beside_s(hidden * returning_s, ahead_s, slow_s, slow_sent_s)
     passed_s += sent.root_s + sent.root_copied_s
     inline, _ = inline_s(sent, rules)
     if rules.reshards:
@@ -236,7 +371,9 @@ def after_head_start_s(first_s: float, sent: Sent, forward_s: float, prefetches:
     >>> after_head_start_s(4.0, Sent(0.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1 / 3, 1.0, 1.0, 1.0, 1.0), 3.0, True)
     1.0
     """
-    unit_s, computed_s = sent.unit_share * sent.gathered_s, sent.unit_share * forward_s
+    if sent.begins_whole:
+        return first_s
+    unit_s, computed_s = sent.unit_share / sent.gathered_share * sent.gathered_s, sent.unit_share * forward_s
     return max(0.0, first_s - (max(unit_s, 2.0 * unit_s - computed_s) if prefetches else unit_s))
 
 
@@ -281,13 +418,15 @@ def with_reductions_s(
     # The pass that reduces, of the device; then what travels once the first gradients are there, if hosts take longer.
     backward_s += gathered_copied_s + sent.copied_s
     reducing_pass_s = returned_s if rules.every else returned_s + sent.copied_s
-    one, share, last_s = sent.unit_share, sent.first_share, sent.last_share * sent.reduced_s
+    share, last_s = sent.first_share, sent.last_share * sent.reduced_s
+    one = 1.0 - hidden_share(sent, sent.ends_whole) / sent.gathered_share
     latency_s, reduced_latency_s = sent.gathered_latency_s, sent.reduced_latency_s
     before, ahead, rest = share * (1.0 - one), (1.0 - share) * (1.0 - one), 1.0 - sent.last_share
     meanwhile_s = together_s(ahead * ahead_s, ahead * latency_s, rest * sent.reduced_s, rest * reduced_latency_s)
     reducing_s = alone_s + one * ahead_s + beside_s(share * backward_s, before * ahead_s, slow_s, slow_sent_s)
     reducing_s += beside_s((1.0 - share) * backward_s, meanwhile_s, slow_s, slow_sent_s) + last_s
     reducing_s = max(reducing_s, share * reducing_pass_s + meanwhile_s + last_s)
+    reducing_s = max(reducing_s, (1.0 - sent.late_left) * reducing_pass_s + sent.late_share * sent.reduced_s)
     left_s = max(last_s, reducing_s - reducing_pass_s)
     left_s = max(left_s + sent.last_share * sent.copied_back_s, sent.copied_back_s)
     if not rules.every:

@@ -145,8 +145,9 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
         if waits_for_gathers:
             passed_s += host.forward_s
             returned_s += host.backward_s
-            forward_host_s += work.forward_left_s
-            backward_host_s += max(0.0, work.backward_left_s - (host.reduced_s if sending.every else 0.0))
+            forward_host_s += sent.gathered_share * work.forward_left_s
+            left_s = sent.gathered_share * work.backward_left_s
+            backward_host_s += max(0.0, left_s - (host.reduced_s if sending.every else 0.0))
             if sending.every:
                 backward_host_s += inline - sent.copied_s
         waits = not rules.is_alone and (rules.waits_to_receive or waits_for_gathers)
@@ -157,7 +158,7 @@ def stage_passes_s(work: PassWork, sent: Sent, host: SentHost, sending: SendingR
         )
         passed_s, returned_s, behind_s = longer_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, apart)
         if gathers_and_waits and not sending.reshards:  # In the first forward pass alone.
-            first_s = host.forward_s + max(gathering_s, forward_host_s + work.forward_left_s)
+            first_s = host.forward_s + max(gathering_s, forward_host_s + sent.gathered_share * work.forward_left_s)
             gathering_s = passed_s + max(0.0, first_s - max(passed_s, forward_host_s))
         host_ahead_s = ahead_s(passed_s, returned_s, forward_host_s, backward_host_s, waits, m)
     found = with_reductions_s(forward_s, backward_s, passed_s, returned_s + behind_s, gathering_s, sent, sending)

@@ -1,7 +1,8 @@
 """What a stage sends beside its passes and copies for that, for ``overlap_time``.
 
-Of a stage's gathers and gradients by their sums: its parameters count as spread evenly over its units, copies as one
-pass over all of them and a kernel for each unit or tensor, calls by parameter (DeepSpeed 2021) in the same shares.
+Of a stage's gathers and gradients by their sums: its parameters count as spread evenly over its units that gather, or
+over the others, copies as one pass over all of them and a kernel for each unit or tensor, calls by parameter (DeepSpeed
+2021) in the same shares.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from typing import NamedTuple
 from hardware_models.runtime import Runtime
 from simulator.closed_forms.overlap_time import (
     NEXT_TO_NOTHING_BYTES,
+    NO_UNITS,
+    ReductionShares,
     SendingRules,
     Sent,
+    StageUnits,
     bucket_shares,
     calls_of_unit,
     filled_buckets,
+    mixed_shares,
     unit_shares,
+    with_unit,
 )
 from simulator.closed_forms.passes_time import SentHost
 from simulator.closed_forms.stage_prices import collective_s, items_s, launch_collective_s, slowdowns
@@ -32,6 +38,7 @@ from simulator.lowering.synchronisation import (
     is_copied,
     is_gathered,
     parameter_groups,
+    reductions,
     reshards,
     times_reduced,
     travels_before_use,
@@ -72,22 +79,11 @@ def is_large(runtime: Runtime, num_elements: int) -> bool:
     return runtime.parameter_calls_above is not None and num_elements > runtime.parameter_calls_above
 
 
-def is_sharded(view: StageView) -> bool:
-    """Return whether ZeRO-3 shards all parameters of a stage, so that their gradients travel by unit."""
-    return all(map(is_gathered, parameter_groups(view)))
-
-
-def prefetches(view: StageView) -> bool:
-    """Return whether gathers hide: those of a stage that gathers all its parameters, else nothing says which do."""
-    gathered = (travels_before_use(view, group) for group in parameter_groups(view))
-    return view.costs.problem.runtime.prefetches_gathers and all(gathered)
-
-
 def sending_rules(view: StageView) -> SendingRules:
     """Return how a stage sends."""
     plan, runtime = view.plan, view.costs.problem.runtime
     return SendingRules(
-        prefetches=prefetches(view),
+        prefetches=runtime.prefetches_gathers,
         reshards=reshards(view),
         overlaps=plan.overlap_gradient_sync and not plan.rotates,
         every=plan.gradient_reduction == "every",
@@ -96,33 +92,32 @@ def sending_rules(view: StageView) -> SendingRules:
     )
 
 
+def stage_units(view: StageView) -> StageUnits:
+    """Return the units of a stage. One without parameters counts as one that gathers."""
+    costs, gathers = view.costs, dict[int, bool]()
+    for group in parameter_groups(view):
+        for user in group.users:
+            unit = costs.units[user]
+            gathers[unit] = gathers.get(unit, False) or travels_before_use(view, group)
+    found = NO_UNITS
+    for unit in dict.fromkeys(costs.units[index] for index in view.operators):
+        found = with_unit(found, unit in costs.root_units, gathers.get(unit, True))
+    return found
+
+
 def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentHost]:
     """Return what a stage sends beside its passes, and what that takes its host.
 
     Args:
         view, gathering: The stage, and items of its first forward pass.
     """
-    plan, costs = view.plan, view.costs
-    units = dict.fromkeys(costs.units[index] for index in view.operators)
-    num_root = sum(unit in costs.root_units for unit in units)
-    num_others = len(units) - num_root
-    gathers = _gathers(view, gathering, num_root, num_others)
-    sums = gradient_buckets(view, merged=True)
-    num_bytes = [each.collectives[0].num_bytes for each in sums]
-    parts, first_share, last_share = [1.0] * len(sums), 1.0, 1.0
+    plan, units = view.plan, stage_units(view)
+    gathers = _gathers(view, gathering, units)
     in_parts = plan.gradient_reduction == "every" or (plan.overlap_gradient_sync and not plan.rotates)
+    sums = _reductions(view, in_parts=in_parts)
+    parts, shares = [1.0] * len(sums), ReductionShares(1.0, 1.0)
     if sums and in_parts:
-        if is_sharded(view):
-            root_share = gathers.root_s / (gathers.root_s + gathers.others_s) if gathers.root_s > 0 else 0.0
-            begins_in_root = costs.units[view.operators[0]] in costs.root_units
-            count, first_share, last_share = unit_shares(num_others, num_root, begins_in_root, root_share)
-            parts = [count] * len(sums)
-        else:
-            count, first_share, last_share = _bucket_shares(view)
-            parts = [max(1.0, count * own / sum(num_bytes)) for own in num_bytes]
-    if in_parts and costs.problem.runtime.parameter_calls_above is not None:
-        shares = [_num_untied(view) * own / sum(num_bytes) for own in num_bytes]
-        parts = [max(own, more) if each.listed else own for each, own, more in zip(sums, parts, shares, strict=True)]
+        parts, shares = _shares(view, units, gathers, sums)
     copied_s, copied_back_s, copied_host_s = _gradient_copies(view)
     computation_slowdown, communication_slowdown = slowdowns(view)
     sent = Sent(
@@ -130,24 +125,92 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
         gathers.others_s,
         gathers.root_copied_s,
         gathers.others_copied_s,
-        sum(_reduction_s(view, each, count) for each, count in zip(sums, parts, strict=True)),
+        sum(_reduction_s(view, each, count) for (each, _), count in zip(sums, parts, strict=True)),
         copied_s,
         copied_back_s,
-        1.0 / max(1, num_others) if gathers.others_s > 0 else 1.0,
-        first_share,
-        last_share,
+        1.0 / max(1, units.num_others) if gathers.others_s > 0 else 1.0,
+        shares.first_share,
+        shares.last_share,
         computation_slowdown,
         communication_slowdown,
         gathers.others_latency_s,
-        sum(_reduction_s(view, each, count, latency=True) for each, count in zip(sums, parts, strict=True)),
+        sum(_reduction_s(view, each, count, latency=True) for (each, _), count in zip(sums, parts, strict=True)),
+        units.gathered_others / units.num_others if gathers.others_s > 0 else 1.0,
+        units.others_before > 0,
+        units.others_behind > 0,
+        shares.late_share,
+        shares.late_left,
     )
     host_s = sum(
         count * launch_collective_s(view, item, listed=in_parts and each.listed)
-        for each, count in zip(sums, parts, strict=True)
+        for (each, _), count in zip(sums, parts, strict=True)
         for item in each.collectives
     )
     others_host_s = gathers.others_host_s
     return sent, SentHost(gathers.root_host_s + others_host_s, others_host_s, host_s + copied_host_s)
+
+
+def _reductions(view: StageView, *, in_parts: bool) -> list[tuple[GradientBucket, bool]]:
+    """Return the reductions of a stage's gradients, and whether they are of what ZeRO-3 shards.
+
+    Args:
+        view: The stage.
+        in_parts: Gradients are reduced as they are made, so that those are apart.
+    """
+    runtime, groups = view.costs.problem.runtime, list(parameter_groups(view))
+    found = []
+    for bucket in gradient_buckets(view, merged=True):
+        if not in_parts:
+            found.append((bucket, False))
+            continue
+        for sharded in (True, False):
+            members = tuple(member for member in bucket.members if is_gathered(groups[member]) == sharded)
+            if len(members) == len(bucket.members):
+                found.append((bucket, sharded))
+            elif members:
+                sizes = (times_reduced(view, groups[member]) * groups[member].num_elements for member in members)
+                collectives = reductions(groups[members[-1]], runtime, sum(sizes) * runtime.travelling_gradient_bytes)
+                listed = sharded and runtime.parameter_calls_above is not None
+                found.append((replace(bucket, members=members, collectives=collectives, listed=listed), sharded))
+    return found
+
+
+def _shares(
+    view: StageView, units: StageUnits, gathers: _Gathers, sums: Sequence[tuple[GradientBucket, bool]]
+) -> tuple[list[float], ReductionShares]:
+    """Return in how many parts gradients are reduced as they are made, and how these lie in a backward pass.
+
+    Args:
+        view: The stage, which reduces some.
+        units, gathers, sums: Its units, gathers and reductions.
+    """
+    costs = view.costs
+    num_bytes = [each.collectives[0].num_bytes for each, _ in sums]
+    whole_bytes = sum(own for own, (_, sharded) in zip(num_bytes, sums, strict=True) if not sharded)
+    root_share = gathers.root_s / (gathers.root_s + gathers.others_s) if gathers.root_s > 0 else 0.0
+    begins_in_root = costs.units[view.operators[0]] in costs.root_units
+    by_unit, first_share, last_share = unit_shares(
+        units.gathered_others, units.gathered_root, begins_in_root, root_share
+    )
+    buckets, first_of_whole, last_of_whole = _bucket_shares(view) if whole_bytes else (1.0, 1.0, 1.0)
+    parts = [
+        by_unit if sharded else max(1.0, buckets * own / whole_bytes)
+        for own, (_, sharded) in zip(num_bytes, sums, strict=True)
+    ]
+    if costs.problem.runtime.parameter_calls_above is not None:
+        shares = [_num_untied(view) * own / sum(num_bytes) for own in num_bytes]
+        parts = [
+            max(own, more) if each.listed else own
+            for (each, _), own, more in zip(sums, parts, shares, strict=True)
+        ]
+    found = ReductionShares(first_share, last_share)
+    if not any(sharded for _, sharded in sums):
+        found = ReductionShares(first_of_whole, last_of_whole)
+    elif units.num_whole:
+        seconds = [_reduction_s(view, each, count) for (each, _), count in zip(sums, parts, strict=True)]
+        whole_s = sum(own_s for own_s, (_, sharded) in zip(seconds, sums, strict=True) if not sharded)
+        found = mixed_shares(units, last_share, first_of_whole, last_of_whole, whole_s / sum(seconds))
+    return parts, found
 
 
 def gathered_again_s(view: StageView, forward: Sequence[Item], backward: Sequence[Item]) -> float:
@@ -160,17 +223,17 @@ def gathered_again_s(view: StageView, forward: Sequence[Item], backward: Sequenc
     return _gathers_s(view, backward, in_root=False) - found_s if found_s > 0 else 0.0
 
 
-def _gathers(view: StageView, gathering: Sequence[Item], num_root: int, num_others: int) -> _Gathers:
+def _gathers(view: StageView, gathering: Sequence[Item], units: StageUnits) -> _Gathers:
     """Return the gathers of a forward pass.
 
     Args:
-        view, gathering: The stage, and items of the pass.
-        num_root, num_others: Its units.
+        view, gathering, units: The stage, items of the pass, and its units.
     """
     root_s, others_s = (_gathers_s(view, gathering, in_root=in_root) for in_root in (True, False))
     if root_s + others_s <= 0:
         return _Gathers(*[0.0] * 6)
-    runtime, num_units = view.costs.problem.runtime, num_root + num_others
+    runtime, num_root, num_others = view.costs.problem.runtime, units.gathered_root, units.gathered_others
+    num_units = num_root + num_others
     elements = _gathered_elements(view)
     total = sum(elements.values())
     large = sum(
@@ -218,9 +281,9 @@ def _gathers_s(view: StageView, items: Sequence[Item], *, in_root: bool) -> floa
 
 
 def _bucket_shares(view: StageView) -> tuple[float, float, float]:
-    """Return what ``bucket_shares`` does, of a stage: what is tied fills no bucket."""
+    """Return what ``bucket_shares`` does, of what ZeRO-3 does not shard of a stage: what is tied fills no bucket."""
     limit = bucket_elements(view.costs.problem.runtime)
-    reduced = [group for group in parameter_groups(view) if group.reduced_axes]
+    reduced = [group for group in parameter_groups(view) if group.reduced_axes and not is_gathered(group)]
     sizes = [(group, times_reduced(view, group) * group.num_elements) for group in reduced]
     begun = sum(size for group, size in sizes if group.operator == reduced[0].operator)
     num_buckets = sum(filled_buckets(group.num_elements, limit) for group in reduced if group.tie is None)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from hardware_models.runtime import Runtime
 from simulator.closed_forms.host_time import left_s
-from simulator.closed_forms.overlap_time import NEXT_TO_NOTHING_BYTES, Sent, bucket_shares, calls_of_unit, unit_shares
+from simulator.closed_forms.overlap_time import (
+    NEXT_TO_NOTHING_BYTES,
+    NO_UNITS,
+    ReductionShares,
+    Sent,
+    StageUnits,
+    bucket_shares,
+    calls_of_unit,
+    mixed_shares,
+    unit_shares,
+    with_unit,
+)
 from simulator.closed_forms.passes_time import SentHost
 from simulator.closed_forms.stage_overlap import copied_bytes
 from simulator.compiled_cache import inlined
@@ -15,6 +26,7 @@ from simulator.fast.arrays import (
     COPY_S_PER_BYTE,
     COPY_START_S,
     ELEMENTS,
+    GATHER,
     GATHER_CHANNEL,
     GATHERED_KEYS,
     LAUNCH_S,
@@ -38,6 +50,7 @@ from simulator.fast.prices import channel_s
 
 _shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
 _calls_of_unit, _left_s = inlined(calls_of_unit), inlined(left_s)
+_with_unit, _mixed_shares = inlined(with_unit), inlined(mixed_shares)
 
 
 def beside_rules(runtime: Runtime) -> BesideRules:
@@ -57,15 +70,60 @@ def beside_rules(runtime: Runtime) -> BesideRules:
 
 
 @inlined
-def _num_units(unit_of: Ints, gathers_of: Ints, first: int, stop: int) -> tuple[int, int]:
-    """Return how many units of a stage are gathered for each pass, and how many for the forward pass alone."""
-    each, once = 0, 0
-    for unit in range(unit_of[first], unit_of[stop - 1] + 1):
-        if gathers_of[unit] == 1:
-            once += 1
-        else:
-            each += 1
-    return each, once
+def _unit_gathers(
+    shape: Structure, tables: TimeTables, plans: PlanColumns, run_tables: Ints, run: int, first: int, stop: int
+) -> bool:
+    """Return whether a unit gathers parameters before use, or has none.
+
+    Args:
+        shape, tables, plans, run_tables: See ``time.estimate_times``.
+        run: The first of the unit.
+        first, stop: Its operators in the stage.
+    """
+    families, sums, tied = tables.families, tables.sums, tables.tied
+    is_whole, start = False, first
+    while start < stop:
+        table, ends = run_tables[run], min(stop, plans.run_stops[run])
+        for family in range(MAX_FAMILIES):
+            if families[table, family, REDUCTION] < 0:
+                break
+            has = sums[table, ends, ELEMENTS + family] > sums[table, start, ELEMENTS + family]
+            for place in range(len(shape.tied)):
+                has = has or (start <= shape.tied[place] < ends and tied[table, place, 0] == family)
+            if has:
+                if families[table, family, GATHER] >= 0:
+                    return True
+                is_whole = True
+        run, start = run + 1, ends
+    return not is_whole
+
+
+@inlined
+def _stage_units(
+    shape: Structure,
+    tables: TimeTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    run: int,
+    first: int,
+    stop: int,
+    is_mixed: bool,
+) -> StageUnits:
+    """Return the units of a stage.
+
+    Args:
+        shape, tables, plans, run_tables, first, stop, is_mixed: See ``stage_sent``.
+        run: The first of the stage.
+    """
+    found, gathers = NO_UNITS, True
+    for unit in range(shape.unit_of[first], shape.unit_of[stop - 1] + 1):
+        if is_mixed:
+            low, high = max(first, shape.unit_first[unit]), min(stop, shape.unit_stop[unit])
+            while plans.run_stops[run] <= low:
+                run += 1
+            gathers = _unit_gathers(shape, tables, plans, run_tables, run, low, high)
+        found = _with_unit(found, shape.gathers_of[unit] == 1, gathers)
+    return found
 
 
 @inlined
@@ -111,7 +169,7 @@ def _reduced_tie(
     stop: int,
     by_use: bool,
 ) -> float:
-    """Return elements of a tied parameter, which no operator before has, that replicas reduce.
+    """Return elements of a tied parameter, which no operator before has, that replicas reduce and ZeRO-3 leaves whole.
 
     Args:
         places, tied, families: Of ``Structure.tied`` and of tables.
@@ -124,7 +182,7 @@ def _reduced_tie(
     table = run_tables[run]
     family = families[table, tied[table, place, 0]]
     own = float(tied[table, place, 1])
-    if family[SCATTER] < 0 and family[REST] < 0:
+    if (family[SCATTER] < 0 and family[REST] < 0) or family[SHARDED] > 0:
         return 0.0
     elements = own
     if by_use and family[SCATTER] < 0:
@@ -150,11 +208,11 @@ def _bucket_shares(
     num_buckets: float,
     ties_by_use: bool,
 ) -> tuple[float, float, float]:
-    """Return what ``bucket_shares`` does, of a stage.
+    """Return what ``bucket_shares`` does, of what ZeRO-3 does not shard of a stage.
 
     Args:
         shape, tables, plans, run_tables, stage, first, stop, num_buckets, ties_by_use: See ``stage_sent``.
-        total: Elements that are reduced.
+        total: Elements of that which are reduced.
     """
     families, sums, stops = tables.families, tables.sums, plans.run_stops
     begun, run, index = 0.0, plans.run_offsets[stage], first
@@ -165,7 +223,8 @@ def _bucket_shares(
         for family in range(MAX_FAMILIES):
             if families[table, family, REDUCTION] < 0:
                 break
-            if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
+            is_reduced = families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0
+            if is_reduced and families[table, family, SHARDED] <= 0:
                 begun += sums[table, index + 1, ELEMENTS + family] - sums[table, index, ELEMENTS + family]
         for place in range(len(shape.tied)):
             if shape.tied[place] == index:
@@ -188,7 +247,7 @@ def stage_sent(
     synchronised: Synchronised,
     copied: Floats,
     gather_s: Floats,
-    is_sharded: bool,
+    is_mixed: bool,
     in_parts: bool,
     ties_by_use: bool,
     num_buckets: float,
@@ -204,12 +263,12 @@ def stage_sent(
         synchronised: Its parameters.
         copied: float64[COPIED]. What ``add_copies`` has added.
         gather_s: float64[2]. Gathers of the root, and of the other units, each in one call.
-        is_sharded: ZeRO-3 shards the parameters of all its operators.
+        is_mixed: Some of its parameters are gathered before use, and some not.
         in_parts: Gradients are reduced as they are made.
         ties_by_use: See ``PassRules``.
         rules: What else holds for any plan.
-        num_buckets, num_large, num_tensors: Of its parameters but for tied ones: buckets that gradients fill, those
-            that are gathered by calls of their own, all.
+        num_buckets, num_large, num_tensors: Of its parameters but for tied ones: buckets that gradients fill which
+            ZeRO-3 does not shard, those that are gathered by calls of their own, all.
     """
     families, rates, hosts_s = tables.families, tables.step_rates, tables.channel_hosts_s
     num_sums, _, sum_table, sum_family, sum_elements = synchronised
@@ -222,10 +281,11 @@ def stage_sent(
             start_s = max(start_s, rates[gpu_type, COPY_START_S])
             s_per_byte = max(s_per_byte, rates[gpu_type, COPY_S_PER_BYTE])
             launch_s = max(launch_s, rates[gpu_type, LAUNCH_S])
-    each, once = _num_units(shape.unit_of, shape.gathers_of, first, stop)
+    units = _stage_units(shape, tables, plans, run_tables, plans.run_offsets[stage], first, stop, is_mixed)
+    each, once = units.gathered_others, units.gathered_root
 
     root_s, others_s = gather_s[0], gather_s[1]
-    root_share, unit_share, gathered_copied_s, gather_host_s, latency_s = 0.0, 1.0, 0.0, 0.0, 0.0
+    root_share, unit_share, gathered_share, gathered_copied_s, gather_host_s, latency_s = 0.0, 1.0, 1.0, 0.0, 0.0, 0.0
     if root_s + others_s > 0.0:
         gathered, more_s = 0.0, 0.0
         for at in range(num_sums[GATHERED_KEYS]):
@@ -250,40 +310,48 @@ def stage_sent(
         if root_s > 0.0:
             root_share = root_s / (root_s + others_s)
         if others_s > 0.0:
-            unit_share = 1.0 / max(1, each)
+            unit_share, gathered_share = 1.0 / max(1, units.num_others), each / units.num_others
     else:
         root_copied_s = 0.0
 
-    total, waits, parts, first_share, last_share = 0.0, False, 1.0, 1.0, 1.0
+    total, whole, waits = 0.0, 0.0, False
     for at in range(num_sums[REDUCED_KEYS]):
         table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
         if families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0:
             total += sum_elements[REDUCED_KEYS, at]
+            if families[table, family, SHARDED] <= 0:
+                whole += sum_elements[REDUCED_KEYS, at]
             waits = waits or (rules.waits_for_whole and families[table, family, SCATTER] < 0)
+    by_unit, buckets, shares = 1.0, 1.0, ReductionShares(1.0, 1.0, 0.0, 1.0)
+    first_of_whole, last_of_whole, last_of_units = 1.0, 1.0, 1.0
     if total > 0.0 and in_parts:
-        if is_sharded:
-            begins_in_root = shape.gathers_of[shape.unit_of[first]] == 1
-            parts, first_share, last_share = _unit_shares(each, once, begins_in_root, root_share)
-        else:
-            parts, first_share, last_share = _bucket_shares(
-                shape, tables, plans, run_tables, stage, first, stop, total, num_buckets, ties_by_use
+        if whole > 0.0:
+            buckets, first_of_whole, last_of_whole = _bucket_shares(
+                shape, tables, plans, run_tables, stage, first, stop, whole, num_buckets, ties_by_use
             )
-    reduced_s, reduced_host_s, reduced_latency_s = 0.0, 0.0, 0.0
+            shares = ReductionShares(first_of_whole, last_of_whole, 0.0, 1.0)
+        if whole < total:
+            begins_in_root = shape.gathers_of[shape.unit_of[first]] == 1
+            by_unit, first_of_units, last_of_units = _unit_shares(each, once, begins_in_root, root_share)
+            shares = ReductionShares(first_of_units, last_of_units, 0.0, 1.0)
+    reduced_s, reduced_host_s, reduced_latency_s, whole_s = 0.0, 0.0, 0.0, 0.0
     for at in range(num_sums[REDUCED_KEYS]):
         table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
         if families[table, family, SCATTER] < 0 and families[table, family, REST] < 0:
             continue
-        elements, own_parts = sum_elements[REDUCED_KEYS, at], parts
-        share, is_listed = elements / total, rules.lists and in_parts and families[table, family, SHARDED] > 0
-        if parts > 1.0 and not is_sharded:
-            own_parts = max(1.0, parts * share)
+        elements, is_sharded, own_parts = sum_elements[REDUCED_KEYS, at], families[table, family, SHARDED] > 0, 1.0
+        is_listed = rules.lists and in_parts and is_sharded
+        if in_parts:
+            own_parts = by_unit if is_sharded else max(1.0, buckets * elements / whole)
         if is_listed:
-            own_parts = max(own_parts, num_tensors * share)
+            own_parts = max(own_parts, num_tensors * elements / total)
         left = elements * rules.gradient_bytes
         for step in range(2):
             channel = families[table, family, REST if step else SCATTER]
             if channel >= 0:
-                reduced_s += own_parts * channel_s(tables, channel, left / own_parts)
+                own_s = own_parts * channel_s(tables, channel, left / own_parts)
+                reduced_s += own_s
+                whole_s += 0.0 if is_sharded else own_s
                 if others_s > 0.0:  # Else nobody asks.
                     reduced_latency_s += own_parts * channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
                 reduced_host_s += own_parts * (hosts_s[channel, CALL_S] + launch_s)
@@ -291,11 +359,14 @@ def stage_sent(
                     reduced_host_s += own_parts * hosts_s[channel, LISTING_S]
                 if not step:
                     left /= families[table, family, SCATTER_DEGREE]
+    if in_parts and whole < total and units.num_whole > 0:
+        shares = _mixed_shares(units, last_of_units, first_of_whole, last_of_whole, whole_s / reduced_s)
     copied_s = copied[TIMES] * num_tensors * start_s + copied[NUM_BYTES] * s_per_byte
     copied_back_s = copied[TIMES_BACK] * num_tensors * start_s + copied[NUM_BYTES_BACK] * s_per_byte
     reduced_host_s += (copied[TIMES] + copied[TIMES_BACK]) * num_tensors * launch_s
     sent = Sent(
         root_s, others_s, root_copied_s, gathered_copied_s, reduced_s, copied_s, copied_back_s, unit_share,
-        first_share, last_share, computation, communication, latency_s, reduced_latency_s,
+        shares.first_share, shares.last_share, computation, communication, latency_s, reduced_latency_s, gathered_share,
+        units.others_before > 0, units.others_behind > 0, shares.late_share, shares.late_left,
     )  # fmt: skip
     return sent, SentHost((each + once) * gather_host_s, each * gather_host_s, reduced_host_s), waits

@@ -11,6 +11,7 @@ from simulator.fast.arrays import (
     GATHER,
     MAX_FAMILIES,
     MAX_PENDING,
+    REDUCED_KEYS,
     REDUCTION,
     REFRESH,
     REST,
@@ -52,14 +53,13 @@ class RunParameters(NamedTuple):
     Attributes:
         gathers: Before use, as the strategy of the run has it.
         all_gathered: All of them before use.
-        all_sharded, any_sharded: All by ZeRO-3, or some.
+        any_sharded: Some by ZeRO-3.
         any_stepped: Some of those that ZeRO-1 or 2 steps in shards, beside the first forward pass.
         fits: There was room for what synchronises them.
     """
 
     gathers: bool
     all_gathered: bool
-    all_sharded: bool
     any_sharded: bool
     any_stepped: bool
     fits: bool
@@ -97,6 +97,7 @@ def add_parameters(
     stage: int,
     first: int,
     ties_by_use: bool,
+    in_parts: bool,
     rules: BesideRules,
     copied: Floats,
     found: Synchronised,
@@ -107,13 +108,14 @@ def add_parameters(
         shape, tables, plans, run_tables: See ``time.estimate_times``.
         run, start, stage, first: The run, its first operator, its stage, and that's.
         ties_by_use: See ``PassRules``.
+        in_parts: Gradients are reduced as they are made: those that ZeRO-3 shards apart.
         rules: What else holds for any plan.
         copied: float64[COPIED]. Where copies of gradients are added (``add_copies``).
         found: Those of the runs before; added to.
     """
     begin, table, ends = plans.run_offsets[stage], run_tables[run], plans.run_stops[run]
     sums, families = tables.sums[table], tables.families[table]
-    gathers, all_gathered, all_sharded, any_sharded, any_stepped = False, True, True, False, False
+    gathers, all_gathered, any_sharded, any_stepped = False, True, False, False
     for family in range(MAX_FAMILIES):
         if families[family, REDUCTION] < 0:
             break
@@ -126,21 +128,23 @@ def add_parameters(
             continue
         any_sharded = any_sharded or is_sharded
         any_stepped = any_stepped or (is_gathered and not is_sharded)
-        all_gathered, all_sharded = all_gathered and is_gathered, all_sharded and is_sharded
+        all_gathered = all_gathered and is_gathered
         if families[family, SCATTER] >= 0 or families[family, REST] >= 0:
             add_copies(families[family], elements, rules, copied)
         for way in range(3):
             own_key = families[family, (REDUCTION, REFRESH, GATHER)[way]]
             if own_key < 0:
                 continue
+            if way == REDUCED_KEYS and in_parts:
+                own_key = 2 * own_key + (1 if is_sharded else 0)
             at = 0
             while at < found.num[way] and found.keys[way, at] != own_key:
                 at += 1
             if at == MAX_PENDING:
-                return RunParameters(gathers, all_gathered, all_sharded, any_sharded, any_stepped, False)
+                return RunParameters(gathers, all_gathered, any_sharded, any_stepped, False)
             if at == found.num[way]:
                 found.num[way] += 1
                 found.keys[way, at], found.elements[way, at] = own_key, 0.0
                 found.tables[way, at], found.families[way, at] = table, family
             found.elements[way, at] += elements
-    return RunParameters(gathers, all_gathered, all_sharded, any_sharded, any_stepped, True)
+    return RunParameters(gathers, all_gathered, any_sharded, any_stepped, True)

@@ -103,7 +103,7 @@ class RunSums(NamedTuple):
         passes: Of a microbatch.
         num_unlike: How many operators have neighbours in another run or stage.
         num_buckets, num_large, num_tensors: Of its parameters; see ``overlap.stage_sent``.
-        all_gathered, all_sharded: All of them are gathered before use; by ZeRO-3.
+        is_mixed: Some of them are gathered before use, and some not.
         in_forward: By ZeRO-1 or 2, beside the first forward pass.
     """
 
@@ -113,8 +113,7 @@ class RunSums(NamedTuple):
     num_buckets: float
     num_large: float
     num_tensors: float
-    all_gathered: bool
-    all_sharded: bool
+    is_mixed: bool
     in_forward: bool
 
 
@@ -135,7 +134,8 @@ def _add_runs(
 ) -> RunSums:
     """Add up the runs of a stage: passes, operators whose neighbours are unlike, gathers, parameters."""
     state, count = DONE, 0
-    all_gathered, all_sharded, any_sharded, any_stepped = True, True, False, False
+    gathers, all_gathered, any_sharded, any_stepped = False, True, False, False
+    in_parts = plans.reduces_every[plan] != 0 or plans.overlaps[plan] != 0
     forward_s, backward_s, forward_host_s, backward_host_s = 0.0, 0.0, 0.0, 0.0
     num_buckets, num_large, num_tensors = 0.0, 0.0, 0.0
     num_pending, pending_unit, gathered_bytes = 0, -1, beside.gathered_bytes
@@ -155,7 +155,6 @@ def _add_runs(
         backward_host_s += sums[ends, BACKWARD_HOST_S] - sums[start, BACKWARD_HOST_S]
         for column in range(len(room.added_s)):
             room.added_s[column] += sums[ends, ADDED_S + column] - sums[start, ADDED_S + column]
-        num_buckets += sums[ends, BUCKETS] - sums[start, BUCKETS]
         num_large += sums[ends, LARGE] - sums[start, LARGE]
         num_tensors += sums[ends, TENSORS] - sums[start, TENSORS]
         count, known, more = add_unlike(
@@ -168,10 +167,12 @@ def _add_runs(
         forward_host_s += more.forward_host_s
         backward_host_s += more.backward_host_s
         own = add_parameters(
-            shape, tables, plans, run_tables, run, start, stage, first, rules.ties_by_use, beside, room.copied,
-            room.synchronised,
+            shape, tables, plans, run_tables, run, start, stage, first, rules.ties_by_use, in_parts, beside,
+            room.copied, room.synchronised,
         )
-        all_gathered, all_sharded = all_gathered and own.all_gathered, all_sharded and own.all_sharded
+        if not own.any_sharded:
+            num_buckets += sums[ends, BUCKETS] - sums[start, BUCKETS]
+        gathers, all_gathered = gathers or own.gathers, all_gathered and own.all_gathered
         any_sharded, any_stepped = any_sharded or own.any_sharded, any_stepped or own.any_stepped
         gathered_bytes = rules.parameter_bytes if any_stepped else beside.gathered_bytes
         if own.gathers and own.fits:
@@ -194,7 +195,7 @@ def _add_runs(
         )
     passes = PassSums(forward_s, backward_s, forward_host_s, backward_host_s)
     return RunSums(
-        state, passes, count, num_buckets, num_large, num_tensors, all_gathered, all_sharded, any_stepped
+        state, passes, count, num_buckets, num_large, num_tensors, gathers and not all_gathered, any_stepped
     )
 
 
@@ -281,7 +282,7 @@ def fill_stage(
     reshards, overlaps = plans.reshards[plan] != 0 and not found.in_forward, plans.overlaps[plan] != 0
     sent, host, waits = stage_sent(
         shape, tables, plans, run_tables, stage, first, stop, room.synchronised, room.copied, room.gather_s,
-        found.all_sharded, every or overlaps, rules.ties_by_use, found.num_buckets, found.num_large, found.num_tensors,
+        found.is_mixed, every or overlaps, rules.ties_by_use, found.num_buckets, found.num_large, found.num_tensors,
         beside,
     )  # fmt: skip
     times.once_s[UPDATED, stage] = refreshed_s(tables, room.synchronised, rules.parameter_bytes)
@@ -293,7 +294,7 @@ def fill_stage(
     work = PassWork(
         forward_s, backward_s, forward_host_s, backward_host_s, pass_host_s, forward_left_s, backward_left_s
     )
-    sending = SendingRules(beside.prefetches and found.all_gathered, reshards, overlaps, every, waits)
+    sending = SendingRules(beside.prefetches, reshards, overlaps, every, waits)
     hosts = HostRules(
         step_rules.runs_ahead, rules.waits_to_receive[schedule], beside.waits_for_gathers, schedule == GPIPE,
         high == low + 1, stage == low, m,

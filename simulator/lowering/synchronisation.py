@@ -192,7 +192,7 @@ def scattering_collective(group: ParameterGroup, runtime: Runtime) -> str:
     return OWNER_REDUCE if group.zero in runtime.reduces_to_owners else "reduce_scatter"
 
 
-def _reductions(group: ParameterGroup, runtime: Runtime, num_bytes: float) -> tuple[MeshCollective, ...]:
+def reductions(group: ParameterGroup, runtime: Runtime, num_bytes: float) -> tuple[MeshCollective, ...]:
     """Return what reduces ``num_bytes`` of gradients: scatter over sharded axes, then all-reduce the rest."""
     scattered, rest = split_reduction(group)
     found = []
@@ -245,7 +245,7 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
     for number, (members, total) in enumerate(filled):
         last = everything[members[-1]]
         listed = last.zero == 3 and runtime.parameter_calls_above is not None
-        bucket = GradientBucket(tuple(members), last.operator, _reductions(last, runtime, total), listed=listed)
+        bucket = GradientBucket(tuple(members), last.operator, reductions(last, runtime, total), listed=listed)
         if number in copied:
             whole = not last.scattered
             passes = 1 if whole else runtime.sharded_gradient_copies
