@@ -215,6 +215,23 @@ class ReductionShares(NamedTuple):
 
 
 @also_compiled
+def level_shares(before: int, count: int, share: float) -> ReductionShares:
+    """Return how reductions lie where those of each ZeRO level go at once, when the level's gradients are all there.
+
+    Args:
+        before: Operators of the stage before the first one of the level that begins last.
+        count: Operators of the stage.
+        share: What part of all reductions that of the level takes which begins first.
+
+    Eight of 32 layers, of one level, before 24 of another:
+
+    >>> tuple(level_shares(8, 32, 0.4))
+    (0.75, 0.4, 0.0, 1.0)
+    """
+    return ReductionShares(1.0 - before / count, share, 0.0, 1.0)
+
+
+@also_compiled
 def mixed_shares(
     units: StageUnits, last_of_units: float, first_of_whole: float, last_of_whole: float, whole: float
 ) -> ReductionShares:

@@ -22,6 +22,7 @@ from simulator.closed_forms.overlap_time import (
     bucket_shares,
     calls_of_unit,
     filled_buckets,
+    level_shares,
     mixed_shares,
     unit_shares,
     with_unit,
@@ -204,13 +205,27 @@ def _shares(
             for (each, _), own, more in zip(sums, parts, shares, strict=True)
         ]
     found = ReductionShares(first_share, last_share)
+    seconds = [_reduction_s(view, each, count) for (each, _), count in zip(sums, parts, strict=True)]
     if not any(sharded for _, sharded in sums):
-        found = ReductionShares(first_of_whole, last_of_whole)
+        found, starts = ReductionShares(first_of_whole, last_of_whole), _level_starts(view, sums)
+        if buckets <= 1.0 and min(starts) < max(starts):
+            front_s = sum(own_s for own_s, start in zip(seconds, starts, strict=True) if start == min(starts))
+            before = max(starts) - view.operators[0]
+            found = level_shares(before, len(view.operators), front_s / sum(seconds))
     elif units.num_whole:
-        seconds = [_reduction_s(view, each, count) for (each, _), count in zip(sums, parts, strict=True)]
         whole_s = sum(own_s for own_s, (_, sharded) in zip(seconds, sums, strict=True) if not sharded)
         found = mixed_shares(units, last_share, first_of_whole, last_of_whole, whole_s / sum(seconds))
     return parts, found
+
+
+def _level_starts(view: StageView, sums: Sequence[tuple[GradientBucket, bool]]) -> list[int]:
+    """Return of each reduction of a stage the first operator that ZeRO treats alike on the same mesh."""
+    groups = list(parameter_groups(view))
+    firsts = [groups[each.members[-1]] for each, _ in sums]
+    levels = [(group.sizes, group.sharded_axes, group.scattered) for group in firsts]
+    return [
+        min(group.operator for group, other in zip(firsts, levels, strict=True) if other == level) for level in levels
+    ]
 
 
 def gathered_again_s(view: StageView, forward: Sequence[Item], backward: Sequence[Item]) -> float:

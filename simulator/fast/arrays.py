@@ -42,9 +42,9 @@ TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
 # Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
 # channel of the gather after the step, and of the gather before use; -1 for none; how often gradients are copied before
-# they are reduced; whether ZeRO-3 shards it (1).
+# they are reduced; whether ZeRO-3 shards it (1); key of its mesh and of what ZeRO does with it there.
 REDUCTION, SCATTER, SCATTER_DEGREE, REST, REFRESH, REFRESH_CHANNEL, GATHER, GATHER_CHANNEL, COPIES, SHARDED = range(10)
-FAMILY = 10
+LEVEL, FAMILY = range(10, 12)
 REDUCED_KEYS, REFRESHED_KEYS, GATHERED_KEYS = range(3)
 """Of a stage: gradients that are reduced, parameters that are gathered after the step, and before use."""
 

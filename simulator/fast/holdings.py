@@ -23,6 +23,7 @@ from simulator.fast.arrays import (
     COPIES,
     GATHER,
     GATHER_CHANNEL,
+    LEVEL,
     MAX_FAMILIES,
     REDUCTION,
     REFRESH,
@@ -247,6 +248,7 @@ class Holdings:
 
         scattered, rest = split_reduction(group)
         row[REDUCTION] = self._keys((group.sizes, group.reduced_axes, group.sharded_axes, group.scattered))
+        row[LEVEL] = self._keys((group.sizes, group.sharded_axes, group.scattered))
         row[SCATTER_DEGREE] = prod(group.sizes[axis] for axis in scattered)
         row[SCATTER] = channel(scattering_collective(group, self.problem.runtime), scattered) if scattered else -1
         row[REST] = channel("all_reduce", rest) if rest else -1

@@ -12,6 +12,7 @@ from simulator.closed_forms.overlap_time import (
     StageUnits,
     bucket_shares,
     calls_of_unit,
+    level_shares,
     mixed_shares,
     unit_shares,
     with_unit,
@@ -30,6 +31,7 @@ from simulator.fast.arrays import (
     GATHER_CHANNEL,
     GATHERED_KEYS,
     LAUNCH_S,
+    LEVEL,
     LISTING_S,
     MAX_FAMILIES,
     REDUCED_KEYS,
@@ -50,7 +52,7 @@ from simulator.fast.prices import channel_s
 
 _shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
 _calls_of_unit, _left_s = inlined(calls_of_unit), inlined(left_s)
-_with_unit, _mixed_shares = inlined(with_unit), inlined(mixed_shares)
+_with_unit, _mixed_shares, _level_shares = inlined(with_unit), inlined(mixed_shares), inlined(level_shares)
 
 
 def beside_rules(runtime: Runtime) -> BesideRules:
@@ -236,6 +238,24 @@ def _bucket_shares(
 
 
 @inlined
+def _level_starts(tables: TimeTables, synchronised: Synchronised) -> tuple[int, int]:
+    """Set where each reduction of a stage begins to the first operator of its level; return the first and the last."""
+    num_sums, _, sum_table, sum_family, _, starts = synchronised
+    front, latest, families = -1, -1, tables.families
+    for at in range(num_sums[REDUCED_KEYS]):
+        family = families[sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]]
+        if family[SCATTER] < 0 and family[REST] < 0:
+            continue
+        for other in range(num_sums[REDUCED_KEYS]):
+            theirs = families[sum_table[REDUCED_KEYS, other], sum_family[REDUCED_KEYS, other]]
+            if theirs[LEVEL] == family[LEVEL] and (theirs[SCATTER] >= 0 or theirs[REST] >= 0):
+                starts[at] = min(starts[at], starts[other])
+        front = starts[at] if front < 0 else min(front, starts[at])
+        latest = max(latest, starts[at])
+    return front, latest
+
+
+@inlined
 def stage_sent(
     shape: Structure,
     tables: TimeTables,
@@ -271,7 +291,7 @@ def stage_sent(
             ZeRO-3 does not shard, those that are gathered by calls of their own, all.
     """
     families, rates, hosts_s = tables.families, tables.step_rates, tables.channel_hosts_s
-    num_sums, _, sum_table, sum_family, sum_elements = synchronised
+    num_sums, _, sum_table, sum_family, sum_elements, starts = synchronised
     types = tables.placement_types[plans.placements[stage]]
     computation, communication, start_s, s_per_byte, launch_s = 1.0, 1.0, 0.0, 0.0, 0.0
     for gpu_type in range(len(rates)):
@@ -323,18 +343,20 @@ def stage_sent(
                 whole += sum_elements[REDUCED_KEYS, at]
             waits = waits or (rules.waits_for_whole and families[table, family, SCATTER] < 0)
     by_unit, buckets, shares = 1.0, 1.0, ReductionShares(1.0, 1.0, 0.0, 1.0)
-    first_of_whole, last_of_whole, last_of_units = 1.0, 1.0, 1.0
+    first_of_whole, last_of_whole, last_of_units, front, latest = 1.0, 1.0, 1.0, 0, 0
     if total > 0.0 and in_parts:
         if whole > 0.0:
             buckets, first_of_whole, last_of_whole = _bucket_shares(
                 shape, tables, plans, run_tables, stage, first, stop, whole, num_buckets, ties_by_use
             )
             shares = ReductionShares(first_of_whole, last_of_whole, 0.0, 1.0)
+            if whole >= total and buckets <= 1.0:
+                front, latest = _level_starts(tables, synchronised)
         if whole < total:
             begins_in_root = shape.gathers_of[shape.unit_of[first]] == 1
             by_unit, first_of_units, last_of_units = _unit_shares(each, once, begins_in_root, root_share)
             shares = ReductionShares(first_of_units, last_of_units, 0.0, 1.0)
-    reduced_s, reduced_host_s, reduced_latency_s, whole_s = 0.0, 0.0, 0.0, 0.0
+    reduced_s, reduced_host_s, reduced_latency_s, whole_s, front_s = 0.0, 0.0, 0.0, 0.0, 0.0
     for at in range(num_sums[REDUCED_KEYS]):
         table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
         if families[table, family, SCATTER] < 0 and families[table, family, REST] < 0:
@@ -352,6 +374,7 @@ def stage_sent(
                 own_s = own_parts * channel_s(tables, channel, left / own_parts)
                 reduced_s += own_s
                 whole_s += 0.0 if is_sharded else own_s
+                front_s += own_s if latest > front and starts[at] == front else 0.0
                 if others_s > 0.0:  # Else nobody asks.
                     reduced_latency_s += own_parts * channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
                 reduced_host_s += own_parts * (hosts_s[channel, CALL_S] + launch_s)
@@ -359,6 +382,8 @@ def stage_sent(
                     reduced_host_s += own_parts * hosts_s[channel, LISTING_S]
                 if not step:
                     left /= families[table, family, SCATTER_DEGREE]
+    if latest > front:
+        shares = _level_shares(latest - first, stop - first, front_s / reduced_s)
     if in_parts and whole < total and units.num_whole > 0:
         shares = _mixed_shares(units, last_of_units, first_of_whole, last_of_whole, whole_s / reduced_s)
     copied_s = copied[TIMES] * num_tensors * start_s + copied[NUM_BYTES] * s_per_byte

@@ -38,6 +38,7 @@ class Synchronised(NamedTuple):
         keys: int64[3, MAX_PENDING]. What does it.
         tables, families: int64[3, MAX_PENDING]. A table and a family of it that says what that takes.
         elements: float64[3, MAX_PENDING].
+        starts: int64[MAX_PENDING]. Of what is reduced, the first operator.
     """
 
     num: Ints
@@ -45,6 +46,7 @@ class Synchronised(NamedTuple):
     tables: Ints
     families: Ints
     elements: Floats
+    starts: Ints
 
 
 class RunParameters(NamedTuple):
@@ -84,6 +86,19 @@ def add_copies(family: Ints, elements: float, rules: BesideRules, copied: Floats
         if whole:
             copied[NUM_BYTES_BACK] += num_bytes
             copied[TIMES_BACK] = 1.0
+
+
+@inlined
+def _first_operator(shape: Structure, tables: TimeTables, table: int, family: int, start: int, stop: int) -> int:
+    """Return the first of some operators with a parameter of a family, given that one has."""
+    sums = tables.sums[table]
+    for index in range(start, stop):
+        has = sums[index + 1, ELEMENTS + family] > sums[index, ELEMENTS + family]
+        for place in range(len(shape.tied)):
+            has = has or (shape.tied[place] == index and tables.tied[table, place, 0] == family)
+        if has:
+            return index
+    return stop
 
 
 @inlined
@@ -146,5 +161,7 @@ def add_parameters(
                 found.num[way] += 1
                 found.keys[way, at], found.elements[way, at] = own_key, 0.0
                 found.tables[way, at], found.families[way, at] = table, family
+                if way == REDUCED_KEYS and in_parts:
+                    found.starts[at] = _first_operator(shape, tables, table, family, start, ends)
             found.elements[way, at] += elements
     return RunParameters(gathers, all_gathered, any_sharded, any_stepped, True)

@@ -203,7 +203,7 @@ def estimate_times(
         Unlike(np.empty(num_operators, np.int64), np.empty(num_operators, np.int64), np.empty((num_operators, 2))),
         Synchronised(
             np.zeros(3, np.int64), np.empty((3, MAX_PENDING), np.int64), np.empty((3, MAX_PENDING), np.int64),
-            np.empty((3, MAX_PENDING), np.int64), np.empty((3, MAX_PENDING)),
+            np.empty((3, MAX_PENDING), np.int64), np.empty((3, MAX_PENDING)), np.zeros(MAX_PENDING, np.int64),
         ),
         UnitGathers(np.empty(MAX_PENDING, np.int64), np.empty(MAX_PENDING, np.int64), np.empty(MAX_PENDING)),
         np.zeros(COPIED),

@@ -73,6 +73,16 @@ def test_gathers_of_some_layers_hide_behind_the_layers_before_them(setting, micr
     assert error(setting, plan) == pytest.approx(0, abs=0.03)
 
 
+@pytest.mark.parametrize("microbatch", [8, 32])
+@pytest.mark.parametrize("order", ["eight in front", "half", "every second"])
+@pytest.mark.parametrize("levels", [(0, 1), (2, 0), (0, 2)])
+@pytest.mark.parametrize("setting", [ETHERNET, FSDP], ids=["ethernet", "fsdp"])
+def test_gradients_of_each_level_are_reduced_when_they_are_all_there(setting, levels, order, microbatch) -> None:
+    """Where all counted as reduced with the stage's first layer, such plans were up to 8.6 % too slow."""
+    words = dict(tp=4, dp=2, microbatch=microbatch, gradient_reduction="last", overlap_gradient_sync=True)
+    assert error(setting, mixed_plan(setting, levels, order, **words)) == pytest.approx(0, abs=0.01)
+
+
 @pytest.mark.parametrize("levels", [(0, 3), (3, 1), (2, 3)])
 @pytest.mark.parametrize(
     "words",
