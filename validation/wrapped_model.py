@@ -236,8 +236,9 @@ def begin_microbatch(wrapped: nn.Module, plan: Plan, *, is_last: bool) -> Abstra
         if not plan.reshard_after_forward:
             wrapped.set_reshard_after_backward(is_last)
         return nullcontext()
-    can_wait = isinstance(wrapped, (ddp.DistributedDataParallel, FullyShardedDataParallel))
-    return wrapped.no_sync() if waits and can_wait else nullcontext()
+    if waits and isinstance(wrapped, (ddp.DistributedDataParallel, FullyShardedDataParallel)):
+        return wrapped.no_sync()
+    return nullcontext()
 
 
 @contextmanager

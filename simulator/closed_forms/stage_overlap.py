@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hardware_models.runtime import Runtime
-from simulator.closed_forms.overlap_time import (
-    NEXT_TO_NOTHING_BYTES,
+from simulator.closed_forms.overlap_time import NEXT_TO_NOTHING_BYTES, SendingRules, Sent
+from simulator.closed_forms.passes_time import SentHost
+from simulator.closed_forms.stage_prices import collective_s, items_s, launch_collective_s, slowdowns
+from simulator.closed_forms.stage_units import (
     NO_UNITS,
     ReductionShares,
-    SendingRules,
-    Sent,
     StageUnits,
     bucket_shares,
     calls_of_unit,
@@ -27,8 +27,6 @@ from simulator.closed_forms.overlap_time import (
     unit_shares,
     with_unit,
 )
-from simulator.closed_forms.passes_time import SentHost
-from simulator.closed_forms.stage_prices import collective_s, items_s, launch_collective_s, slowdowns
 from simulator.lowering.copies import copying_s
 from simulator.lowering.items import Item
 from simulator.lowering.mesh import MeshCollective

@@ -16,8 +16,8 @@ from simulator.closed_forms.operator_needs import (
     product_bytes,
     segment_ends_bytes,
 )
-from simulator.closed_forms.overlap_time import filled_buckets
 from simulator.closed_forms.stage_overlap import bucket_elements, is_large, num_gradient_copies
+from simulator.closed_forms.stage_units import filled_buckets
 from simulator.costs import CostTables
 from simulator.fast.arrays import (
     COPIES,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from hardware_models.runtime import Runtime
 from simulator.closed_forms.host_time import left_s
-from simulator.closed_forms.overlap_time import (
-    NEXT_TO_NOTHING_BYTES,
+from simulator.closed_forms.overlap_time import NEXT_TO_NOTHING_BYTES, Sent
+from simulator.closed_forms.passes_time import SentHost
+from simulator.closed_forms.stage_overlap import copied_bytes
+from simulator.closed_forms.stage_units import (
     NO_UNITS,
     ReductionShares,
-    Sent,
     StageUnits,
     bucket_shares,
     calls_of_unit,
@@ -17,8 +18,6 @@ from simulator.closed_forms.overlap_time import (
     unit_shares,
     with_unit,
 )
-from simulator.closed_forms.passes_time import SentHost
-from simulator.closed_forms.stage_overlap import copied_bytes
 from simulator.compiled_cache import inlined
 from simulator.fast.arrays import (
     CALL_S,
