@@ -13,14 +13,14 @@ from experiments.cases.case import Case
 from experiments.run_gpus import families_said
 
 DTYPES = {
+    "fp8": r"fp8|float8",
+    "int8": r"int8",
     "bf16": r"bf16|bfloat16",
     "fp16": r"fp16|float16|half",
     "tf32": r"tf32",
     "fp32": r"fp32|float32",
-    "fp8": r"fp8|float8",
-    "int8": r"int8",
 }
-"""Number formats, and how tables write them."""
+"""Number formats, and how tables write them; the first that a text names is what was computed in."""
 
 
 def rows_twice(table: Path) -> list[str]:

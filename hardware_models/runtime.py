@@ -85,6 +85,8 @@ class Runtime:
             what ZeRO-3 gathered for a layer, and all before it; the gradient norm.
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
+        copies_parts: What an operator reads of a tensor that a rank has whole is copied even where it lies in one
+            piece; else it is a view there, and holds the whole.
         keeps_gathered_shards: What an operator has gathered and keeps does not replace the shard that it gathered from:
             that is kept as well.
         recompute_stops_early: Recomputation ends once the last saved tensor is back.
@@ -216,6 +218,7 @@ class Runtime:
     refreshes_in_forward: bool = False
     scatters_anew: bool = False
     keeps_gathered_shards: bool = False
+    copies_parts: bool = False
     moments_at_first_step: bool = True
 
     @property

@@ -189,8 +189,8 @@ def _contradictions(mapping: Mapping[str, Any]) -> list[tuple[bool, str]]:
         ),
         (
             (mapping.get("bucket_bytes") or 0) > (mapping["gradient_bytes"] if mapping.get("copies_gradients") else 0),
-            "bucket_bytes must be part of gradient_bytes, and needs copies_gradients: gradients that live in buckets "
-            "are gradient_bytes alone",
+            "bucket_bytes must be part of gradient_bytes, and needs copies_gradients: where gradients live in buckets, "
+            "write bucket_bytes: 0, gradient_bytes of one copy, and frees_gradients: none",
         ),
         (
             "receive" in waits and mapping.get("transfer_mode") == "overlapped",

@@ -6,6 +6,9 @@ from simulator.operator_cost import OperatorCost
 from workloads.local import CAST_WEIGHTS
 from workloads.operators import Workload
 
+PART = "part"
+"""How the name of a part begins that an operator copies of an input, behind the input's and a slash."""
+
 
 def saved_tensors(workload: Workload, index: int, cost: OperatorCost) -> list[tuple[str, float]]:
     """Return ``(tensor name, bytes)`` of what operator ``index`` saves; equal names are one tensor."""
@@ -36,10 +39,11 @@ def needed_for_weights(workload: Workload, index: int, cost: OperatorCost) -> tu
 def ends_at_parting(workload: Workload, index: int, name: str) -> bool:
     """Return whether the second half of a split backward pass has a gradient instead of what an operator saved.
 
-    So it is with what backward parts late needs before its product; copies of weights are the product's own.
+    So it is with what backward parts late needs before its product; copies of weights, and of parts of inputs, are the
+    product's own.
     """
     late = workload.operators[index].definition.parts_late
-    return late and is_private(name) and not name.endswith(f"/{CAST_WEIGHTS}")
+    return late and is_private(name) and not name.endswith(f"/{CAST_WEIGHTS}") and f"/{PART} " not in name
 
 
 def parted_bytes(workload: Workload, index: int, cost: OperatorCost) -> float:

@@ -39,6 +39,9 @@ def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:
         needed |= {name for name, _ in saved_tensors(workload, index, cost) if name in inside or is_private(name)}
     while operators:
         op = workload.operators[operators[-1]]
+        saved = {ref for ref, _ in view.cost(operators[-1]).saved}
+        if any(f"input:{position}" in saved for position in view.sliced_inputs(operators[-1])):
+            break
         if any(name in needed for name in op.outputs) or any(name.startswith(f"{op.name}/") for name in needed):
             break
         operators.pop()

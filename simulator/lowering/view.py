@@ -15,7 +15,9 @@ from simulator.lowering.edges import Moves, gathered_inputs, gathers_again, gath
 from simulator.lowering.mesh import MeshCollective, batch_degree, mesh_sizes, settled
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Plan, Sharding, Stage
+from simulator.saved import PART
 from workloads.kinds.base import FORWARD
+from workloads.placements import Shard
 
 
 @dataclass(frozen=True)
@@ -132,23 +134,31 @@ class StageView:
             if phase == FORWARD and item.collective == "reduce_scatter"
         ]
 
-    def sliced_inputs(self, index: int) -> list[int]:
-        """Return positions of inputs of which an operator copies a part, as ranks have them alike.
+    def sliced_inputs(self, index: int) -> dict[int, str]:
+        """Return the inputs of which an operator copies a part, as ranks have them alike: position, name of the part.
 
-        Not of what is reduced to that part on its way to a reader; nor where samples are parted and come first in
-        memory: such a part is a view, and holds the whole.
+        Who wants the same part shares it. Not of what is reduced to that part on its way to a reader; nor of what lies
+        in one piece: such a part is a view, and holds the whole, unless the runtime copies it (``copies_parts``).
         """
-        workload, cost = self.costs.problem.workload, self.cost(index)
-        samples_first = not self.costs.problem.runtime.implementation.sequence_first
+        workload, cost, runtime = self.costs.problem.workload, self.cost(index), self.costs.problem.runtime
         moved = {position for phase, _, _, position in self.input_collectives(index) if phase == FORWARD}
-        found = []
+        leading = 1 if runtime.implementation.sequence_first else 0
+        found = {}
         for position, name in enumerate(workload.operators[index].inputs):
             producer = workload.producer.get(name)
-            if position not in moved and producer in self.shardings and name not in self._reduced_to_parts:
-                made = self.cost(producer).output_bytes[workload.operators[producer].outputs.index(name)]
-                degrees = batch_degree(self.shardings[producer]), batch_degree(self.shardings[index])
-                is_view = samples_first and degrees[0] != degrees[1]
-                found += [position] if cost.input_bytes[position] < made and not is_view else []
+            if position in moved or producer not in self.shardings or name in self._reduced_to_parts:
+                continue
+            number = workload.operators[producer].outputs.index(name)
+            if cost.input_bytes[position] >= self.cost(producer).output_bytes[number]:
+                continue
+            reader, maker = self.shardings[index], self.shardings[producer]
+            want = [split.inputs[position] for split in self.costs.splits(index, reader)]
+            made = [split.outputs[number] for split in self.costs.splits(producer, maker)]
+            cut = {each.dim for each in want if isinstance(each, Shard)}
+            cut -= {each.dim for each in made if isinstance(each, Shard)}
+            cut |= {0} if batch_degree(reader) != batch_degree(maker) else set()
+            if runtime.copies_parts or cut != {leading}:
+                found[position] = f"{name}/{PART} {mesh_sizes(reader)} {want}"
         return found
 
     @cached_property

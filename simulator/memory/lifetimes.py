@@ -53,12 +53,12 @@ class Lifetimes:
         self._users = self._all_users()
 
     def _saved(self, index: int) -> dict[str, float]:
-        """Return names and bytes of what an operator saves; a part that it copies of an input is its own."""
+        """Return names and bytes of what an operator saves; of an input, the part that it copies."""
         saved = dict(saved_tensors(self.workload, index, self.cost_of(index)))
-        op = self.workload.operators[index]
-        for position in self.view.sliced_inputs(index):
-            if op.inputs[position] in saved:
-                saved[f"{op.name}/part of input {position}"] = saved.pop(op.inputs[position])
+        inputs, segment = self.workload.operators[index].inputs, self.segment_of.get(index)
+        for position, part in self.view.sliced_inputs(index).items():
+            if inputs[position] in saved:
+                saved[part if segment is None else f"{part} in {segment}"] = saved.pop(inputs[position])
         return saved
 
     def _held_ends(self) -> dict[int, list[str]]:

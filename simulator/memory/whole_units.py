@@ -124,9 +124,10 @@ class WholeUnits:
         for unit in self._root if leaving is None else ():
             events.allocate(f"unit {unit}/gathered", self._gathers.get(unit, 0.0), GATHERED, lasting=True)
         units = [unit for unit in self._gathers if unit not in self._root]
+        begins_in_root = way == "backward" and leaving is None and bool(self._gathers.keys() & self._root)
         if entering in units:
             events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
-        elif way == "forward" or leaving is not None or not self._gathers.keys() & self._root:
+        elif not begins_in_root:
             return
         after = [unit for unit in units if (unit > entering if way == "forward" else unit < entering)]
         if self._runtime.holds_next(way) and after:

@@ -19,7 +19,7 @@ from simulator.memory.events import Pass
 from simulator.memory.model_states import reduces_in_backward, static_bytes
 from simulator.memory.program import StageMemory
 from simulator.operator_cost import OperatorCost
-from simulator.plan import Plan
+from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem
 from simulator.saved import ends_at_parting, is_private, saved_tensors
 from simulator.schedules.registry import schedule_named
@@ -77,7 +77,13 @@ class Watched(StageMemory):
         workload, cost = self.workload, self.view.cost(index)
         op, segment = workload.operators[index], self._segment(index)
         found = set()
+        copied = {op.inputs[position]: part for position, part in self.view.sliced_inputs(index).items()}
         for name, size in saved_tensors(workload, index, cost):
+            if name in copied:
+                found.add(f"{copied[name]} in {(segment.start, segment.stop)}" if segment else copied[name])
+                continue
+            if not is_private(name) and self.view.saves_gathered(index, name):
+                continue  # Whole, as it was gathered, for as long as the operator needs it.
             parted = not with_inputs and ends_at_parting(workload, index, name)
             if size and name not in workload.input_names and not parted:
                 made_again = not is_private(name) and workload.producer.get(name, -1) in segment
@@ -114,6 +120,19 @@ def costs_of(family: str, runtime: str) -> CostTables:
     return CostTables(small_problem(family, cluster="a100-80g-dgx:1x8", runtime=runtime))
 
 
+def by_rows_first(plan: Plan) -> Plan:
+    """Return the plan with tensor parallelism in Megatron's other order, whose linear layers copy parts of inputs."""
+    words = {"tensor": "tensor_alternative"}
+
+    def turned(stage: Stage) -> Stage:
+        runs = []
+        for count, axes in stage.shardings:
+            runs.append((count, tuple(axis._replace(split=words.get(axis.split, axis.split)) for axis in axes)))
+        return replace(stage, shardings=tuple(runs))
+
+    return replace(plan, stages=tuple(map(turned, plan.stages)))
+
+
 @st.composite
 def plans(draw: st.DrawFn, problem: Problem, schedules: list[str]) -> Plan:
     """Draw a uniform plan under one of some schedules, its segments whole layers or any operators."""
@@ -130,6 +149,8 @@ def plans(draw: st.DrawFn, problem: Problem, schedules: list[str]) -> Plan:
         gradient_reduction=draw(st.sampled_from(["every", "last"])),
         overlap_gradient_sync=True,
     )
+    if draw(st.booleans()):
+        plan = by_rows_first(plan)
     count = len(problem.workload)
     if draw(st.booleans()):
         plan = recomputing(plan, draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
@@ -207,3 +228,19 @@ def test_a_heads_product_works_when_its_logits_are_gone(runtime: str) -> None:
     place = tensors.index(min(work))
     own = {each for each in memory._after(tensors[:place], is_alloc[:place]) if each.startswith(f"{name}/")}
     assert f"{name}/softmax" in memory.left and own <= {f"{name}/of logits backward"}
+
+
+def test_the_part_that_a_loss_copies_stays_for_its_product() -> None:
+    """A head of half the samples on each rank, behind layers that both have whole; weights are multiplied later."""
+    costs = costs_of("gpt", "windtunnel-executor")
+    zero_bubble = {"schedule": "zb-h1", "gradient_reduction": "every", "overlap_gradient_sync": True}
+    plan = uniform_plan(costs.problem, tp=2, microbatch=2, **zero_bubble)
+    count = len(costs.problem.workload)
+    shardings = ((count - 1, (Axis("replicate", 2),)), (1, (Axis("batch", 2),)))
+    plan = replace(plan, stages=(replace(plan.stages[0], shardings=shardings),))
+    (view,) = stage_views(validate(plan, costs.problem), costs)
+    memory = Watched(view)
+    memory.run()
+    part, *_ = view.sliced_inputs(count - 1).values()
+    halves = [(with_inputs, part in live) for index, with_inputs, _, live in memory.found if index == count - 1]
+    assert halves == [(True, True), (False, True)]

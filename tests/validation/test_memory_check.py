@@ -60,6 +60,8 @@ def test_so_are_those_where_something_is_cut(check: Check) -> None:
         ("bert-large", 4, "plain"),
         ("vit-large", 4, "flash"),
         ("wide-resnet-500m", 0, "plain"),
+        ("resnet-50", 0, "plain"),
+        ("t5-large-32", 4, "plain"),
     ],
 )
 def test_a_part_of_what_all_ranks_have_is_copied_and_the_whole_let_go(model: str, layers: int, attention: str) -> None:
@@ -73,7 +75,7 @@ def test_a_part_of_what_all_ranks_have_is_copied_and_the_whole_let_go(model: str
     )
     plan = validate(replace(plan, stages=(replace(stage, shardings=other),)), of)
     (memory,), (traced,) = simulate(plan, of).memory, trace_memory(plan, of, (0,))
-    assert memory.peak_allocated_bytes == pytest.approx(traced.peak_bytes, rel=WITHIN)
+    assert memory.peak_allocated_bytes == pytest.approx(traced.peak_bytes, rel=0.02)  # +3 to +5 % with the whole kept
 
 
 def test_the_checks_cover_what_the_report_claims() -> None:
