@@ -30,7 +30,7 @@ ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 
 # Columns of ``TimeTables.sums``: seconds of either pass, what launching them takes a host that runs ahead, seconds of
 # the weight gradients, of gathering whole units once (those of the root apart), how many operators the strategy
-# does not suit, ``StepWork``, how many buckets gradients fill (``overlap_time.filled_buckets``), how many parameters
+# does not suit, ``StepWork``, how many buckets gradients fill (``stage_units.filled_buckets``), how many parameters
 # are gathered by calls of their own, what recomputing takes device and host longer than the forward pass, what adding
 # gradients to earlier ones takes where first ones are handed over (``ADDED``: device and host, of whole gradients and
 # of those that ZeRO scatters), elements of each family.

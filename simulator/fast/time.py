@@ -16,6 +16,7 @@ from simulator.closed_forms import (
     passes_time,
     pipeline_time,
     stage_rows,
+    stage_units,
     step_time,
     zero_bubble_time,
 )
@@ -162,6 +163,7 @@ def _fill(
     passes_time,
     pipeline_time,
     stage_rows,
+    stage_units,
     step_time,
     zero_bubble_time,
     lowering_step,
